@@ -1,0 +1,68 @@
+# `make` or `make help` lists the targets.
+PYTHON ?= python3.11
+ENGINE ?= vllm
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+ENGINES := vllm
+
+# No hub, no usage statistics: tests and demo make their own small models.
+export HF_HUB_OFFLINE ?= 1
+export VLLM_NO_USAGE_STATS ?= 1
+export DO_NOT_TRACK ?= 1
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup demo test test-fast test-all lint format clean clean-all
+
+ifneq ($(filter demo,$(MAKECMDGOALS)),)
+ifeq ($(filter $(ENGINES),$(ENGINE)),)
+$(error make demo: no demo for ENGINE=$(ENGINE) yet; there is one for: $(ENGINES))
+endif
+endif
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo "  PYTHON=python3.11   the interpreter that setup makes .venv with"
+	@echo "  ENGINE=vllm         the engine of make demo; DEMO_ARGS=... goes to scripts/demo.py"
+	@echo "  PYTEST_ARGS=...     goes to pytest"
+
+setup: ## make .venv with the pinned packages; nothing to do when it is current
+	@PYTHON="$(PYTHON)" scripts/setup_env.sh
+
+demo: setup ## update a live engine and check every weight
+	@$(BIN)/python scripts/demo.py $(DEMO_ARGS)
+
+test: setup lint ## lint, and every test but those marked full (this is what CI runs)
+	@echo "test: all but the full tests"
+	@$(BIN)/python -m pytest -m "not full" $(PYTEST_ARGS)
+
+test-fast: setup ## the tests that start no engine
+	@echo "test-fast: the tests that start no engine"
+	@$(BIN)/python -m pytest -m "not engine and not full" $(PYTEST_ARGS)
+
+test-all: setup lint ## lint, and every test
+	@echo "test-all: every test"
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup ## ruff and mypy
+	@echo "lint: ruff check"
+	@$(BIN)/ruff check .
+	@echo "lint: ruff format"
+	@$(BIN)/ruff format --check .
+	@echo "lint: mypy"
+	@$(BIN)/mypy
+
+format: setup ## let ruff format and fix the code
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean: ## remove build outputs and caches; .venv stays
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -not -path './.venv/*' -not -path './.git/*' \
+		-prune -exec rm -rf {} +
+
+clean-all: clean ## remove .venv too
+	@rm -rf .venv

