@@ -1,0 +1,165 @@
+"""The error tree of the receiver.
+
+Every error that a request can meet is one of these. Each class fixes the HTTP status it is
+answered with and the state the engine is in afterwards::
+
+    DeltaError
+    ├── MalformedPart          400  truncated or malformed container, unknown encoding, bad version
+    │   └── ChecksumMismatch   400  the bytes are not the ones the sender hashed
+    ├── Unauthorized           401  no token, or a wrong one
+    ├── PathForbidden          403  a path outside every --delta-root
+    ├── UploadTooSlow          408  the body did not arrive in time
+    ├── Conflict               409  the request is sound, but not now
+    │   ├── VersionConflict    409  the engine is not at the sync's base version
+    │   ├── BaseMismatch       409  the engine's old bytes are not the sender's
+    │   ├── SyncInProgress     409  another sync has parts staged; retry later
+    │   └── WeightsAsleep      409  the engine has released its weights
+    ├── TooLarge               413  body or declared size over a limit
+    ├── UnsupportedMedia       415  content type or content encoding
+    ├── NotUpdatable           422  unknown tensor, wrong shape or dtype, bad index, inexact tensor
+    ├── SpoolFull              507  no room for the body
+    └── CommitFailed           500  the write failed half-way: the engine is ``uncertain``
+        └── EngineUncertain    503  an earlier write did; only a full resync is taken
+
+Everything but `CommitFailed` is raised before the first byte is written, so the engine is
+unchanged. After `CommitFailed` some weights may be new and some old: generation answers 503
+until a ``full`` sync has committed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+EngineState = Literal["unchanged", "uncertain"]
+
+
+class DeltaError(Exception):
+    """Base of the tree.
+
+    Args:
+        message: What is wrong and, where it is known, what to do next.
+        operands: Facts that a program reads (``expected``, ``actual``, ``tensor``, ...); they
+            stand beside ``message`` in the answer. Values must be JSON types.
+    """
+
+    status: ClassVar[int] = 500
+    engine_state: ClassVar[EngineState] = "unchanged"
+
+    def __init__(self, message: str, **operands: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.operands = operands
+
+    def to_wire(self) -> dict[str, Any]:
+        """The JSON object that goes under ``error`` in an answer."""
+        return {
+            "type": type(self).__name__,
+            "message": self.message,
+            "engine_state": self.engine_state,
+            **self.operands,
+        }
+
+
+class MalformedPart(DeltaError):
+    """The bytes are not a delta container, or their manifest contradicts itself."""
+
+    status = 400
+
+
+class ChecksumMismatch(MalformedPart):
+    """The container is well formed, but its bytes are not the ones the sender hashed."""
+
+
+class Unauthorized(DeltaError):
+    """No bearer token, or a wrong one."""
+
+    status = 401
+
+
+class PathForbidden(DeltaError):
+    """A disk request names a path outside every allowed folder."""
+
+    status = 403
+
+
+class UploadTooSlow(DeltaError):
+    """The body stalled for longer than the stage timeout."""
+
+    status = 408
+
+
+class Conflict(DeltaError):
+    """The request is sound, but the engine is not in the state it needs."""
+
+    status = 409
+
+
+class VersionConflict(Conflict):
+    """The sync starts from a version that the engine is not at."""
+
+
+class BaseMismatch(Conflict):
+    """The engine's old bytes are not the ones the delta was made against."""
+
+
+class SyncInProgress(Conflict):
+    """Another sync has staged parts; ``retry_after`` says in how many seconds to try again."""
+
+
+class WeightsAsleep(Conflict):
+    """The engine has released its weights' memory (sleep mode)."""
+
+
+class TooLarge(DeltaError):
+    """A body or a declared size is over a limit; nothing of that size was allocated."""
+
+    status = 413
+
+
+class UnsupportedMedia(DeltaError):
+    """A content type or content encoding that the endpoint does not take."""
+
+    status = 415
+
+
+class NotUpdatable(DeltaError):
+    """A tensor that this engine does not hold, or cannot update exactly."""
+
+    status = 422
+
+
+class SpoolFull(DeltaError):
+    """The spool folder has no room for the body."""
+
+    status = 507
+
+
+class CommitFailed(DeltaError):
+    """The write failed on some rank and could not be taken back."""
+
+    status = 500
+    engine_state = "uncertain"
+
+
+class EngineUncertain(CommitFailed):
+    """An earlier write failed half-way; only a ``full`` sync is taken until one commits."""
+
+    status = 503
+
+
+_BY_NAME: dict[str, type[DeltaError]] = {}
+
+
+def _register(cls: type[DeltaError]) -> None:
+    _BY_NAME[cls.__name__] = cls
+    for child in cls.__subclasses__():
+        _register(child)
+
+
+_register(DeltaError)
+
+
+def from_wire(error: dict[str, Any]) -> DeltaError:
+    """Rebuild an error from `DeltaError.to_wire` (a worker's answer, or an HTTP body)."""
+    operands = {k: v for k, v in error.items() if k not in ("type", "message", "engine_state")}
+    return _BY_NAME.get(str(error.get("type")), DeltaError)(str(error.get("message")), **operands)

@@ -1,0 +1,95 @@
+"""The wire format: one part, from bytes to checked numbers and back. No I/O, no engine.
+
+A part is one safetensors file; with ``deltas_zstd`` the whole file is one zstd frame. Every
+integer is little-endian.
+
+File (the order of the two tensors is free; ours is shown, and keeps the values aligned)::
+
+    offset          bytes         content
+    0               8             n, length of the header
+    8               n             header, JSON: __metadata__, __positions__, __values__
+    8 + n           nnz * width   __values__, the params' new elements, in the params' dtype
+    ... + values    positions     __positions__, uint8, the params' positions
+
+Positions of one param, ``pos_width`` bytes each, for flat indices idx[0] < idx[1] < ...::
+
+    encoding        pos_width     content
+    indices         4             int32 idx[k]; tensors of less than 2**31 elements
+    deltas          2             uint16 idx[k] - idx[k-1] - 1, with idx[-1] = -1
+    deltas          4             uint32, the same, for a param with a larger gap
+    deltas_zstd     2, 4          as deltas
+    any             0             dense: no positions, every element's value
+
+``__metadata__``, strings::
+
+    encoding            one of the above
+    params              JSON list of {name, dtype, shape, pos_start, pos_end, pos_width,
+                        val_start, val_end}: slices of the two tensors, without gaps, in order;
+                        pos in bytes, val in elements
+    checksum            xxh3_128:<32 hex> of the positions' bytes then the values', or slime's
+                        decimal
+    manifest_checksum   xxh3_128:<32 hex> of the other metadata as sorted lines key=value
+    current_version     decimal, 0 to 2**63 - 1: the version that the sync leads to
+    base_version        the version it starts from
+    part, num_parts     0-based number, count
+    sync_id             one string for all parts of a sync
+    full                true: all params are dense and replace whatever is there
+    digest_part, digest_before, digest_after
+                        32 hex digits each
+
+Only the first three are required. Unknown keys are ignored.
+
+Reading is layered so that each layer can be used alone on a stream: `FrameReader` unwraps,
+`PartGate` checks the header and the length, `decode_part` verifies and decodes. All of them
+raise `engine_ext.errors.DeltaError` and nothing else on hostile bytes; the encoder, which is
+given arguments and not bytes, raises ValueError.
+"""
+
+from engine_ext.wire.checksum import slime_checksum, verify_checksum, xxh3_checksum
+from engine_ext.wire.container import (
+    Header,
+    PartGate,
+    Span,
+    parse_header,
+    read_container,
+    write_container,
+)
+from engine_ext.wire.frame import ZSTD_MAGIC, FrameReader, compress_frame
+from engine_ext.wire.limits import Limits
+from engine_ext.wire.manifest import (
+    Manifest,
+    ParamEntry,
+    manifest_checksum,
+    parse_manifest,
+    parse_version,
+)
+from engine_ext.wire.part import ParamDelta, Part, decode_part, encode_part
+from engine_ext.wire.positions import ENCODINGS, decode_positions, encode_positions
+
+__all__ = [
+    "ENCODINGS",
+    "ZSTD_MAGIC",
+    "FrameReader",
+    "Header",
+    "Limits",
+    "Manifest",
+    "ParamDelta",
+    "ParamEntry",
+    "Part",
+    "PartGate",
+    "Span",
+    "compress_frame",
+    "decode_part",
+    "decode_positions",
+    "encode_part",
+    "encode_positions",
+    "manifest_checksum",
+    "parse_header",
+    "parse_manifest",
+    "parse_version",
+    "read_container",
+    "slime_checksum",
+    "verify_checksum",
+    "write_container",
+    "xxh3_checksum",
+]

@@ -1,0 +1,94 @@
+"""The two checksums over a part's bytes: ours, and the one that slime writes."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from engine_ext.dtypes import TORCH_DTYPE, bits_dtype
+from engine_ext.errors import ChecksumMismatch, MalformedPart
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_XXH3: Final = re.compile(r"xxh3_128:[0-9a-f]{32}")
+# p ^ (v << 1) of two 64-bit hashes has at most 65 bits, 20 digits
+_SLIME: Final = re.compile(r"0|[1-9][0-9]{0,19}")
+_CHUNK: Final = 1 << 20  # elements widened at a time
+
+
+def xxh3_checksum(positions: Buffer, values: Buffer) -> str:
+    """``xxh3_128:<32 hex digits>`` over the bytes of `positions`, then those of `values`."""
+    digest = xxhash.xxh3_128()
+    digest.update(positions)
+    digest.update(values)
+    return f"xxh3_128:{digest.hexdigest()}"
+
+
+def slime_checksum(positions: NDArray[np.uint8], values: torch.Tensor) -> int:
+    """slime's checksum: ``p ^ (v << 1)``, each the ``torch.hash_tensor`` of one tensor.
+
+    That hash is the XOR of the elements, each widened to 64 bits (floats to the pattern of the
+    float64, ints to an int64), as an unsigned number; of an empty tensor it is 0. The shift is
+    not truncated, so the result has up to 65 bits. It sees neither order nor pairs of equal
+    elements: it is weaker than `xxh3_checksum`, and only read, never written.
+
+    Args:
+        positions: uint8 [bytes].
+        values: 1-d, in the dtype that the file declares.
+    """
+    p = int(np.bitwise_xor.reduce(positions)) if positions.size else 0
+    # torch.hash_tensor itself is missing in older versions of torch, and for some dtypes.
+    wide = torch.float64 if values.dtype.is_floating_point else torch.int64
+    v = 0
+    for start in range(0, values.numel(), _CHUNK):
+        bits = values[start : start + _CHUNK].to(wide).view(torch.int64).numpy().view(np.uint64)
+        v ^= int(np.bitwise_xor.reduce(bits))
+    return p ^ (v << 1)
+
+
+def verify_checksum(
+    declared: str, positions: NDArray[np.uint8], values: NDArray[Any], values_dtype: str
+) -> None:
+    """Compare the checksum that a part declares with its bytes.
+
+    Args:
+        declared: ``xxh3_128:<hex>``, or slime's decimal integer.
+        positions: uint8 [bytes].
+        values: The bytes of the values tensor, any dtype; read-only memory is fine. The decimal
+            form copies memory that is read-only or not aligned to the dtype.
+        values_dtype: Manifest name of the dtype that the file declares for it.
+
+    Raises:
+        ChecksumMismatch: The bytes are others.
+        MalformedPart: `declared` has neither form.
+    """
+    actual: str
+    if _XXH3.fullmatch(declared):
+        actual = xxh3_checksum(positions.data, values.data)
+    elif _SLIME.fullmatch(declared):
+        actual = str(slime_checksum(positions, as_tensor(values, values_dtype)))
+    else:
+        raise MalformedPart(
+            f"checksum is neither 'xxh3_128:<hex>' nor a decimal: {declared[:80]!r}"
+        )
+    if actual != declared:
+        raise ChecksumMismatch(
+            "the data is not what the sender hashed", expected=declared, actual=actual
+        )
+
+
+def as_tensor(values: NDArray[Any], dtype: str) -> torch.Tensor:
+    """See the bytes of `values` as a 1-d tensor of the manifest dtype `dtype`.
+
+    A copy where the memory is read-only, which a tensor cannot express, or not aligned.
+    """
+    bits = values.view(bits_dtype(dtype))
+    if not (bits.flags.writeable and bits.flags.aligned):
+        bits = bits.copy()
+    return torch.from_numpy(bits).view(TORCH_DTYPE[dtype])

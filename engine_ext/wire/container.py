@@ -1,0 +1,249 @@
+"""The safetensors file that a part is: its header, its two tensors, and the order of its bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_ext.dtypes import NAME_OF_CODE, SAFETENSORS_CODE, itemsize
+from engine_ext.errors import MalformedPart, TooLarge
+from engine_ext.wire.frame import ZSTD_MAGIC
+from engine_ext.wire.limits import Limits
+from engine_ext.wire.manifest import Manifest, parse_manifest
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_LENGTH: Final = 8  # bytes of the header length that a file starts with
+_ALIGN: Final = 8
+
+_Offset = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class _Tensor(msgspec.Struct, forbid_unknown_fields=True):
+    dtype: str
+    shape: tuple[_Offset, ...]
+    data_offsets: tuple[_Offset, _Offset]
+
+
+class _HeaderJson(msgspec.Struct, forbid_unknown_fields=True):
+    metadata: dict[str, str] = msgspec.field(name="__metadata__")
+    positions: _Tensor = msgspec.field(name="__positions__")
+    values: _Tensor = msgspec.field(name="__values__")
+
+
+_DECODE_HEADER: Final = msgspec.json.Decoder(_HeaderJson)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where a tensor lies: manifest dtype name, shape, byte offsets in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A checked header: all that is known of a part without its data.
+
+    ``metadata`` holds the strings as they stand in the file, ``manifest`` what they say.
+    ``total_bytes`` is the length that the whole file must have.
+    """
+
+    manifest: Manifest
+    metadata: dict[str, str]
+    positions: Span
+    values: Span
+    total_bytes: int
+
+
+def parse_header(raw: bytes, limits: Limits) -> Header:
+    """Parse the header of a container.
+
+    Args:
+        raw: The 8-byte little-endian length and the JSON of that length, nothing more.
+        limits: Bounds on what it may declare.
+
+    Raises:
+        MalformedPart: It is cut short or contradicts itself (`ChecksumMismatch` for the
+            manifest's own checksum).
+        TooLarge: A declared size is over `limits`.
+    """
+    header_end = _header_end(raw[:_LENGTH], limits)
+    if len(raw) != header_end:
+        raise MalformedPart(f"the header has {len(raw)} bytes of {header_end}")
+    try:
+        header = _DECODE_HEADER.decode(raw[_LENGTH:])
+    except (ValueError, RecursionError) as error:
+        raise MalformedPart(f"safetensors header: {error}") from None
+
+    positions = _span("__positions__", header.positions, header_end)
+    values = _span("__values__", header.values, header_end)
+    if positions.dtype != "uint8":
+        raise MalformedPart(f"__positions__ is {positions.dtype}, not uint8")
+    first, second = sorted((positions, values), key=lambda span: (span.begin, span.end))
+    if first.begin != header_end or first.end != second.begin:
+        raise MalformedPart("the tensors leave a gap in the data, or overlap")
+    if second.end > limits.max_part_bytes:
+        raise TooLarge(
+            f"the part declares {second.end} bytes; the limit is {limits.max_part_bytes}",
+            limit=limits.max_part_bytes,
+        )
+
+    manifest = parse_manifest(header.metadata, limits)
+    last = manifest.params[-1] if manifest.params else None
+    covered = (last.pos_end, last.val_end) if last else (0, 0)
+    if covered != (positions.shape[0], values.shape[0]):
+        raise MalformedPart(
+            "params does not cover the tensors",
+            expected=list(covered),
+            actual=[positions.shape[0], values.shape[0]],
+        )
+    return Header(manifest, header.metadata, positions, values, total_bytes=second.end)
+
+
+class PartGate:
+    """Checks a byte stream that should be one decompressed container, while it arrives.
+
+    Sans-I/O, and it keeps no more than the header.
+
+    Attributes:
+        header: The checked header, as soon as it is complete.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.header: Header | None = None
+        self._limits = limits
+        self._raw = bytearray()
+        self._header_end: int | None = None
+        self._received = 0
+
+    def feed(self, data: bytes | memoryview) -> None:
+        """Take the next bytes.
+
+        Raises:
+            MalformedPart, TooLarge: As soon as something is known to be wrong.
+        """
+        self._received += len(data)
+        if self.header is None:
+            self._feed_header(memoryview(data))
+        if self.header is not None and self._received > self.header.total_bytes:
+            raise MalformedPart(f"the part has more than its {self.header.total_bytes} bytes")
+
+    def finish(self) -> Header:
+        """Say that the stream has ended.
+
+        Raises:
+            MalformedPart: It ended early.
+        """
+        if self.header is None:
+            raise MalformedPart(f"the part ends in its header, after {self._received} bytes")
+        if self._received != self.header.total_bytes:
+            raise MalformedPart(
+                f"the part ends after {self._received} of {self.header.total_bytes} bytes"
+            )
+        return self.header
+
+    def _feed_header(self, data: memoryview) -> None:
+        if self._header_end is None:
+            taken = _LENGTH - len(self._raw)
+            self._raw += data[:taken]
+            data = data[taken:]
+            if len(self._raw) < _LENGTH:
+                return
+            self._header_end = _header_end(bytes(self._raw), self._limits)
+        self._raw += data[: self._header_end - len(self._raw)]
+        if len(self._raw) == self._header_end:
+            self.header = parse_header(bytes(self._raw), self._limits)
+            self._raw.clear()
+
+
+def read_container(
+    buffer: Buffer, limits: Limits
+) -> tuple[Header, NDArray[np.uint8], NDArray[np.uint8]]:
+    """Take a whole container apart, without copying it.
+
+    Args:
+        buffer: The decompressed file, contiguous.
+        limits: Bounds on what it may declare.
+
+    Returns:
+        The header; the bytes of the positions and of the values, uint8 [bytes] views of `buffer`.
+        Their checksum is not verified.
+
+    Raises:
+        MalformedPart, TooLarge: As `parse_header`; or the file is shorter or longer than declared.
+    """
+    view = memoryview(buffer).cast("B")
+    header_end = _header_end(bytes(view[:_LENGTH]), limits)
+    header = parse_header(bytes(view[:header_end]), limits)
+    if len(view) != header.total_bytes:
+        raise MalformedPart(f"the part has {len(view)} bytes, not its {header.total_bytes}")
+    data = np.frombuffer(view, np.uint8)
+    positions = data[header.positions.begin : header.positions.end]
+    values = data[header.values.begin : header.values.end]
+    return header, positions, values
+
+
+def write_container(
+    positions: NDArray[np.uint8],
+    values: NDArray[Any],
+    values_dtype: str,
+    metadata: dict[str, str],
+) -> bytes:
+    """Build the safetensors file. The manifest is written as it is given, unchecked.
+
+    Args:
+        positions: uint8 [bytes].
+        values: 1-d, contiguous; any dtype, only its bytes count.
+        values_dtype: Manifest name of the dtype to declare for them.
+        metadata: All strings.
+    """
+    width = itemsize(values_dtype)
+    # The values come first: safetensors puts wider dtypes first, which keeps them aligned.
+    offsets = (0, values.nbytes, values.nbytes + positions.nbytes)
+    header = msgspec.json.encode(
+        _HeaderJson(
+            metadata=metadata,
+            positions=_Tensor("U8", (positions.size,), offsets[1:]),
+            values=_Tensor(SAFETENSORS_CODE[values_dtype], (values.nbytes // width,), offsets[:2]),
+        ),
+        order="sorted",
+    )
+    header += b" " * (-len(header) % _ALIGN)
+    length = len(header).to_bytes(_LENGTH, "little")
+    return b"".join((length, header, values.view(np.uint8).data, positions.data))
+
+
+def _header_end(prefix: bytes, limits: Limits) -> int:
+    """Where the header ends in a file that starts with `prefix` (8 bytes, or fewer if cut)."""
+    if prefix.startswith(ZSTD_MAGIC):
+        raise MalformedPart("a zstd frame where a container should be; unwrap it first")
+    if len(prefix) < _LENGTH:
+        raise MalformedPart("the part ends before its header")
+    length = int.from_bytes(prefix, "little")
+    if length > limits.max_header_bytes:
+        raise TooLarge(
+            f"the part declares a header of {length} bytes; is it a safetensors file?",
+            limit=limits.max_header_bytes,
+        )
+    return _LENGTH + length
+
+
+def _span(name: str, tensor: _Tensor, data_begin: int) -> Span:
+    dtype = NAME_OF_CODE.get(tensor.dtype)
+    if dtype is None:
+        raise MalformedPart(f"{name} has the unknown dtype {tensor.dtype[:80]!r}")
+    begin, end = tensor.data_offsets
+    if len(tensor.shape) != 1 or tensor.shape[0] * itemsize(dtype) != end - begin:
+        raise MalformedPart(
+            f"{name} of shape {list(tensor.shape[:4])} is not {end - begin} bytes of {dtype}"
+        )
+    return Span(dtype, tensor.shape, data_begin + begin, data_begin + end)

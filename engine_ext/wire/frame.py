@@ -1,0 +1,187 @@
+"""The zstd frame around a ``deltas_zstd`` part.
+
+The reader never asks the library to decompress more than a few blocks at a time. A zstd block
+holds at most 128 KiB, and the sizes of the blocks stand in the clear, so the stream is cut by
+them: a bomb is stopped by what it has produced so far, whatever its ratio is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+import zstandard
+
+from engine_ext.errors import MalformedPart, TooLarge
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
+
+_MAX_WINDOW: Final = 128 << 20
+_MAX_FRAME_HEADER: Final = 18
+_BLOCK_HEADER: Final = 3
+_RLE_BLOCK: Final = 1
+_RESERVED_BLOCK: Final = 3
+_CONTENT_CHECKSUM: Final = 4
+# 16 blocks of at most 128 KiB: 2 MiB of output for each call into the library
+_BLOCKS_PER_CALL: Final = 16
+
+
+def compress_frame(data: Buffer, level: int = 1) -> bytes:
+    """Wrap `data` in one zstd frame that declares its content size."""
+    return zstandard.ZstdCompressor(level=level, write_content_size=True).compress(memoryview(data))
+
+
+class FrameReader:
+    """Unwraps a stream that may be one zstd frame; sans-I/O.
+
+    A stream that starts with the zstd magic is decompressed, anything else passes through.
+
+    Args:
+        max_bytes: Most bytes that may come out.
+
+    Attributes:
+        compressed: Whether the stream is a zstd frame; False until its magic has been seen.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.compressed = False
+        self._max_bytes = max_bytes
+        self._produced = 0
+        self._head = bytearray()  # the magic, then the frame header, until it is complete
+        self._plain = False
+        self._frame: _Frame | None = None
+
+    def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
+        """Take the next bytes; yield what they unwrap to, in pieces.
+
+        A decompressed piece has at most a few MiB. The iterator must be exhausted before the
+        next call.
+
+        Raises:
+            TooLarge: The declared content size, or what has come out, is over `max_bytes`.
+            MalformedPart: The frame is corrupt, needs a dictionary or a window over 128 MiB, or
+                has data behind it.
+        """
+        if not self._plain and self._frame is None:
+            self._head += data
+            data = self._open()
+        if self._frame is None:
+            if data:
+                yield self._count(bytes(data))
+            return
+        for piece in self._frame.feed(memoryview(data)):
+            if piece:
+                yield self._count(piece)
+
+    def finish(self) -> None:
+        """Say that the stream has ended.
+
+        Raises:
+            MalformedPart: It was empty, or its frame is cut short or declares another size.
+        """
+        if self._frame is not None:
+            self._frame.finish(self._produced)
+        elif not self._plain:
+            raise MalformedPart("the body is empty or ends within its first bytes")
+
+    def _open(self) -> bytes:
+        """Decide what the stream is; return the held bytes once that is known."""
+        head = bytes(self._head)
+        if not head.startswith(ZSTD_MAGIC[: len(head)]):
+            self._plain = True
+            self._head.clear()
+            return head
+        if len(head) < len(ZSTD_MAGIC):
+            return b""
+        self.compressed = True
+        try:
+            parameters = zstandard.get_frame_parameters(head[:_MAX_FRAME_HEADER])
+        except zstandard.ZstdError as error:
+            if len(head) < _MAX_FRAME_HEADER:
+                return b""
+            raise MalformedPart(f"zstd frame header: {error}") from None
+        if (
+            parameters.content_size != zstandard.CONTENTSIZE_UNKNOWN
+            and parameters.content_size > self._max_bytes
+        ):
+            raise TooLarge(
+                f"the zstd frame declares {parameters.content_size} bytes",
+                limit=self._max_bytes,
+            )
+        if parameters.dict_id:
+            raise MalformedPart("the zstd frame needs a dictionary")
+        self._frame = _Frame(parameters, zstandard.frame_header_size(head))
+        self._head.clear()
+        return head
+
+    def _count(self, piece: bytes) -> bytes:
+        self._produced += len(piece)
+        if self._produced > self._max_bytes:
+            raise TooLarge(
+                f"the part is longer than {self._max_bytes} bytes", limit=self._max_bytes
+            )
+        return piece
+
+
+class _Frame:
+    """Decompresses one frame, given the parameters and the length of its header."""
+
+    def __init__(self, parameters: zstandard.FrameParameters, header_bytes: int) -> None:
+        self._content_size = parameters.content_size
+        self._has_checksum = parameters.has_checksum
+        self._inflate = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompressobj()
+        self._skip = header_bytes  # bytes of the frame until the next block header
+        self._block_header = bytearray()
+        self._last_block = False
+
+    def feed(self, data: memoryview) -> Iterator[bytes]:
+        start = at = blocks = 0
+        while at < len(data):
+            if self._skip:
+                step = min(self._skip, len(data) - at)
+                self._skip -= step
+                at += step
+            elif self._last_block:
+                raise MalformedPart("data behind the end of the zstd frame")
+            else:
+                at += self._read_block_header(data[at:])
+                blocks += 1
+            if blocks == _BLOCKS_PER_CALL:
+                yield self._decompress(data[start:at])
+                start, blocks = at, 0
+        yield self._decompress(data[start:])
+
+    def finish(self, produced: int) -> None:
+        if not self._inflate.eof:
+            raise MalformedPart("the zstd frame is cut short")
+        if self._content_size not in (zstandard.CONTENTSIZE_UNKNOWN, produced):
+            raise MalformedPart(
+                f"the zstd frame declares {self._content_size} bytes and holds {produced}"
+            )
+
+    def _read_block_header(self, data: memoryview) -> int:
+        """Take what `data` has of the next block header; return how many bytes that was."""
+        taken = min(_BLOCK_HEADER - len(self._block_header), len(data))
+        self._block_header += data[:taken]
+        if len(self._block_header) == _BLOCK_HEADER:
+            word = int.from_bytes(self._block_header, "little")
+            self._block_header.clear()
+            self._last_block = bool(word & 1)
+            kind, size = (word >> 1) & 3, word >> 3
+            if kind == _RESERVED_BLOCK:
+                raise MalformedPart("the zstd frame has a block of a reserved type")
+            self._skip = 1 if kind == _RLE_BLOCK else size
+            if self._last_block and self._has_checksum:
+                self._skip += _CONTENT_CHECKSUM
+        return taken
+
+    def _decompress(self, data: memoryview) -> bytes:
+        if not data:
+            return b""
+        try:
+            return self._inflate.decompress(data)
+        except zstandard.ZstdError as error:
+            raise MalformedPart(f"the zstd frame is corrupt: {error}") from None

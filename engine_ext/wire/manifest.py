@@ -1,0 +1,272 @@
+"""The manifest of a part: the strings of its safetensors ``__metadata__``, parsed and checked.
+
+Everything that can be known to be wrong without the data is refused here. What depends on the
+sizes of the two tensors is left to `container`, what depends on the engine to the receiver.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Annotated, Final
+
+import msgspec
+import xxhash
+
+from engine_ext.dtypes import TORCH_DTYPE
+from engine_ext.errors import ChecksumMismatch, MalformedPart, TooLarge
+from engine_ext.wire.limits import Limits
+
+# encoding -> legal `pos_width` of a sparse param; a dense one has 0 in each of them
+POSITION_WIDTHS: Final[dict[str, tuple[int, ...]]] = {
+    "indices": (4,),
+    "deltas": (2, 4),
+    "deltas_zstd": (2, 4),
+}
+ENCODINGS: Final = tuple(POSITION_WIDTHS)
+
+INDICES_MAX_NUMEL: Final = 2**31 - 1
+MAX_VERSION: Final = 2**63 - 1
+
+_DECIMAL: Final = re.compile(r"0|[1-9][0-9]{0,18}")
+_DIGEST: Final = re.compile(r"[0-9a-f]{32}")
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
+
+
+class ParamEntry(msgspec.Struct, frozen=True):
+    """One entry of ``params``: a tensor of the checkpoint and its slices of the two blobs.
+
+    ``pos_start`` and ``pos_end`` are byte offsets into ``__positions__``, ``val_start`` and
+    ``val_end`` element offsets into ``__values__``. ``pos_width`` is the bytes of one position.
+    ``pos_width`` 0 always means dense: it is refused unless every element is sent.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[_Count, ...]
+    pos_start: _Count
+    pos_end: _Count
+    pos_width: _Count
+    val_start: _Count
+    val_end: _Count
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor (1 for a 0-d one)."""
+        return math.prod(self.shape)
+
+    @property
+    def nnz(self) -> int:
+        """Elements that this part sends."""
+        return self.val_end - self.val_start
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every element is sent, in row-major order and without positions."""
+        return self.pos_width == 0 and self.nnz == self.numel
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """A part's metadata; None where an optional key is absent.
+
+    `checksum` is kept as written: `checksum.verify_checksum` reads it. The digests are 32
+    lower-case hex digits.
+    """
+
+    encoding: str
+    params: tuple[ParamEntry, ...]
+    checksum: str
+    manifest_checksum: str | None
+    current_version: int | None
+    base_version: int | None
+    part: int | None
+    num_parts: int | None
+    sync_id: str | None
+    full: bool
+    digest_part: str | None
+    digest_before: str | None
+    digest_after: str | None
+
+
+_DECODE_PARAMS: Final = msgspec.json.Decoder(tuple[ParamEntry, ...])
+
+
+def parse_version(text: str, what: str) -> int:
+    """Read a version: ASCII decimal digits without sign or leading zero, 0 to 2**63 - 1.
+
+    Args:
+        text: The digits.
+        what: Where they come from, for the message (``current_version``).
+
+    Raises:
+        MalformedPart: It is anything else.
+    """
+    if _DECIMAL.fullmatch(text) is None or int(text) > MAX_VERSION:
+        raise MalformedPart(f"{what} is not a decimal from 0 to 2**63 - 1: {text[:80]!r}")
+    return int(text)
+
+
+def manifest_checksum(metadata: Mapping[str, str]) -> str:
+    r"""Hash the metadata: ``xxh3_128:<32 hex digits>``.
+
+    The hashed bytes are the UTF-8 lines ``key=value\n`` of every key other than
+    ``manifest_checksum`` itself, sorted by key.
+    """
+    digest = xxhash.xxh3_128()
+    for key in sorted(metadata):
+        if key != "manifest_checksum":
+            digest.update(f"{key}={metadata[key]}\n".encode())
+    return f"xxh3_128:{digest.hexdigest()}"
+
+
+def parse_manifest(metadata: dict[str, str], limits: Limits) -> Manifest:
+    """Parse and check a part's metadata. Unknown keys are ignored.
+
+    Raises:
+        MalformedPart: A required key is missing, or a value is not what the format says.
+        ChecksumMismatch: ``manifest_checksum`` is there and is another one.
+        TooLarge: A count is over `limits`.
+    """
+    declared = metadata.get("manifest_checksum")
+    if declared is not None:
+        _check_manifest_checksum(declared, metadata)
+
+    encoding = _required(metadata, "encoding")
+    if encoding not in POSITION_WIDTHS:
+        raise MalformedPart(f"unknown encoding {encoding[:80]!r}; known are {', '.join(ENCODINGS)}")
+    params = _parse_params(_required(metadata, "params"), encoding, limits)
+    part, num_parts = _parse_part(metadata, limits)
+    full = metadata.get("full", "false")
+    if full not in ("true", "false"):
+        raise MalformedPart(f"full is neither 'true' nor 'false': {full[:80]!r}")
+    if full == "true":
+        sparse = next((entry.name for entry in params if not entry.is_dense), None)
+        if sparse is not None:
+            raise MalformedPart("a full part sends a param that is not dense", tensor=sparse)
+    return Manifest(
+        encoding=encoding,
+        params=params,
+        checksum=_required(metadata, "checksum"),
+        manifest_checksum=declared,
+        current_version=_optional_version(metadata, "current_version"),
+        base_version=_optional_version(metadata, "base_version"),
+        part=part,
+        num_parts=num_parts,
+        sync_id=_parse_sync_id(metadata.get("sync_id"), limits),
+        full=full == "true",
+        digest_part=_optional_digest(metadata, "digest_part"),
+        digest_before=_optional_digest(metadata, "digest_before"),
+        digest_after=_optional_digest(metadata, "digest_after"),
+    )
+
+
+def _check_manifest_checksum(declared: str, metadata: dict[str, str]) -> None:
+    for key, value in metadata.items():
+        # Two different sets of keys would hash to the same lines.
+        if "=" in key or "\n" in key or "\n" in value:
+            raise MalformedPart(
+                f"manifest_checksum is ambiguous: '=' or a newline in metadata key {key[:80]!r}"
+            )
+    actual = manifest_checksum(metadata)
+    if declared != actual:
+        raise ChecksumMismatch(
+            "the metadata is not what the sender hashed", expected=declared[:80], actual=actual
+        )
+
+
+def _required(metadata: dict[str, str], key: str) -> str:
+    try:
+        return metadata[key]
+    except KeyError:
+        raise MalformedPart(f"the metadata has no {key!r}") from None
+
+
+def _optional_version(metadata: dict[str, str], key: str) -> int | None:
+    text = metadata.get(key)
+    return None if text is None else parse_version(text, key)
+
+
+def _optional_digest(metadata: dict[str, str], key: str) -> str | None:
+    text = metadata.get(key)
+    if text is not None and _DIGEST.fullmatch(text) is None:
+        raise MalformedPart(f"{key} is not 32 lower-case hex digits: {text[:80]!r}")
+    return text
+
+
+def _parse_sync_id(text: str | None, limits: Limits) -> str | None:
+    if text is not None:
+        if not text or _CONTROL.search(text):
+            raise MalformedPart(f"sync_id is empty or has control characters: {text[:80]!r}")
+        if len(text.encode()) > limits.max_name_bytes:
+            raise MalformedPart(f"sync_id is longer than {limits.max_name_bytes} bytes")
+    return text
+
+
+def _parse_part(metadata: dict[str, str], limits: Limits) -> tuple[int | None, int | None]:
+    part = _optional_version(metadata, "part")
+    num_parts = _optional_version(metadata, "num_parts")
+    if num_parts == 0:
+        raise MalformedPart("num_parts is 0; a sync has at least one part")
+    if max((part or 0) + 1, num_parts or 1) > limits.max_parts:
+        raise TooLarge(f"a sync of more than {limits.max_parts} parts", limit=limits.max_parts)
+    if part is None and num_parts is not None and num_parts > 1:
+        raise MalformedPart(f"one of {num_parts} parts does not say which one it is")
+    if part is not None and num_parts is not None and part >= num_parts:
+        raise MalformedPart(f"part {part} of {num_parts}; parts count from 0")
+    return part, num_parts
+
+
+def _parse_params(text: str, encoding: str, limits: Limits) -> tuple[ParamEntry, ...]:
+    # The header limit already bounds what decoding can allocate: an entry has eight keys.
+    try:
+        params = _DECODE_PARAMS.decode(text)
+    except (ValueError, RecursionError) as error:
+        raise MalformedPart(f"params: {error}") from None
+    if len(params) > limits.max_params:
+        raise TooLarge(f"params has over {limits.max_params} entries", limit=limits.max_params)
+
+    names: set[str] = set()
+    pos_end = val_end = 0
+    for entry in params:
+        _check_entry(entry, encoding, limits)
+        if entry.name in names:
+            raise MalformedPart("params names a tensor twice", tensor=entry.name)
+        if (entry.pos_start, entry.val_start) != (pos_end, val_end):
+            raise MalformedPart("the offsets of params leave a gap or overlap", tensor=entry.name)
+        names.add(entry.name)
+        pos_end, val_end = entry.pos_end, entry.val_end
+    return params
+
+
+def _check_entry(entry: ParamEntry, encoding: str, limits: Limits) -> None:
+    if not entry.name or len(entry.name.encode()) > limits.max_name_bytes:
+        raise MalformedPart(
+            f"a name in params is empty or over {limits.max_name_bytes} bytes: {entry.name[:80]!r}"
+        )
+    if entry.dtype not in TORCH_DTYPE:
+        raise MalformedPart(f"unknown dtype {entry.dtype[:80]!r}", tensor=entry.name)
+    if len(entry.shape) > limits.max_ndim:
+        raise MalformedPart(f"more than {limits.max_ndim} dimensions", tensor=entry.name)
+    if max(entry.numel, *entry.shape, 0) > limits.max_numel:
+        raise TooLarge(
+            f"a tensor of more than {limits.max_numel} elements",
+            tensor=entry.name,
+            limit=limits.max_numel,
+        )
+    if entry.pos_end - entry.pos_start != entry.nnz * entry.pos_width or entry.nnz < 0:
+        raise MalformedPart("the lengths of positions and values disagree", tensor=entry.name)
+    if entry.is_dense:
+        return
+    if entry.pos_width not in POSITION_WIDTHS[encoding]:
+        raise MalformedPart(
+            f"pos_width {entry.pos_width} with {entry.nnz} of {entry.numel} values"
+            f" is none of {encoding}",
+            tensor=entry.name,
+        )
+    if entry.nnz > entry.numel:
+        raise MalformedPart("more values than elements", tensor=entry.name)
+    if encoding == "indices" and entry.numel > INDICES_MAX_NUMEL:
+        raise MalformedPart("a tensor too large for int32 indices", tensor=entry.name)

@@ -1,0 +1,81 @@
+"""Values of one param out of a values tensor that is wider than the param.
+
+slime concatenates params of several dtypes, and torch promotes them to a common one. Only a
+promotion that carries every value of the narrow dtype can be undone; from any other (int32 in
+bfloat16), and for anything that does not come back bit by bit, the sender's bytes are unknown.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine_ext.dtypes import TORCH_DTYPE, bits_dtype, itemsize, torch_bits_dtype
+from engine_ext.errors import MalformedPart
+from engine_ext.wire.checksum import as_tensor
+
+# wide dtype -> the narrower ones whose every value it holds
+_HOLDS: Final[dict[str, frozenset[str]]] = {
+    "float16": frozenset({"float8_e4m3fn", "float8_e5m2", "int8", "uint8", "bool"}),
+    "bfloat16": frozenset(
+        {"float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8", "bool"}
+    ),
+    "float32": frozenset(
+        {"bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"}
+        | {"int16", "int8", "uint8", "bool"}
+    ),
+    "float64": frozenset(
+        {"float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"}
+        | {"int32", "int16", "int8", "uint8", "bool"}
+    ),
+    "int16": frozenset({"int8", "uint8", "bool"}),
+    "int32": frozenset({"int16", "int8", "uint8", "bool"}),
+    "int64": frozenset({"int32", "int16", "int8", "uint8", "bool"}),
+}
+
+
+def narrow_values(values: NDArray[Any], wide: str, dtype: str, tensor: str) -> NDArray[Any]:
+    """The bit patterns of one param's values.
+
+    Args:
+        values: Unsigned ints of the width of `wide`, [n].
+        wide: Manifest name of the values tensor's dtype.
+        dtype: Manifest name of the param's dtype.
+        tensor: The param's name, for the message.
+
+    Returns:
+        Unsigned ints of the width of `dtype`, [n]; a view of `values` where the bytes are the
+        param's own (the same dtype, or a uint8 tensor holding a one-byte dtype).
+
+    Raises:
+        MalformedPart: `wide` does not hold every value of `dtype`, or a value does not come
+            back exactly. A NaN only does so from bfloat16 in float32, which is a shift: other
+            conversions change its payload.
+    """
+    if wide == dtype or (wide == "uint8" and itemsize(dtype) == 1):
+        return values
+    if dtype not in _HOLDS.get(wide, ()):
+        raise MalformedPart(f"{wide} values cannot carry a {dtype} param", tensor=tensor)
+    if (wide, dtype) == ("float32", "bfloat16"):
+        exact = not (values & np.uint32(0xFFFF)).any()
+        narrow = (values >> np.uint32(16)).astype(bits_dtype(dtype))
+    else:
+        narrow, exact = _round_trip(as_tensor(values, wide), dtype)
+    if not exact:
+        raise MalformedPart(
+            f"a {wide} value is not exactly one of the param's {dtype}", tensor=tensor
+        )
+    return narrow
+
+
+def _round_trip(values: torch.Tensor, dtype: str) -> tuple[NDArray[Any], bool]:
+    narrow = values.to(TORCH_DTYPE[dtype])
+    bits = torch_bits_dtype(values.dtype)
+    exact = torch.equal(narrow.to(values.dtype).view(bits), values.view(bits))
+    if values.dtype.is_floating_point:
+        exact = exact and not bool(values.isnan().any())
+    raw = narrow.view(torch_bits_dtype(narrow.dtype)).numpy()
+    return raw.view(bits_dtype(dtype)), exact

@@ -1,0 +1,222 @@
+"""A whole part: from the params' changed elements to bytes, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_ext.dtypes import TORCH_DTYPE, bits_dtype
+from engine_ext.errors import DeltaError
+from engine_ext.wire.checksum import verify_checksum, xxh3_checksum
+from engine_ext.wire.container import Header, read_container, write_container
+from engine_ext.wire.frame import compress_frame
+from engine_ext.wire.limits import Limits
+from engine_ext.wire.manifest import Manifest, ParamEntry, manifest_checksum, parse_manifest
+from engine_ext.wire.narrow import narrow_values
+from engine_ext.wire.positions import decode_positions, encode_positions
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_DEFAULT_LIMITS: Final = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class ParamDelta:
+    """What one part says of one param, in checkpoint coordinates.
+
+    Attributes:
+        name, dtype, shape: As in the checkpoint; the dtype by its manifest name.
+        indices: int64 [nnz], ascending unique flat indices; None means dense.
+        values: The new elements' bit patterns, unsigned ints of the dtype's width; [nnz], or
+            [numel] where dense. May be a read-only view of the part's buffer.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    indices: NDArray[np.int64] | None
+    values: NDArray[Any]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def nnz(self) -> int:
+        """Elements that the part sends."""
+        return self.values.size
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A decoded part; the deltas stand in the order of ``params``."""
+
+    header: Header
+    deltas: tuple[ParamDelta, ...]
+
+    @property
+    def manifest(self) -> Manifest:
+        """The part's parsed metadata."""
+        return self.header.manifest
+
+
+def decode_part(buffer: Buffer, limits: Limits = _DEFAULT_LIMITS) -> Part:
+    """Verify a container and decode every param of it.
+
+    Args:
+        buffer: The decompressed container. The deltas may keep views of it, so it must stay
+            alive and unchanged as long as they do.
+        limits: Bounds on what it may declare.
+
+    Raises:
+        MalformedPart: It is truncated, contradicts itself, is not what the sender hashed
+            (`ChecksumMismatch`), or a value does not narrow to its param's dtype.
+        TooLarge: A declared size is over `limits`.
+        NotUpdatable: An index is out of range or not ascending.
+    """
+    header, positions, raw_values = read_container(buffer, limits)
+    manifest = header.manifest
+    values_dtype = header.values.dtype
+    verify_checksum(manifest.checksum, positions, raw_values, values_dtype)
+    values = np.require(raw_values.view(bits_dtype(values_dtype)), requirements="A")
+    return Part(
+        header,
+        tuple(
+            _decode_param(entry, manifest.encoding, positions, values, values_dtype)
+            for entry in manifest.params
+        ),
+    )
+
+
+def _decode_param(
+    entry: ParamEntry,
+    encoding: str,
+    positions: NDArray[np.uint8],
+    values: NDArray[Any],
+    values_dtype: str,
+) -> ParamDelta:
+    indices = None
+    if not entry.is_dense:
+        raw = positions[entry.pos_start : entry.pos_end]
+        try:
+            indices = decode_positions(encoding, raw, entry.pos_width, entry.numel)
+        except DeltaError as error:
+            error.operands["tensor"] = entry.name
+            raise
+    own = values[entry.val_start : entry.val_end]
+    narrowed = narrow_values(own, values_dtype, entry.dtype, entry.name)
+    return ParamDelta(entry.name, entry.dtype, entry.shape, indices, narrowed)
+
+
+def encode_part(
+    deltas: Sequence[ParamDelta],
+    *,
+    encoding: str,
+    current_version: int | None,
+    base_version: int | None = None,
+    sync_id: str | None = None,
+    part: int | None = None,
+    num_parts: int | None = None,
+    full: bool = False,
+    digest_part: str | None = None,
+    digest_before: str | None = None,
+    digest_after: str | None = None,
+    with_manifest_checksum: bool = True,
+) -> bytes:
+    """Build one part; `decode_part` of the (unwrapped) result gives `deltas` back.
+
+    Args:
+        deltas: One dtype for all; may be empty.
+        encoding: One of `positions.ENCODINGS`. ``deltas_zstd`` gives the wrapped frame.
+        current_version, base_version, sync_id, part, num_parts, full, digest_part,
+            digest_before, digest_after: The metadata of that name, left out where None.
+        with_manifest_checksum: Whether to write ``manifest_checksum``.
+
+    Raises:
+        ValueError: The deltas have several dtypes, an argument is one that `decode_part` would
+            refuse, or an index that the encoding cannot carry.
+    """
+    dtypes = {delta.dtype for delta in deltas}
+    if len(dtypes) > 1:
+        raise ValueError(f"a part holds one dtype, not {', '.join(sorted(dtypes))}")
+    values_dtype = dtypes.pop() if dtypes else "uint8"
+    if values_dtype not in TORCH_DTYPE:
+        raise ValueError(f"unknown dtype {values_dtype!r}")
+
+    entries: list[ParamEntry] = []
+    pieces: list[NDArray[np.uint8]] = []
+    pos_end = val_end = 0
+    for delta in deltas:
+        _check_delta(delta)
+        if delta.indices is None:
+            raw, width = np.empty(0, np.uint8), 0
+        else:
+            raw, width = encode_positions(encoding, delta.indices)
+        pos_start, pos_end = pos_end, pos_end + raw.size
+        val_start, val_end = val_end, val_end + delta.nnz
+        entries.append(
+            ParamEntry(
+                name=delta.name,
+                dtype=delta.dtype,
+                shape=delta.shape,
+                pos_start=pos_start,
+                pos_end=pos_end,
+                pos_width=width,
+                val_start=val_start,
+                val_end=val_end,
+            )
+        )
+        pieces.append(raw)
+    positions = np.concatenate([np.empty(0, np.uint8), *pieces])
+    bits = bits_dtype(values_dtype)
+    values = np.concatenate([np.empty(0, bits), *(delta.values for delta in deltas)])
+
+    optional = {
+        "current_version": current_version,
+        "base_version": base_version,
+        "part": part,
+        "num_parts": num_parts,
+        "sync_id": sync_id,
+        "full": "true" if full else None,
+        "digest_part": digest_part,
+        "digest_before": digest_before,
+        "digest_after": digest_after,
+    }
+    metadata = {
+        "encoding": encoding,
+        "params": msgspec.json.encode(entries).decode(),
+        "checksum": xxh3_checksum(positions, values),
+        **{key: str(value) for key, value in optional.items() if value is not None},
+    }
+    if with_manifest_checksum:
+        metadata["manifest_checksum"] = manifest_checksum(metadata)
+    try:
+        parse_manifest(metadata, _DEFAULT_LIMITS)
+    except DeltaError as error:
+        raise ValueError(f"{error.message} {error.operands or ''}".rstrip()) from None
+    container = write_container(positions, values, values_dtype, metadata)
+    return compress_frame(container) if encoding == "deltas_zstd" else container
+
+
+def _check_delta(delta: ParamDelta) -> None:
+    if delta.values.ndim != 1 or delta.values.dtype != bits_dtype(delta.dtype):
+        raise ValueError(
+            f"{delta.name}: values are {delta.values.dtype} {delta.values.shape},"
+            f" not the bits of {delta.dtype} in one dimension"
+        )
+    sent = delta.numel if delta.indices is None else delta.indices.size
+    if delta.nnz != sent:
+        raise ValueError(f"{delta.name}: {delta.nnz} values for {sent} elements")
+    if delta.indices is not None:
+        if delta.indices.ndim != 1 or delta.indices.dtype != np.int64:
+            raise ValueError(f"{delta.name}: indices are not int64 in one dimension")
+        if delta.indices.size and delta.indices[-1] >= delta.numel:
+            raise ValueError(f"{delta.name}: an index beyond its {delta.numel} elements")

@@ -1,0 +1,94 @@
+"""Positions of one param: ascending flat indices to bytes, and back."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_ext.errors import MalformedPart, NotUpdatable
+from engine_ext.wire.manifest import ENCODINGS, POSITION_WIDTHS
+
+__all__ = ["ENCODINGS", "decode_positions", "encode_positions"]
+
+_GAP_DTYPE: Final[dict[int, np.dtype[Any]]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
+# so many gaps of up to 2**32 - 1 cannot overflow the int64 of their running sum
+_MAX_POSITIONS: Final = 2**31 - 1
+
+
+def encode_positions(encoding: str, indices: NDArray[np.int64]) -> tuple[NDArray[np.uint8], int]:
+    """Encode one param's flat indices.
+
+    Args:
+        encoding: One of `ENCODINGS`.
+        indices: int64 [nnz], ascending, unique, from 0.
+
+    Returns:
+        The bytes, uint8 [nnz * pos_width], and ``pos_width``: 4 for ``indices``; 2 for gaps
+        that all fit uint16 (none do), else 4.
+
+    Raises:
+        ValueError: Unknown encoding; indices not ascending; an index of 2**31 or more with
+            ``indices``; a gap of 2**32 or more.
+    """
+    if encoding not in ENCODINGS:
+        raise ValueError(f"unknown encoding {encoding!r}")
+    gaps = np.diff(indices, prepend=np.int64(-1))
+    gaps -= 1
+    if gaps.size and gaps.min() < 0:
+        raise ValueError("indices are negative or not ascending")
+    if encoding == "indices":
+        if indices.size and indices[-1] >= 2**31:
+            raise ValueError("an index that int32 cannot carry; use 'deltas'")
+        return indices.astype("<i4").view(np.uint8), 4
+    if gaps.size > _MAX_POSITIONS:
+        raise ValueError("too many indices; send the param dense")
+    largest = int(gaps.max()) if gaps.size else 0
+    if largest >= 2**32:
+        raise ValueError(f"a gap of {largest} between two indices; the most is 2**32 - 1")
+    width = 2 if largest < 2**16 else 4
+    return gaps.astype(_GAP_DTYPE[width]).view(np.uint8), width
+
+
+def decode_positions(
+    encoding: str, raw: NDArray[np.uint8], pos_width: int, numel: int
+) -> NDArray[np.int64]:
+    """Decode one param's positions and check them.
+
+    Args:
+        encoding: One of `ENCODINGS`.
+        raw: uint8 [nnz * pos_width]; any alignment.
+        pos_width: Bytes of one position.
+        numel: Elements of the tensor.
+
+    Returns:
+        int64 [nnz], ascending, unique, in [0, numel).
+
+    Raises:
+        MalformedPart: `pos_width` is none of the encoding's, or does not divide the bytes.
+        NotUpdatable: An index is out of range or not ascending.
+    """
+    if pos_width not in POSITION_WIDTHS.get(encoding, ()) or raw.size % pos_width:
+        raise MalformedPart(f"{raw.size} bytes of {encoding} positions, pos_width {pos_width}")
+    nnz = raw.size // pos_width
+    if nnz == 0:
+        return np.empty(0, np.int64)
+    if nnz > min(numel, _MAX_POSITIONS):
+        raise _bad_index(numel)
+    if encoding == "indices":
+        indices = raw.view("<i4").astype(np.int64)
+        if indices[0] < 0 or not (indices[1:] > indices[:-1]).all():
+            raise _bad_index(numel)
+    else:
+        indices = raw.view(_GAP_DTYPE[pos_width]).astype(np.int64)
+        indices += 1
+        np.cumsum(indices, out=indices)
+        indices -= 1
+    if indices[-1] >= numel:
+        raise _bad_index(numel)
+    return indices
+
+
+def _bad_index(numel: int) -> NotUpdatable:
+    return NotUpdatable("index out of range or not ascending", numel=numel)

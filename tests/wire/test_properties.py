@@ -1,0 +1,207 @@
+"""What must hold for every part, and for every way to break one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_ext.dtypes import TORCH_DTYPE, bits_dtype, itemsize
+from engine_ext.errors import DeltaError
+from engine_ext.wire import (
+    ENCODINGS,
+    Limits,
+    ParamDelta,
+    Part,
+    PartGate,
+    decode_part,
+    encode_part,
+    parse_manifest,
+)
+
+from .forge import (
+    EMBED,
+    NORM,
+    PROPERTY,
+    assert_same,
+    assert_well_formed,
+    bits16,
+    header_of,
+    unwrap,
+    with_header,
+)
+
+DENSE = ParamDelta("bias", "bfloat16", (3,), None, bits16(0x7FC1, 0, 0x8000))
+HASHED, UNHASHED = (
+    encode_part(
+        [EMBED, NORM, DENSE],
+        encoding="deltas",
+        current_version=8,
+        base_version=7,
+        sync_id="s",
+        part=0,
+        num_parts=2,
+        digest_part="0" * 32,
+        with_manifest_checksum=hashed,
+    )
+    for hashed in (True, False)
+)
+SHAPES = st.lists(st.integers(0, 7), max_size=3).map(tuple)
+
+
+@st.composite
+def param_deltas(draw: st.DrawFn, name: str, dtype: str) -> ParamDelta:
+    shape = draw(SHAPES)
+    numel = int(np.prod(shape, dtype=np.int64))
+    indices = None
+    nnz = numel
+    if draw(st.booleans()):
+        density = draw(st.sampled_from([0.0, 0.02, 0.5, 1.0]))
+        seed = draw(st.integers(0, 2**32 - 1))
+        indices = np.flatnonzero(np.random.default_rng(seed).random(numel) < density)
+        nnz = indices.size
+    if dtype == "bool":
+        raw = bytes(draw(st.lists(st.integers(0, 1), min_size=nnz, max_size=nnz)))
+    else:
+        raw = draw(st.binary(min_size=nnz * itemsize(dtype), max_size=nnz * itemsize(dtype)))
+    return ParamDelta(name, dtype, shape, indices, np.frombuffer(raw, bits_dtype(dtype)))
+
+
+@st.composite
+def parts(draw: st.DrawFn) -> list[ParamDelta]:
+    dtype = draw(st.sampled_from(sorted(TORCH_DTYPE)))
+    names = draw(
+        st.lists(st.text(st.characters(codec="utf-8"), min_size=1), max_size=4, unique=True)
+    )
+    return [draw(param_deltas(name, dtype)) for name in names]
+
+
+@PROPERTY
+@given(parts(), st.sampled_from(ENCODINGS), st.booleans())
+def test_decode_of_encode(deltas: list[ParamDelta], encoding: str, hashed: bool) -> None:
+    body = encode_part(deltas, encoding=encoding, current_version=1, with_manifest_checksum=hashed)
+    part = decode_part(unwrap(body))
+    assert_same(part, deltas)
+    assert_well_formed(part)
+
+
+def every_pattern(dtype: str) -> np.ndarray[Any, Any]:
+    return np.arange(256 ** itemsize(dtype)).astype(bits_dtype(dtype))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int16"])
+def test_every_bit_pattern_is_a_value(dtype: str) -> None:
+    values = every_pattern(dtype)
+    dense = ParamDelta("w", dtype, values.shape, None, values)
+    assert_same(decode_part(encode_part([dense], encoding="deltas", current_version=1)), [dense])
+
+
+HOSTILE: list[Any] = ["", "0", "-1", "x", 0, 1, -1, 2, 2**31, 2**63, 1.5, None, True, [], {}, "I8"]
+
+
+@st.composite
+def mutants(draw: st.DrawFn, body: bytes) -> bytes:
+    """`body` with one thing changed: bytes, or one place of the JSON."""
+    kinds = ("flip", "cut", "insert", "delete", "header", "metadata", "params")
+    kind = draw(st.sampled_from(kinds))
+    at = draw(st.integers(0, len(body) - 1))
+    if kind == "flip":
+        return body[:at] + bytes([body[at] ^ draw(st.integers(1, 255))]) + body[at + 1 :]
+    if kind == "cut":
+        return body[:at]
+    if kind == "insert":
+        return body[:at] + draw(st.binary(min_size=1, max_size=9)) + body[at:]
+    if kind == "delete":
+        return body[:at] + body[at + draw(st.integers(1, 9)) :]
+    header, data = header_of(body)
+    metadata = header["__metadata__"]
+    if kind == "params":
+        params = json.loads(metadata["params"])
+        mutate(draw, draw(st.sampled_from(params)))
+        metadata["params"] = json.dumps(params)
+    elif kind == "metadata":
+        mutate(draw, metadata)
+    else:
+        mutate(draw, draw(st.sampled_from([header, *header.values()])))
+    return with_header(header, data)
+
+
+def mutate(draw: st.DrawFn, target: dict[str, Any]) -> None:
+    """Change one key of a JSON object: drop it, or give it another's value or a hostile one."""
+    key = draw(st.sampled_from(sorted(target)))
+    choice = draw(st.sampled_from(["drop", "swap", "nudge", "hostile"]))
+    if choice == "drop":
+        del target[key]
+    elif choice == "swap":
+        other = draw(st.sampled_from(sorted(target)))
+        target[key], target[other] = target[other], target[key]
+    elif choice == "nudge" and isinstance(target[key], int):
+        target[key] += draw(st.integers(-8, 8))
+    else:
+        target[key] = draw(st.sampled_from(HOSTILE))
+
+
+def test_the_mutants_start_from_a_good_part() -> None:
+    for body in (HASHED, UNHASHED):
+        assert_same(decode_part(body), [EMBED, NORM, DENSE])
+
+
+def decode_or_none(body: bytes) -> Part | None:
+    """The part, or None if it is refused; the gate must come to the same answer."""
+    gate = PartGate(Limits())
+    try:
+        gate.feed(body)
+        header = gate.finish()
+    except DeltaError:
+        with pytest.raises(DeltaError):
+            decode_part(body)
+        return None
+    try:
+        part = decode_part(body)
+    except DeltaError:
+        return None
+    assert part.header == header
+    return part
+
+
+@PROPERTY
+@given(st.data())
+def test_a_mutant_that_is_hashed_is_refused_or_the_same(data: st.DataObject) -> None:
+    part = decode_or_none(data.draw(mutants(HASHED)))
+    if part is not None:
+        assert_same(part, [EMBED, NORM, DENSE])
+        wanted = parse_manifest(header_of(HASHED)[0]["__metadata__"], Limits())
+        for field in wanted.__struct_fields__:
+            # Dropping the hash itself is the one change that the hash cannot see.
+            if field != "manifest_checksum":
+                assert getattr(part.manifest, field) == getattr(wanted, field)
+
+
+@PROPERTY
+@given(st.data())
+def test_a_mutant_that_is_not_hashed_is_refused_or_well_formed(data: st.DataObject) -> None:
+    part = decode_or_none(data.draw(mutants(UNHASHED)))
+    if part is not None:
+        assert_well_formed(part)
+
+
+@PROPERTY
+@given(st.data())
+def test_a_wrapped_mutant_is_refused_or_well_formed(data: st.DataObject) -> None:
+    body = encode_part([EMBED, NORM], encoding="deltas_zstd", current_version=8)
+    try:
+        part = decode_part(unwrap(data.draw(byte_mutants(body)), max_bytes=1 << 20))
+    except DeltaError:
+        return
+    assert_well_formed(part)
+
+
+@st.composite
+def byte_mutants(draw: st.DrawFn, body: bytes) -> bytes:
+    at = draw(st.integers(0, len(body) - 1))
+    cut = draw(st.integers(0, 3))
+    return body[:at] + draw(st.binary(max_size=4)) + body[at + cut :]
