@@ -1,0 +1,99 @@
+"""Where a checkpoint tensor's elements lie in live memory on this rank.
+
+A placement is a list of strided segments. One segment says that a strided box of the checkpoint
+tensor (row-major flat coordinates) lies in a strided box of one live tensor. It has all of the
+engine's own name mapping, fusing and slicing, because it is read off the engine's own loader
+(`engine_ext.tracing`), and it is believed only after `engine_ext.certify` has compared both
+sides byte by byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from engine_ext.storage_index import LiveTensor
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A checkpoint tensor without its data: name, shape and dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A box of checkpoint elements and the box of live memory that holds them.
+
+    Attributes:
+        live: the live tensor written to.
+        offset: element offset of the box in `live.flat()`.
+        strides: element strides of the box in `live.flat()`, one per dimension of `sizes`.
+        sizes: extent of the box in elements, per dimension.
+        source_offset: flat index of the box's first element in the checkpoint tensor.
+        source_strides: strides of the box in flat checkpoint indices.
+        python_copy: the loader wrote through Python's ``Tensor.copy_``, which is the one kind of
+            write a masked apply can intercept.
+    """
+
+    live: LiveTensor
+    offset: int
+    strides: tuple[int, ...]
+    sizes: tuple[int, ...]
+    source_offset: int
+    source_strides: tuple[int, ...]
+    python_copy: bool
+
+    def live_view(self) -> torch.Tensor:
+        """The live elements, shaped `sizes`; writes go to the model."""
+        flat = self.live.flat()
+        return flat.as_strided(self.sizes, self.strides, flat.storage_offset() + self.offset)
+
+    def source_view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same elements of a contiguous checkpoint tensor, shaped `sizes`."""
+        offset = tensor.storage_offset() + self.source_offset
+        return tensor.as_strided(self.sizes, self.source_strides, offset)
+
+
+class Status(str, Enum):
+    """What is known of a checkpoint tensor on this rank."""
+
+    UNJUDGED = "unjudged"
+    EXACT = "exact"
+    CAST = "cast"
+    NOT_ON_RANK = "not on this rank"
+    UNCERTIFIED = "uncertified"
+
+
+@dataclass(slots=True)
+class Placed:
+    """A checkpoint tensor, its segments on this rank and what is known of them.
+
+    Attributes:
+        spec: the checkpoint tensor.
+        segments: where its elements lie; empty when this rank holds none of them.
+        status: `UNJUDGED` between tracing and certification, one of the others afterwards.
+        reason: why it is `UNCERTIFIED`, empty otherwise.
+    """
+
+    spec: TensorSpec
+    segments: list[Segment] = field(default_factory=list)
+    status: Status = Status.UNJUDGED
+    reason: str = ""
+
+    def refuse(self, reason: str) -> None:
+        """Mark the tensor as one that cannot be updated exactly; the first reason stands."""
+        if self.status is not Status.UNCERTIFIED:
+            self.status, self.reason = Status.UNCERTIFIED, reason
+
+
+Placement = dict[str, Placed]
