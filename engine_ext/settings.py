@@ -1,0 +1,205 @@
+"""What a user can set, once, for every engine: the ``--delta-*`` flags.
+
+The flags are parsed by the engine's own parser in the API server's process. What the workers need
+travels to them in one environment variable, because that reaches every process an engine spawns
+without touching the engine's own configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+ENVIRONMENT = "DELTA_UPDATES_SETTINGS"
+API_KEY_ENVIRONMENT = "DELTA_API_KEY"
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """The values of the flags, in bytes and seconds.
+
+    Attributes:
+        chunk_bytes: full-shape bytes that one call of the engine's loader gets at most.
+        read_workers: threads per rank that read and decode parts, and files read at once.
+        roots: folders below which disk requests may read.
+        spool_dir: where bodies are kept while they are staged; None picks one.
+        max_body_bytes: largest decompressed part.
+        stage_timeout: seconds a staged sync keeps others out, and a body may stall.
+        base_version: version of the freshly loaded weights.
+    """
+
+    chunk_bytes: int = 512 << 20
+    read_workers: int = 4
+    roots: tuple[str, ...] = ()
+    spool_dir: str | None = None
+    max_body_bytes: int = 4 << 30
+    stage_timeout: float = 60.0
+    base_version: int = 0
+
+    def export(self) -> None:
+        """Make the settings visible to every process that this one starts."""
+        os.environ[ENVIRONMENT] = msgspec.json.encode(self).decode()
+
+
+def from_environment() -> Settings | None:
+    """The settings that a parent process exported, or None where nobody asked for updates."""
+    text = os.environ.get(ENVIRONMENT)
+    return msgspec.json.decode(text, type=Settings) if text else None
+
+
+def from_namespace(args: argparse.Namespace) -> Settings | None:
+    """The settings of parsed arguments, or None without ``--enable-delta-updates``.
+
+    Raises:
+        ValueError: a companion flag is given without ``--enable-delta-updates``.
+    """
+    given = {
+        field: value
+        for field in Settings.__struct_fields__
+        if (value := getattr(args, _dest(field), None)) is not None
+    }
+    if getattr(args, "enable_delta_updates", False):
+        return msgspec.convert(given, Settings)
+    if given:
+        flags = ", ".join("--" + _dest(field).replace("_", "-") for field in given)
+        raise ValueError(f"{flags} needs --enable-delta-updates")
+    return None
+
+
+def _dest(field: str) -> str:
+    return "delta_root" if field == "roots" else f"delta_{field}"
+
+
+def parse_size(text: str) -> int:
+    """Bytes from ``1048576``, ``512M`` or ``4GiB``."""
+    match = re.fullmatch(r"([0-9]+)\s*([kmg]?)(?:i?b)?", text.strip().lower())
+    if match is None or int(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"not a size: {text!r} (examples: 1048576, 512M, 4GiB)")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def _parse_version(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,19}", text) or int(text) >= 1 << 63:
+        raise argparse.ArgumentTypeError(f"not a version: {text!r} (a decimal from 0 to 2^63-1)")
+    return int(text)
+
+
+def _parse_positive(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"not a positive number: {text!r}")
+    return int(text)
+
+
+def _parse_seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"not a number of seconds above 0: {text!r}")
+    return seconds
+
+
+def _parse_directory(text: str) -> str:
+    if not os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f"not a directory: {text}")
+    return os.path.realpath(text)
+
+
+class _KeepSecret(argparse.Action):
+    """Moves a secret to the environment: engines log the arguments they were started with."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        os.environ[API_KEY_ENVIRONMENT] = str(values)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags to an engine's own parser, as a group of their own."""
+    defaults = Settings()
+    group = parser.add_argument_group(
+        "DeltaUpdates",
+        "Sparse weight updates by HTTP or from a shared folder, applied bit-exactly to the "
+        "running model or refused with the engine unchanged.",
+    )
+    group.add_argument(
+        "--enable-delta-updates",
+        action="store_true",
+        default=False,
+        help="Take sparse weight updates at POST /update_weights_delta.",
+    )
+    group.add_argument(
+        "--delta-chunk-bytes",
+        type=parse_size,
+        default=argparse.SUPPRESS,
+        metavar="BYTES",
+        help="Bytes of full-shape tensors that one call of the model's loader gets at most "
+        f"(default: {defaults.chunk_bytes >> 20}M).",
+    )
+    group.add_argument(
+        "--delta-read-workers",
+        type=_parse_positive,
+        default=argparse.SUPPRESS,
+        metavar="N",
+        help="Threads per rank that read, verify and decode parts "
+        f"(default: {defaults.read_workers}).",
+    )
+    group.add_argument(
+        "--delta-root",
+        type=_parse_directory,
+        action="append",
+        default=argparse.SUPPRESS,
+        metavar="DIR",
+        help="A folder below which disk requests may read; repeatable. Without any, disk "
+        "requests are refused.",
+    )
+    group.add_argument(
+        "--delta-spool-dir",
+        type=_parse_directory,
+        default=argparse.SUPPRESS,
+        metavar="DIR",
+        help="Where bodies are kept while they are staged (default: /dev/shm, or the temporary "
+        "folder where that is too small).",
+    )
+    group.add_argument(
+        "--delta-max-body-bytes",
+        type=parse_size,
+        default=argparse.SUPPRESS,
+        metavar="BYTES",
+        help="The largest part that is taken, decompressed "
+        f"(default: {defaults.max_body_bytes >> 30}G).",
+    )
+    group.add_argument(
+        "--delta-stage-timeout",
+        type=_parse_seconds,
+        default=argparse.SUPPRESS,
+        metavar="SECONDS",
+        help="How long after its last part an unfinished sync keeps other senders out, and how "
+        f"long a body may stall (default: {defaults.stage_timeout:g}).",
+    )
+    group.add_argument(
+        "--delta-base-version",
+        type=_parse_version,
+        default=argparse.SUPPRESS,
+        metavar="N",
+        help=f"The version of the weights that are loaded (default: {defaults.base_version}).",
+    )
+    group.add_argument(
+        "--delta-api-key",
+        action=_KeepSecret,
+        default=argparse.SUPPRESS,
+        metavar="TOKEN",
+        help="Bearer token that the delta endpoints ask for (default: the environment variable "
+        f"{API_KEY_ENVIRONMENT}; without either, none is asked for).",
+    )
