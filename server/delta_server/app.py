@@ -1,0 +1,189 @@
+"""The endpoints. `attach` puts them into an engine's own FastAPI app."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from delta_server.requests import (
+    DiskRequest,
+    check_token,
+    parse_disk_request,
+    parse_query,
+    resolve_files,
+)
+from delta_server.service import DeltaService
+from engine_ext.errors import (
+    DeltaError,
+    EngineUncertain,
+    MalformedPart,
+    TooLarge,
+    UnsupportedMedia,
+)
+from engine_ext.settings import API_KEY_ENVIRONMENT
+
+logger = logging.getLogger(__name__)
+
+_MAX_JSON_BYTES = 1 << 20
+# Paths below which engines generate; they answer 503 while the weights are uncertain.
+_GENERATION = (
+    "/v1", "/v2", "/inference", "/cohere", "/generate", "/invocations", "/pooling", "/score",
+    "/rerank", "/classify", "/encode",
+)  # fmt: skip
+
+
+def attach(app: FastAPI) -> None:
+    """Add the endpoints to an app. ``app.state.delta_service`` must be set before it serves."""
+    app.add_api_route("/update_weights_delta", update_weights_delta, methods=["POST"])
+    app.add_api_route("/update_weights_from_disk", update_weights_from_disk, methods=["POST"])
+    app.add_api_route("/delta_status", delta_status, methods=["GET"])
+    app.add_middleware(UncertainGuard, state=app.state)
+
+
+async def update_weights_delta(request: Request) -> JSONResponse:
+    """Apply a part (the body is one container), or files from a shared folder (a JSON body)."""
+    return await _answered(_update(request))
+
+
+async def update_weights_from_disk(request: Request) -> JSONResponse:
+    """Apply files from a shared folder, under the name that other trainers call."""
+    response: dict[str, Any]
+    status = 200
+    try:
+        response = await _update_from_disk(request)
+        response["success"] = True
+        response["message"] = f"{response['status']} version {response['version']}"
+    except Exception as error:
+        failure = _as_delta_error(error)
+        status = failure.status
+        response = {
+            "success": False,
+            "message": failure.message,
+            "error": failure.to_wire(),
+        }
+    return JSONResponse(response, status)
+
+
+async def delta_status(request: Request) -> JSONResponse:
+    """Versions, staged parts, apply mode and certification summary, last sync's timings."""
+
+    async def status() -> dict[str, Any]:
+        return await _service(request).status()
+
+    return await _answered(status())
+
+
+async def _update(request: Request) -> dict[str, Any]:
+    service = _service(request)
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise UnsupportedMedia("a Content-Encoding is not taken; use the encoding deltas_zstd")
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type == "application/json":
+        disk_request = parse_disk_request(await _json_body(request))
+        return await _apply_files(service, disk_request)
+    if content_type != "application/octet-stream":
+        raise UnsupportedMedia(
+            f"Content-Type is application/octet-stream or application/json, not {content_type!r}"
+        )
+    options = parse_query(request.query_params)
+    start = time.perf_counter()
+    try:
+        spooled = await service.spool.receive(
+            request.stream(), _content_length(request), service.settings.stage_timeout
+        )
+    except ClientDisconnect:
+        raise MalformedPart("the connection was closed before the body was complete") from None
+    receive_ms = (time.perf_counter() - start) * 1e3
+    # A sender that hangs up must not stop a commit half-way.
+    return await asyncio.shield(
+        asyncio.ensure_future(service.apply_body(spooled, options, receive_ms))
+    )
+
+
+async def _update_from_disk(request: Request) -> dict[str, Any]:
+    service = _service(request)
+    disk_request = parse_disk_request(await _json_body(request))
+    if disk_request.load_format != "delta":
+        raise MalformedPart(
+            f"load_format {disk_request.load_format!r} is not served here; use 'delta'"
+        )
+    return await _apply_files(service, disk_request)
+
+
+async def _apply_files(service: DeltaService, request: DiskRequest) -> dict[str, Any]:
+    options = request.options()
+    paths = resolve_files(request, service.settings.roots)
+    return await asyncio.shield(asyncio.ensure_future(service.apply_files(paths, options)))
+
+
+def _service(request: Request) -> DeltaService:
+    """The service, for a request that may use it."""
+    check_token(request.headers.get("authorization"), os.environ.get(API_KEY_ENVIRONMENT))
+    service: DeltaService = request.app.state.delta_service
+    return service
+
+
+def _content_length(request: Request) -> int | None:
+    text = request.headers.get("content-length", "")
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+async def _json_body(request: Request) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > _MAX_JSON_BYTES:
+            raise TooLarge(f"the JSON body is over {_MAX_JSON_BYTES} bytes", limit=_MAX_JSON_BYTES)
+    return bytes(body)
+
+
+async def _answered(work: Awaitable[dict[str, Any]]) -> JSONResponse:
+    try:
+        return JSONResponse(await work)
+    except Exception as error:
+        return error_response(_as_delta_error(error))
+
+
+def _as_delta_error(error: Exception) -> DeltaError:
+    if isinstance(error, DeltaError):
+        logger.warning("delta update refused: %s: %s", type(error).__name__, error)
+        return error
+    logger.exception("delta update failed", exc_info=error)
+    return DeltaError(f"{type(error).__name__}: {error}")
+
+
+def error_response(error: DeltaError) -> JSONResponse:
+    """The answer to a refused request."""
+    headers = {}
+    if "retry_after" in error.operands:
+        headers["Retry-After"] = str(error.operands["retry_after"])
+    return JSONResponse({"error": error.to_wire()}, error.status, headers)
+
+
+class UncertainGuard:
+    """ASGI middleware: generation answers 503 while the weights are uncertain."""
+
+    def __init__(self, app: ASGIApp, state: Any) -> None:
+        self._app = app
+        self._state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (
+            scope["type"] == "http"
+            and scope["method"] == "POST"
+            and scope["path"].startswith(_GENERATION)
+            and self._state.delta_service.uncertain
+        ):
+            error = EngineUncertain("a weight update failed half-way; waiting for a full sync")
+            await error_response(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)

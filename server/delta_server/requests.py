@@ -1,0 +1,177 @@
+"""What a request asks for: query parameters, JSON bodies, paths and tokens, checked."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from engine_ext.errors import MalformedPart, PathForbidden, Unauthorized
+from engine_ext.syncs import PartId
+from engine_ext.wire import Manifest, parse_version
+
+PAUSE_MODES = ("keep", "wait", "abort")
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """The query parameters of an update, or the same keys of a disk request.
+
+    Attributes:
+        weight_version, base_version: decimals, or None where the metadata say it.
+        pause_mode: what happens to requests in flight: ``keep``, ``wait`` or ``abort``.
+        flush_cache: whether cached KV of the old weights is dropped.
+    """
+
+    weight_version: int | None = None
+    base_version: int | None = None
+    pause_mode: str = "keep"
+    flush_cache: bool = True
+
+
+class DiskRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The JSON body of a disk request; keys that are not known are ignored."""
+
+    model_path: str
+    files: list[str] | None = None
+    load_format: str | None = None
+    weight_version: str | int | None = None
+    base_version: str | int | None = None
+    pause_mode: str = "keep"
+    flush_cache: bool = True
+
+    def options(self) -> Options:
+        return _options(self.weight_version, self.base_version, self.pause_mode, self.flush_cache)
+
+
+def parse_query(query: Mapping[str, str]) -> Options:
+    """The options in a query string; other parameters are ignored.
+
+    Raises:
+        MalformedPart: a value is not one of those allowed.
+    """
+    flush = query.get("flush_cache", "true").lower()
+    if flush not in ("true", "false"):
+        raise MalformedPart(f"flush_cache is true or false, not {flush!r}")
+    return _options(
+        query.get("weight_version"),
+        query.get("base_version"),
+        query.get("pause_mode", "keep"),
+        flush == "true",
+    )
+
+
+def _options(
+    version: str | int | None, base: str | int | None, pause_mode: str, flush_cache: bool
+) -> Options:
+    if pause_mode not in PAUSE_MODES:
+        raise MalformedPart(f"pause_mode is one of {', '.join(PAUSE_MODES)}, not {pause_mode!r}")
+    return Options(
+        weight_version=None if version is None else parse_version(str(version), "weight_version"),
+        base_version=None if base is None else parse_version(str(base), "base_version"),
+        pause_mode=pause_mode,
+        flush_cache=flush_cache,
+    )
+
+
+def parse_disk_request(body: bytes) -> DiskRequest:
+    """The disk request in a JSON body.
+
+    Raises:
+        MalformedPart: it is not JSON, or a value has the wrong type.
+    """
+    try:
+        return msgspec.json.decode(body, type=DiskRequest)
+    except msgspec.MsgspecError as error:
+        raise MalformedPart(f"bad request body: {error}") from error
+
+
+def part_id(manifest: Manifest, identity: str, options: Options) -> PartId:
+    """What a part is, from its metadata and the request's options together.
+
+    Raises:
+        MalformedPart: they disagree, or no version is given.
+    """
+    version = _agree("version", manifest.current_version, options.weight_version)
+    if version is None:
+        raise MalformedPart("no version: set current_version in the part, or weight_version")
+    base = _agree("base version", manifest.base_version, options.base_version)
+    if manifest.full:
+        base = None
+    elif base is None:
+        base = version - 1
+    alone = manifest.part is None and manifest.num_parts is None
+    return PartId(
+        version=version,
+        base_version=base,
+        identity=identity,
+        sync_id=manifest.sync_id,
+        full=manifest.full,
+        part=manifest.part or 0,
+        num_parts=1 if alone else manifest.num_parts,
+    )
+
+
+def _agree(what: str, in_part: int | None, in_request: int | None) -> int | None:
+    if None not in (in_part, in_request) and in_part != in_request:
+        raise MalformedPart(
+            f"the part's {what} is {in_part}, the request says {in_request}",
+            in_part=in_part,
+            in_request=in_request,
+        )
+    return in_part if in_part is not None else in_request
+
+
+def resolve_files(request: DiskRequest, roots: Sequence[str]) -> list[Path]:
+    """The files of a disk request, with symlinks resolved.
+
+    Args:
+        request: its `files` are names in `model_path`; without any, all ``*.safetensors``.
+        roots: real paths of the folders below which files may lie.
+
+    Raises:
+        PathForbidden: a file lies outside every root, or there is no root.
+        MalformedPart: there is no file.
+    """
+    if not roots:
+        raise PathForbidden("disk requests are refused: the engine has no --delta-root")
+    folder = Path(os.path.realpath(request.model_path))
+    _require_below(folder, roots)
+    names = request.files
+    if names is None:
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not names:
+        raise MalformedPart(f"no files to apply in {folder.name}")
+    if len(set(names)) != len(names):
+        raise MalformedPart("a file is named twice")
+    paths = [Path(os.path.realpath(folder / name)) for name in names]
+    for path in paths:
+        _require_below(path, roots)
+    return paths
+
+
+def _require_below(path: Path, roots: Sequence[str]) -> None:
+    if not any(path.is_relative_to(root) for root in roots):
+        raise PathForbidden("the path is not below a --delta-root")
+
+
+def check_token(authorization: str | None, token: str | None) -> None:
+    """Compare a request's bearer token with the one that is asked for, in constant time.
+
+    Raises:
+        Unauthorized: it is missing or another.
+    """
+    if token is None:
+        return
+    scheme, _, given = (authorization or "").partition(" ")
+    # Hashing first makes the lengths equal, so that the comparison tells nothing of them.
+    same = hmac.compare_digest(_hash(given.strip()), _hash(token))
+    if scheme.lower() != "bearer" or not same:
+        raise Unauthorized("this endpoint needs 'Authorization: Bearer <--delta-api-key>'")
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()

@@ -1,0 +1,196 @@
+"""The spool: where a body is kept between its arrival and its staging on every rank.
+
+Bytes are checked while they arrive: a zstd frame is unwrapped under a bound, and the container's
+header and length are judged as soon as they are known. What lies in the spool afterwards is
+always a plain container, private to this process and removed with the `Spooled` that owns it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import mmap
+import os
+import shutil
+import stat
+import tempfile
+import weakref
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from engine_ext.errors import MalformedPart, SpoolFull, TooLarge, UploadTooSlow
+from engine_ext.wire import FrameReader, Header, Limits, PartGate
+from engine_ext.wire.identity import part_identity
+
+_READ_BYTES = 1 << 20
+_SHARED_MEMORY = "/dev/shm"
+
+
+@dataclass(slots=True)
+class Spooled:
+    """A part that has arrived whole.
+
+    Attributes:
+        path: the plain container.
+        header: its parsed header.
+        identity: see `engine_ext.wire.identity`.
+        wire_bytes: bytes that were sent, compressed where they were.
+    """
+
+    path: Path
+    header: Header
+    identity: str
+    wire_bytes: int
+
+    def remove(self) -> None:
+        """Delete the file; ranks that have staged it keep their mapping of it."""
+        self.path.unlink(missing_ok=True)
+
+
+class Spool:
+    """A private folder for parts.
+
+    Args:
+        directory: where to make it; None takes shared memory, or the temporary folder where
+            that has no room for one part of the largest size.
+        limits: bounds for a part; `Limits.max_part_bytes` bounds compressed bodies too.
+    """
+
+    def __init__(self, directory: str | None, limits: Limits) -> None:
+        self._limits = limits
+        parent = directory or _default_parent(limits.max_part_bytes)
+        self.directory = Path(tempfile.mkdtemp(prefix="delta-spool-", dir=parent))
+        self._cleaner = weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
+
+    def close(self) -> None:
+        """Remove the folder and everything in it."""
+        self._cleaner()
+
+    async def receive(
+        self, chunks: AsyncIterator[bytes], declared: int | None, timeout: float
+    ) -> Spooled:
+        """Keep a body that streams in.
+
+        Args:
+            chunks: the body.
+            declared: its Content-Length, if it has one.
+            timeout: seconds that may pass between two chunks.
+
+        Raises:
+            MalformedPart, TooLarge, UploadTooSlow, SpoolFull: the spool holds nothing of it.
+        """
+        if declared is not None and declared > self._limits.max_part_bytes:
+            raise TooLarge(
+                f"the body has {declared} bytes, the limit is {self._limits.max_part_bytes}",
+                limit=self._limits.max_part_bytes,
+            )
+        with self._writer() as writer:
+            iterator = chunks.__aiter__()
+            while True:
+                try:
+                    chunk = await asyncio.wait_for(anext(iterator), timeout)
+                except StopAsyncIteration:
+                    break
+                except asyncio.TimeoutError:
+                    raise UploadTooSlow(f"no byte of the body came for {timeout:g} s") from None
+                writer.feed(chunk)
+            return await asyncio.to_thread(writer.finish)
+
+    def read(self, path: Path) -> Spooled:
+        """Keep a copy of a file, so that it cannot change while it is staged.
+
+        Raises:
+            MalformedPart: also when the file cannot be read, or is not a regular file.
+            TooLarge, SpoolFull: the spool holds nothing of it.
+        """
+        with self._writer() as writer, _open_regular(path) as source:
+            for chunk in iter(lambda: source.read(_READ_BYTES), b""):
+                writer.feed(chunk)
+            return writer.finish()
+
+    def _writer(self) -> _Writer:
+        try:
+            descriptor, name = tempfile.mkstemp(dir=self.directory, suffix=".safetensors")
+        except OSError as error:
+            raise _spool_error(error) from error
+        return _Writer(Path(name), os.fdopen(descriptor, "wb", buffering=0), self._limits)
+
+
+class _Writer:
+    """Writes one part; unless it is finished, leaving the context removes it."""
+
+    def __init__(self, path: Path, file: BinaryIO, limits: Limits) -> None:
+        self._path = path
+        self._file = file
+        self._frame = FrameReader(limits.max_part_bytes)
+        self._gate = PartGate(limits)
+        self._limit = limits.max_part_bytes
+        self._wire_bytes = 0
+        self._finished = False
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
+        if not self._finished:
+            self._path.unlink(missing_ok=True)
+
+    def feed(self, chunk: bytes) -> None:
+        self._wire_bytes += len(chunk)
+        if self._wire_bytes > self._limit:
+            raise TooLarge(f"the body is over the limit of {self._limit} bytes", limit=self._limit)
+        self._write(self._frame.feed(chunk))
+
+    def finish(self) -> Spooled:
+        self._frame.finish()
+        header = self._gate.finish()
+        self._file.close()
+        with (
+            open(self._path, "rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+        ):
+            identity = part_identity(header, data)
+        self._finished = True
+        return Spooled(self._path, header, identity, self._wire_bytes)
+
+    def _write(self, pieces: Iterable[bytes]) -> None:
+        for piece in pieces:
+            self._gate.feed(piece)
+            view = memoryview(piece)
+            try:
+                while view:
+                    view = view[self._file.write(view) :]
+            except OSError as error:
+                raise _spool_error(error) from error
+
+
+def _spool_error(error: OSError) -> Exception:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return SpoolFull(
+            "the spool folder is full; point --delta-spool-dir at one with more room, or send "
+            "smaller parts"
+        )
+    return error
+
+
+def _open_regular(path: Path) -> BinaryIO:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise MalformedPart(f"cannot read {path.name}: {error.strerror}", file=path.name) from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise MalformedPart(f"{path.name} is not a regular file", file=path.name)
+    return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def _default_parent(needed: int) -> str:
+    try:
+        if shutil.disk_usage(_SHARED_MEMORY).free >= needed:
+            return _SHARED_MEMORY
+    except OSError:
+        pass
+    return tempfile.gettempdir()
