@@ -1,0 +1,1 @@
+"""The adapter for vLLM (written against 0.32)."""

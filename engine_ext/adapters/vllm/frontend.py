@@ -1,0 +1,118 @@
+"""vLLM's front end: the endpoints, put in through the engine's own endpoint-plugin protocol.
+
+vLLM loads endpoint plugins only where ``VLLM_PLUGINS`` names them. A flag on the command line is
+an explicit wish of the same kind, so the plugin is handed to vLLM's own wiring directly.
+"""
+
+from __future__ import annotations
+
+import functools
+from argparse import Namespace
+from typing import Any
+
+from engine_ext import settings
+
+PATH = "/update_weights_delta"
+
+
+def install() -> None:
+    """Put the endpoints into the next app that vLLM builds; safe to call more than once.
+
+    Raises:
+        AttributeError: this vLLM is wired differently; it must not start with the flag.
+    """
+    from vllm import plugins
+    from vllm.entrypoints.launchers.api_server import entry
+
+    if hasattr(plugins.load_endpoint_plugins, "delta_updates"):
+        return
+    original_load = plugins.load_endpoint_plugins
+    original_serve = entry.serve_http
+
+    @functools.wraps(original_load)
+    def load_endpoint_plugins(supported_tasks: Any = None) -> list[Any]:
+        return [*original_load(supported_tasks), DeltaEndpoints()]
+
+    @functools.wraps(original_serve)
+    async def serve_http(app: Any, *args: Any, **kwargs: Any) -> Any:
+        if not any(getattr(route, "path", None) == PATH for route in app.routes):
+            raise RuntimeError("delta updates were asked for, but the endpoint is not in the app")
+        return await original_serve(app, *args, **kwargs)
+
+    load_endpoint_plugins.delta_updates = True  # type: ignore[attr-defined]
+    plugins.load_endpoint_plugins = load_endpoint_plugins
+    entry.serve_http = serve_http
+
+
+class DeltaEndpoints:
+    """An ``EndpointPlugin`` of vLLM."""
+
+    name = "delta_updates"
+    required_tasks = None
+
+    def attach_router(self, app: Any) -> None:
+        """Register the routes. vLLM calls this while it builds the app."""
+        from delta_server.app import attach
+
+        self._app = app
+        attach(app)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Connect the routes with the engine. vLLM calls this once, before it serves.
+
+        Raises:
+            RuntimeError: a worker has no receiver; the server does not start.
+        """
+        from delta_server.service import DeltaService
+
+        chosen = settings.from_namespace(args) or settings.from_environment()
+        if engine_client is None or chosen is None:
+            raise RuntimeError("delta updates need an engine; this server has none")
+        service = DeltaService(VllmEngine(engine_client), chosen)
+        await service.start()
+        state.delta_service = service
+
+
+class VllmEngine:
+    """The engine as the endpoints see it (`delta_server.service.Engine`)."""
+
+    name = "vllm"
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    async def call(self, operation: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        """One operation of the receiver on every rank; their answers, in rank order."""
+        answers: list[dict[str, Any]] = await self._client.collective_rpc(
+            "delta_updates", args=(operation, arguments)
+        )
+        return answers
+
+    async def is_paused(self) -> bool:
+        return bool(await self._client.is_paused())
+
+    async def pause(self, mode: str, *, flush_cache: bool) -> None:
+        """Stop scheduling. With `flush_cache` all KV is dropped; kept requests are recomputed."""
+        await self._client.pause_generation(mode=mode, clear_cache=flush_cache)
+
+    async def flush_cache(self) -> None:
+        """Drop all KV of a paused engine.
+
+        Raises:
+            RuntimeError: the engine did not.
+        """
+        if not await self._client.reset_prefix_cache(
+            reset_running_requests=True, reset_connector=True
+        ):
+            raise RuntimeError("vLLM did not reset its prefix cache")
+        await self._client.reset_mm_cache()
+        await self._client.reset_encoder_cache()
+
+    async def resume(self) -> None:
+        await self._client.resume_generation()
+
+    async def set_weight_version(self, version: str) -> None:
+        await self._client.update_weight_version(version)
+
+    async def get_weight_version(self) -> str:
+        return str(await self._client.get_weight_version())

@@ -1,0 +1,202 @@
+"""vLLM's worker side: a receiver in every worker, made right after the model is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from engine_ext import settings
+from engine_ext.applier import MaskedApplier
+from engine_ext.certify import certify, summary
+from engine_ext.placement import Placement, Status, TensorSpec
+from engine_ext.receiver import Receiver
+from engine_ext.storage_index import StorageIndex
+from engine_ext.tracing import trace_placement
+from engine_ext.wire import Limits
+
+logger = logging.getLogger("vllm.delta_updates")
+
+
+def install() -> None:
+    """Make every worker of this process a receiver; safe to call more than once."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    if hasattr(WorkerBase.__init__, "delta_updates"):
+        return
+    # vLLM loads plugins in the middle of making a worker, just before the worker's constructor.
+    original = WorkerBase.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        chosen = settings.from_environment()
+        if chosen is not None:
+            _equip(self, chosen)
+
+    init.delta_updates = True  # type: ignore[attr-defined]
+    WorkerBase.__init__ = init
+
+
+def _equip(worker: Any, chosen: settings.Settings) -> None:
+    """Give one worker the methods that the front end calls by name."""
+    load_model, sleep, wake_up = worker.load_model, worker.sleep, worker.wake_up
+
+    def loaded(*args: Any, **kwargs: Any) -> None:
+        _keep_checkpoint_layout()
+        load_model(*args, **kwargs)
+        worker.delta_receiver = build_receiver(worker, chosen)
+
+    def slept(level: int = 1) -> None:
+        worker.delta_receiver.state.asleep = True
+        if level > 1:
+            # Level 2 throws the weights away; what wakes up is not what any version was.
+            worker.delta_receiver.state.uncertain = True
+        sleep(level)
+
+    def woken(tags: list[str] | None = None) -> None:
+        wake_up(tags)
+        if tags is None or "weights" in tags:
+            worker.delta_receiver.state.asleep = False
+
+    def updates(operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        answer: dict[str, Any] = worker.delta_receiver.handle(operation, arguments)
+        return answer
+
+    worker.load_model = loaded
+    worker.sleep, worker.wake_up = slept, woken
+    worker.delta_updates = updates
+    worker.delta_buffer_checksums = functools.partial(buffer_checksums, worker)
+
+
+def _keep_checkpoint_layout() -> None:
+    """On CPU, keep linear weights where the checkpoint's elements can be found.
+
+    vLLM otherwise packs them into opaque oneDNN or SGL handles and leaves empty tensors behind.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
+
+    def check_cpu_sgl_kernel(n: int, k: int, dtype: torch.dtype) -> bool:
+        return False
+
+    _custom_ops._supports_onednn = False
+    utils.check_cpu_sgl_kernel = check_cpu_sgl_kernel
+
+
+def build_receiver(worker: Any, chosen: settings.Settings) -> Receiver:
+    """Trace and certify the worker's model and make its receiver.
+
+    Raises:
+        RuntimeError: nothing can be certified, or there is no checkpoint to certify against.
+            vLLM then does not start.
+    """
+    config = worker.vllm_config
+    parallel = config.parallel_config
+    if parallel.data_parallel_size > 1 or getattr(parallel, "nnodes", 1) > 1:
+        raise RuntimeError("delta updates do not work with data parallel or several hosts yet")
+    model = worker.model_runner.get_model()
+    ranks = WorldRanks()
+    start = time.perf_counter()
+    load_weights = _loader(model, config)
+    specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in checkpoint(model, config)]
+    index = StorageIndex(model)
+    placement = trace_placement(model, load_weights, specs, index)
+    traced = time.perf_counter()
+    certify(placement, checkpoint(model, config))
+    _log(placement, traced - start, time.perf_counter() - traced)
+    if not any(p.status in (Status.EXACT, Status.CAST) for p in placement.values()):
+        raise RuntimeError("delta updates: no tensor of this model can be certified")
+    mine = {n for n, p in placement.items() if p.status is not Status.NOT_ON_RANK}
+    held = frozenset().union(*ranks.all_gather(mine))
+    applier = MaskedApplier(model, load_weights, index, placement, held, chosen.chunk_bytes)
+    return Receiver(
+        applier,
+        ranks,
+        base_version=chosen.base_version,
+        stage_timeout=chosen.stage_timeout,
+        read_workers=chosen.read_workers,
+        limits=Limits(max_part_bytes=chosen.max_body_bytes),
+    )
+
+
+def checkpoint(model: torch.nn.Module, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The checkpoint's tensors as vLLM's own loader reads them, on the CPU.
+
+    Raises:
+        RuntimeError: the load format does not read a checkpoint.
+    """
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    quiet = dataclasses.replace(config.load_config, use_tqdm_on_load=False)
+    loader = get_model_loader(quiet)
+    if not isinstance(loader, DefaultModelLoader):
+        raise RuntimeError(
+            f"delta updates need the checkpoint to certify against; load format "
+            f"{config.load_config.load_format!r} reads none"
+        )
+    weights: Iterator[tuple[str, torch.Tensor]] = loader.get_all_weights(config.model_config, model)
+    return weights
+
+
+def _loader(model: Any, config: Any) -> Callable[[Iterable[tuple[str, torch.Tensor]]], object]:
+    from vllm.config import set_current_vllm_config
+
+    def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> object:
+        with set_current_vllm_config(config):
+            return model.load_weights(weights)
+
+    return load_weights
+
+
+def _log(placement: Placement, traced_s: float, certified_s: float) -> None:
+    logger.info(
+        "delta updates: %s (traced in %.2f s, certified in %.2f s)",
+        ", ".join(f"{count} {status}" for status, count in summary(placement).items()),
+        traced_s,
+        certified_s,
+    )
+    for name, placed in placement.items():
+        if placed.status is Status.UNCERTIFIED:
+            logger.warning("delta updates will refuse %s: %s", name, placed.reason)
+
+
+def buffer_checksums(worker: Any) -> dict[str, str]:
+    """sha256 of every registered buffer of the model, keyed like vLLM's weight checksums."""
+    prefix = worker._weight_checksum_prefix()
+    return {
+        prefix + name: hashlib.sha256(
+            buffer.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        ).hexdigest()
+        for name, buffer in worker.model_runner.get_model().named_buffers()
+        if buffer.numel() and not buffer.is_meta
+    }
+
+
+class WorldRanks:
+    """All ranks of the engine, over the CPU group that vLLM keeps."""
+
+    def __init__(self) -> None:
+        from vllm.distributed.parallel_state import get_world_group
+
+        self._group = get_world_group()
+        self.rank = int(self._group.rank_in_group)
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order."""
+        if self._group.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self._group.world_size
+        torch.distributed.all_gather_object(values, value, group=self._group.cpu_group)
+        return values
