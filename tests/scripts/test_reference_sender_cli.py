@@ -1,0 +1,268 @@
+"""The reference sender as a program, on two tiny checkpoints."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import reference_sender
+from engine_ext.wire.frame import FrameReader
+from engine_ext.wire.part import Part, decode_part
+
+SCRIPT = Path(reference_sender.__file__)
+URL = "http://engine:8000"
+CHANGES = {("a.weight", 3, 2.0), ("c.scale", 0, 5.0), ("c.scale", 6, 7.0)}
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return {
+        "a.weight": torch.zeros(4, 8, dtype=torch.bfloat16),
+        "b.weight": torch.ones(8, dtype=torch.bfloat16),
+        "c.scale": torch.ones(16),
+    }
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    folder = tmp_path / "base"
+    folder.mkdir()
+    save_file(tensors(), folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """The base with `CHANGES`, in two files and with an index."""
+    model = tensors()
+    for name, index, value in CHANGES:
+        model[name].view(-1)[index] = value
+    folder = tmp_path / "target"
+    folder.mkdir()
+    files = {"a.weight": "x-1.safetensors", "b.weight": "x-2.safetensors"}
+    files["c.scale"] = files["a.weight"]
+    for file in set(files.values()):
+        save_file({n: t for n, t in model.items() if files[n] == file}, folder / file)
+    index_file = folder / "model.safetensors.index.json"
+    index_file.write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    return folder
+
+
+def decoded(body: bytes) -> Part:
+    reader = FrameReader(1 << 20)
+    part = decode_part(b"".join(reader.feed(body)))
+    reader.finish()
+    return part
+
+
+def changes_of(parts: list[Part]) -> set[tuple[str, int, float]]:
+    found = set()
+    for delta in (delta for part in parts for delta in part.deltas):
+        assert delta.indices is not None
+        width = {"bfloat16": (torch.int16, torch.bfloat16), "float32": (torch.int32, torch.float32)}
+        bits, dtype = width[delta.dtype]
+        values = torch.tensor(delta.values.tolist()).to(bits).view(dtype).tolist()
+        found |= {(delta.name, int(i), v) for i, v in zip(delta.indices, values, strict=True)}
+    return found
+
+
+Handler = Callable[[httpx.Request], httpx.Response]
+
+
+def accept(request: httpx.Request) -> httpx.Response:
+    manifest = decoded(request.content).manifest
+    status = "staged" if manifest.num_parts is None else "committed"
+    return httpx.Response(200, json={"status": status, "version": manifest.current_version})
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[[Handler], list[httpx.Request]]:
+    """Put a handler in the engine's place; returns the requests it gets."""
+
+    def install(handler: Handler) -> list[httpx.Request]:
+        requests: list[httpx.Request] = []
+
+        def record(request: httpx.Request) -> httpx.Response:
+            requests.append(request)
+            return handler(request)
+
+        client = functools.partial(httpx.Client, transport=httpx.MockTransport(record))
+        monkeypatch.setattr(reference_sender.httpx, "Client", client)
+        return requests
+
+    monkeypatch.delenv("DELTA_API_KEY", raising=False)
+    return install
+
+
+def test_sends_the_difference(
+    base: Path,
+    target: Path,
+    serve: Callable[[Handler], list[httpx.Request]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    requests = serve(accept)
+    arguments = ["--base", str(base), "--target", str(target), "--url", URL, "--base-version", "11"]
+    assert reference_sender.main(arguments) == 0
+    parts = [decoded(request.content) for request in requests]
+    assert changes_of(parts) == CHANGES
+    assert len(parts) == 2
+    assert {p.manifest.current_version for p in parts} == {12}
+    out, err = capsys.readouterr()
+    assert out.startswith("version 11 -> 12: committed; 3 of 56 elements (5.357%)")
+    assert out.count("\n") == 1
+    assert "target" in err
+    assert "Authorization" not in requests[0].headers
+
+
+def test_options_reach_the_engine(
+    base: Path,
+    target: Path,
+    serve: Callable[[Handler], list[httpx.Request]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    requests = serve(accept)
+    arguments = ["--base", str(base), "--target", str(target), "--url", URL]
+    arguments += ["--encoding", "indices", "--pause-mode", "abort", "--no-flush-cache"]
+    assert reference_sender.main([*arguments, "--api-key", "given"]) == 0
+    assert requests[0].headers["Authorization"] == "Bearer given"
+    assert dict(requests[0].url.params) == {"pause_mode": "abort", "flush_cache": "false"}
+    assert decoded(requests[0].content).manifest.encoding == "indices"
+    monkeypatch.setenv("DELTA_API_KEY", "from-env")
+    assert reference_sender.main(arguments) == 0
+    assert requests[-1].headers["Authorization"] == "Bearer from-env"
+
+
+def test_full_needs_no_base(
+    target: Path,
+    serve: Callable[[Handler], list[httpx.Request]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    requests = serve(accept)
+    arguments = ["--target", str(target), "--url", URL, "--full", "--bucket-bytes", "70"]
+    assert reference_sender.main(arguments) == 0
+    deltas = [delta for r in requests for delta in decoded(r.content).deltas]
+    assert {(d.name, d.nnz, d.indices is None) for d in deltas} == {
+        ("a.weight", 32, True),
+        ("b.weight", 8, True),
+        ("c.scale", 16, True),
+    }
+    assert len(requests) == 3
+    assert "committed (full); 56 of 56 elements" in capsys.readouterr().out
+
+
+def test_save_writes_all_parts_at_once(
+    base: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "updates"
+    leftover = root / ".weight_v000012.partial"
+    leftover.mkdir(parents=True)
+    (leftover / "rank0_flush007.safetensors").write_bytes(b"from an interrupted run")
+    arguments = ["--base", str(base), "--target", str(target), "--base-version", "11"]
+    arguments += ["--save", str(root)]
+    assert reference_sender.main(arguments) == 0
+    assert [path.name for path in root.iterdir()] == ["weight_v000012"]
+    files = sorted((root / "weight_v000012").iterdir())
+    assert [f.name for f in files] == ["rank0_flush000.safetensors", "rank0_flush001.safetensors"]
+    assert changes_of([decoded(file.read_bytes()) for file in files]) == CHANGES
+    assert "saved in" in capsys.readouterr().out
+    assert reference_sender.main(arguments) == 2
+    assert "exists" in capsys.readouterr().err
+
+
+def test_the_engine_refuses(
+    base: Path,
+    target: Path,
+    serve: Callable[[Handler], list[httpx.Request]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    error = {"type": "NotUpdatable", "message": "[a.weight] is odd", "engine_state": "unchanged"}
+    serve(lambda request: httpx.Response(422, json={"error": error}))
+    arguments = ["--base", str(base), "--target", str(target), "--url", URL]
+    assert reference_sender.main(arguments) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "not committed: HTTP 422: NotUpdatable: [a.weight] is odd" in err
+
+
+@pytest.mark.parametrize(
+    ("interrupted", "said"),
+    [(0, "the engine is unchanged"), (1, "the engine may have committed")],
+)
+def test_interrupted(
+    base: Path,
+    target: Path,
+    serve: Callable[[Handler], list[httpx.Request]],
+    capsys: pytest.CaptureFixture[str],
+    interrupted: int,
+    said: str,
+) -> None:
+    def interrupt(request: httpx.Request) -> httpx.Response:
+        if len(requests) > interrupted:
+            raise KeyboardInterrupt
+        return accept(request)
+
+    requests = serve(interrupt)
+    arguments = ["--base", str(base), "--target", str(target), "--url", URL]
+    assert reference_sender.main(arguments) == 130
+    assert said in capsys.readouterr().err
+
+
+def test_unlike_or_unreadable_checkpoints(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    arguments = ["--base", str(base), "--target", str(other), "--dry-run"]
+    assert reference_sender.main(arguments) == 2
+    assert "no tensors" in capsys.readouterr().err
+    save_file({**tensors(), "b.weight": torch.ones(9)}, other / "model.safetensors")
+    assert reference_sender.main(arguments) == 2
+    assert "b.weight: float32 (9,)" in capsys.readouterr().err
+    (other / "model.safetensors").write_bytes(b"\0" * 100)
+    assert reference_sender.main(arguments) == 2
+    assert "SafetensorError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--base", "b"], "--target"),
+        (["--target", "t", "--url", URL], "--base is needed"),
+        (["--base", "b", "--target", "t"], "--url is needed"),
+        (["--target", "t", "--full", "--encoding", "bitmap"], "bitmap"),
+    ],
+)
+def test_usage(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        reference_sender.main(arguments)
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_runs_as_a_program_and_imports_no_engine(base: Path, target: Path) -> None:
+    code = (
+        "import runpy, sys\n"
+        "sys.argv = sys.argv[1:]\n"
+        "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "finally: assert not {'vllm', 'sglang', 'fastapi', 'transformers'} & set(sys.modules)\n"
+    )
+    arguments = ["--base", str(base), "--target", str(target), "--dry-run"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(SCRIPT), *arguments],
+        env={**os.environ, "PYTHONPATH": str(SCRIPT.parent.parent)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("version 0 -> 1: dry run; 3 of 56 elements")
