@@ -1,0 +1,267 @@
+"""Run a real vLLM OpenAI server as a child process, for tests, the demo and benchmarks.
+
+::
+
+    with EngineProcess(model_dir, enable_delta=True, dev_mode=True) as engine:
+        engine.complete("the quick", max_tokens=8, temperature=0.0)
+        engine.checksums()
+
+The settings are those of a CPU-only machine. Whatever ends the ``with`` block, the server and
+all the processes it started are gone afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+import httpx
+
+HOST: Final = "127.0.0.1"
+_POLL_S: Final = 0.2
+_GRACE_S: Final = 15.0
+_TAIL_LINES: Final = 40
+_REQUEST_TIMEOUT_S: Final = 300.0
+
+_ENV: Final = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "PYTHONUNBUFFERED": "1",
+    # The default binds threads to cores: it asserts with two ranks on a machine of one NUMA node,
+    # and two engines on one machine would be given the same cores.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+_SHARED_MEMORY: Final = Path("/dev/shm")
+
+
+class EngineError(RuntimeError):
+    """The server did not start, or an answer was not 200; the message shows why."""
+
+
+class EngineProcess:
+    """One server on a free port of the loopback interface, in a process group of its own.
+
+    Args:
+        model: Folder of the model to serve.
+        tp: Tensor parallel size, 1 or 2.
+        enable_delta: Add ``--enable-delta-updates``.
+        dev_mode: Serve vLLM's development routes (``/weight_checker``, ``/collective_rpc``).
+        extra_args: Further command line arguments.
+        command_prefix: A program that runs the server, and its arguments.
+        extra_env: Further environment variables; they win over the built-in ones. A large model
+            wants more than the one ``OMP_NUM_THREADS`` per rank.
+        log_path: File for the server's output; a temporary one if None. It is kept.
+        start_timeout_s: Seconds until a server that does not answer ``/health`` is given up.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        tp: int = 1,
+        enable_delta: bool = False,
+        dev_mode: bool = False,
+        extra_args: Sequence[str] = (),
+        command_prefix: Sequence[str] = (),
+        extra_env: Mapping[str, str] | None = None,
+        log_path: Path | None = None,
+        start_timeout_s: float = 240.0,
+    ) -> None:
+        self.port = _free_port()
+        self.url = f"http://{HOST}:{self.port}"
+        self.log_path = log_path or _temporary_log()
+        command = _command(model, self.port, tp, enable_delta, extra_args)
+        self._command = [*command_prefix, *command]
+        self._env = _environment(dev_mode, extra_env or {})
+        self._start_timeout_s = start_timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._scratch: Path | None = None
+        self._client = httpx.Client(base_url=self.url, timeout=_REQUEST_TIMEOUT_S, trust_env=False)
+
+    def __enter__(self) -> EngineProcess:
+        """Start the server and return once it is healthy.
+
+        Raises:
+            EngineError: It died or did not answer in time; the message ends with its log.
+        """
+        try:
+            self._scratch = Path(tempfile.mkdtemp(prefix="vllm-"))
+            with self.log_path.open("wb") as log:
+                self._process = subprocess.Popen(
+                    self._command,
+                    env={**self._env, "TMPDIR": str(self._scratch)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            self._wait_healthy(self._process)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End the server and everything it started; SIGTERM first, then SIGKILL."""
+        self._client.close()
+        process, self._process = self._process, None
+        scratch, self._scratch = self._scratch, None
+        segments = _shared_memory_of(scratch) if scratch else []
+        try:
+            if process:
+                _signal_group(process.pid, signal.SIGTERM)
+                _wait_group(process, _GRACE_S)
+        finally:
+            if process:
+                _signal_group(process.pid, signal.SIGKILL)
+                process.wait()
+            for segment in segments:
+                segment.unlink(missing_ok=True)
+            if scratch:
+                shutil.rmtree(scratch, ignore_errors=True)
+
+    def log_tail(self, lines: int = _TAIL_LINES) -> str:
+        """The last lines of the server's output."""
+        text = self.log_path.read_text(encoding="utf-8", errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        """``GET path``; `options` are httpx's (params, headers, timeout in seconds)."""
+        return self._client.get(path, **options)
+
+    def post(self, path: str, **options: Any) -> httpx.Response:
+        """``POST path``; `options` are httpx's (json, content, params, headers, timeout)."""
+        return self._client.post(path, **options)
+
+    def complete(self, prompt: str | Sequence[int] | Sequence[str], **options: Any) -> Any:
+        """Answer of ``/v1/completions``; `options` are fields of the request.
+
+        Useful ones: ``n``, ``max_tokens``, ``temperature``, ``seed``, ``logprobs``, and
+        ``return_token_ids``, which adds ``token_ids`` and ``prompt_token_ids`` to each choice.
+        """
+        body = {"prompt": prompt, **options}
+        return self._checked(self.post("/v1/completions", json=body))
+
+    def checksums(self) -> dict[str, str]:
+        """SHA-256 of every live parameter, by ``dp0:pp0:pcp0:tp<rank>:<name>`` (dev mode)."""
+        answer = self._checked(self.post("/weight_checker", json={"action": "checksum"}))
+        checksums: dict[str, str] = answer["checksums"]
+        return checksums
+
+    def buffer_checksums(self) -> list[dict[str, str]]:
+        """Checksum of every registered buffer, one dict per rank (dev mode, delta updates)."""
+        body = {"method": "delta_buffer_checksums"}
+        answer = self._checked(self.post("/collective_rpc", json=body))
+        results: list[dict[str, str]] = answer["results"]
+        return results
+
+    def delta_status(self) -> dict[str, Any]:
+        """Answer of ``GET /delta_status``."""
+        status: dict[str, Any] = self._checked(self.get("/delta_status"))
+        return status
+
+    def _checked(self, response: httpx.Response) -> Any:
+        if response.status_code != httpx.codes.OK:
+            request = response.request
+            raise EngineError(
+                f"{request.method} {request.url.path} answered {response.status_code}: "
+                f"{response.text[:2000]}\nlog: {self.log_path}"
+            )
+        return response.json()
+
+    def _wait_healthy(self, process: subprocess.Popen[bytes]) -> None:
+        deadline = time.monotonic() + self._start_timeout_s
+        while time.monotonic() < deadline:
+            if process.poll() is not None:
+                raise EngineError(self._failure(f"exited with code {process.returncode}"))
+            with contextlib.suppress(httpx.TransportError):
+                if self._client.get("/health", timeout=5.0).status_code == httpx.codes.OK:
+                    return
+            time.sleep(_POLL_S)
+        raise EngineError(self._failure(f"was not healthy after {self._start_timeout_s:.0f} s"))
+
+    def _failure(self, what: str) -> str:
+        return (
+            f"the vLLM server {what}\ncommand: {' '.join(self._command)}\n"
+            f"end of {self.log_path}:\n{self.log_tail()}"
+        )
+
+
+def _command(
+    model: Path, port: int, tp: int, enable_delta: bool, extra_args: Sequence[str]
+) -> list[str]:
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(model), "--host", HOST, "--port", str(port)]
+    command += ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "256"]
+    command += ["--tensor-parallel-size", str(tp)]
+    if enable_delta:
+        command.append("--enable-delta-updates")
+    return [*command, *extra_args]
+
+
+def _environment(dev_mode: bool, extra: Mapping[str, str]) -> dict[str, str]:
+    env = {**os.environ, **_ENV}
+    if dev_mode:
+        env["VLLM_SERVER_DEV_MODE"] = "1"
+    return {**env, **extra}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _temporary_log() -> Path:
+    handle, name = tempfile.mkstemp(prefix="vllm-", suffix=".log")
+    os.close(handle)
+    return Path(name)
+
+
+def _shared_memory_of(scratch: Path) -> list[Path]:
+    """Segments of the ranks' shared memory, which vLLM does not remove (4 MiB per rank).
+
+    They are named after the rendezvous file that the ranks have in the temporary folder.
+    """
+    names = [file.name for file in scratch.glob("vllm_dist_*")]
+    return [segment for name in names for segment in _SHARED_MEMORY.glob(f"{name}-*")]
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
+
+
+def _wait_group(leader: subprocess.Popen[bytes], timeout_s: float) -> None:
+    """Wait until no process of the group that `leader` leads is left, at most `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        leader.poll()
+        try:
+            os.killpg(leader.pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(_POLL_S)

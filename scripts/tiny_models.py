@@ -1,0 +1,256 @@
+"""Small random Hugging Face models, built without a hub, for tests and for the demo.
+
+A model folder holds what an engine needs to serve: a config, bf16 safetensors weights with the
+names of a real checkpoint of that architecture, a generation config and a byte-level BPE
+tokenizer. Every tensor is random, norms and biases too: a tensor of ones would look the same
+wherever it was put.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
+from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
+from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.mamba2.configuration_mamba2 import Mamba2Config
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
+from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
+from transformers.utils import logging as transformers_logging
+
+VOCAB_SIZE: Final = 384
+EOS_TOKEN: Final = "<|endoftext|>"
+PAD_TOKEN: Final = "<|pad|>"
+WEIGHTS_NAME: Final = "model.safetensors"
+_JITTER: Final = 0.1
+_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_CORPUS: Final = (
+    "the quick brown fox jumps over the lazy dog and runs back into the forest at night",
+    "a reward is a number that tells a policy how well it did, and a policy learns from it",
+    "weights change a little after every step; most of them keep their exact bytes",
+    "Once upon a time there was a small model that wanted to write lowercase letters.",
+    "The trainer sends what changed, the engine writes it, and generation goes on.",
+    "def add(a, b):\n    return a + b\n\nprint(add(1, 2))  # 3",
+    "In 2024 there were 365 days and 12 months; 100 % of them had at least 28 days.",
+)
+
+# Sizes that every kind shares: two layers, heads that two ranks can split, aligned widths.
+_COMMON: Final[dict[str, Any]] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.02,
+}
+_ATTENTION: Final[dict[str, Any]] = {
+    **_COMMON,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 256,
+}
+_EXPERTS: Final[dict[str, Any]] = {
+    **_ATTENTION,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
+_GDN: Final[dict[str, Any]] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "shared_expert_intermediate_size": 64,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+_MAMBA: Final[dict[str, Any]] = {
+    "num_heads": 8,
+    "head_dim": 32,
+    "state_size": 16,
+    "n_groups": 2,
+    "chunk_size": 64,
+}
+_MLA: Final[dict[str, Any]] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "first_k_dense_replace": 1,
+}
+_KINDS: Final[dict[str, tuple[Callable[..., Any], dict[str, Any]]]] = {
+    "qwen3": (Qwen3Config, {**_ATTENTION, "tie_word_embeddings": False}),
+    "llama_tied": (LlamaConfig, {**_ATTENTION, "tie_word_embeddings": True}),
+    "qwen3_moe": (Qwen3MoeConfig, {**_EXPERTS, "tie_word_embeddings": False}),
+    "gemma3": (Gemma3TextConfig, {**_ATTENTION, "sliding_window": 64}),
+    "qwen3_next": (Qwen3NextConfig, {**_EXPERTS, **_GDN}),
+    "mamba2": (Mamba2Config, {**_COMMON, **_MAMBA}),
+    "gpt_oss": (
+        GptOssConfig,
+        {**_ATTENTION, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64},
+    ),
+    "deepseek_v3": (DeepseekV3Config, {**_ATTENTION, **_MLA}),
+}
+KINDS: Final = tuple(_KINDS)
+
+
+def build(kind: str, directory: Path, *, seed: int = 0, **overrides: Any) -> Path:
+    """Write a random model of one architecture and return its folder.
+
+    Args:
+        kind: One of `KINDS`.
+        directory: Where to write; created if needed.
+        seed: The weights are a function of `kind`, `overrides` and this.
+        **overrides: Fields of the architecture's Hugging Face config.
+
+    Raises:
+        ValueError: `kind` is unknown.
+    """
+    if kind not in _KINDS:
+        raise ValueError(f"unknown kind {kind!r}; known are {', '.join(KINDS)}")
+    make_config, fields = _KINDS[kind]
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = build_tokenizer()
+    ids = {
+        "bos_token_id": tokenizer.eos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    config = make_config(**{**fields, **ids, **overrides})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        _jitter_constants(model)
+    model.generation_config = GenerationConfig(**ids)
+    transformers_logging.disable_progress_bar()
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def build_tokenizer() -> Any:
+    """A byte-level BPE tokenizer of exactly `VOCAB_SIZE` tokens, the same every time."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[EOS_TOKEN, PAD_TOKEN],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    core.train_from_iterator(_CORPUS, trainer)
+    missing = VOCAB_SIZE - core.get_vocab_size()
+    core.add_special_tokens([f"<|unused_{i}|>" for i in range(missing)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token=EOS_TOKEN,
+        eos_token=EOS_TOKEN,
+        pad_token=PAD_TOKEN,
+        model_max_length=512,
+    )
+
+
+def load_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint folder, by its checkpoint name, in the files' order."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        tensors.update(load_file(file))
+    if not tensors:
+        raise FileNotFoundError(f"no safetensors file in {directory}")
+    return tensors
+
+
+def save_checkpoint(base_dir: Path, target_dir: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
+    """Write `tensors` as a checkpoint with the config and tokenizer of `base_dir`.
+
+    Raises:
+        ValueError: A name, shape or dtype is not the base checkpoint's.
+    """
+    expected = _signature(load_tensors(base_dir))
+    found = _signature(tensors)
+    if found != expected:
+        names = sorted(n for n in expected.keys() | found if expected.get(n) != found.get(n))
+        raise ValueError(f"not the tensors of {base_dir}: {', '.join(names)}")
+    target_dir.mkdir(parents=True, exist_ok=True)
+    for file in base_dir.iterdir():
+        if file.is_file() and ".safetensors" not in file.name:
+            shutil.copy(file, target_dir / file.name)
+    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, target_dir / WEIGHTS_NAME, metadata={"format": "pt"})
+    return target_dir
+
+
+def perturb(
+    directory: Path,
+    target: Path,
+    *,
+    density: float,
+    seed: int,
+    kind: Literal["ulp", "random"] = "ulp",
+) -> Path:
+    """Write a copy of a checkpoint in which a fraction of every tensor's elements differ.
+
+    Args:
+        directory: The checkpoint to start from; it is left alone.
+        target: The folder to write.
+        density: Changed elements / numel, 0 to 1; at least one per tensor unless it is 0.
+        seed: Which elements change, and to what, is a function of this.
+        kind: ``ulp`` flips the lowest bit of the element (a neighbouring value), ``random``
+            draws a new value with the tensor's own spread. Either way its bytes differ.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tensors = load_tensors(directory)
+    for name in sorted(tensors):
+        tensors[name] = _perturbed(tensors[name], density, kind, generator)
+    return save_checkpoint(directory, target, tensors)
+
+
+def _jitter_constants(model: torch.nn.Module) -> None:
+    """Add noise to what an initialiser leaves constant or regular: norms, biases, ramps."""
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point() and (tensor.dim() < 2 or bool(tensor.std() == 0)):
+                tensor.add_(_JITTER * torch.randn_like(tensor))
+
+
+def _perturbed(
+    tensor: torch.Tensor, density: float, kind: str, generator: torch.Generator
+) -> torch.Tensor:
+    """A copy of `tensor` with ``round(density * numel)`` elements changed."""
+    result = tensor.clone()
+    count = round(density * tensor.numel())
+    if density > 0:
+        count = min(max(count, 1), tensor.numel())
+    where = torch.randperm(tensor.numel(), generator=generator)[:count]
+    bits = result.view(-1).view(_BITS[tensor.dtype.itemsize])
+    new_bits = bits[where] ^ 1
+    if kind == "random":
+        spread = tensor.float().std(correction=0)
+        drawn = (torch.randn(count, generator=generator) * spread).to(tensor.dtype)
+        drawn_bits = drawn.view(bits.dtype)
+        new_bits = torch.where(drawn_bits == bits[where], new_bits, drawn_bits)
+    bits[where] = new_bits
+    return result
+
+
+def _signature(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}

@@ -1,0 +1,187 @@
+"""Tokens, sleep, pauses and a write that fails on one rank of two, on a live engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import tiny_models
+from engine_process import EngineProcess
+from reference_sender import DeltaSender, SyncFailed
+from tests.engines.trainer import Trainer, container
+
+TOKEN = "a-secret-token"
+TRUSTED = {"Authorization": f"Bearer {TOKEN}"}
+
+
+class Server:
+    def __init__(self, engine: EngineProcess, trainer: Trainer) -> None:
+        self.engine = engine
+        self.trainer = trainer
+
+    def status(self) -> dict[str, Any]:
+        answer: dict[str, Any] = self.engine.get("/delta_status", headers=TRUSTED).json()
+        return answer
+
+    def post(self, body: bytes, **params: str) -> httpx.Response:
+        headers = {"Content-Type": "application/octet-stream", **TRUSTED}
+        return self.engine.post(
+            "/update_weights_delta", content=body, headers=headers, params=params
+        )
+
+    def next(self) -> bytes:
+        changed = self.trainer.step()
+        return container(self.trainer.tensors, changed, metadata=self.trainer.metadata())
+
+    def sync(self, **params: str) -> dict[str, Any]:
+        answer: dict[str, Any] = self.post(self.next(), **params).json()
+        assert answer.get("status") == "committed", answer
+        return answer
+
+    def complete(self) -> httpx.Response:
+        return self.engine.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Callable[[str], Path], start: Callable[..., EngineProcess]) -> Server:
+    base = checkpoint("qwen3")
+    engine = start(
+        base,
+        tp=2,
+        extra_args=[
+            *("--delta-api-key", TOKEN, "--delta-base-version", "5"),
+            *("--worker-extension-cls", "tests.engines.faults.FailingLoader"),
+        ],
+        extra_env={"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    return Server(engine, Trainer(tiny_models.load_tensors(base), version=5))
+
+
+def test_token_is_not_logged(server: Server) -> None:
+    assert TOKEN not in server.engine.log_path.read_text()
+
+
+@pytest.mark.parametrize("authorization", [None, "Bearer wrong", "Bearer", f"Basic {TOKEN}"])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/update_weights_delta"),
+        ("POST", "/update_weights_from_disk"),
+        ("GET", "/delta_status"),
+    ],
+)
+def test_401(server: Server, method: str, path: str, authorization: str | None) -> None:
+    headers = {} if authorization is None else {"Authorization": authorization}
+    answer = (server.engine.get if method == "GET" else server.engine.post)(path, headers=headers)
+    assert answer.status_code == 401
+    assert answer.json()["error"]["type"] == "Unauthorized"
+
+
+def test_base_version(server: Server) -> None:
+    assert server.status()["version"] == 5
+    assert server.engine.get("/weight_info").json() == {"weight_version": "5"}
+    server.sync()
+    assert server.engine.get("/weight_info").json() == {"weight_version": "6"}
+
+
+@pytest.mark.parametrize("flush_cache", ["true", "false"])
+@pytest.mark.parametrize("pause_mode", ["keep", "wait", "abort"])
+def test_requests_in_flight(server: Server, pause_mode: str, flush_cache: str) -> None:
+    """Requests in flight end as the pause mode says, and the next ones are served."""
+    answers = []
+
+    def generate() -> None:
+        options = {"prompt": "count", "max_tokens": 150, "ignore_eos": True, "temperature": 0}
+        answers.append(server.engine.post("/v1/completions", json=options).json())
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    server.sync(pause_mode=pause_mode, flush_cache=flush_cache)
+    thread.join()
+    [choice] = answers[0]["choices"]
+    assert choice["finish_reason"] in (("abort", "length") if pause_mode == "abort" else "length")
+    assert server.complete().status_code == 200
+    assert server.engine.get("/is_paused").json() == {"is_paused": False}
+
+
+@pytest.mark.parametrize("flush_cache", ["true", "false"])
+def test_an_engine_that_the_caller_paused_stays_paused(server: Server, flush_cache: str) -> None:
+    server.engine.post("/pause", params={"mode": "keep"})
+    server.sync(flush_cache=flush_cache)
+    assert server.engine.get("/is_paused").json() == {"is_paused": True}
+    server.engine.post("/resume")
+    assert server.complete().status_code == 200
+
+
+def test_409_asleep(server: Server) -> None:
+    server.engine.post("/sleep", params={"level": "1"})
+    version = server.status()["version"]
+    body = server.next()
+    answer = server.post(body)
+    assert answer.status_code == 409
+    assert answer.json()["error"]["type"] == "WeightsAsleep"
+    assert server.status()["version"] == version
+    server.engine.post("/wake_up", params={"tags": "kv_cache"})
+    assert server.post(body).json()["error"]["type"] == "WeightsAsleep"
+    server.engine.post("/wake_up", params={"tags": "weights"})
+    assert server.post(body).json()["status"] == "committed"
+    assert server.complete().status_code == 200
+
+
+def test_a_write_that_fails_on_one_rank(server: Server) -> None:
+    """The engine says that it is uncertain, generates nothing, and a full sync heals it."""
+    armed = server.engine.post("/collective_rpc", json={"method": "fail_next_load", "args": ["1"]})
+    assert sorted(armed.json()["results"]) == ["armed", "other rank"]
+    version = server.status()["version"]
+    answer = server.post(server.next())
+    assert answer.status_code == 500
+    error = answer.json()["error"]
+    assert (error["type"], error["engine_state"]) == ("CommitFailed", "uncertain")
+    assert "rank 1" in error["message"]
+    status = server.status()
+    assert (status["version"], status["engine_state"]) == (version, "uncertain")
+    assert server.engine.get("/weight_info").json() == {"weight_version": str(version)}
+
+    refused = server.complete()
+    assert refused.status_code == 503
+    assert refused.json()["error"]["engine_state"] == "uncertain"
+    answer = server.post(server.next())
+    assert answer.status_code == 503
+    assert answer.json()["error"]["type"] == "EngineUncertain"
+
+    with DeltaSender(
+        server.engine.url, server.trainer.tensors.items(), base_version=version, api_key=TOKEN
+    ) as sender:
+        report = sender.sync(server.trainer.tensors.items())
+    assert report.full
+    assert server.status()["engine_state"] == "certain"
+    assert server.complete().status_code == 200
+    server.trainer.version = report.version
+    server.sync()
+
+
+def test_a_sender_without_the_token(server: Server) -> None:
+    with DeltaSender(server.engine.url, server.trainer.tensors.items()) as sender:
+        with pytest.raises(SyncFailed) as failed:
+            sender.sync(server.trainer.tensors.items())
+    assert failed.value.status == 401
+
+
+def test_ends_on_the_trainers_bytes(
+    server: Server,
+    checkpoint: Callable[[str], Path],
+    start: Callable[..., EngineProcess],
+    tmp_path: Path,
+) -> None:
+    """Last: after all that, the engine equals a fresh one on the trainer's checkpoint."""
+    updated = server.engine.checksums(), server.engine.buffer_checksums()
+    server.engine.stop()
+    tensors = server.trainer.tensors
+    target = tiny_models.save_checkpoint(checkpoint("qwen3"), tmp_path / "target", tensors)
+    fresh = start(target, tp=2)
+    assert (fresh.checksums(), fresh.buffer_checksums()) == updated

@@ -1,0 +1,213 @@
+"""Every way a delta can travel, on a live engine, against a fresh engine on the target."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+import reference_sender
+import tiny_models
+from engine_process import EngineProcess
+from reference_sender import DeltaSender
+from tests.engines.conftest import PROMPTS, fingerprint
+from tests.engines.trainer import Trainer, container, split
+
+ENCODINGS = ("indices", "deltas", "deltas_zstd")
+CASES = [("qwen3", 1), ("qwen3", 2), ("llama_tied", 1)]
+
+
+class Run:
+    """A live engine and the trainer that it follows."""
+
+    def __init__(self, engine: EngineProcess, base: Path, root: Path) -> None:
+        self.engine = engine
+        self.base = base
+        self.root = root
+        self.trainer = Trainer(tiny_models.load_tensors(base))
+
+    def post(self, body: bytes, **params: str) -> httpx.Response:
+        return self.engine.post(
+            "/update_weights_delta",
+            content=body,
+            params=params,
+            headers={"Content-Type": "application/octet-stream"},
+        )
+
+    def committed(self, response: httpx.Response) -> dict[str, object]:
+        answer: dict[str, object] = response.json()
+        assert response.status_code == 200, answer
+        assert answer["status"] == "committed", answer
+        assert answer["version"] == self.trainer.version
+        assert self.engine.delta_status()["weight_version"] == str(self.trainer.version)
+        return answer
+
+    def files(self, parts: list[bytes]) -> dict[str, object]:
+        """Write parts below the root; the body of a disk request for them."""
+        folder = self.root / f"weight_v{self.trainer.version:06d}"
+        folder.mkdir()
+        names = [f"rank0_flush{number:03d}.safetensors" for number in range(len(parts))]
+        for name, part in zip(names, parts, strict=True):
+            (folder / name).write_bytes(part)
+        return {"model_path": str(folder), "files": names}
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-tp{case[1]}")
+def run(
+    request: pytest.FixtureRequest,
+    checkpoint: Callable[[str], Path],
+    start: Callable[..., EngineProcess],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Run]:
+    kind, tp = request.param
+    root = tmp_path_factory.mktemp("deltas")
+    base = checkpoint(kind)
+    engine = start(base, tp=tp, extra_args=["--delta-root", str(root)])
+    for prompt in PROMPTS:
+        # What the prefix cache keeps now must not answer for later weights.
+        engine.complete(prompt, max_tokens=4, temperature=0.0)
+    yield Run(engine, base, root)
+    engine.stop()
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_one_part_by_http(run: Run, encoding: str) -> None:
+    changed = run.trainer.step()
+    body = container(
+        run.trainer.tensors, changed, encoding=encoding, metadata=run.trainer.metadata()
+    )
+    answer = run.committed(run.post(body))
+    assert answer["nnz"] == sum(len(where) for where in changed.values())
+    assert answer["tensors"] == len(changed)
+    assert answer["bytes"] == len(body)
+    repeat = run.post(body).json()
+    assert repeat["status"] == "already_applied"
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_parts_out_of_order_by_http(run: Run, encoding: str) -> None:
+    changed = split(run.trainer.step(), 3)
+    shared = run.trainer.metadata()
+    bodies = [
+        container(
+            run.trainer.tensors,
+            some,
+            encoding=encoding,
+            metadata={**shared, "part": str(number), "num_parts": "3"},
+            manifest_checksum=True,
+        )
+        for number, some in enumerate(changed)
+    ]
+    for number in (2, 0):
+        assert run.post(bodies[number]).json()["status"] == "staged"
+        assert run.post(bodies[number]).json()["status"] == "staged"
+    assert run.engine.delta_status()["staged"]["parts"] == [0, 2]
+    run.committed(run.post(bodies[1]))
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_files(run: Run, encoding: str) -> None:
+    changed = split(run.trainer.step(), 2)
+    parts = [container(run.trainer.tensors, some, encoding=encoding) for some in changed]
+    request = {**run.files(parts), "weight_version": str(run.trainer.version)}
+    run.committed(run.engine.post("/update_weights_delta", json=request))
+    repeat = run.engine.post("/update_weights_delta", json=request).json()
+    assert repeat["status"] == "already_applied"
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_update_weights_from_disk(run: Run, encoding: str) -> None:
+    """As slime and vime call it: one version in several calls, slime's checksum, no versions."""
+    changed = split(run.trainer.step(), 3)
+    parts = [
+        container(run.trainer.tensors, some, encoding=encoding, checksum="slime")
+        for some in changed
+    ]
+    request = run.files(parts)
+    version = {"weight_version": str(run.trainer.version), "load_format": "delta"}
+    first, second, third = request["files"]  # type: ignore[misc]
+    for names in ([first, second], [third]):
+        body = {**request, **version, "files": names}
+        answer = run.engine.post("/update_weights_from_disk", json=body)
+        assert answer.json()["success"] is True, answer.json()
+        run.committed(answer)
+
+
+@pytest.mark.parametrize("checksum", ["xxh3", "slime"])
+def test_versions_in_the_query(run: Run, checksum: str) -> None:
+    body = container(run.trainer.tensors, run.trainer.step(), checksum=checksum)
+    run.committed(run.post(body, weight_version=str(run.trainer.version)))
+
+
+def test_empty_part_advances_the_version(run: Run) -> None:
+    run.trainer.version += 1
+    before = run.engine.checksums()
+    run.committed(run.post(container({}, {}, metadata=run.trainer.metadata())))
+    assert run.engine.checksums() == before
+
+
+def test_dense_and_sparse_params_in_one_part(run: Run) -> None:
+    changed = dict(run.trainer.step())
+    mixed = {name: None if k % 2 else where for k, (name, where) in enumerate(changed.items())}
+    run.committed(run.post(container(run.trainer.tensors, mixed, metadata=run.trainer.metadata())))
+
+
+def test_full_sync_to_any_version(run: Run) -> None:
+    changed = run.trainer.step()
+    run.trainer.version += 10
+    metadata = {"current_version": str(run.trainer.version), "full": "true"}
+    dense = dict.fromkeys(changed)
+    run.committed(run.post(container(run.trainer.tensors, dense, metadata=metadata)))
+
+
+def test_reference_sender(run: Run) -> None:
+    with DeltaSender(
+        run.engine.url,
+        run.trainer.tensors.items(),
+        base_version=run.trainer.version,
+        bucket_bytes=4096,
+    ) as sender:
+        run.trainer.step()
+        report = sender.sync(run.trainer.tensors.items())
+        assert report.status == "committed"
+        assert report.parts > 1
+        run.trainer.step()
+        assert sender.sync(run.trainer.tensors.items()).version == run.trainer.version
+
+
+def test_command_line_of_the_sender(run: Run, tmp_path: Path) -> None:
+    before = tiny_models.save_checkpoint(run.base, tmp_path / "a", run.trainer.tensors)
+    base_version = run.trainer.version
+    run.trainer.step()
+    after = tiny_models.save_checkpoint(run.base, tmp_path / "b", run.trainer.tensors)
+    command = [sys.executable, reference_sender.__file__]
+    command += ["--base", str(before), "--target", str(after), "--url", run.engine.url]
+    command += ["--base-version", str(base_version)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "committed" in result.stdout
+    again = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "already_applied" in again.stdout
+    command[command.index("--base-version") + 1] = "0"
+    resync = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "(full)" in resync.stdout
+    run.trainer.version = run.engine.delta_status()["version"]
+    assert run.trainer.version > base_version + 1
+
+
+def test_ends_on_the_trainers_bytes(
+    run: Run, start: Callable[..., EngineProcess], tmp_path: Path
+) -> None:
+    """Last: the engine equals a fresh one that loaded the trainer's checkpoint."""
+    status = run.engine.delta_status()
+    assert status["version"] == run.trainer.version
+    assert all(set(counts) <= {"exact"} for counts in status["certification"])
+    updated = fingerprint(run.engine)
+    target = tiny_models.save_checkpoint(run.base, tmp_path / "target", run.trainer.tensors)
+    fresh = start(target, tp=status["ranks"])
+    assert fingerprint(fresh) == updated
+    fresh.stop()

@@ -1,0 +1,141 @@
+"""A stand-in for a trainer: it changes weights at random and writes containers by hand.
+
+The containers are made from the table of the wire format with numpy, torch and safetensors alone,
+so that the engine's reader is not tested against the project's own writer.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import xxhash
+import zstandard
+from safetensors.torch import save
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass
+class Trainer:
+    """Checkpoint tensors that move on step by step.
+
+    Attributes:
+        tensors: name -> tensor; what the engine must hold after the last step was committed.
+        version: version of `tensors`.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    version: int = 0
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(7))
+
+    def step(self, density: float = 0.02) -> dict[str, torch.Tensor]:
+        """Change some elements of every tensor; returns name -> int64 [nnz] ascending indices."""
+        changed = {}
+        for name, tensor in self.tensors.items():
+            count = max(1, round(density * tensor.numel()))
+            where = torch.randperm(tensor.numel(), generator=self.generator)[:count].sort().values
+            fresh = tensor.clone()
+            bits = fresh.view(-1).view(BITS[tensor.dtype.itemsize])
+            bits[where] ^= torch.randint(1, 4, (count,), generator=self.generator).to(bits.dtype)
+            self.tensors[name] = fresh
+            changed[name] = where
+        self.version += 1
+        return changed
+
+    def metadata(self) -> dict[str, str]:
+        """The versions of the last step, as a part's metadata."""
+        return {
+            "current_version": str(self.version),
+            "base_version": str(self.version - 1),
+            "sync_id": uuid.uuid4().hex,
+        }
+
+
+def container(
+    tensors: Mapping[str, torch.Tensor],
+    changed: Mapping[str, torch.Tensor | None],
+    *,
+    encoding: str = "deltas",
+    metadata: Mapping[str, str] | None = None,
+    checksum: str = "xxh3",
+    manifest_checksum: bool = False,
+) -> bytes:
+    """One part, from the table of the wire format.
+
+    Args:
+        tensors: the new tensors.
+        changed: name -> int64 [nnz] indices that are sent, or None for a dense param.
+        encoding: ``indices``, ``deltas`` or ``deltas_zstd``.
+        metadata: further metadata.
+        checksum: ``xxh3``, or ``slime`` for the decimal form.
+        manifest_checksum: whether to add one.
+    """
+    positions, values, params = b"", [], []
+    count = 0
+    for name, where in changed.items():
+        tensor = tensors[name]
+        flat = tensor.reshape(-1)
+        start = len(positions)
+        width = 0
+        if where is not None:
+            width, raw = encode(where.numpy(), encoding)
+            positions += raw
+            flat = flat[where]
+        values.append(flat)
+        params.append(
+            {
+                "name": name,
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "shape": list(tensor.shape),
+                "pos_start": start,
+                "pos_end": len(positions),
+                "pos_width": width,
+                "val_start": count,
+                "val_end": count + flat.numel(),
+            }
+        )
+        count += flat.numel()
+    position_tensor = torch.from_numpy(np.frombuffer(positions, np.uint8).copy())
+    value_tensor = torch.cat(values) if values else torch.empty(0, dtype=torch.uint8)
+    meta = {"encoding": encoding, "params": json.dumps(params), **(metadata or {})}
+    meta["checksum"] = (
+        xxh3_of(position_tensor, value_tensor)
+        if checksum == "xxh3"
+        else slime_of(position_tensor, value_tensor)
+    )
+    if manifest_checksum:
+        lines = "".join(f"{key}={meta[key]}\n" for key in sorted(meta))
+        meta["manifest_checksum"] = "xxh3_128:" + xxhash.xxh3_128_hexdigest(lines.encode())
+    file = save({"__positions__": position_tensor, "__values__": value_tensor}, metadata=meta)
+    return zstandard.compress(file, 1) if encoding == "deltas_zstd" else file
+
+
+def encode(where: np.ndarray, encoding: str) -> tuple[int, bytes]:
+    """(pos_width, bytes) of ascending flat indices."""
+    if encoding == "indices":
+        return 4, where.astype("<i4").tobytes()
+    gaps = np.diff(where, prepend=-1) - 1
+    dtype = "<u2" if gaps.size == 0 or gaps.max() < 1 << 16 else "<u4"
+    return np.dtype(dtype).itemsize, gaps.astype(dtype).tobytes()
+
+
+def xxh3_of(positions: torch.Tensor, values: torch.Tensor) -> str:
+    data = positions.numpy().tobytes() + values.view(torch.uint8).numpy().tobytes()
+    return "xxh3_128:" + xxhash.xxh3_128_hexdigest(data)
+
+
+def slime_of(positions: torch.Tensor, values: torch.Tensor) -> str:
+    p = torch.hash_tensor(positions).item() if positions.numel() else 0
+    v = torch.hash_tensor(values).item() if values.numel() else 0
+    return str(p ^ (v << 1))
+
+
+def split(changed: Mapping[str, torch.Tensor], parts: int) -> list[dict[str, torch.Tensor]]:
+    """The params dealt out to some parts."""
+    names = list(changed)
+    return [{name: changed[name] for name in names[k::parts]} for k in range(parts)]
