@@ -15,7 +15,7 @@ from engine_ext.dtypes import NAME_OF_TORCH
 from engine_ext.errors import NotUpdatable
 from engine_ext.placement import Placement, Status
 from engine_ext.storage_index import StorageIndex
-from engine_ext.tracing import LoadWeights
+from engine_ext.tracing import LoadWeights, rehearse
 from engine_ext.wire import ParamDelta, Part
 
 
@@ -48,6 +48,7 @@ class MaskedApplier:
         self._placement = placement
         self._held = frozenset(held)
         self._chunk_bytes = chunk_bytes
+        self._rehearsed: list[list[str]] = []
 
     def check(self, part: Part) -> None:
         """Refuse a part of which some param cannot be written exactly.
@@ -90,7 +91,8 @@ class MaskedApplier:
     def check_sync(self, parts: list[Part], *, full: bool) -> None:
         """Refuse a sync whose parts overlap, or a ``full`` one that leaves tensors out.
 
-        Also refuses when the engine has moved a weight since start-up.
+        Also refuses when the engine has moved a weight since start-up, and when the loader would
+        do something else with just these tensors than it did with all of them.
 
         Raises:
             NotUpdatable: names the tensors. Nothing was written.
@@ -105,8 +107,11 @@ class MaskedApplier:
         for name, deltas in by_name.items():
             if len(deltas) > 1 and _overlap(deltas):
                 raise NotUpdatable(f"{name}: two parts send the same elements", tensor=name)
-        if not full:
-            return
+        if full:
+            self._check_covers(by_name)
+        self._rehearse(self._mine(parts))
+
+    def _check_covers(self, by_name: dict[str, list[ParamDelta]]) -> None:
         sparse = sorted(n for n, ds in by_name.items() if any(d.indices is not None for d in ds))
         if sparse:
             raise NotUpdatable(
@@ -126,12 +131,30 @@ class MaskedApplier:
             Exception: the loader's own, or RuntimeError if an element does not hold its new
                 bits afterwards. Some elements may be written then.
         """
-        deltas = [d for part in parts for d in part.deltas if d.numel and d.nnz]
-        mine = [d for d in deltas if self._placement[d.name].segments]
+        mine = self._mine(parts)
         masked.apply_masked(self._load_weights, self._index, mine, self._chunk_bytes)
         for delta in mine:
             if not masked.verify(delta, self._placement[delta.name]):
                 raise RuntimeError(f"{delta.name} does not hold its new bits after the write")
+
+    def _mine(self, parts: list[Part]) -> list[ParamDelta]:
+        """What the loader of this rank is given: each tensor of which some elements change here."""
+        deltas = [d for part in parts for d in part.deltas if d.nnz]
+        return masked.merge(d for d in deltas if self._placement[d.name].segments)
+
+    def _rehearse(self, deltas: list[ParamDelta]) -> None:
+        calls = [[d.name for d in c] for c in masked.chunks(deltas, self._chunk_bytes)]
+        if calls == self._rehearsed:
+            return
+        for names in calls:
+            reasons = rehearse(self._model, self._load_weights, names, self._placement, self._index)
+            if reasons:
+                raise NotUpdatable(
+                    f"this engine cannot update these exactly: {reasons}",
+                    tensors=sorted(reasons),
+                    reasons=reasons,
+                )
+        self._rehearsed = calls
 
     def describe(self) -> dict[str, Any]:
         """Apply mode and certification summary, as JSON."""

@@ -162,4 +162,5 @@ _register(DeltaError)
 def from_wire(error: dict[str, Any]) -> DeltaError:
     """Rebuild an error from `DeltaError.to_wire` (a worker's answer, or an HTTP body)."""
     operands = {k: v for k, v in error.items() if k not in ("type", "message", "engine_state")}
-    return _BY_NAME.get(str(error.get("type")), DeltaError)(str(error.get("message")), **operands)
+    unknown = CommitFailed if error.get("engine_state") == "uncertain" else DeltaError
+    return _BY_NAME.get(str(error.get("type")), unknown)(str(error.get("message")), **operands)

@@ -11,6 +11,7 @@ placement is not certified. After the write `verify` reads the touched elements 
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -65,7 +66,7 @@ def densify(delta: ParamDelta) -> torch.Tensor:
 
 def _bits_tensor(values: np.ndarray, bits: torch.dtype) -> torch.Tensor:
     # A copy, because the wire's buffers are read-only and torch has no read-only tensors.
-    return torch.from_numpy(values.view(np.uint8).copy()).view(bits)
+    return torch.from_numpy(values.copy()).view(bits)
 
 
 @torch.no_grad()
@@ -80,18 +81,15 @@ def apply_masked(
     Args:
         load_weights: the model's own loader.
         index: the model's storage index.
-        deltas: params that `refusal` has let through.
-        chunk_bytes: bytes of full-shape tensors that one call of the loader gets at most; one
-            tensor may exceed it.
+        deltas: params that `refusal` has let through, each name once.
+        chunk_bytes: as of `chunks`.
 
     Raises:
         Exception: whatever the loader raises; some elements may be written then.
     """
-    for chunk in _chunks([d for d in deltas if d.indices is not None], chunk_bytes):
-        with masked_copies(index):
+    for chunk in chunks(deltas, chunk_bytes):
+        with masked_copies(index, dense=chunk[0].indices is None):
             load_weights(iter([(d.name, densify(d)) for d in chunk]))
-    for chunk in _chunks([d for d in deltas if d.indices is None], chunk_bytes):
-        load_weights(iter([(d.name, densify(d)) for d in chunk]))
 
 
 def verify(delta: ParamDelta, placed: Placed) -> bool:
@@ -109,12 +107,43 @@ def verify(delta: ParamDelta, placed: Placed) -> bool:
     return True
 
 
-def _chunks(deltas: Sequence[ParamDelta], limit: int) -> Iterator[list[ParamDelta]]:
+def merge(deltas: Iterable[ParamDelta]) -> list[ParamDelta]:
+    """The same elements with each name once: a loader may keep only the last tensor of a name.
+
+    Args:
+        deltas: sparse where a name comes more than once, and without an element in common.
+    """
+    by_name: dict[str, list[ParamDelta]] = defaultdict(list)
+    for delta in deltas:
+        by_name[delta.name].append(delta)
+    return [found[0] if len(found) == 1 else _merged(found) for found in by_name.values()]
+
+
+def _merged(deltas: Sequence[ParamDelta]) -> ParamDelta:
+    indices = np.concatenate([d.indices for d in deltas if d.indices is not None])
+    order = np.argsort(indices)
+    values = np.concatenate([d.values for d in deltas])
+    first = deltas[0]
+    return ParamDelta(first.name, first.dtype, first.shape, indices[order], values[order])
+
+
+def chunks(deltas: Sequence[ParamDelta], chunk_bytes: int) -> Iterator[list[ParamDelta]]:
+    """What each call of the loader is given: sparse params first, then dense ones.
+
+    Args:
+        deltas: the params.
+        chunk_bytes: bytes of full-shape tensors in one chunk at most; one tensor may exceed it.
+    """
+    yield from _cut([d for d in deltas if d.indices is not None], chunk_bytes)
+    yield from _cut([d for d in deltas if d.indices is None], chunk_bytes)
+
+
+def _cut(deltas: Sequence[ParamDelta], chunk_bytes: int) -> Iterator[list[ParamDelta]]:
     chunk: list[ParamDelta] = []
     size = 0
     for delta in deltas:
         nbytes = delta.numel * TORCH_DTYPE[delta.dtype].itemsize
-        if chunk and size + nbytes > limit:
+        if chunk and size + nbytes > chunk_bytes:
             yield chunk
             chunk, size = [], 0
         chunk.append(delta)
@@ -124,31 +153,37 @@ def _chunks(deltas: Sequence[ParamDelta], limit: int) -> Iterator[list[ParamDelt
 
 
 @contextmanager
-def masked_copies(index: StorageIndex) -> Iterator[None]:
+def masked_copies(index: StorageIndex, *, dense: bool = False) -> Iterator[None]:
     """Replace ``Tensor.copy_`` and ``Tensor.fill_`` for this thread while the loader runs.
 
     A copy into live memory overwrites only where the source is not NaN, and a fill of live
     memory (padding, at load time) does nothing. Every other call, and every call of another
     thread, does what it always did.
+
+    Args:
+        index: what is live memory.
+        dense: the loader is given whole tensors: their copies overwrite everything, NaNs too.
     """
-    owner = threading.get_ident()
-    original_copy = torch.Tensor.copy_
-    original_fill = torch.Tensor.fill_
-
-    def copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        if threading.get_ident() != owner or index.find(self) is None:
-            return original_copy(self, src, non_blocking)
-        source = src.to(device=self.device, dtype=self.dtype)
-        live = self.detach()
-        torch.where(source.isnan(), live, source, out=live)
-        return self
-
-    def fill_(self: torch.Tensor, value: float) -> torch.Tensor:
-        if threading.get_ident() != owner or index.find(self) is None:
-            return original_fill(self, value)
-        return self
-
     with _REPLACED:
+        owner = threading.get_ident()
+        original_copy = torch.Tensor.copy_
+        original_fill = torch.Tensor.fill_
+
+        def copy_(
+            self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False
+        ) -> torch.Tensor:
+            if dense or threading.get_ident() != owner or index.find(self) is None:
+                return original_copy(self, src, non_blocking)
+            source = src.to(device=self.device, dtype=self.dtype)
+            live = self.detach()
+            torch.where(source.isnan(), live, source, out=live)
+            return self
+
+        def fill_(self: torch.Tensor, value: float) -> torch.Tensor:
+            if threading.get_ident() != owner or index.find(self) is None:
+                return original_fill(self, value)
+            return self
+
         torch.Tensor.copy_ = copy_  # type: ignore[method-assign, assignment]
         torch.Tensor.fill_ = fill_  # type: ignore[method-assign, assignment]
         try:

@@ -184,7 +184,7 @@ class Receiver:
         parts = [self._staging[number].result() for number in sorted(sync.slots)]
         base = self.state.version
         start = time.perf_counter()
-        failures = [f for f in self._ranks.all_gather(self._write(parts, sync.full)) if f]
+        failures = self._vote(self._write(parts, sync.full))
         commit_ms = (time.perf_counter() - start) * 1e3
         self.state.commit(uncertain=bool(failures))
         self._staging.clear()
@@ -217,6 +217,14 @@ class Receiver:
             return f"rank {self._ranks.rank}: {type(error).__name__}: {error}"
         return None
 
+    def _vote(self, failure: str | None) -> list[str]:
+        """Every rank's failure to write; that the ranks cannot be heard is one too."""
+        try:
+            return [f for f in self._ranks.all_gather(failure) if f]
+        except Exception as error:
+            logger.exception("the vote after writing a delta failed")
+            return [f"rank {self._ranks.rank}: no vote: {type(error).__name__}: {error}"]
+
     def _refusal(self, version: int, sync_id: str | None) -> dict[str, Any] | None:
         """Why this rank cannot commit that sync, as an error on the wire, or None."""
         sync = self.state.sync
@@ -225,9 +233,15 @@ class Receiver:
         if not self._complete():
             return Conflict(f"the sync to version {version} lacks parts").to_wire()
         try:
+            # The engine may have gone to sleep since the parts were admitted.
+            self.state.check_writable(full=sync.full)
             self._check_sync()
         except DeltaError as error:
             return error.to_wire()
+        except Exception as error:
+            # The other ranks wait for this one's vote.
+            logger.exception("checking a sync failed")
+            return DeltaError(f"{type(error).__name__}: {error}").to_wire()
         return None
 
     def _check_sync(self) -> None:

@@ -7,6 +7,7 @@ a weight; an error raised here always leaves the engine unchanged.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -113,10 +114,7 @@ class SyncState:
         """
         if self.seen(part.version, part.identity):
             return "already_applied"
-        if self.asleep:
-            raise WeightsAsleep("the engine has released its weights; wake it up first")
-        if self.uncertain and not part.full:
-            raise EngineUncertain("an earlier write failed half-way; send a full sync")
+        self.check_writable(full=part.full)
         if self.sync is not None and not self._stale(self.sync, part, now):
             return self._join(self.sync, part, now)
         self.sync = None
@@ -132,7 +130,19 @@ class SyncState:
 
     def seen(self, version: int, identity: str) -> bool:
         """Whether a part with this identity was committed at the version the engine is at."""
-        return version == self.version and identity in self._committed
+        return not self.uncertain and version == self.version and identity in self._committed
+
+    def check_writable(self, *, full: bool) -> None:
+        """Refuse a sync that the weights cannot take as they are now.
+
+        Raises:
+            WeightsAsleep: their memory is released.
+            EngineUncertain: nobody knows what they are, and the sync is not a ``full`` one.
+        """
+        if self.asleep:
+            raise WeightsAsleep("the engine has released its weights; wake it up first")
+        if self.uncertain and not full:
+            raise EngineUncertain("an earlier write failed half-way; send a full sync")
 
     def settle(self, part: int, *, staged: bool) -> None:
         """Record that an admitted part is staged on every rank, or that it was refused."""
@@ -185,7 +195,7 @@ class SyncState:
 
     def _join(self, sync: Sync, part: PartId, now: float) -> Admission:
         if (part.version, part.sync_id) != (sync.version, sync.sync_id):
-            wait = max(1, round(self.stage_timeout - (now - sync.last_part_at)))
+            wait = max(1, math.ceil(self.stage_timeout - (now - sync.last_part_at)))
             raise SyncInProgress(
                 f"a sync to version {sync.version} has staged parts; retry in {wait} s",
                 staged_version=sync.version,

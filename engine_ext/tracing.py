@@ -3,17 +3,21 @@
 The checkpoint's tensors are given to ``load_weights`` as meta tensors. Every write that reaches
 a live tensor is recorded and suppressed. A recorded copy whose source is a view of one of those
 meta tensors tells exactly which checkpoint elements go where; anything else that carries a
-checkpoint tensor into live memory makes that tensor uncertified, with the reason. The model's
-memory is not written, and its tensors are checked to be the same objects at the same addresses
-afterwards.
+checkpoint tensor into live memory makes that tensor uncertified, with the reason, and so does
+anything else that is written over the same elements. The model's memory is not written, and its
+tensors are checked to be the same objects at the same addresses afterwards.
+
+`rehearse` does the same for the tensors of one sync: a loader may need tensors together, or fill
+in the ones that it was not given.
 """
 
 from __future__ import annotations
 
+import math
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,50 +57,112 @@ def trace_placement(
     """
     before = _identities(model)
     placement = {spec.name: Placed(spec) for spec in specs}
-    failure = _run(load_weights, specs, index, placement)
-    if failure is not None:
+    run = _run(model, load_weights, specs, index, placement)
+    others = run.other_writes
+    if run.failure is not None:
+        others = []
         for spec in specs:
             placement[spec.name] = Placed(spec)
-            _explain(load_weights, spec, index, placement, failure)
-    if _identities(model) != before:
-        raise TracingError("tracing the loader changed the model's tensors; refusing to go on")
+            others += _explain(model, load_weights, spec, index, placement, run.failure)
+    _require_same(model, before)
     for placed in placement.values():
         if placed.status is Status.UNJUDGED and not placed.segments:
             placed.status = Status.NOT_ON_RANK
-    _refuse_shared_memory(placement)
+    _refuse_shared_memory(placement, others)
     return placement
 
 
+def rehearse(
+    model: torch.nn.Module,
+    load_weights: LoadWeights,
+    names: Sequence[str],
+    placement: Placement,
+    index: StorageIndex,
+) -> dict[str, str]:
+    """Trace the loader on some tensors, and compare with what is certified.
+
+    Args:
+        names: the tensors, all with segments, that the loader is to be given in one call.
+        placement: of the whole checkpoint, certified.
+
+    Returns:
+        Tensors for which the loader would do something else than their placement says, each with
+        the reason; empty if it would write exactly the certified segments.
+
+    Raises:
+        TracingError: as `trace_placement`.
+    """
+    before = _identities(model)
+    trial = {name: Placed(placement[name].spec) for name in names}
+    run = _run(model, load_weights, [p.spec for p in trial.values()], index, trial)
+    _require_same(model, before)
+    if run.failure is not None:
+        reason = f"the loader fails without the other tensors: {_brief(run.failure)}"
+        return dict.fromkeys(names, reason)
+    different = {
+        name: "the loader treats it otherwise without the other tensors"
+        for name, placed in trial.items()
+        if placed.status is not Status.UNJUDGED or placed.segments != placement[name].segments
+    }
+    if different or not run.other_writes:
+        return different
+    segments = [_Box.of(s, name) for name, p in placement.items() for s in p.segments]
+    for one, other in _overlaps(segments + [_Box.of(s, None) for s in run.other_writes]):
+        if None in (one.name, other.name):
+            reason = f"without the other tensors the loader writes over {one.name or other.name}"
+            return dict.fromkeys(names, reason)
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What one call of the loader did, beside what it recorded in the placement.
+
+    Attributes:
+        failure: what it raised.
+        other_writes: boxes of live memory that it wrote something other than a checkpoint
+            tensor to; they have no source.
+    """
+
+    failure: Exception | None
+    other_writes: list[Segment]
+
+
 def _run(
+    model: torch.nn.Module,
     load_weights: LoadWeights,
     specs: Sequence[TensorSpec],
     index: StorageIndex,
     placement: Placement,
-) -> Exception | None:
+) -> _Run:
     recorder = _Recorder(index, placement)
     weights = [(spec.name, recorder.source(spec)) for spec in specs]
-    try:
-        with torch.no_grad(), _marked_copies(recorder), recorder:
-            load_weights(iter(weights))
-    except Exception as error:
-        return error
-    return None
+    failure = None
+    with _kept_attributes(model, recorder):
+        try:
+            with torch.no_grad(), _marked_copies(recorder), recorder:
+                load_weights(iter(weights))
+        except Exception as error:
+            failure = error
+    return _Run(failure, recorder.other_writes)
 
 
 def _explain(
+    model: torch.nn.Module,
     load_weights: LoadWeights,
     spec: TensorSpec,
     index: StorageIndex,
     placement: Placement,
     joint: Exception,
-) -> None:
+) -> list[Segment]:
     """Trace one tensor alone, because the loader failed on all of them together."""
     placed = placement[spec.name]
-    failure = _run(load_weights, [spec], index, placement)
-    if failure is not None:
-        placed.refuse(f"the loader fails on a tensor without data: {_brief(failure)}")
+    run = _run(model, load_weights, [spec], index, placement)
+    if run.failure is not None:
+        placed.refuse(f"the loader fails on a tensor without data: {_brief(run.failure)}")
     elif not placed.segments:
         placed.refuse(f"the loader copies nothing from it alone, and all fail: {_brief(joint)}")
+    return run.other_writes
 
 
 def _brief(error: Exception) -> str:
@@ -110,6 +176,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, index: StorageIndex, placement: Placement) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.python_copy = False
+        self.other_writes: list[Segment] = []
         self._index = index
         self._placement = placement
         self._names: dict[int, str] = {}
@@ -143,9 +210,23 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         if names:
             outputs = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+            if not outputs and not all(t.is_meta for t in inputs):
+                raise RuntimeError(f"the loader reads data that is not there, with {func}")
+            for tensor in written:
+                if _key(tensor) in self._names:
+                    self._refuse([self._names[_key(tensor)]], f"the loader changes it with {func}")
             fresh = [t for t in [*outputs, *written] if _key(t) not in self._names]
             self._derive(fresh, names, str(func))
         return out
+
+    def kept_in(self, tensors: Iterable[torch.Tensor], place: str) -> None:
+        """Refuse the checkpoint tensors whose data these, which hang on a module, carry."""
+        names, _ = self._origin(tensors)
+        self._refuse(names, f"the loader also keeps it in {place}, which is no parameter")
+
+    def _refuse(self, names: Iterable[str], reason: str) -> None:
+        for name in names:
+            self._placement[name].refuse(reason)
 
     def _derive(self, tensors: Iterable[torch.Tensor], names: frozenset[str], op: str) -> None:
         for tensor in tensors:
@@ -176,15 +257,22 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         destination, entry = live[0]
         if func is torch.ops.aten.copy_.default and _key(args[1]) in self._names:
             placed = self._placement[self._names[_key(args[1])]]
-            placed.segments.append(_segment(destination, entry, args[1], self.python_copy))
+            if args[1].dtype != placed.spec.dtype or destination.dtype != entry.tensor.dtype:
+                placed.refuse(f"the loader copies its bits to {entry.name} as {args[1].dtype}")
+            else:
+                placed.segments.append(_segment(destination, entry, args[1], self.python_copy))
             return
         names, op = self._origin(inputs)
-        for name in names:
-            self._placement[name].refuse(
-                f"{op} changes it before it is copied to {entry.name}"
-                if op
-                else f"the loader writes it to {entry.name} with {func}, not with a copy"
-            )
+        self._refuse(
+            names,
+            f"{op} changes it before it is copied to {entry.name}"
+            if op
+            else f"the loader writes it to {entry.name} with {func}, not with a copy",
+        )
+        if not names:
+            for t, entry in live:
+                whole = t if t.dtype == entry.tensor.dtype else entry.tensor
+                self.other_writes.append(_segment(whole, entry, whole, False))
 
 
 def _segment(
@@ -249,6 +337,25 @@ def _marked_copies(recorder: _Recorder) -> Iterator[None]:
         torch.Tensor.copy_ = original  # type: ignore[method-assign]
 
 
+@contextmanager
+def _kept_attributes(model: torch.nn.Module, recorder: _Recorder) -> Iterator[None]:
+    """Put back the tensors that hang on modules, and refuse what the loader put in them."""
+    before = [
+        (path, module, name, value)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided
+    ]
+    try:
+        yield
+    finally:
+        for path, module, name, value in before:
+            now = vars(module).get(name)
+            tensors = [value, now] if isinstance(now, torch.Tensor) else [value]
+            recorder.kept_in(tensors, f"{path}.{name}".lstrip("."))
+            vars(module)[name] = value
+
+
 def _identities(model: torch.nn.Module) -> dict[str, tuple[object, ...]]:
     return {
         name: (id(t), t.data_ptr(), tuple(t.shape), t.stride(), t.dtype)
@@ -256,29 +363,74 @@ def _identities(model: torch.nn.Module) -> dict[str, tuple[object, ...]]:
     }
 
 
-def _refuse_shared_memory(placement: Placement) -> None:
-    """Refuse tensors of which two lie in the same live elements.
+def _require_same(model: torch.nn.Module, before: dict[str, tuple[object, ...]]) -> None:
+    if _identities(model) != before:
+        raise TracingError("tracing the loader changed the model's tensors; refusing to go on")
 
-    This happens where an engine ties weights that the checkpoint keeps apart: a delta for one
-    would silently change the other.
+
+@dataclass(frozen=True, slots=True)
+class _Box:
+    """A segment by the addresses of its bytes; `name` is None for what is no checkpoint tensor."""
+
+    start: int
+    end: int
+    name: str | None
+    segment: Segment
+
+    @classmethod
+    def of(cls, segment: Segment, name: str | None) -> _Box:
+        view = segment.live_view()
+        start = view.data_ptr()
+        return cls(start, start + extent(view) * view.element_size(), name, segment)
+
+    @property
+    def dense(self) -> bool:
+        """Whether it holds every byte from its first to its last."""
+        width = self.segment.live.tensor.element_size()
+        return math.prod(self.segment.sizes) * width == self.end - self.start
+
+    def mark(self, memory: torch.Tensor, first: int, unit: int) -> torch.Tensor:
+        """Its view of `memory`, of which each element stands for `unit` bytes from `first` on."""
+        width = self.segment.live.tensor.element_size() // unit
+        strides = [stride * width for stride in self.segment.strides]
+        offset = (self.start - first) // unit
+        return memory.as_strided([*self.segment.sizes, width], [*strides, 1], offset)
+
+
+def _refuse_shared_memory(placement: Placement, others: Sequence[Segment]) -> None:
+    """Refuse tensors whose live elements are not theirs alone.
+
+    Two tensors lie in the same elements where an engine ties weights that the checkpoint keeps
+    apart: a delta for one would silently change the other. And what the loader writes beside the
+    checkpoint's tensors (`others`) it would write again, over elements that a delta leaves out.
     """
-    boxes: dict[str, list[tuple[int, int, str, Segment]]] = defaultdict(list)
-    for name, placed in placement.items():
-        for segment in placed.segments:
-            end = segment.offset + extent(segment.live_view())
-            boxes[segment.live.name].append((segment.offset, end, name, segment))
-    for live_name, found in boxes.items():
-        found.sort(key=lambda box: box[:3])
-        for position, (_, end, name, segment) in enumerate(found):
-            for start, _, other, candidate in found[position + 1 :]:
-                if start >= end:
-                    break
-                if other != name and _overlap(segment, candidate):
-                    placement[name].refuse(f"shares the memory of {live_name} with {other}")
-                    placement[other].refuse(f"shares the memory of {live_name} with {name}")
+    boxes = [_Box.of(s, name) for name, placed in placement.items() for s in placed.segments]
+    for one, other in _overlaps(boxes + [_Box.of(segment, None) for segment in others]):
+        for box, by in ((one, other), (other, one)):
+            if box.name is None:
+                continue
+            if by.name is None:
+                reason = f"the loader also writes other values over it, in {box.segment.live.name}"
+            else:
+                reason = f"shares the memory of {box.segment.live.name} with {by.name}"
+            placement[box.name].refuse(reason)
 
 
-def _overlap(a: Segment, b: Segment) -> bool:
-    mark = torch.zeros(extent(a.live.flat()), dtype=torch.bool)
-    mark.as_strided(a.sizes, a.strides, a.offset).fill_(True)
-    return bool(mark.as_strided(b.sizes, b.strides, b.offset).any())
+def _overlaps(boxes: Iterable[_Box]) -> Iterator[tuple[_Box, _Box]]:
+    """Pairs of boxes of different names that have an element in common."""
+    found = sorted(boxes, key=lambda box: (box.start, box.end))
+    for position, one in enumerate(found):
+        for other in found[position + 1 :]:
+            if other.start >= one.end:
+                break
+            if one.name != other.name and (one.dense or _common(one, other)):
+                yield one, other
+
+
+def _common(one: _Box, other: _Box) -> bool:
+    """Whether two boxes have a byte in common; `one` starts first."""
+    widths = [box.segment.live.tensor.element_size() for box in (one, other)]
+    unit = math.gcd(*widths, other.start - one.start)
+    memory = torch.zeros((max(one.end, other.end) - one.start) // unit, dtype=torch.bool)
+    one.mark(memory, one.start, unit).fill_(True)
+    return bool(other.mark(memory, one.start, unit).any())

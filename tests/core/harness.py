@@ -1,0 +1,363 @@
+"""What the tests share: checkpoints, served models, syncs, ranks in threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from hypothesis import settings
+from torch import nn
+
+from engine_ext.applier import MaskedApplier
+from engine_ext.certify import certify
+from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
+from engine_ext.errors import NotUpdatable
+from engine_ext.placement import Placement, Status
+from engine_ext.receiver import Receiver
+from engine_ext.storage_index import StorageIndex
+from engine_ext.syncs import PartId
+from engine_ext.tracing import trace_placement
+from engine_ext.wire import Limits, ParamDelta, Part, decode_part, encode_part
+from engine_ext.wire.identity import part_identity
+
+from .toy import UNTOUCHED, Checkpoint, ToyModel
+
+# No example database: a test must leave nothing behind in the working tree.
+PROPERTY = settings(deadline=None, database=None, max_examples=60)
+
+CHUNK_BYTES = 1 << 20
+
+# Patterns that a careless copy or comparison loses: -0.0, inf, subnormal (as bfloat16 bits).
+ODD_BITS = (0x8000, 0x7F80, 0xFF80, 0x0001)
+
+
+# --- checkpoints and deltas ---
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A copy of the tensor's bit patterns, flat, in checkpoint coordinates."""
+    raw = tensor.detach().cpu().contiguous().view(-1).view(torch_bits_dtype(tensor.dtype))
+    return raw.numpy().copy().view(bits_dtype(NAME_OF_TORCH[tensor.dtype]))
+
+
+def random_tensor(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Values that are no NaN, and hardly ever equal to each other."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = tuple(shape)
+    if dtype == torch.bool:
+        return torch.rand(shape, generator=generator) < 0.5
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randint(0, 100, shape, generator=generator).to(dtype)
+
+
+def base_checkpoint(model: type[ToyModel], seed: int = 0) -> Checkpoint:
+    """The checkpoint that an engine is started with."""
+    base = {
+        spec.name: random_tensor(spec.shape, spec.dtype, seed + number)
+        for number, spec in enumerate(model.specs())
+    }
+    model.adjust(base)
+    return base
+
+
+def delta_between(name: str, old: torch.Tensor, new: torch.Tensor) -> ParamDelta:
+    """The sparse delta, by bits."""
+    before, after = bits(old), bits(new)
+    indices = np.flatnonzero(before != after)
+    return ParamDelta(
+        name, NAME_OF_TORCH[new.dtype], tuple(new.shape), indices, after[indices].copy()
+    )
+
+
+def dense_delta(name: str, new: torch.Tensor) -> ParamDelta:
+    return ParamDelta(name, NAME_OF_TORCH[new.dtype], tuple(new.shape), None, bits(new))
+
+
+def changed(tensor: torch.Tensor, seed: int, density: float = 0.4) -> torch.Tensor:
+    """The tensor with some other elements: at least the first one, and odd patterns among them."""
+    other = random_tensor(tensor.shape, tensor.dtype, seed + 1000).reshape(-1)
+    if tensor.dtype == torch.bfloat16:
+        odd = torch.tensor(ODD_BITS, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+        other[-len(odd) :] = odd[: other.numel()]
+    chosen = torch.rand(other.numel(), generator=torch.Generator().manual_seed(seed)) < density
+    chosen[0] = True
+    flat = tensor.reshape(-1).clone()
+    bit = torch_bits_dtype(tensor.dtype)
+    flat.view(bit)[chosen] = other.view(bit)[chosen]
+    return flat.reshape(tensor.shape)
+
+
+def target_checkpoint(base: Checkpoint, names: Iterable[str], seed: int = 1) -> Checkpoint:
+    """`base` with some elements of these tensors changed."""
+    return {**base, **{n: changed(base[n], seed + i) for i, n in enumerate(sorted(names))}}
+
+
+def one_part(deltas: Sequence[ParamDelta], **metadata: Any) -> bytes:
+    """A container of deltas of one dtype."""
+    return encode_part(deltas, encoding="deltas", **{"current_version": 1, **metadata})
+
+
+def parts_of(deltas: Sequence[ParamDelta]) -> list[Part]:
+    """Decoded parts, one for each dtype."""
+    dtypes = sorted({delta.dtype for delta in deltas})
+    return [decode_part(one_part([d for d in deltas if d.dtype == t])) for t in dtypes]
+
+
+# --- models ---
+
+
+def memory(model: nn.Module) -> dict[str, bytes]:
+    """Every bit of the model: parameters, buffers, and tensors that hang on a module."""
+    found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    found |= dict(model.named_buffers(remove_duplicate=False))
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                found[f"{path}.{name}"] = value
+    return {
+        name: b"on meta" if tensor.is_meta else bits(tensor).tobytes()
+        for name, tensor in found.items()
+    }
+
+
+def load(model: type[ToyModel], checkpoint: Checkpoint) -> ToyModel:
+    """A model as the engine starts it; the loader gets tensors of its own."""
+    fresh = model()
+    with torch.no_grad():
+        fresh.load_weights((name, tensor.clone()) for name, tensor in checkpoint.items())
+        fresh.after_loading()
+        getattr(fresh, UNTOUCHED).copy_(torch.arange(5) + 0.5)
+    return fresh
+
+
+@dataclass
+class Served:
+    """A loaded model and all that the receiver knows of it."""
+
+    model: ToyModel
+    index: StorageIndex
+    placement: Placement
+    applier: MaskedApplier
+
+    @property
+    def held(self) -> set[str]:
+        return {n for n, p in self.placement.items() if p.status is not Status.NOT_ON_RANK}
+
+
+def serve(
+    model: type[ToyModel],
+    base: Checkpoint,
+    *,
+    held: Iterable[str] | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Served:
+    """Load, trace and certify.
+
+    Args:
+        held: as of `MaskedApplier`; None where there is no other rank.
+    """
+    live = load(model, base)
+    index = StorageIndex(live)
+    placement = trace_placement(live, live.load_weights, model.specs(), index)
+    certify(placement, base.items())
+    mine = {n for n, p in placement.items() if p.status is not Status.NOT_ON_RANK}
+    applier = MaskedApplier(
+        live,
+        live.load_weights,
+        index,
+        placement,
+        mine if held is None else set(held),
+        chunk_bytes,
+    )
+    return Served(live, index, placement, applier)
+
+
+def named_in(error: NotUpdatable) -> set[str]:
+    """The tensors that a refusal names, for a program."""
+    return (
+        {error.operands["tensor"]} if "tensor" in error.operands else set(error.operands["tensors"])
+    )
+
+
+def attempt(served: Served, parts: list[Part], *, full: bool = False) -> NotUpdatable | None:
+    """Stage and commit as a receiver does.
+
+    Returns:
+        The refusal, in which case nothing was written, or None once everything was.
+
+    Raises:
+        Exception: anything else, and that is the third outcome, which there must not be.
+    """
+    before = memory(served.model)
+    try:
+        for part in parts:
+            served.applier.check(part)
+        served.applier.check_sync(parts, full=full)
+    except NotUpdatable as refusal:
+        assert memory(served.model) == before, "a refused sync changed the model"
+        return refusal
+    assert memory(served.model) == before, "checking a sync changed the model"
+    served.applier.commit(parts, full=full)
+    return None
+
+
+# --- ranks ---
+
+
+class Group:
+    """An all-gather over threads, as the ranks of an engine have over processes."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size, timeout=5)
+        self._values: list[Any] = [None] * size
+
+    def all_gather(self, rank: int, value: Any) -> list[Any]:
+        self._values[rank] = value
+        self._barrier.wait()
+        values = list(self._values)
+        self._barrier.wait()
+        return values
+
+
+@dataclass
+class ThreadRanks:
+    """One rank's place in a `Group`."""
+
+    group: Group
+    rank: int
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return self.group.all_gather(self.rank, value)
+
+
+class RecordingApplier:
+    """Writes nothing and remembers what it was told; each step can be made to fail."""
+
+    name = "recording"
+
+    def __init__(self) -> None:
+        self.committed: list[list[str]] = []
+        self.fail: dict[str, Exception] = {}
+        self.before_check: Callable[[], object] = lambda: None
+
+    def _step(self, name: str) -> None:
+        if name in self.fail:
+            raise self.fail[name]
+
+    def check(self, part: Part) -> None:
+        self.before_check()
+        self._step("check")
+
+    def check_sync(self, parts: list[Part], *, full: bool) -> None:
+        self._step("check_sync")
+
+    def commit(self, parts: list[Part], *, full: bool) -> None:
+        self.committed.append([delta.name for part in parts for delta in part.deltas])
+        self._step("commit")
+
+    def describe(self) -> dict[str, Any]:
+        return {"apply": self.name, "certification": {}, "uncertified": {}}
+
+
+class Engine:
+    """The receivers of several ranks, called together as an executor calls its workers."""
+
+    def __init__(
+        self, appliers: Sequence[Any], folder: Path, *, version: int = 0, timeout: float = 60.0
+    ) -> None:
+        group = Group(len(appliers))
+        self.folder = folder
+        self.receivers = [
+            Receiver(
+                applier,
+                ThreadRanks(group, rank),
+                base_version=version,
+                stage_timeout=timeout,
+                read_workers=2,
+                limits=Limits(),
+            )
+            for rank, applier in enumerate(appliers)
+        ]
+        self.now = 0.0
+
+    def call(self, operation: str, **arguments: Any) -> list[dict[str, Any]]:
+        """Every rank's answer, in rank order."""
+        with ThreadPoolExecutor(len(self.receivers)) as threads:
+            return list(
+                threads.map(lambda receiver: receiver.handle(operation, arguments), self.receivers)
+            )
+
+    def spool(self, body: bytes) -> Path:
+        path = self.folder / f"{len(list(self.folder.iterdir()))}.part"
+        path.write_bytes(body)
+        return path
+
+    def begin(self, part: PartId, path: Path) -> list[dict[str, Any]]:
+        return self.call("begin", part=msgspec.to_builtins(part), path=str(path), now=self.now)
+
+    def poll(self, number: int) -> list[dict[str, Any]]:
+        """The answers once no rank is still staging."""
+        give_up = time.monotonic() + 5
+        while True:
+            answers = self.call("poll", part=number)
+            if all("error" in a or a["ok"]["done"] for a in answers):
+                return answers
+            assert time.monotonic() < give_up, "staging does not end"
+            time.sleep(0.001)
+
+    def stage(self, part: PartId, body: bytes) -> list[dict[str, Any]]:
+        """Begin, poll and settle as the HTTP side does; the first answers with an error, or the
+        last ones."""
+        answers = self.begin(part, self.spool(body))
+        if any("error" in a for a in answers) or answers[0]["ok"]["admission"] != "new":
+            return answers
+        answers = self.poll(part.part)
+        staged = not any("error" in a for a in answers)
+        settled = self.call("settle", part=part.part, staged=staged)
+        return settled if staged else answers
+
+    def commit(self, part: PartId) -> list[dict[str, Any]]:
+        return self.call("commit", version=part.version, sync_id=part.sync_id)
+
+    def apply(self, part: PartId, body: bytes) -> list[dict[str, Any]]:
+        """Stage a sync of one part and commit it; every rank must have staged it."""
+        errors_of(self.stage(part, body), none=True)
+        return self.commit(part)
+
+    def status(self) -> list[dict[str, Any]]:
+        return [answer["ok"] for answer in self.call("status")]
+
+
+def errors_of(answers: Sequence[Mapping[str, Any]], *, none: bool = False) -> list[dict[str, Any]]:
+    """The error of every rank, all of which must have one (or, with `none`, none may)."""
+    errors = [answer["error"] for answer in answers if "error" in answer]
+    assert len(errors) == (0 if none else len(answers)), answers
+    return errors
+
+
+def part_id(body: bytes, **changes: Any) -> PartId:
+    """What the HTTP side makes of a body."""
+    manifest = decode_part(body).manifest
+    version = manifest.current_version
+    assert version is not None
+    base = None if manifest.full else manifest.base_version
+    values = {
+        "version": version,
+        "base_version": version - 1 if base is None and not manifest.full else base,
+        "identity": part_identity(decode_part(body).header, body),
+        "sync_id": manifest.sync_id,
+        "full": manifest.full,
+        "part": manifest.part or 0,
+        "num_parts": manifest.num_parts or 1,
+    }
+    return PartId(**{**values, **changes})

@@ -1,0 +1,389 @@
+"""Exact or refused, with no third outcome: every loader habit, from tracing to the last bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from engine_ext.dtypes import TORCH_DTYPE
+from engine_ext.wire import ParamDelta
+
+from . import toy
+from .harness import (
+    Served,
+    attempt,
+    base_checkpoint,
+    bits,
+    changed,
+    delta_between,
+    dense_delta,
+    load,
+    memory,
+    named_in,
+    parts_of,
+    random_tensor,
+    serve,
+    target_checkpoint,
+)
+from .toy import PlainCopy, ToyModel, every_model
+
+NAN = float("nan")
+
+
+def syncs() -> Iterator[tuple[type[ToyModel], tuple[str, ...]]]:
+    """Every model with each of its tensors alone, and with all of them."""
+    for model in every_model():
+        yield from ((model, (name,)) for name in model.shapes)
+        if len(model.shapes) > 1:
+            yield model, tuple(model.shapes)
+
+
+def sync_id(value: object) -> str:
+    return value.__name__ if isinstance(value, type) else "+".join(value)  # type: ignore[arg-type]
+
+
+SYNCS = pytest.mark.parametrize(("model", "names"), syncs(), ids=sync_id)
+DENSE = pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
+
+
+def deltas_for(
+    base: toy.Checkpoint, target: toy.Checkpoint, names: Sequence[str], dense: bool
+) -> list[ParamDelta]:
+    if dense:
+        return [dense_delta(name, target[name]) for name in names]
+    return [delta_between(name, base[name], target[name]) for name in names]
+
+
+def is_updatable(model: type[ToyModel], names: Sequence[str], dense: bool) -> bool:
+    """What the toy model says of itself."""
+    return all(
+        name not in model.refused
+        and (dense or name not in model.dense_only)
+        and model.needs.get(name, frozenset()) <= set(names)
+        for name in names
+    )
+
+
+def assert_freshly_loaded(served: Served, target: toy.Checkpoint) -> None:
+    assert memory(served.model) == memory(load(type(served.model), target))
+
+
+# --- no third outcome ---
+
+
+@SYNCS
+@DENSE
+def test_exact_or_refused(model: type[ToyModel], names: tuple[str, ...], dense: bool) -> None:
+    """Applied, every bit is that of a fresh load of the target; refused, none has changed.
+
+    `attempt` raises on any other outcome and compares the memory after a refusal.
+    """
+    base = base_checkpoint(model)
+    served = serve(model, base)
+    target = target_checkpoint(base, names)
+    refusal = attempt(served, parts_of(deltas_for(base, target, names, dense)))
+    if refusal is None:
+        assert_freshly_loaded(served, target)
+    else:
+        assert named_in(refusal)
+        assert named_in(refusal) <= set(names)
+    assert (refusal is None) == is_updatable(model, names, dense)
+
+
+@pytest.mark.parametrize("model", every_model(), ids=sync_id)
+@DENSE
+def test_chunks_of_one_tensor(model: type[ToyModel], dense: bool) -> None:
+    """The loader then never sees two tensors together, and a pair must be refused, not lost."""
+    base = base_checkpoint(model)
+    served = serve(model, base, chunk_bytes=1)
+    names = [name for name in model.shapes if is_updatable(model, [name], dense)]
+    paired = [n for n in model.needs if n not in model.refused]
+    for chosen in filter(None, (names, paired)):
+        target = target_checkpoint(base, chosen)
+        refusal = attempt(served, parts_of(deltas_for(base, target, chosen, dense)))
+        assert (refusal is None) == (chosen == names)
+        if refusal is None:
+            assert_freshly_loaded(served, target)
+            base = target
+
+
+@pytest.mark.parametrize(
+    "model",
+    [toy.PlainCopy, toy.FusedQkv, toy.StackedExperts, toy.PaddedVocab, toy.Tied],
+    ids=sync_id,
+)
+def test_many_syncs_in_a_row(model: type[ToyModel]) -> None:
+    """Errors must not accumulate, and an update can be taken back by another."""
+    base = base_checkpoint(model)
+    served = serve(model, base)
+    first = memory(served.model)
+    steps = [target_checkpoint(base, model.shapes, seed) for seed in range(4)]
+    for old, new in zip([base, *steps], [*steps, base], strict=True):
+        deltas = [delta_between(name, old[name], new[name]) for name in model.shapes]
+        assert attempt(served, parts_of(deltas)) is None
+        assert_freshly_loaded(served, new)
+    assert memory(served.model) == first
+
+
+@pytest.mark.parametrize("model", every_model(), ids=sync_id)
+def test_full_sync(model: type[ToyModel]) -> None:
+    """It must cover what the engine holds, so one tensor that is refused refuses it whole."""
+    base = base_checkpoint(model)
+    served = serve(model, base)
+    names = sorted(served.held)
+    target = target_checkpoint(base, names)
+    refusal = attempt(served, parts_of(deltas_for(base, target, names, True)), full=True)
+    if refusal is None:
+        assert_freshly_loaded(served, target)
+    assert (refusal is None) == is_updatable(model, names, True)
+
+
+@pytest.mark.parametrize("dtype", sorted(TORCH_DTYPE))
+@DENSE
+def test_every_dtype(dtype: str, dense: bool) -> None:
+    """Dense goes with all of them; sparse with those that have a NaN to mark the rest."""
+
+    class Typed(ToyModel):
+        shapes: ClassVar = {"weight": (3, 4)}
+        dtypes: ClassVar = {"weight": TORCH_DTYPE[dtype]}
+
+    base = base_checkpoint(Typed)
+    served = serve(Typed, base)
+    target = {"weight": random_tensor((3, 4), TORCH_DTYPE[dtype], 9)}
+    refusal = attempt(served, parts_of(deltas_for(base, target, ["weight"], dense)))
+    maskable = dtype in ("float64", "float32", "float16", "bfloat16")
+    assert (refusal is None) == (dense or maskable)
+    if refusal is None:
+        assert_freshly_loaded(served, target)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@DENSE
+def test_a_nan_is_a_value_like_any_other_or_refused(dtype: str, dense: bool) -> None:
+    class Typed(ToyModel):
+        shapes: ClassVar = {"weight": (4,)}
+        dtypes: ClassVar = {"weight": TORCH_DTYPE[dtype]}
+
+    base = base_checkpoint(Typed)
+    served = serve(Typed, base)
+    target = {"weight": base["weight"].clone()}
+    target["weight"][2] = NAN
+    refusal = attempt(served, parts_of(deltas_for(base, target, ["weight"], dense)))
+    assert (refusal is None) == dense
+    if refusal is None:
+        assert_freshly_loaded(served, target)
+
+
+def test_live_nans_survive_and_can_be_overwritten() -> None:
+    base = base_checkpoint(PlainCopy)
+    base["bias"][1] = base["bias"][4] = NAN
+    served = serve(PlainCopy, base)
+    target = {**base, "bias": base["bias"].clone()}
+    target["bias"][4] = 2
+    assert attempt(served, parts_of([delta_between("bias", base["bias"], target["bias"])])) is None
+    assert_freshly_loaded(served, target)
+
+
+# --- what a sync must be ---
+
+
+def refused(served: Served, deltas: Sequence[ParamDelta], *, full: bool = False) -> set[str]:
+    """The tensors that the refusal names."""
+    refusal = attempt(served, parts_of(deltas), full=full)
+    assert refusal is not None
+    return named_in(refusal)
+
+
+@pytest.fixture
+def plain() -> Served:
+    return serve(PlainCopy, base_checkpoint(PlainCopy))
+
+
+ONES = torch.ones(6, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "delta",
+    [
+        dense_delta("unknown", ONES),
+        dense_delta("bias", ONES.reshape(2, 3)),
+        dense_delta("bias", torch.ones(5, dtype=torch.bfloat16)),
+        dense_delta("bias", ONES.to(torch.float16)),
+        dense_delta("bias", ONES.float()),
+        dense_delta(toy.UNTOUCHED, torch.ones(5)),
+    ],
+    ids=["unknown", "reshaped", "shorter", "other dtype", "wider dtype", "a buffer"],
+)
+def test_a_param_must_be_the_checkpoints(plain: Served, delta: ParamDelta) -> None:
+    good = delta_between("weight", *2 * [base_checkpoint(PlainCopy)["weight"]])
+    assert refused(plain, [delta]) == {delta.name}
+    assert refused(plain, [good, delta]) == {delta.name}
+
+
+def test_an_alias_that_the_checkpoint_does_not_hold() -> None:
+    served = serve(toy.Tied, base_checkpoint(toy.Tied))
+    new = torch.ones(5, 4, dtype=torch.bfloat16)
+    assert refused(served, [dense_delta("head", new)]) == {"head"}
+    assert attempt(served, parts_of([dense_delta("embed", new)])) is None
+
+
+def test_one_refused_tensor_refuses_the_others() -> None:
+    base = base_checkpoint(toy.RepackedInPlace)
+    served = serve(toy.RepackedInPlace, base)
+    target = target_checkpoint(base, base)
+    deltas = [delta_between(n, base[n], target[n]) for n in ("norm", "experts")]
+    assert refused(served, deltas) == {"experts"}
+
+
+def test_a_tensor_of_another_rank_is_let_through() -> None:
+    """Nothing of it lies here, but shape and dtype are checked all the same."""
+    base = base_checkpoint(toy.Skipped)
+    served = serve(toy.Skipped, base, held={"weight", "rotary"})
+    before = memory(served.model)
+    delta = delta_between("rotary", base["rotary"], changed(base["rotary"], 5))
+    assert attempt(served, parts_of([delta])) is None
+    assert memory(served.model) == before
+    assert refused(served, [dense_delta("rotary", ONES)]) == {"rotary"}
+
+
+def test_changes_in_another_ranks_shard_change_nothing_here() -> None:
+    base = base_checkpoint(toy.RowShard)
+    served = serve(toy.RowShard, base)
+    before = memory(served.model)
+    target = base["weight"].clone()
+    target[:3] = 5
+    assert attempt(served, parts_of([delta_between("weight", base["weight"], target)])) is None
+    assert memory(served.model) == before
+
+
+@pytest.mark.parametrize("deltas", [[], ["bias"]], ids=["no params", "a param without changes"])
+def test_an_empty_sync_is_legal(plain: Served, deltas: list[str]) -> None:
+    base = base_checkpoint(PlainCopy)
+    before = memory(plain.model)
+    assert attempt(plain, parts_of([delta_between(n, base[n], base[n]) for n in deltas])) is None
+    assert memory(plain.model) == before
+
+
+@pytest.mark.parametrize("model", [PlainCopy, toy.MakesDict], ids=sync_id)
+def test_a_tensor_may_come_in_two_parts(model: type[ToyModel]) -> None:
+    base = base_checkpoint(model)
+    served = serve(model, base)
+    target = target_checkpoint(base, ["weight"])
+    whole = delta_between("weight", base["weight"], target["weight"])
+    assert whole.indices is not None
+    halves = [
+        ParamDelta("weight", whole.dtype, whole.shape, whole.indices[k], whole.values[k])
+        for k in (slice(1, None, 2), slice(0, None, 2))
+    ]
+    parts = [part for half in halves for part in parts_of([half])]
+    assert attempt(served, parts) is None
+    assert_freshly_loaded(served, target)
+
+
+@pytest.mark.parametrize("second", ["sparse", "dense"])
+def test_no_element_comes_twice(plain: Served, second: str) -> None:
+    """Whichever came last would win, and that is nobody's intention."""
+    one = ParamDelta("bias", "bfloat16", (6,), np.array([1, 3]), bits(ONES[:2]))
+    two = ParamDelta("bias", "bfloat16", (6,), np.array([3, 5]), bits(ONES[:2]))
+    other = dense_delta("bias", ONES) if second == "dense" else two
+    refusal = attempt(plain, [*parts_of([one]), *parts_of([other])])
+    assert refusal is not None
+    assert named_in(refusal) == {"bias"}
+
+
+@pytest.mark.parametrize("left_out", ["weight", "bias", "scale"])
+def test_a_full_sync_names_what_it_leaves_out(plain: Served, left_out: str) -> None:
+    base = base_checkpoint(PlainCopy)
+    deltas = [dense_delta(name, base[name]) for name in base if name != left_out]
+    assert refused(plain, deltas, full=True) == {left_out}
+    assert attempt(plain, parts_of(deltas)) is None  # a sync of dense params need not be full
+
+
+def test_a_full_sync_is_dense(plain: Served) -> None:
+    base = base_checkpoint(PlainCopy)
+    deltas = [dense_delta(name, base[name]) for name in ("weight", "scale")]
+    deltas.append(delta_between("bias", base["bias"], ONES))
+    assert refused(plain, deltas, full=True) == {"bias"}
+
+
+def test_a_full_sync_covers_what_other_ranks_hold() -> None:
+    base = base_checkpoint(toy.Skipped)
+    served = serve(toy.Skipped, base, held={"weight", "rotary"})
+    assert refused(served, [dense_delta("weight", base["weight"])], full=True) == {"rotary"}
+
+
+def test_a_moved_weight_is_noticed(plain: Served) -> None:
+    """Even where the sync is for another tensor: an engine that moves weights is not understood."""
+    old = plain.model.weight.data
+    plain.model.weight.data = old.clone()
+    assert refused(plain, [dense_delta("bias", ONES)]) == {"weight"}
+    plain.model.weight.data = old
+    assert attempt(plain, parts_of([dense_delta("bias", ONES)])) is None
+
+
+# --- the write itself ---
+
+
+@DENSE
+def test_a_write_that_does_not_arrive_is_no_success(
+    plain: Served, monkeypatch: pytest.MonkeyPatch, dense: bool
+) -> None:
+    """A loader that behaves on meta tensors only: the read-back must find it out."""
+
+    def load_one(self: ToyModel, name: str, weight: torch.Tensor) -> None:
+        if weight.is_meta:
+            getattr(self, name).copy_(weight)
+
+    monkeypatch.setattr(PlainCopy, "load_one", load_one)
+    base = base_checkpoint(PlainCopy)
+    target = target_checkpoint(base, ["bias"])
+    with pytest.raises(RuntimeError, match="bias"):
+        attempt(plain, parts_of(deltas_for(base, target, ["bias"], dense)))
+
+
+def test_a_loader_that_changes_its_mind_is_refused(
+    plain: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Certified at start-up, but by now it puts the tensor somewhere else."""
+
+    def load_one(self: ToyModel, name: str, weight: torch.Tensor) -> None:
+        getattr(self, name).copy_(weight.flip(0) if weight.dim() else weight)
+
+    base = base_checkpoint(PlainCopy)
+    target = target_checkpoint(base, ["bias"])
+    delta = delta_between("bias", base["bias"], target["bias"])
+    monkeypatch.setattr(PlainCopy, "load_one", load_one)
+    assert refused(plain, [delta]) == {"bias"}
+
+
+def test_the_loader_gets_only_what_changes_here() -> None:
+    base = base_checkpoint(toy.Skipped)
+    served = serve(toy.Skipped, base, held={"weight", "rotary"})
+    given: list[str] = []
+    original = served.model.load_one
+
+    def load_one(name: str, weight: torch.Tensor) -> None:
+        if not weight.is_meta:
+            given.append(name)
+        original(name, weight)
+
+    served.model.load_one = load_one  # type: ignore[method-assign]
+    target = target_checkpoint(base, base)
+    deltas = [delta_between(name, base[name], target[name]) for name in base]
+    assert attempt(served, parts_of(deltas)) is None
+    assert given == ["weight"]
+
+
+@pytest.mark.parametrize("model", every_model(), ids=sync_id)
+def test_describe_is_json_and_names_the_uncertified(model: type[ToyModel]) -> None:
+    served = serve(model, base_checkpoint(model))
+    told = json.loads(json.dumps(served.applier.describe()))
+    assert told["apply"] == "masked"
+    assert sum(told["certification"].values()) == len(model.shapes)
+    assert told["uncertified"].keys() <= model.refused
+    assert all(told["uncertified"].values())

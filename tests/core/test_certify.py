@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from engine_ext.certify import certify, holds, summary
+from engine_ext.dtypes import TORCH_DTYPE
+from engine_ext.placement import Placed, Segment, Status, TensorSpec
+from engine_ext.storage_index import StorageIndex
+
+from .harness import base_checkpoint, load, memory, random_tensor, serve
+from .toy import PlainCopy, RowByRow, ToyModel, Widened, every_model
+
+
+def placed(live: torch.Tensor, source: torch.Tensor, *, rows: int | None = None) -> Placed:
+    """A tensor placed row by row (or its first rows) in live memory of the same shape."""
+    module = nn.Module()
+    module.register_buffer("live", live)
+    [entry] = StorageIndex(module).entries
+    width = source.shape[1]
+    segments = [
+        Segment(entry, row * width, (1,), (width,), row * width, (1,), True)
+        for row in range(len(source) if rows is None else rows)
+    ]
+    return Placed(TensorSpec("w", tuple(source.shape), source.dtype), segments)
+
+
+def judged(tensor: Placed, *checkpoint: tuple[str, torch.Tensor]) -> Placed:
+    certify({"w": tensor}, checkpoint)
+    return tensor
+
+
+@pytest.mark.parametrize("model", every_model(), ids=lambda m: m.__name__)
+def test_status_of_every_habit(model: type[ToyModel]) -> None:
+    """`exact` only for what some sync can update; nothing stays unjudged; nothing is written."""
+    base = base_checkpoint(model)
+    served = serve(model, base)
+    assert memory(served.model) == memory(load(model, base))
+    for name, tensor in served.placement.items():
+        assert tensor.status is not Status.UNJUDGED
+        assert (tensor.status is Status.EXACT) == (name not in model.refused)
+        assert bool(tensor.reason) == (tensor.status is Status.UNCERTIFIED)
+
+
+@pytest.mark.parametrize("dtype", sorted(TORCH_DTYPE))
+def test_equal_bits_are_exact(dtype: str) -> None:
+    source = random_tensor((3, 4), TORCH_DTYPE[dtype], 0)
+    assert judged(placed(source.clone(), source), ("w", source)).status is Status.EXACT
+
+
+@pytest.mark.parametrize("dtype", sorted(TORCH_DTYPE))
+@pytest.mark.parametrize("row", [0, 2])
+def test_one_other_bit_is_uncertified(dtype: str, row: int) -> None:
+    source = random_tensor((3, 4), TORCH_DTYPE[dtype], 0)
+    live = source.clone()
+    if dtype == "bool":
+        live[row, 1].logical_not_()
+    else:
+        live.view(torch.uint8)[row, 0] ^= 1
+    tensor = judged(placed(live, source), ("w", source))
+    assert tensor.status is Status.UNCERTIFIED
+    assert "live" in tensor.reason
+
+
+@pytest.mark.parametrize(
+    ("live_bits", "source_bits", "status"),
+    [
+        (0x7FC1, 0x7FC1, Status.EXACT),
+        (0x7FC1, 0x7FC2, Status.UNCERTIFIED),
+        (0x0000, 0x8000, Status.UNCERTIFIED),
+        (0x8000, 0x8000, Status.EXACT),
+    ],
+    ids=["same NaN", "another NaN", "0.0 for -0.0", "same -0.0"],
+)
+def test_bits_are_compared_not_values(live_bits: int, source_bits: int, status: Status) -> None:
+    def tensor(pattern: int) -> torch.Tensor:
+        words = torch.tensor([[pattern]], dtype=torch.int32).to(torch.int16)
+        return words.view(torch.bfloat16)
+
+    source = tensor(source_bits)
+    assert judged(placed(tensor(live_bits), source), ("w", source)).status is status
+
+
+def test_elements_of_other_ranks_are_not_compared() -> None:
+    source = random_tensor((3, 4), torch.bfloat16, 0)
+    live = source.clone()
+    live[2] = 99
+    assert judged(placed(live, source, rows=2), ("w", source)).status is Status.EXACT
+
+
+def test_a_checkpoint_tensor_may_be_strided() -> None:
+    source = random_tensor((4, 3), torch.bfloat16, 0).t()
+    assert judged(placed(source.contiguous(), source), ("w", source)).status is Status.EXACT
+
+
+@pytest.mark.parametrize(
+    "checkpoint",
+    [
+        [],
+        [("other", torch.zeros(3, 4))],
+        [("w", torch.zeros(4, 3))],
+        [("w", torch.zeros(3, 4, dtype=torch.float16))],
+    ],
+    ids=["empty", "other name", "other shape", "other dtype"],
+)
+def test_what_cannot_be_compared_is_uncertified(checkpoint: list[tuple[str, torch.Tensor]]) -> None:
+    tensor = judged(placed(torch.zeros(3, 4), torch.zeros(3, 4)), *checkpoint)
+    assert tensor.status is Status.UNCERTIFIED
+    assert tensor.reason
+
+
+def test_a_cast_is_not_exact() -> None:
+    served = serve(Widened, base_checkpoint(Widened))
+    assert served.placement["weight"].status is Status.CAST
+
+
+@pytest.mark.parametrize("status", [Status.NOT_ON_RANK, Status.UNCERTIFIED])
+def test_a_judgement_stands(status: Status) -> None:
+    source = torch.ones(3, 4)
+    tensor = placed(source.clone(), source)
+    tensor.status, tensor.reason = status, "before"
+    judged(tensor, ("w", source))
+    assert (tensor.status, tensor.reason) == (status, "before")
+
+
+def test_the_first_reason_stands() -> None:
+    tensor = placed(torch.ones(3, 4), torch.ones(3, 4))
+    tensor.refuse("first")
+    tensor.refuse("second")
+    assert tensor.reason == "first"
+
+
+def test_holds_compares_every_segment() -> None:
+    base = base_checkpoint(RowByRow)
+    served = serve(RowByRow, base)
+    segments = served.placement["weight"].segments
+    assert len(segments) == 5
+    served.model.weight.data[3] = 0
+    wrong = [not holds(segment, base["weight"]) for segment in segments]
+    assert wrong == [False, True, False, False, False]  # it loads the rows from the last one
+
+
+def test_summary_counts_each_status() -> None:
+    served = serve(PlainCopy, base_checkpoint(PlainCopy))
+    assert summary(served.placement) == {"exact": 3}
+    served.placement["bias"].refuse("because")
+    assert summary(served.placement) == {"exact": 2, "uncertified": 1}

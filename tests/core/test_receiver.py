@@ -1,0 +1,597 @@
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_ext.errors import NotUpdatable
+from engine_ext.receiver import Receiver
+from engine_ext.wire import Limits, ParamDelta
+
+from . import toy
+from .harness import (
+    PROPERTY,
+    Engine,
+    RecordingApplier,
+    base_checkpoint,
+    delta_between,
+    dense_delta,
+    errors_of,
+    load,
+    memory,
+    one_part,
+    part_id,
+    serve,
+    target_checkpoint,
+)
+from .toy import ToyModel
+
+ONES = torch.ones(6, dtype=torch.bfloat16)
+
+
+def body(version: int = 1, *, value: float = 1, name: str = "w", **metadata: Any) -> bytes:
+    """A part of one dense param."""
+    return one_part([dense_delta(name, ONES * value)], current_version=version, **metadata)
+
+
+class Ranks:
+    """Several ranks with appliers that write nothing."""
+
+    def __init__(self, folder: Path, size: int = 3, **options: Any) -> None:
+        self.appliers = [RecordingApplier() for _ in range(size)]
+        self.engine = Engine(self.appliers, folder, **options)
+
+    @property
+    def written(self) -> list[int]:
+        """How many syncs each rank was told to write."""
+        return [len(applier.committed) for applier in self.appliers]
+
+    def states(self) -> set[tuple[int, str]]:
+        return {(s["version"], s["engine_state"]) for s in self.engine.status()}
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Ranks:
+    return Ranks(tmp_path)
+
+
+# --- the ordinary way ---
+
+
+def test_a_sync_is_staged_and_committed_on_every_rank(ranks: Ranks) -> None:
+    data = body(sync_id="a")
+    one = part_id(data)
+    assert [a["ok"] for a in ranks.engine.stage(one, data)] == [{"complete": True}] * 3
+    assert ranks.written == [0, 0, 0]
+    answers = [a["ok"] for a in ranks.engine.commit(one)]
+    assert ranks.written == [1, 1, 1]
+    assert ranks.states() == {(1, "certain")}
+    for answer in answers:
+        assert answer["commit_ms"] >= 0
+        facts = {k: v for k, v in answer.items() if k != "commit_ms"}
+        assert facts == {
+            "version": 1,
+            "base_version": 0,
+            "sync_id": "a",
+            "full": False,
+            "apply": "recording",
+            "parts": 1,
+            "nnz": 6,
+            "tensors": 1,
+        }
+
+
+def test_several_parts_are_written_as_one(ranks: Ranks) -> None:
+    parts = [body(name=name, part=n, num_parts=3) for n, name in enumerate("abc")]
+    for data in (parts[2], parts[0], parts[1]):
+        answers = ranks.engine.stage(part_id(data), data)
+    assert answers[0]["ok"]["complete"]
+    [answer, *_] = ranks.engine.commit(part_id(parts[0]))
+    assert (answer["ok"]["parts"], answer["ok"]["nnz"], answer["ok"]["tensors"]) == (3, 18, 3)
+    assert [applier.committed for applier in ranks.appliers] == [[["a", "b", "c"]]] * 3
+
+
+def test_a_repeat_writes_nothing(ranks: Ranks) -> None:
+    data = body()
+    one = part_id(data)
+    ranks.engine.apply(one, data)
+    for answer in ranks.engine.stage(one, data):
+        assert answer["ok"] == {"admission": "already_applied", "version": 1, "complete": False}
+    assert ranks.written == [1, 1, 1]
+    seen = ranks.engine.call("unseen", version=1, identities=[one.identity, "other"])
+    assert seen == [{"ok": {"unseen": ["other"]}}] * 3
+
+
+def test_status_is_json(ranks: Ranks) -> None:
+    [before, *_] = ranks.engine.status()
+    assert (before["version"], before["staged"], before["last_sync"]) == (0, None, None)
+    data = body()
+    one = part_id(data)
+    ranks.engine.stage(one, data)
+    staging = json.loads(json.dumps(ranks.engine.status()[0]))
+    assert staging["staged"]["parts"] == [0]
+    ranks.engine.commit(one)
+    after = json.loads(json.dumps(ranks.engine.status()[0]))
+    assert (after["version"], after["staged"], after["asleep"]) == (1, None, False)
+    assert after["last_sync"]["version"] == 1
+
+
+def test_a_base_version_is_where_the_engine_starts(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, 2, version=7)
+    data = body(8)
+    ranks.engine.apply(part_id(data), data)
+    assert ranks.states() == {(8, "certain")}
+
+
+def test_staging_runs_beside_the_engine(tmp_path: Path) -> None:
+    """``begin`` and ``poll`` return at once, however long a part takes to check."""
+    ranks = Ranks(tmp_path, 1)
+    go_on = threading.Event()
+    ranks.appliers[0].before_check = lambda: go_on.wait(5)
+    data = body()
+    one = part_id(data)
+    [answer] = ranks.engine.begin(one, ranks.engine.spool(data))
+    assert answer["ok"] == {"admission": "new", "version": 0, "complete": False}
+    assert ranks.engine.call("poll", part=0) == [{"ok": {"done": False}}]
+    go_on.set()
+    assert ranks.engine.poll(0) == [{"ok": {"done": True, "nnz": 6}}]
+
+
+def test_a_staged_part_does_not_need_its_spool_file_any_more(ranks: Ranks) -> None:
+    data = body()
+    one = part_id(data)
+    path = ranks.engine.spool(data)
+    ranks.engine.begin(one, path)
+    ranks.engine.poll(0)
+    path.unlink()
+    ranks.engine.call("settle", part=0, staged=True)
+    errors_of(ranks.engine.commit(one), none=True)
+
+
+def test_a_dropped_sync_is_forgotten(ranks: Ranks) -> None:
+    data = body()
+    one = part_id(data)
+    ranks.engine.stage(one, data)
+    errors_of(ranks.engine.call("drop"), none=True)
+    assert [e["type"] for e in errors_of(ranks.engine.call("poll", part=0))] == ["Conflict"] * 3
+    assert [e["type"] for e in errors_of(ranks.engine.commit(one))] == ["Conflict"] * 3
+    ranks.engine.apply(one, data)
+
+
+def test_a_stale_sync_loses_what_it_staged(ranks: Ranks) -> None:
+    old = body(part=1, num_parts=2, sync_id="old")
+    ranks.engine.stage(part_id(old), old)
+    new = body(part=0, num_parts=2, sync_id="new")
+    ranks.engine.now = 60.0
+    ranks.engine.stage(part_id(new), new)
+    assert [e["type"] for e in errors_of(ranks.engine.call("poll", part=1))] == ["Conflict"] * 3
+    assert [e["type"] for e in errors_of(ranks.engine.commit(part_id(old)))] == ["Conflict"] * 3
+    assert ranks.written == [0, 0, 0]
+
+
+# --- handle never raises ---
+
+
+@pytest.mark.parametrize(
+    ("operation", "arguments"),
+    [
+        ("explode", {}),
+        ("__init__", {}),
+        ("begin", {}),
+        ("begin", {"part": {}, "path": "x", "now": 0.0}),
+        ("begin", {"part": None, "path": None, "now": None}),
+        ("begin", {"part": {"version": "1"}, "path": "x", "now": 0.0}),
+        ("poll", {"part": 0}),
+        ("poll", {"part": []}),
+        ("settle", {}),
+        ("commit", {}),
+        ("commit", {"version": 1, "sync_id": None}),
+        ("unseen", {"version": 1, "identities": None}),
+        ("status", {"extra": 1}),
+        ("status", None),
+        ("status", []),
+        (None, {}),
+        ([], {}),
+    ],
+)
+def test_handle_never_raises(tmp_path: Path, operation: Any, arguments: Any) -> None:
+    ranks = Ranks(tmp_path, 1)
+    answer = ranks.engine.receivers[0].handle(operation, arguments)
+    assert set(answer) == {"error"}
+    assert answer["error"]["engine_state"] == "unchanged"
+    assert answer["error"]["message"]
+    json.dumps(answer)
+    ranks.engine.apply(part_id(body()), body())  # and it still works
+
+
+@PROPERTY
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["begin", "poll", "settle", "commit", "drop", "unseen", "status"]),
+            st.dictionaries(
+                st.sampled_from(
+                    ["part", "path", "now", "staged", "version", "sync_id", "identities"]
+                ),
+                st.none()
+                | st.booleans()
+                | st.integers(-1, 2)
+                | st.just("/dev/null")
+                | st.just(msgspec.to_builtins(part_id(body()))),
+            ),
+        ),
+        max_size=8,
+    )
+)
+def test_handle_never_raises_whatever_it_is_told(calls: list[tuple[str, dict[str, Any]]]) -> None:
+    applier = RecordingApplier()
+    alone = type("Alone", (), {"rank": 0, "all_gather": lambda self, value: [value]})()
+    receiver = Receiver(
+        applier, alone, base_version=0, stage_timeout=60, read_workers=1, limits=Limits()
+    )
+    for operation, arguments in calls:
+        answer = receiver.handle(operation, arguments)
+        assert set(answer) in ({"ok"}, {"error"})
+        json.dumps(answer)
+    assert applier.committed == []
+
+
+# --- what staging refuses ---
+
+
+def truncate(path: Path, data: bytes) -> None:
+    path.write_bytes(data[:-3])
+
+
+def empty(path: Path, data: bytes) -> None:
+    path.write_bytes(b"")
+
+
+def remove(path: Path, data: bytes) -> None:
+    path.unlink()
+
+
+def flip(path: Path, data: bytes) -> None:
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+def exchange(path: Path, data: bytes) -> None:
+    """For another part, whose own checksum is right."""
+    path.write_bytes(body(value=2))
+
+
+@pytest.mark.parametrize("change", [truncate, empty, remove, flip, exchange])
+def test_a_spool_file_that_changed_is_refused(
+    ranks: Ranks, change: Callable[[Path, bytes], None]
+) -> None:
+    """Between its arrival, when its identity was taken, and its staging."""
+    data = body()
+    one = part_id(data)
+    path = ranks.engine.spool(data)
+    change(path, data)
+    errors_of(ranks.engine.begin(one, path), none=True)
+    for error in errors_of(ranks.engine.poll(0)):
+        assert error["engine_state"] == "unchanged"
+    assert [a["ok"] for a in ranks.engine.call("settle", part=0, staged=False)] == [
+        {"complete": False}
+    ] * 3
+    assert [e["type"] for e in errors_of(ranks.engine.commit(one))] == ["Conflict"] * 3
+    assert ranks.written == [0, 0, 0]
+    ranks.engine.apply(one, data)
+
+
+def test_a_spool_file_that_changes_between_two_ranks_is_refused(ranks: Ranks) -> None:
+    data = body()
+    one = part_id(data)
+    path = ranks.engine.spool(data)
+    arguments = {"part": msgspec.to_builtins(one), "path": str(path), "now": 0.0}
+    first, *others = ranks.engine.receivers
+    assert "ok" in first.handle("begin", arguments)
+    while not first.handle("poll", {"part": 0})["ok"]["done"]:
+        pass
+    exchange(path.with_suffix(".other"), data)
+    path.with_suffix(".other").rename(path)
+    for other in others:
+        assert "ok" in other.handle("begin", arguments)
+    answers = ranks.engine.poll(0)
+    assert ["error" in answer for answer in answers] == [False, True, True]
+    ranks.engine.call("settle", part=0, staged=False)
+    errors_of(ranks.engine.commit(one))
+    assert ranks.written == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(NotUpdatable("no", tensor="w"), "NotUpdatable"), (KeyError("w"), "DeltaError")],
+)
+def test_what_one_rank_refuses_is_staged_on_none(ranks: Ranks, error: Exception, kind: str) -> None:
+    ranks.appliers[1].fail["check"] = error
+    data = body()
+    one = part_id(data)
+    answers = ranks.engine.stage(one, data)
+    assert [a.get("error", {}).get("type") for a in answers] == [None, kind, None]
+    errors_of(ranks.engine.commit(one))
+    assert ranks.written == [0, 0, 0]
+    assert ranks.states() == {(0, "certain")}
+
+
+def test_a_sync_that_is_refused_as_a_whole_is_known_before_the_commit(ranks: Ranks) -> None:
+    ranks.appliers[2].fail["check_sync"] = NotUpdatable("missing", tensors=["x"])
+    data = body()
+    answers = ranks.engine.stage(part_id(data), data)
+    assert ["error" in a for a in answers] == [False, False, True]
+    assert answers[2]["error"]["tensors"] == ["x"]
+
+
+# --- the vote ---
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_one_rank_that_fails_makes_all_uncertain(ranks: Ranks, rank: int) -> None:
+    ranks.appliers[rank].fail["commit"] = RuntimeError("out of luck")
+    data = body()
+    one = part_id(data)
+    ranks.engine.stage(one, data)
+    for error in errors_of(ranks.engine.commit(one)):
+        assert error["type"] == "CommitFailed"
+        assert error["engine_state"] == "uncertain"
+        assert len(error["failed"]) == 1
+        assert f"rank {rank}" in error["failed"][0]
+        assert "out of luck" in error["message"]
+    assert ranks.written == [1, 1, 1]
+    assert ranks.states() == {(0, "uncertain")}
+
+
+def test_every_rank_that_failed_is_named(ranks: Ranks) -> None:
+    for rank in (0, 2):
+        ranks.appliers[rank].fail["commit"] = RuntimeError("out of luck")
+    data = body()
+    ranks.engine.stage(part_id(data), data)
+    for error in errors_of(ranks.engine.commit(part_id(data))):
+        assert [text.split(":")[0] for text in error["failed"]] == ["rank 0", "rank 2"]
+
+
+def test_only_a_full_sync_ends_uncertain(ranks: Ranks) -> None:
+    ranks.appliers[0].fail["commit"] = RuntimeError("out of luck")
+    data, all_of_it = body(), body(1, full=True)
+    ranks.engine.stage(part_id(data), data)
+    ranks.engine.commit(part_id(data))
+    ranks.appliers[0].fail.clear()
+    for again in (data, body(2, base_version=1)):
+        answers = ranks.engine.stage(part_id(again), again)
+        assert [e["type"] for e in errors_of(answers)] == ["EngineUncertain"] * 3
+    assert ranks.written == [1, 1, 1]
+    errors_of(ranks.engine.apply(part_id(all_of_it), all_of_it), none=True)
+    assert ranks.states() == {(1, "certain")}
+    errors_of(ranks.engine.apply(part_id(body(2)), body(2)), none=True)
+
+
+def lose_sync(receiver: Receiver) -> None:
+    receiver.handle("drop", {})
+
+
+def lose_part(receiver: Receiver) -> None:
+    receiver.handle("settle", {"part": 1, "staged": False})
+
+
+def hold_another(receiver: Receiver) -> None:
+    receiver.handle("drop", {})
+    for number in (0, 1):
+        other = part_id(body(), part=number, num_parts=2, sync_id="other", identity=str(number))
+        receiver.handle(
+            "begin", {"part": msgspec.to_builtins(other), "path": "/nowhere", "now": 0.0}
+        )
+        receiver.handle("settle", {"part": number, "staged": True})
+
+
+@pytest.mark.parametrize("lose", [lose_sync, lose_part, hold_another])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_lacks_a_part_refuses_for_all(
+    ranks: Ranks, lose: Callable[[Receiver], None], rank: int
+) -> None:
+    parts = [body(name=name, part=n, num_parts=2) for n, name in enumerate("ab")]
+    for data in parts:
+        ranks.engine.stage(part_id(data), data)
+    lose(ranks.engine.receivers[rank])
+    for error in errors_of(ranks.engine.commit(part_id(parts[0]))):
+        assert error["type"] == "Conflict"
+        assert error["engine_state"] == "unchanged"
+    assert ranks.written == [0, 0, 0]
+    assert ranks.states() == {(0, "certain")}
+
+
+@pytest.mark.parametrize("error", [NotUpdatable("moved", tensors=["w"]), MemoryError("none left")])
+def test_a_check_that_fails_at_the_last_moment_refuses_for_all(
+    ranks: Ranks, error: Exception
+) -> None:
+    """Whatever it is, the rank must still vote, or the others wait for it for ever."""
+    data = body()
+    one = part_id(data)
+    ranks.engine.stage(one, data)
+    ranks.appliers[1].fail["check_sync"] = error
+    refusals = errors_of(ranks.engine.commit(one))
+    assert refusals == [refusals[0]] * 3
+    assert str(error) in refusals[0]["message"]
+    assert ranks.written == [0, 0, 0]
+    assert ranks.states() == {(0, "certain")}
+    ranks.appliers[1].fail.clear()
+    errors_of(ranks.engine.commit(one), none=True)
+
+
+@pytest.mark.parametrize(
+    ("version", "sync_id"), [(2, "a"), (1, "b"), (1, None)], ids=["version", "id", "no id"]
+)
+def test_only_the_staged_sync_is_committed(ranks: Ranks, version: int, sync_id: str | None) -> None:
+    data = body(sync_id="a")
+    ranks.engine.stage(part_id(data), data)
+    answers = ranks.engine.call("commit", version=version, sync_id=sync_id)
+    assert [e["type"] for e in errors_of(answers)] == ["Conflict"] * 3
+    assert ranks.written == [0, 0, 0]
+
+
+def test_an_incomplete_sync_is_not_committed(ranks: Ranks) -> None:
+    data = body(part=0, num_parts=2)
+    ranks.engine.stage(part_id(data), data)
+    assert [e["type"] for e in errors_of(ranks.engine.commit(part_id(data)))] == ["Conflict"] * 3
+    assert ranks.written == [0, 0, 0]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_weights_that_fell_asleep_after_staging_are_not_written(ranks: Ranks, rank: int) -> None:
+    data = body()
+    one = part_id(data)
+    ranks.engine.stage(one, data)
+    ranks.engine.receivers[rank].state.asleep = True
+    assert [e["type"] for e in errors_of(ranks.engine.commit(one))] == ["WeightsAsleep"] * 3
+    assert ranks.written == [0, 0, 0]
+    ranks.engine.receivers[rank].state.asleep = False
+    errors_of(ranks.engine.commit(one), none=True)
+
+
+def test_weights_that_were_lost_after_staging_take_only_a_full_sync(ranks: Ranks) -> None:
+    data, all_of_it = body(), body(full=True)
+    ranks.engine.stage(part_id(data), data)
+    for receiver in ranks.engine.receivers:
+        receiver.state.uncertain = True
+    answers = ranks.engine.commit(part_id(data))
+    assert [e["type"] for e in errors_of(answers)] == ["EngineUncertain"] * 3
+    assert ranks.written == [0, 0, 0]
+    ranks.engine.call("drop")
+    errors_of(ranks.engine.apply(part_id(all_of_it), all_of_it), none=True)
+    assert ranks.states() == {(1, "certain")}
+
+
+class BrokenVote:
+    """A rank alone in its group, whose n-th all-gather fails."""
+
+    rank = 0
+
+    def __init__(self, fails_at: int) -> None:
+        self._left = fails_at
+
+    def all_gather(self, value: Any) -> list[Any]:
+        self._left -= 1
+        if self._left == 0:
+            raise ConnectionError("the other ranks are gone")
+        return [value]
+
+
+@pytest.mark.parametrize(
+    ("fails_at", "kind", "state", "written"),
+    [(1, "DeltaError", "unchanged", 0), (2, "CommitFailed", "uncertain", 1)],
+    ids=["before the write", "after the write"],
+)
+def test_a_vote_that_fails(
+    tmp_path: Path, fails_at: int, kind: str, state: str, written: int
+) -> None:
+    """After the write nobody knows what the others did, and that is not fine."""
+    applier = RecordingApplier()
+    engine = Engine([applier], tmp_path)
+    engine.receivers[0]._ranks = BrokenVote(fails_at)
+    data = body()
+    engine.stage(part_id(data), data)
+    [error] = errors_of(engine.commit(part_id(data)))
+    assert (error["type"], error["engine_state"]) == (kind, state)
+    assert len(applier.committed) == written
+    [status] = engine.status()
+    assert (status["version"], status["engine_state"] == "uncertain") == (0, state == "uncertain")
+
+
+# --- with real weights ---
+
+
+class Sharded:
+    """Two ranks that each hold half of a tensor, with real appliers."""
+
+    models: tuple[type[ToyModel], ...] = (toy.RowShardFirst, toy.RowShard)
+
+    def __init__(self, folder: Path) -> None:
+        self.base = base_checkpoint(toy.RowShard)
+        self.served = [serve(model, self.base, held={"weight"}) for model in self.models]
+        self.engine = Engine([served.applier for served in self.served], folder)
+
+    def memories(self) -> list[dict[str, bytes]]:
+        return [memory(served.model) for served in self.served]
+
+    def fresh(self, checkpoint: toy.Checkpoint) -> list[dict[str, bytes]]:
+        return [memory(load(model, checkpoint)) for model in self.models]
+
+    def sparse(self, target: toy.Checkpoint, **metadata: Any) -> bytes:
+        delta = delta_between("weight", self.base["weight"], target["weight"])
+        return one_part([delta], **metadata)
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Sharded:
+    return Sharded(tmp_path)
+
+
+def test_shards_end_as_freshly_loaded(sharded: Sharded) -> None:
+    target = target_checkpoint(sharded.base, ["weight"])
+    data = sharded.sparse(target)
+    errors_of(sharded.engine.apply(part_id(data), data), none=True)
+    assert sharded.memories() == sharded.fresh(target)
+
+
+def test_a_refused_sync_changes_no_shard(sharded: Sharded) -> None:
+    before = sharded.memories()
+    data = one_part([dense_delta("weight", torch.ones(3, 4, dtype=torch.bfloat16))])
+    answers = sharded.engine.stage(part_id(data), data)
+    assert [e["tensor"] for e in errors_of(answers)] == ["weight"] * 2
+    assert sharded.memories() == before
+
+
+def test_a_rank_without_a_part_keeps_the_others_from_writing(sharded: Sharded) -> None:
+    before = sharded.memories()
+    data = sharded.sparse(target_checkpoint(sharded.base, ["weight"]))
+    sharded.engine.stage(part_id(data), data)
+    lose_sync(sharded.engine.receivers[1])
+    errors_of(sharded.engine.commit(part_id(data)))
+    assert sharded.memories() == before
+
+
+def test_mixed_weights_are_healed_by_a_full_sync(
+    sharded: Sharded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 breaks while rank 0 has written: both know, and a full sync makes both right."""
+    target = target_checkpoint(sharded.base, ["weight"])
+    data = sharded.sparse(target)
+    sharded.engine.stage(part_id(data), data)
+    with monkeypatch.context() as broken:
+        broken.setattr(sharded.served[1].applier, "commit", fails)
+        for error in errors_of(sharded.engine.commit(part_id(data))):
+            assert error["engine_state"] == "uncertain"
+    [first, second] = sharded.memories()
+    assert first == sharded.fresh(target)[0]
+    assert second == sharded.fresh(sharded.base)[1]
+
+    all_of_it = one_part([dense_delta("weight", target["weight"])], full=True)
+    errors_of(sharded.engine.apply(part_id(all_of_it), all_of_it), none=True)
+    assert sharded.memories() == sharded.fresh(target)
+    assert [s["engine_state"] for s in sharded.engine.status()] == ["certain"] * 2
+
+
+def fails(parts: object, *, full: bool) -> None:
+    raise RuntimeError("the loader broke")
+
+
+def test_parts_of_one_tensor_reach_their_shards(sharded: Sharded) -> None:
+    target = target_checkpoint(sharded.base, ["weight"])
+    whole = delta_between("weight", sharded.base["weight"], target["weight"])
+    assert whole.indices is not None
+    for number, piece in enumerate((whole.indices < 12, whole.indices >= 12)):
+        delta = ParamDelta(
+            "weight", whole.dtype, whole.shape, whole.indices[piece], whole.values[piece]
+        )
+        data = one_part([delta], part=number, num_parts=2)
+        errors_of(sharded.engine.stage(part_id(data), data), none=True)
+    errors_of(sharded.engine.commit(part_id(data)), none=True)
+    assert sharded.memories() == sharded.fresh(target)

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_ext import settings
+from engine_ext.settings import (
+    API_KEY_ENVIRONMENT,
+    ENVIRONMENT,
+    Settings,
+    add_arguments,
+    from_environment,
+    from_namespace,
+    parse_size,
+)
+
+from .harness import PROPERTY
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (ENVIRONMENT, API_KEY_ENVIRONMENT):
+        # Set first, so that what the code under test sets is undone too.
+        monkeypatch.setenv(name, "x")
+        monkeypatch.delenv(name)
+
+
+def parse(*argv: str) -> Settings | None:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_arguments(parser)
+    return from_namespace(parser.parse_args(argv))
+
+
+def test_nothing_without_the_flag() -> None:
+    assert parse() is None
+    assert from_environment() is None
+
+
+def test_defaults_are_those_of_the_design() -> None:
+    chosen = parse("--enable-delta-updates")
+    assert chosen == Settings()
+    assert chosen.chunk_bytes == 512 << 20
+    assert chosen.stage_timeout == 60
+    assert chosen.base_version == 0
+    assert chosen.roots == ()
+
+
+def test_every_flag(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    assert parse(
+        "--enable-delta-updates",
+        "--delta-chunk-bytes=1M",
+        "--delta-read-workers=2",
+        f"--delta-root={one}",
+        f"--delta-root={two}",
+        f"--delta-spool-dir={tmp_path}",
+        "--delta-max-body-bytes=2GiB",
+        "--delta-stage-timeout=1.5",
+        "--delta-base-version=9223372036854775807",
+    ) == Settings(
+        chunk_bytes=1 << 20,
+        read_workers=2,
+        roots=(str(one), str(two)),
+        spool_dir=str(tmp_path),
+        max_body_bytes=2 << 30,
+        stage_timeout=1.5,
+        base_version=2**63 - 1,
+    )
+
+
+def test_roots_are_real_paths(tmp_path: Path) -> None:
+    """Disk requests are compared with them after their symlinks are resolved."""
+    folder, link = tmp_path / "folder", tmp_path / "link"
+    folder.mkdir()
+    link.symlink_to(folder)
+    chosen = parse("--enable-delta-updates", f"--delta-root={link}")
+    assert chosen is not None
+    assert chosen.roots == (str(folder),)
+
+
+@pytest.mark.parametrize(
+    "flag", ["--delta-chunk-bytes=1M", "--delta-base-version=0", "--delta-stage-timeout=60"]
+)
+def test_a_companion_flag_alone_is_refused(flag: str) -> None:
+    """Even with the default's value: whoever gives it expects that it does something."""
+    with pytest.raises(ValueError, match=flag.split("=")[0]):
+        parse(flag)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--delta-chunk-bytes=0",
+        "--delta-chunk-bytes=-1",
+        "--delta-chunk-bytes=1T",
+        "--delta-chunk-bytes=",
+        "--delta-max-body-bytes=1.5G",
+        "--delta-read-workers=0",
+        "--delta-read-workers=x",
+        "--delta-stage-timeout=0",
+        "--delta-stage-timeout=-1",
+        "--delta-stage-timeout=inf",
+        "--delta-stage-timeout=nan",
+        "--delta-stage-timeout=soon",
+        "--delta-base-version=-1",
+        "--delta-base-version=9223372036854775808",
+        "--delta-base-version=1.0",
+        "--delta-base-version=１",
+        "--delta-root=/does/not/exist",
+        "--delta-spool-dir=/does/not/exist",
+    ],
+)
+def test_bad_values_are_refused_by_the_parser(flag: str) -> None:
+    with pytest.raises(argparse.ArgumentError):
+        parse("--enable-delta-updates", flag)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1", 1),
+        ("1048576", 1 << 20),
+        ("512M", 512 << 20),
+        ("4GiB", 4 << 30),
+        ("4gb", 4 << 30),
+        ("3 k", 3 << 10),
+        ("7B", 7),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@PROPERTY
+@given(st.integers(1, 1 << 40), st.sampled_from(["", "K", "m", "GiB"]))
+def test_sizes_scale(number: int, unit: str) -> None:
+    power = {"": 0, "K": 10, "m": 20, "GiB": 30}[unit]
+    assert parse_size(f"{number}{unit}") == number << power
+
+
+@PROPERTY
+@given(st.text(max_size=8))
+def test_a_size_is_positive_or_refused(text: str) -> None:
+    try:
+        assert parse_size(text) > 0
+    except argparse.ArgumentTypeError:
+        pass
+
+
+def test_an_exported_setting_reaches_a_child_process(tmp_path: Path) -> None:
+    chosen = Settings(roots=(str(tmp_path),), stage_timeout=0.25, base_version=2**63 - 1)
+    chosen.export()
+    assert from_environment() == chosen
+    code = "from engine_ext.settings import from_environment; print(repr(from_environment()))"
+    root = str(Path(settings.__file__).parents[1])
+    child = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert child.stdout.strip() == repr(chosen)
+
+
+def test_a_damaged_environment_is_an_error_not_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENVIRONMENT, '{"chunk_bytes": "many"}')
+    with pytest.raises(ValueError):
+        from_environment()
+
+
+def test_the_token_is_kept_out_of_the_namespace() -> None:
+    """Engines log the namespace; the token travels in the environment instead."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    args = parser.parse_args(["--enable-delta-updates", "--delta-api-key", "s3cret"])
+    assert "s3cret" not in repr(args)
+    assert os.environ[API_KEY_ENVIRONMENT] == "s3cret"
+    assert "s3cret" not in repr(from_namespace(args))

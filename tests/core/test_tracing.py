@@ -1,0 +1,371 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from engine_ext.placement import Placed, Placement, Status, TensorSpec
+from engine_ext.storage_index import StorageIndex
+from engine_ext.tracing import TracingError, rehearse, trace_placement
+
+from . import toy
+from .harness import base_checkpoint, load, memory, serve
+from .toy import ToyModel, Weights, every_model, parameter
+
+COPY = torch.Tensor.copy_
+MODELS = pytest.mark.parametrize("model", every_model(), ids=lambda m: m.__name__)
+
+
+class Calls:
+    """A loader that counts how often it is called, and with what."""
+
+    def __init__(self, model: ToyModel) -> None:
+        self._model = model
+        self.names: list[list[str]] = []
+
+    def __call__(self, weights: Weights) -> None:
+        given = list(weights)
+        self.names.append([name for name, _ in given])
+        self._model.load_weights(iter(given))
+
+
+def loaded(model: type[ToyModel]) -> ToyModel:
+    return load(model, base_checkpoint(model))
+
+
+def trace(live: ToyModel, specs: Iterable[TensorSpec] | None = None) -> Placement:
+    chosen = live.specs() if specs is None else list(specs)
+    return trace_placement(live, live.load_weights, chosen, StorageIndex(live))
+
+
+def identities(live: ToyModel) -> dict[str, tuple[int, int]]:
+    tensors = [*live.named_parameters(remove_duplicate=False), *live.named_buffers()]
+    tensors += [(n, v) for n, v in vars(live).items() if isinstance(v, torch.Tensor)]
+    return {name: (id(tensor), tensor.data_ptr()) for name, tensor in tensors}
+
+
+# --- the model is left as it was ---
+
+
+@MODELS
+def test_tracing_leaves_the_model_alone(model: type[ToyModel]) -> None:
+    """Bits, objects, addresses and ``Tensor.copy_``, also where the loader fails."""
+    live = loaded(model)
+    bits, objects = memory(live), identities(live)
+    trace(live)
+    assert memory(live) == bits
+    assert identities(live) == objects
+    assert torch.Tensor.copy_ is COPY
+
+
+@MODELS
+def test_rehearsing_leaves_the_model_alone(model: type[ToyModel]) -> None:
+    served = serve(model, base_checkpoint(model))
+    bits, objects = memory(served.model), identities(served.model)
+    for name in model.shapes:
+        rehearse(served.model, served.model.load_weights, [name], served.placement, served.index)
+    assert memory(served.model) == bits
+    assert identities(served.model) == objects
+    assert torch.Tensor.copy_ is COPY
+
+
+def test_a_value_that_is_not_there_is_not_read() -> None:
+    """The loader keeps a Python float of a scale; tracing must not give it another."""
+    live = loaded(toy.ReadsThroughTemporary)
+    before = live.scale_float
+    trace(live)
+    assert live.scale_float == before
+
+
+def test_a_model_that_tracing_changes_is_not_served() -> None:
+    live = loaded(toy.SwapsParameter)
+    kept = live.weight
+    bits = memory(live)["weight"]
+    with pytest.raises(TracingError):
+        trace(live)
+    assert torch.Tensor.copy_ is COPY
+    live.weight = kept
+    assert memory(live)["weight"] == bits
+
+
+def test_rehearsing_reports_a_changed_model() -> None:
+    served = serve(toy.PlainCopy, base_checkpoint(toy.PlainCopy))
+
+    def swaps(weights: Weights) -> None:
+        served.model.bias = parameter(6)
+
+    with pytest.raises(TracingError):
+        rehearse(served.model, swaps, ["bias"], served.placement, served.index)
+
+
+class Allocations(TorchDispatchMode):
+    """Remembers the size of everything that is made, but for meta tensors and views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = {
+            t.untyped_storage()._cdata
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
+        }
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in given:
+                    self.largest = max(self.largest, storage.nbytes())
+        return out
+
+
+class Large(ToyModel):
+    """Two thousand elements a tensor, row-sharded, fused and stacked."""
+
+    shapes: ClassVar = {f"w{n}": (64, 32) for n in range(8)}
+
+    def build(self) -> None:
+        self.stacked = parameter(8, 32, 32)
+
+    def load_one(self, name: str, weight: torch.Tensor) -> None:
+        self.stacked.data[int(name[1:])].copy_(weight[32:])
+
+
+def test_tracing_allocates_nothing() -> None:
+    live = loaded(Large)
+    with Allocations() as allocations:
+        placement = trace(live)
+    assert all(placed.segments for placed in placement.values())
+    assert allocations.largest == 0
+
+
+def test_interleaved_tensors_cost_only_their_own_range() -> None:
+    """Where address ranges overlap, one byte per element of the two ranges tells them apart."""
+
+    class Wide(ToyModel):
+        shapes: ClassVar = {f"w{n}": (16, 8) for n in range(20)}
+
+        def build(self) -> None:
+            self.stacked = parameter(10, 16, 16)
+
+        def load_one(self, name: str, weight: torch.Tensor) -> None:
+            number = int(name[1:])
+            self.stacked.data[number // 2][:, number % 2 :: 2].copy_(weight)
+
+    live = loaded(Wide)
+    with Allocations() as allocations:
+        placement = trace(live)
+    assert all(p.status is Status.UNJUDGED for p in placement.values())
+    assert 0 < allocations.largest <= 16 * 16
+
+
+# --- what is found ---
+
+
+@MODELS
+def test_one_call_of_the_loader_is_enough(model: type[ToyModel]) -> None:
+    """All tensors in one call; singly only to explain a failure."""
+    live = loaded(model)
+    calls = Calls(live)
+    placement = trace_placement(live, calls, live.specs(), StorageIndex(live))
+    names = list(model.shapes)
+    assert calls.names in ([names], [names, *([name] for name in names)])
+    assert list(placement) == names
+    if calls.names == [names]:
+        assert not any("fails" in placed.reason for placed in placement.values())
+
+
+@MODELS
+def test_a_status_for_every_tensor(model: type[ToyModel]) -> None:
+    for placed in trace(loaded(model)).values():
+        if placed.status is Status.UNJUDGED:
+            assert placed.segments
+        elif placed.status is Status.NOT_ON_RANK:
+            assert not placed.segments
+        else:
+            assert placed.status is Status.UNCERTIFIED
+            assert placed.reason
+
+
+REASONS = [
+    (toy.IndexPut, "weight", "index_put_"),
+    (toy.ForeachCopy, "weight", "foreach_copy"),
+    (toy.CastBefore, "weight", "_to_copy"),
+    (toy.TransformedWhileLoading, "A_log", "changes it before"),
+    (toy.ThroughTemporary, "weight", "copy_"),
+    (toy.ThroughTemporary, "cloned", "clone"),
+    (toy.Repeated, "k", "changes it"),
+    (toy.Accumulates, "weight", "add_"),
+    (toy.BitsView, "weight", "int16"),
+    (toy.BytesView, "weight", "uint8"),
+    (toy.ZeroesPaddingRow, "embed", "zero_"),
+    (toy.ClampsAfter, "weight", "writes other values over it"),
+    (toy.ZeroesFirst, "q", "writes other values over it"),
+    (toy.ZeroesFirst, "k", "writes other values over it"),
+    (toy.FillsFirst, "k", "writes other values over it"),
+    (toy.ConstantFirst, "k", "writes other values over it"),
+    (toy.TiedInEngine, "embed", "with head"),
+    (toy.TiedInEngine, "head", "with embed"),
+    (toy.TiedInPart, "embed", "with head"),
+    (toy.TiedInPart, "head", "with embed"),
+    (toy.KeepsReference, "weight", "kept"),
+    (toy.KeepsCopy, "weight", "kept"),
+    (toy.ReadsValue, "scale", "fails on a tensor without data"),
+    (toy.ReadsThroughTemporary, "scale", "fails on a tensor without data"),
+    (toy.AssignsData, "weight", "fails on a tensor without data"),
+    (toy.Threaded, "weight", "fails on a tensor without data"),
+    (toy.PairsConcatenated, "gate", "cat"),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "fragment"), REASONS, ids=lambda v: getattr(v, "__name__", v)
+)
+def test_the_reason_says_what_the_loader_does(
+    model: type[ToyModel], name: str, fragment: str
+) -> None:
+    placed = trace(loaded(model))[name]
+    assert placed.status is Status.UNCERTIFIED
+    assert fragment in placed.reason
+
+
+def boxes(placed: Placed) -> list[tuple[Any, ...]]:
+    return [
+        (s.live.name, s.offset, s.sizes, s.strides, s.source_offset, s.source_strides)
+        for s in placed.segments
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "expected"),
+    [
+        (toy.RowShard, "weight", [("weight", 0, (3, 4), (4, 1), 12, (4, 1))]),
+        (toy.ColumnShard, "weight", [("weight", 0, (3, 4), (4, 1), 4, (8, 1))]),
+        (toy.FusedQkv, "v", [("qkv", 40, (2, 4), (4, 1), 0, (4, 1))]),
+        (toy.StackedExperts, "expert2.up", [("w13", 30, (2, 3), (3, 1), 0, (3, 1))]),
+        (toy.StackedExperts, "expert1.down", [("w2", 6, (3, 2), (2, 1), 0, (4, 1))]),
+        (toy.Transposed, "weight", [("weight", 0, (4, 6), (6, 1), 0, (1, 4))]),
+        (toy.StridedParameter, "weight", [("weight", 0, (6, 4), (1, 9), 0, (4, 1))]),
+        (toy.Broadcast, "row", [("row", 0, (3, 4), (4, 1), 0, (0, 1))]),
+        (toy.Broadcast, "column", [("column", 0, (3, 4), (4, 1), 0, (1, 0))]),
+        (toy.PlainCopy, "scale", [("scale", 0, (), (), 0, ())]),
+        (toy.Tied, "embed", [("embed", 0, (5, 4), (4, 1), 0, (4, 1))]),
+        (toy.Skipped, "rotary", []),
+    ],
+    ids=lambda v: getattr(v, "__name__", v if isinstance(v, str) else ""),
+)
+def test_segments(model: type[ToyModel], name: str, expected: list[tuple[Any, ...]]) -> None:
+    assert boxes(trace(loaded(model))[name]) == expected
+
+
+@pytest.mark.parametrize(("model", "python_copy"), [(toy.PlainCopy, True), (toy.SetItem, False)])
+def test_python_copies_are_told_from_others(model: type[ToyModel], python_copy: bool) -> None:
+    [segment] = trace(loaded(model))["weight"].segments
+    assert segment.python_copy is python_copy
+
+
+def test_a_copy_bound_before_tracing_is_not_a_python_copy() -> None:
+    """A masked apply could not replace it."""
+
+    class BoundCopy(ToyModel):
+        shapes: ClassVar = {"weight": (3, 4)}
+
+        def load_one(self, name: str, weight: torch.Tensor) -> None:
+            COPY(self.weight, weight)
+
+    [segment] = trace(loaded(BoundCopy))["weight"].segments
+    assert not segment.python_copy
+
+
+def test_a_tensor_is_placed_wherever_it_goes() -> None:
+    assert [box[0] for box in boxes(trace(loaded(toy.Replicated))["weight"])] == [
+        "first",
+        "second",
+    ]
+    assert len(trace(loaded(toy.RowByRow))["weight"].segments) == 5
+
+
+def test_padding_is_nobodys() -> None:
+    """A fill of padding is no reason to refuse the tensor beside it."""
+    assert trace(loaded(toy.PaddedVocab))["embed"].status is Status.UNJUDGED
+
+
+def test_a_shape_the_engine_does_not_expect_is_uncertified() -> None:
+    placement = trace(loaded(toy.PlainCopy), [TensorSpec("weight", (5, 4), torch.bfloat16)])
+    assert "fails on a tensor without data" in placement["weight"].reason
+
+
+def test_a_failing_tensor_does_not_harm_the_others() -> None:
+    placement = trace(loaded(toy.ReadsValue))
+    assert [p.status for p in placement.values()] == [
+        Status.UNJUDGED,
+        Status.UNCERTIFIED,
+        Status.UNJUDGED,
+    ]
+
+
+def test_other_threads_write_as_ever_while_tracing() -> None:
+    live = loaded(toy.PlainCopy)
+    other = torch.zeros(3)
+
+    def loader(weights: Weights) -> None:
+        thread = threading.Thread(target=lambda: other.copy_(torch.ones(3)))
+        thread.start()
+        thread.join()
+        live.load_weights(weights)
+
+    placement = trace_placement(live, loader, live.specs(), StorageIndex(live))
+    assert other.tolist() == [1, 1, 1]
+    assert all(p.status is Status.UNJUDGED for p in placement.values())
+
+
+# --- rehearsal ---
+
+
+def reasons(model: type[ToyModel], names: Iterable[str]) -> dict[str, str]:
+    served = serve(model, base_checkpoint(model))
+    return rehearse(
+        served.model, served.model.load_weights, list(names), served.placement, served.index
+    )
+
+
+def in_and_out_of_company() -> Iterator[tuple[type[ToyModel], str]]:
+    for model in every_model():
+        for name in model.shapes:
+            if name not in model.refused:
+                yield model, name
+
+
+@pytest.mark.parametrize(
+    ("model", "name"), in_and_out_of_company(), ids=lambda v: getattr(v, "__name__", v)
+)
+def test_a_rehearsal_tells_whether_the_loader_needs_company(
+    model: type[ToyModel], name: str
+) -> None:
+    needs = model.needs.get(name, frozenset())
+    assert set(reasons(model, [name])) == ({name} if needs else set())
+    assert reasons(model, {name, *needs}) == {}
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "fragment"),
+    [
+        (toy.PairsTogether, "gate", "otherwise"),
+        (toy.FallsBackToEmbedding, "embed", "otherwise"),
+        (toy.PairsOrFailure, "gate", "KeyError"),
+        (toy.WantsAll, "bias", "not loaded"),
+        (toy.DefaultsWhatIsMissing, "weight", "writes over bias"),
+    ],
+    ids=lambda v: getattr(v, "__name__", v),
+)
+def test_a_rehearsal_gives_the_reason(model: type[ToyModel], name: str, fragment: str) -> None:
+    assert fragment in reasons(model, [name])[name]
