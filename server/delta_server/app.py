@@ -22,6 +22,7 @@ from delta_server.requests import (
     resolve_files,
 )
 from delta_server.service import DeltaService
+from delta_server.spool import unstalled
 from engine_ext.errors import (
     DeltaError,
     EngineUncertain,
@@ -56,21 +57,14 @@ async def update_weights_delta(request: Request) -> JSONResponse:
 
 async def update_weights_from_disk(request: Request) -> JSONResponse:
     """Apply files from a shared folder, under the name that other trainers call."""
-    response: dict[str, Any]
-    status = 200
     try:
         response = await _update_from_disk(request)
-        response["success"] = True
-        response["message"] = f"{response['status']} version {response['version']}"
     except Exception as error:
         failure = _as_delta_error(error)
-        status = failure.status
-        response = {
-            "success": False,
-            "message": failure.message,
-            "error": failure.to_wire(),
-        }
-    return JSONResponse(response, status)
+        return error_response(failure, success=False, message=failure.message)
+    response["success"] = True
+    response["message"] = f"{response['status']} version {response['version']}"
+    return JSONResponse(response)
 
 
 async def delta_status(request: Request) -> JSONResponse:
@@ -88,20 +82,17 @@ async def _update(request: Request) -> dict[str, Any]:
         raise UnsupportedMedia("a Content-Encoding is not taken; use the encoding deltas_zstd")
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type == "application/json":
-        disk_request = parse_disk_request(await _json_body(request))
-        return await _apply_files(service, disk_request)
+        disk_request = parse_disk_request(await _json_body(request, service))
+        return await _apply_files(service, disk_request, request)
     if content_type != "application/octet-stream":
         raise UnsupportedMedia(
             f"Content-Type is application/octet-stream or application/json, not {content_type!r}"
         )
     options = parse_query(request.query_params)
     start = time.perf_counter()
-    try:
-        spooled = await service.spool.receive(
-            request.stream(), _content_length(request), service.settings.stage_timeout
-        )
-    except ClientDisconnect:
-        raise MalformedPart("the connection was closed before the body was complete") from None
+    spooled = await service.spool.receive(
+        request.stream(), _content_length(request), service.settings.stage_timeout
+    )
     receive_ms = (time.perf_counter() - start) * 1e3
     # A sender that hangs up must not stop a commit half-way.
     return await asyncio.shield(
@@ -111,17 +102,19 @@ async def _update(request: Request) -> dict[str, Any]:
 
 async def _update_from_disk(request: Request) -> dict[str, Any]:
     service = _service(request)
-    disk_request = parse_disk_request(await _json_body(request))
+    disk_request = parse_disk_request(await _json_body(request, service))
     if disk_request.load_format != "delta":
         raise MalformedPart(
             f"load_format {disk_request.load_format!r} is not served here; use 'delta'"
         )
-    return await _apply_files(service, disk_request)
+    return await _apply_files(service, disk_request, request)
 
 
-async def _apply_files(service: DeltaService, request: DiskRequest) -> dict[str, Any]:
-    options = request.options()
-    paths = resolve_files(request, service.settings.roots)
+async def _apply_files(
+    service: DeltaService, disk_request: DiskRequest, request: Request
+) -> dict[str, Any]:
+    options = disk_request.options(request.query_params)
+    paths = resolve_files(disk_request, service.settings.roots)
     return await asyncio.shield(asyncio.ensure_future(service.apply_files(paths, options)))
 
 
@@ -137,9 +130,9 @@ def _content_length(request: Request) -> int | None:
     return int(text) if text.isascii() and text.isdigit() else None
 
 
-async def _json_body(request: Request) -> bytes:
+async def _json_body(request: Request, service: DeltaService) -> bytes:
     body = bytearray()
-    async for chunk in request.stream():
+    async for chunk in unstalled(request.stream(), service.settings.stage_timeout):
         body += chunk
         if len(body) > _MAX_JSON_BYTES:
             raise TooLarge(f"the JSON body is over {_MAX_JSON_BYTES} bytes", limit=_MAX_JSON_BYTES)
@@ -154,6 +147,8 @@ async def _answered(work: Awaitable[dict[str, Any]]) -> JSONResponse:
 
 
 def _as_delta_error(error: Exception) -> DeltaError:
+    if isinstance(error, ClientDisconnect):
+        error = MalformedPart("the connection was closed before the body was complete")
     if isinstance(error, DeltaError):
         logger.warning("delta update refused: %s: %s", type(error).__name__, error)
         return error
@@ -161,12 +156,12 @@ def _as_delta_error(error: Exception) -> DeltaError:
     return DeltaError(f"{type(error).__name__}: {error}")
 
 
-def error_response(error: DeltaError) -> JSONResponse:
-    """The answer to a refused request."""
+def error_response(error: DeltaError, **beside: Any) -> JSONResponse:
+    """The answer to a refused request; `beside` are keys that stand beside ``error``."""
     headers = {}
     if "retry_after" in error.operands:
         headers["Retry-After"] = str(error.operands["retry_after"])
-    return JSONResponse({"error": error.to_wire()}, error.status, headers)
+    return JSONResponse({**beside, "error": error.to_wire()}, error.status, headers)
 
 
 class UncertainGuard:
@@ -180,7 +175,7 @@ class UncertainGuard:
         if (
             scope["type"] == "http"
             and scope["method"] == "POST"
-            and scope["path"].startswith(_GENERATION)
+            and scope["path"].removeprefix(scope.get("root_path", "")).startswith(_GENERATION)
             and self._state.delta_service.uncertain
         ):
             error = EngineUncertain("a weight update failed half-way; waiting for a full sync")

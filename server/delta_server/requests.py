@@ -33,18 +33,34 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DiskRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON body of a disk request; keys that are not known are ignored."""
+    """The JSON body of a disk request; keys that are not known are ignored.
+
+    What `Options` holds may stand here or in the query string.
+    """
 
     model_path: str
     files: list[str] | None = None
     load_format: str | None = None
     weight_version: str | int | None = None
     base_version: str | int | None = None
-    pause_mode: str = "keep"
-    flush_cache: bool = True
+    pause_mode: str | None = None
+    flush_cache: bool | None = None
 
-    def options(self) -> Options:
-        return _options(self.weight_version, self.base_version, self.pause_mode, self.flush_cache)
+    def options(self, query: Mapping[str, str]) -> Options:
+        """The options in this body and in the request's query string together.
+
+        Raises:
+            MalformedPart: a value is not one of those allowed, or the two disagree.
+        """
+        merged = {key: query[key] for key in Options.__struct_fields__ if key in query}
+        for key in Options.__struct_fields__:
+            value = getattr(self, key)
+            if value is None:
+                continue
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            if merged.setdefault(key, text) != text:
+                raise MalformedPart(f"{key} is {text!r} in the body, {merged[key]!r} in the query")
+        return parse_query(merged)
 
 
 def parse_query(query: Mapping[str, str]) -> Options:
@@ -56,25 +72,20 @@ def parse_query(query: Mapping[str, str]) -> Options:
     flush = query.get("flush_cache", "true").lower()
     if flush not in ("true", "false"):
         raise MalformedPart(f"flush_cache is true or false, not {flush!r}")
-    return _options(
-        query.get("weight_version"),
-        query.get("base_version"),
-        query.get("pause_mode", "keep"),
-        flush == "true",
-    )
-
-
-def _options(
-    version: str | int | None, base: str | int | None, pause_mode: str, flush_cache: bool
-) -> Options:
+    pause_mode = query.get("pause_mode", "keep")
     if pause_mode not in PAUSE_MODES:
         raise MalformedPart(f"pause_mode is one of {', '.join(PAUSE_MODES)}, not {pause_mode!r}")
     return Options(
-        weight_version=None if version is None else parse_version(str(version), "weight_version"),
-        base_version=None if base is None else parse_version(str(base), "base_version"),
+        weight_version=_version(query, "weight_version"),
+        base_version=_version(query, "base_version"),
         pause_mode=pause_mode,
-        flush_cache=flush_cache,
+        flush_cache=flush == "true",
     )
+
+
+def _version(query: Mapping[str, str], key: str) -> int | None:
+    text = query.get(key)
+    return None if text is None else parse_version(text, key)
 
 
 def parse_disk_request(body: bytes) -> DiskRequest:
@@ -138,6 +149,8 @@ def resolve_files(request: DiskRequest, roots: Sequence[str]) -> list[Path]:
     """
     if not roots:
         raise PathForbidden("disk requests are refused: the engine has no --delta-root")
+    if any("\0" in name for name in (request.model_path, *(request.files or ()))):
+        raise MalformedPart("a path has a NUL character")
     folder = Path(os.path.realpath(request.model_path))
     _require_below(folder, roots)
     names = request.files
@@ -169,7 +182,8 @@ def check_token(authorization: str | None, token: str | None) -> None:
     scheme, _, given = (authorization or "").partition(" ")
     # Hashing first makes the lengths equal, so that the comparison tells nothing of them.
     same = hmac.compare_digest(_hash(given.strip()), _hash(token))
-    if scheme.lower() != "bearer" or not same:
+    # An empty token is a mistake, not one that anybody can give.
+    if scheme.lower() != "bearer" or not token or not same:
         raise Unauthorized("this endpoint needs 'Authorization: Bearer <--delta-api-key>'")
 
 

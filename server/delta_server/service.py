@@ -9,8 +9,10 @@ resume.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +21,14 @@ import xxhash
 
 from delta_server.requests import Options, part_id
 from delta_server.spool import Spool, Spooled
-from engine_ext.errors import CommitFailed, DeltaError, NotUpdatable, from_wire
+from engine_ext.errors import (
+    CommitFailed,
+    DeltaError,
+    EngineUncertain,
+    MalformedPart,
+    NotUpdatable,
+    from_wire,
+)
 from engine_ext.settings import Settings
 from engine_ext.syncs import PartId
 from engine_ext.wire import Limits
@@ -67,7 +76,10 @@ class DeltaService:
         self._engine = engine
         self.spool = Spool(settings.spool_dir, Limits(max_part_bytes=settings.max_body_bytes))
         self._committing = asyncio.Lock()
-        self._paused_by_failure = False
+        self._handling: weakref.WeakValueDictionary[str, asyncio.Lock] = (
+            weakref.WeakValueDictionary()
+        )
+        self._owes_resume = False
 
     async def start(self) -> None:
         """Make sure that every rank has a receiver, and publish the base version.
@@ -75,8 +87,10 @@ class DeltaService:
         Raises:
             DeltaError: some rank has none, or they disagree. The server must not start.
         """
-        status = await self.status()
-        await self._engine.set_weight_version(str(status["version"]))
+        versions = [answer["version"] for answer in await self._call("status")]
+        if len(set(versions)) != 1:
+            raise DeltaError(f"the ranks are at different versions: {versions}")
+        await self._engine.set_weight_version(str(versions[0]))
 
     async def status(self) -> dict[str, Any]:
         """The state of the engine's receivers, as JSON."""
@@ -113,7 +127,8 @@ class DeltaService:
             part = part_id(spooled.header.manifest, spooled.identity, options)
             outcome = _Outcome([spooled])
             outcome.timings["receive_ms"] = receive_ms
-            return await self._apply([(part, spooled)], options, outcome)
+            async with self._one_by_one([spooled]):
+                return await self._apply([(part, spooled)], options, outcome)
         finally:
             spooled.remove()
 
@@ -129,10 +144,15 @@ class DeltaService:
             outcome = _Outcome(spooled)
             outcome.timings["receive_ms"] = _ms_since(start)
             parts = [part_id(s.header.manifest, s.identity, options) for s in spooled]
-            if all(s.header.manifest.part is None for s in spooled):
-                parts, spooled = await self._as_transaction(parts, spooled)
-            pairs = list(zip(parts, spooled, strict=True))
-            return await self._apply(pairs, options, outcome)
+            versions = sorted({part.version for part in parts})
+            if len(versions) > 1:
+                raise MalformedPart(f"the files of one request lead to versions {versions}")
+            whole = all(s.header.manifest.part is None for s in spooled)
+            async with self._one_by_one(spooled):
+                if whole:
+                    parts, spooled = await self._as_transaction(parts, spooled)
+                pairs = list(zip(parts, spooled, strict=True))
+                return await self._apply(pairs, options, outcome, whole=whole)
         finally:
             for part_file in outcome.spooled:
                 part_file.remove()
@@ -175,23 +195,45 @@ class DeltaService:
         ]
         return numbered, [s for _, s in chosen]
 
+    @contextlib.asynccontextmanager
+    async def _one_by_one(self, spooled: Sequence[Spooled]) -> AsyncIterator[None]:
+        """Let a repeat wait until the request that it repeats is answered."""
+        async with contextlib.AsyncExitStack() as stack:
+            for identity in sorted({s.identity for s in spooled}):
+                lock = self._handling.setdefault(identity, asyncio.Lock())
+                await stack.enter_async_context(lock)
+            yield
+
     async def _apply(
-        self, pairs: list[tuple[PartId, Spooled]], options: Options, outcome: _Outcome
+        self,
+        pairs: list[tuple[PartId, Spooled]],
+        options: Options,
+        outcome: _Outcome,
+        *,
+        whole: bool = False,
     ) -> Any:
+        """Stage some parts and commit; `whole` says that they are all of their sync."""
         start = time.perf_counter()
         complete = False
         for part, spooled in pairs:
-            admission, complete = await self._stage(part, spooled)
+            try:
+                admission, complete = await self._stage(part, spooled)
+            except DeltaError:
+                # Nobody else sends the rest; what is staged would only keep other syncs out.
+                if whole and outcome.admissions - {"already_applied"}:
+                    await self._call("drop")
+                raise
             outcome.admissions.add(admission)
         outcome.timings["stage_ms"] = _ms_since(start)
         last = pairs[-1][0]
         if complete:
             committed = await self._commit(last, options, outcome)
             return outcome.answer("committed", committed)
-        if outcome.admissions == {"already_applied"}:
-            await self._engine.set_weight_version(str(last.version))
-            return outcome.answer("already_applied", {"version": last.version})
-        return outcome.answer("staged", {"version": last.version})
+        applied = outcome.admissions == {"already_applied"}
+        if applied:
+            await self._publish()
+        facts = {"version": last.version, "base_version": last.base_version}
+        return outcome.answer("already_applied" if applied else "staged", facts)
 
     async def _stage(self, part: PartId, spooled: Spooled) -> tuple[str, bool]:
         """Stage one part on every rank; returns its admission and whether the sync is complete."""
@@ -201,9 +243,10 @@ class DeltaService:
             path=str(spooled.path),
             now=time.monotonic(),
         )
-        admission = str(answers[0]["admission"])
-        if admission != "new":
-            return admission, bool(answers[0]["complete"])
+        admissions = {str(answer["admission"]) for answer in answers}
+        if admissions == {"already_applied"}:
+            return "already_applied", False
+        # A part that is "staged" goes the same way: the request that brought it may have died.
         try:
             await self._staged_everywhere(part.part)
         except NotUpdatable:
@@ -217,7 +260,23 @@ class DeltaService:
         except DeltaError:
             await self._call("drop")
             raise
-        return admission, bool(answers[0]["complete"])
+        return "new" if "new" in admissions else "staged", bool(answers[0]["complete"])
+
+    async def _publish(self) -> None:
+        """Do again what follows a commit, for a sender whose first answer was lost."""
+        async with self._committing:
+            state = await self.status()
+            if self.uncertain:
+                raise EngineUncertain("the ranks are not at one version; send a full sync")
+            await self._engine.set_weight_version(str(state["version"]))
+            if self._owes_resume:
+                await self._resume()
+
+    async def _resume(self) -> None:
+        """Resume generation; where that fails, the next commit or repeat does it."""
+        self._owes_resume = True
+        await self._engine.resume()
+        self._owes_resume = False
 
     async def _staged_everywhere(self, part: int) -> None:
         wait = _POLL_FIRST_S
@@ -229,40 +288,69 @@ class DeltaService:
         async with self._committing:
             start = time.perf_counter()
             was_paused = await self._engine.is_paused()
+            resumes = not was_paused or self._owes_resume
             try:
                 if not was_paused:
                     await self._engine.pause(options.pause_mode, flush_cache=options.flush_cache)
                 elif options.flush_cache:
                     await self._engine.flush_cache()
-                [committed, *_] = await self._call(
-                    "commit", version=part.version, sync_id=part.sync_id
-                )
+                committed = await self._commit_everywhere(part)
+                self.uncertain = False
                 await self._engine.set_weight_version(str(part.version))
             except CommitFailed:
                 # The engine stays paused: nothing may be generated from mixed weights, also not
                 # for the other API servers.
                 self.uncertain = True
-                self._paused_by_failure = self._paused_by_failure or not was_paused
+                self._owes_resume = resumes
                 raise
             except BaseException:
-                if not was_paused:
-                    await self._engine.resume()
+                if not was_paused or (resumes and not self.uncertain):
+                    await self._resume()
                 raise
-            self.uncertain = False
-            if not was_paused or self._paused_by_failure:
-                self._paused_by_failure = False
-                await self._engine.resume()
+            if resumes:
+                await self._resume()
             outcome.timings["pause_ms"] = _ms_since(start)
             outcome.timings["commit_ms"] = committed["commit_ms"]
             return committed
+
+    async def _commit_everywhere(self, part: PartId) -> dict[str, Any]:
+        """Commit on every rank.
+
+        Raises:
+            CommitFailed: a rank says so, or what the ranks have done is not known.
+            DeltaError: every rank refused, and none has written.
+        """
+        arguments = {"version": part.version, "sync_id": part.sync_id}
+        try:
+            answers = await self._engine.call("commit", arguments)
+        except Exception as error:
+            # What may still be staged would keep the sync out that ends this state.
+            with contextlib.suppress(Exception):
+                await self._call("drop")
+            raise CommitFailed(
+                f"the ranks did not answer whether they committed: {type(error).__name__}: "
+                f"{error}; generation answers 503 until a repeat or a full sync is answered"
+            ) from error
+        refusals = [from_wire(answer["error"]) for answer in answers if "error" in answer]
+        failed = [refusal for refusal in refusals if isinstance(refusal, CommitFailed)]
+        if failed:
+            raise failed[0]
+        if refusals and len(refusals) < len(answers):
+            raise CommitFailed(
+                f"{len(refusals)} of {len(answers)} ranks did not commit: {refusals[0].message}; "
+                "generation answers 503 until a full sync commits"
+            )
+        if refusals:
+            raise refusals[0]
+        committed: dict[str, Any] = answers[0]["ok"]
+        return committed
 
     async def _call(self, operation: str, **arguments: Any) -> list[dict[str, Any]]:
         """One operation on every rank.
 
         Raises:
             DeltaError: the first rank's that has one; ranks that did not fail then have done
-                their part, which is harmless for every operation but ``commit``, and there all
-                ranks agree.
+                their part, which is harmless for every operation but ``commit``.
         """
         answers = await self._engine.call(operation, arguments)
         errors = [answer["error"] for answer in answers if "error" in answer]

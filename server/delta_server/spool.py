@@ -28,6 +28,27 @@ _READ_BYTES = 1 << 20
 _SHARED_MEMORY = "/dev/shm"
 
 
+async def unstalled(chunks: AsyncIterator[bytes], timeout: float) -> AsyncIterator[bytes]:
+    """The chunks of a body, as long as it does not stall.
+
+    Args:
+        chunks: the body.
+        timeout: seconds that may pass between two chunks.
+
+    Raises:
+        UploadTooSlow: no chunk came for that long.
+    """
+    iterator = chunks.__aiter__()
+    while True:
+        try:
+            chunk = await asyncio.wait_for(anext(iterator), timeout)
+        except StopAsyncIteration:
+            return
+        except asyncio.TimeoutError:
+            raise UploadTooSlow(f"no byte of the body came for {timeout:g} s") from None
+        yield chunk
+
+
 @dataclass(slots=True)
 class Spooled:
     """A part that has arrived whole.
@@ -87,14 +108,7 @@ class Spool:
                 limit=self._limits.max_part_bytes,
             )
         with self._writer() as writer:
-            iterator = chunks.__aiter__()
-            while True:
-                try:
-                    chunk = await asyncio.wait_for(anext(iterator), timeout)
-                except StopAsyncIteration:
-                    break
-                except asyncio.TimeoutError:
-                    raise UploadTooSlow(f"no byte of the body came for {timeout:g} s") from None
+            async for chunk in unstalled(chunks, timeout):
                 writer.feed(chunk)
             return await asyncio.to_thread(writer.finish)
 

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from engine_ext.settings import API_KEY_ENVIRONMENT
+
+from .rig import Rig
+
+
+@pytest.fixture(autouse=True)
+def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(API_KEY_ENVIRONMENT, raising=False)
+
+
+@pytest.fixture
+def make_rig(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
+    """Makes a server with some settings; all are closed after the test."""
+    rigs: list[Rig] = []
+
+    def make(**settings: object) -> Rig:
+        rigs.append(Rig(tmp_path / "spool", **settings))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
+
+
+@pytest.fixture
+def rig(make_rig: Callable[..., Rig]) -> Rig:
+    """A server with no disk root, at version 7."""
+    return make_rig()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """The folder below which disk requests may read."""
+    folder = Path(os.path.realpath(tmp_path)) / "root"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def disk_rig(make_rig: Callable[..., Rig], root: Path) -> Rig:
+    """A server that takes disk requests below `root`."""
+    return make_rig(roots=(str(root),))
