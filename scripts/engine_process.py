@@ -256,12 +256,21 @@ def _signal_group(group: int, number: signal.Signals) -> None:
 
 
 def _wait_group(leader: subprocess.Popen[bytes], timeout_s: float) -> None:
-    """Wait until no process of the group that `leader` leads is left, at most `timeout_s`."""
+    """Wait until no process of the group that `leader` leads runs, at most `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         leader.poll()
-        try:
-            os.killpg(leader.pid, 0)
-        except ProcessLookupError:
+        if not _group_runs(leader.pid):
             return
         time.sleep(_POLL_S)
+
+
+def _group_runs(group: int) -> bool:
+    """Whether a process of the group is alive; orphaned zombies, which stay where no init reaps
+    them, are not."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended just now
+            state, _, of_group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(of_group) == group and state not in "ZX":
+                return True
+    return False

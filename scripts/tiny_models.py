@@ -65,11 +65,12 @@ _EXPERTS: Final[dict[str, Any]] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
 }
+# Head sizes here and in _MLA are the only ones that vLLM has CPU kernels for.
 _GDN: Final[dict[str, Any]] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
     "shared_expert_intermediate_size": 64,
     "layer_types": ["linear_attention", "full_attention"],
 }
@@ -83,9 +84,9 @@ _MAMBA: Final[dict[str, Any]] = {
 _MLA: Final[dict[str, Any]] = {
     "num_key_value_heads": 4,
     "q_lora_rank": 64,
-    "kv_lora_rank": 64,
+    "kv_lora_rank": 512,
     "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
+    "qk_rope_head_dim": 64,
     "v_head_dim": 32,
     "n_routed_experts": 4,
     "n_shared_experts": 1,
@@ -183,8 +184,11 @@ def save_checkpoint(base_dir: Path, target_dir: Path, tensors: Mapping[str, torc
     """Write `tensors` as a checkpoint with the config and tokenizer of `base_dir`.
 
     Raises:
-        ValueError: A name, shape or dtype is not the base checkpoint's.
+        ValueError: A name, shape or dtype is not the base checkpoint's, or the two folders are
+            one (loaded tensors are mapped from the files).
     """
+    if base_dir.resolve() == target_dir.resolve():
+        raise ValueError(f"cannot write over {base_dir}, which is read from")
     expected = _signature(load_tensors(base_dir))
     found = _signature(tensors)
     if found != expected:

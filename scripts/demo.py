@@ -1,0 +1,287 @@
+"""Train a small policy against a live vLLM, sync every step as a delta, and check every weight.
+
+Builds a small random Qwen3-style model, starts vLLM with ``--enable-delta-updates``, and runs
+policy-gradient steps on completions sampled from the live engine. After each step only the
+weights that changed are sent. At the end the trainer's checkpoint is loaded into a second, fresh
+engine, and the checksums of every live parameter and buffer of the two engines are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from demo_training import Sample, Trainer, build_policy, reward
+from engine_ext.wire.positions import ENCODINGS
+from engine_process import EngineError, EngineProcess
+from reference_sender import DeltaSender, SyncFailed, SyncReport
+from tiny_models import load_tensors, save_checkpoint
+
+PROMPTS: Final = (
+    "the quick",
+    "a reward is",
+    "Once upon",
+    "weights",
+    "The trainer",
+    "def add(",
+    "In 2024",
+    "a policy",
+)
+SAMPLES_PER_PROMPT: Final = 24
+COMPLETION_TOKENS: Final = 8
+_SHA256_OF_NOTHING: Final = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+_COLUMNS: Final = (
+    "step",
+    "reward",
+    "density",
+    "full bytes",
+    "wire bytes",
+    "encode ms",
+    "stage ms",
+    "pause ms",
+)
+_EPILOG: Final = """\
+The last line on stdout is one JSON object: engine, steps, params (elements of the model),
+mean_density (changed elements / params, mean of the steps), full_bytes and wire_bytes (totals of
+all steps: what full syncs would have taken, and what was sent), verified.
+
+exit status: 0 verified; 1 not verified, or an engine failed; 2 bad usage; 130 interrupted
+"""
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """SHA-256 of every live tensor of an engine, by rank and name."""
+
+    parameters: dict[str, str]
+    buffers: dict[str, str]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo; returns the exit status."""
+    options = parse_arguments(arguments)
+    signal.signal(signal.SIGTERM, _terminate)
+    console = Console(markup=False, highlight=False, soft_wrap=not sys.stdout.isatty())
+    try:
+        with _folder(options.keep) as folder:
+            result = run(options, folder, console)
+    except (EngineError, SyncFailed, httpx.HTTPError) as error:
+        console.print(f"{type(error).__name__}: {error}")
+        return 1
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted; the engines are stopped")
+        return 130
+    print(json.dumps(result), flush=True)
+    return 0 if result["verified"] else 1
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--engine", choices=["vllm"], default="vllm", help="engine to update (%(default)s)")
+    add("--steps", type=_positive, metavar="N", default=12, help="training steps (%(default)s)")
+    rate_help = "AdamW's; decides how many weights change per step (%(default)s)"
+    add("--learning-rate", type=float, metavar="RATE", default=1e-6, help=rate_help)
+    add("--seed", type=int, metavar="N", default=0, help="of model and sampling (%(default)s)")
+    keep_help = "keep the checkpoints and the engines' logs in this new or empty folder"
+    add("--keep", type=Path, metavar="DIR", help=keep_help)
+    encoding_help = "how positions travel (%(default)s)"
+    add("--encoding", choices=ENCODINGS, default="deltas_zstd", help=encoding_help)
+    options = parser.parse_args(arguments)
+    if options.keep and options.keep.exists() and any(options.keep.iterdir()):
+        parser.error(f"--keep: {options.keep} is not empty")
+    return options
+
+
+def run(options: argparse.Namespace, folder: Path, console: Console) -> dict[str, Any]:
+    """Train, sync, verify; returns the object of the last line."""
+    base = build_policy(folder / "base", seed=options.seed)
+    trainer = Trainer(base, learning_rate=options.learning_rate, seed=options.seed)
+    console.print("starting vLLM on the base checkpoint")
+    with _engine(base, folder / "live-engine.log") as engine:
+        before = fingerprint(engine)
+        reports = train(engine, trainer, base, options, console)
+        live = fingerprint(engine)
+    version = reports[-1].version
+    final = save_checkpoint(base, folder / f"version-{version}", trainer.tensors())
+    console.print(f"starting a fresh vLLM on the trainer's checkpoint, version {version}")
+    version_flag = ["--delta-base-version", str(version)]
+    with _engine(final, folder / "fresh-engine.log", version_flag) as engine:
+        fresh = fingerprint(engine)
+    return {
+        "engine": options.engine,
+        "steps": len(reports),
+        "params": reports[-1].numel,
+        "mean_density": round(sum(r.density for r in reports) / len(reports), 6),
+        "full_bytes": sum(report.full_bytes for report in reports),
+        "wire_bytes": sum(report.wire_bytes for report in reports),
+        "verified": verify(before, live, fresh, console),
+    }
+
+
+def train(
+    engine: EngineProcess,
+    trainer: Trainer,
+    base: Path,
+    options: argparse.Namespace,
+    console: Console,
+) -> list[SyncReport]:
+    """The loop: sample from the engine, step, send what changed.
+
+    Raises:
+        SyncFailed: The engine refused a delta, or could not tell where it stood.
+    """
+    reports: list[SyncReport] = []
+    base_tensors = load_tensors(base).items()
+    with (
+        DeltaSender(engine.url, base_tensors, encoding=options.encoding) as sender,
+        Progress(console) as progress,
+    ):
+        for step in range(1, options.steps + 1):
+            samples = sample(engine, seed=options.seed * 1_000_003 + step)
+            trainer.step(samples)
+            report = sender.sync(trainer.tensors().items())
+            if report.full:
+                raise SyncFailed(f"step {step}: the engine did not hold the base version")
+            reports.append(report)
+            mean_reward = sum(s.reward for s in samples) / len(samples)
+            progress.add(step, mean_reward, report)
+    return reports
+
+
+def sample(engine: EngineProcess, *, seed: int) -> list[Sample]:
+    """Completions of every prompt from the live engine, with their rewards."""
+    answer = engine.complete(
+        PROMPTS,
+        n=SAMPLES_PER_PROMPT,
+        max_tokens=COMPLETION_TOKENS,
+        temperature=1.0,
+        seed=seed,
+        return_token_ids=True,
+    )
+    return [
+        Sample(choice["prompt_token_ids"], choice["token_ids"], reward(choice["text"]))
+        for choice in answer["choices"]
+    ]
+
+
+def fingerprint(engine: EngineProcess) -> Fingerprint:
+    """Checksums of all that the engine computes with."""
+    buffers: dict[str, str] = {}
+    for of_rank in engine.buffer_checksums():
+        buffers.update(of_rank)
+    return Fingerprint(engine.checksums(), buffers)
+
+
+def verify(before: Fingerprint, live: Fingerprint, fresh: Fingerprint, console: Console) -> bool:
+    """Whether the updated engine's bytes are the fresh engine's; prints the verdict and why."""
+    problems = [
+        f"{name}: differs from the fresh engine's"
+        for ours, theirs in ((live.parameters, fresh.parameters), (live.buffers, fresh.buffers))
+        for name in sorted(ours.keys() | theirs.keys())
+        if ours.get(name) != theirs.get(name)
+    ]
+    problems += [
+        f"{name}: its checksum is that of an empty tensor, which proves nothing"
+        for name, checksum in live.parameters.items()
+        if checksum == _SHA256_OF_NOTHING
+    ]
+    changed = sum(before.parameters.get(n) != c for n, c in live.parameters.items())
+    if not changed:
+        problems.append("no parameter changed since the start")
+    for problem in problems:
+        console.print(problem)
+    verdict = "NOT VERIFIED" if problems else "VERIFIED: bit-identical"
+    console.print(
+        f"{verdict}; compared {len(live.parameters)} parameters ({changed} of them changed by the "
+        f"deltas) and {len(live.buffers)} buffers with a fresh engine's"
+    )
+    return not problems
+
+
+class Progress:
+    """One row per step: a live table on a terminal, plain lines elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._table = Table(*_COLUMNS)
+        for column in self._table.columns:
+            column.justify = "right"
+        self._live = Live(self._table, console=console) if console.is_terminal else None
+
+    def __enter__(self) -> Progress:
+        if self._live:
+            self._live.start()
+        else:
+            self._console.print("  ".join(f"{name:>10}" for name in _COLUMNS))
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def add(self, step: int, mean_reward: float, report: SyncReport) -> None:
+        """Show one step."""
+        timings = report.engine["timings_ms"]
+        cells = (
+            str(step),
+            f"{mean_reward:.3f}",
+            f"{report.density:.2%}",
+            f"{report.full_bytes:,}",
+            f"{report.wire_bytes:,}",
+            f"{report.encode_ms:.1f}",
+            f"{timings['stage_ms']:.1f}",
+            f"{timings['pause_ms']:.1f}",
+        )
+        if self._live:
+            self._table.add_row(*cells)
+            self._live.refresh()
+        else:
+            self._console.print("  ".join(f"{cell:>10}" for cell in cells))
+
+
+def _engine(model: Path, log_path: Path, extra_args: Sequence[str] = ()) -> EngineProcess:
+    return EngineProcess(
+        model, enable_delta=True, dev_mode=True, extra_args=extra_args, log_path=log_path
+    )
+
+
+@contextlib.contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    if keep:
+        keep.mkdir(parents=True, exist_ok=True)
+        yield keep
+    else:
+        with tempfile.TemporaryDirectory(prefix="delta-demo-") as name:
+            yield Path(name)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def _terminate(number: int, frame: object) -> None:
+    """SIGTERM: leave through the ``with`` blocks, so that the engines are stopped."""
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
