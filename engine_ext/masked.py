@@ -5,14 +5,14 @@ Each param is made a full-shape tensor with NaN at unchanged positions and given
 memory overwrites only where the source is not NaN. It is the base line of the field, and the
 oracle for faster ways. What it cannot carry is found by `refusal` before anything is written:
 values that are NaN, dtypes without NaN, loaders that write by other means, and every tensor whose
-placement is not certified. After the write `verify` reads the touched elements back.
+placement is not certified. After the write the applier reads the touched elements back.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -21,15 +21,11 @@ import torch
 from engine_ext.dtypes import TORCH_DTYPE, torch_bits_dtype
 from engine_ext.placement import Placed, Status
 from engine_ext.storage_index import StorageIndex
+from engine_ext.tracing import COPY_REPLACED, LoadWeights
 from engine_ext.wire import ParamDelta
-
-LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
 # torch compares and selects these for NaN; the 8-bit floats it does not.
 _MASKABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-# The replacement below is visible in every thread of the process; one at a time may hold it.
-_REPLACED = threading.Lock()
 
 
 def refusal(delta: ParamDelta, placed: Placed) -> str | None:
@@ -92,21 +88,6 @@ def apply_masked(
             load_weights(iter([(d.name, densify(d)) for d in chunk]))
 
 
-def verify(delta: ParamDelta, placed: Placed) -> bool:
-    """Whether every element of the delta that lives on this rank has its new bits."""
-    source = densify(delta)
-    for segment in placed.segments:
-        live = segment.live_view()
-        expected = segment.source_view(source).to(live.device)
-        bits = torch_bits_dtype(live.dtype)
-        same = live.contiguous().view(bits) == expected.contiguous().view(bits)
-        if delta.indices is not None:
-            same |= expected.isnan()
-        if not bool(same.all()):
-            return False
-    return True
-
-
 def merge(deltas: Iterable[ParamDelta]) -> list[ParamDelta]:
     """The same elements with each name once: a loader may keep only the last tensor of a name.
 
@@ -164,7 +145,7 @@ def masked_copies(index: StorageIndex, *, dense: bool = False) -> Iterator[None]
         index: what is live memory.
         dense: the loader is given whole tensors: their copies overwrite everything, NaNs too.
     """
-    with _REPLACED:
+    with COPY_REPLACED:
         owner = threading.get_ident()
         original_copy = torch.Tensor.copy_
         original_fill = torch.Tensor.fill_

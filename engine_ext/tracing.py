@@ -29,6 +29,9 @@ from engine_ext.storage_index import LiveTensor, StorageIndex, extent, live_tens
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
+# What replaces ``Tensor.copy_`` is visible in every thread of the process; one at a time may.
+COPY_REPLACED = threading.Lock()
+
 
 class TracingError(RuntimeError):
     """Tracing changed the model, so nothing that it found can be believed."""
@@ -318,23 +321,24 @@ def _written_result(
 @contextmanager
 def _marked_copies(recorder: _Recorder) -> Iterator[None]:
     """Let the recorder tell ``Tensor.copy_`` calls from other writes that end in a copy."""
-    original = torch.Tensor.copy_
-    owner = threading.get_ident()
+    with COPY_REPLACED:
+        original = torch.Tensor.copy_
+        owner = threading.get_ident()
 
-    def copy_(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if threading.get_ident() != owner:
-            return original(self, *args, **kwargs)
-        recorder.python_copy = True
+        def copy_(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if threading.get_ident() != owner:
+                return original(self, *args, **kwargs)
+            recorder.python_copy = True
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                recorder.python_copy = False
+
+        torch.Tensor.copy_ = copy_  # type: ignore[method-assign, assignment]
         try:
-            return original(self, *args, **kwargs)
+            yield
         finally:
-            recorder.python_copy = False
-
-    torch.Tensor.copy_ = copy_  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch.Tensor.copy_ = original  # type: ignore[method-assign]
+            torch.Tensor.copy_ = original  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -1,0 +1,249 @@
+"""The digest: an order-independent 128-bit hash of weights, advanced in O(nnz).
+
+Definition, enough to implement it elsewhere. All arithmetic is on unsigned 64-bit integers,
+modulo 2**64. Lane ``k`` (0 or 1) of a set of elements is the sum over them of ::
+
+    m(m(xxh3_64(name, seed=k) + index) ^ bits)
+
+    m(x):  x ^= x >> 30;  x *= 0xbf58476d1ce4e5b9      (the finaliser of splitmix64)
+           x ^= x >> 27;  x *= 0x94d049bb133111eb
+           x ^= x >> 31
+
+where ``name`` is the checkpoint tensor's name in UTF-8, ``index`` the element's flat index in
+the checkpoint tensor, and ``bits`` the element's bit pattern in the checkpoint dtype,
+zero-extended. It is written as 32 lower-case hex digits, lane 0 first; of no element it is zero.
+
+A sum has no order: the digests of chunks, tensors and ranks add up, and a change of some
+elements adds the digest of their new values and takes away that of their old ones.
+
+numba (extra ``fast``) is used where it is installed, numpy elsewhere, with the same result.
+Neither starts nor uses an OpenMP pool, and both release the interpreter lock while they work.
+The first call for a width, even with empty arrays, has numba compile or load from its cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from engine_ext.dtypes import NAME_OF_TORCH, torch_bits_dtype
+
+_MODULUS: Final = 1 << 64
+_NUMPY_CHUNK: Final = 1 << 14  # elements whose 64-bit temporaries stay in a core's cache
+_NUMBA_CHUNK: Final = 1 << 18  # elements; long enough for threads to work side by side
+_TORCH_CHUNK: Final = 1 << 20  # elements; at most five 64-bit temporaries at a time, 40 MiB
+_MUL1, _MUL2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_SHIFT1, _SHIFT2, _SHIFT3 = np.uint64(30), np.uint64(27), np.uint64(31)
+_COMPILING: Final = threading.Lock()
+
+Bits = NDArray[Any]  # unsigned ints
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """Two sums, kept modulo 2**64; the digests of disjoint sets of elements add up."""
+
+    lane0: int
+    lane1: int
+    ZERO: ClassVar[Digest]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lane0", self.lane0 % _MODULUS)
+        object.__setattr__(self, "lane1", self.lane1 % _MODULUS)
+
+    def __add__(self, other: Digest) -> Digest:
+        return Digest(self.lane0 + other.lane0, self.lane1 + other.lane1)
+
+    def __sub__(self, other: Digest) -> Digest:
+        return Digest(self.lane0 - other.lane0, self.lane1 - other.lane1)
+
+    def hex(self) -> str:
+        """32 lower-case hex digits, lane 0 first."""
+        return f"{self.lane0:016x}{self.lane1:016x}"
+
+    __str__ = hex
+
+    @classmethod
+    def parse(cls, text: str) -> Digest:
+        """The inverse of `hex`; ValueError for any other text."""
+        if not re.fullmatch(r"[0-9a-f]{32}", text):
+            raise ValueError(f"a digest is 32 lower-case hex digits, not {text[:80]!r}")
+        return cls(int(text[:16], 16), int(text[16:], 16))
+
+
+Digest.ZERO = Digest(0, 0)
+
+
+def tensor_digest(
+    name: str, values: Bits, indices: Indices | None = None, start: int = 0, threads: int = 1
+) -> Digest:
+    """The digest of elements of one tensor.
+
+    Args:
+        name: The tensor's name in the checkpoint.
+        values: Bit patterns, unsigned ints as wide as the checkpoint dtype, [n]; read-only,
+            unaligned and strided memory is fine.
+        indices: Flat indices of the values, int64 [n], from 0, each element once. None: the
+            values are dense, at `start`, `start` + 1, ...
+        start: Flat index of the first of dense values.
+        threads: How many threads share the work; 1 is the caller's own.
+
+    Raises:
+        TypeError: `values` or `indices` has another dtype.
+        ValueError: Wrong shapes; a `start` that is negative or stands beside indices.
+    """
+    return _array_digest(name, indices, values, None, start, threads)
+
+
+def change_digest(
+    name: str, indices: Indices | None, old: Bits, new: Bits, start: int = 0
+) -> Digest:
+    """What a change adds to a digest: that of `new` minus that of `old`, in one pass.
+
+    Arguments and errors are those of `tensor_digest`; `old` and `new` have one dtype and shape.
+    """
+    return _array_digest(name, indices, new, old, start, threads=1)
+
+
+def tensor_digest_torch(
+    name: str, tensor: torch.Tensor, indices: torch.Tensor | None = None, start: int = 0
+) -> Digest:
+    """`tensor_digest` in torch operations, on the device where the tensor (and indices) lie.
+
+    `tensor` is in the checkpoint dtype; without indices it may have any shape and strides, and
+    its elements count in row-major order. Temporaries stay below 64 MiB, and the host waits for
+    the device once. For host memory `tensor_digest` is the faster one, and keeps out of torch's
+    OpenMP pool.
+    """
+    if tensor.dtype not in NAME_OF_TORCH:
+        raise TypeError(f"no checkpoint dtype: {tensor.dtype}")
+    shape = tensor.shape if indices is not None else (tensor.numel(),)
+    seeds = _checked_seeds(name, shape, indices, start)
+    mask = _signed((1 << 8 * tensor.itemsize) - 1)  # torch extends the sign of what it widens
+    device, end = tensor.device, 0
+    sums = torch.zeros(2, dtype=torch.int64, device=device)
+    for block in _blocks(tensor.detach().view(torch_bits_dtype(tensor.dtype))):
+        first, end = end, end + block.numel()
+        values = block.to(torch.int64) & mask
+        index = torch.arange(first, end, device=device) if indices is None else indices[first:end]
+        for lane, seed in enumerate(seeds):
+            place = _mix_torch(index + _signed(seed))
+            sums[lane] += _mix_torch(place.bitwise_xor_(values)).sum()
+    return Digest(*sums.tolist())
+
+
+def _checked_seeds(name: str, shape: Sequence[int], indices: Any, start: int) -> list[int]:
+    if indices is not None and str(indices.dtype) not in ("int64", "torch.int64"):
+        raise TypeError(f"indices are int64, not {indices.dtype}")
+    if len(shape) != 1 or (indices is not None and indices.shape != shape):
+        raise ValueError("values and indices are 1-d, and of one length")
+    if start < 0 or (start and indices is not None):
+        raise ValueError("start is not negative, and only for dense values")
+    return [xxhash.xxh3_64_intdigest(name.encode(), seed=lane) + start for lane in (0, 1)]
+
+
+def _array_digest(
+    name: str, indices: Indices | None, values: Bits, old: Bits | None, start: int, threads: int
+) -> Digest:
+    if values.dtype.kind != "u" or not values.dtype.isnative:
+        raise TypeError(f"bit patterns are unsigned ints of the machine, not {values.dtype}")
+    if old is not None and (old.dtype, old.shape) != (values.dtype, values.shape):
+        raise ValueError("old and new values are not of one dtype and shape")
+    seeds = _checked_seeds(name, values.shape, indices, start)
+    with _COMPILING:
+        kernel = _kernel(values.dtype.itemsize, indices is not None, old is not None)
+    size = _NUMPY_CHUNK if kernel is _numpy_sum else _NUMBA_CHUNK
+    threads = max(1, min(threads, -(-values.size // size)))
+
+    def share(thread: int) -> Digest:
+        lanes = [0, 0]
+        for first in range(thread * size, values.size, threads * size):
+            places, bits, old_bits = (
+                None if array is None else np.ascontiguousarray(array[first : first + size])
+                for array in (indices, values, old)
+            )
+            for lane, seed in enumerate(seeds):
+                base = seed + first if indices is None else seed
+                lanes[lane] += kernel(np.uint64(base % _MODULUS), places, bits, old_bits)
+        return Digest(*lanes)
+
+    if threads == 1:
+        return share(0)
+    with ThreadPoolExecutor(threads) as pool:
+        return sum(pool.map(share, range(threads)), Digest.ZERO)
+
+
+def _mix(x: Any) -> Any:
+    x = (x ^ (x >> _SHIFT1)) * _MUL1
+    x = (x ^ (x >> _SHIFT2)) * _MUL2
+    return x ^ (x >> _SHIFT3)
+
+
+def _numpy_sum(seed: Any, places: Any, bits: Any, old: Any) -> int:
+    index = np.arange(bits.size, dtype=np.uint64) if places is None else places.view(np.uint64)
+    place = _mix(index + seed)
+    total = int(_mix(place ^ bits).sum())
+    return total if old is None else total - int(_mix(place ^ old).sum())
+
+
+def _numba_sum(seed: Any, places: Any, bits: Any, old: Any) -> Any:
+    """What numba compiles; it leaves out the branch of an argument that is None."""
+    total = np.uint64(0)
+    for k in range(bits.size):
+        place = _mix(seed + np.uint64(k if places is None else places[k]))
+        total += _mix(place ^ np.uint64(bits[k]))
+        if old is not None:
+            total -= _mix(place ^ np.uint64(old[k]))
+    return total
+
+
+@functools.cache
+def _kernel(width: int, sparse: bool, change: bool) -> Callable[..., int]:
+    """The sum of one lane over a chunk: ``f(seed, places, bits, old)``, of the numba types."""
+    try:
+        from numba import njit, types
+        from numba.extending import register_jitable
+    except ImportError:
+        return _numpy_sum
+    register_jitable(_mix)
+    places = types.Array(types.int64, 1, "C", readonly=True, aligned=False)
+    bits = types.Array(getattr(types, f"uint{8 * width}"), 1, "C", readonly=True, aligned=False)
+    none, word = types.none, types.uint64
+    signature = word(word, places if sparse else none, bits, bits if change else none)
+    try:
+        kernel: Callable[..., int] = njit(signature, nogil=True, cache=True)(_numba_sum)
+    except Exception:  # no folder to cache in, or a spoilt cache
+        kernel = njit(signature, nogil=True)(_numba_sum)
+    return kernel
+
+
+def _signed(x: int) -> int:
+    return (x + _MODULUS // 2) % _MODULUS - _MODULUS // 2
+
+
+def _mix_torch(x: torch.Tensor) -> torch.Tensor:
+    """`_mix`, in place on int64, whose multiplication wraps and whose shift extends the sign."""
+    for shift, factor in ((_SHIFT1, _MUL1), (_SHIFT2, _MUL2), (_SHIFT3, 1)):
+        x ^= (x >> int(shift)).bitwise_and_((1 << 64 - int(shift)) - 1)
+        x *= _signed(int(factor))
+    return x
+
+
+def _blocks(bits: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The elements in row-major order, 1-d, at most `_TORCH_CHUNK` at a time."""
+    if bits.is_contiguous() or bits.numel() <= _TORCH_CHUNK:
+        yield from torch.split(bits.reshape(-1), _TORCH_CHUNK)
+    else:
+        for rows in torch.split(bits, max(1, _TORCH_CHUNK // bits[0].numel())):
+            yield from _blocks(rows[0] if len(rows) == 1 else rows)
