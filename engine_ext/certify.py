@@ -15,6 +15,7 @@ import torch
 
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.placement import Placed, Placement, Segment, Status
+from engine_ext.repack import gather_live
 
 
 def certify(placement: Placement, checkpoint: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -61,7 +62,7 @@ def holds(segment: Segment, source: torch.Tensor) -> bool:
         segment: a box of the tensor.
         source: the contiguous checkpoint tensor, on any device.
     """
-    live = segment.live_view()
+    live = gather_live(segment)
     expected = segment.source_view(source).to(device=live.device, dtype=live.dtype)
     bits = torch_bits_dtype(live.dtype)
     return torch.equal(live.contiguous().view(bits), expected.contiguous().view(bits))

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine_ext.storage_index import LiveTensor
 
@@ -30,6 +33,31 @@ class TensorSpec:
         return torch.Size(self.shape).numel()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Repack:
+    """A move of a live tensor's elements that the engine made after loading.
+
+    Element ``p`` of the tensor as the loader wrote it lies at
+    ``p // block * block + permutation[p % block]``.
+
+    Attributes:
+        permutation: int32 or int64 [block]; each of 0 .. block-1 once.
+    """
+
+    permutation: NDArray[Any]
+
+    @property
+    def block(self) -> int:
+        """Elements that are moved among themselves (one expert, say)."""
+        return len(self.permutation)
+
+    def move(self, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where the elements lie that the loader wrote to these offsets; int64, same shape."""
+        within = offsets % self.block
+        moved: NDArray[np.int64] = offsets - within + self.permutation[within]
+        return moved
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """A box of checkpoint elements and the box of live memory that holds them.
@@ -43,6 +71,7 @@ class Segment:
         source_strides: strides of the box in flat checkpoint indices.
         python_copy: the loader wrote through Python's ``Tensor.copy_``, which is the one kind of
             write a masked apply can intercept.
+        repack: what the engine did to the live tensor's elements after loading; None: nothing.
     """
 
     live: LiveTensor
@@ -52,9 +81,13 @@ class Segment:
     source_offset: int
     source_strides: tuple[int, ...]
     python_copy: bool
+    repack: Repack | None = None
 
     def live_view(self) -> torch.Tensor:
-        """The live elements, shaped `sizes`; writes go to the model."""
+        """The live elements, shaped `sizes`; writes go to the model.
+
+        Only the box: with a `repack`, other elements than the loader wrote lie in it.
+        """
         flat = self.live.flat()
         return flat.as_strided(self.sizes, self.strides, flat.storage_offset() + self.offset)
 
@@ -71,6 +104,7 @@ class Status(str, Enum):
     EXACT = "exact"
     CAST = "cast"
     NOT_ON_RANK = "not on this rank"
+    IGNORED = "ignored"
     UNCERTIFIED = "uncertified"
 
 
@@ -82,6 +116,7 @@ class Placed:
         spec: the checkpoint tensor.
         segments: where its elements lie; empty when this rank holds none of them.
         status: `UNJUDGED` between tracing and certification, one of the others afterwards.
+            `IGNORED` means that no rank holds it, because the loader drops it.
         reason: why it is `UNCERTIFIED`, empty otherwise.
     """
 
