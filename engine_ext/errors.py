@@ -18,12 +18,13 @@ answered with and the state the engine is in afterwards::
     ├── UnsupportedMedia       415  content type or content encoding
     ├── NotUpdatable           422  unknown tensor, wrong shape or dtype, bad index, inexact tensor
     ├── SpoolFull              507  no room for the body
+    ├── WriteUndone            500  the write failed, and every rank was put back
     └── CommitFailed           500  the write failed half-way: the engine is ``uncertain``
         └── EngineUncertain    503  an earlier write did; only a full resync is taken
 
-Everything but `CommitFailed` is raised before the first byte is written, so the engine is
-unchanged. After `CommitFailed` some weights may be new and some old: generation answers 503
-until a ``full`` sync has committed.
+Everything but `CommitFailed` and `WriteUndone` is raised before the first byte is written. After
+`CommitFailed` some weights may be new and some old: generation answers 503 until a ``full`` sync
+has committed.
 """
 
 from __future__ import annotations
@@ -132,6 +133,10 @@ class SpoolFull(DeltaError):
     """The spool folder has no room for the body."""
 
     status = 507
+
+
+class WriteUndone(DeltaError):
+    """The write failed on some rank, and every rank holds its old values again."""
 
 
 class CommitFailed(DeltaError):

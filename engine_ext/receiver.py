@@ -8,48 +8,21 @@ same calls in the same order and so keep the same `SyncState`.
 
 from __future__ import annotations
 
-import logging
 import mmap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
-from engine_ext.errors import CommitFailed, Conflict, DeltaError, MalformedPart, from_wire
+from engine_ext.errors import CommitFailed, Conflict, MalformedPart, WriteUndone
+from engine_ext.ranks import Ranks
+from engine_ext.scatter import ScatterApplier, StagedPart, UndoLog
 from engine_ext.syncs import PartId, SyncState
-from engine_ext.wire import Limits, Part, decode_part
+from engine_ext.transaction import Transaction, as_delta_error
+from engine_ext.wire import Limits, decode_part
 from engine_ext.wire.identity import part_identity
-
-logger = logging.getLogger(__name__)
-
-
-class Applier(Protocol):
-    """Writes decoded parts into one rank's live weights."""
-
-    name: str
-
-    def check(self, part: Part) -> None:
-        """Raise `NotUpdatable` for a param that cannot be written exactly. Writes nothing."""
-
-    def check_sync(self, parts: list[Part], *, full: bool) -> None:
-        """Raise what only the whole sync can tell (missing or repeated tensors)."""
-
-    def commit(self, parts: list[Part], *, full: bool) -> None:
-        """Write. Anything raised means that some elements may have been written."""
-
-    def describe(self) -> dict[str, Any]:
-        """Apply mode and certification summary, as JSON."""
-
-
-class Ranks(Protocol):
-    """This rank's place among the engine's ranks."""
-
-    rank: int
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order; all ranks must call it."""
 
 
 class Receiver:
@@ -66,7 +39,7 @@ class Receiver:
 
     def __init__(
         self,
-        applier: Applier,
+        applier: ScatterApplier,
         ranks: Ranks,
         *,
         base_version: int,
@@ -76,10 +49,12 @@ class Receiver:
     ) -> None:
         self.state = SyncState(base_version, stage_timeout)
         self._applier = applier
-        self._ranks = ranks
+        self._transaction = Transaction(applier, ranks)
         self._limits = limits
         self._threads = ThreadPoolExecutor(read_workers, thread_name_prefix="delta-stage")
-        self._staging: dict[int, Future[Part]] = {}
+        self._staging: dict[int, Future[StagedPart]] = {}
+        # What takes the last version back, its continuations too; empty where that is impossible.
+        self._undo: list[UndoLog] = []
         self._last_sync: dict[str, Any] | None = None
         self._operations: dict[str, Callable[..., dict[str, Any]]] = {
             "status": self._status,
@@ -89,6 +64,9 @@ class Receiver:
             "settle": self._settle,
             "drop": self._drop,
             "commit": self._commit,
+            "rollback": self._rollback,
+            "plan": self._plan,
+            "digest": self._digest,
         }
 
     def handle(self, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -99,11 +77,8 @@ class Receiver:
         """
         try:
             return {"ok": self._operations[operation](**arguments)}
-        except DeltaError as error:
-            return {"error": error.to_wire()}
         except Exception as error:
-            logger.exception("delta operation %s failed", operation)
-            return {"error": DeltaError(f"{type(error).__name__}: {error}").to_wire()}
+            return {"error": as_delta_error(error).to_wire()}
 
     def _status(self) -> dict[str, Any]:
         return {
@@ -112,6 +87,7 @@ class Receiver:
             "asleep": self.state.asleep,
             "staged": self.state.describe(),
             "last_sync": self._last_sync,
+            "can_roll_back": bool(self._undo),
             **self._applier.describe(),
         }
 
@@ -134,15 +110,14 @@ class Receiver:
             "complete": self._complete(),
         }
 
-    def _stage(self, path: str, identity: str) -> Part:
-        """Read, verify, decode and check one part; runs beside the engine's main loop."""
+    def _stage(self, path: str, identity: str) -> StagedPart:
+        """Read, verify, decode and locate one part; runs beside the engine's main loop."""
         with open(path, "rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         part = decode_part(data, self._limits)
         if part_identity(part.header, data) != identity:
             raise MalformedPart("the part changed between its arrival and its staging")
-        self._applier.check(part)
-        return part
+        return self._applier.stage(part)
 
     def _poll(self, part: int) -> dict[str, Any]:
         """Whether a part is staged on this rank; raises what staging it raised."""
@@ -151,8 +126,7 @@ class Receiver:
             raise Conflict("the sync of this part was dropped while the part was being staged")
         if not future.done():
             return {"done": False}
-        staged = future.result()
-        return {"done": True, "nnz": sum(delta.nnz for delta in staged.deltas)}
+        return {"done": True, "nnz": future.result().nnz}
 
     def _settle(self, part: int, staged: bool) -> dict[str, Any]:
         """Keep a part that all ranks have staged, or forget one that some rank refused."""
@@ -160,7 +134,7 @@ class Receiver:
         if not staged:
             self._staging.pop(part, None)
         if self._complete():
-            self._check_sync()
+            self._transaction.agree(self._checked)
         return {"complete": self._complete()}
 
     def _drop(self) -> dict[str, Any]:
@@ -170,85 +144,114 @@ class Receiver:
         return {}
 
     def _commit(self, version: int, sync_id: str | None) -> dict[str, Any]:
-        """Write the staged sync on every rank, or report that no rank began.
+        """Write the staged sync on every rank, or leave every rank as it was."""
 
-        The vote before the write makes sure that every rank has staged the same sync; the vote
-        after it makes every rank know whether all of them succeeded.
-        """
-        refusal = self._refusal(version, sync_id)
-        refusals = [r for r in self._ranks.all_gather(refusal) if r is not None]
-        if refusals:
-            raise from_wire(refusals[0])
+        def prepare() -> Sequence[StagedPart]:
+            sync = self.state.sync
+            if sync is None or (sync.version, sync.sync_id) != (version, sync_id):
+                raise Conflict(f"no sync to version {version} is staged")
+            staged = self._checked()
+            self._applier.check_base(staged)
+            return staged
+
+        staged = self._transaction.agree(prepare)
         sync = self.state.sync
         assert sync is not None
-        parts = [self._staging[number].result() for number in sorted(sync.slots)]
         base = self.state.version
         start = time.perf_counter()
-        failures = self._vote(self._write(parts, sync.full))
+        try:
+            log = self._transaction.write(staged)
+        except CommitFailed as error:
+            error.operands["version"] = base
+            self.state.commit(uncertain=True)
+            self._undo = []
+            raise
+        except WriteUndone:
+            self.state.drop()
+            raise
+        finally:
+            self._staging.clear()
         commit_ms = (time.perf_counter() - start) * 1e3
-        self.state.commit(uncertain=bool(failures))
-        self._staging.clear()
-        if failures:
-            raise CommitFailed(
-                f"the write failed on {len(failures)} rank(s), weights are mixed: {failures[0]}; "
-                "generation answers 503 until a full sync commits",
-                version=base,
-                failed=failures,
-            )
+        if self.state.uncertain:
+            # What the old values were is not known to anybody; they cannot be gone back to.
+            log = None
+        continued = sync.continues and sync.version == base
+        earlier = self._undo if continued else []
+        self._undo = [*earlier, log] if log is not None and (earlier or not continued) else []
+        self.state.commit(uncertain=False)
         self._last_sync = {
             "version": sync.version,
             "base_version": base,
             "sync_id": sync.sync_id,
             "full": sync.full,
             "apply": self._applier.name,
-            "parts": len(parts),
-            "nnz": sum(delta.nnz for part in parts for delta in part.deltas),
-            "tensors": len({delta.name for part in parts for delta in part.deltas}),
+            "parts": len(staged),
+            "nnz": sum(part.nnz for part in staged),
+            "tensors": len(set().union(*(part.names for part in staged))),
             "commit_ms": round(commit_ms, 3),
+            "rollback": bool(self._undo),
+            "digest": self._applier.digest.hex(),
         }
         return self._last_sync
 
-    def _write(self, parts: list[Part], full: bool) -> str | None:
-        """Apply on this rank; a failure comes back as text, for the vote."""
-        try:
-            self._applier.commit(parts, full=full)
-        except Exception as error:
-            logger.exception("writing a delta failed")
-            return f"rank {self._ranks.rank}: {type(error).__name__}: {error}"
-        return None
+    def _checked(self) -> Sequence[StagedPart]:
+        """The staged sync, checked as a whole.
 
-    def _vote(self, failure: str | None) -> list[str]:
-        """Every rank's failure to write; that the ranks cannot be heard is one too."""
-        try:
-            return [f for f in self._ranks.all_gather(failure) if f]
-        except Exception as error:
-            logger.exception("the vote after writing a delta failed")
-            return [f"rank {self._ranks.rank}: no vote: {type(error).__name__}: {error}"]
-
-    def _refusal(self, version: int, sync_id: str | None) -> dict[str, Any] | None:
-        """Why this rank cannot commit that sync, as an error on the wire, or None."""
+        Raises:
+            DeltaError: it is not complete, or cannot be written as the weights are now.
+        """
         sync = self.state.sync
-        if sync is None or (sync.version, sync.sync_id) != (version, sync_id):
-            return Conflict(f"no sync to version {version} is staged").to_wire()
-        if not self._complete():
-            return Conflict(f"the sync to version {version} lacks parts").to_wire()
-        try:
-            # The engine may have gone to sleep since the parts were admitted.
-            self.state.check_writable(full=sync.full)
-            self._check_sync()
-        except DeltaError as error:
-            return error.to_wire()
-        except Exception as error:
-            # The other ranks wait for this one's vote.
-            logger.exception("checking a sync failed")
-            return DeltaError(f"{type(error).__name__}: {error}").to_wire()
-        return None
+        if sync is None or not sync.complete:
+            raise Conflict("the sync lacks parts")
+        # The engine may have gone to sleep since the parts were admitted.
+        self.state.check_writable(full=sync.full)
+        staged = [self._staging[number].result() for number in sorted(sync.slots)]
+        if self.state.uncertain:
+            self._applier.rescan()
+        self._applier.check_sync(staged, full=sync.full)
+        return staged
 
-    def _check_sync(self) -> None:
-        sync = self.state.sync
-        assert sync is not None
-        parts = [self._staging[number].result() for number in sorted(sync.slots)]
-        self._applier.check_sync(parts, full=sync.full)
+    def _rollback(self) -> dict[str, Any]:
+        """Restore the version before the last one on every rank."""
+
+        def prepare() -> Sequence[StagedPart]:
+            self.state.check_writable(full=False)
+            if not self._undo or self.state.previous is None:
+                raise Conflict("there is no version to go back to: the old values were not kept")
+            self._applier.check_in_place()
+            return []
+
+        self._transaction.agree(prepare)
+        start = time.perf_counter()
+        undo, self._undo = self._undo, []
+        self._drop()
+        try:
+            self._transaction.roll_back(undo)
+        except CommitFailed:
+            self.state.uncertain = True
+            raise
+        rolled_back = self.state.version
+        self.state.roll_back()
+        return {
+            "version": self.state.version,
+            "rolled_back": rolled_back,
+            "commit_ms": round((time.perf_counter() - start) * 1e3, 3),
+            "digest": self._applier.digest.hex(),
+        }
+
+    def _plan(self) -> dict[str, Any]:
+        """What is known of every checkpoint tensor on this rank."""
+        return {"tensors": self._applier.plan.table()}
+
+    def _digest(self, scan: bool) -> dict[str, Any]:
+        """The digest of every covered tensor's elements that this rank counts."""
+        tracked = self._applier.digests
+        found = self._applier.plan.scan() if scan else tracked
+        return {
+            "version": self.state.version,
+            "tensors": {name: digest.hex() for name, digest in found.items()},
+            "tracked": {name: digest.hex() for name, digest in tracked.items()},
+        }
 
     def _complete(self) -> bool:
         return self.state.sync is not None and self.state.sync.complete

@@ -11,7 +11,7 @@ import argparse
 import os
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -32,6 +32,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         max_body_bytes: largest decompressed part.
         stage_timeout: seconds a staged sync keeps others out, and a body may stall.
         base_version: version of the freshly loaded weights.
+        apply: ``scatter``, ``masked``, or ``auto``, which scatters.
+        undo_bytes: host memory per rank for the old values of the last version.
     """
 
     chunk_bytes: int = 512 << 20
@@ -41,6 +43,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 4 << 30
     stage_timeout: float = 60.0
     base_version: int = 0
+    apply: Literal["auto", "scatter", "masked"] = "auto"
+    undo_bytes: int = 4 << 30
 
     def export(self) -> None:
         """Make the settings visible to every process that this one starts."""
@@ -194,6 +198,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         metavar="N",
         help=f"The version of the weights that are loaded (default: {defaults.base_version}).",
+    )
+    group.add_argument(
+        "--delta-apply",
+        choices=("auto", "scatter", "masked"),
+        default=argparse.SUPPRESS,
+        help="How certified tensors are written: directly (scatter), or through the model's own "
+        f"loader (masked). auto is scatter (default: {defaults.apply}).",
+    )
+    group.add_argument(
+        "--delta-undo-bytes",
+        type=parse_size,
+        default=argparse.SUPPRESS,
+        metavar="BYTES",
+        help="Host memory per rank for the old values of the last version, which take a failed "
+        "write or a whole version back. A sync that would need more must be full "
+        f"(default: {defaults.undo_bytes >> 30}G).",
     )
     group.add_argument(
         "--delta-api-key",

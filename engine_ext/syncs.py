@@ -95,6 +95,8 @@ class SyncState:
         self.asleep = False
         self.sync: Sync | None = None
         self._committed: set[str] = set()
+        # Version and committed parts before the last version; None where it cannot be gone back to.
+        self.previous: tuple[int, set[str]] | None = None
 
     def admit(self, part: PartId, now: float) -> Admission:
         """Decide what becomes of a part that has arrived.
@@ -166,11 +168,19 @@ class SyncState:
         self.uncertain = uncertain
         if uncertain:
             self._committed.clear()
+            self.previous = None
             return
         identities = {slot.identity for slot in sync.slots.values()}
         repeated_version = sync.continues and sync.version == self.version
+        if not repeated_version:
+            self.previous = (self.version, self._committed)
         self._committed = self._committed | identities if repeated_version else identities
         self.version = sync.version
+
+    def roll_back(self) -> None:
+        """Record that the weights are those of the version before the last one again."""
+        assert self.previous is not None
+        (self.version, self._committed), self.previous = self.previous, None
 
     def describe(self) -> dict[str, Any] | None:
         """The staged sync as JSON, or None."""

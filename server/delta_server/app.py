@@ -47,6 +47,8 @@ def attach(app: FastAPI) -> None:
     app.add_api_route("/update_weights_delta", update_weights_delta, methods=["POST"])
     app.add_api_route("/update_weights_from_disk", update_weights_from_disk, methods=["POST"])
     app.add_api_route("/delta_status", delta_status, methods=["GET"])
+    app.add_api_route("/delta_digest", delta_digest, methods=["GET"])
+    app.add_api_route("/delta_rollback", delta_rollback, methods=["POST"])
     app.add_middleware(UncertainGuard, state=app.state)
 
 
@@ -68,12 +70,43 @@ async def update_weights_from_disk(request: Request) -> JSONResponse:
 
 
 async def delta_status(request: Request) -> JSONResponse:
-    """Versions, staged parts, apply mode and certification summary, last sync's timings."""
+    """Versions, staged parts, certification, last sync; with ``plan=true`` every tensor."""
 
     async def status() -> dict[str, Any]:
-        return await _service(request).status()
+        service = _service(request)
+        found = await service.status()
+        if _flag(request, "plan"):
+            found["plan"] = await service.plan()
+        return found
 
     return await _answered(status())
+
+
+async def delta_digest(request: Request) -> JSONResponse:
+    """The digest of the model and its tensors; with ``scan=true`` from live memory."""
+
+    async def digest() -> dict[str, Any]:
+        return await _service(request).digest(scan=_flag(request, "scan"))
+
+    return await _answered(digest())
+
+
+async def delta_rollback(request: Request) -> JSONResponse:
+    """Restore the version before the last one."""
+
+    async def rollback() -> dict[str, Any]:
+        service = _service(request)
+        options = parse_query(request.query_params)
+        return await asyncio.shield(asyncio.ensure_future(service.roll_back(options)))
+
+    return await _answered(rollback())
+
+
+def _flag(request: Request, name: str) -> bool:
+    text = request.query_params.get(name, "false").lower()
+    if text not in ("true", "false"):
+        raise MalformedPart(f"{name} is true or false, not {text!r}")
+    return text == "true"
 
 
 async def _update(request: Request) -> dict[str, Any]:
@@ -176,7 +209,7 @@ class UncertainGuard:
             scope["type"] == "http"
             and scope["method"] == "POST"
             and scope["path"].removeprefix(scope.get("root_path", "")).startswith(_GENERATION)
-            and self._state.delta_service.uncertain
+            and self._state.delta_service.commits.uncertain
         ):
             error = EngineUncertain("a weight update failed half-way; waiting for a full sync")
             await error_response(error)(scope, receive, send)

@@ -1,9 +1,8 @@
 """One update from its parts to its commit, over every rank of the engine.
 
 The truth about versions and staged parts is in the engine's workers; this side only carries
-messages, so that several API-server processes may do it at once. The order is always: stage on
-every rank, pause generation, commit on every rank in one call, set the engine's weight version,
-resume.
+messages, so that several API-server processes may do it at once: stage on every rank, then commit
+(see `delta_server.commits`).
 """
 
 from __future__ import annotations
@@ -14,21 +13,16 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import xxhash
 
+from delta_server.commits import Commits, Engine, call, sum_by_name, total_digest
 from delta_server.requests import Options, part_id
 from delta_server.spool import Spool, Spooled
-from engine_ext.errors import (
-    CommitFailed,
-    DeltaError,
-    EngineUncertain,
-    MalformedPart,
-    NotUpdatable,
-    from_wire,
-)
+from engine_ext.digest import Digest
+from engine_ext.errors import DeltaError, MalformedPart, NotUpdatable
 from engine_ext.settings import Settings
 from engine_ext.syncs import PartId
 from engine_ext.wire import Limits
@@ -36,27 +30,6 @@ from engine_ext.wire import Limits
 # Polling costs the engine one message between two steps: short at first, then seldom.
 _POLL_FIRST_S = 0.001
 _POLL_MOST_S = 0.05
-
-
-class Engine(Protocol):
-    """What an engine adapter gives the service. Every method may raise; none is retried."""
-
-    name: str
-
-    async def call(self, operation: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        """`engine_ext.receiver.Receiver.handle` on every rank, in rank order."""
-
-    async def is_paused(self) -> bool: ...
-
-    async def pause(self, mode: str, *, flush_cache: bool) -> None: ...
-
-    async def flush_cache(self) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def set_weight_version(self, version: str) -> None: ...
-
-    async def get_weight_version(self) -> str: ...
 
 
 class DeltaService:
@@ -67,19 +40,18 @@ class DeltaService:
         settings: the user's flags.
 
     Attributes:
-        uncertain: a write failed half-way; generation must not be served.
+        commits: what pauses the engine; knows whether generation may be served.
+        spool: where bodies are kept.
     """
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self.settings = settings
-        self.uncertain = False
+        self.commits = Commits(engine)
         self._engine = engine
         self.spool = Spool(settings.spool_dir, Limits(max_part_bytes=settings.max_body_bytes))
-        self._committing = asyncio.Lock()
         self._handling: weakref.WeakValueDictionary[str, asyncio.Lock] = (
             weakref.WeakValueDictionary()
         )
-        self._owes_resume = False
 
     async def start(self) -> None:
         """Make sure that every rank has a receiver, and publish the base version.
@@ -94,19 +66,63 @@ class DeltaService:
 
     async def status(self) -> dict[str, Any]:
         """The state of the engine's receivers, as JSON."""
-        answers = await self._call("status")
-        versions = {(answer["version"], answer["engine_state"]) for answer in answers}
-        state = dict(answers[0])
-        if len(versions) > 1:
-            state["engine_state"] = "uncertain"
-        self.uncertain = state["engine_state"] == "uncertain"
+        answers = await self.commits.status()
         return {
             "engine": self._engine.name,
             "ranks": len(answers),
-            **state,
+            **answers[0],
+            "engine_state": "uncertain" if self.commits.uncertain else "certain",
             "certification": [answer["certification"] for answer in answers],
+            "uncertified": {k: v for answer in answers for k, v in answer["uncertified"].items()},
             "weight_version": await self._engine.get_weight_version(),
-            "digest": None,
+            "digest": total_digest(answers),
+        }
+
+    async def plan(self) -> list[list[dict[str, Any]]]:
+        """What each rank knows of every checkpoint tensor, in rank order."""
+        return [answer["tensors"] for answer in await self._call("plan")]
+
+    async def digest(self, scan: bool) -> dict[str, Any]:
+        """The digest of the model and of every covered tensor, summed over the ranks.
+
+        Args:
+            scan: compute it from live memory, rather than telling what the syncs add up to.
+
+        Returns:
+            JSON; with `scan`, ``corrupted`` names the tensors whose live bytes are not what the
+            syncs have made of them.
+        """
+        answers = await self._call("digest", scan=scan)
+        tensors = sum_by_name(answer["tensors"] for answer in answers)
+        tracked = sum_by_name(answer["tracked"] for answer in answers)
+        total = sum(tensors.values(), start=Digest.ZERO)
+        found: dict[str, Any] = {
+            "version": answers[0]["version"],
+            "digest": total.hex(),
+            "scanned": scan,
+            "tensors": {name: digest.hex() for name, digest in sorted(tensors.items())},
+        }
+        if scan:
+            found["corrupted"] = sorted(n for n in tracked if tracked[n] != tensors.get(n))
+        return found
+
+    async def roll_back(self, options: Options) -> dict[str, Any]:
+        """Restore the version before the last one, weights and weight version.
+
+        Raises:
+            Conflict: the old values were not kept. The engine is unchanged.
+            CommitFailed: the rollback failed half-way.
+        """
+        restored, pause_ms = await self.commits.run("rollback", {}, options)
+        return {
+            "status": "rolled_back",
+            "version": restored["version"],
+            "rolled_back": restored["rolled_back"],
+            "digest": restored["digest"],
+            "timings_ms": {
+                "pause_ms": round(pause_ms, 3),
+                "commit_ms": restored["commit_ms"],
+            },
         }
 
     async def apply_body(self, spooled: Spooled, options: Options, receive_ms: float) -> Any:
@@ -231,7 +247,7 @@ class DeltaService:
             return outcome.answer("committed", committed)
         applied = outcome.admissions == {"already_applied"}
         if applied:
-            await self._publish()
+            await self.commits.publish()
         facts = {"version": last.version, "base_version": last.base_version}
         return outcome.answer("already_applied" if applied else "staged", facts)
 
@@ -262,22 +278,6 @@ class DeltaService:
             raise
         return "new" if "new" in admissions else "staged", bool(answers[0]["complete"])
 
-    async def _publish(self) -> None:
-        """Do again what follows a commit, for a sender whose first answer was lost."""
-        async with self._committing:
-            state = await self.status()
-            if self.uncertain:
-                raise EngineUncertain("the ranks are not at one version; send a full sync")
-            await self._engine.set_weight_version(str(state["version"]))
-            if self._owes_resume:
-                await self._resume()
-
-    async def _resume(self) -> None:
-        """Resume generation; where that fails, the next commit or repeat does it."""
-        self._owes_resume = True
-        await self._engine.resume()
-        self._owes_resume = False
-
     async def _staged_everywhere(self, part: int) -> None:
         wait = _POLL_FIRST_S
         while not all(answer["done"] for answer in await self._call("poll", part=part)):
@@ -285,78 +285,14 @@ class DeltaService:
             wait = min(wait * 2, _POLL_MOST_S)
 
     async def _commit(self, part: PartId, options: Options, outcome: _Outcome) -> dict[str, Any]:
-        async with self._committing:
-            start = time.perf_counter()
-            was_paused = await self._engine.is_paused()
-            resumes = not was_paused or self._owes_resume
-            try:
-                if not was_paused:
-                    await self._engine.pause(options.pause_mode, flush_cache=options.flush_cache)
-                elif options.flush_cache:
-                    await self._engine.flush_cache()
-                committed = await self._commit_everywhere(part)
-                self.uncertain = False
-                await self._engine.set_weight_version(str(part.version))
-            except CommitFailed:
-                # The engine stays paused: nothing may be generated from mixed weights, also not
-                # for the other API servers.
-                self.uncertain = True
-                self._owes_resume = resumes
-                raise
-            except BaseException:
-                if not was_paused or (resumes and not self.uncertain):
-                    await self._resume()
-                raise
-            if resumes:
-                await self._resume()
-            outcome.timings["pause_ms"] = _ms_since(start)
-            outcome.timings["commit_ms"] = committed["commit_ms"]
-            return committed
-
-    async def _commit_everywhere(self, part: PartId) -> dict[str, Any]:
-        """Commit on every rank.
-
-        Raises:
-            CommitFailed: a rank says so, or what the ranks have done is not known.
-            DeltaError: every rank refused, and none has written.
-        """
-        arguments = {"version": part.version, "sync_id": part.sync_id}
-        try:
-            answers = await self._engine.call("commit", arguments)
-        except Exception as error:
-            # What may still be staged would keep the sync out that ends this state.
-            with contextlib.suppress(Exception):
-                await self._call("drop")
-            raise CommitFailed(
-                f"the ranks did not answer whether they committed: {type(error).__name__}: "
-                f"{error}; generation answers 503 until a repeat or a full sync is answered"
-            ) from error
-        refusals = [from_wire(answer["error"]) for answer in answers if "error" in answer]
-        failed = [refusal for refusal in refusals if isinstance(refusal, CommitFailed)]
-        if failed:
-            raise failed[0]
-        if refusals and len(refusals) < len(answers):
-            raise CommitFailed(
-                f"{len(refusals)} of {len(answers)} ranks did not commit: {refusals[0].message}; "
-                "generation answers 503 until a full sync commits"
-            )
-        if refusals:
-            raise refusals[0]
-        committed: dict[str, Any] = answers[0]["ok"]
+        committed, outcome.timings["pause_ms"] = await self.commits.run(
+            "commit", {"version": part.version, "sync_id": part.sync_id}, options
+        )
+        outcome.timings["commit_ms"] = committed["commit_ms"]
         return committed
 
     async def _call(self, operation: str, **arguments: Any) -> list[dict[str, Any]]:
-        """One operation on every rank.
-
-        Raises:
-            DeltaError: the first rank's that has one; ranks that did not fail then have done
-                their part, which is harmless for every operation but ``commit``.
-        """
-        answers = await self._engine.call(operation, arguments)
-        errors = [answer["error"] for answer in answers if "error" in answer]
-        if errors:
-            raise from_wire(errors[0])
-        return [answer["ok"] for answer in answers]
+        return await call(self._engine, operation, arguments)
 
 
 class _Outcome:
@@ -378,8 +314,9 @@ class _Outcome:
             "tensors": facts.get("tensors", len({entry.name for entry in entries})),
             "bytes": sum(s.wire_bytes for s in self.spooled),
             "apply": facts.get("apply"),
+            "rollback": facts.get("rollback"),
             "timings_ms": {name: round(value, 3) for name, value in self.timings.items()},
-            "digest": None,
+            "digest": facts.get("digest"),
         }
 
 

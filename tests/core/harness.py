@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,21 @@ from torch import nn
 
 from engine_ext.applier import MaskedApplier
 from engine_ext.certify import certify
+from engine_ext.digest import Digest
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
 from engine_ext.errors import NotUpdatable
+from engine_ext.holders import box_of
 from engine_ext.placement import Placement, Status
+from engine_ext.plan import make_plan
+from engine_ext.ranks import Ranks
 from engine_ext.receiver import Receiver
+from engine_ext.scatter import ScatterApplier, StagedPart, UndoLog
 from engine_ext.storage_index import StorageIndex
 from engine_ext.syncs import PartId
 from engine_ext.tracing import trace_placement
 from engine_ext.wire import Limits, ParamDelta, Part, decode_part, encode_part
 from engine_ext.wire.identity import part_identity
+from engine_ext.writes import StagedParam
 
 from .toy import UNTOUCHED, Checkpoint, ToyModel
 
@@ -34,6 +40,7 @@ from .toy import UNTOUCHED, Checkpoint, ToyModel
 PROPERTY = settings(deadline=None, database=None, max_examples=60)
 
 CHUNK_BYTES = 1 << 20
+UNDO_BYTES = 1 << 20
 
 # Patterns that a careless copy or comparison loses: -0.0, inf, subnormal (as bfloat16 bits).
 ODD_BITS = (0x8000, 0x7F80, 0xFF80, 0x0001)
@@ -146,11 +153,11 @@ class Served:
     model: ToyModel
     index: StorageIndex
     placement: Placement
-    applier: MaskedApplier
+    applier: ScatterApplier
 
     @property
-    def held(self) -> set[str]:
-        return {n for n, p in self.placement.items() if p.status is not Status.NOT_ON_RANK}
+    def held(self) -> frozenset[str]:
+        return self.applier.plan.held
 
 
 def serve(
@@ -159,26 +166,64 @@ def serve(
     *,
     held: Iterable[str] | None = None,
     chunk_bytes: int = CHUNK_BYTES,
+    ranks: Ranks | None = None,
+    apply: str = "masked",
 ) -> Served:
     """Load, trace and certify.
 
     Args:
-        held: as of `MaskedApplier`; None where there is no other rank.
+        held: what some rank holds, where there are others that are not there to ask.
+        ranks: the other ranks; None where there is none.
+        apply: which applier.
     """
     live = load(model, base)
     index = StorageIndex(live)
     placement = trace_placement(live, live.load_weights, model.specs(), index)
     certify(placement, base.items())
-    mine = {n for n, p in placement.items() if p.status is not Status.NOT_ON_RANK}
-    applier = MaskedApplier(
-        live,
-        live.load_weights,
-        index,
-        placement,
-        mine if held is None else set(held),
-        chunk_bytes,
-    )
+    plan = make_plan(placement, ranks or Complement(placement))
+    if held is not None:
+        for name in set(held) - plan.held:
+            placement[name].status = Status.NOT_ON_RANK
+        plan = replace(plan, held=frozenset(held))
+    applier: ScatterApplier
+    if apply == "scatter":
+        applier = ScatterApplier(live, index, plan, undo_bytes=UNDO_BYTES, threads=1)
+    else:
+        applier = MaskedApplier(
+            live,
+            index,
+            plan,
+            undo_bytes=UNDO_BYTES,
+            threads=1,
+            load_weights=live.load_weights,
+            chunk_bytes=chunk_bytes,
+        )
     return Served(live, index, placement, applier)
+
+
+class Complement:
+    """This rank and one more, which holds what this one holds only a part of.
+
+    Its boxes are single elements: the tensors of the tests are small.
+    """
+
+    rank = 0
+
+    def __init__(self, placement: Placement) -> None:
+        self._missing = {}
+        for name, placed in placement.items():
+            held = {int(i) for s in placed.segments for i in box_of(s).indices()}
+            missing = set(range(placed.spec.numel)) - held
+            if held and missing:
+                self._missing[name] = sorted(missing)
+        self._asked = 0
+
+    def all_gather(self, value: dict[str, Any]) -> list[Any]:
+        self._asked += 1
+        if self._asked == 1:
+            return [value, {name: [(i, ()) for i in m] for name, m in self._missing.items()}]
+        absent = (Status.NOT_ON_RANK.value, True)
+        return [value, {n: value[n] if n in self._missing else absent for n in value}]
 
 
 def named_in(error: NotUpdatable) -> set[str]:
@@ -198,15 +243,17 @@ def attempt(served: Served, parts: list[Part], *, full: bool = False) -> NotUpda
         Exception: anything else, and that is the third outcome, which there must not be.
     """
     before = memory(served.model)
+    applier = served.applier
     try:
-        for part in parts:
-            served.applier.check(part)
-        served.applier.check_sync(parts, full=full)
+        staged = [applier.stage(part) for part in parts]
+        applier.check_sync(staged, full=full)
     except NotUpdatable as refusal:
         assert memory(served.model) == before, "a refused sync changed the model"
         return refusal
     assert memory(served.model) == before, "checking a sync changed the model"
-    served.applier.commit(parts, full=full)
+    applier.check_base(staged)
+    applier.write(staged)
+    applier.finish(staged)
     return None
 
 
@@ -241,32 +288,65 @@ class ThreadRanks:
 
 
 class RecordingApplier:
-    """Writes nothing and remembers what it was told; each step can be made to fail."""
+    """Writes nothing and remembers what it was told; each step can be made to fail.
+
+    Attributes:
+        undoes: whether a write that failed can be taken back.
+    """
 
     name = "recording"
+    digest = Digest.ZERO
 
     def __init__(self) -> None:
         self.committed: list[list[str]] = []
         self.fail: dict[str, Exception] = {}
         self.before_check: Callable[[], object] = lambda: None
+        self.undoes = False
 
     def _step(self, name: str) -> None:
         if name in self.fail:
             raise self.fail[name]
 
-    def check(self, part: Part) -> None:
+    def stage(self, part: Part) -> StagedPart:
         self.before_check()
         self._step("check")
+        return StagedPart(part.manifest, [StagedParam(delta) for delta in part.deltas])
 
-    def check_sync(self, parts: list[Part], *, full: bool) -> None:
+    def check_sync(self, staged: Sequence[StagedPart], *, full: bool) -> None:
         self._step("check_sync")
 
-    def commit(self, parts: list[Part], *, full: bool) -> None:
-        self.committed.append([delta.name for part in parts for delta in part.deltas])
+    def check_base(self, staged: Sequence[StagedPart]) -> None:
+        self._step("check_base")
+
+    def check_in_place(self) -> None:
+        self._step("check_in_place")
+
+    def rescan(self) -> None:
+        self._step("rescan")
+
+    def brief(self, staged: Sequence[StagedPart]) -> dict[str, Any]:
+        return {}
+
+    def agree(self, staged: Sequence[StagedPart], briefs: Sequence[dict[str, Any]]) -> None:
+        self._step("agree")
+
+    def write(self, staged: Sequence[StagedPart]) -> None:
+        self.committed.append([param.delta.name for part in staged for param in part.params])
         self._step("commit")
 
+    def undo(self, staged: Sequence[StagedPart]) -> None:
+        if not self.undoes:
+            raise OSError("the old values are gone")
+
+    def finish(self, staged: Sequence[StagedPart]) -> UndoLog:
+        self._step("finish")
+        return UndoLog([], {})
+
+    def roll_back(self, log: UndoLog) -> None:
+        self._step("roll_back")
+
     def describe(self) -> dict[str, Any]:
-        return {"apply": self.name, "certification": {}, "uncertified": {}}
+        return {"apply": self.name, "certification": {}, "uncertified": {}, "digest": "0" * 32}
 
 
 class Engine:

@@ -47,7 +47,7 @@ def sync_id(value: object) -> str:
     return value.__name__ if isinstance(value, type) else "+".join(value)  # type: ignore[arg-type]
 
 
-SYNCS = pytest.mark.parametrize(("model", "names"), syncs(), ids=sync_id)
+SYNCS = pytest.mark.parametrize(("model", "names"), list(syncs()), ids=sync_id)
 DENSE = pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
 
 

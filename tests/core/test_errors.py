@@ -22,6 +22,7 @@ STATUS = {
     "TooLarge": 413,
     "UnsupportedMedia": 415,
     "NotUpdatable": 422,
+    "WriteUndone": 500,
     "CommitFailed": 500,
     "EngineUncertain": 503,
     "SpoolFull": 507,

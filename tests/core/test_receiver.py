@@ -86,6 +86,8 @@ def test_a_sync_is_staged_and_committed_on_every_rank(ranks: Ranks) -> None:
             "parts": 1,
             "nnz": 6,
             "tensors": 1,
+            "rollback": True,
+            "digest": "0" * 32,
         }
 
 
@@ -327,8 +329,7 @@ def test_a_sync_that_is_refused_as_a_whole_is_known_before_the_commit(ranks: Ran
     ranks.appliers[2].fail["check_sync"] = NotUpdatable("missing", tensors=["x"])
     data = body()
     answers = ranks.engine.stage(part_id(data), data)
-    assert ["error" in a for a in answers] == [False, False, True]
-    assert answers[2]["error"]["tensors"] == ["x"]
+    assert [a["error"]["tensors"] for a in answers] == [["x"]] * 3
 
 
 # --- the vote ---
@@ -384,12 +385,9 @@ def lose_part(receiver: Receiver) -> None:
 
 def hold_another(receiver: Receiver) -> None:
     receiver.handle("drop", {})
-    for number in (0, 1):
-        other = part_id(body(), part=number, num_parts=2, sync_id="other", identity=str(number))
-        receiver.handle(
-            "begin", {"part": msgspec.to_builtins(other), "path": "/nowhere", "now": 0.0}
-        )
-        receiver.handle("settle", {"part": number, "staged": True})
+    other = part_id(body(), part=0, num_parts=2, sync_id="other", identity="another")
+    receiver.handle("begin", {"part": msgspec.to_builtins(other), "path": "/nowhere", "now": 0.0})
+    receiver.handle("settle", {"part": 0, "staged": True})
 
 
 @pytest.mark.parametrize("lose", [lose_sync, lose_part, hold_another])
@@ -495,9 +493,9 @@ def test_a_vote_that_fails(
     """After the write nobody knows what the others did, and that is not fine."""
     applier = RecordingApplier()
     engine = Engine([applier], tmp_path)
-    engine.receivers[0]._ranks = BrokenVote(fails_at)
     data = body()
     engine.stage(part_id(data), data)
+    engine.receivers[0]._transaction._ranks = BrokenVote(fails_at)
     [error] = errors_of(engine.commit(part_id(data)))
     assert (error["type"], error["engine_state"]) == (kind, state)
     assert len(applier.committed) == written
@@ -566,7 +564,8 @@ def test_mixed_weights_are_healed_by_a_full_sync(
     data = sharded.sparse(target)
     sharded.engine.stage(part_id(data), data)
     with monkeypatch.context() as broken:
-        broken.setattr(sharded.served[1].applier, "commit", fails)
+        broken.setattr(sharded.served[1].applier, "write", fails)
+        broken.setattr(sharded.served[0].applier, "undo", fails)
         for error in errors_of(sharded.engine.commit(part_id(data))):
             assert error["engine_state"] == "uncertain"
     [first, second] = sharded.memories()
@@ -579,8 +578,36 @@ def test_mixed_weights_are_healed_by_a_full_sync(
     assert [s["engine_state"] for s in sharded.engine.status()] == ["certain"] * 2
 
 
-def fails(parts: object, *, full: bool) -> None:
+def fails(staged: object) -> None:
     raise RuntimeError("the loader broke")
+
+
+def test_a_write_that_fails_on_one_rank_is_undone_on_all(
+    sharded: Sharded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = sharded.memories()
+    target = target_checkpoint(sharded.base, ["weight"])
+    data = sharded.sparse(target)
+    sharded.engine.stage(part_id(data), data)
+    with monkeypatch.context() as broken:
+        broken.setattr(sharded.served[1].applier, "write", fails)
+        for error in errors_of(sharded.engine.commit(part_id(data))):
+            assert (error["type"], error["engine_state"]) == ("WriteUndone", "unchanged")
+    assert sharded.memories() == before
+    errors_of(sharded.engine.apply(part_id(data), data), none=True)
+    assert sharded.memories() == sharded.fresh(target)
+
+
+def test_rollback(sharded: Sharded) -> None:
+    before = sharded.memories()
+    data = sharded.sparse(target_checkpoint(sharded.base, ["weight"]))
+    errors_of(sharded.engine.apply(part_id(data), data), none=True)
+    assert sharded.memories() != before
+    errors_of(sharded.engine.call("rollback"), none=True)
+    assert sharded.memories() == before
+    assert {s["version"] for s in sharded.engine.status()} == {0}
+    errors = errors_of(sharded.engine.call("rollback"))
+    assert {error["type"] for error in errors} == {"Conflict"}
 
 
 def test_parts_of_one_tensor_reach_their_shards(sharded: Sharded) -> None:

@@ -94,6 +94,13 @@ def test_of_nested_memory_the_innermost_is_found() -> None:
     assert index.find(live.embed[4]).name == "embed"
 
 
+def test_of_two_that_start_together_the_shorter_is_found() -> None:
+    memory = torch.zeros(8)
+    index = StorageIndex(Slices(memory, [(0, 8), (0, 3), (0, 5)]))
+    found = [index.find(memory[:length]) for length in (1, 3, 4, 6, 8)]
+    assert [entry and entry.name for entry in found] == ["p1", "p1", "p2", "p0", "p0"]
+
+
 @PROPERTY
 @given(
     slices=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 64)), min_size=1, max_size=6),

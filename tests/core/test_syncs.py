@@ -497,6 +497,12 @@ class SyncMachine(RuleBasedStateMachine):
             found.add(MalformedPart)
         return found
 
+    def outcome(self, one: PartId) -> str | type[DeltaError]:
+        try:
+            return self.state.admit(one, self.now)
+        except DeltaError as error:
+            return type(error)
+
     def arrive(self, one: PartId) -> None:
         staged = self.staged
         applied = (
@@ -504,20 +510,18 @@ class SyncMachine(RuleBasedStateMachine):
         )
         stale = staged is not None and self.now - staged.last >= TIMEOUT and not staged.is_of(one)
         reasons = set() if applied else self.reasons(one, None if stale else staged)
-        try:
-            admission = self.state.admit(one, self.now)
-        except DeltaError as error:
-            assert type(error) in reasons
+        outcome = self.outcome(one)
+        if reasons:
+            assert outcome in reasons
             if stale and self.state.sync is None:
                 self.staged = None
             return
-        assert not reasons
         if applied:
-            assert admission == "already_applied"
+            assert outcome == "already_applied"
             return
         if staged is None or stale:
             staged = self.staged = Staged(one, self.now)
-        assert admission == ("staged" if one.part in staged.identities else "new")
+        assert outcome == ("staged" if one.part in staged.identities else "new")
         staged.identities[one.part] = one.identity
         staged.num_parts = staged.num_parts if one.num_parts is None else one.num_parts
         staged.last = self.now

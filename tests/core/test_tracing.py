@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import pytest
@@ -328,6 +329,55 @@ def test_other_threads_write_as_ever_while_tracing() -> None:
     assert all(p.status is Status.UNJUDGED for p in placement.values())
 
 
+class Slow(torch.Tensor):
+    """A tensor whose copy, once begun, ends when it is told to."""
+
+    begun: ClassVar[threading.Event]
+    go_on: ClassVar[threading.Event]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        cls.begun.set()
+        assert cls.go_on.wait(5)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_another_threads_copy_is_not_taken_for_the_loaders() -> None:
+    """It is under way while the loader writes by other means."""
+    live = loaded(toy.SetItem)
+    slow = torch.zeros(3).as_subclass(Slow)
+    Slow.begun, Slow.go_on = threading.Event(), threading.Event()
+
+    def loader(weights: Weights) -> None:
+        thread = threading.Thread(target=lambda: slow.copy_(torch.ones(3)))
+        thread.start()
+        assert Slow.begun.wait(5)
+        live.load_weights(weights)
+        Slow.go_on.set()
+        thread.join()
+
+    placement = trace_placement(live, loader, live.specs(), StorageIndex(live))
+    assert [s.python_copy for p in placement.values() for s in p.segments] == [False, False]
+
+
+def test_models_are_traced_one_at_a_time() -> None:
+    """Ranks may be threads; the original is back whichever of them ends last."""
+    start = threading.Barrier(4, timeout=5)
+
+    def run() -> None:
+        live = loaded(toy.RowByRow)
+        start.wait()
+        for _ in range(20):
+            assert all(s.python_copy for s in trace(live)["weight"].segments)
+
+    with ThreadPoolExecutor(4) as threads:
+        for future in [threads.submit(run) for _ in range(4)]:
+            future.result()
+    assert torch.Tensor.copy_ is COPY
+
+
 # --- rehearsal ---
 
 
@@ -346,7 +396,7 @@ def in_and_out_of_company() -> Iterator[tuple[type[ToyModel], str]]:
 
 
 @pytest.mark.parametrize(
-    ("model", "name"), in_and_out_of_company(), ids=lambda v: getattr(v, "__name__", v)
+    ("model", "name"), list(in_and_out_of_company()), ids=lambda v: getattr(v, "__name__", v)
 )
 def test_a_rehearsal_tells_whether_the_loader_needs_company(
     model: type[ToyModel], name: str

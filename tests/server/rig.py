@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,13 @@ from numpy.typing import NDArray
 
 from delta_server.app import attach
 from delta_server.service import DeltaService
+from engine_ext.digest import Digest, tensor_digest
 from engine_ext.errors import NotUpdatable
 from engine_ext.receiver import Receiver
+from engine_ext.scatter import StagedPart, UndoLog
 from engine_ext.settings import Settings
 from engine_ext.wire import Limits, ParamDelta, Part, encode_part
+from engine_ext.writes import StagedParam
 
 DELTA = "/update_weights_delta"
 FROM_DISK = "/update_weights_from_disk"
@@ -172,9 +175,10 @@ class Shard:
     """The applier of one rank: it holds an equal share of every tensor's elements.
 
     Attributes:
-        refuses: what `check` raises for a tensor.
-        breaks: whether `commit` fails after its first write.
-        writes: how often `commit` was called.
+        refuses: what `stage` raises for a tensor.
+        breaks: whether `write` fails after its first tensor.
+        undoes: whether what was written can be taken back.
+        writes: how often `write` was called.
     """
 
     name = "shard"
@@ -188,24 +192,43 @@ class Shard:
         self.bits = {n: fresh_weights()[n][a:b] for n, (a, b) in self._spans.items()}
         self.refuses: dict[str, Exception] = {}
         self.breaks = False
+        self.undoes = False
         self.writes = 0
+        self._before: Weights = {}
 
-    def check(self, part: Part) -> None:
+    def stage(self, part: Part) -> StagedPart:
         for delta in part.deltas:
             if delta.name in self.refuses:
                 raise self.refuses[delta.name]
             expected = (SHAPES.get(delta.name), "bfloat16")
             if (delta.shape, delta.dtype) != expected:
                 raise NotUpdatable(f"{delta.name} is {expected} here", tensor=delta.name)
+        return StagedPart(part.manifest, [StagedParam(delta) for delta in part.deltas])
 
-    def check_sync(self, parts: list[Part], *, full: bool) -> None:
-        missing = sorted(SHAPES.keys() - {d.name for part in parts for d in part.deltas})
+    def check_sync(self, staged: Sequence[StagedPart], *, full: bool) -> None:
+        missing = sorted(SHAPES.keys() - set().union(*(part.names for part in staged)))
         if full and missing:
             raise NotUpdatable(f"missing: {missing}", tensors=missing)
 
-    def commit(self, parts: list[Part], *, full: bool) -> None:
+    def check_base(self, staged: Sequence[StagedPart]) -> None:
+        """The weights are nobody else's to change."""
+
+    def check_in_place(self) -> None:
+        """The weights do not move."""
+
+    def rescan(self) -> None:
+        """The digests are always computed anew."""
+
+    def brief(self, staged: Sequence[StagedPart]) -> dict[str, Any]:
+        return {}
+
+    def agree(self, staged: Sequence[StagedPart], briefs: Sequence[dict[str, Any]]) -> None:
+        """The ranks have nothing to say of each other."""
+
+    def write(self, staged: Sequence[StagedPart]) -> None:
         self.writes += 1
-        for delta in (d for part in parts for d in part.deltas):
+        self._before = {name: bits.copy() for name, bits in self.bits.items()}
+        for delta in (param.delta for part in staged for param in part.params):
             begin, end = self._spans[delta.name]
             indices = np.arange(delta.numel) if delta.indices is None else delta.indices
             mine = (indices >= begin) & (indices < end)
@@ -213,8 +236,50 @@ class Shard:
             if self.breaks:
                 raise RuntimeError("the copy failed")
 
+    def undo(self, staged: Sequence[StagedPart]) -> None:
+        if not self.undoes:
+            raise RuntimeError("the old values are gone")
+        self._restore()
+
+    def finish(self, staged: Sequence[StagedPart]) -> UndoLog:
+        return UndoLog([], {})
+
+    def roll_back(self, log: UndoLog) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        for name, bits in self._before.items():
+            self.bits[name][:] = bits
+
+    @property
+    def plan(self) -> Shard:
+        """What a receiver asks the plan for."""
+        return self
+
+    def table(self) -> list[dict[str, Any]]:
+        return [{"name": name, "status": "exact", "digested": True} for name in SHAPES]
+
+    def scan(self) -> dict[str, Digest]:
+        return {
+            name: tensor_digest(name, bits, start=self._spans[name][0])
+            for name, bits in self.bits.items()
+        }
+
+    @property
+    def digests(self) -> dict[str, Digest]:
+        return self.scan()
+
+    @property
+    def digest(self) -> Digest:
+        return sum(self.digests.values(), start=Digest.ZERO)
+
     def describe(self) -> dict[str, Any]:
-        return {"apply": self.name, "certification": {"exact": len(SHAPES)}, "uncertified": {}}
+        return {
+            "apply": self.name,
+            "certification": {"exact": len(SHAPES)},
+            "uncertified": {},
+            "digest": self.digest.hex(),
+        }
 
 
 class Engine:
@@ -386,6 +451,12 @@ class Rig:
         response = self.get(STATUS)
         assert response.status_code == 200
         return response.json()
+
+    @staticmethod
+    def digest_of(weights: Weights) -> str:
+        """The model's digest, in hex."""
+        shares = (tensor_digest(name, bits) for name, bits in weights.items())
+        return sum(shares, start=Digest.ZERO).hex()
 
     def spooled(self) -> list[str]:
         """The files in the spool."""

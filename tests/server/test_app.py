@@ -291,7 +291,8 @@ def test_a_body_is_committed(rig: Rig, encoding: str, chunk: int | None) -> None
         "tensors": 2,
         "bytes": len(body),
         "apply": "shard",
-        "digest": None,
+        "rollback": True,
+        "digest": rig.digest_of(NEXT),
     }
 
 
@@ -791,7 +792,8 @@ def test_status(rig: Rig) -> None:
         "apply": "shard",
         "certification": [{"exact": len(SHAPES)}] * 2,
         "uncertified": {},
-        "digest": None,
+        "can_roll_back": False,
+        "digest": rig.digest_of(rig.engine.weights),
     }
     assert rig.status() == expected
     rig.send(delta_part(sync_id="s", part=1, num_parts=2))
@@ -817,8 +819,12 @@ def test_status(rig: Rig) -> None:
         "parts": 2,
         "nnz": 3,
         "tensors": 2,
+        "rollback": True,
+        "digest": rig.engine.shards[0].digest.hex(),
     }
-    assert {**status, "last_sync": None} == expected | {"version": 8, "weight_version": "8"}
+    moved = {"version": 8, "weight_version": "8", "can_roll_back": True}
+    moved["digest"] = rig.digest_of(rig.engine.weights)
+    assert {**status, "last_sync": None} == expected | moved
 
 
 def test_status_of_ranks_that_differ_is_uncertain(rig: Rig) -> None:

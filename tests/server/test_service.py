@@ -20,6 +20,7 @@ from .rig import (
     DELTA,
     FROM_DISK,
     OTHER_STEP,
+    SHAPES,
     STEP,
     VERSION,
     Changes,
@@ -453,6 +454,40 @@ def test_a_failed_write_leaves_the_engine_paused(rig: Rig) -> None:
     assert rig.spooled() == []
 
 
+def test_a_failed_write_that_is_undone_changes_nothing(rig: Rig) -> None:
+    for shard in rig.engine.shards:
+        shard.undoes = True
+    error = assert_error(rig.fail_commit(), 500, "WriteUndone", "unchanged")
+    assert "the copy failed" in error["message"]
+    assert same(rig.engine.weights, fresh_weights())
+    assert rig.engine.weight_version == "7"
+    assert not rig.engine.paused
+    assert rig.send(delta_part()).json()["status"] == "committed"
+
+
+def test_rollback(rig: Rig) -> None:
+    assert_error(rig.post("/delta_rollback"), 409, "Conflict")
+    assert rig.send(delta_part()).json()["status"] == "committed"
+    rig.engine.events.clear()
+    answer = rig.post("/delta_rollback").json()
+    assert (answer["status"], answer["version"], answer["rolled_back"]) == ("rolled_back", 7, 8)
+    assert same(rig.engine.weights, fresh_weights())
+    assert rig.engine.weight_version == "7"
+    assert not rig.engine.paused
+    assert rig.engine.events[0] == PAUSED
+    assert_error(rig.post("/delta_rollback"), 409, "Conflict")
+    assert rig.send(delta_part()).json()["status"] == "committed"
+
+
+@pytest.mark.parametrize("scan", ["false", "true"])
+def test_digest(rig: Rig, scan: str) -> None:
+    answer = rig.get("/delta_digest", params={"scan": scan}).json()
+    assert answer["digest"] == rig.digest_of(fresh_weights())
+    assert answer["tensors"].keys() == SHAPES.keys()
+    assert answer.get("corrupted", []) == []
+    assert_error(rig.get("/delta_digest", params={"scan": "perhaps"}), 400, "MalformedPart")
+
+
 def test_deltas_are_refused_while_uncertain(rig: Rig) -> None:
     rig.fail_commit()
     rig.engine.events.clear()
@@ -547,7 +582,12 @@ def test_an_unknown_commit_is_uncertain(
 
 @pytest.mark.parametrize(
     ("vote", "kind", "engine_state"),
-    [(1, "DeltaError", "unchanged"), (2, "CommitFailed", "uncertain")],
+    [
+        (1, "DeltaError", "unchanged"),
+        (2, "DeltaError", "unchanged"),
+        (3, "CommitFailed", "uncertain"),
+    ],
+    ids=["when-staged", "before-the-write", "after-the-write"],
 )
 def test_ranks_that_do_not_hear_each_other(
     rig: Rig, vote: int, kind: str, engine_state: str
@@ -555,7 +595,7 @@ def test_ranks_that_do_not_hear_each_other(
     rig.engine.breaks_vote(vote)
     assert_error(rig.send(delta_part()), 500, kind, engine_state)
     assert rig.engine.paused == (engine_state == "uncertain")
-    assert rig.engine.writes == [vote - 1] * 2
+    assert rig.engine.writes == [int(vote == 3)] * 2
     assert rig.engine.weight_version == "7"
 
 

@@ -7,18 +7,23 @@ import functools
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from engine_ext import settings
+from engine_ext.adapters.vllm.repacks import RepackLearner
 from engine_ext.applier import MaskedApplier
 from engine_ext.certify import certify, summary
+from engine_ext.kernels import warm_up
 from engine_ext.placement import Placement, Status, TensorSpec
+from engine_ext.plan import Plan, make_plan
 from engine_ext.receiver import Receiver
+from engine_ext.repack import compose
+from engine_ext.scatter import ScatterApplier
 from engine_ext.storage_index import StorageIndex
-from engine_ext.tracing import trace_placement
+from engine_ext.tracing import LoadWeights, trace_placement
 from engine_ext.wire import Limits
 
 logger = logging.getLogger("vllm.delta_updates")
@@ -50,8 +55,9 @@ def _equip(worker: Any, chosen: settings.Settings) -> None:
 
     def loaded(*args: Any, **kwargs: Any) -> None:
         _keep_checkpoint_layout()
-        load_model(*args, **kwargs)
-        worker.delta_receiver = build_receiver(worker, chosen)
+        with RepackLearner() as learner:
+            load_model(*args, **kwargs)
+        worker.delta_receiver = build_receiver(worker, chosen, learner)
 
     def slept(level: int = 1) -> None:
         worker.delta_receiver.state.asleep = True
@@ -94,8 +100,13 @@ def _keep_checkpoint_layout() -> None:
     utils.check_cpu_sgl_kernel = check_cpu_sgl_kernel
 
 
-def build_receiver(worker: Any, chosen: settings.Settings) -> Receiver:
+def build_receiver(worker: Any, chosen: settings.Settings, learner: RepackLearner) -> Receiver:
     """Trace and certify the worker's model and make its receiver.
+
+    Args:
+        worker: has loaded its model, but allocated no KV cache.
+        chosen: the user's flags.
+        learner: what it learned while the model was loaded.
 
     Raises:
         RuntimeError: nothing can be certified, or there is no checkpoint to certify against.
@@ -112,14 +123,15 @@ def build_receiver(worker: Any, chosen: settings.Settings) -> Receiver:
     specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in checkpoint(model, config)]
     index = StorageIndex(model)
     placement = trace_placement(model, load_weights, specs, index)
+    compose(placement, learner.repacks, learner.refusals)
     traced = time.perf_counter()
     certify(placement, checkpoint(model, config))
+    plan = make_plan(placement, ranks)
     _log(placement, traced - start, time.perf_counter() - traced)
-    if not any(p.status in (Status.EXACT, Status.CAST) for p in placement.values()):
+    if not plan.targets:
         raise RuntimeError("delta updates: no tensor of this model can be certified")
-    mine = {n for n, p in placement.items() if p.status is not Status.NOT_ON_RANK}
-    held = frozenset().union(*ranks.all_gather(mine))
-    applier = MaskedApplier(model, load_weights, index, placement, held, chosen.chunk_bytes)
+    applier = _applier(chosen, model, index, plan, load_weights)
+    warm_up()
     return Receiver(
         applier,
         ranks,
@@ -127,6 +139,27 @@ def build_receiver(worker: Any, chosen: settings.Settings) -> Receiver:
         stage_timeout=chosen.stage_timeout,
         read_workers=chosen.read_workers,
         limits=Limits(max_part_bytes=chosen.max_body_bytes),
+    )
+
+
+def _applier(
+    chosen: settings.Settings,
+    model: torch.nn.Module,
+    index: StorageIndex,
+    plan: Plan,
+    load_weights: LoadWeights,
+) -> ScatterApplier:
+    threads = torch.get_num_threads()
+    if chosen.apply != "masked":
+        return ScatterApplier(model, index, plan, undo_bytes=chosen.undo_bytes, threads=threads)
+    return MaskedApplier(
+        model,
+        index,
+        plan,
+        undo_bytes=chosen.undo_bytes,
+        threads=threads,
+        load_weights=load_weights,
+        chunk_bytes=chosen.chunk_bytes,
     )
 
 
@@ -150,7 +183,7 @@ def checkpoint(model: torch.nn.Module, config: Any) -> Iterator[tuple[str, torch
     return weights
 
 
-def _loader(model: Any, config: Any) -> Callable[[Iterable[tuple[str, torch.Tensor]]], object]:
+def _loader(model: Any, config: Any) -> LoadWeights:
     from vllm.config import set_current_vllm_config
 
     def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> object:

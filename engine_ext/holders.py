@@ -1,0 +1,129 @@
+"""Which ranks hold which elements of a checkpoint tensor.
+
+Every rank tells the others the source boxes of its segments once, after certification. From that
+every rank knows, per box, the set of ranks that hold the very same elements; the lowest of them
+counts these elements, for ownership and for the digest. Boxes of two ranks must be equal or
+disjoint; anything else, and elements that no rank holds, makes the tensor uncertified.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from engine_ext.placement import Placement, Segment, Status
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Box:
+    """The source side of a segment, in its shortest form: start and (size, stride) pairs."""
+
+    start: int
+    dims: tuple[tuple[int, int], ...]
+
+    @property
+    def numel(self) -> int:
+        return int(np.prod([size for size, _ in self.dims], dtype=np.int64))
+
+    @property
+    def end(self) -> int:
+        return self.start + 1 + sum((size - 1) * stride for size, stride in self.dims)
+
+    def indices(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """All flat indices of the box."""
+        found = np.full(1, self.start, np.int64)
+        for size, stride in self.dims:
+            found = (found[:, None] + np.arange(size) * stride).reshape(-1)
+        return found
+
+
+def box_of(segment: Segment) -> Box:
+    """The checkpoint elements of a segment."""
+    dims = sorted(
+        (
+            (size, stride)
+            for size, stride in zip(segment.sizes, segment.source_strides, strict=True)
+            if size != 1 and stride != 0
+        ),
+        key=lambda dim: -dim[1],
+    )
+    merged: list[tuple[int, int]] = []
+    for size, stride in dims:
+        if merged and merged[-1][1] == size * stride:
+            merged[-1] = (merged[-1][0] * size, stride)
+        else:
+            merged.append((size, stride))
+    return Box(segment.source_offset, tuple(merged))
+
+
+RankBoxes = dict[str, list[tuple[int, tuple[tuple[int, int], ...]]]]
+
+
+def boxes(placement: Placement) -> RankBoxes:
+    """This rank's boxes by tensor, in a form that can be sent to the other ranks."""
+    return {
+        name: [(box.start, box.dims) for box in map(box_of, placed.segments)]
+        for name, placed in placement.items()
+        if placed.segments
+    }
+
+
+Holders = dict[str, dict[Box, tuple[int, ...]]]
+
+
+def resolve(placement: Placement, by_rank: Sequence[RankBoxes]) -> Holders:
+    """Work out the holders of every box, and refuse the tensors whose boxes do not fit.
+
+    Args:
+        placement: this rank's; tensors that do not fit become uncertified in it.
+        by_rank: `boxes` of every rank, in rank order; the same on every rank.
+
+    Returns:
+        tensor -> box -> ranks that hold it, ascending.
+    """
+    holders: Holders = {}
+    for name, placed in placement.items():
+        found: defaultdict[Box, list[int]] = defaultdict(list)
+        for rank, ranks_boxes in enumerate(by_rank):
+            for box in {Box(start, dims) for start, dims in ranks_boxes.get(name, [])}:
+                found[box].append(rank)
+        holders[name] = {box: tuple(ranks) for box, ranks in found.items()}
+        if not found or placed.status is Status.UNCERTIFIED:
+            continue
+        if any(_overlap(a, b) for a, b in combinations(sorted(found), 2)):
+            placed.refuse("the ranks' parts of it overlap without being the same")
+        elif (held := sum(box.numel for box in found)) != placed.spec.numel:
+            placed.refuse(f"{placed.spec.numel - held} of its elements are on no rank")
+    return holders
+
+
+def _overlap(a: Box, b: Box) -> bool:
+    if a.end <= b.start or b.end <= a.start:
+        return False
+    if _apart(a, b):
+        return False
+    return bool(np.intersect1d(a.indices(), b.indices(), assume_unique=True).size)
+
+
+def _apart(a: Box, b: Box) -> bool:
+    """Whether two shards with the same strides are visibly disjoint in some dimension."""
+    if [d[1] for d in a.dims] != [d[1] for d in b.dims]:
+        return False
+    difference = b.start - a.start
+    for position, ((size_a, stride), (size_b, _)) in enumerate(zip(a.dims, b.dims, strict=True)):
+        inner = sum((max(x[0], y[0]) - 1) * x[1] for x, y in _rest(a, b, position))
+        if stride <= 2 * inner:
+            return False
+        steps = round(difference / stride)
+        difference -= steps * stride
+        if steps >= size_a or -steps >= size_b:
+            return True
+    return difference != 0
+
+
+def _rest(a: Box, b: Box, position: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    return list(zip(a.dims[position + 1 :], b.dims[position + 1 :], strict=True))

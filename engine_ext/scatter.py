@@ -1,0 +1,364 @@
+"""The scatter apply: direct writes of the changed elements through certified placements.
+
+Staging does all the work: it locates, casts, gathers old values and digests the change. What the
+commit has left is to see that the old values still hold, and one scatter per live tensor.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine_ext.digest import Digest, change_digest
+from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
+from engine_ext.errors import BaseMismatch, NotUpdatable
+from engine_ext.placement import Status
+from engine_ext.plan import Plan
+from engine_ext.storage_index import StorageIndex
+from engine_ext.wire import Manifest, ParamDelta, Part
+from engine_ext.writes import StagedParam, Write, stage_param
+
+
+@dataclass(slots=True)
+class StagedPart:
+    """A part, ready to be written on this rank.
+
+    Attributes:
+        manifest: what the part says.
+        params: its params, in the part's order.
+    """
+
+    manifest: Manifest
+    params: list[StagedParam]
+
+    @property
+    def nnz(self) -> int:
+        """Elements of the delta, on whatever rank."""
+        return sum(param.delta.nnz for param in self.params)
+
+    @property
+    def names(self) -> set[str]:
+        return {param.delta.name for param in self.params}
+
+    @property
+    def writes(self) -> list[Write]:
+        return [write for param in self.params for write in param.writes]
+
+
+@dataclass(slots=True)
+class UndoLog:
+    """What takes a committed sync back on this rank.
+
+    Attributes:
+        writes: the sync's, with their old values.
+        changes: by how much each tensor's digest had moved.
+    """
+
+    writes: list[Write]
+    changes: dict[str, Digest]
+
+
+class ScatterApplier:
+    """Stages and writes deltas on one rank.
+
+    Args:
+        model: the live model.
+        index: its storage index, as of the certification.
+        plan: this rank's plan.
+        undo_bytes: host memory that the old values of one sync may take.
+        threads: how many live tensors are written at once.
+    """
+
+    name = "scatter"
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        index: StorageIndex,
+        plan: Plan,
+        *,
+        undo_bytes: int,
+        threads: int,
+    ) -> None:
+        self.plan = plan
+        self.digests = plan.scan()
+        self._model = model
+        self._index = index
+        self._undo_bytes = undo_bytes
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="delta-write")
+        for dtype in {placed.spec.dtype for placed in plan.placement.values()}:
+            # Compile now what the first sync would otherwise wait for.
+            none = np.empty(0, bits_dtype(NAME_OF_TORCH[dtype]))
+            change_digest("", np.empty(0, np.int64), none, none)
+
+    def stage(self, part: Part) -> StagedPart:
+        """Check every param of a part and make it ready.
+
+        Raises:
+            NotUpdatable: names the tensor. Nothing was written.
+        """
+        for delta in part.deltas:
+            self._check_param(delta)
+        undo = not part.manifest.full or self._full_fits()
+        return StagedPart(
+            part.manifest,
+            [
+                stage_param(
+                    delta,
+                    self.plan.targets.get(delta.name, []),
+                    self.plan.rank,
+                    digested=delta.name in self.plan.digested,
+                    undo=undo,
+                )
+                for delta in part.deltas
+            ],
+        )
+
+    def check_sync(self, staged: Sequence[StagedPart], *, full: bool) -> None:
+        """Refuse what only the whole sync can tell, on this rank.
+
+        Raises:
+            NotUpdatable: parts overlap, a ``full`` sync leaves tensors out, the engine has moved
+                a weight, or the old values would not fit the undo log. Nothing was written.
+        """
+        self.check_in_place()
+        _refuse_overlap(staged)
+        if full:
+            self._check_covers(staged)
+        elif (needed := self._undo_needed(staged)) > self._undo_bytes:
+            raise NotUpdatable(
+                f"the old values take {needed} bytes, --delta-undo-bytes allows "
+                f"{self._undo_bytes}; send a full sync",
+                needed=needed,
+                limit=self._undo_bytes,
+            )
+
+    def check_in_place(self) -> None:
+        """Refuse to write when the engine has moved a weight since start-up.
+
+        Raises:
+            NotUpdatable: names the weights.
+        """
+        moved = self._index.moved(self._model)
+        if moved:
+            raise NotUpdatable(f"the engine moved these after start-up: {moved}", tensors=moved)
+
+    def rescan(self) -> None:
+        """Compute the digests from live memory again, after a write that failed half-way."""
+        self.digests = self.plan.scan()
+
+    def check_base(self, staged: Sequence[StagedPart]) -> None:
+        """Prove that the old values gathered while staging still hold.
+
+        Raises:
+            BaseMismatch: one does not. Nothing was written.
+        """
+        writes = [write for part in staged for write in part.writes]
+        if not all(self._each(writes, lambda write: write.unchanged())):
+            raise BaseMismatch("a weight changed between staging and commit; send the sync again")
+
+    def brief(self, staged: Sequence[StagedPart]) -> dict[str, Any]:
+        """What the other ranks must know of this rank's share of a sync, as JSON."""
+        replicas: dict[tuple[int, ...], Digest] = {}
+        for part in staged:
+            for param in part.params:
+                for ranks, change in param.replicas.items():
+                    replicas[ranks] = replicas.get(ranks, Digest.ZERO) + change
+        return {
+            "counted": sum(param.counted for part in staged for param in part.params),
+            "changes": [_sum(param.change for param in part.params).hex() for part in staged],
+            "replicas": [[list(ranks), change.hex()] for ranks, change in replicas.items()],
+            "digest": self.digest.hex(),
+        }
+
+    def agree(self, staged: Sequence[StagedPart], briefs: Sequence[dict[str, Any]]) -> None:
+        """Judge a sync by what all ranks have said of it; every rank comes to the same end.
+
+        Raises:
+            BaseMismatch: the old values are not the sender's, or differ between ranks.
+            NotUpdatable: an element is on no rank.
+        """
+        owned = sum(brief["counted"] for brief in briefs)
+        nnz = sum(part.nnz for part in staged)
+        if owned != nnz:
+            raise NotUpdatable(f"{nnz - owned} of {nnz} elements are on no rank")
+        _check_replicas(briefs)
+        changes = [
+            _sum(Digest.parse(brief["changes"][number]) for brief in briefs)
+            for number in range(len(staged))
+        ]
+        before = _sum(Digest.parse(brief["digest"]) for brief in briefs)
+        for number, (part, change) in enumerate(zip(staged, changes, strict=True)):
+            _expect("the digest of a part's change", part.manifest.digest_part, change, number)
+            if not part.manifest.full:
+                _expect("the model's digest", part.manifest.digest_before, before, number)
+        after = before + _sum(changes)
+        for number, part in enumerate(staged):
+            _expect("the digest after the sync", part.manifest.digest_after, after, number)
+
+    def write(self, staged: Sequence[StagedPart]) -> None:
+        """Write. Anything raised means that some elements may have been written."""
+        writes = [write for part in staged for write in part.writes]
+        self._each(writes, lambda write: write.put())
+
+    def undo(self, staged: Sequence[StagedPart]) -> None:
+        """Put the old values back after `write`, whole or half.
+
+        Raises:
+            RuntimeError: they were not kept.
+        """
+        self._restore([write for part in staged for write in part.writes])
+
+    def finish(self, staged: Sequence[StagedPart]) -> UndoLog | None:
+        """Advance the digests after a write; returns what takes it back, if that was kept."""
+        changes: dict[str, Digest] = defaultdict(lambda: Digest.ZERO)
+        for part in staged:
+            for param in part.params:
+                changes[param.delta.name] += param.change
+        for name, change in changes.items():
+            if name in self.plan.digested:
+                self.digests[name] = self.digests.get(name, Digest.ZERO) + change
+        writes = [write for part in staged for write in part.writes]
+        if any(write.old is None for write in writes):
+            return None
+        return UndoLog(writes, dict(changes))
+
+    def roll_back(self, log: UndoLog) -> None:
+        """Take a committed sync back, weights and digests."""
+        self._restore(log.writes)
+        for name, change in log.changes.items():
+            if name in self.digests:
+                self.digests[name] -= change
+
+    @property
+    def digest(self) -> Digest:
+        """Of all covered elements that this rank counts."""
+        return _sum(self.digests.values())
+
+    def describe(self) -> dict[str, Any]:
+        """Apply mode, certification summary and digest of this rank, as JSON."""
+        placement = self.plan.placement
+        return {
+            "apply": self.name,
+            "certification": dict(Counter(p.status.value for p in placement.values())),
+            "uncertified": {
+                name: placed.reason
+                for name, placed in placement.items()
+                if placed.status is Status.UNCERTIFIED
+            },
+            "digest": self.digest.hex(),
+        }
+
+    def _check_param(self, delta: ParamDelta) -> None:
+        placed = self.plan.placement.get(delta.name)
+        if placed is None:
+            raise NotUpdatable(
+                f"{delta.name}: the checkpoint this engine was loaded from has no such tensor",
+                tensor=delta.name,
+            )
+        if placed.status is Status.IGNORED:
+            raise NotUpdatable(
+                f"{delta.name}: the engine ignores this tensor; leave it out", tensor=delta.name
+            )
+        dtype = NAME_OF_TORCH[placed.spec.dtype]
+        if (delta.shape, delta.dtype) != (placed.spec.shape, dtype):
+            raise NotUpdatable(
+                f"{delta.name}: the checkpoint's is {dtype} {list(placed.spec.shape)}, the "
+                f"delta's {delta.dtype} {list(delta.shape)}",
+                tensor=delta.name,
+            )
+        reason = placed.reason if placed.status is Status.UNCERTIFIED else self._refusal(delta)
+        if reason:
+            raise NotUpdatable(
+                f"{delta.name}: this engine cannot update it exactly: {reason}",
+                tensor=delta.name,
+                reason=reason,
+            )
+
+    def _refusal(self, delta: ParamDelta) -> str | None:
+        """Why this way of writing cannot carry a delta of a certified tensor, if so."""
+        return None
+
+    def _check_covers(self, staged: Sequence[StagedPart]) -> None:
+        params = [param for part in staged for param in part.params]
+        sparse = sorted({p.delta.name for p in params if p.delta.indices is not None})
+        if sparse:
+            raise NotUpdatable(
+                f"a full sync sends every element, these are sparse: {sparse}", tensors=sparse
+            )
+        sent = {param.delta.name for param in params}
+        missing = sorted(self.plan.held - sent)
+        if missing:
+            raise NotUpdatable(
+                f"a full sync must cover every tensor; {len(missing)} are missing: {missing}",
+                tensors=missing,
+            )
+
+    def _undo_needed(self, staged: Sequence[StagedPart]) -> int:
+        return sum(write.undo_bytes for part in staged for write in part.writes)
+
+    def _full_fits(self) -> bool:
+        size = sum(entry.end - entry.start for entry in self._index.entries)
+        return size <= self._undo_bytes
+
+    def _restore(self, writes: Sequence[Write]) -> None:
+        if any(write.old is None for write in writes):
+            raise RuntimeError("the old values were not kept: the sync was larger than the log")
+        self._each(writes, lambda write: write.undo())
+
+    def _each(self, writes: Sequence[Write], do: Callable[[Write], Any]) -> list[Any]:
+        return list(self._pool.map(do, writes))
+
+
+def _expect(what: str, declared: str | None, actual: Digest, part: int) -> None:
+    if declared is not None and Digest.parse(declared) != actual:
+        raise BaseMismatch(
+            f"{what} is {actual.hex()}, part {part} says {declared}: the engine's old bytes are "
+            "not the sender's; send a full sync",
+            expected=declared,
+            actual=actual.hex(),
+        )
+
+
+def _check_replicas(briefs: Sequence[dict[str, Any]]) -> None:
+    """Ranks that hold the same elements must have found the same old values there."""
+    by_group: dict[tuple[int, ...], set[str]] = defaultdict(set)
+    heard: Counter[tuple[int, ...]] = Counter()
+    for brief in briefs:
+        for ranks, change in brief["replicas"]:
+            by_group[tuple(ranks)].add(change)
+            heard[tuple(ranks)] += 1
+    for group, changes in by_group.items():
+        if len(changes) > 1 or heard[group] != len(group):
+            raise BaseMismatch(f"ranks {list(group)} hold different copies of the same weights")
+
+
+def _refuse_overlap(staged: Sequence[StagedPart]) -> None:
+    """Refuse a sync in which some element of a tensor is sent more than once."""
+    by_name: dict[str, list[ParamDelta]] = defaultdict(list)
+    for part in staged:
+        for param in part.params:
+            by_name[param.delta.name].append(param.delta)
+    for name, deltas in by_name.items():
+        if len(deltas) > 1 and _overlap(deltas):
+            raise NotUpdatable(f"{name}: two parts send the same elements", tensor=name)
+
+
+def _overlap(deltas: Sequence[ParamDelta]) -> bool:
+    if any(delta.indices is None for delta in deltas):
+        return True
+    indices = np.concatenate([d.indices for d in deltas if d.indices is not None])
+    return len(np.unique(indices)) != len(indices)
+
+
+def _sum(digests: Any) -> Digest:
+    total = Digest.ZERO
+    for digest in digests:
+        total += digest
+    return total
