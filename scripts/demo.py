@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
+from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -75,14 +76,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     signal.signal(signal.SIGTERM, _terminate)
     console = Console(markup=False, highlight=False, soft_wrap=not sys.stdout.isatty())
+    errors = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
     try:
         with _folder(options.keep) as folder:
             result = run(options, folder, console)
     except (EngineError, SyncFailed, httpx.HTTPError) as error:
-        console.print(f"{type(error).__name__}: {error}")
+        errors.print(f"{type(error).__name__}: {error}")
         return 1
     except KeyboardInterrupt:
-        Console(stderr=True).print("interrupted; the engines are stopped")
+        errors.print("interrupted; the engines are stopped")
         return 130
     print(json.dumps(result), flush=True)
     return 0 if result["verified"] else 1
@@ -219,7 +221,7 @@ class Progress:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._table = Table(*_COLUMNS)
+        self._table = Table(*_COLUMNS, box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
         for column in self._table.columns:
             column.justify = "right"
         self._live = Live(self._table, console=console) if console.is_terminal else None

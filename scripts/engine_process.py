@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -31,6 +32,7 @@ import httpx
 HOST: Final = "127.0.0.1"
 _POLL_S: Final = 0.2
 _GRACE_S: Final = 15.0
+_GRACE_STARTING_S: Final = 2.0  # vLLM can hang on a SIGTERM that comes before it serves
 _TAIL_LINES: Final = 40
 _REQUEST_TIMEOUT_S: Final = 300.0
 
@@ -45,6 +47,8 @@ _ENV: Final = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
+_EXCEPTION: Final = re.compile(r"\w(Error|Exception): ")
+_MAX_ERRORS: Final = 10
 _SHARED_MEMORY: Final = Path("/dev/shm")
 
 
@@ -96,7 +100,7 @@ class EngineProcess:
         """Start the server and return once it is healthy.
 
         Raises:
-            EngineError: It died or did not answer in time; the message ends with its log.
+            EngineError: It died or did not answer in time; the message shows its log.
         """
         try:
             self._scratch = Path(tempfile.mkdtemp(prefix="vllm-"))
@@ -111,7 +115,7 @@ class EngineProcess:
                 )
             self._wait_healthy(self._process)
         except BaseException:
-            self.stop()
+            self.stop(_GRACE_STARTING_S)
             raise
         return self
 
@@ -123,8 +127,8 @@ class EngineProcess:
     ) -> None:
         self.stop()
 
-    def stop(self) -> None:
-        """End the server and everything it started; SIGTERM first, then SIGKILL."""
+    def stop(self, grace_s: float = _GRACE_S) -> None:
+        """End the server and everything it started: SIGTERM, after `grace_s` seconds SIGKILL."""
         self._client.close()
         process, self._process = self._process, None
         scratch, self._scratch = self._scratch, None
@@ -132,7 +136,7 @@ class EngineProcess:
         try:
             if process:
                 _signal_group(process.pid, signal.SIGTERM)
-                _wait_group(process, _GRACE_S)
+                _wait_group(process, grace_s)
         finally:
             if process:
                 _signal_group(process.pid, signal.SIGKILL)
@@ -146,6 +150,15 @@ class EngineProcess:
         """The last lines of the server's output."""
         text = self.log_path.read_text(encoding="utf-8", errors="replace")
         return "\n".join(text.splitlines()[-lines:])
+
+    def log_errors(self) -> str:
+        """The lines of the server's output that name an exception, first ones first.
+
+        vLLM's processes wrap each other's failures, so the cause stands far above the tail.
+        """
+        text = self.log_path.read_text(encoding="utf-8", errors="replace")
+        lines = [line for line in text.splitlines() if _EXCEPTION.search(line)]
+        return "\n".join(dict.fromkeys(lines[:_MAX_ERRORS]))
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         """``GET path``; `options` are httpx's (params, headers, timeout in seconds)."""
@@ -205,7 +218,7 @@ class EngineProcess:
     def _failure(self, what: str) -> str:
         return (
             f"the vLLM server {what}\ncommand: {' '.join(self._command)}\n"
-            f"end of {self.log_path}:\n{self.log_tail()}"
+            f"end of {self.log_path}:\n{self.log_tail()}\nexceptions in it:\n{self.log_errors()}"
         )
 
 

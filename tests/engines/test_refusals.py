@@ -134,7 +134,7 @@ def test_400_trailing_bytes(server: Server) -> None:
 
 def test_400_not_a_container(server: Server) -> None:
     refused(server.post((8).to_bytes(8, "little") + b"not json"), 400, "MalformedPart")
-    refused(server.post(zstandard.compress(b"nor is this")), 400, "MalformedPart")
+    refused(server.post(zstandard.compress(bytes(8) + b"nor is this")), 400, "MalformedPart")
     refused(server.post(server.next(encoding="deltas_zstd")[:-3]), 400, "MalformedPart")
 
 
@@ -332,15 +332,6 @@ def test_422_positions(server: Server) -> None:
         forged = edited(part.replace(good, raw), checksum=checksum)
         error = refused(server.post(forged), 422, "NotUpdatable")
         assert error["tensor"] == NORM
-
-
-def test_422_nan_in_a_sparse_param(server: Server) -> None:
-    """The masked apply marks unchanged elements with NaN, so it cannot send one."""
-    tensor = server.trainer.tensors[NORM].clone()
-    tensor[2] = float("nan")
-    part = server.next(tensors={NORM: tensor}, changed={NORM: torch.arange(4)})
-    error = refused(server.post(part), 422, "NotUpdatable")
-    assert "NaN" in error["message"]
 
 
 def test_422_full_sync_with_tensors_missing(server: Server) -> None:

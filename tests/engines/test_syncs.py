@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 import reference_sender
 import tiny_models
@@ -18,7 +19,12 @@ from tests.engines.conftest import PROMPTS, fingerprint
 from tests.engines.trainer import Trainer, container, split
 
 ENCODINGS = ("indices", "deltas", "deltas_zstd")
-CASES = [("qwen3", 1), ("qwen3", 2), ("llama_tied", 1)]
+CASES = [
+    ("qwen3", 1, "auto"),
+    ("qwen3", 2, "auto"),
+    ("qwen3", 1, "masked"),
+    ("llama_tied", 1, "auto"),
+]
 
 
 class Run:
@@ -56,17 +62,17 @@ class Run:
         return {"model_path": str(folder), "files": names}
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-tp{case[1]}")
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-tp{case[1]}-{case[2]}")
 def run(
     request: pytest.FixtureRequest,
     checkpoint: Callable[[str], Path],
     start: Callable[..., EngineProcess],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Run]:
-    kind, tp = request.param
+    kind, tp, apply = request.param
     root = tmp_path_factory.mktemp("deltas")
     base = checkpoint(kind)
-    engine = start(base, tp=tp, extra_args=["--delta-root", str(root)])
+    engine = start(base, tp=tp, extra_args=["--delta-root", str(root), "--delta-apply", apply])
     for prompt in PROMPTS:
         # What the prefix cache keeps now must not answer for later weights.
         engine.complete(prompt, max_tokens=4, temperature=0.0)
@@ -154,6 +160,24 @@ def test_dense_and_sparse_params_in_one_part(run: Run) -> None:
     changed = dict(run.trainer.step())
     mixed = {name: None if k % 2 else where for k, (name, where) in enumerate(changed.items())}
     run.committed(run.post(container(run.trainer.tensors, mixed, metadata=run.trainer.metadata())))
+
+
+def test_nan_is_a_value_like_any_other(run: Run) -> None:
+    """The masked apply marks unchanged elements with NaN: it cannot send one, and says so."""
+    name, where = "model.norm.weight", torch.tensor([2])
+    old = run.trainer.tensors[name]
+    new = old.clone()
+    new.view(torch.int16)[2] = 0x7FC1
+    for tensor in (new, old):
+        run.trainer.version += 1
+        tensors = {**run.trainer.tensors, name: tensor}
+        response = run.post(container(tensors, {name: where}, metadata=run.trainer.metadata()))
+        if tensor is new and run.engine.delta_status()["apply"] == "masked":
+            assert response.status_code == 422
+            assert "NaN" in response.json()["error"]["message"]
+            run.trainer.version -= 1
+            continue
+        run.committed(response)
 
 
 def test_full_sync_to_any_version(run: Run) -> None:

@@ -1,0 +1,78 @@
+"""Model families on a live engine: every tensor exact, or refused by name. No third outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny_models
+from engine_process import EngineProcess
+from tests.engines.conftest import fingerprint
+from tests.engines.trainer import Trainer, container
+
+# Tensors that the engine computes with after loading; a delta for them is refused.
+REFUSED = {
+    "mamba2": ("A_log", "conv1d"),
+    "qwen3_next": ("conv1d", "A_log"),
+    "gpt_oss": ("mlp.experts",),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp"),
+    [
+        ("qwen3_moe", 1),
+        pytest.param("qwen3_moe", 2, marks=pytest.mark.full),
+        ("gemma3", 1),
+        pytest.param("gemma3", 2, marks=pytest.mark.full),
+        pytest.param("qwen3_next", 1, marks=pytest.mark.full),
+        pytest.param("mamba2", 1, marks=pytest.mark.full),
+        pytest.param("gpt_oss", 1, marks=pytest.mark.full),
+    ],
+)
+def test_exact_or_refused(
+    kind: str,
+    tp: int,
+    checkpoint: Callable[[str], Path],
+    start: Callable[..., EngineProcess],
+    tmp_path: Path,
+) -> None:
+    base = checkpoint(kind)
+    engine = start(base, tp=tp)
+    trainer = Trainer(tiny_models.load_tensors(base))
+    status = engine.delta_status()
+    uncertified = set(status["uncertified"])
+    assert all(any(part in name for part in REFUSED.get(kind, ())) for name in uncertified), status
+    before = engine.checksums()
+    for name in sorted(uncertified)[:3]:
+        body = container(trainer.tensors, {name: None}, metadata={"current_version": "1"})
+        answer = _post(engine, body)
+        assert answer["error"]["type"] == "NotUpdatable"
+        assert answer["error"]["tensor"] == name
+    assert engine.checksums() == before
+    for _ in range(3):
+        old = dict(trainer.tensors)
+        changed = trainer.step()
+        for name in uncertified & changed.keys():
+            trainer.tensors[name] = old[name]
+            del changed[name]
+        answer = _post(engine, container(trainer.tensors, changed, metadata=trainer.metadata()))
+        assert answer["status"] == "committed", answer
+    assert engine.get("/delta_digest", params={"scan": "true"}).json()["corrupted"] == []
+    updated = fingerprint(engine)
+    engine.stop()
+    target = tiny_models.save_checkpoint(base, tmp_path / "target", trainer.tensors)
+    fresh = start(target, tp=tp)
+    assert fingerprint(fresh) == updated
+    fresh.stop()
+
+
+def _post(engine: EngineProcess, body: bytes) -> dict[str, Any]:
+    headers = {"Content-Type": "application/octet-stream"}
+    answer: dict[str, Any] = engine.post(
+        "/update_weights_delta", content=body, headers=headers
+    ).json()
+    return answer

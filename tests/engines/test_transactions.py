@@ -1,0 +1,264 @@
+"""Commit, undo, rollback and digest on a live engine with two ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+import tiny_models
+from engine_ext.digest import Digest, change_digest, tensor_digest
+from engine_process import EngineProcess
+from tests.engines.trainer import BITS, Trainer, container
+
+OCTETS = {"Content-Type": "application/octet-stream"}
+SYNCS = 200
+
+
+class Server:
+    def __init__(self, engine: EngineProcess, trainer: Trainer) -> None:
+        self.engine = engine
+        self.trainer = trainer
+
+    def post(self, body: bytes) -> httpx.Response:
+        return self.engine.post("/update_weights_delta", content=body, headers=OCTETS)
+
+    def fault(self, method: str, *args: str) -> list[str]:
+        answer = self.engine.post("/collective_rpc", json={"method": method, "args": list(args)})
+        results: list[str] = answer.json()["results"]
+        return results
+
+    def digest(self, scan: bool = False) -> dict[str, Any]:
+        found: dict[str, Any] = self.engine.get(
+            "/delta_digest", params={"scan": str(scan).lower()}
+        ).json()
+        return found
+
+    def next(self, density: float = 0.02, **metadata: str) -> bytes:
+        changed = self.trainer.step(density)
+        metadata = {**self.trainer.metadata(), **metadata}
+        return container(self.trainer.tensors, changed, metadata=metadata)
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Callable[[str], Path], start: Callable[..., EngineProcess]) -> Server:
+    base = checkpoint("qwen3")
+    engine = start(
+        base,
+        tp=2,
+        extra_args=["--worker-extension-cls", "tests.engines.faults.Faults"],
+        extra_env={"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    return Server(engine, Trainer(tiny_models.load_tensors(base)))
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    flat = tensor.reshape(-1).view(BITS[tensor.element_size()]).numpy()
+    return flat.view(f"u{tensor.element_size()}")
+
+
+def model_digest(tensors: dict[str, torch.Tensor]) -> Digest:
+    return sum((tensor_digest(n, bits(t)) for n, t in tensors.items()), start=Digest.ZERO)
+
+
+def change_of(
+    changed: dict[str, torch.Tensor], old: dict[str, torch.Tensor], new: dict[str, torch.Tensor]
+) -> Digest:
+    """The digest of the changed elements, new minus old."""
+    total = Digest.ZERO
+    for name, where in changed.items():
+        indices = where.numpy()
+        total += change_digest(name, indices, bits(old[name])[indices], bits(new[name])[indices])
+    return total
+
+
+def test_the_digest_is_the_trainers_on_two_ranks(server: Server) -> None:
+    expected = model_digest(server.trainer.tensors).hex()
+    assert server.digest()["digest"] == expected
+    assert server.digest(scan=True) | {"tensors": None} == {
+        "version": 0,
+        "digest": expected,
+        "scanned": True,
+        "tensors": None,
+        "corrupted": [],
+    }
+    name, tensor = next(iter(server.trainer.tensors.items()))
+    assert server.digest()["tensors"][name] == tensor_digest(name, bits(tensor)).hex()
+
+
+def test_the_plan(server: Server) -> None:
+    plan = server.engine.get("/delta_status", params={"plan": "true"}).json()["plan"]
+    assert len(plan) == 2
+    for rows in plan:
+        assert {row["name"] for row in rows} == set(server.trainer.tensors)
+        assert {row["status"] for row in rows} == {"exact"}
+        assert all(row["digested"] for row in rows)
+
+
+def test_a_write_that_fails_on_one_rank_is_taken_back_on_both(server: Server) -> None:
+    assert "other rank" in server.fault("fail_next_write", "1")
+    before = server.engine.checksums(), server.digest(scan=True), server.engine.delta_status()
+    body = server.next()
+    answer = server.post(body)
+    assert answer.status_code == 500
+    error = answer.json()["error"]
+    assert (error["type"], error["engine_state"]) == ("WriteUndone", "unchanged")
+    assert "rank 1" in error["message"]
+    after = server.engine.checksums(), server.digest(scan=True), server.engine.delta_status()
+    assert after == before
+    assert server.engine.complete("a", max_tokens=2)["choices"]
+    assert server.post(body).json()["status"] == "committed"
+
+
+def test_rollback(server: Server) -> None:
+    """The version before is restored bit by bit; the version that was left can come again."""
+    before = server.engine.checksums(), server.digest(scan=True)
+    body = server.next()
+    assert server.post(body).json()["rollback"] is True
+    after = server.engine.checksums(), server.digest(scan=True)
+    assert after[0] != before[0]
+    answer = server.engine.post("/delta_rollback").json()
+    assert answer["status"] == "rolled_back"
+    assert (answer["version"], answer["rolled_back"]) == (
+        server.trainer.version - 1,
+        server.trainer.version,
+    )
+    assert (server.engine.checksums(), server.digest(scan=True)) == before
+    weight_version = server.engine.get("/weight_info").json()["weight_version"]
+    assert weight_version == str(server.trainer.version - 1)
+    again = server.engine.post("/delta_rollback")
+    assert again.status_code == 409
+    assert server.post(body).json()["status"] == "committed"
+    assert (server.engine.checksums(), server.digest(scan=True)) == after
+
+
+@pytest.mark.parametrize("touched", [True, False])
+def test_a_corrupted_weight_is_found(server: Server, touched: bool) -> None:
+    """By the change's digest where the delta touches it, else by a scan."""
+    name = "model.norm.weight"
+    assert server.fault("flip_a_bit", "0", name, "3") == ["flipped", "other rank"]
+    old, version = server.trainer.tensors, server.trainer.version
+    if touched:
+        new = old[name].clone()
+        new[2:4] += 1
+        server.trainer.version += 1
+        tensors, changed = {**old, name: new}, {name: torch.tensor([2, 3])}
+        change = change_of(changed, old, tensors).hex()
+        metadata = {**server.trainer.metadata(), "digest_part": change}
+        answer = server.post(container(tensors, changed, metadata=metadata))
+        assert (answer.status_code, answer.json()["error"]["type"]) == (409, "BaseMismatch")
+        server.trainer.version = version
+    else:
+        assert server.digest(scan=True)["corrupted"] == [name]
+    assert server.engine.delta_status()["version"] == version
+    server.fault("flip_a_bit", "0", name, "3")
+    assert server.digest(scan=True)["corrupted"] == []
+
+
+def test_replicas_that_differ_are_found(server: Server) -> None:
+    """A norm lies on both ranks; one of them is not what it was."""
+    name = "model.norm.weight"
+    server.fault("flip_a_bit", "1", name, "5")
+    old = dict(server.trainer.tensors)
+    new = old[name].clone()
+    new[5] += 1
+    server.trainer.version += 1
+    body = container(
+        {**old, name: new}, {name: torch.tensor([5])}, metadata=server.trainer.metadata()
+    )
+    answer = server.post(body)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (409, "BaseMismatch")
+    server.fault("flip_a_bit", "1", name, "5")
+    server.trainer.version -= 1
+
+
+def test_many_random_syncs(server: Server) -> None:
+    """The digest is the trainer's after each of them; some are refused, one is rolled back."""
+    digest = model_digest(server.trainer.tensors)
+    rng = np.random.default_rng(5)
+    for number in range(SYNCS):
+        old = dict(server.trainer.tensors)
+        changed = server.trainer.step(float(rng.choice([0.0005, 0.005, 0.03])))
+        change = change_of(changed, old, server.trainer.tensors)
+        metadata = {
+            **server.trainer.metadata(),
+            "digest_part": change.hex(),
+            "digest_before": digest.hex(),
+            "digest_after": (digest + change).hex(),
+        }
+        if number % 10 == 3:
+            wrong = {**metadata, str(rng.choice(["digest_before", "digest_part"])): "0" * 32}
+            refused = server.post(container(server.trainer.tensors, changed, metadata=wrong))
+            assert refused.json()["error"]["type"] == "BaseMismatch", refused.text
+        answer = server.post(container(server.trainer.tensors, changed, metadata=metadata)).json()
+        assert answer["status"] == "committed", answer
+        assert answer["digest"] == (digest + change).hex()
+        if number == SYNCS // 2:
+            assert server.engine.post("/delta_rollback").json()["digest"] == digest.hex()
+            server.trainer.tensors, server.trainer.version = old, server.trainer.version - 1
+        else:
+            digest += change
+    assert server.digest(scan=True)["corrupted"] == []
+    assert server.digest(scan=True)["digest"] == model_digest(server.trainer.tensors).hex()
+
+
+def test_a_write_that_cannot_be_taken_back(server: Server) -> None:
+    server.fault("fail_next_write", "0")
+    server.fault("fail_next_undo", "0")
+    answer = server.post(server.next())
+    error = answer.json()["error"]
+    assert (error["type"], error["engine_state"]) == ("CommitFailed", "uncertain")
+    refused = server.engine.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
+    assert refused.status_code == 503
+    metadata = {"current_version": str(server.trainer.version + 1), "full": "true"}
+    server.trainer.version += 1
+    dense = dict.fromkeys(server.trainer.tensors)
+    healed = server.post(container(server.trainer.tensors, dense, metadata=metadata))
+    assert healed.json()["status"] == "committed", healed.text
+    assert server.digest(scan=True)["digest"] == model_digest(server.trainer.tensors).hex()
+    assert server.engine.complete("a", max_tokens=2)["choices"]
+
+
+def test_a_worker_killed_in_the_middle_of_a_commit(server: Server) -> None:
+    """Last: the server never serves mixed weights; it answers errors or is gone."""
+    [pid] = [pid for pid in server.fault("stall_next_write", "1") if pid != "other rank"]
+    body = server.next()
+    answers: list[object] = []
+
+    def sync() -> None:
+        try:
+            answers.append(server.post(body).status_code)
+        except httpx.HTTPError as error:
+            answers.append(error)
+
+    def generate() -> object:
+        try:
+            request = {"prompt": "a", "max_tokens": 2}
+            return server.engine.post("/v1/completions", json=request, timeout=5).status_code
+        except httpx.HTTPError as error:
+            return error
+
+    thread = threading.Thread(target=sync)
+    thread.start()
+    time.sleep(1)
+    os.kill(int(pid), signal.SIGKILL)
+    deadline = time.monotonic() + 45
+    while time.monotonic() < deadline:
+        served = generate()
+        assert served != 200
+        if isinstance(served, httpx.ConnectError):
+            break
+    else:
+        pytest.fail("the server of a dead worker is still there")
+    thread.join(60)
+    assert answers
+    assert answers[0] != 200
