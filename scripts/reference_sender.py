@@ -11,18 +11,22 @@ As a program it sends the difference between two Hugging Face checkpoints; see `
 
 The one rule: the snapshot is what the engine holds. It moves only once the engine has answered
 that it committed, and by exactly the bytes sent. Whatever fails, the next sync sends all of it.
+
+The engine's plan, read before the first sync and before every full one, says which tensors the
+engine ignores and which its digest covers. Ignored ones are left out of every sync. The digests
+let engine and sender find out that they do not hold the same bytes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import shutil
 import sys
 import time
 import uuid
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -40,6 +44,7 @@ from tenacity.stop import stop_after_attempt, stop_before_delay
 from tenacity.wait import wait_random_exponential
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from engine_ext.digest import Digest, change_digest, tensor_digest
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
 from engine_ext.wire.part import ParamDelta, encode_part
 from engine_ext.wire.positions import ENCODINGS, encode_positions
@@ -47,12 +52,17 @@ from engine_ext.wire.positions import ENCODINGS, encode_positions
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+logger = logging.getLogger(__name__)
+
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
-Changes = dict[str, ParamDelta]  # by name; private copies
+Changes = dict[str, ParamDelta]  # by name in the snapshot; private copies
 
 
 class SyncFailed(Exception):
     """The sync did not commit, as far as is known; snapshot and version are as before it.
+
+    Or else it did commit, and the message says that the engine's digest then was another than the
+    sender's; the next sync is a full one.
 
     Attributes:
         status: HTTP status of the last answer, None if none came. Where no answer to the last
@@ -78,7 +88,7 @@ class _Busy(SyncFailed):
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One sync."""
+    """One sync. The model is what is sent when all is sent, so without the ignored tensors."""
 
     version: int
     base_version: int
@@ -87,10 +97,11 @@ class SyncReport:
     full_bytes: int  # bytes of the model
     wire_bytes: int  # bytes of the request bodies, each counted once
     parts: int
-    encode_ms: float  # everything but posting: reading tensors, comparing, encoding
-    post_ms: float  # requests, with their retries and waits
+    encode_ms: float  # everything but posting: reading tensors, comparing, hashing, encoding
+    post_ms: float  # posting the parts, with retries and waits
     status: str  # "committed" or "already_applied"
     full: bool
+    digest: str | None  # of the model, now; None where no digest is kept
     engine: dict[str, Any]  # the engine's last answer
 
     @property
@@ -104,8 +115,9 @@ class DeltaSender:
     Tensors come as (name, tensor) in checkpoint coordinates: unsharded, and named as in the
     Hugging Face checkpoint. They are read one by one, so a generator that gathers each when asked
     will do. CUDA tensors are brought to the CPU whole and compared there: simple, not fastest.
-    Of tied tensors (one storage, several names) only the first name is kept and sent; if they ever
-    differ, that is a ValueError. So do not yield views of a buffer that is refilled in between.
+    Of tied tensors (one storage, several names) one copy is kept; if they ever differ, that is a
+    ValueError. So do not yield views of a buffer that is refilled in between. They are sent under
+    every name that the engine holds; if it has no plan, under the first.
 
     Host memory: the snapshot (the model's size), the changes until they are committed (8 bytes
     plus the itemsize for each element), and about two parts.
@@ -117,7 +129,7 @@ class DeltaSender:
         encoding: One of `ENCODINGS`.
         bucket_bytes: Most bytes of positions and values in one part, before compression. A param
             is never split: a larger one travels alone.
-        dense_above: Density above which a param is sent dense; None: where that takes no more.
+        digest: Keep the model's digest, and send digests along if the engine has a plan.
         api_key: Bearer token.
         pause_mode, flush_cache: As the endpoint takes them.
         timeout: Seconds, for one request and for waiting until another sync is out of the way.
@@ -125,8 +137,6 @@ class DeltaSender:
 
     Attributes:
         version: The version that the engine acknowledged last.
-        committing: Whether a last part was handed over and not yet answered. An exception that
-            leaves it True (Ctrl-C, say) leaves open whether the engine has committed.
     """
 
     def __init__(
@@ -137,7 +147,7 @@ class DeltaSender:
         base_version: int = 0,
         encoding: str = "deltas_zstd",
         bucket_bytes: int = 256 << 20,
-        dense_above: float | None = None,
+        digest: bool = True,
         api_key: str | None = None,
         pause_mode: str = "keep",
         flush_cache: bool = True,
@@ -146,16 +156,19 @@ class DeltaSender:
     ) -> None:
         if encoding not in ENCODINGS:
             raise ValueError(f"encoding {encoding!r} is not one of {', '.join(ENCODINGS)}")
-        self.version, self.committing = base_version, False
-        self._encoding, self._bucket_bytes = encoding, bucket_bytes
-        self._dense_above, self._timeout = dense_above, timeout
-        self._url = url.rstrip("/") + "/update_weights_delta"
+        self.version = base_version
+        self._encoding, self._bucket_bytes, self._timeout = encoding, bucket_bytes, timeout
+        self._url, self._with_digest = url.rstrip("/"), digest
         self._query = {"pause_mode": pause_mode, "flush_cache": "true" if flush_cache else "false"}
         self._headers = {"Content-Type": "application/octet-stream"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._owns_client = client is None
-        self._client = client or httpx.Client(timeout=timeout)
+        self._owns_client, self._client = client is None, client or httpx.Client(timeout=timeout)
+        self._names: list[str] = []  # what is sent when all is sent; empty until the plan is read
+        self._digested: set[str] = set()  # names that the digest covers
+        self._digest: Digest | None = None  # of the snapshot
+        self._suspect = False  # the engine's last digest was not ours
+        self._started = self._post_s = 0.0  # when this sync began, and its seconds of posting
         self._snapshot: dict[str, ParamDelta] = {}  # dense: what the engine holds
         self._tied: dict[str, str] = {}  # further name -> name in the snapshot
         for name, tensor, first in _with_ties(base):
@@ -178,36 +191,36 @@ class DeltaSender:
     def sync(self, tensors: NamedTensors) -> SyncReport:
         """Send what changed since the last sync; if nothing did, one empty part.
 
-        If the engine turns out to hold something else (it was restarted, or committed a sync whose
-        answer was lost) or to be ``uncertain``, the whole model is sent instead, once.
+        If the engine turns out to hold something else (it was restarted, a digest disagrees, it
+        committed a sync whose answer was lost) or to be ``uncertain``, the whole model is sent
+        instead, once.
 
         Raises:
-            SyncFailed: The engine refused, or could not be reached.
-            ValueError: Names, shapes or dtypes are not the base's. Parts may be staged already;
-                the engine drops them after its stage timeout.
+            SyncFailed: The engine refused, could not be reached, or holds other bytes afterwards.
+            ValueError: Names, shapes or dtypes are not the base's. Nothing was sent.
         """
-        changes: Changes = {}
-        deltas = self._read(tensors, changes)
+        changes, version = self._read(tensors), self.version
         try:
-            return self._send(deltas, changes, self.version + 1, full=False)
+            return self._send(changes, version + 1, full=self._suspect)
         except SyncFailed as failed:
-            if not _calls_for_full(failed):
+            if self._suspect or not _calls_for_full(failed):
                 raise
-            actual = failed.error.get("actual")
-        version = max(self.version, actual if isinstance(actual, int) else 0) + 1
-        return self._send(self._whole_model(deltas, changes), changes, version, full=True)
+            if isinstance(actual := failed.error.get("actual"), int):
+                version = max(version, actual)
+        return self._send(changes, version + 1, full=True)
 
     def sync_full(self, tensors: NamedTensors) -> SyncReport:
         """Send every tensor dense, whatever the engine holds. Raises as `sync`."""
-        changes: Changes = {}
-        model = self._whole_model(self._read(tensors, changes), changes)
-        return self._send(model, changes, self.version + 1, full=True)
+        return self._send(self._read(tensors), self.version + 1, full=True)
 
-    def _read(self, tensors: NamedTensors, changes: Changes) -> Iterator[ParamDelta]:
-        """Yield each changed param, having put it into `changes`."""
+    def _read(self, tensors: NamedTensors) -> Changes:
+        """Find out what is not as in the snapshot."""
+        self._started, self._post_s = time.perf_counter(), 0.0
+        changes: Changes = {}
         seen: set[str] = set()
         for name, tensor, first in _with_ties(tensors):
-            kept = name if name in self._snapshot else self._tied.get(name, first or name)
+            known = name in self._snapshot or name in self._tied
+            kept = self._kept(name if known else first or name)
             if kept not in self._snapshot:
                 raise ValueError(f"{name}: not in the base")
             old, new = self._snapshot[kept], replace(_to_bits(name, tensor), name=kept)
@@ -222,19 +235,25 @@ class DeltaSender:
             seen.add(kept)
             indices = np.flatnonzero(new.values != old.values)
             if indices.size:
-                changes[kept] = self._gather(new, indices)
-                yield changes[kept]
+                sparse = replace(new, indices=indices, values=new.values[indices])
+                dense = self._payload_bytes(sparse) >= new.values.nbytes
+                changes[kept] = replace(new, values=new.values.copy()) if dense else sparse
         if missing := self._snapshot.keys() - seen:
             raise ValueError(f"missing, but in the base: {', '.join(sorted(missing))}")
+        return changes
 
-    def _gather(self, new: ParamDelta, indices: np.ndarray[Any, np.dtype[np.int64]]) -> ParamDelta:
-        """Copy the values at `indices` (int64 [nnz]) of a dense param, or all if that is better."""
-        sparse = replace(new, indices=indices, values=new.values[indices])
-        if self._dense_above is None:
-            dense = self._payload_bytes(sparse) >= new.values.nbytes
-        else:
-            dense = indices.size > self._dense_above * new.numel
-        return replace(new, values=new.values.copy()) if dense else sparse
+    def _kept(self, name: str) -> str:
+        """The name in the snapshot of what is sent under `name`."""
+        return self._tied.get(name, name)
+
+    def _image(self, kept: str, changes: Changes) -> ParamDelta:
+        """A tensor of the snapshot with `changes` made, dense; to read only, it may be no copy."""
+        old, change = self._snapshot[kept], changes.get(kept)
+        if change is None or change.indices is None:
+            return change or old
+        values = old.values.copy()
+        values[change.indices] = change.values
+        return replace(old, values=values)
 
     def _payload_bytes(self, delta: ParamDelta) -> int:
         """Bytes of a param's positions and values, before compression."""
@@ -242,76 +261,130 @@ class DeltaSender:
             return delta.values.nbytes
         return encode_positions(self._encoding, delta.indices)[0].nbytes + delta.values.nbytes
 
-    def _image(self, name: str, changes: Changes) -> ParamDelta:
-        """The snapshot's tensor with `changes` made, dense; to read only, it may be no copy."""
-        kept, change = self._snapshot[name], changes.get(name)
-        if change is None or change.indices is None:
-            return change or kept
-        values = kept.values.copy()
-        values[change.indices] = change.values
-        return replace(kept, values=values)
+    def _learn_plan(self) -> None:
+        """Ask for the engine's plan; choose what is sent, and compute the snapshot's digest.
 
-    def _whole_model(self, unread: Iterable[ParamDelta], changes: Changes) -> Iterator[ParamDelta]:
-        """Read to the end, then yield every tensor as it was read, dense."""
-        for _ in unread:
-            pass
-        for name in self._snapshot:
-            yield self._image(name, changes)
+        A name that the plan lacks is sent all the same, for the engine to refuse it, unless it is
+        tied to one that the plan has.
+        """
+        try:
+            plan = self._ask_plan()
+        except SyncFailed as failed:
+            if failed.status != 404:
+                raise
+            plan = None
+        first_time = not self._names
+        rows = [row for rank in plan or [] for row in rank]
+        held = {row["name"] for row in rows if row["status"] != "ignored"}
+        known = {self._kept(row["name"]) for row in rows}
+        names = [*self._snapshot, *self._tied]
+        self._names = [n for n in names if n in held or (n in self._snapshot and n not in known)]
+        self._digested = {row["name"] for row in rows if row["digested"]}
+        lacking = sorted(self._digested.difference(self._names))
+        self._digest = None
+        if plan is not None and self._with_digest and not lacking:
+            threads, tensors = os.cpu_count() or 1, ((n, self._old(n)) for n in self._digested)
+            digests = (tensor_digest(name, values, threads=threads) for name, values in tensors)
+            self._digest = sum(digests, start=Digest.ZERO)
+        if first_time:
+            if ignored := self._snapshot.keys() - map(self._kept, self._names):
+                logger.warning("left out, as the engine ignores them: %s", sorted(ignored))
+            if lacking:
+                logger.warning("no digests, as the engine's cover tensors not in base: %s", lacking)
 
-    def _buckets(self, deltas: Iterable[ParamDelta]) -> Iterator[list[ParamDelta]]:
-        """Group params into parts of one dtype and at most `bucket_bytes`, or one param."""
-        buckets: defaultdict[str, list[ParamDelta]] = defaultdict(list)
-        filled: Counter[str] = Counter()
-        for delta in deltas:
-            size = self._payload_bytes(delta)
-            if buckets[delta.dtype] and filled[delta.dtype] + size > self._bucket_bytes:
-                yield buckets.pop(delta.dtype)
-                filled[delta.dtype] = 0
-            buckets[delta.dtype].append(delta)
-            filled[delta.dtype] += size
-        yield from buckets.values()
+    def _ask_plan(self) -> Any:
+        """For each rank a list of rows, one per checkpoint tensor; None if there is no plan."""
+        return self._request("GET", "/delta_status", {"plan": "true"}).get("plan")
 
-    def _send(
-        self, deltas: Iterable[ParamDelta], changes: Changes, version: int, *, full: bool
-    ) -> SyncReport:
-        """Encode and post part by part; once committed, move the snapshot by `changes`."""
+    def _old(self, name: str) -> np.ndarray[Any, Any]:
+        return self._snapshot[self._kept(name)].values
+
+    def _change(self, names: Iterable[str], changes: Changes) -> Digest:
+        """What `changes` of these tensors add to the digest."""
+        total = Digest.ZERO
+        for name in self._digested.intersection(names):
+            if change := changes.get(self._kept(name)):
+                where = slice(None) if change.indices is None else change.indices
+                total += change_digest(name, change.indices, self._old(name)[where], change.values)
+        return total
+
+    def _parts(self, params: dict[str, ParamDelta]) -> list[list[str]]:
+        """Group names into parts of one dtype and at most `bucket_bytes`, or of one param."""
+        parts: list[list[str]] = []
+        filling: dict[str, tuple[list[str], int]] = {}  # by dtype: a part and its bytes
+        for name in self._names:
+            if param := params.get(self._kept(name)):
+                size = self._payload_bytes(param)
+                part, filled = filling.get(param.dtype, ([], 0))
+                if not part or filled + size > self._bucket_bytes:
+                    part, filled = [], 0
+                    parts.append(part)
+                part.append(name)
+                filling[param.dtype] = part, filled + size
+        return parts or [[]]
+
+    def _send(self, changes: Changes, version: int, *, full: bool) -> SyncReport:
+        """Encode and post part by part; once committed, move snapshot and digest by `changes`."""
+        # Before a full sync again: the engine may be another, and our digest may be wrong.
+        if full or not self._names:
+            self._learn_plan()
+        parts = self._parts(self._snapshot if full else changes)
         sync_id, base_version = uuid.uuid4().hex, self.version
-        start, post_s, nnz, wire_bytes, parts = time.perf_counter(), 0.0, 0, 0, 0
+        before, after = self._digest, self._digest or Digest.ZERO
+        nnz = wire_bytes = 0
         answer: dict[str, Any] = {}
-        self.committing = False
-        for bucket, last in _mark_last(self._buckets(deltas)):
+        for number, names in enumerate(parts):
+            last = number == len(parts) - 1
+            digests: dict[str, Any] = {}
+            if before is not None:
+                change = self._change(names, changes)
+                after += change
+                if not full:  # where it is, nobody knows what the engine holds
+                    digests.update(digest_part=change.hex(), digest_before=before.hex())
+                if last:
+                    digests.update(digest_after=after.hex())
+            kept = [self._kept(name) for name in names]
+            deltas = [self._image(k, changes) if full else changes[k] for k in kept]
             body = encode_part(
-                bucket,
+                [replace(delta, name=name) for delta, name in zip(deltas, names, strict=True)],
                 encoding=self._encoding,
                 current_version=version,
                 base_version=None if full else base_version,
                 sync_id=sync_id,
-                part=parts,
-                num_parts=parts + 1 if last else None,
+                part=number,
+                num_parts=len(parts),
                 full=full,
+                **digests,
             )
             post_start = time.perf_counter()
-            self.committing = last
-            answer = self._deliver(body, version, parts, last)
-            post_s += time.perf_counter() - post_start
-            nnz += sum(delta.nnz for delta in bucket)
+            answer = self._deliver(body, version, number, last)
+            self._post_s += time.perf_counter() - post_start
+            nnz += sum(delta.nnz for delta in deltas)
             wire_bytes += len(body)
-            parts += 1
         self._advance(changes)
-        self.version = version  # after the snapshot: if that is interrupted, a full sync follows
-        self.committing = False
+        self._digest = None if before is None else after
+        self.version = version  # last: if this is interrupted, a full sync follows
+        theirs = answer.get("digest")
+        self._suspect = before is not None and theirs not in (None, after.hex())
+        if self._suspect:
+            raise SyncFailed(
+                f"version {version} is committed, but the engine does not hold what it should: "
+                f"its digest is {theirs}, not {after}; the next sync will be full",
+                200,
+            )
         return SyncReport(
             version=version,
             base_version=base_version,
             nnz=nnz,
-            numel=sum(kept.numel for kept in self._snapshot.values()),
-            full_bytes=sum(kept.values.nbytes for kept in self._snapshot.values()),
+            numel=sum(self._old(name).size for name in self._names),
+            full_bytes=sum(self._old(name).nbytes for name in self._names),
             wire_bytes=wire_bytes,
-            parts=parts,
-            encode_ms=(time.perf_counter() - start - post_s) * 1e3,
-            post_ms=post_s * 1e3,
+            parts=len(parts),
+            encode_ms=(time.perf_counter() - self._started - self._post_s) * 1e3,
+            post_ms=self._post_s * 1e3,
             status=answer["status"],
             full=full,
+            digest=None if before is None else after.hex(),
             engine=answer,
         )
 
@@ -321,9 +394,9 @@ class DeltaSender:
 
     def _advance(self, changes: Changes) -> None:
         """Make the committed `changes` in the snapshot."""
-        for name, change in changes.items():
+        for kept, change in changes.items():
             where = slice(None) if change.indices is None else change.indices
-            self._snapshot[name].values[where] = change.values
+            self._snapshot[kept].values[where] = change.values
 
     def _deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:
         """Post one part until it is taken or refused; returns the engine's answer."""
@@ -333,8 +406,9 @@ class DeltaSender:
             stop=stop_before_delay(self._timeout),
             reraise=True,
         )
-        answer = when_free(self._post)(body)
-        expected = ("committed", "already_applied") if last else ("staged",)
+        answer = when_free(self._request)("POST", "/update_weights_delta", self._query, body)
+        # A part may be that of an earlier sync whose answer was lost.
+        expected = ("committed" if last else "staged", "already_applied")
         if answer.get("status") not in expected or (last and answer.get("version") != version):
             raise SyncFailed(f"part {part} of version {version} was answered {answer}", 200)
         return answer
@@ -345,16 +419,17 @@ class DeltaSender:
         stop=stop_after_attempt(8),
         reraise=True,
     )
-    def _post(self, body: bytes) -> dict[str, Any]:
+    def _request(
+        self, method: str, path: str, query: dict[str, str], body: bytes | None = None
+    ) -> dict[str, Any]:
+        url, headers = self._url + path, self._headers
         try:
-            response = self._client.post(
-                self._url, params=self._query, headers=self._headers, content=body
-            )
+            answer = self._client.request(method, url, params=query, headers=headers, content=body)
         except httpx.TransportError as error:
-            raise _Unreachable(f"{self._url}: {type(error).__name__}: {error}") from error
-        if response.status_code != 200:
-            raise _refusal(response)
-        return _json_object(response)
+            raise _Unreachable(f"{url}: {type(error).__name__}: {error}") from error
+        if answer.status_code != 200:
+            raise _refusal(answer)
+        return _json_object(answer)
 
 
 def _with_ties(tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor, str | None]]:
@@ -380,15 +455,6 @@ def _to_bits(name: str, tensor: torch.Tensor) -> ParamDelta:
         raise ValueError(f"{name}: deltas do not carry {tensor.dtype}")
     bits = tensor.detach().cpu().contiguous().view(-1).view(torch_bits_dtype(tensor.dtype))
     return ParamDelta(name, dtype, tuple(tensor.shape), None, bits.numpy().view(bits_dtype(dtype)))
-
-
-def _mark_last(buckets: Iterator[list[ParamDelta]]) -> Iterator[tuple[list[ParamDelta], bool]]:
-    """Yield each bucket and whether it is the last; an empty one if there is none."""
-    bucket = next(buckets, [])
-    for following in buckets:
-        yield bucket, False
-        bucket = following
-    yield bucket, True
 
 
 def _json_object(response: httpx.Response) -> dict[str, Any]:
@@ -441,6 +507,9 @@ class CheckpointSender(DeltaSender):
 
     def _advance(self, changes: Changes) -> None:
         pass
+
+    def _ask_plan(self) -> Any:
+        return super()._ask_plan() if self._url else None
 
     def _deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:
         if self.dry_run:
@@ -502,11 +571,15 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--full", action="store_true", help="send all of --target, dense; needs no --base")
     bucket_help = "most bytes of a part before compression (default: %(default)s, 256 MiB)"
     add("--bucket-bytes", type=int, metavar="N", default=256 << 20, help=bucket_help)
+    add("--no-digest", action="store_true", help="send no digests along")
     add("--api-key", metavar="KEY", help="bearer token (default: that in DELTA_API_KEY)")
     pause_help = "requests in flight go on with the new weights (default), finish first, or end"
     add("--pause-mode", choices=("keep", "wait", "abort"), default="keep", help=pause_help)
     add("--no-flush-cache", action="store_true", help="keep KV entries of the old weights")
-    save_help = "write the parts to DIR/weight_v<version>/, for the disk endpoint; post nothing"
+    save_help = (
+        "write the parts to DIR/weight_v<version>/, for the disk endpoint, and post nothing; with "
+        "--url the engine is only asked which tensors it ignores and what its digest covers"
+    )
     add("--save", type=Path, metavar="DIR", help=save_help)
     add("--dry-run", action="store_true", help="tell what would be sent; post and write nothing")
     options = parser.parse_args(arguments)
@@ -527,18 +600,14 @@ def send_checkpoint(options: argparse.Namespace, progress: Progress) -> SyncRepo
         base_version=options.base_version,
         encoding=options.encoding,
         bucket_bytes=options.bucket_bytes,
+        digest=not options.no_digest,
         api_key=options.api_key or os.environ.get("DELTA_API_KEY"),
         pause_mode=options.pause_mode,
         flush_cache=not options.no_flush_cache,
     ) as sender:
         sender.save, sender.dry_run = options.save, options.dry_run
         send = sender.sync_full if options.full else sender.sync
-        try:
-            return send(read_checkpoint(options.target, progress))
-        except KeyboardInterrupt:
-            sent = "the last part was sent: the engine may have committed, see GET /delta_status"
-            outcome = sent if sender.committing else "the engine is unchanged"
-            raise KeyboardInterrupt(outcome) from None
+        return send(read_checkpoint(options.target, progress))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -549,13 +618,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with Progress(console=console) as progress:
             report = send_checkpoint(options, progress)
     except SyncFailed as failed:
-        console.print(f"not committed: {failed}")
+        console.print(f"failed: {failed}")
         return 1
     except (ValueError, KeyError, OSError, SafetensorError, httpx.InvalidURL) as error:
         console.print(f"{type(error).__name__}: {error}")
         return 2
-    except KeyboardInterrupt as interrupt:
-        console.print(f"interrupted: {str(interrupt) or 'the engine is unchanged'}")
+    except KeyboardInterrupt:
+        console.print("interrupted; GET /delta_status tells which version the engine is at")
         return 130
     print(
         f"version {report.base_version} -> {report.version}: {report.status}"

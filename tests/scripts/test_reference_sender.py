@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine_ext.dtypes import bits_dtype, torch_bits_dtype
+from engine_ext.digest import Digest, change_digest, tensor_digest
+from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.wire.frame import ZSTD_MAGIC, FrameReader
-from engine_ext.wire.part import Part, decode_part
+from engine_ext.wire.identity import part_identity
+from engine_ext.wire.part import ParamDelta, Part, decode_part
 from reference_sender import DeltaSender, SyncFailed
 
 Model = dict[str, torch.Tensor]
@@ -22,7 +24,12 @@ Handler = Callable[[httpx.Request], httpx.Response]
 def bits(tensor: torch.Tensor) -> np.ndarray:
     """The tensor's bytes as unsigned ints [numel], copied."""
     flat = tensor.detach().clone().contiguous().view(-1)
-    return flat.view(torch_bits_dtype(tensor.dtype)).numpy()
+    return flat.view(torch_bits_dtype(tensor.dtype)).numpy().view(f"u{tensor.itemsize}")
+
+
+def digest_of(weights: dict[str, np.ndarray]) -> Digest:
+    tensors = (tensor_digest(name, values) for name, values in weights.items())
+    return sum(tensors, start=Digest.ZERO)
 
 
 def error(status: int, kind: str, state: str = "unchanged", **operands: object) -> httpx.Response:
@@ -32,16 +39,25 @@ def error(status: int, kind: str, state: str = "unchanged", **operands: object) 
 
 @dataclass
 class Engine:
-    """Stages and commits parts; `faults` replaces the answer to the n-th request."""
+    """Stages and commits parts as a real one; it hashes its weights anew for every digest.
+
+    `faults` replaces the answer to the n-th POST. `ignored`, `uncertified` and `undigested` name
+    tensors of its checkpoint; it holds no weights for ignored ones.
+    """
 
     weights: dict[str, np.ndarray]
     version: int = 0
-    committed: str | None = None
+    has_plan: bool = True
+    ignored: set[str] = field(default_factory=set)
+    uncertified: set[str] = field(default_factory=set)
+    undigested: set[str] = field(default_factory=set)
+    committed: set[str] = field(default_factory=set)
     uncertain: bool = False
-    staged: dict[int, Part] = field(default_factory=dict)
+    staged: dict[int, tuple[Part, str]] = field(default_factory=dict)
     staging: str | None = None
     bodies: list[bytes] = field(default_factory=list)
     requests: list[httpx.Request] = field(default_factory=list)
+    questions: list[httpx.Request] = field(default_factory=list)
     log: list[Part] = field(default_factory=list)
     faults: dict[int, Callable[[Handler, httpx.Request], httpx.Response]] = field(
         default_factory=dict
@@ -49,61 +65,121 @@ class Engine:
 
     @classmethod
     def of(cls, model: Model, **state: object) -> Engine:
-        return cls({name: bits(tensor) for name, tensor in model.items()}, **state)
+        ignored = state.get("ignored", ())
+        return cls({n: bits(t) for n, t in model.items() if n not in ignored}, **state)
 
     def client(self) -> httpx.Client:
         return httpx.Client(transport=httpx.MockTransport(self.answer))
 
     def answer(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            self.questions.append(request)
+            return self.status()
         number = len(self.requests)
         self.requests.append(request)
         self.bodies.append(request.content)
         fault = self.faults.get(number)
         return fault(self.take, request) if fault else self.take(request)
 
+    def status(self) -> httpx.Response:
+        answer: dict[str, object] = {"version": self.version, "digest": self.digest().hex()}
+        if self.has_plan:
+            rows = [
+                {"name": name, "status": self.kind(name), "digested": name in self.digested}
+                for name in sorted(self.weights.keys() | self.ignored)
+            ]
+            absent = "not on this rank"
+            other = [
+                row if row["status"] == "ignored" else {**row, "status": absent} for row in rows
+            ]
+            answer["plan"] = [rows, other]
+        return httpx.Response(200, json=answer)
+
+    def kind(self, name: str) -> str:
+        if name in self.ignored:
+            return "ignored"
+        return "uncertified" if name in self.uncertified else "exact"
+
+    @property
+    def digested(self) -> set[str]:
+        return self.weights.keys() - self.undigested - self.uncertified
+
+    def digest(self) -> Digest:
+        return digest_of({name: self.weights[name] for name in self.digested})
+
     def take(self, request: httpx.Request) -> httpx.Response:
         reader = FrameReader(1 << 30)
-        part = decode_part(b"".join(reader.feed(request.content)))
+        container = b"".join(reader.feed(request.content))
+        part = decode_part(container)
         reader.finish()
         self.log.append(part)
         manifest = part.manifest
+        identity = part_identity(part.header, container)
         assert manifest.sync_id
         assert manifest.manifest_checksum
         assert manifest.part is not None
-        if manifest.sync_id == self.committed:
+        if manifest.current_version == self.version and identity in self.committed:
             return self.ok("already_applied")
         if self.uncertain and not manifest.full:
             return error(503, "EngineUncertain", "uncertain")
         if not manifest.full and manifest.base_version != self.version:
             expected = manifest.base_version
             return error(409, "VersionConflict", expected=expected, actual=self.version)
+        for delta in part.deltas:
+            if self.kind(delta.name) != "exact" or delta.name not in self.weights:
+                return error(422, "NotUpdatable", tensor=delta.name)
         if self.staging != manifest.sync_id:
             self.staging, self.staged = manifest.sync_id, {}
-        self.staged[manifest.part] = part
+        self.staged[manifest.part] = part, identity
         if len(self.staged) != manifest.num_parts:
             return self.ok("staged")
-        self.commit(manifest.full)
-        self.version, self.committed = manifest.current_version or 0, manifest.sync_id
+        if refusal := self.commit(manifest.full):
+            return refusal
+        self.version = manifest.current_version or 0
         self.uncertain = False
-        return self.ok("committed")
+        return self.ok("committed", digest=self.digest().hex())
 
-    def commit(self, full: bool) -> None:
-        deltas = [delta for part in self.staged.values() for delta in part.deltas]
+    def commit(self, full: bool) -> httpx.Response | None:
+        parts = [part for part, _ in self.staged.values()]
+        deltas = [delta for part in parts for delta in part.deltas]
         assert len({delta.name for delta in deltas}) == len(deltas)
         if full:
-            assert {delta.name for delta in deltas} == set(self.weights)
+            assert {delta.name for delta in deltas} == self.weights.keys()
             assert all(delta.indices is None for delta in deltas)
+        if self.mismatch(parts, full):
+            self.staged = {}
+            return error(409, "BaseMismatch", expected="0" * 32, actual="f" * 32)
         for delta in deltas:
-            where = slice(None) if delta.indices is None else delta.indices
-            self.weights[delta.name].view(bits_dtype(delta.dtype))[where] = delta.values
+            self.weights[delta.name][self.where(delta)] = delta.values
+        self.committed = {identity for _, identity in self.staged.values()}
         self.staged = {}
+        return None
 
-    def ok(self, status: str) -> httpx.Response:
-        return httpx.Response(200, json={"status": status, "version": self.version})
+    def where(self, delta: ParamDelta) -> object:
+        return slice(None) if delta.indices is None else delta.indices
+
+    def mismatch(self, parts: list[Part], full: bool) -> bool:
+        """Whether some digest that the parts carry is not that of the engine's own weights."""
+        before = after = self.digest()
+        wrong = False
+        for part in parts:
+            change = Digest.ZERO
+            for delta in part.deltas:
+                if delta.name in self.digested:
+                    old = self.weights[delta.name][self.where(delta)]
+                    change += change_digest(delta.name, delta.indices, old, delta.values)
+            after += change
+            wrong |= part.manifest.digest_part not in (None, change.hex())
+            wrong |= part.manifest.digest_before not in (None, before.hex())
+        return wrong or any(p.manifest.digest_after not in (None, after.hex()) for p in parts)
+
+    def ok(self, status: str, digest: str | None = None) -> httpx.Response:
+        answer = {"status": status, "version": self.version, "digest": digest}
+        return httpx.Response(200, json=answer)
 
     def holds(self, model: Model) -> bool:
-        return self.weights.keys() == model.keys() and all(
-            np.array_equal(self.weights[name], bits(tensor)) for name, tensor in model.items()
+        return self.weights.keys() == model.keys() - self.ignored and all(
+            np.array_equal(values, bits(model[name])) for name, values in self.weights.items()
         )
 
 
@@ -170,6 +246,7 @@ def test_engine_follows_the_trainer_bit_for_bit(encoding: str, bucket_bytes: int
         assert report.version == sender.version == engine.version == step + 1
         assert not report.full
         assert report.status == "committed"
+        assert report.digest == digest_of(engine.weights).hex()
 
 
 def test_report_counts_what_was_sent() -> None:
@@ -185,7 +262,7 @@ def test_report_counts_what_was_sent() -> None:
     assert report.wire_bytes == len(engine.bodies[0])
     assert report.encode_ms > 0
     assert report.post_ms > 0
-    assert report.engine == {"status": "committed", "version": 1}
+    assert report.engine == {"status": "committed", "version": 1, "digest": report.digest}
 
 
 @pytest.mark.parametrize(
@@ -222,7 +299,7 @@ def test_metadata_of_the_parts() -> None:
     sender.sync(model.items())
     manifests = [part.manifest for part in engine.log]
     assert [m.part for m in manifests] == [0, 1, 2]
-    assert [m.num_parts for m in manifests] == [None, None, 3]
+    assert {m.num_parts for m in manifests} == {3}
     assert {(m.current_version, m.base_version, m.full) for m in manifests} == {(5, 4, False)}
     assert len({m.sync_id for m in manifests}) == 1
     assert all(body.startswith(ZSTD_MAGIC) for body in engine.bodies)
@@ -270,17 +347,6 @@ def test_a_param_goes_dense_where_that_is_no_larger(
         assert sender.sync(model.items()).nnz == (count if count == few else 600)
         assert engine.holds(model)
     assert [part.deltas[0].indices is None for part in engine.log] == [False, True]
-
-
-@pytest.mark.parametrize(("dense_above", "dense"), [(0.0, True), (0.05, True), (0.2, False)])
-def test_dense_above(dense_above: float, dense: bool) -> None:
-    model = {"w": torch.ones(100)}
-    engine = Engine.of(model)
-    sender = sender_of(engine, model, dense_above=dense_above)
-    model["w"][:10] = 2
-    sender.sync(model.items())
-    assert engine.holds(model)
-    assert (engine.log[0].deltas[0].indices is None) is dense
 
 
 def test_shapes_and_layouts() -> None:
@@ -502,14 +568,12 @@ def test_a_commit_whose_answer_never_came_is_set_right_by_a_full_sync(naps: list
         sender.sync(model.items())
     assert caught.value.status is None
     assert caught.value.error == {}
-    assert sender.committing
     assert (sender.version, engine.version, len(naps)) == (0, 1, 7)
     train(model, 1)
     report = sender.sync(model.items())
     assert report.full
     assert report.version == engine.version == sender.version == 2
     assert engine.holds(model)
-    assert not sender.committing
     train(model, 2)
     assert not sender.sync(model.items()).full
     assert engine.holds(model)
@@ -653,18 +717,18 @@ def test_a_last_part_that_is_only_staged_is_no_commit() -> None:
 
 
 @pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("dense_above", [None, 0.0])
-def test_a_trainer_that_moves_on_while_posting(full: bool, dense_above: float | None) -> None:
+@pytest.mark.parametrize("density", [0.05, 0.9])
+def test_a_trainer_that_moves_on_while_posting(full: bool, density: float) -> None:
     model = model_of()
     engine = Engine.of(model)
-    sender = sender_of(engine, model, bucket_bytes=1, dense_above=dense_above)
+    sender = sender_of(engine, model, bucket_bytes=1)
 
     def moves(take: Handler, request: httpx.Request) -> httpx.Response:
         train(model, 50 + len(engine.requests))
         return take(request)
 
     engine.faults = dict.fromkeys(range(6), moves)
-    train(model)
+    train(model, density=density)
     (sender.sync_full if full else sender.sync)(model.items())
     for name, kept in sender._snapshot.items():
         assert np.array_equal(kept.values, engine.weights[name].view(kept.values.dtype))
@@ -705,20 +769,375 @@ def test_base_and_trainer_tensors_are_left_alone() -> None:
     assert all(torch.equal(model[name], before[name]) for name in model)
 
 
-def test_interrupted_tells_whether_the_last_part_was_sent() -> None:
+@pytest.mark.parametrize("fault", ["breaks", "loses"])
+def test_an_interrupted_sync_is_set_right_by_the_next(fault: str) -> None:
     model = model_of(tensors=2)
     engine = Engine.of(model)
     sender = sender_of(engine, model, bucket_bytes=1)
 
     def interrupts(take: Handler, request: httpx.Request) -> httpx.Response:
+        if fault == "loses":
+            take(request)
         raise KeyboardInterrupt
 
-    for number, committing in ((0, False), (2, True)):
+    for number in (0, 2):
         engine.faults = {number: interrupts}
         train(model, number)
         with pytest.raises(KeyboardInterrupt):
             sender.sync(model.items())
-        assert sender.committing is committing
         assert sender.version == 0
+    assert engine.version == (1 if fault == "loses" else 0)
+    train(model, 3)
+    assert sender.sync(model.items()).full is (fault == "loses")
+    assert engine.holds(model)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_snapshot_interrupted_while_it_moved(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(tensors=3)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model)
+    advance = sender._advance
+
+    def interrupted(changes: dict[str, ParamDelta]) -> None:
+        advance(dict([*changes.items()][:1]))
+        raise KeyboardInterrupt
+
+    train(model)
+    with monkeypatch.context() as patched:
+        patched.setattr(sender, "_advance", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sender.sync(model.items())
+    train(model, 1)
+    report = (sender.sync_full if full else sender.sync)(model.items())
+    assert report.full
+    assert engine.holds(model)
+    assert report.digest == digest_of(engine.weights).hex()
+
+
+# ---- digests -------------------------------------------------------------------------------------
+
+
+def test_digests_of_the_parts() -> None:
+    model = model_of(torch.bfloat16, torch.float32, tensors=4)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, bucket_bytes=1)
+    before = digest_of(engine.weights)
+    train(model)
+    after = digest_of({name: bits(tensor) for name, tensor in model.items()})
+    assert sender.sync(model.items()).digest == after.hex()
+    manifests = [part.manifest for part in engine.log]
+    assert {m.digest_before for m in manifests} == {before.hex()}
+    assert [m.digest_after for m in manifests] == [None, None, None, after.hex()]
+    parts = [Digest.parse(m.digest_part or "") for m in manifests]
+    assert sum(parts, start=before) == after
+    engine.log.clear()
+    train(model, 1)
+    report = sender.sync_full(model.items())
+    assert {m.digest_before or m.digest_part for m in (p.manifest for p in engine.log)} == {None}
+    assert [p.manifest.digest_after for p in engine.log] == [None, None, None, report.digest]
+    assert sender.sync(model.items()).digest == report.digest
+    assert engine.log[-1].manifest.digest_part == Digest.ZERO.hex()
+
+
+@pytest.mark.parametrize("touched", [True, False])
+def test_a_corrupted_element_is_found_and_healed(touched: bool) -> None:
+    model = model_of(tensors=3)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, bucket_bytes=1)
+    train(model)
     sender.sync(model.items())
+    engine.weights["layers.1.weight"][7] ^= 4
+    posted = len(engine.requests)
+    model["layers.2.weight" if not touched else "layers.1.weight"].view(-1)[7] += 1
+    report = sender.sync(model.items())
+    assert report.full
+    assert len(engine.requests) == posted + 1 + 3
+    assert engine.holds(model)
+    assert report.digest == digest_of(engine.weights).hex()
+    train(model, 1)
+    assert not sender.sync(model.items()).full
+    assert engine.holds(model)
+
+
+def test_a_corrupted_element_that_the_delta_overwrites_with_the_right_value_is_found() -> None:
+    """After the sync its bytes would be right; that they were wrong before is told all the same."""
+    model = model_of(tensors=2)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model)
+    model["layers.0.weight"].view(-1)[3] += 1
+    engine.weights["layers.0.weight"][3] = bits(model["layers.0.weight"])[3]
+    assert sender.sync(model.items()).full
+    assert engine.holds(model)
+
+
+def test_without_digests_only_the_version_counts() -> None:
+    model = model_of(tensors=2)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, digest=False)
+    engine.weights["layers.1.weight"][7] ^= 4
+    model["layers.0.weight"].view(-1)[7] += 1
+    report = sender.sync(model.items())
+    assert (report.full, report.digest) == (False, None)
+    assert not engine.holds(model)
+    assert sender.sync_full(model.items()).digest is None
+    assert engine.holds(model)
+    manifests = [part.manifest for part in engine.log]
+    assert {m.digest_part or m.digest_before or m.digest_after for m in manifests} == {None}
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_an_engine_that_commits_other_bytes_is_told_of_and_gets_a_full_sync(full: bool) -> None:
+    model = model_of(tensors=2)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model)
+
+    def spoils(take: Handler, request: httpx.Request) -> httpx.Response:
+        take(request)
+        engine.weights["layers.1.weight"][9] ^= 1
+        return engine.ok("committed", digest=engine.digest().hex())
+
+    engine.faults[0] = spoils
+    train(model)
+    with pytest.raises(SyncFailed, match=r"version 1 is committed, but .* does not hold") as caught:
+        (sender.sync_full if full else sender.sync)(model.items())
+    assert caught.value.status == 200
+    assert len(engine.requests) == 1
+    assert sender.version == engine.version == 1
+    engine.faults[1] = sends(error(500, "DeltaError"))
+    with pytest.raises(SyncFailed, match="DeltaError"):
+        sender.sync(model.items())
+    report = sender.sync(model.items())  # unchanged: as a delta it would be empty
+    assert (report.full, report.version) == (True, 2)
+    assert engine.holds(model)
+    assert not sender.sync(model.items()).full
+
+
+def test_a_lost_answer_and_a_repeat_keep_the_digest_right(naps: list[float]) -> None:
+    model = model_of(tensors=3)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, bucket_bytes=1)
+    engine.faults = {1: loses, 3: loses}
+    train(model)
+    report = sender.sync(model.items())
+    assert report.status == "already_applied"
+    assert report.digest == digest_of(engine.weights).hex()
+    train(model, 1)
+    report = sender.sync(model.items())
+    assert (report.full, report.digest) == (False, digest_of(engine.weights).hex())
+
+
+def test_the_same_sync_again_after_its_answers_were_lost(naps: list[float]) -> None:
+    """Every part of it is answered as applied."""
+    model = model_of(tensors=3)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, bucket_bytes=1)
+    engine.faults = dict.fromkeys(range(2, 10), loses)
+    train(model)
+    with pytest.raises(SyncFailed, match="ReadTimeout"):
+        sender.sync(model.items())
+    assert (sender.version, engine.version) == (0, 1)
+    report = sender.sync(model.items())
+    assert (report.status, report.full) == ("already_applied", False)
+    assert report.digest == digest_of(engine.weights).hex()
+    train(model, 1)
+    assert not sender.sync(model.items()).full
+    assert engine.holds(model)
+
+
+def test_less_than_was_committed_is_not_taken_for_the_same(naps: list[float]) -> None:
+    """The trainer goes back on one tensor after a lost answer; the digest tells at the latest."""
+    model = model_of(tensors=2)
+    old = model["layers.1.weight"].clone()
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, bucket_bytes=1)
+    engine.faults = dict.fromkeys(range(1, 9), loses)
+    train(model)
+    with pytest.raises(SyncFailed, match="ReadTimeout"):
+        sender.sync(model.items())
+    model["layers.1.weight"].copy_(old)
+    sender.sync(model.items())
+    sender.sync(model.items())
+    assert engine.holds(model)
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_failed_sync_does_not_advance_the_digest(failing: int) -> None:
+    model = model_of(tensors=3)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, bucket_bytes=1)
+    before = digest_of(engine.weights)
+    engine.faults[failing] = sends(error(507, "SpoolFull"))
+    train(model)
+    with pytest.raises(SyncFailed, match="SpoolFull"):
+        sender.sync(model.items())
+    report = sender.sync(model.items())
+    assert not report.full
+    assert engine.log[-1].manifest.digest_before == before.hex()
+    assert report.digest == digest_of(engine.weights).hex()
+
+
+def test_tensors_outside_the_digest() -> None:
+    model = model_of(tensors=3)
+    engine = Engine.of(model, undigested={"layers.1.weight"})
+    sender = sender_of(engine, model, bucket_bytes=1)
+    train(model)
+    report = sender.sync(model.items())
+    assert not report.full
+    assert engine.holds(model)
+    assert report.digest == engine.digest().hex() != digest_of(engine.weights).hex()
+    assert engine.log[1].manifest.digest_part == Digest.ZERO.hex()
+    assert sender.sync_full(model.items()).digest == report.digest
+
+
+def test_no_digests_where_the_base_lacks_a_tensor(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of(tensors=3)
+    engine = Engine.of(model)
+    del model["layers.1.weight"]
+    sender = sender_of(engine, model)
+    for step in range(2):
+        train(model, step)
+        report = sender.sync(model.items())
+        assert (report.full, report.digest) == (False, None)
+    assert np.array_equal(engine.weights["layers.0.weight"], bits(model["layers.0.weight"]))
+    assert caplog.text.count("no digests") == 1
+    assert "layers.1.weight" in caplog.text
+
+
+# ---- the plan ------------------------------------------------------------------------------------
+
+
+def test_the_plan_is_asked_for_once_and_with_the_token() -> None:
+    model = model_of(tensors=1)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, api_key="k")
+    assert engine.questions == []
+    for step in range(2):
+        train(model, step)
+        sender.sync(model.items())
+    (question,) = engine.questions
+    assert question.url.path == "/delta_status"
+    assert dict(question.url.params) == {"plan": "true"}
+    assert question.headers["Authorization"] == "Bearer k"
+
+
+def test_ignored_tensors_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of(tensors=4)
+    engine = Engine.of(model, ignored={"layers.1.weight"})
+    sender = sender_of(engine, model, bucket_bytes=1)
+    for step in range(2):
+        train(model, step)
+        report = sender.sync(model.items())
+        assert (report.full, report.parts, report.numel) == (False, 3, 1200)
+        assert engine.holds(model)
+        assert report.digest == digest_of(engine.weights).hex()
+    report = sender.sync_full(model.items())
+    assert (report.parts, report.density) == (3, 1.0)
+    assert caplog.text.count("left out") == 1
+    assert "layers.1.weight" in caplog.text
+    model["layers.1.weight"] += 1
+    assert sender.sync(model.items()).nnz == 0
+
+
+def test_uncertified_and_unknown_tensors_are_the_engines_to_refuse() -> None:
+    for engine in (
+        Engine.of(model_of(tensors=3), uncertified={"layers.2.weight"}),
+        Engine.of(model_of(tensors=2)),
+    ):
+        model = model_of(tensors=3)
+        sender = sender_of(engine, model)
+        model["layers.0.weight"] += 1
+        assert sender.sync(model.items()).digest == engine.digest().hex()
+        model["layers.2.weight"] += 1
+        with pytest.raises(SyncFailed, match="NotUpdatable") as caught:
+            sender.sync(model.items())
+        assert caught.value.error["tensor"] == "layers.2.weight"
+
+
+@pytest.mark.parametrize("status", [404, 200])
+def test_an_engine_without_a_plan(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(tensors=2)
+    engine = Engine.of(model, has_plan=False)
+    if status == 404:
+        missing = httpx.Response(404, json={"detail": "Not Found"})
+        monkeypatch.setattr(engine, "status", lambda: missing)
+    sender = sender_of(engine, model)
+    for step in range(2):
+        train(model, step)
+        assert sender.sync(model.items()).digest is None
+        assert engine.holds(model)
+    assert sender.sync_full(model.items()).digest is None
+    manifests = [part.manifest for part in engine.log]
+    assert {m.digest_part or m.digest_before or m.digest_after for m in manifests} == {None}
+    engine.ignored = {"layers.1.weight"}
+    train(model, 2)
+    with pytest.raises(SyncFailed, match="NotUpdatable"):
+        sender.sync(model.items())
+
+
+def test_a_plan_that_cannot_be_had_fails_the_sync(
+    naps: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(tensors=2)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model)
+    train(model)
+    for answer, attempts in ((error(401, "Unauthorized"), 1), (httpx.Response(502), 8)):
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "status", lambda answer=answer: answer)
+            with pytest.raises(SyncFailed) as caught:
+                sender.sync(model.items())
+        assert caught.value.status == answer.status_code
+        assert len(engine.questions) == attempts
+        engine.questions.clear()
+    assert engine.requests == []
+    assert sender.sync(model.items()).digest == digest_of(engine.weights).hex()
+
+
+@pytest.mark.parametrize("first", ["embed.weight", "lm_head.weight"])
+@pytest.mark.parametrize(
+    ("held", "ignored"),
+    [
+        ({"embed.weight"}, set()),  # the checkpoint lacks the other
+        ({"embed.weight"}, {"lm_head.weight"}),
+        ({"embed.weight", "lm_head.weight"}, set()),  # the engine keeps them apart
+    ],
+)
+def test_tied_tensors_are_sent_under_every_name_that_the_engine_holds(
+    first: str, held: set[str], ignored: set[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    weight = torch.ones(20, 4)
+    names = sorted(["embed.weight", "lm_head.weight"], key=lambda name: name != first)
+    model = {names[0]: weight, "norm.weight": torch.ones(8), names[1]: weight}
+    engine = Engine.of({n: t for n, t in model.items() if n in held or n not in names})
+    engine.ignored = ignored
+    sender = sender_of(engine, model)
+    for send in (sender.sync, sender.sync_full, sender.sync):
+        train(model, density=0.2)
+        report = send(model.items())
+        assert all(np.array_equal(engine.weights[name], bits(weight)) for name in held)
+        assert report.digest == digest_of(engine.weights).hex()
+        assert report.numel == 80 * len(held) + 8
+    assert "left out" not in caplog.text
+
+
+def test_another_engine_at_the_same_place() -> None:
+    """It was restarted: other tensors are ignored, and others are in its digest."""
+    model = model_of(tensors=4)
+    engine = Engine.of(model, ignored={"layers.0.weight"})
+    sender = sender_of(engine, model)
+    train(model)
+    sender.sync(model.items())
+    fresh = Engine.of(
+        model_of(tensors=4), ignored={"layers.1.weight"}, undigested={"layers.2.weight"}
+    )
+    engine.weights, engine.version, engine.committed = fresh.weights, 0, set()
+    engine.ignored, engine.undigested = fresh.ignored, fresh.undigested
+    train(model, 1)
+    report = sender.sync(model.items())
+    assert report.full
+    assert engine.holds(model)
+    assert report.digest == engine.digest().hex()
+    train(model, 2)
+    assert not sender.sync(model.items()).full
     assert engine.holds(model)

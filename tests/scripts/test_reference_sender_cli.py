@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 import reference_sender
+from engine_ext.digest import Digest, tensor_digest
+from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.wire.frame import FrameReader
 from engine_ext.wire.part import Part, decode_part
 
@@ -80,18 +82,39 @@ Handler = Callable[[httpx.Request], httpx.Response]
 
 def accept(request: httpx.Request) -> httpx.Response:
     manifest = decoded(request.content).manifest
-    status = "staged" if manifest.num_parts is None else "committed"
+    last = manifest.part is not None and manifest.part + 1 == manifest.num_parts
+    status = "committed" if last else "staged"
     return httpx.Response(200, json={"status": status, "version": manifest.current_version})
 
 
-@pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[[Handler], list[httpx.Request]]:
-    """Put a handler in the engine's place; returns the requests it gets."""
+def plan(ignored: str = "") -> dict[str, object]:
+    """The status of an engine of two ranks that ignores one tensor of the checkpoint."""
+    rows = [
+        {"name": n, "status": "ignored" if n == ignored else "exact", "digested": n != ignored}
+        for n in tensors()
+    ]
+    return {"version": 0, "plan": [rows, rows]}
 
-    def install(handler: Handler) -> list[httpx.Request]:
+
+def digest_of(model: dict[str, torch.Tensor], ignored: str = "") -> str:
+    total = Digest.ZERO
+    for name, tensor in model.items():
+        if name != ignored:
+            flat = tensor.view(-1).view(torch_bits_dtype(tensor.dtype)).numpy()
+            total += tensor_digest(name, flat.view(f"u{tensor.itemsize}"))
+    return total.hex()
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[httpx.Request]]:
+    """Put a handler in the engine's place; returns the POST requests it gets."""
+
+    def install(handler: Handler, status: dict[str, object] | None = None) -> list[httpx.Request]:
         requests: list[httpx.Request] = []
 
         def record(request: httpx.Request) -> httpx.Response:
+            if request.method == "GET":
+                return httpx.Response(404) if status is None else httpx.Response(200, json=status)
             requests.append(request)
             return handler(request)
 
@@ -106,7 +129,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[[Handler], list[httpx.Req
 def test_sends_the_difference(
     base: Path,
     target: Path,
-    serve: Callable[[Handler], list[httpx.Request]],
+    serve: Callable[..., list[httpx.Request]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     requests = serve(accept)
@@ -126,7 +149,7 @@ def test_sends_the_difference(
 def test_options_reach_the_engine(
     base: Path,
     target: Path,
-    serve: Callable[[Handler], list[httpx.Request]],
+    serve: Callable[..., list[httpx.Request]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     requests = serve(accept)
@@ -143,7 +166,7 @@ def test_options_reach_the_engine(
 
 def test_full_needs_no_base(
     target: Path,
-    serve: Callable[[Handler], list[httpx.Request]],
+    serve: Callable[..., list[httpx.Request]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     requests = serve(accept)
@@ -181,7 +204,7 @@ def test_save_writes_all_parts_at_once(
 def test_the_engine_refuses(
     base: Path,
     target: Path,
-    serve: Callable[[Handler], list[httpx.Request]],
+    serve: Callable[..., list[httpx.Request]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     error = {"type": "NotUpdatable", "message": "[a.weight] is odd", "engine_state": "unchanged"}
@@ -190,30 +213,75 @@ def test_the_engine_refuses(
     assert reference_sender.main(arguments) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert "not committed: HTTP 422: NotUpdatable: [a.weight] is odd" in err
+    assert "failed: HTTP 422: NotUpdatable: [a.weight] is odd" in err
 
 
-@pytest.mark.parametrize(
-    ("interrupted", "said"),
-    [(0, "the engine is unchanged"), (1, "the engine may have committed")],
-)
 def test_interrupted(
     base: Path,
     target: Path,
-    serve: Callable[[Handler], list[httpx.Request]],
+    serve: Callable[..., list[httpx.Request]],
     capsys: pytest.CaptureFixture[str],
-    interrupted: int,
-    said: str,
 ) -> None:
     def interrupt(request: httpx.Request) -> httpx.Response:
-        if len(requests) > interrupted:
-            raise KeyboardInterrupt
-        return accept(request)
+        raise KeyboardInterrupt
 
-    requests = serve(interrupt)
+    serve(interrupt)
     arguments = ["--base", str(base), "--target", str(target), "--url", URL]
     assert reference_sender.main(arguments) == 130
-    assert said in capsys.readouterr().err
+    assert "interrupted; GET /delta_status tells" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_digests_and_ignored_tensors(
+    base: Path,
+    target: Path,
+    serve: Callable[..., list[httpx.Request]],
+    capsys: pytest.CaptureFixture[str],
+    full: bool,
+) -> None:
+    new = tensors()
+    new["a.weight"].view(-1)[3] = 2.0
+    before, after = digest_of(tensors(), "c.scale"), digest_of(new, "c.scale")
+    requests = serve(accept, plan(ignored="c.scale"))
+    arguments = ["--base", str(base), "--target", str(target), "--url", URL]
+    arguments += ["--full"] if full else []
+    assert reference_sender.main(arguments) == 0
+    (manifest,) = [decoded(request.content).manifest for request in requests]
+    assert {entry.name for entry in manifest.params} == (
+        {"a.weight", "b.weight"} if full else {"a.weight"}
+    )
+    assert (manifest.digest_before, manifest.digest_after) == (None if full else before, after)
+    assert f"{40 if full else 1} of 40 elements" in capsys.readouterr().out
+    assert reference_sender.main([*arguments, "--no-digest"]) == 0
+    assert decoded(requests[-1].content).manifest.digest_after is None
+
+
+def test_the_engine_commits_other_bytes(
+    base: Path,
+    target: Path,
+    serve: Callable[..., list[httpx.Request]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def spoil(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json={**accept(request).json(), "digest": "0" * 32})
+
+    serve(spoil, plan())
+    arguments = ["--base", str(base), "--target", str(target), "--url", URL]
+    assert reference_sender.main(arguments) == 1
+    assert "failed: version 1 is committed, but" in capsys.readouterr().err
+
+
+def test_save_asks_an_engine_that_is_named(
+    base: Path, target: Path, tmp_path: Path, serve: Callable[..., list[httpx.Request]]
+) -> None:
+    requests = serve(accept, plan(ignored="c.scale"))
+    arguments = ["--base", str(base), "--target", str(target), "--url", URL]
+    assert reference_sender.main([*arguments, "--save", str(tmp_path / "updates")]) == 0
+    (file,) = (tmp_path / "updates" / "weight_v000001").iterdir()
+    part = decoded(file.read_bytes())
+    assert [delta.name for delta in part.deltas] == ["a.weight"]
+    assert part.manifest.digest_before == digest_of(tensors(), "c.scale")
+    assert requests == []
 
 
 def test_unlike_or_unreadable_checkpoints(
