@@ -206,7 +206,8 @@ class Receiver:
         # The engine may have gone to sleep since the parts were admitted.
         self.state.check_writable(full=sync.full)
         staged = [self._staging[number].result() for number in sorted(sync.slots)]
-        if self.state.uncertain:
+        if self.state.uncertain or sync.full:
+            # A full sync heals whatever lies there, also what no sync has written.
             self._applier.rescan()
         self._applier.check_sync(staged, full=sync.full)
         return staged

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine_ext.digest import Digest, tensor_digest
 from engine_ext.errors import NotUpdatable
 from engine_ext.receiver import Receiver
 from engine_ext.wire import Limits, ParamDelta
@@ -22,6 +23,7 @@ from .harness import (
     Engine,
     RecordingApplier,
     base_checkpoint,
+    bits,
     delta_between,
     dense_delta,
     errors_of,
@@ -596,6 +598,19 @@ def test_a_write_that_fails_on_one_rank_is_undone_on_all(
     assert sharded.memories() == before
     errors_of(sharded.engine.apply(part_id(data), data), none=True)
     assert sharded.memories() == sharded.fresh(target)
+
+
+def test_a_full_sync_heals_a_corrupted_weight(sharded: Sharded) -> None:
+    """Its digest is of what it writes; what lay there before is of no account."""
+    target = target_checkpoint(sharded.base, ["weight"])
+    live = next(iter(sharded.served[0].applier.plan.targets["weight"])).segment.live_view()
+    live.view(torch.int16).reshape(-1)[0] ^= 1
+    digest = tensor_digest("weight", bits(target["weight"])).hex()
+    healing = one_part([dense_delta("weight", target["weight"])], full=True, digest_after=digest)
+    errors_of(sharded.engine.apply(part_id(healing), healing), none=True)
+    assert sharded.memories() == sharded.fresh(target)
+    shares = [Digest.parse(status["digest"]) for status in sharded.engine.status()]
+    assert sum(shares, start=Digest.ZERO).hex() == digest
 
 
 def test_rollback(sharded: Sharded) -> None:

@@ -1,5 +1,3 @@
-"""Learned repacks: what only moves elements is found out; what computes is refused."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -7,76 +5,404 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
 
-from engine_ext.repack import learn
+from engine_ext import lesson
+from engine_ext.certify import certify, holds
+from engine_ext.dtypes import torch_bits_dtype
+from engine_ext.placement import Placed, Repack, Segment, Status, TensorSpec
+from engine_ext.repack import Learned, compose, gather_live, learn
+from engine_ext.storage_index import LiveTensor, StorageIndex, extent
 
-Parameters = dict[str, torch.Tensor]
+from .harness import PROPERTY, random_tensor
 
-EXPERTS = (3, 8, 16)
+Tensors = dict[str, torch.Tensor]
+Change = Callable[[torch.Tensor], torch.Tensor]
 
-
-def per_expert(move: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Parameters], Parameters]:
-    """A processing that moves the elements of each expert alike, into the same storage."""
-
-    def process(parameters: Parameters) -> Parameters:
-        weight = parameters["w"]
-        moved = torch.stack([move(expert).reshape(EXPERTS[1:]) for expert in weight.clone()])
-        weight.copy_(moved)
-        return parameters
-
-    return process
-
-
-def interleaved(expert: torch.Tensor) -> torch.Tensor:
-    """Pairs of rows side by side, as matrix units want them."""
-    return expert.reshape(4, 2, 16).transpose(1, 2).contiguous()
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("move", [lambda e: e.t().contiguous(), interleaved], ids=["t", "pairs"])
-def test_a_move_is_learned(
-    move: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
-) -> None:
-    process = per_expert(move)
-    learned = learn({"w": torch.empty(EXPERTS, dtype=dtype)}, process)
+@pytest.fixture(params=[1 << 20, 24], ids=["whole", "in small chunks"])
+def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything in one piece, and in pieces that end in the middle of rows and blocks."""
+    monkeypatch.setattr(lesson, "_CHUNK", request.param)
+
+
+def of_weight(
+    change: Change, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16
+) -> Learned:
+    """Learn what a processing does to the one parameter of a module."""
+    weight = torch.empty(shape, dtype=dtype)
+    return learn({"weight": weight}, lambda probes: {"weight": change(probes["weight"])})
+
+
+def vnni(weight: torch.Tensor) -> torch.Tensor:
+    """Per expert: 16 rows side by side, two columns at a time; the same shape."""
+    experts, rows, columns = weight.shape
+    tiles = weight.view(experts, rows // 16, 16, columns // 2, 2)
+    return tiles.permute(0, 1, 3, 2, 4).contiguous().view(weight.shape)
+
+
+def rolled(weight: torch.Tensor) -> torch.Tensor:
+    """Across the experts: no two of them alike, and none stays."""
+    return weight.reshape(-1).roll(5).view(weight.shape)
+
+
+def in_place(weight: torch.Tensor) -> torch.Tensor:
+    weight.copy_(vnni(weight.clone()))
+    return weight
+
+
+def experts_mixed(weight: torch.Tensor) -> torch.Tensor:
+    """Each expert stays where it is, but the second is moved in another way."""
+    weight = weight.clone()
+    weight[1] = weight[1].flip(0)
+    return weight
+
+
+# The move, and how many elements of a [3, 32, 6] parameter the map that repeats should have.
+MOVES: Mapping[str, tuple[Change, int]] = {
+    "transpose per expert": (lambda w: w.transpose(1, 2).contiguous(), 192),
+    "interleave": (vnni, 96),
+    "interleave in place": (in_place, 96),
+    "two halves swapped": (lambda w: torch.cat([w[:, 16:], w[:, :16]], 1), 192),
+    "columns reversed": (lambda w: w.flip(2), 6),
+    "pairs swapped": (lambda w: w.view(-1, 2).flip(1).reshape(w.shape), 2),
+    "experts reversed": (lambda w: w.flip(0), 576),
+    "one expert otherwise": (experts_mixed, 576),
+    "across experts": (rolled, 576),
+    "in another shape": (lambda w: w.transpose(1, 2).reshape(3, 3, 64), 192),
+    "dense but not contiguous": (lambda w: w.flip(2).view(3, 32, 6).transpose(0, 1), 6),
+}
+
+
+@pytest.mark.usefixtures("chunk")
+@pytest.mark.parametrize("name", MOVES)
+def test_a_move_is_learned(name: str) -> None:
+    """The map takes every element from where the loader wrote it to where it lies."""
+    change, block = MOVES[name]
+    learned = of_weight(change, (3, 32, 6))
     assert learned.refusals == {}
-    repack = learned.repacks["w"]
-    assert repack.block <= 8 * 16
-    loaded = torch.randint(-(2**15), 2**15, EXPERTS).to(torch.int16)
-    live = process({"w": loaded.clone()})["w"].reshape(-1).numpy()
-    where = repack.move(np.arange(loaded.numel()))
-    assert np.array_equal(live[where], loaded.reshape(-1).numpy())
+    repack = learned.repacks["weight"]
+    assert repack.block == block
+    assert repack.permutation.dtype == np.int32
+    loaded = random_tensor((3, 32, 6), torch.bfloat16, 0)
+    live = change(loaded.clone())
+    memory = live.as_strided((extent(live),), (1,), live.storage_offset())
+    assert torch.equal(memory[torch.from_numpy(repack.move(np.arange(576)))], loaded.view(-1))
 
 
-def test_nothing_done_is_nothing_learned() -> None:
-    learned = learn({"w": torch.empty(EXPERTS, dtype=torch.bfloat16)}, lambda p: p)
-    assert (learned.repacks, learned.refusals) == ({}, {})
-
-
-def scaled(parameters: Parameters) -> Mapping[str, torch.Tensor]:
-    return {"w": parameters["w"] * 2}
-
-
-def clamped(parameters: Parameters) -> Mapping[str, torch.Tensor]:
-    return {"w": parameters["w"].clamp(max=1e3)}
-
-
-def sorted_values(parameters: Parameters) -> Mapping[str, torch.Tensor]:
-    return {"w": parameters["w"].flatten().sort().values.reshape(EXPERTS)}
-
-
-def emptied(parameters: Parameters) -> Mapping[str, torch.Tensor]:
-    return {"w": torch.empty(0, dtype=parameters["w"].dtype)}
-
-
-def broken(parameters: Parameters) -> Mapping[str, torch.Tensor]:
-    raise RuntimeError("not today")
-
-
-@pytest.mark.parametrize("process", [scaled, clamped, sorted_values, emptied, broken])
-def test_what_is_no_move_is_refused(
-    process: Callable[[Parameters], Mapping[str, torch.Tensor]],
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(2, 32, 700), (45000,), (45000, 1), (1, 45000)])
+def test_digits_name_every_element_of_every_dtype(
+    dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
-    learned = learn({"w": torch.empty(EXPERTS, dtype=torch.bfloat16)}, process)
+    learned = of_weight(lambda w: w.view(-1).flip(0).view(shape), shape, dtype)
+    numel = torch.Size(shape).numel()
+    assert learned.refusals == {}
+    assert learned.repacks["weight"].permutation.tolist() == list(range(numel))[::-1]
+
+
+@PROPERTY
+@given(st.integers(1, 4), st.integers(1, 12), st.integers(0, 1 << 20), st.booleans())
+def test_any_permutation_is_learned(rows: int, columns: int, seed: int, alike: bool) -> None:
+    generator = np.random.default_rng(seed)
+    if alike:
+        order = generator.permutation(columns)
+        where = (np.arange(rows)[:, None] * columns + order).reshape(-1)
+    else:
+        where = generator.permutation(rows * columns)
+    take = torch.from_numpy(np.argsort(where))
+    learned = of_weight(lambda w: w.view(-1)[take].view(w.shape), (rows, columns))
+    assert learned.refusals == {}
+    repack = learned.repacks.get("weight", Repack(np.zeros(1, np.int32)))
+    assert repack.move(np.arange(rows * columns)).tolist() == where.tolist()
+    assert ("weight" in learned.repacks) == (where != np.arange(len(where))).any()
+    smaller = [b for b in range(1, repack.block) if repack.block % b == 0]
+    assert not any(
+        (Repack(repack.permutation[:b]).move(np.arange(len(where))) == where).all() for b in smaller
+    )
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bool, torch.float8_e8m0fnu], ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (0, 4), (7,), (4, 9)])
+def test_what_stays_is_neither_moved_nor_refused(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    assert of_weight(lambda w: w.clone(), shape, dtype) == Learned({}, {})
+
+
+def padded(weight: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(weight, (0, 2))
+
+
+def last_column_zeroed(weight: torch.Tensor) -> torch.Tensor:
+    weight = weight.flip(2).contiguous()
+    weight[..., -1] = 0
+    return weight
+
+
+def nan_replaced(weight: torch.Tensor) -> torch.Tensor:
+    return weight.flip(2).nan_to_num(nan=1.0)
+
+
+REFUSED: Mapping[str, tuple[Change, str]] = {
+    "padding": (padded, "makes 768 elements of its 576"),
+    "cut": (lambda w: w[:, :16].contiguous(), "makes 288 elements of its 576"),
+    "emptied": (lambda w: torch.empty(0, dtype=w.dtype), "makes 0 elements"),
+    "padding in the same size": (last_column_zeroed, "pads it"),
+    "scaling": (lambda w: w * 3, "computes"),
+    "scaling by a power of two": (lambda w: w * 2, "post-load processing"),
+    "scaling after a move": (lambda w: vnni(w) * 0.5, "computes"),
+    "halves added": (lambda w: torch.cat([w[:, :16] + w[:, 16:], w[:, 16:]], 1), "computes"),
+    "negation": (lambda w: -w, "computes"),
+    "quantised": (lambda w: w.to(torch.float8_e4m3fn), "makes it torch.float8_e4m3fn"),
+    "quantised and back": (lambda w: w.to(torch.float8_e5m2).to(w.dtype), "post-load processing"),
+    "widened": (lambda w: w.float(), "makes it torch.float32"),
+    "sorted": (lambda w: w.view(-1).sort().values.view(w.shape), "post-load processing"),
+    "sorted rows": (lambda w: w.sort(-1).values, "post-load processing"),
+    "one expert twice": (lambda w: w[[0, 1, 1]], "every element exactly once"),
+    "NaN replaced": (nan_replaced, "does not move all values alike"),
+    "-0.0 lost": (lambda w: w.flip(2) + 0.0, "does not move all values alike"),
+    "clamped": (lambda w: w.flip(2).clamp(0, 256), "does not move all values alike"),
+    "rounded": (lambda w: w.flip(2).round(), "does not move all values alike"),
+    "constant": (torch.zeros_like, "pads it"),
+    "gaps": (lambda w: torch.cat([w, w], 1)[:, :32], "leaves gaps"),
+    "broadcast": (lambda w: w[:1].expand(3, 32, 6), "leaves gaps"),
+}
+
+
+@pytest.mark.usefixtures("chunk")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_move_is_refused(name: str) -> None:
+    change, reason = REFUSED[name]
+    learned = of_weight(change, (3, 32, 6))
     assert learned.repacks == {}
-    assert learned.refusals["w"]
+    assert reason in learned.refusals["weight"]
+
+
+def test_a_sort_that_digits_cannot_tell_from_a_copy_is_refused() -> None:
+    """Few elements: their indices are one digit, and come sorted already."""
+    learned = of_weight(lambda w: w.sort().values, (200,))
+    assert learned.repacks == {}
+    assert "does not move all values alike" in learned.refusals["weight"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float8_e8m0fnu], ids=str)
+def test_a_dtype_without_digits_is_refused_if_it_is_moved(dtype: torch.dtype) -> None:
+    learned = of_weight(lambda w: w.view(torch.uint8).roll(1).view(dtype), (32,), dtype)
+    assert "has no digits" in learned.refusals["weight"]
+
+
+def test_a_map_that_would_be_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lesson, "_SMALL", 0)
+    shape = (4, 8)
+    assert of_weight(lambda w: w.flip(0), shape, torch.bfloat16).refusals == {}
+    assert of_weight(lambda w: w.flip(1), shape, torch.uint8).refusals == {}
+    assert "a map of 32" in of_weight(lambda w: w.flip(0), shape, torch.uint8).refusals["weight"]
+
+
+def test_a_parameter_that_is_not_contiguous_is_refused() -> None:
+    strided = torch.empty(4, 6).t()
+    assert "not contiguous" in learn({"w": strided}, lambda p: {"w": p["w"].flip(0)}).refusals["w"]
+
+
+def test_the_parameters_themselves_are_not_touched() -> None:
+    weight = random_tensor((4, 6), torch.bfloat16, 0)
+    before = weight.clone()
+    learn({"w": weight}, lambda p: {"w": p["w"].zero_()})
+    assert torch.equal(weight, before)
+
+
+def test_parameters_are_judged_one_by_one() -> None:
+    shapes = {"moved": (2, 8), "kept": (3,), "scaled": (5,), "gone": (2,)}
+
+    def process(probes: Tensors) -> Tensors:
+        moved = probes["moved"].flip(1)
+        return {"moved": moved, "kept": probes["kept"], "scaled": probes["scaled"] / 2}
+
+    learned = learn({name: torch.empty(shape) for name, shape in shapes.items()}, process)
+    assert set(learned.repacks) == {"moved"}
+    assert set(learned.refusals) == {"scaled", "gone"}
+    assert "takes it away" in learned.refusals["gone"]
+
+
+def test_parameters_that_change_places_are_refused() -> None:
+    learned = learn(
+        {"a": torch.empty(2, 300), "b": torch.empty(2, 300)},
+        lambda probes: {"a": probes["b"], "b": probes["a"]},
+    )
+    assert learned.repacks == {}
+    assert set(learned.refusals) == {"a", "b"}
+
+
+def test_a_move_that_depends_on_values_is_refused() -> None:
+    """As act-order packing does, by the values of another parameter."""
+    learned = learn(
+        {"weight": torch.empty(1, 64), "order": torch.empty(64)},
+        lambda probes: {
+            "weight": probes["weight"][:, probes["order"].argsort()],
+            "order": probes["order"],
+        },
+    )
+    assert learned.repacks == {}
+    assert set(learned.refusals) == {"weight"}
+
+
+def test_a_parameter_that_is_also_kept_elsewhere_is_refused() -> None:
+    def process(probes: Tensors) -> Tensors:
+        unpacked = probes["weight"].clone()
+        return {**probes, "weight": probes["weight"].flip(0), "unpacked": unpacked}
+
+    learned = learn({"weight": torch.empty(8), "bias": torch.empty(8)}, process)
+    assert learned.repacks == {}
+    assert learned.refusals.keys() == {"weight"}
+    assert "unpacked" in learned.refusals["weight"]
+
+
+def test_something_made_of_no_parameter_refuses_none() -> None:
+    learned = learn({"w": torch.empty(8)}, lambda p: {**p, "rotary": torch.arange(4)})
+    assert learned == Learned({}, {})
+
+
+def test_something_that_is_never_the_same_refuses_all() -> None:
+    """A handle: an address, which says nothing of what lies there."""
+    calls = iter(range(1000))
+    learned = learn(
+        {"v": torch.empty(8), "w": torch.empty(8)},
+        lambda p: {**p, "handle": torch.tensor(next(calls))},
+    )
+    assert all("handle" in learned.refusals[name] for name in "vw")
+
+
+@pytest.mark.parametrize("call", range(10))
+def test_a_processing_that_fails_refuses_all(call: int) -> None:
+    calls = iter(range(1000))
+
+    def process(probes: Tensors) -> Tensors:
+        if next(calls) == call:
+            raise ValueError("no such kernel\nat all")
+        return {"v": probes["v"].flip(0), "w": probes["w"]}
+
+    learned = learn({"v": torch.empty(2, 300, dtype=torch.bfloat16), "w": torch.empty(8)}, process)
+    if next(calls) <= call:  # it was never called so often
+        assert learned.repacks.keys() == {"v"}
+        return
+    assert learned.repacks == {}
+    assert learned.refusals.keys() == {"v", "w"}
+    assert "ValueError: no such kernel" in learned.refusals["v"]
+
+
+# --- in a placement ---
+
+
+def entry_of(tensor: torch.Tensor, *aliases: str) -> LiveTensor:
+    module = nn.Module()
+    module.register_buffer("live", tensor)
+    [entry] = StorageIndex(module).entries
+    entry.aliases.extend(aliases)
+    return entry
+
+
+def segment_of(entry: LiveTensor, shape: tuple[int, ...]) -> Segment:
+    strides = torch.empty(shape, device="meta").stride()
+    return Segment(entry, 0, strides, shape, 0, strides, True)
+
+
+@pytest.mark.usefixtures("chunk")
+@pytest.mark.parametrize("name", MOVES)
+@pytest.mark.parametrize("box", ["all", "expert", "rows", "columns", "one", "none"])
+def test_gathering_undoes_the_move(name: str, box: str) -> None:
+    change, _ = MOVES[name]
+    loaded = random_tensor((3, 32, 6), torch.bfloat16, 0)
+    repack = of_weight(change, (3, 32, 6)).repacks["weight"]
+    live = change(loaded.clone())
+    part = {
+        "all": loaded,
+        "expert": loaded[1],
+        "rows": loaded[1:, 3:20],
+        "columns": loaded[:, 5:9, 1::2],
+        "one": loaded[2, 31, 5],
+        "none": loaded[:0],
+    }[box]
+    sizes, strides, offset = tuple(part.shape), part.stride(), part.storage_offset()
+    segment = Segment(entry_of(live), offset, strides, sizes, offset, strides, True, repack)
+    before = live.clone()
+    gathered = gather_live(segment)
+    assert gathered.shape == part.shape
+    assert torch.equal(gathered, part)
+    assert torch.equal(live, before)
+    assert holds(segment, loaded)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.int64], ids=str)
+def test_gathering_keeps_bits(dtype: torch.dtype) -> None:
+    bits = torch.randint(0, 256, (8 * dtype.itemsize,), dtype=torch.uint8)
+    live = bits.view(dtype)
+    segment = Segment(
+        entry_of(live), 0, (1,), (8,), 0, (1,), True, Repack(np.array([1, 0], np.int32))
+    )
+    integers = live.view(torch_bits_dtype(dtype)).view(4, 2).flip(1).reshape(-1)
+    assert gather_live(segment).dtype == dtype
+    assert torch.equal(gather_live(segment).view(integers.dtype), integers)
+
+
+def placement_of(entry: LiveTensor, shape: tuple[int, ...]) -> dict[str, Placed]:
+    spec = TensorSpec("w", shape, entry.tensor.dtype)
+    return {"w": Placed(spec, [segment_of(entry, shape)]), "absent": Placed(spec)}
+
+
+@pytest.mark.parametrize("known_as", ["live", "tied"])
+def test_a_composed_placement_is_certified(known_as: str) -> None:
+    loaded = random_tensor((2, 6), torch.bfloat16, 0)
+    placement = placement_of(entry_of(loaded.flip(1), "tied"), (2, 6))
+    repack = of_weight(lambda w: w.flip(1), (2, 6)).repacks["weight"]
+    compose(placement, {known_as: repack, "other": Repack(np.zeros(1, np.int32))})
+    assert placement["w"].segments[0].repack is repack
+    certify(placement, [("w", loaded)])
+    assert placement["w"].status is Status.EXACT
+
+
+def test_a_wrong_map_is_not_certified() -> None:
+    loaded = random_tensor((2, 6), torch.bfloat16, 0)
+    placement = placement_of(entry_of(loaded.flip(1)), (2, 6))
+    compose(placement, {"live": Repack(np.array([1, 0], np.int32))})
+    certify(placement, [("w", loaded)])
+    assert placement["w"].status is Status.UNCERTIFIED
+
+
+def test_a_refused_parameter_is_uncertified_though_its_bytes_are_right() -> None:
+    loaded = random_tensor((2, 6), torch.bfloat16, 0)
+    placement = placement_of(entry_of(loaded.clone()), (2, 6))
+    compose(placement, {}, {"live": "post-load processing also keeps it in handle"})
+    certify(placement, [("w", loaded)])
+    assert placement["w"].status is Status.UNCERTIFIED
+    assert placement["w"].reason == "live: post-load processing also keeps it in handle"
+
+
+@pytest.mark.parametrize(
+    "repacks",
+    [
+        {"live": Repack(np.arange(5, dtype=np.int32))},
+        {"live": Repack(np.zeros(1, np.int32)), "tied": Repack(np.zeros(1, np.int32))},
+    ],
+    ids=["block does not divide", "two maps"],
+)
+def test_a_map_that_does_not_fit_is_refused(repacks: dict[str, Repack]) -> None:
+    placement = placement_of(entry_of(torch.zeros(2, 6), "tied"), (2, 6))
+    compose(placement, repacks)
+    assert "does not fit" in placement["w"].reason

@@ -230,6 +230,22 @@ class Replicated(ToyModel):
         self.second.copy_(weight)
 
 
+class Windows(ToyModel):
+    """Overlapping windows: an element lies in two places, though no stride of its view is 0.
+
+    As many elements are written as the tensor has, and two of the tensor's are dropped.
+    """
+
+    shapes: ClassVar = {"weight": (6,)}
+    refused: ClassVar = frozenset({"weight"})
+
+    def build(self) -> None:
+        self.weight = parameter(3, 2)
+
+    def load_one(self, name: str, weight: torch.Tensor) -> None:
+        self.weight.copy_(weight[:4].unfold(0, 2, 1))
+
+
 class Tied(ToyModel):
     """The head is the embedding; the checkpoint holds only the embedding."""
 
