@@ -33,6 +33,16 @@ class Box:
     def end(self) -> int:
         return self.start + 1 + sum((size - 1) * stride for size, stride in self.dims)
 
+    @property
+    def nested(self) -> bool:
+        """Whether every element is in the box once, as far as its strides show."""
+        inner = 0
+        for size, stride in reversed(self.dims):
+            if stride <= inner:
+                return False
+            inner += (size - 1) * stride
+        return True
+
     def indices(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """All flat indices of the box."""
         found = np.full(1, self.start, np.int64)
@@ -94,7 +104,9 @@ def resolve(placement: Placement, by_rank: Sequence[RankBoxes]) -> Holders:
         holders[name] = {box: tuple(ranks) for box, ranks in found.items()}
         if not found or placed.status is Status.UNCERTIFIED:
             continue
-        if any(_overlap(a, b) for a, b in combinations(sorted(found), 2)):
+        if not all(box.nested for box in found):
+            placed.refuse("the loader copies some of its elements several times")
+        elif any(_overlap(a, b) for a, b in combinations(sorted(found), 2)):
             placed.refuse("the ranks' parts of it overlap without being the same")
         elif (held := sum(box.numel for box in found)) != placed.spec.numel:
             placed.refuse(f"{placed.spec.numel - held} of its elements are on no rank")

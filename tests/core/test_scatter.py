@@ -156,6 +156,7 @@ COLUMNS = [(0, ((4, 8), (4, 1))), (4, ((4, 8), (4, 1)))]
         ([[(0, ((16, 1),))]], "16 of its elements are on no rank"),
         ([[(0, ((20, 1),))], [(16, ((16, 1),))]], "overlap"),
         ([[COLUMNS[0]], [(0, ((16, 1),))]], "overlap"),
+        ([[(0, ((16, 1), (2, 1)))]], "several times"),
     ],
 )
 def test_boxes_are_equal_or_disjoint_and_cover_the_tensor(
