@@ -55,12 +55,12 @@ def learn(parameters: Mapping[str, torch.Tensor], process: Process) -> Learned:
             shapes, dtypes and devices count.
         process: as `Process`; called about a dozen times.
 
-    With M the bytes of all parameters, the memory in use beside the module itself is at most
-    5 M + 64 MiB, if the processing needs M beside its input and its output: these three, and a
-    map (int32) of up to 2 M, held on the CPU, where a move is not the same in every block of the
-    leading dimension; else the map is that of one block. Where it would be more than 2 M (1-byte
-    dtypes), the parameter is refused. The maps that are returned are of one block each, the
-    smallest that repeats.
+    With M the bytes of all parameters, a processing that needs M beside its input and output, and
+    a `process` that keeps its last output, the memory in use beside the module is at most 6 M and
+    64 MiB: those four, and a map (int32) of up to 2 M, held on the CPU, where the move is not the
+    same in every block of the leading dimension; else the map is that of one block. Where it
+    would be more than 2 M (1-byte dtypes), the parameter is refused. The maps that are returned
+    are of one block each, the smallest that repeats.
     """
     lessons = {name: Lesson(tensor, seed) for seed, (name, tensor) in enumerate(parameters.items())}
     try:
@@ -80,7 +80,7 @@ def _teach(lessons: dict[str, Lesson], process: Process) -> None:
     def payloads(flip: bool) -> dict[str, torch.Tensor]:
         return {name: lesson.payload(flip) for name, lesson in lessons.items()}
 
-    # Outputs live in these calls only: the next pass must not find the last one's in memory.
+    # In functions, so that no output is held here while the next is made.
     def compare(flip: bool) -> dict[str, str]:
         outputs = process(payloads(flip))
         for name, lesson in lessons.items():
@@ -90,12 +90,14 @@ def _teach(lessons: dict[str, Lesson], process: Process) -> None:
     def take(number: int) -> None:
         outputs = process({name: lesson.probe(number) for name, lesson in lessons.items()})
         for name, lesson in lessons.items():
-            lesson.take(number, outputs[name])
+            if lesson.open:
+                lesson.take(number, outputs[name])
 
     def verify(flip: bool) -> None:
         outputs = process(payloads(flip))
         for name, lesson in lessons.items():
-            lesson.verify(outputs[name], flip)
+            if lesson.open:
+                lesson.verify(outputs[name], flip)
 
     before, after = compare(False), compare(True)
     changed = {n for n in before.keys() | after.keys() if before.get(n) != after.get(n)}
@@ -129,7 +131,9 @@ def _refuse_makers(
         unexplained -= made
     if unexplained:
         for lesson in lessons.values():
-            lesson.refuse(f"also makes {', '.join(sorted(unexplained))}")
+            lesson.refuse(
+                f"keeps {', '.join(sorted(unexplained))} beside it, which may be made of it"
+            )
 
 
 def fingerprint(tensor: torch.Tensor) -> str:

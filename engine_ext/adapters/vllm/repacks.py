@@ -131,18 +131,25 @@ def _learn(
         LearningError: the live module is not what it was.
     """
 
+    twins: list[_Twins] = []
+
     def process(probes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        twins = _Twins(module, {id(parameters[name]): probe for name, probe in probes.items()})
-        try:
-            call(twins.root)
-            return twins.tensors(probes.keys())
-        finally:
-            twins.dissolve()
+        twins.append(_Twins(module, {id(parameters[name]): t for name, t in probes.items()}))
+        call(twins[-1].root)
+        # Kept until here, so that no two calls make a handle (an address) that is the same.
+        for old in twins[:-1]:
+            old.dissolve()
+        del twins[:-1]
+        return twins[0].tensors(probes.keys())
 
     before = _state(module)
     devices = {p.device.index for p in parameters.values() if p.device.type == "cuda"}
-    with torch.random.fork_rng(sorted(devices)):
-        learned = learn(parameters, process)
+    try:
+        with torch.random.fork_rng(sorted(devices)):
+            learned = learn(parameters, process)
+    finally:
+        for old in twins:
+            old.dissolve()
     if _state(module) != before:
         raise LearningError(f"learning changed a live {type(module).__name__}")
     return learned

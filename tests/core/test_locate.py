@@ -1,0 +1,224 @@
+"""The locator against a dictionary of every element, and the holders against sets."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from engine_ext.holders import Box, box_of, boxes, resolve
+from engine_ext.locate import Locator
+from engine_ext.placement import Placed, Placement, Repack, Segment, Status, TensorSpec
+from engine_ext.storage_index import LiveTensor, StorageIndex
+
+from .harness import PROPERTY
+
+LIVE = 4096
+
+
+def live() -> LiveTensor:
+    module = nn.Module()
+    module.register_buffer("live", torch.zeros(LIVE))
+    [entry] = StorageIndex(module).entries
+    return entry
+
+
+ENTRY = live()
+
+
+def segment(
+    sizes: tuple[int, ...],
+    source: tuple[int, ...],
+    strides: tuple[int, ...] | None = None,
+    start: int = 0,
+    offset: int = 0,
+    repack: Repack | None = None,
+) -> Segment:
+    if strides is None:
+        strides = tuple(int(np.prod(sizes[k + 1 :], dtype=int)) for k in range(len(sizes)))
+    return Segment(ENTRY, offset, strides, sizes, start, source, True, repack)
+
+
+def pairs(seg: Segment) -> list[tuple[int, int]]:
+    """(checkpoint index, live offset) of every element, sorted."""
+    found = []
+    for position in product(*map(range, seg.sizes)):
+        index = seg.source_offset + sum(
+            p * s for p, s in zip(position, seg.source_strides, strict=True)
+        )
+        where = seg.offset + sum(p * s for p, s in zip(position, seg.strides, strict=True))
+        if seg.repack is not None:
+            block = len(seg.repack.permutation)
+            where = where // block * block + int(seg.repack.permutation[where % block])
+        found.append((index, where))
+    return sorted(found)
+
+
+def located(seg: Segment, indices: np.ndarray) -> list[tuple[int, int]]:
+    chosen, offsets = Locator(seg)(indices)
+    assert offsets.dtype == np.int64
+    return sorted(zip(indices[chosen].tolist(), offsets.tolist(), strict=True))
+
+
+def check(seg: Segment, indices: np.ndarray) -> None:
+    given_ = set(indices.tolist())
+    assert located(seg, indices) == [pair for pair in pairs(seg) if pair[0] in given_]
+
+
+PERMUTED = Repack(np.random.default_rng(0).permutation(16).astype(np.int32))
+CASES = {
+    "scalar": segment((), (), start=5),
+    "empty": segment((0, 4), (4, 1)),
+    "whole": segment((6, 4), (4, 1)),
+    "row shard": segment((3, 4), (4, 1), start=12, offset=7),
+    "column shard": segment((3, 4), (8, 1), start=4),
+    "every other": segment((3, 4), (16, 2), start=1),
+    "transposed": segment((4, 6), (1, 4)),
+    "transposed live": segment((6, 4), (4, 1), (1, 9)),
+    "broadcast row": segment((3, 4), (0, 1)),
+    "broadcast column": segment((3, 4), (1, 0)),
+    "broadcast scalar": segment((3, 4), (0, 0), start=2),
+    "broadcast shard": segment((2, 3, 4), (8, 0, 1), start=3),
+    "not nested": segment((4, 3), (2, 3)),
+    "not nested, shifted": segment((2, 5), (7, 2), start=3, offset=9),
+    "repacked": segment((6, 4), (4, 1), offset=5, repack=PERMUTED),
+    "repacked column shard": segment((4, 4), (8, 1), start=4, offset=16, repack=PERMUTED),
+    "repacked broadcast": segment((3, 4), (0, 1), repack=PERMUTED),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_kind_of_box(name: str) -> None:
+    seg = CASES[name]
+    everything = np.arange(64)
+    unique = len({index for index, _ in pairs(seg)})
+    if len(pairs(seg)) == unique * Locator(seg).copies:
+        check(seg, everything)
+        for some in (everything[::3], everything[1::7], everything[:0], everything[40:]):
+            check(seg, some)
+    else:
+        assert name.startswith("not nested")  # an index twice: `resolve` must refuse it
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> Segment:
+    """Strided boxes, nested or not; a padded live side."""
+    dims = draw(st.integers(0, 3))
+    sizes = tuple(draw(st.integers(1, 4)) for _ in range(dims))
+    source = tuple(draw(st.sampled_from([0, 1, 2, 3, 4, 5, 8, 12, 16])) for _ in range(dims))
+    order = draw(st.permutations(range(dims)))
+    step, strides = draw(st.integers(1, 2)), [0] * dims
+    for axis in order:
+        strides[axis] = step
+        step *= sizes[axis] + draw(st.integers(0, 1))
+    repack = draw(st.sampled_from([None, PERMUTED]))
+    start, offset = draw(st.integers(0, 9)), draw(st.integers(0, 20))
+    return segment(sizes, source, tuple(strides), start, offset, repack)
+
+
+def distinct(seg: Segment) -> bool:
+    kept = [(n, s) for n, s in zip(seg.sizes, seg.source_strides, strict=True) if s]
+    found = [
+        sum(p * s for p, (_, s) in zip(at, kept, strict=True))
+        for at in product(*(range(n) for n, _ in kept))
+    ]
+    return len(set(found)) == len(found)
+
+
+@PROPERTY
+@given(segments().filter(distinct), st.sets(st.integers(0, 130)))
+def test_located_is_what_counting_finds(seg: Segment, indices: set[int]) -> None:
+    check(seg, np.array(sorted(indices), np.int64))
+    assert sorted(box_of(seg).indices().tolist()) == sorted({index for index, _ in pairs(seg)})
+
+
+@PROPERTY
+@given(segments().filter(distinct))
+def test_copies_of_one_element_stand_together(seg: Segment) -> None:
+    """Staging takes every `copies`-th element for one of its own."""
+    locator = Locator(seg)
+    chosen, offsets = locator(np.arange(140))
+    found = np.arange(140)[chosen].reshape(-1, locator.copies)
+    assert (found == found[:, :1]).all()
+    assert len(np.unique(found[:, 0])) == len(found)
+    assert offsets.size == found.size
+
+
+# --- holders ---
+
+
+def placement(numel: int, *held: Segment, status: Status = Status.EXACT) -> Placement:
+    return {"w": Placed(TensorSpec("w", (numel,), torch.float32), list(held), status)}
+
+
+def judge(numel: int, *ranks: list[Segment]) -> tuple[Placed, dict[Box, tuple[int, ...]]]:
+    """What rank 0 makes of all ranks' segments; every rank must make the same of them."""
+    placements = [placement(numel, *held) for held in ranks]
+    told = [boxes(p) for p in placements]
+    found = [resolve(p, told) for p in placements]
+    assert all(f == found[0] for f in found)
+    assert len({(p["w"].status, p["w"].reason) for p in placements}) == 1
+    return placements[0]["w"], found[0]["w"]
+
+
+TOP, BOTTOM = segment((3, 4), (4, 1)), segment((3, 4), (4, 1), start=12)
+LEFT, RIGHT = segment((6, 2), (4, 1)), segment((6, 2), (4, 1), start=2)
+WHOLE = segment((6, 4), (4, 1))
+
+
+def test_equal_boxes_are_held_together() -> None:
+    placed, found = judge(24, [WHOLE], [segment((4, 6), (1, 4))], [WHOLE])
+    assert placed.status is Status.EXACT
+    assert found == {box_of(WHOLE): (0, 1, 2)}
+
+
+@pytest.mark.parametrize(("one", "other"), [(TOP, BOTTOM), (LEFT, RIGHT)], ids=["rows", "columns"])
+def test_disjoint_boxes_have_a_holder_each(one: Segment, other: Segment) -> None:
+    placed, found = judge(24, [one], [other], [one], [])
+    assert placed.status is Status.EXACT
+    assert found == {box_of(one): (0, 2), box_of(other): (1,)}
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [[[WHOLE], [TOP]], [[TOP, BOTTOM], [LEFT, RIGHT]], [[WHOLE, TOP]], [[TOP], [LEFT]]],
+    ids=["inside", "crossed", "on one rank", "crossed in part"],
+)
+def test_boxes_that_overlap_in_part_are_refused(ranks: list[list[Segment]]) -> None:
+    placed, _ = judge(24, *ranks)
+    assert placed.status is Status.UNCERTIFIED
+    assert "overlap" in placed.reason
+
+
+@pytest.mark.parametrize("ranks", [[[TOP]], [[LEFT], [LEFT]], [[], [BOTTOM]]])
+def test_elements_on_no_rank_are_refused(ranks: list[list[Segment]]) -> None:
+    placed, _ = judge(24, *ranks)
+    assert (placed.status, placed.reason[:2]) == (Status.UNCERTIFIED, "12")
+
+
+def test_a_tensor_that_nobody_holds_is_left_to_others() -> None:
+    assert judge(24, [], [])[0].status is Status.EXACT
+
+
+@PROPERTY
+@given(st.lists(st.lists(segments().filter(distinct), max_size=2), min_size=1, max_size=3))
+def test_resolved_is_what_sets_say(ranks: list[list[Segment]]) -> None:
+    """Certified if, and only if, different boxes are disjoint and nothing is missing."""
+    found = {box_of(s) for held in ranks for s in held}
+    elements = {
+        box: {i for i, _ in pairs(s)} for held in ranks for s in held for box in [box_of(s)]
+    }
+    numel = len(set().union(*elements.values())) if found else 1
+    disjoint = sum(map(len, elements.values())) == numel
+    placed, holders = judge(numel, *ranks)
+    assert (placed.status is Status.EXACT) == (disjoint or not found)
+    assert holders == {
+        box: tuple(r for r, held in enumerate(ranks) if box in map(box_of, held)) for box in found
+    }
+    if found:
+        assert judge(numel + 1, *ranks)[0].status is Status.UNCERTIFIED

@@ -1,0 +1,159 @@
+"""Learned repacks on a live vLLM, in one process: what is exact with them and without.
+
+Each engine runs in a process of its own; this file is its script too, and writes what it finds as
+JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in (".", "server", "scripts")),
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def run(model: Path, out: Path, *options: str) -> dict[str, Any]:
+    """Load the model in a new process; `options` are arguments of `main`."""
+    command = [sys.executable, __file__, str(model), str(out), *options]
+    done = subprocess.run(
+        command,
+        env={**os.environ, **ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def uncertified(found: dict[str, Any]) -> set[str]:
+    return {name for name, status in found["status"].items() if status == "uncertified"}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["qwen3_moe", *(pytest.param(k, marks=pytest.mark.full) for k in ("qwen3_next", "mamba2"))],
+)
+def test_learning_makes_experts_exact_and_changes_nothing(
+    kind: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = checkpoint(kind)
+    plain = run(model, tmp_path / "plain.json")
+    learned = run(model, tmp_path / "learned.json", "--learn")
+    experts = {name for name in plain["status"] if ".mlp.experts." in name}
+    assert experts <= uncertified(plain)
+    assert {learned["status"][name] for name in experts} <= {"exact"}
+    assert uncertified(learned) <= uncertified(plain) - experts
+    for fact in ("parameters", "buffers", "tokens"):
+        assert learned[fact] == plain[fact]
+    # Two layers, each with w13 and w2: what was learned of the first serves the second.
+    assert [len(learned["blocks"]), learned["maps"]] == ([4, 2] if experts else [0, 0])
+    assert all(block < numel for block, numel in learned["blocks"].values())
+
+
+@pytest.mark.full
+def test_what_the_engine_also_keeps_elsewhere_is_refused(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Packed handles, and the convolution weights as a CPU with bf16 instructions packs them."""
+    model = checkpoint("qwen3_next")
+    found = run(model, tmp_path / "found.json", "--learn", "--packed")
+    reasons = found["refusals"]
+    assert "handle" in reasons["lm_head.weight"]
+    assert "makes 0 elements" in reasons["model.layers.0.mlp.shared_expert.down_proj.weight"]
+    assert "_cpu_unpacked_conv_weight" in reasons["model.layers.0.linear_attn.conv1d.weight"]
+    assert {"lm_head.weight", "model.layers.0.linear_attn.conv1d.weight"} <= uncertified(found)
+    assert not any(".mlp.experts." in name for name in uncertified(found))
+
+
+def main(model: str, out: str, *options: str) -> None:
+    """Load a model, certify it and write what was found.
+
+    Args:
+        model: checkpoint folder.
+        out: file to write.
+        options: ``--learn``; ``--packed``: let vLLM pack linear and convolution weights.
+    """
+    from vllm import LLM
+
+    from engine_ext.adapters.vllm import worker as adapter
+    from engine_ext.adapters.vllm.repacks import RepackLearner
+    from engine_ext.certify import certify
+    from engine_ext.placement import TensorSpec
+    from engine_ext.repack import compose, fingerprint
+    from engine_ext.storage_index import StorageIndex
+    from engine_ext.tracing import trace_placement
+
+    if "--packed" in options:
+        _pack_convolutions()
+    else:
+        adapter._keep_checkpoint_layout()
+    learner = RepackLearner()
+    with learner if "--learn" in options else contextlib.nullcontext():
+        llm = LLM(model, dtype="bfloat16", enforce_eager=True, max_model_len=256)
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    live, config = worker.model_runner.model, worker.vllm_config
+    specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in adapter.checkpoint(live, config)]
+    index = StorageIndex(live)
+    placement = trace_placement(live, adapter._loader(live, config), specs, index)
+    compose(placement, learner.repacks, learner.refusals)
+    certify(placement, adapter.checkpoint(live, config))
+    sizes = {name: parameter.numel() for name, parameter in live.named_parameters()}
+    found = {
+        "status": {name: placed.status.value for name, placed in placement.items()},
+        "refusals": learner.refusals,
+        "blocks": {name: [r.block, sizes[name]] for name, r in learner.repacks.items()},
+        "maps": len({id(repack) for repack in learner.repacks.values()}),
+        "parameters": {name: fingerprint(p) for name, p in live.named_parameters()},
+        "buffers": {name: fingerprint(b) for name, b in live.named_buffers()},
+        "tokens": [],
+    }
+    if "--packed" not in options:
+        [answer] = llm.generate(["the quick brown fox"], use_tqdm=False)
+        found["tokens"] = list(answer.outputs[0].token_ids)
+    Path(out).write_text(json.dumps(found))
+
+
+def _pack_convolutions() -> None:
+    """Make vLLM take the path of a CPU with AVX512-BF16, with a packing of our own."""
+    import torch
+    from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
+
+    def pack(weight: torch.Tensor) -> torch.Tensor:
+        tiles = weight.view(-1, 32, 2, 2).permute(0, 2, 1, 3)
+        return tiles.contiguous().view(weight.shape)
+
+    dispatch = utils.dispatch_cpu_unquantized_gemm
+
+    def dispatch_as_if(layer: torch.nn.Module, remove_weight: bool) -> None:
+        supported = torch.cpu._is_avx512_bf16_supported
+        torch.cpu._is_avx512_bf16_supported = lambda: True
+        try:
+            dispatch(layer, remove_weight)
+        finally:
+            torch.cpu._is_avx512_bf16_supported = supported
+
+    _custom_ops.causal_conv1d_weight_pack = pack
+    utils.dispatch_cpu_unquantized_gemm = dispatch_as_if
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
