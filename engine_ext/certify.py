@@ -11,32 +11,46 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+import numpy as np
 import torch
+import xxhash
+from numpy.typing import NDArray
 
 from engine_ext.dtypes import torch_bits_dtype
-from engine_ext.placement import Placed, Placement, Segment, Status
+from engine_ext.kernels import bits_of, gather
+from engine_ext.locate import Locator, compact
+from engine_ext.placement import Placed, Placement, Segment, Status, TensorSpec
 from engine_ext.repack import gather_live
 
+# Elements of a tensor that a sample has at least: smaller tensors are always compared whole.
+_LEAST_SAMPLED = 1 << 16
 
-def certify(placement: Placement, checkpoint: Iterable[tuple[str, torch.Tensor]]) -> None:
+
+def certify(
+    placement: Placement,
+    checkpoint: Iterable[tuple[str, torch.Tensor]],
+    sample: float = 1.0,
+) -> None:
     """Judge every placed tensor by the checkpoint's bytes.
 
     Args:
         placement: as traced; every `UNJUDGED` entry is given its final status.
         checkpoint: (name, tensor) pairs of the checkpoint that the engine was loaded from.
+        sample: which share of a large tensor's elements is compared, above 0; 1 is all of them.
+            Below 1, a difference between elements that are not in the sample goes unseen.
 
     The model is only read. A tensor that `checkpoint` does not hold stays uncertified.
     """
     for name, tensor in checkpoint:
         placed = placement.get(name)
         if placed is not None and placed.status is Status.UNJUDGED:
-            _judge(placed, tensor)
+            _judge(placed, tensor, sample)
     for placed in placement.values():
         if placed.status is Status.UNJUDGED:
             placed.refuse("its bytes were not among the checkpoint's")
 
 
-def _judge(placed: Placed, tensor: torch.Tensor) -> None:
+def _judge(placed: Placed, tensor: torch.Tensor, sample: float) -> None:
     if tuple(tensor.shape) != placed.spec.shape or tensor.dtype != placed.spec.dtype:
         placed.refuse("the checkpoint changed while the engine was starting")
         return
@@ -45,7 +59,19 @@ def _judge(placed: Placed, tensor: torch.Tensor) -> None:
         status = Status.EXACT
     else:
         status = Status.CAST
-    wrong = next((s for s in placed.segments if not holds(s, source)), None)
+    indices = _sampled(placed.spec, sample)
+    wrong = next(
+        (
+            segment
+            for segment in placed.segments
+            if not (
+                holds(segment, source)
+                if indices is None
+                else holds_sample(segment, source, indices)
+            )
+        ),
+        None,
+    )
     if wrong is None:
         placed.status = status
     else:
@@ -66,6 +92,34 @@ def holds(segment: Segment, source: torch.Tensor) -> bool:
     expected = segment.source_view(source).to(device=live.device, dtype=live.dtype)
     bits = torch_bits_dtype(live.dtype)
     return torch.equal(live.contiguous().view(bits), expected.contiguous().view(bits))
+
+
+def holds_sample(segment: Segment, source: torch.Tensor, indices: NDArray[np.int64]) -> bool:
+    """Whether live memory holds the bits of some checkpoint elements, where they lie in the box.
+
+    Args:
+        segment: a box of the tensor.
+        source: the contiguous checkpoint tensor, on any device.
+        indices: int64 [n], ascending flat checkpoint indices.
+    """
+    locator = Locator(segment)
+    chosen, offsets = locator(indices)
+    flat = segment.live.flat()
+    where = compact(offsets, flat.numel()).to(flat.device)
+    expected = source.view(-1)[torch.from_numpy(indices[chosen]).to(source.device)]
+    return torch.equal(
+        gather(bits_of(flat), where), bits_of(expected.to(device=flat.device, dtype=flat.dtype))
+    )
+
+
+def _sampled(spec: TensorSpec, share: float) -> NDArray[np.int64] | None:
+    """Which elements to compare, ascending; None for all. The same at every start."""
+    count = max(_LEAST_SAMPLED, round(spec.numel * share))
+    if share >= 1 or count >= spec.numel:
+        return None
+    generator = np.random.default_rng(xxhash.xxh3_64_intdigest(spec.name.encode()))
+    ends = np.array([0, spec.numel - 1])
+    return np.unique(np.concatenate([ends, generator.integers(0, spec.numel, count)]))
 
 
 def summary(placement: Placement) -> dict[str, int]:

@@ -34,6 +34,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         base_version: version of the freshly loaded weights.
         apply: ``scatter``, ``masked``, or ``auto``, which scatters.
         undo_bytes: host memory per rank for the old values of the last version.
+        certify_sample: share of a large tensor's elements that certification compares, 1 for all.
     """
 
     chunk_bytes: int = 512 << 20
@@ -45,6 +46,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     base_version: int = 0
     apply: Literal["auto", "scatter", "masked"] = "auto"
     undo_bytes: int = 4 << 30
+    certify_sample: float = 1.0
 
     def export(self) -> None:
         """Make the settings visible to every process that this one starts."""
@@ -108,6 +110,15 @@ def _parse_seconds(text: str) -> float:
     if not 0 < seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"not a number of seconds above 0: {text!r}")
     return seconds
+
+
+def _parse_share(text: str) -> float:
+    """A share of a whole from ``0.01`` or ``1%``."""
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*(%?)", text.strip())
+    share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"not a share of a whole: {text!r} (examples: 0.01, 1%)")
+    return share
 
 
 def _parse_directory(text: str) -> str:
@@ -214,6 +225,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Host memory per rank for the old values of the last version, which take a failed "
         "write or a whole version back. A sync that would need more must be full "
         f"(default: {defaults.undo_bytes >> 30}G).",
+    )
+    group.add_argument(
+        "--delta-certify-sample",
+        type=_parse_share,
+        default=argparse.SUPPRESS,
+        metavar="SHARE",
+        help="Compare only this share of a large tensor's elements with the checkpoint at "
+        "start-up (0.01 or 1%%). Starts faster; a layout that differs elsewhere goes unseen "
+        "(default: every element).",
     )
     group.add_argument(
         "--delta-api-key",

@@ -67,6 +67,7 @@ def test_every_flag(tmp_path: Path) -> None:
         "--delta-max-body-bytes=2GiB",
         "--delta-stage-timeout=1.5",
         "--delta-base-version=9223372036854775807",
+        "--delta-certify-sample=2.5%",
     ) == Settings(
         chunk_bytes=1 << 20,
         read_workers=2,
@@ -75,7 +76,14 @@ def test_every_flag(tmp_path: Path) -> None:
         max_body_bytes=2 << 30,
         stage_timeout=1.5,
         base_version=2**63 - 1,
+        certify_sample=0.025,
     )
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "101%", "all", "", "nan"])
+def test_a_share_is_above_0_and_at_most_1(text: str) -> None:
+    with pytest.raises((argparse.ArgumentError, SystemExit)):
+        parse("--enable-delta-updates", f"--delta-certify-sample={text}")
 
 
 def test_roots_are_real_paths(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import hashlib
 import logging
-import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -14,19 +13,9 @@ import torch
 
 from engine_ext import settings
 from engine_ext.adapters.vllm.repacks import RepackLearner
-from engine_ext.applier import MaskedApplier
-from engine_ext.certify import certify, summary
-from engine_ext.kernels import warm_up
-from engine_ext.placement import Placement, Status, TensorSpec
-from engine_ext.plan import Plan, make_plan
+from engine_ext.assemble import LoadedModel, make_receiver
 from engine_ext.receiver import Receiver
-from engine_ext.repack import compose
-from engine_ext.scatter import ScatterApplier
-from engine_ext.storage_index import StorageIndex
-from engine_ext.tracing import LoadWeights, trace_placement
-from engine_ext.wire import Limits
-
-logger = logging.getLogger("vllm.delta_updates")
+from engine_ext.tracing import LoadWeights
 
 
 def install() -> None:
@@ -47,6 +36,14 @@ def install() -> None:
 
     init.delta_updates = True  # type: ignore[attr-defined]
     WorkerBase.__init__ = init
+    _log_as_vllm()
+
+
+def _log_as_vllm() -> None:
+    """Let what this package logs come out where vLLM's own log does."""
+    ours, theirs = logging.getLogger("engine_ext"), logging.getLogger("vllm")
+    ours.handlers, ours.propagate = list(theirs.handlers), False
+    ours.setLevel(theirs.level)
 
 
 def _equip(worker: Any, chosen: settings.Settings) -> None:
@@ -117,50 +114,15 @@ def build_receiver(worker: Any, chosen: settings.Settings, learner: RepackLearne
     if parallel.data_parallel_size > 1 or getattr(parallel, "nnodes", 1) > 1:
         raise RuntimeError("delta updates do not work with data parallel or several hosts yet")
     model = worker.model_runner.get_model()
-    ranks = WorldRanks()
-    start = time.perf_counter()
-    load_weights = _loader(model, config)
-    specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in checkpoint(model, config)]
-    index = StorageIndex(model)
-    placement = trace_placement(model, load_weights, specs, index)
-    compose(placement, learner.repacks, learner.refusals)
-    traced = time.perf_counter()
-    certify(placement, checkpoint(model, config))
-    plan = make_plan(placement, ranks)
-    _log(placement, traced - start, time.perf_counter() - traced)
-    if not plan.targets:
-        raise RuntimeError("delta updates: no tensor of this model can be certified")
-    applier = _applier(chosen, model, index, plan, load_weights)
-    warm_up()
-    return Receiver(
-        applier,
-        ranks,
-        base_version=chosen.base_version,
-        stage_timeout=chosen.stage_timeout,
-        read_workers=chosen.read_workers,
-        limits=Limits(max_part_bytes=chosen.max_body_bytes),
+    loaded = LoadedModel(
+        model=model,
+        load_weights=_loader(model, config),
+        checkpoint=functools.partial(checkpoint, model, config),
+        ranks=WorldRanks(),
+        repacks=learner.repacks,
+        refusals=learner.refusals,
     )
-
-
-def _applier(
-    chosen: settings.Settings,
-    model: torch.nn.Module,
-    index: StorageIndex,
-    plan: Plan,
-    load_weights: LoadWeights,
-) -> ScatterApplier:
-    threads = torch.get_num_threads()
-    if chosen.apply != "masked":
-        return ScatterApplier(model, index, plan, undo_bytes=chosen.undo_bytes, threads=threads)
-    return MaskedApplier(
-        model,
-        index,
-        plan,
-        undo_bytes=chosen.undo_bytes,
-        threads=threads,
-        load_weights=load_weights,
-        chunk_bytes=chosen.chunk_bytes,
-    )
+    return make_receiver(loaded, chosen)
 
 
 def checkpoint(model: torch.nn.Module, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -191,18 +153,6 @@ def _loader(model: Any, config: Any) -> LoadWeights:
             return model.load_weights(weights)
 
     return load_weights
-
-
-def _log(placement: Placement, traced_s: float, certified_s: float) -> None:
-    logger.info(
-        "delta updates: %s (traced in %.2f s, certified in %.2f s)",
-        ", ".join(f"{count} {status}" for status, count in summary(placement).items()),
-        traced_s,
-        certified_s,
-    )
-    for name, placed in placement.items():
-        if placed.status is Status.UNCERTIFIED:
-            logger.warning("delta updates will refuse %s: %s", name, placed.reason)
 
 
 def buffer_checksums(worker: Any) -> dict[str, str]:
