@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_ext.adapters import show_plan
+
+
+def row(
+    status: str, reason: str = "", live: tuple[str, ...] = ("w",), **more: Any
+) -> dict[str, Any]:
+    return {
+        "name": "a.weight",
+        "dtype": "bfloat16",
+        "shape": [2, 3],
+        "status": status,
+        "reason": reason,
+        "live": list(live),
+        "repacked": False,
+        "digested": True,
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    ("ranks", "status", "reason"),
+    [
+        ([row("exact")], "exact", ""),
+        ([row("exact"), row("not on this rank", live=())], "exact", ""),
+        ([row("not on this rank", live=()), row("cast")], "cast", ""),
+        ([row("exact"), row("uncertified", "moved")], "uncertified", "moved"),
+        ([row("ignored", live=()), row("ignored", live=())], "ignored", ""),
+    ],
+)
+def test_a_tensor_is_as_good_as_its_worst_rank(
+    ranks: list[dict[str, Any]], status: str, reason: str
+) -> None:
+    [merged] = show_plan.merge([[one] for one in ranks])
+    assert (merged["status"], merged["reason"]) == (status, reason)
+
+
+def test_live_names_and_repacks_of_all_ranks() -> None:
+    [merged] = show_plan.merge(
+        [[row("exact", live=("x",))], [row("exact", live=("w", "x"), repacked=True)]]
+    )
+    assert merged["live"] == ["w", "x"]
+    assert merged["repacked"] is True
+
+
+def test_summary() -> None:
+    rows = [row("exact"), row("exact"), row("uncertified")]
+    assert show_plan.summary(rows, 2) == "3 tensors on 2 ranks: 2 exact, 1 uncertified"
+
+
+class Server(HTTPServer):
+    plan: Any = None
+    headers: Mapping[str, str] = {}
+    path = ""
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        self.server.path, self.server.headers = self.path, dict(self.headers)
+        body = json.dumps({"plan": self.server.plan}).encode()
+        self.send_response(200 if self.server.plan is not None else 401)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    served = Server(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=served.serve_forever)
+    thread.start()
+    yield served
+    served.shutdown()
+    thread.join()
+    served.server_close()
+
+
+def ask(server: Server, *flags: str) -> int:
+    return show_plan.main([f"http://127.0.0.1:{server.server_port}/", *flags])
+
+
+def test_asks_a_running_server(
+    server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DELTA_API_KEY", "secret")
+    server.plan = [[row("exact")], [row("exact")]]
+    assert ask(server) == 0
+    assert server.path == "/delta_status?plan=true"
+    assert server.headers["Authorization"] == "Bearer secret"
+    text = capsys.readouterr().out
+    assert "a.weight" in text
+    assert "2x3" in text
+    assert text.endswith("1 tensors on 2 ranks: 1 exact\n")
+
+
+def test_what_is_uncertified_is_told_by_the_exit_status(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = row("exact", name="b.weight")
+    server.plan = [[row("uncertified", "the engine moved it"), good]]
+    assert ask(server, "--json", "--uncertified") == 3
+    [shown] = json.loads(capsys.readouterr().out)
+    assert (shown["name"], shown["reason"]) == ("a.weight", "the engine moved it")
+
+
+def test_no_plan_is_said_on_standard_error(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ask(server) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "401" in captured.err
+
+
+def test_a_folder_is_loaded_by_the_engine_which_may_print(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    class Offline:
+        @staticmethod
+        def load_plan(model: str, flags: list[str]) -> list[list[dict[str, Any]]]:
+            asked.append((model, flags, os.environ["DELTA_UPDATES_SETTINGS"]))
+            os.write(1, b"the engine says something\n")
+            return [[row("exact")]]
+
+    monkeypatch.setenv("DELTA_UPDATES_SETTINGS", "")
+    monkeypatch.setattr(show_plan.importlib, "import_module", lambda name: Offline)
+    flags = ["--tensor-parallel-size", "2"]
+    assert show_plan.main([str(tmp_path), "--json", "--delta-certify-sample", "0.5", *flags]) == 0
+    [(model, given, settings)] = asked
+    assert (model, given) == (str(tmp_path), flags)
+    assert json.loads(settings)["certify_sample"] == 0.5
+    captured = capfd.readouterr()
+    assert json.loads(captured.out)[0]["status"] == "exact"
+    assert "the engine says something" in captured.err
+
+
+@pytest.mark.parametrize("argv", [["nowhere"], ["http://127.0.0.1:1", "--dtype", "bfloat16"], []])
+def test_wrong_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        show_plan.main(argv)
+    assert stopped.value.code == 2
+    assert "usage: delta-plan" in capsys.readouterr().err
