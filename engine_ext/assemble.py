@@ -6,6 +6,7 @@ the same for every engine.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,15 +17,17 @@ import torch
 from engine_ext.applier import MaskedApplier
 from engine_ext.certify import certify, summary
 from engine_ext.kernels import warm_up
-from engine_ext.placement import Placement, Repack, Status, TensorSpec
+from engine_ext.placement import Placement, Repack, Segment, Status, TensorSpec
 from engine_ext.plan import make_plan
 from engine_ext.ranks import Ranks
 from engine_ext.receiver import Receiver
 from engine_ext.repack import compose
 from engine_ext.scatter import ScatterApplier
+from engine_ext.seed import Reload, SeedApplier, Traced
 from engine_ext.settings import Settings
 from engine_ext.storage_index import StorageIndex
 from engine_ext.tracing import LoadWeights, trace_placement
+from engine_ext.transaction import Applier
 from engine_ext.wire import Limits
 
 logger = logging.getLogger(__name__)
@@ -38,7 +41,8 @@ class LoadedModel:
         model: in serving state.
         load_weights: its own loader; takes (name, tensor) pairs.
         checkpoint: reads the checkpoint that it was loaded from, anew with each call: (name,
-            tensor) pairs on the CPU, in the engine's order.
+            tensor) pairs on the CPU, in the engine's order. None: its weights are no checkpoint's.
+        reload: the engine's own way to load other weights into the running model.
         ranks: this rank among the engine's.
         repacks: moves of live tensors after loading, by the live tensor's name.
         refusals: live tensors whose moves cannot be followed, with the reason.
@@ -46,7 +50,8 @@ class LoadedModel:
 
     model: torch.nn.Module
     load_weights: LoadWeights
-    checkpoint: Callable[[], Iterable[tuple[str, torch.Tensor]]]
+    checkpoint: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None
+    reload: Reload
     ranks: Ranks
     repacks: Mapping[str, Repack] = field(default_factory=dict)
     refusals: Mapping[str, str] = field(default_factory=dict)
@@ -63,7 +68,27 @@ def make_receiver(loaded: LoadedModel, chosen: Settings) -> Receiver:
         RuntimeError: nothing can be certified. The engine must not start.
         TracingError: tracing changed the model. The engine must not start.
     """
-    applier = certified_applier(loaded, chosen)
+    if loaded.checkpoint is None:
+        seed = _seed_applier(loaded)
+        receiver = _receiver(loaded, chosen, seed)
+
+        def seeded(index: StorageIndex, placement: Placement) -> None:
+            receiver.adopt(_applier(loaded, chosen, index, placement))
+
+        seed.seeded = seeded
+        return receiver
+    start = time.perf_counter()
+    specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in loaded.checkpoint()]
+    traced = _trace(loaded, specs)
+    traced_s = time.perf_counter() - start
+    certify(traced.placement, loaded.checkpoint(), chosen.certify_sample)
+    certified_s = time.perf_counter() - start - traced_s
+    applier = _applier(loaded, chosen, traced.index, traced.placement)
+    logger.info("traced in %.2f s, certified in %.2f s", traced_s, certified_s)
+    return _receiver(loaded, chosen, applier)
+
+
+def _receiver(loaded: LoadedModel, chosen: Settings, applier: Applier) -> Receiver:
     warm_up()
     return Receiver(
         applier,
@@ -75,32 +100,34 @@ def make_receiver(loaded: LoadedModel, chosen: Settings) -> Receiver:
     )
 
 
-def certified_applier(loaded: LoadedModel, chosen: Settings) -> ScatterApplier:
-    """Certify the model against its checkpoint.
-
-    Raises:
-        RuntimeError, TracingError: as `make_receiver`.
-    """
-    start = time.perf_counter()
-    specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in loaded.checkpoint()]
-    index, placement = trace(loaded, specs)
-    traced = time.perf_counter()
-    certify(placement, loaded.checkpoint(), chosen.certify_sample)
-    certified = time.perf_counter()
-    applier = applier_for(loaded, chosen, index, placement)
-    _log(placement, traced - start, certified - traced)
-    return applier
-
-
-def trace(loaded: LoadedModel, specs: Sequence[TensorSpec]) -> tuple[StorageIndex, Placement]:
+def _trace(loaded: LoadedModel, specs: Sequence[TensorSpec]) -> Traced:
     """Where the tensors of a checkpoint lie, repacks followed, nothing certified yet."""
     index = StorageIndex(loaded.model)
-    placement = trace_placement(loaded.model, loaded.load_weights, specs, index)
+    others: list[Segment] = []
+    placement = trace_placement(loaded.model, loaded.load_weights, specs, index, others)
     compose(placement, loaded.repacks, loaded.refusals)
-    return index, placement
+    return Traced(index, placement, others)
 
 
-def applier_for(
+def _seed_applier(loaded: LoadedModel) -> SeedApplier:
+    """What takes the first sync of a model without a checkpoint.
+
+    Raises:
+        RuntimeError: the engine moves weights after loading them, which its reload path is not
+            known to do again.
+    """
+    moved = sorted({*loaded.repacks, *loaded.refusals})
+    if moved:
+        raise RuntimeError(
+            "delta updates need a checkpoint to start from: the engine repacks "
+            f"{', '.join(moved[:3])}{' and others' if len(moved) > 3 else ''} after loading, "
+            "which its reload path does not do again"
+        )
+    logger.info("no checkpoint to certify against; waiting for a full sync")
+    return SeedApplier(loaded.model, functools.partial(_trace, loaded), loaded.reload)
+
+
+def _applier(
     loaded: LoadedModel, chosen: Settings, index: StorageIndex, placement: Placement
 ) -> ScatterApplier:
     """The applier that the user has chosen, for a certified placement. All ranks must call it.
@@ -109,6 +136,7 @@ def applier_for(
         RuntimeError: nothing in it is certified.
     """
     plan = make_plan(placement, loaded.ranks)
+    _log(placement)
     if not plan.targets:
         raise RuntimeError("delta updates: no tensor of this model can be certified")
     threads = torch.get_num_threads()
@@ -127,13 +155,9 @@ def applier_for(
     )
 
 
-def _log(placement: Placement, traced_s: float, certified_s: float) -> None:
-    logger.info(
-        "delta updates: %s (traced in %.2f s, certified in %.2f s)",
-        ", ".join(f"{count} {status}" for status, count in summary(placement).items()),
-        traced_s,
-        certified_s,
-    )
+def _log(placement: Placement) -> None:
+    counts = ", ".join(f"{count} {status}" for status, count in summary(placement).items())
+    logger.info("delta updates: of %d tensors %s", len(placement), counts)
     for name, placed in placement.items():
         if placed.status is Status.UNCERTIFIED:
             logger.warning("delta updates will refuse %s: %s", name, placed.reason)

@@ -96,7 +96,7 @@ def make_plan(placement: Placement, ranks: Ranks) -> Plan:
         ranks: the other ranks.
     """
     holders = resolve(placement, ranks.all_gather(boxes(placement)))
-    mine = {name: (p.status.value, _covered(p)) for name, p in placement.items()}
+    mine = {name: (p.status.value, covered(p)) for name, p in placement.items()}
     everywhere = ranks.all_gather(mine)
     absent = {Status.NOT_ON_RANK.value, Status.IGNORED.value}
     held = frozenset(
@@ -114,12 +114,12 @@ def make_plan(placement: Placement, ranks: Ranks) -> Plan:
     return Plan(ranks.rank, placement, targets, held, digested)
 
 
-def _covered(placed: Placed) -> bool:
+def covered(placed: Placed) -> bool:
     """Whether the checkpoint's bits can be told from live memory on this rank."""
     if placed.status in (Status.NOT_ON_RANK, Status.EXACT):
         return True
     wider = _WIDENED.get(placed.spec.dtype, ())
-    return placed.status is Status.CAST and all(
+    return placed.status in (Status.CAST, Status.UNJUDGED) and all(
         s.live.tensor.dtype in (placed.spec.dtype, *wider) for s in placed.segments
     )
 

@@ -18,9 +18,9 @@ import msgspec
 
 from engine_ext.errors import CommitFailed, Conflict, MalformedPart, WriteUndone
 from engine_ext.ranks import Ranks
-from engine_ext.scatter import ScatterApplier, StagedPart, UndoLog
+from engine_ext.scatter import StagedPart, UndoLog
 from engine_ext.syncs import PartId, SyncState
-from engine_ext.transaction import Transaction, as_delta_error
+from engine_ext.transaction import Applier, Transaction, as_delta_error
 from engine_ext.wire import Limits, decode_part
 from engine_ext.wire.identity import part_identity
 
@@ -39,7 +39,7 @@ class Receiver:
 
     def __init__(
         self,
-        applier: ScatterApplier,
+        applier: Applier,
         ranks: Ranks,
         *,
         base_version: int,
@@ -48,8 +48,8 @@ class Receiver:
         limits: Limits,
     ) -> None:
         self.state = SyncState(base_version, stage_timeout)
-        self._applier = applier
-        self._transaction = Transaction(applier, ranks)
+        self._ranks = ranks
+        self.adopt(applier)
         self._limits = limits
         self._threads = ThreadPoolExecutor(read_workers, thread_name_prefix="delta-stage")
         self._staging: dict[int, Future[StagedPart]] = {}
@@ -68,6 +68,11 @@ class Receiver:
             "plan": self._plan,
             "digest": self._digest,
         }
+
+    def adopt(self, applier: Applier) -> None:
+        """Write with this applier from now on."""
+        self._applier = applier
+        self._transaction = Transaction(applier, self._ranks)
 
     def handle(self, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Carry out one operation; the answer has ``ok`` or ``error`` (see `DeltaError.to_wire`).
@@ -157,7 +162,7 @@ class Receiver:
         staged = self._transaction.agree(prepare)
         sync = self.state.sync
         assert sync is not None
-        base = self.state.version
+        base, apply = self.state.version, self._applier.name
         start = time.perf_counter()
         try:
             log = self._transaction.write(staged)
@@ -184,7 +189,7 @@ class Receiver:
             "base_version": base,
             "sync_id": sync.sync_id,
             "full": sync.full,
-            "apply": self._applier.name,
+            "apply": apply,
             "parts": len(staged),
             "nnz": sum(part.nnz for part in staged),
             "tensors": len(set().union(*(part.names for part in staged))),
@@ -241,13 +246,15 @@ class Receiver:
         }
 
     def _plan(self) -> dict[str, Any]:
-        """What is known of every checkpoint tensor on this rank."""
-        return {"tensors": self._applier.plan.table()}
+        """What is known of every checkpoint tensor on this rank; null while nothing is."""
+        plan = self._applier.plan
+        return {"tensors": None if plan is None else plan.table()}
 
     def _digest(self, scan: bool) -> dict[str, Any]:
         """The digest of every covered tensor's elements that this rank counts."""
         tracked = self._applier.digests
-        found = self._applier.plan.scan() if scan else tracked
+        plan = self._applier.plan
+        found = plan.scan() if scan and plan is not None else tracked
         return {
             "version": self.state.version,
             "tensors": {name: digest.hex() for name, digest in found.items()},

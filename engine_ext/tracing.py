@@ -42,6 +42,7 @@ def trace_placement(
     load_weights: LoadWeights,
     specs: Sequence[TensorSpec],
     index: StorageIndex,
+    beside: list[Segment] | None = None,
 ) -> Placement:
     """Find where every checkpoint tensor lies in the model's live memory.
 
@@ -50,6 +51,8 @@ def trace_placement(
         load_weights: the model's own loader; takes (name, tensor) pairs.
         specs: every tensor of the checkpoint, in the order in which the engine loads them.
         index: the storage index of `model`.
+        beside: if given, gets the boxes of live memory that the loader writes something other
+            than a checkpoint tensor to (padding); they have no source.
 
     Returns:
         One `Placed` per spec. Those with segments are `UNJUDGED` (certification comes next),
@@ -72,6 +75,8 @@ def trace_placement(
         if placed.status is Status.UNJUDGED and not placed.segments:
             placed.status = Status.NOT_ON_RANK
     _refuse_shared_memory(placement, others)
+    if beside is not None:
+        beside += others
     return placement
 
 
@@ -343,21 +348,30 @@ def _marked_copies(recorder: _Recorder) -> Iterator[None]:
 
 @contextmanager
 def _kept_attributes(model: torch.nn.Module, recorder: _Recorder) -> Iterator[None]:
-    """Put back the tensors that hang on modules, and refuse what the loader put in them."""
+    """Put back the tensors that hang on modules, and refuse what the loader put in them.
+
+    An attribute that the loader makes is removed again.
+    """
+    modules = dict(model.named_modules())
     before = [
         (path, module, name, value)
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
+        for path, module in modules.items()
+        for name, value in module.__dict__.items()
         if isinstance(value, torch.Tensor) and value.layout == torch.strided
     ]
+    names = {path: set(module.__dict__) for path, module in modules.items()}
     try:
         yield
     finally:
+        for path, module in modules.items():
+            for name in set(module.__dict__) - names[path]:
+                if isinstance(value := module.__dict__.pop(name), torch.Tensor):
+                    recorder.kept_in([value], f"{path}.{name}".lstrip("."))
         for path, module, name, value in before:
-            now = vars(module).get(name)
+            now = module.__dict__.get(name)
             tensors = [value, now] if isinstance(now, torch.Tensor) else [value]
             recorder.kept_in(tensors, f"{path}.{name}".lstrip("."))
-            vars(module)[name] = value
+            module.__dict__[name] = value
 
 
 def _identities(model: torch.nn.Module) -> dict[str, tuple[object, ...]]:

@@ -10,13 +10,60 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
+from engine_ext.digest import Digest
 from engine_ext.errors import CommitFailed, DeltaError, WriteUndone, from_wire
+from engine_ext.plan import Plan
 from engine_ext.ranks import Ranks
-from engine_ext.scatter import ScatterApplier, StagedPart, UndoLog
+from engine_ext.scatter import StagedPart, UndoLog
+from engine_ext.wire import Part
 
 logger = logging.getLogger(__name__)
+
+
+class Applier(Protocol):
+    """What stages and writes syncs on one rank; see `engine_ext.scatter.ScatterApplier`.
+
+    Attributes:
+        name: as the answers call it.
+        plan: what can be updated; None while nothing is known.
+        digests: of what this rank counts, by tensor.
+        digest: the sum of these.
+    """
+
+    name: str
+    digests: dict[str, Digest]
+
+    @property
+    def plan(self) -> Plan | None: ...
+
+    @property
+    def digest(self) -> Digest: ...
+
+    def stage(self, part: Part) -> StagedPart: ...
+
+    def check_sync(self, staged: Sequence[StagedPart], *, full: bool) -> None: ...
+
+    def check_in_place(self) -> None: ...
+
+    def check_base(self, staged: Sequence[StagedPart]) -> None: ...
+
+    def rescan(self) -> None: ...
+
+    def brief(self, staged: Sequence[StagedPart]) -> dict[str, Any]: ...
+
+    def agree(self, staged: Sequence[StagedPart], briefs: Sequence[dict[str, Any]]) -> None: ...
+
+    def write(self, staged: Sequence[StagedPart]) -> None: ...
+
+    def undo(self, staged: Sequence[StagedPart]) -> None: ...
+
+    def finish(self, staged: Sequence[StagedPart]) -> UndoLog | None: ...
+
+    def roll_back(self, log: UndoLog) -> None: ...
+
+    def describe(self) -> dict[str, Any]: ...
 
 
 class Transaction:
@@ -27,7 +74,7 @@ class Transaction:
         ranks: the engine's ranks.
     """
 
-    def __init__(self, applier: ScatterApplier, ranks: Ranks) -> None:
+    def __init__(self, applier: Applier, ranks: Ranks) -> None:
         self._applier = applier
         self._ranks = ranks
 

@@ -167,6 +167,7 @@ class DeltaSender:
         self._names: list[str] = []  # what is sent when all is sent; empty until the plan is read
         self._digested: set[str] = set()  # names that the digest covers
         self._digest: Digest | None = None  # of the snapshot
+        self._planned = False  # the engine had a plan when it was last asked
         self._suspect = False  # the engine's last digest was not ours
         self._started = self._post_s = 0.0  # when this sync began, and its seconds of posting
         self._snapshot: dict[str, ParamDelta] = {}  # dense: what the engine holds
@@ -273,7 +274,7 @@ class DeltaSender:
             if failed.status != 404:
                 raise
             plan = None
-        first_time = not self._names
+        first_time, self._planned = not self._names, plan is not None
         rows = [row for rank in plan or [] for row in rank]
         held = {row["name"] for row in rows if row["status"] != "ignored"}
         known = {self._kept(row["name"]) for row in rows}
@@ -326,7 +327,8 @@ class DeltaSender:
     def _send(self, changes: Changes, version: int, *, full: bool) -> SyncReport:
         """Encode and post part by part; once committed, move snapshot and digest by `changes`."""
         # Before a full sync again: the engine may be another, and our digest may be wrong.
-        if full or not self._names:
+        # Without a plan too: an engine that has no checkpoint gets one with its first sync.
+        if full or not self._planned:
             self._learn_plan()
         parts = self._parts(self._snapshot if full else changes)
         sync_id, base_version = uuid.uuid4().hex, self.version

@@ -113,7 +113,9 @@ def _ask(url: str) -> list[list[Row]]:
         timeout=60,
     )
     answer.raise_for_status()
-    plan: list[list[Row]] = answer.json()["plan"]
+    plan: list[list[Row]] | None = answer.json()["plan"]
+    if plan is None:
+        raise RuntimeError("the engine has no checkpoint's weights yet; send it a full sync first")
     return plan
 
 

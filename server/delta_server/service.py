@@ -78,9 +78,14 @@ class DeltaService:
             "digest": total_digest(answers),
         }
 
-    async def plan(self) -> list[list[dict[str, Any]]]:
-        """What each rank knows of every checkpoint tensor, in rank order."""
-        return [answer["tensors"] for answer in await self._call("plan")]
+    async def plan(self) -> list[list[dict[str, Any]]] | None:
+        """What each rank knows of every checkpoint tensor, in rank order; None while nothing is.
+
+        An engine that was started without a checkpoint's weights has no plan before its first
+        ``full`` sync.
+        """
+        plans = [answer["tensors"] for answer in await self._call("plan")]
+        return None if None in plans else plans
 
     async def digest(self, scan: bool) -> dict[str, Any]:
         """The digest of the model and of every covered tensor, summed over the ranks.

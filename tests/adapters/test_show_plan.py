@@ -59,8 +59,12 @@ def test_summary() -> None:
     assert show_plan.summary(rows, 2) == "3 tensors on 2 ranks: 2 exact, 1 uncertified"
 
 
+def plan_of(ranks: list[list[dict[str, Any]]]) -> bytes:
+    return json.dumps({"plan": ranks}).encode()
+
+
 class Server(HTTPServer):
-    plan: Any = None
+    body: bytes | None = None
     headers: Mapping[str, str] = {}
     path = ""
 
@@ -70,8 +74,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.path, self.server.headers = self.path, dict(self.headers)
-        body = json.dumps({"plan": self.server.plan}).encode()
-        self.send_response(200 if self.server.plan is not None else 401)
+        body = self.server.body or b""
+        self.send_response(200 if body else 401)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -99,7 +103,7 @@ def test_asks_a_running_server(
     server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DELTA_API_KEY", "secret")
-    server.plan = [[row("exact")], [row("exact")]]
+    server.body = plan_of([[row("exact")], [row("exact")]])
     assert ask(server) == 0
     assert server.path == "/delta_status?plan=true"
     assert server.headers["Authorization"] == "Bearer secret"
@@ -113,7 +117,7 @@ def test_what_is_uncertified_is_told_by_the_exit_status(
     server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = row("exact", name="b.weight")
-    server.plan = [[row("uncertified", "the engine moved it"), good]]
+    server.body = plan_of([[row("uncertified", "the engine moved it"), good]])
     assert ask(server, "--json", "--uncertified") == 3
     [shown] = json.loads(capsys.readouterr().out)
     assert (shown["name"], shown["reason"]) == ("a.weight", "the engine moved it")
@@ -126,6 +130,14 @@ def test_no_plan_is_said_on_standard_error(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "401" in captured.err
+
+
+def test_an_engine_that_waits_for_its_weights(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.body = b'{"plan": null}'
+    assert ask(server) == 1
+    assert "full sync" in capsys.readouterr().err
 
 
 def test_a_folder_is_loaded_by_the_engine_which_may_print(

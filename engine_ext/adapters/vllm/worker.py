@@ -106,8 +106,7 @@ def build_receiver(worker: Any, chosen: settings.Settings, learner: RepackLearne
         learner: what it learned while the model was loaded.
 
     Raises:
-        RuntimeError: nothing can be certified, or there is no checkpoint to certify against.
-            vLLM then does not start.
+        RuntimeError: nothing can be certified. vLLM then does not start.
     """
     config = worker.vllm_config
     parallel = config.parallel_config
@@ -117,7 +116,8 @@ def build_receiver(worker: Any, chosen: settings.Settings, learner: RepackLearne
     loaded = LoadedModel(
         model=model,
         load_weights=_loader(model, config),
-        checkpoint=functools.partial(checkpoint, model, config),
+        checkpoint=functools.partial(checkpoint, model, config) if _reads(config) else None,
+        reload=lambda weights: worker.reload_weights(weights_iterator=iter(weights)),
         ranks=WorldRanks(),
         repacks=learner.repacks,
         refusals=learner.refusals,
@@ -125,22 +125,19 @@ def build_receiver(worker: Any, chosen: settings.Settings, learner: RepackLearne
     return make_receiver(loaded, chosen)
 
 
-def checkpoint(model: torch.nn.Module, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The checkpoint's tensors as vLLM's own loader reads them, on the CPU.
-
-    Raises:
-        RuntimeError: the load format does not read a checkpoint.
-    """
+def _reads(config: Any) -> bool:
+    """Whether the load format reads a checkpoint's tensors one by one."""
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-    quiet = dataclasses.replace(config.load_config, use_tqdm_on_load=False)
-    loader = get_model_loader(quiet)
-    if not isinstance(loader, DefaultModelLoader):
-        raise RuntimeError(
-            f"delta updates need the checkpoint to certify against; load format "
-            f"{config.load_config.load_format!r} reads none"
-        )
+    return isinstance(get_model_loader(config.load_config), DefaultModelLoader)
+
+
+def checkpoint(model: torch.nn.Module, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The checkpoint's tensors as vLLM's own loader reads them, on the CPU."""
+    from vllm.model_executor.model_loader import get_model_loader
+
+    loader: Any = get_model_loader(dataclasses.replace(config.load_config, use_tqdm_on_load=False))
     weights: Iterator[tuple[str, torch.Tensor]] = loader.get_all_weights(config.model_config, model)
     return weights
 
