@@ -1,0 +1,48 @@
+"""An engine that is started on dummy weights: a full sync first, then deltas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import tiny_models
+from engine_process import EngineError, EngineProcess
+from reference_sender import DeltaSender
+
+from .conftest import fingerprint
+
+DUMMY = ("--load-format", "dummy")
+
+
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_dummy_weights_take_a_full_sync_and_then_deltas(
+    tp: int,
+    checkpoint: Callable[[str], Path],
+    start: Callable[..., EngineProcess],
+    tmp_path: Path,
+) -> None:
+    base = checkpoint("qwen3")
+    target = tiny_models.perturb(base, tmp_path / "target", density=0.05, seed=3)
+    engine = start(base, tp=tp, extra_args=DUMMY)
+    status = engine.delta_status()
+    assert (status["apply"], status["awaits"], status["version"]) == ("reload", "full sync", 0)
+    with DeltaSender(engine.url, tiny_models.load_tensors(base).items()) as sender:
+        first = sender.sync(tiny_models.load_tensors(base).items())
+        assert (first.full, first.engine["apply"]) == (True, "reload")
+        second = sender.sync(tiny_models.load_tensors(target).items())
+        assert (second.full, second.engine["apply"]) == (False, "scatter")
+        assert second.digest == second.engine["digest"]
+    certification = engine.delta_status()["certification"]
+    assert [list(rank) for rank in certification] == [["exact"]] * tp
+    assert fingerprint(engine) == fingerprint(start(target, tp=tp))
+
+
+@pytest.mark.full
+def test_dummy_weights_where_the_engine_repacks(
+    checkpoint: Callable[[str], Path], start: Callable[..., EngineProcess]
+) -> None:
+    """The engine's own reload forgets the repack; so this is refused before anything is served."""
+    with pytest.raises(EngineError, match="need a checkpoint to start from"):
+        start(checkpoint("qwen3_moe"), extra_args=DUMMY)
