@@ -146,6 +146,15 @@ class EngineProcess:
             if scratch:
                 shutil.rmtree(scratch, ignore_errors=True)
 
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the server exits by itself within these seconds."""
+        assert self._process is not None
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
     def log_tail(self, lines: int = _TAIL_LINES) -> str:
         """The last lines of the server's output."""
         text = self.log_path.read_text(encoding="utf-8", errors="replace")

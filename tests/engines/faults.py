@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -22,9 +23,17 @@ class Faults:
 
         return _after_one_write(self, rank, fail)
 
-    def stall_next_write(self, rank: str) -> str:
-        """Let the next commit hang on this rank after one of its writes; the answer is its pid."""
-        return _after_one_write(self, rank, lambda: time.sleep(600))
+    def stall_next_write(self, rank: str, reached: str) -> str:
+        """Let the next commit hang on this rank after one of its writes; the answer is its pid.
+
+        The file `reached` is made there and then.
+        """
+
+        def stall() -> None:
+            Path(reached).touch()
+            time.sleep(600)
+
+        return _after_one_write(self, rank, stall)
 
     def fail_next_undo(self, rank: str) -> str:
         """Let the next undo raise on this rank."""

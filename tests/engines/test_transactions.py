@@ -228,9 +228,11 @@ def test_a_write_that_cannot_be_taken_back(server: Server) -> None:
     assert server.engine.complete("a", max_tokens=2)["choices"]
 
 
-def test_a_worker_killed_in_the_middle_of_a_commit(server: Server) -> None:
+def test_a_worker_killed_in_the_middle_of_a_commit(server: Server, tmp_path: Path) -> None:
     """Last: the server never serves mixed weights; it answers errors or is gone."""
-    [pid] = [pid for pid in server.fault("stall_next_write", "1") if pid != "other rank"]
+    stalled = tmp_path / "stalled"
+    pids = server.fault("stall_next_write", "1", str(stalled))
+    [pid] = [pid for pid in pids if pid != "other rank"]
     body = server.next()
     answers: list[object] = []
 
@@ -249,7 +251,10 @@ def test_a_worker_killed_in_the_middle_of_a_commit(server: Server) -> None:
 
     thread = threading.Thread(target=sync)
     thread.start()
-    time.sleep(1)
+    give_up = time.monotonic() + 60
+    while not stalled.exists():
+        assert time.monotonic() < give_up, "the commit never began"
+        time.sleep(0.05)
     os.kill(int(pid), signal.SIGKILL)
     deadline = time.monotonic() + 45
     while time.monotonic() < deadline:
@@ -260,5 +265,6 @@ def test_a_worker_killed_in_the_middle_of_a_commit(server: Server) -> None:
     else:
         pytest.fail("the server of a dead worker is still there")
     thread.join(60)
-    assert answers
+    assert answers, "the sender was never answered"
     assert answers[0] != 200
+    assert server.engine.wait(60), "the server does not exit"

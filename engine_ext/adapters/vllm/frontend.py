@@ -6,13 +6,16 @@ an explicit wish of the same kind, so the plugin is handed to vLLM's own wiring 
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from argparse import Namespace
+from collections.abc import Coroutine
 from typing import Any
 
 from engine_ext import settings
 
 PATH = "/update_weights_delta"
+_DEATH_POLL_S = 0.5
 
 
 def install() -> None:
@@ -82,18 +85,33 @@ class VllmEngine:
         self._client = client
 
     async def call(self, operation: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        """One operation of the receiver on every rank; their answers, in rank order."""
-        answers: list[dict[str, Any]] = await self._client.collective_rpc(
-            "delta_updates", args=(operation, arguments)
+        """One operation of the receiver on every rank; their answers, in rank order.
+
+        Raises:
+            RuntimeError: the engine died before all ranks had answered.
+        """
+        answers: list[dict[str, Any]] = await self._answered(
+            self._client.collective_rpc("delta_updates", args=(operation, arguments))
         )
         return answers
 
+    async def _answered(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """Wait for a call of the engine, but not for a dead one's: vLLM never ends that."""
+        task = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait({task}, timeout=_DEATH_POLL_S))[0]:
+                if self._client.errored:
+                    raise RuntimeError("the engine died")
+            return task.result()
+        finally:
+            task.cancel()
+
     async def is_paused(self) -> bool:
-        return bool(await self._client.is_paused())
+        return bool(await self._answered(self._client.is_paused()))
 
     async def pause(self, mode: str, *, flush_cache: bool) -> None:
         """Stop scheduling. With `flush_cache` all KV is dropped; kept requests are recomputed."""
-        await self._client.pause_generation(mode=mode, clear_cache=flush_cache)
+        await self._answered(self._client.pause_generation(mode=mode, clear_cache=flush_cache))
 
     async def flush_cache(self) -> None:
         """Drop all KV of a paused engine.
@@ -101,18 +119,18 @@ class VllmEngine:
         Raises:
             RuntimeError: the engine did not.
         """
-        if not await self._client.reset_prefix_cache(
-            reset_running_requests=True, reset_connector=True
+        if not await self._answered(
+            self._client.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         ):
             raise RuntimeError("vLLM did not reset its prefix cache")
-        await self._client.reset_mm_cache()
-        await self._client.reset_encoder_cache()
+        await self._answered(self._client.reset_mm_cache())
+        await self._answered(self._client.reset_encoder_cache())
 
     async def resume(self) -> None:
-        await self._client.resume_generation()
+        await self._answered(self._client.resume_generation())
 
     async def set_weight_version(self, version: str) -> None:
-        await self._client.update_weight_version(version)
+        await self._answered(self._client.update_weight_version(version))
 
     async def get_weight_version(self) -> str:
-        return str(await self._client.get_weight_version())
+        return str(await self._answered(self._client.get_weight_version()))
