@@ -129,19 +129,18 @@ class Allocations(TorchDispatchMode):
         return out
 
 
-class Large(ToyModel):
-    """Two thousand elements a tensor, row-sharded, fused and stacked."""
-
-    shapes: ClassVar = {f"w{n}": (64, 32) for n in range(8)}
-
-    def build(self) -> None:
-        self.stacked = parameter(8, 32, 32)
-
-    def load_one(self, name: str, weight: torch.Tensor) -> None:
-        self.stacked.data[int(name[1:])].copy_(weight[32:])
-
-
 def test_tracing_allocates_nothing() -> None:
+    """Two thousand elements a tensor, row-sharded and stacked."""
+
+    class Large(ToyModel):
+        shapes: ClassVar = {f"w{n}": (64, 32) for n in range(8)}
+
+        def build(self) -> None:
+            self.stacked = parameter(8, 32, 32)
+
+        def load_one(self, name: str, weight: torch.Tensor) -> None:
+            self.stacked.data[int(name[1:])].copy_(weight[32:])
+
     live = loaded(Large)
     with Allocations() as allocations:
         placement = trace(live)
