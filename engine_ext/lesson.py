@@ -191,7 +191,7 @@ class Lesson:
             return self.refuse("does not keep every element exactly once")
         self._found = None
         del found
-        self.repack = Repack(_smallest_block(places.numpy()))
+        self.repack = Repack(smallest_block(places.numpy()))
 
     def verify(self, output: torch.Tensor, flip: bool) -> None:
         """Compare the payload as the processing moved it with the payload as the map moves it."""
@@ -243,7 +243,7 @@ def _tiles(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
             yield slice(top, min(top + height, rows)), slice(left, left + width)
 
 
-def _smallest_block(permutation: NDArray[np.int32]) -> NDArray[np.int32]:
+def smallest_block(permutation: NDArray[np.int32]) -> NDArray[np.int32]:
     """The shortest permutation that is this one when repeated, block by block."""
     highest = done = 0
     for block in _divisors(len(permutation))[:-1]:

@@ -9,6 +9,7 @@ sides byte by byte.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -35,9 +36,10 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Repack:
-    """A move of a live tensor's elements that the engine made after loading.
+    """A move of a live tensor's elements.
 
-    Element ``p`` of the tensor as the loader wrote it lies at
+    Either the engine made it after loading, or the loader before it copied, in an order that no
+    strides can say. Element ``p`` of a segment's box lies at
     ``p // block * block + permutation[p % block]``.
 
     Attributes:
@@ -57,6 +59,20 @@ class Repack:
         moved: NDArray[np.int64] = offsets - within + self.permutation[within]
         return moved
 
+    def then(self, later: Repack) -> Repack:
+        """This move and then another one, as one.
+
+        Both blocks divide the tensor's extent, so that theirs in common does too.
+        """
+        moved = later.move(self.move(np.arange(math.lcm(self.block, later.block))))
+        return Repack(moved.astype(np.int32 if len(moved) < 1 << 31 else np.int64))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Repack) and np.array_equal(self.permutation, other.permutation)
+
+    def __hash__(self) -> int:
+        return hash(self.block)
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -71,7 +87,7 @@ class Segment:
         source_strides: strides of the box in flat checkpoint indices.
         python_copy: the loader wrote through Python's ``Tensor.copy_``, which is the one kind of
             write a masked apply can intercept.
-        repack: what the engine did to the live tensor's elements after loading; None: nothing.
+        repack: how the box's elements were moved within the live tensor; None: not at all.
     """
 
     live: LiveTensor

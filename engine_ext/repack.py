@@ -166,8 +166,10 @@ def compose(
                 placed.refuse(f"{live.name}: {reasons[0]}")
             elif len(found) > 1 or any(extent(live.tensor) % r.block for r in found.values()):
                 placed.refuse(f"{live.name}: what was learned of its repack does not fit it")
+                continue
             for repack in found.values():
-                placed.segments[number] = dataclasses.replace(segment, repack=repack)
+                both = segment.repack.then(repack) if segment.repack else repack
+                placed.segments[number] = dataclasses.replace(segment, repack=both)
 
 
 def gather_live(segment: Segment) -> torch.Tensor:

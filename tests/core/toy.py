@@ -79,7 +79,7 @@ def every_model() -> list[type[ToyModel]]:
             walk(child)
 
     walk(ToyModel)
-    return [cls for cls in found if "shapes" in vars(cls) and cls not in NOT_LOADABLE]
+    return [cls for cls in found if "shapes" in vars(cls)]
 
 
 # --- loaders that only move elements ---
@@ -319,7 +319,7 @@ class Threaded(ToyModel):
     """Another thread's copies would not be masked."""
 
     shapes: ClassVar = {"weight": (4, 3)}
-    refused: ClassVar = frozenset({"weight"})
+    dense_only: ClassVar = frozenset({"weight"})
 
     def load_one(self, name: str, weight: torch.Tensor) -> None:
         def copy() -> None:
@@ -357,10 +357,9 @@ class Narrowed(ToyModel):
 
 
 class CastBefore(ToyModel):
-    """A cast to a wider dtype and back: exact by value, but not a view of the checkpoint's."""
+    """A cast to a wider dtype and back loses nothing."""
 
     shapes: ClassVar = {"weight": (3, 4)}
-    refused: ClassVar = frozenset({"weight"})
 
     def load_one(self, name: str, weight: torch.Tensor) -> None:
         self.weight.copy_(weight.float())
@@ -466,7 +465,6 @@ class ThroughTemporary(ToyModel):
     """The way of permute and clone."""
 
     shapes: ClassVar = {"weight": (3, 4), "cloned": (3, 4)}
-    refused: ClassVar = frozenset({"weight", "cloned"})
 
     def load_one(self, name: str, weight: torch.Tensor) -> None:
         if name == "weight":
@@ -481,7 +479,6 @@ class Repeated(ToyModel):
     """Key-value heads replicated with a gather, not with strides."""
 
     shapes: ClassVar = {"k": (2, 4)}
-    refused: ClassVar = frozenset({"k"})
 
     def build(self) -> None:
         self.k = parameter(4, 4)
@@ -677,8 +674,10 @@ class ReadsThroughTemporary(ToyModel):
 
 
 class PairsConcatenated(ToyModel):
+    """Joins two tensors once both are there, and copies nothing before."""
+
     shapes: ClassVar = {"gate": (2, 4), "up": (2, 4), "norm": (4,)}
-    refused: ClassVar = frozenset({"gate", "up"})
+    needs: ClassVar = {"gate": frozenset({"up"}), "up": frozenset({"gate"})}
 
     def build(self) -> None:
         self.gate_up, self.norm = parameter(4, 4), parameter(4)
@@ -701,8 +700,6 @@ class PairsTogether(PairsConcatenated):
     """Copies each of two tensors, but only once both are there."""
 
     shapes: ClassVar = PairsConcatenated.shapes
-    refused: ClassVar = frozenset()
-    needs: ClassVar = {"gate": frozenset({"up"}), "up": frozenset({"gate"})}
 
     def load_pair(self, gate: torch.Tensor, up: torch.Tensor) -> None:
         self.gate_up.data[:2].copy_(gate)
@@ -736,13 +733,10 @@ class WantsAll(ToyModel):
 
 
 class SwapsParameter(ToyModel):
-    """Replaces the parameter itself; tracing it would break the model."""
+    """Replaces the parameter itself, so that no address holds from one load to the next."""
 
     shapes: ClassVar = {"weight": (3, 4)}
+    refused: ClassVar = frozenset({"weight"})
 
     def load_one(self, name: str, weight: torch.Tensor) -> None:
         self.weight = nn.Parameter(weight, requires_grad=False)
-
-
-NOT_LOADABLE = frozenset({SwapsParameter})
-"""Models that tracing refuses as a whole."""

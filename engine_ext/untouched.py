@@ -1,0 +1,153 @@
+"""A model as it was: what is put back after a loader ran for show, and the proof that it is.
+
+A loader that is only watched still does in Python what it does: it may hang other tensors on the
+modules, or give a parameter other memory. `Untouched` finds that by comparing objects and
+addresses, puts it back, and can tell whether every bit is what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from engine_ext.dtypes import torch_bits_dtype
+from engine_ext.storage_index import extent, live_tensors
+
+_REGISTRIES = ("_parameters", "_buffers")
+
+
+class TracingError(RuntimeError):
+    """Tracing changed the model, so nothing that it found can be believed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor that hangs on a module, as it was.
+
+    Attributes:
+        module: the module.
+        name, path: its name there, and in the model.
+        registry: where the module keeps it: ``_parameters``, ``_buffers``, or ``__dict__`` for a
+            plain attribute.
+        tensor: the object.
+        memory: a view of the memory that it had.
+    """
+
+    module: torch.nn.Module
+    name: str
+    path: str
+    registry: str
+    tensor: torch.Tensor
+    memory: torch.Tensor
+
+    @property
+    def now(self) -> torch.Tensor | None:
+        """What stands in its place; None: no tensor."""
+        found = getattr(self.module, self.registry).get(self.name)
+        return found if isinstance(found, torch.Tensor) else None
+
+    @property
+    def changed(self) -> bool:
+        """Whether another tensor stands in its place, or it has other memory."""
+        return self.now is not self.tensor or _place(self.tensor) != _place(self.memory)
+
+
+class Untouched:
+    """Remembers a model's tensors.
+
+    Args:
+        model: the model. Nothing of it is copied.
+        bits: whether to remember a hash of every tensor too; that reads the whole model once.
+
+    Attributes:
+        registered: every parameter and buffer, under every name that it has.
+        attributes: every tensor that hangs on a module otherwise, directly.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, bits: bool) -> None:
+        self._model = model
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._dicts = [
+            (getattr(module, registry), dict(getattr(module, registry)))
+            for module in self._modules.values()
+            for registry in (*_REGISTRIES, "_modules")
+        ]
+        self._names = {path: set(module.__dict__) for path, module in self._modules.items()}
+        held = list(self._held())
+        self.registered = [h for h in held if h.registry in _REGISTRIES]
+        self.attributes = [h for h in held if h.registry not in _REGISTRIES]
+        self._identities = _identities(model)
+        self._hashes = self._hashed() if bits else {}
+
+    def made(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors that hang on a module under a name that it did not have, with that name."""
+        for path, module in self._modules.items():
+            for name in set(module.__dict__) - self._names[path]:
+                if isinstance(tensor := module.__dict__[name], torch.Tensor):
+                    yield f"{path}.{name}".lstrip("."), tensor
+
+    def put_back(self) -> None:
+        """Undo what a loader may do to the modules in Python, but for writes to memory."""
+        for current, before in self._dicts:
+            current.clear()
+            current.update(before)
+        for held in self.registered + self.attributes:
+            getattr(held.module, held.registry)[held.name] = held.tensor
+            if _place(held.tensor) != _place(held.memory):
+                held.tensor.data = held.memory
+        for path, module in self._modules.items():
+            for name in set(module.__dict__) - self._names[path]:
+                del module.__dict__[name]
+
+    def require(self) -> None:
+        """Prove that the model is what it was.
+
+        Raises:
+            TracingError: it is not.
+        """
+        if _identities(self._model) != self._identities:
+            raise TracingError("tracing the loader changed the model's tensors; refusing to go on")
+        if self._hashes and (now := self._hashed()) != self._hashes:
+            names = sorted(n for n, h in self._hashes.items() if now.get(n) != h)
+            raise TracingError(
+                f"tracing the loader wrote to the model, by a way that cannot be followed: {names}"
+            )
+
+    def _held(self) -> Iterator[Held]:
+        for path, module in self._modules.items():
+            for registry in (*_REGISTRIES, "__dict__"):
+                for name, tensor in getattr(module, registry).items():
+                    if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+                        full = f"{path}.{name}".lstrip(".")
+                        yield Held(module, name, full, registry, tensor, tensor.data)
+
+    def _hashed(self) -> dict[str, str]:
+        """A hash of every piece of memory, by its first name."""
+        found: dict[Any, tuple[str, str]] = {}
+        for held in self.registered + self.attributes:
+            place = _place(held.memory)
+            if place not in found and held.memory.numel() and not held.memory.is_meta:
+                found[place] = (held.path, _hash(held.memory))
+        return dict(found.values())
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    address = None if tensor.is_meta else tensor.data_ptr()
+    return (tensor.device, address, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def _identities(model: torch.nn.Module) -> dict[str, tuple[object, ...]]:
+    return {name: (id(tensor), *_place(tensor)) for name, tensor in live_tensors(model)}
+
+
+def _hash(tensor: torch.Tensor) -> str:
+    """A hash of all memory from a tensor's first to its last element."""
+    memory = tensor.as_strided((extent(tensor),), (1,)).view(torch_bits_dtype(tensor.dtype))
+    if memory.device.type != "cpu":
+        return str(int(torch.hash_tensor(memory)))
+    raw: Any = memory.view(torch.uint8).numpy()
+    return xxhash.xxh3_128_hexdigest(raw)
