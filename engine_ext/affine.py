@@ -2,29 +2,24 @@
 
 The array says, for every element of a box of memory, which element of which source it holds. Most
 loaders leave a few boxes of constant strides in it (a transpose is one, a concatenation a few);
-`boxes` finds them. Where there are none but the elements of one contiguous range were only put in
-another order, `shuffle` gives the order.
+`boxes` finds them.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 # Elements that are compared at a time.
 _CHUNK: Final = 1 << 22
-# With this many boxes or fewer, no other way of cutting is looked for.
-_FEW: Final = 8
 # The longest pattern along a dimension that is looked for, as tensors that take turns leave one.
 _LONGEST_TURN: Final = 64
-_ENDS: Final = (torch.amin, torch.amax)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,30 +89,51 @@ class _Cutter:
         self._numbers = numbers
         self._starts = torch.tensor(numbers.starts)
         self._most = most
-        self._left = most
 
     def cut(self, values: torch.Tensor, offset: int, strides: tuple[int, ...]) -> list[Box]:
+        """As of `boxes`, for a part of the array.
+
+        Raises:
+            _TooMany: that takes more than `most` boxes.
+        """
         whole = self._whole(values, offset, strides)
         if whole is not None:
-            self._left -= 1
-            if self._left < 0:
-                raise _TooMany
             return [whole]
-        found = [(dim, self._runs(values, dim)) for dim, n in enumerate(values.shape) if n > 1]
-        usable = [(dim, runs) for dim, runs in found if runs is not None]
-        dim, runs = min(usable, key=lambda pair: len(pair[1])) if usable else (0, None)
-        if runs is None or len(runs) > _FEW:
-            for turning, _ in found:
-                folded = self._folded(values, offset, strides, turning)
-                if folded is not None:
-                    return folded
-        if runs is None:
+        for dim, stride in enumerate(strides):
+            parts = stretches(highest(values, dim) == 0)
+            if len(parts) > 1:
+                return self._within(
+                    self.cut(values.narrow(dim, start, count), offset + start * stride, strides)
+                    for start, count in parts
+                )
+        found = [way(values, offset, strides) for way in (self._folded, self._sliced)]
+        shortest = min((f for f in found if f is not None), key=len, default=None)
+        if shortest is None:
             raise _TooMany
-        return [
-            box
-            for first, count, step in runs
-            for box in self._run(values, offset, strides, dim, first, count, step)
-        ]
+        return shortest
+
+    def _within(self, parts: Iterable[list[Box]]) -> list[Box]:
+        """The boxes of all parts, if they are not too many."""
+        found: list[Box] = []
+        for part in parts:
+            found += part
+            if len(found) > self._most:
+                raise _TooMany
+        return found
+
+    def _sliced(
+        self, values: torch.Tensor, offset: int, strides: tuple[int, ...]
+    ) -> list[Box] | None:
+        """The boxes of slices along the dimension that has the fewest unlike ones."""
+        found = [(dim, self._runs(values, dim)) for dim, n in enumerate(values.shape) if n > 1]
+        usable = [(len(runs), dim, runs) for dim, runs in found if runs is not None]
+        if not usable:
+            return None
+        _, dim, runs = min(usable)
+        try:
+            return self._within(self._run(values, offset, strides, dim, *run) for run in runs)
+        except _TooMany:
+            return None
 
     def _whole(self, values: torch.Tensor, offset: int, strides: tuple[int, ...]) -> Box | None:
         """The array as one box, if it is one."""
@@ -176,7 +192,7 @@ class _Cutter:
         first: int,
         count: int,
         step: int,
-    ) -> Iterator[Box]:
+    ) -> list[Box]:
         """The boxes of slices that are each the one before it, shifted by `step`."""
         stride, inner = strides[dim], strides[:dim] + strides[dim + 1 :]
         alone = self.cut(values.select(dim, first), offset + first * stride, inner)
@@ -190,30 +206,50 @@ class _Cutter:
             for box in alone
         ]
         if all(map(self._sound, together)):
-            yield from together
-            return
-        yield from alone
-        for number in range(first + 1, first + count):
-            yield from self.cut(values.select(dim, number), offset + number * stride, inner)
+            return together
+        return self._within(
+            self.cut(values.select(dim, number), offset + number * stride, inner)
+            for number in range(first, first + count)
+        )
 
     def _folded(
-        self, values: torch.Tensor, offset: int, strides: tuple[int, ...], dim: int
+        self, values: torch.Tensor, offset: int, strides: tuple[int, ...]
     ) -> list[Box] | None:
         """The boxes, if every so many slices along a dimension are the ones before, shifted."""
-        size, stride = values.shape[dim], strides[dim]
-        line = _heads(values, dim)
-        for turn in range(2, min(_LONGEST_TURN, size // 2) + 1):
-            if size % turn:
-                continue
-            steps = line[turn:] - line[:-turn]
-            if int(steps[0]) < 0 or not bool((steps == steps[0]).all()):
-                continue
-            folded: torch.Tensor = values.unflatten(dim, (size // turn, turn))  # type: ignore[no-untyped-call]
-            runs = self._runs(folded, dim)
-            if runs is not None and len(runs) == 1:
+        for dim, (size, stride) in enumerate(zip(values.shape, strides, strict=True)):
+            for turn in _turns(_heads(values, dim)):
+                folded: torch.Tensor = values.unflatten(dim, (size // turn, turn))  # type: ignore[no-untyped-call]
+                runs = self._runs(folded, dim)
+                if runs is None or len(runs) > 1:
+                    continue
                 turns = (*strides[:dim], turn * stride, stride, *strides[dim + 1 :])
-                return list(self._run(folded, offset, turns, dim, *runs[0]))
+                try:
+                    return self._run(folded, offset, turns, dim, *runs[0])
+                except _TooMany:
+                    continue
         return None
+
+
+def _turns(line: torch.Tensor) -> Iterator[int]:
+    """After how many numbers of a line they may begin again, shifted by a constant."""
+    for turn in range(2, min(_LONGEST_TURN, len(line) // 2) + 1):
+        if len(line) % turn == 0:
+            steps = line[turn:] - line[:-turn]
+            if int(steps[0]) >= 0 and bool((steps == steps[0]).all()):
+                yield turn
+
+
+def stretches(kind: torch.Tensor) -> list[tuple[int, int]]:
+    """Where a line has the same value: (first, how many), one after the other."""
+    values = kind.numpy()
+    cuts = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)]
+    return [(start, stop - start) for start, stop in pairwise(cuts)]
+
+
+def highest(values: torch.Tensor, dim: int) -> torch.Tensor:
+    """The highest number of every slice along a dimension."""
+    others = [d for d in range(values.dim()) if d != dim]
+    return values.amax(others) if others else values
 
 
 def _heads(values: torch.Tensor, dim: int) -> torch.Tensor:
@@ -252,66 +288,3 @@ def _equal(values: torch.Tensor, first: int, steps: tuple[int, ...]) -> bool:
         shape = [-1 if d == dim else 1 for d in range(values.dim())]
         expected = expected + (torch.arange(size, dtype=values.dtype) * step).view(shape)
     return torch.equal(values, expected)
-
-
-def by_source(numbers: Numbers, offset: int, strides: Sequence[int]) -> list[tuple[Numbers, int]]:
-    """Cut the array along one dimension into stretches that hold elements of one source each.
-
-    Args:
-        numbers, offset, strides: as of `boxes`.
-
-    Returns:
-        The stretches, each with its offset in memory; one, the whole, where there is no such
-        dimension.
-    """
-    starts = torch.tensor(numbers.starts)
-    for dim, size in enumerate(numbers.values.shape):
-        others = tuple(d for d in range(numbers.values.dim()) if d != dim)
-        ends = [f(numbers.values, others) if others else numbers.values for f in _ENDS]
-        lowest, highest = (torch.bucketize(end, starts, right=True).numpy() for end in ends)
-        if size > 1 and np.array_equal(lowest, highest):
-            cuts = [0, *(np.flatnonzero(lowest[1:] != lowest[:-1]) + 1).tolist(), size]
-            return [
-                (
-                    Numbers(numbers.values.narrow(dim, start, stop - start), numbers.starts),
-                    offset + start * strides[dim],
-                )
-                for start, stop in pairwise(cuts)
-            ]
-    return [(numbers, offset)]
-
-
-def shuffle(numbers: Numbers, strides: Sequence[int]) -> tuple[int, NDArray[np.int32]] | None:
-    """The order in which memory holds a contiguous range of one source, each element once.
-
-    Args:
-        numbers: of a box of memory, with at least one element.
-        strides: of that box in memory.
-
-    Returns:
-        The lowest number, and int32 [n]: where in the box, counted from its start, the element
-        with each number lies. None if the box is not dense or does not hold such a range.
-    """
-    if not _dense(numbers.values.shape, strides):
-        return None
-    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
-    flat = numbers.values.permute(order).reshape(-1)
-    lowest, highest = int(flat.min()), int(flat.max())
-    one_source = numbers.source(lowest) == numbers.source(highest)
-    if lowest == 0 or not one_source or highest - lowest + 1 != len(flat):
-        return None
-    places = torch.full((len(flat),), -1, dtype=torch.int32)
-    for start in range(0, len(flat), _CHUNK):
-        part = flat[start : start + _CHUNK].long() - lowest
-        places[part] = torch.arange(start, start + len(part), dtype=torch.int32)
-    return None if bool((places < 0).any()) else (lowest, places.numpy())
-
-
-def _dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether a box fills its memory from its first to its last element."""
-    inner = 1
-    for stride, size in sorted((d, n) for n, d in zip(sizes, strides, strict=True) if n > 1):
-        if stride != inner:
-            return False
-        inner *= size
-    return True

@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from engine_ext.affine import Box, Numbers, boxes, by_source, shuffle
+from engine_ext.affine import Box, Numbers, boxes
 from engine_ext.lesson import smallest_block
-from engine_ext.moves import Cell, Moves, NotFollowed
+from engine_ext.moves import Moves
 from engine_ext.overlap import Write
 from engine_ext.placement import Placement, Repack, Segment, TensorSpec
+from engine_ext.replay import Cell, NotFollowed
+from engine_ext.shuffles import by_source, shuffle
 from engine_ext.storage_index import LiveTensor, StorageIndex, extent
 
 # Segments that one write may take; above the lower number, an order of elements is preferred.

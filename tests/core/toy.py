@@ -79,7 +79,7 @@ def every_model() -> list[type[ToyModel]]:
             walk(child)
 
     walk(ToyModel)
-    return [cls for cls in found if "shapes" in vars(cls)]
+    return [cls for cls in found if "shapes" in vars(cls) and cls.__module__ == __name__]
 
 
 # --- loaders that only move elements ---
