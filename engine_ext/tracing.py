@@ -43,6 +43,8 @@ def trace_placement(
     specs: Sequence[TensorSpec],
     index: StorageIndex,
     beside: list[Segment] | None = None,
+    *,
+    refuse_while: Callable[[torch.nn.Module], str | None] | None = None,
 ) -> Placement:
     """Find where every checkpoint tensor lies in the model's live memory.
 
@@ -53,15 +55,20 @@ def trace_placement(
         index: the storage index of `model`.
         beside: if given, gets the boxes of live memory that the loader writes something other
             than a checkpoint tensor to (padding); they have no source.
+        refuse_while: tells why the loader would now do something else than load (an engine may
+            wrap it while it reloads or quantises); None if it would not.
 
     Returns:
         One `Placed` per spec. Those with segments are `UNJUDGED` (certification comes next),
         those that nothing was copied from are `NOT_ON_RANK`, the others are `UNCERTIFIED`.
 
     Raises:
-        TracingError: the model is not what it was and could not be put back, or its loader
-            leaves threads behind.
+        TracingError: the model is not what it was and could not be put back, its loader leaves
+            threads behind, or `refuse_while` has a reason.
     """
+    reason = refuse_while(model) if refuse_while is not None else None
+    if reason:
+        raise TracingError(f"the loader cannot be traced now: {reason}")
     untouched = Untouched(model, bits=True)
     placement = {spec.name: Placed(spec) for spec in specs}
     run = _run(untouched, load_weights, specs, index, placement)

@@ -117,6 +117,18 @@ def test_a_model_that_tracing_changes_is_not_served(write: Callable[[torch.Tenso
     assert torch.Tensor.copy_ is COPY
 
 
+def test_a_wrapped_loader_is_not_traced() -> None:
+    live = loaded(toy.PlainCopy)
+    calls = Calls(live)
+
+    def refuse_while(model: nn.Module) -> str:
+        return f"{type(model).__name__} is being reloaded"
+
+    with pytest.raises(TracingError, match="PlainCopy is being reloaded"):
+        trace_placement(live, calls, live.specs(), StorageIndex(live), refuse_while=refuse_while)
+    assert calls.names == []
+
+
 def test_a_thread_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following, "_PATIENCE_S", 0.01)
     live = loaded(toy.PlainCopy)

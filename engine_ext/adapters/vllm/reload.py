@@ -1,0 +1,38 @@
+"""Whether vLLM has put something between a model's loader and its weights.
+
+While layers are reloaded one by one, or quantised as they are loaded, the parameters' loaders are
+wrapped: they keep what they are given and process it later, into memory that is not the live
+parameters' yet. What such a loader does with a tensor says nothing about where its elements lie.
+"""
+
+from __future__ import annotations
+
+import torch
+
+# The name by which vLLM itself knows its wrapper, and the mark of the one around it.
+_WRAPPER = "online_process_loader"
+_STAMP = "_rdt_stamp_inner"
+
+
+def active_wrapper(model: torch.nn.Module) -> str | None:
+    """Why this model's loader cannot be traced or used now; None if it can.
+
+    Args:
+        model: the model; it is only looked at.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+
+    if getattr(model, "_do_torchao_reload", False):
+        return "its loader quantises anew, with torchao, whatever it is given"
+    for path, module in model.named_modules():
+        info = LAYERWISE_INFO.get(module)
+        if info is not None and info.can_load():
+            return f"{path or 'the model'} is being reloaded layer by layer, or quantised online"
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            loader = getattr(tensor, "weight_loader", None)
+            while loader is not None:
+                if getattr(loader, "__name__", "") == _WRAPPER or hasattr(loader, _STAMP):
+                    where = f"{path}.{name}".lstrip(".")
+                    return f"the loader of {where} is still wrapped by a reload"
+                loader = getattr(loader, "__wrapped__", None)
+    return None
