@@ -22,7 +22,7 @@ ENCODINGS = ("indices", "deltas", "deltas_zstd")
 CASES = [
     ("qwen3", 1, "auto"),
     ("qwen3", 2, "auto"),
-    ("qwen3", 1, "masked"),
+    pytest.param(("qwen3", 1, "masked"), marks=pytest.mark.full),
     ("llama_tied", 1, "auto"),
 ]
 
@@ -62,7 +62,7 @@ class Run:
         return {"model_path": str(folder), "files": names}
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-tp{case[1]}-{case[2]}")
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(map(str, case)))
 def run(
     request: pytest.FixtureRequest,
     checkpoint: Callable[[str], Path],

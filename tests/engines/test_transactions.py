@@ -18,7 +18,7 @@ import torch
 import tiny_models
 from engine_ext.digest import Digest, change_digest, tensor_digest
 from engine_process import EngineProcess
-from tests.engines.trainer import BITS, Trainer, container
+from tests.engines.trainer import Trainer, bits, container, model_digest
 
 OCTETS = {"Content-Type": "application/octet-stream"}
 SYNCS = 200
@@ -59,15 +59,6 @@ def server(checkpoint: Callable[[str], Path], start: Callable[..., EngineProcess
         extra_env={"PYTHONPATH": str(Path(__file__).parents[2])},
     )
     return Server(engine, Trainer(tiny_models.load_tensors(base)))
-
-
-def bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    flat = tensor.reshape(-1).view(BITS[tensor.element_size()]).numpy()
-    return flat.view(f"u{tensor.element_size()}")
-
-
-def model_digest(tensors: dict[str, torch.Tensor]) -> Digest:
-    return sum((tensor_digest(n, bits(t)) for n, t in tensors.items()), start=Digest.ZERO)
 
 
 def change_of(

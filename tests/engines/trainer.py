@@ -10,12 +10,15 @@ import json
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 import zstandard
 from safetensors.torch import save
+
+from engine_ext.digest import Digest, tensor_digest
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -139,3 +142,14 @@ def split(changed: Mapping[str, torch.Tensor], parts: int) -> list[dict[str, tor
     """The params dealt out to some parts."""
     names = list(changed)
     return [{name: changed[name] for name in names[k::parts]} for k in range(parts)]
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Bit patterns, flat, unsigned."""
+    flat = tensor.reshape(-1).view(BITS[tensor.element_size()]).numpy()
+    return flat.view(f"u{tensor.element_size()}")
+
+
+def model_digest(tensors: Mapping[str, torch.Tensor]) -> Digest:
+    """The digest of a whole checkpoint."""
+    return sum((tensor_digest(n, bits(t)) for n, t in tensors.items()), start=Digest.ZERO)
