@@ -1,0 +1,265 @@
+"""Tensors that hang on a model beside its weights, and may have been computed from them.
+
+An engine computes some tensors from weights after loading and keeps them (the absorbed projections
+of latent attention, scales of a quantised layer). They do not follow when the weights are written
+in place. Which tensors those are cannot be seen; so all are listed that no placement covers and
+that are not known to be constants, and where nobody can recompute one, the weights of its module
+are uncertified.
+
+The best proof that a tensor is a constant is that it was there, with the same bits, before any
+weight was loaded: `Constants`.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from engine_ext.placement import Placement
+from engine_ext.repack import fingerprint
+from engine_ext.storage_index import StorageIndex
+
+Known = Callable[[str, torch.Tensor], bool]
+"""Whether a tensor, by its path in the model, is known not to be computed from weights."""
+
+# Parameters of more elements are weights; no constant is that large.
+_LARGE: Final = 1 << 16
+# How far an attribute's own attributes and items are followed.
+_DEPTH: Final = 6
+# What has no tensors that are the model's: torch's own objects, and configurations.
+_FOREIGN: Final = ("torch.", "transformers.", "numpy.", "threading", "logging", "_thread")
+_ROTARY: Final = re.compile(r"(^|\.)(cos_sin_cache|inv_freq|cos_cached|sin_cached)$")
+_CACHE: Final = re.compile(r"(^|\.)(kv_cache|k_cache|v_cache)(\[\d+\])*$")
+_TABLES: Final = (torch.int64, torch.int32, torch.bool)
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """A tensor that may have been computed from weights.
+
+    Attributes:
+        module: path of the module that it hangs on.
+        attribute: where on that module, as ``name``, ``name[0]`` or ``name.field``.
+        shape, dtype: the tensor's.
+        weights: the live tensors that it may have been computed from, by their names in the
+            storage index: those of its module, or of the nearest module around it that has any.
+    """
+
+    module: str
+    attribute: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    weights: frozenset[str]
+
+    @property
+    def path(self) -> str:
+        """The module's path and the attribute."""
+        return f"{self.module}.{self.attribute}".lstrip(".")
+
+
+class Constants:
+    """Remembers what hangs on a model before its weights are loaded.
+
+    Args:
+        model: made, but not loaded.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._fingerprints = {
+            f"{path}.{attribute}".lstrip("."): fingerprint(tensor)
+            for path, _, attribute, tensor in _hanging(model)
+            if not tensor.is_meta and not _is_weight(tensor)
+        }
+
+    def __call__(self, path: str, tensor: torch.Tensor) -> bool:
+        """Whether the tensor was there before the weights were, with the same bits."""
+        before = self._fingerprints.get(path)
+        return before is not None and before == fingerprint(tensor)
+
+
+def is_constant(path: str, tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a kind that engines do not compute from weights.
+
+    Args:
+        path: its path in the model.
+        tensor: it is read only where it has a single element.
+
+    Those are: empty tensors, rotary tables, key-value caches, one-dimensional tables of integers,
+    and single elements that are 0 or 1.
+    """
+    if tensor.numel() == 0 or tensor.is_meta:
+        return True
+    if _ROTARY.search(path) or _CACHE.search(path):
+        return True
+    if tensor.dim() <= 1 and tensor.dtype in _TABLES:
+        return True
+    return tensor.numel() == 1 and not tensor.is_complex() and float(tensor) in (0.0, 1.0)
+
+
+def find_derived(
+    model: torch.nn.Module, placement: Placement, known: Known = is_constant
+) -> list[Derived]:
+    """List the tensors on a model that may have been computed from weights.
+
+    Args:
+        model: the loaded model, in serving state; it is only read.
+        placement: of the whole checkpoint.
+        known: which tensors are known not to be.
+
+    Returns:
+        Parameters and buffers that no segment lies in, and tensors that hang on modules
+        otherwise: as attributes, in lists, tuples, sets and dicts, in the fields of plain
+        objects, in partial functions, bound methods and closures. Views of covered memory are
+        none. Each is listed once for every module that it hangs on.
+    """
+    index = StorageIndex(model)
+    covered = {
+        (segment.live.start, segment.live.end)
+        for placed in placement.values()
+        for segment in placed.segments
+    }
+    found = []
+    for path, module, attribute, tensor in _hanging(model):
+        entry = index.find(tensor)
+        if entry is not None and (entry.start, entry.end) in covered:
+            continue
+        if known(f"{path}.{attribute}".lstrip("."), tensor):
+            continue
+        weights = _weights(model, path, module, index, covered)
+        found.append(Derived(path, attribute, tuple(tensor.shape), tensor.dtype, weights))
+    return found
+
+
+def refuse_derived(placement: Placement, derived: list[Derived]) -> None:
+    """Mark the weights that some tensor may have been computed from as uncertified.
+
+    Args:
+        placement: it is marked.
+        derived: those tensors, without any that the engine is known to recompute.
+    """
+    by_weight: dict[str, list[str]] = defaultdict(list)
+    for one in derived:
+        for name in one.weights:
+            by_weight[name].append(one.path)
+    for placed in placement.values():
+        for segment in placed.segments:
+            paths = by_weight.get(segment.live.name)
+            if paths:
+                placed.refuse(
+                    f"the engine keeps {', '.join(paths)} beside it, which may be computed from "
+                    "it and would not follow"
+                )
+
+
+def _is_weight(tensor: torch.Tensor) -> bool:
+    """Whether a tensor need not be remembered as a constant."""
+    return isinstance(tensor, torch.nn.Parameter) and tensor.numel() > _LARGE
+
+
+def _weights(
+    model: torch.nn.Module,
+    path: str,
+    module: torch.nn.Module,
+    index: StorageIndex,
+    covered: set[tuple[int, int]],
+) -> frozenset[str]:
+    """The covered live tensors of a module, or of the nearest one around it that has any."""
+    while True:
+        entries = [index.find(p) for p in [*module.parameters(), *module.buffers()]]
+        names = {e.name for e in entries if e is not None and (e.start, e.end) in covered}
+        if names or not path:
+            return frozenset(names)
+        path = path.rpartition(".")[0]
+        module = model.get_submodule(path)
+
+
+def _hanging(
+    model: torch.nn.Module,
+) -> Iterator[tuple[str, torch.nn.Module, str, torch.Tensor]]:
+    """Every tensor on every module: the module's path and itself, where on it, and the tensor."""
+    barren: dict[int, int] = {}
+    for path, module in model.named_modules():
+        seen: set[int] = set()
+        for registry in ("_parameters", "_buffers"):
+            for name, tensor in getattr(module, registry).items():
+                if tensor is not None:
+                    seen.add(id(tensor))
+                    yield path, module, name, tensor
+        for name, value in module.__dict__.items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                for attribute, tensor in _tensors(value, name, _DEPTH, seen, barren):
+                    yield path, module, attribute, tensor
+
+
+def _tensors(
+    value: object, name: str, depth: int, seen: set[int], barren: dict[int, int]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in a value, with their paths.
+
+    Args:
+        seen: objects that need not be looked at again for this module.
+        barren: objects without tensors, with the depth to which they were looked at.
+    """
+    if id(value) in seen or barren.get(id(value), -1) >= depth:
+        return
+    if isinstance(value, torch.Tensor):
+        seen.add(id(value))
+        yield name, value
+        return
+    parts = _parts(value, name)
+    if not parts or depth == 0:
+        return
+    seen.add(id(value))
+    found = False
+    for path, part in parts:
+        for pair in _tensors(part, path, depth - 1, seen, barren):
+            found = True
+            yield pair
+    if not found:
+        barren[id(value)] = depth
+
+
+def _parts(value: object, name: str) -> list[tuple[str, Any]]:
+    """What an object holds, with paths; nothing for modules, classes and foreign objects."""
+    if isinstance(value, dict):
+        return [(f"{name}[{key!r}]", item) for key, item in list(value.items())]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [(f"{name}[{number}]", item) for number, item in enumerate(value)]
+    if isinstance(value, functools.partial):
+        return [(f"{name}.{part}", getattr(value, part)) for part in ("func", "args", "keywords")]
+    if isinstance(value, types.MethodType):
+        return [(f"{name}.__self__", value.__self__), (f"{name}.__func__", value.__func__)]
+    if isinstance(value, types.FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
+        held = [(f"{name}.{variable}", cell) for variable, cell in cells if _filled(cell)]
+        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return [(path, cell.cell_contents) for path, cell in held] + [
+            (f"{name}.__defaults__[{number}]", item) for number, item in enumerate(defaults)
+        ]
+    if isinstance(value, (torch.nn.Module, type, types.ModuleType)):
+        return []
+    if type(value).__module__.startswith(_FOREIGN):
+        return []
+    slots = [slot for cls in type(value).__mro__ for slot in _slots(cls)]
+    fields = {slot: getattr(value, slot) for slot in slots if hasattr(value, slot)}
+    fields |= getattr(value, "__dict__", {})
+    return [(f"{name}.{part}", item) for part, item in fields.items()]
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    slots = cls.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False

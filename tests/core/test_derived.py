@@ -1,0 +1,206 @@
+"""Tensors that may have been computed from weights are found, wherever they hang."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from engine_ext.certify import certify
+from engine_ext.derived import Constants, find_derived, is_constant, refuse_derived
+from engine_ext.placement import Placement, Status
+from engine_ext.storage_index import StorageIndex
+from engine_ext.tracing import trace_placement
+
+from .harness import base_checkpoint, load
+from .toy import ToyModel, Weights, parameter
+
+
+class Projection(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = parameter(4, 6)
+
+
+class Attention(nn.Module):
+    """Holds the projection; its backend has no weights of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_b_proj = Projection()
+        self.backend = nn.Module()
+        self.register_buffer("scale", torch.tensor(1.0))
+        self.register_buffer("window", torch.tensor(3.5))
+        self.cos_sin_cache = torch.rand(8, 2)
+        self.table = torch.arange(5)
+        self.kv_cache = [torch.rand(2, 3)]
+
+
+class Latent(ToyModel):
+    """Two layers whose projections can be absorbed, and a norm outside them."""
+
+    shapes: ClassVar = {"layers.0.kv_b_proj": (4, 6), "layers.1.kv_b_proj": (4, 6), "norm": (6,)}
+
+    def build(self) -> None:
+        self.layers = nn.ModuleList([Attention(), Attention()])
+        self.norm = parameter(6)
+
+    def load_weights(self, weights: Weights) -> None:
+        for name, weight in weights:
+            if name == "norm":
+                self.norm.copy_(weight)
+            else:
+                self.projection(int(name[7])).data.copy_(weight)
+
+    def projection(self, number: int) -> nn.Parameter:
+        found: Any = self.layers[number]
+        weight: nn.Parameter = found.kv_b_proj.weight
+        return weight
+
+
+@dataclass(slots=True)
+class Slotted:
+    tensor: torch.Tensor
+
+
+class Plain:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def method(self) -> None: ...
+
+
+def closure(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    return lambda: tensor
+
+
+HANGS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "attribute": (lambda t: t, ""),
+    "parameter": (lambda t: nn.Parameter(t, requires_grad=False), ""),
+    "list": (lambda t: [1, [t]], "[1][0]"),
+    "dict": (lambda t: {"a": {"b": t}}, "['a']['b']"),
+    "tuple": (lambda t: (t, None), "[0]"),
+    "object": (lambda t: SimpleNamespace(x=Plain(t)), ".x.tensor"),
+    "slots": (Slotted, ".tensor"),
+    "method": (lambda t: Plain(t).method, ".__self__.tensor"),
+    "closure": (closure, ".tensor"),
+    "partial": (lambda t: functools.partial(print, t), ".args[0]"),
+}
+
+
+def served(absorb: Callable[[Latent], None] = lambda model: None) -> tuple[Latent, Placement]:
+    base = base_checkpoint(Latent)
+    model = load(Latent, base)
+    assert isinstance(model, Latent)
+    absorb(model)
+    placement = trace_placement(model, model.load_weights, model.specs(), StorageIndex(model))
+    certify(placement, base.items())
+    return model, placement
+
+
+def known(path: str, tensor: torch.Tensor) -> bool:
+    return is_constant(path, tensor) or path.endswith((".window", "serving_state"))
+
+
+@pytest.mark.parametrize("hang", HANGS)
+def test_a_derived_tensor_is_found(hang: str) -> None:
+    make, attribute = HANGS[hang]
+
+    def absorb(model: Latent) -> None:
+        model.layers[1].W_UV = make(model.projection(1).data * 2)
+
+    model, placement = served(absorb)
+    [derived] = find_derived(model, placement, known)
+    assert (derived.module, derived.attribute) == ("layers.1", f"W_UV{attribute}")
+    assert (derived.shape, derived.dtype) == ((4, 6), torch.bfloat16)
+    assert derived.weights == {"layers.1.kv_b_proj.weight"}
+    refuse_derived(placement, [derived])
+    assert "layers.1.W_UV" in placement["layers.1.kv_b_proj"].reason
+    assert {n for n, p in placement.items() if p.status is Status.EXACT} == {
+        "layers.0.kv_b_proj",
+        "norm",
+    }
+
+
+def test_all_are_named() -> None:
+    def absorb(model: Latent) -> None:
+        model.layers[0].W_UV, model.layers[0].W_UK_T = torch.rand(4, 6), torch.rand(6, 4)
+
+    model, placement = served(absorb)
+    refuse_derived(placement, find_derived(model, placement, known))
+    assert "layers.0.W_UV, layers.0.W_UK_T" in placement["layers.0.kv_b_proj"].reason
+
+
+def test_what_hangs_on_a_module_without_weights_counts_for_the_one_around_it() -> None:
+    def absorb(model: Latent) -> None:
+        backend: Any = model.layers[0].backend
+        backend.packed = torch.rand(3)
+
+    model, placement = served(absorb)
+    [derived] = find_derived(model, placement, known)
+    assert derived.path == "layers.0.backend.packed"
+    assert derived.weights == {"layers.0.kv_b_proj.weight"}
+
+
+def test_a_tensor_counts_for_every_module_that_it_hangs_on() -> None:
+    def absorb(model: Latent) -> None:
+        model.layers[0].both = model.layers[1].both = torch.rand(3)
+
+    model, placement = served(absorb)
+    refuse_derived(placement, find_derived(model, placement, known))
+    assert [p.status for p in placement.values()] == [
+        Status.UNCERTIFIED,
+        Status.UNCERTIFIED,
+        Status.EXACT,
+    ]
+
+
+def test_views_and_constants_are_none() -> None:
+    def absorb(model: Latent) -> None:
+        model.layers[0].view = [model.projection(0).data.t()]
+        model.layers[0].config = {"norm": model.norm}
+
+    model, placement = served(absorb)
+    assert find_derived(model, placement, known) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "tensor", "constant"),
+    [
+        ("a.scale", torch.tensor(1.0), True),
+        ("a.scale", torch.tensor([0.0]), True),
+        ("a.scale", torch.tensor(0.5), False),
+        ("a.scale", torch.ones(2), False),
+        ("a.expert_map", torch.arange(4, dtype=torch.int32), True),
+        ("a.qweight", torch.zeros(2, 2, dtype=torch.int32), False),
+        ("a.packed", torch.zeros(4, dtype=torch.uint8), False),
+        ("a.b.cos_sin_cache", torch.rand(3, 2), True),
+        ("cos_sin_cache", torch.rand(3, 2), True),
+        ("a.my_cos_sin_cache_copy", torch.rand(3, 2), False),
+        ("a.kv_cache[0]", torch.rand(3, 2), True),
+        ("a.kv_cache_scales", torch.rand(3, 2), False),
+        ("a.nothing", torch.empty(0, 3), True),
+    ],
+)
+def test_kinds_of_constants(path: str, tensor: torch.Tensor, constant: bool) -> None:
+    assert is_constant(path, tensor) is constant
+
+
+def test_what_was_there_before_the_weights_is_a_constant() -> None:
+    """With the same bits; what was filled in later is not."""
+    base = base_checkpoint(Latent)
+    model = Latent()
+    model.layers[0].filled = torch.zeros(3)
+    constants = Constants(model)
+    model.load_weights(base.items())
+    model.layers[0].filled.add_(1)
+    model.layers[0].later = torch.ones(3)
+    placement = trace_placement(model, model.load_weights, model.specs(), StorageIndex(model))
+    found = find_derived(model, placement, constants)
+    assert [one.path for one in found] == ["layers.0.filled", "layers.0.later"]
