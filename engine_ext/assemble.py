@@ -16,6 +16,7 @@ import torch
 
 from engine_ext.applier import MaskedApplier
 from engine_ext.certify import certify, summary
+from engine_ext.derived import Known, find_derived, is_constant, refuse_derived
 from engine_ext.kernels import warm_up
 from engine_ext.placement import Placement, Repack, Segment, Status, TensorSpec
 from engine_ext.plan import make_plan
@@ -46,6 +47,8 @@ class LoadedModel:
         ranks: this rank among the engine's.
         repacks: moves of live tensors after loading, by the live tensor's name.
         refusals: live tensors whose moves cannot be followed, with the reason.
+        constants: which tensors beside the weights are known not to be made of them.
+        refuse_while: as of `trace_placement`.
     """
 
     model: torch.nn.Module
@@ -55,6 +58,8 @@ class LoadedModel:
     ranks: Ranks
     repacks: Mapping[str, Repack] = field(default_factory=dict)
     refusals: Mapping[str, str] = field(default_factory=dict)
+    constants: Known = is_constant
+    refuse_while: Callable[[torch.nn.Module], str | None] | None = None
 
 
 def make_receiver(loaded: LoadedModel, chosen: Settings) -> Receiver:
@@ -104,8 +109,16 @@ def _trace(loaded: LoadedModel, specs: Sequence[TensorSpec]) -> Traced:
     """Where the tensors of a checkpoint lie, repacks followed, nothing certified yet."""
     index = StorageIndex(loaded.model)
     others: list[Segment] = []
-    placement = trace_placement(loaded.model, loaded.load_weights, specs, index, others)
+    placement = trace_placement(
+        loaded.model,
+        loaded.load_weights,
+        specs,
+        index,
+        others,
+        refuse_while=loaded.refuse_while,
+    )
     compose(placement, loaded.repacks, loaded.refusals)
+    refuse_derived(placement, find_derived(loaded.model, placement, loaded.constants))
     return Traced(index, placement, others)
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from engine_ext import settings
+from engine_ext.adapters.vllm.constants import ConstantsWatch
+from engine_ext.adapters.vllm.reload import active_wrapper
 from engine_ext.adapters.vllm.repacks import RepackLearner
 from engine_ext.assemble import LoadedModel, make_receiver
 from engine_ext.receiver import Receiver
@@ -52,9 +54,9 @@ def _equip(worker: Any, chosen: settings.Settings) -> None:
 
     def loaded(*args: Any, **kwargs: Any) -> None:
         _keep_checkpoint_layout()
-        with RepackLearner() as learner:
+        with RepackLearner() as learner, ConstantsWatch() as constants:
             load_model(*args, **kwargs)
-        worker.delta_receiver = build_receiver(worker, chosen, learner)
+        worker.delta_receiver = build_receiver(worker, chosen, learner, constants)
 
     def slept(level: int = 1) -> None:
         worker.delta_receiver.state.asleep = True
@@ -97,13 +99,16 @@ def _keep_checkpoint_layout() -> None:
     utils.check_cpu_sgl_kernel = check_cpu_sgl_kernel
 
 
-def build_receiver(worker: Any, chosen: settings.Settings, learner: RepackLearner) -> Receiver:
+def build_receiver(
+    worker: Any, chosen: settings.Settings, learner: RepackLearner, constants: ConstantsWatch
+) -> Receiver:
     """Trace and certify the worker's model and make its receiver.
 
     Args:
         worker: has loaded its model, but allocated no KV cache.
         chosen: the user's flags.
         learner: what it learned while the model was loaded.
+        constants: what it saw meanwhile.
 
     Raises:
         RuntimeError: nothing can be certified. vLLM then does not start.
@@ -121,6 +126,8 @@ def build_receiver(worker: Any, chosen: settings.Settings, learner: RepackLearne
         ranks=WorldRanks(),
         repacks=learner.repacks,
         refusals=learner.refusals,
+        constants=constants.known,
+        refuse_while=active_wrapper,
     )
     return make_receiver(loaded, chosen)
 
