@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from engine_ext.affine import Numbers
-from engine_ext.replay import Cell, NotFollowed, Other, Step, View, replayed
+from engine_ext.replay import Cell, History, NotFollowed, Other, Step, View
 
 _aten: Final = torch.ops.aten
 
@@ -60,7 +60,7 @@ class Moves:
         self._steps = 0
         # A storage's key is its address: what is tracked must stay alive.
         self._alive: list[torch.Tensor] = []
-        self._last: tuple[Cell, int, Numbers, list[str]] | None = None
+        self._last: tuple[tuple[Cell, int], Numbers] | None = None
 
     def add_source(self, tensor: torch.Tensor, name: str) -> None:
         """Follow a contiguous tensor that stands for a checkpoint tensor."""
@@ -117,27 +117,33 @@ class Moves:
                 cell.steps.append(step)
         self._steps += 1
 
-    def numbers(self, tensor: torch.Tensor) -> tuple[Numbers, list[str]]:
-        """Which checkpoint elements a followed tensor holds.
-
-        Returns:
-            The numbers, shaped like the tensor, and the checkpoint tensors that are the sources.
+    def history(self, tensor: torch.Tensor) -> History:
+        """How a followed tensor came to be.
 
         Raises:
-            NotFollowed: something in it is not known, or the numbers would take too much memory.
+            NotFollowed: something in it is not known.
         """
-        view = self._view(tensor)
-        cell = view.cell
+        cell = self._cells[_key(tensor)]
         if cell.spoiled:
             raise NotFollowed(cell.spoiled)
         if not _plain(tensor, cell):
             raise NotFollowed(f"a copy sees it as {tensor.dtype}")
-        if self._last is None or self._last[:2] != (cell, len(cell.steps)):
+        return History(cell)
+
+    def numbers(self, tensor: torch.Tensor, history: History) -> Numbers:
+        """Which elements of the history's sources a tensor with that history holds.
+
+        Raises:
+            NotFollowed: the numbers would take too much memory.
+        """
+        view = self._view(tensor)
+        state = (view.cell, len(view.cell.steps))
+        if self._last is None or self._last[0] != state:
             self._last = None
-            self._last = (cell, len(cell.steps), *replayed(cell))
-        _, _, whole, names = self._last
+            self._last = (state, history.replay())
+        whole = self._last[1]
         values = whole.values.as_strided(view.sizes, view.strides, view.offset)
-        return Numbers(values, whole.starts), names
+        return Numbers(values, whole.starts)
 
     def forget(self) -> None:
         """Free the numbers of the last tensor that was asked for."""

@@ -8,7 +8,8 @@ by `engine_ext.moves`, and what cannot be followed refuses the tensor, with the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -22,7 +23,7 @@ from engine_ext.lesson import smallest_block
 from engine_ext.moves import Moves
 from engine_ext.overlap import Write
 from engine_ext.placement import Placement, Repack, Segment, TensorSpec
-from engine_ext.replay import Cell, NotFollowed
+from engine_ext.replay import Cell, History, NotFollowed
 from engine_ext.shuffles import by_source, shuffle
 from engine_ext.storage_index import LiveTensor, StorageIndex, extent
 
@@ -30,6 +31,9 @@ from engine_ext.storage_index import LiveTensor, StorageIndex, extent
 _MOST_SEGMENTS: Final = 1024
 _MANY_SEGMENTS: Final = 64
 _COPY: Final = torch.ops.aten.copy_.default
+
+# A segment and which of the sources its elements come from; None: they are constants.
+_Piece = tuple[int | None, Segment]
 
 
 class Recorder:
@@ -50,6 +54,7 @@ class Recorder:
         self._moves = Moves()
         self._lock = threading.RLock()
         self._python_copies = threading.local()
+        self._known: dict[Hashable, list[_Piece]] = {}
         # Live tensors whose elements are written elsewhere in live memory too, with the place.
         self._read_back: list[tuple[str, str]] = []
 
@@ -143,7 +148,7 @@ class Recorder:
             try:
                 write = self._copied(destination, entry, arguments["src"], cells[0])
             except NotFollowed as reason:
-                self._refuse(cells[0], str(reason))
+                self._refuse(cells[0], f"{reason} before it is copied to {entry.name}")
             else:
                 self.writes.append(write)
                 for name, segment in write:
@@ -166,27 +171,44 @@ class Recorder:
         self, destination: torch.Tensor, entry: LiveTensor, source: torch.Tensor, cell: Cell
     ) -> Write:
         """What a copy of a followed tensor writes to live memory."""
-        before = f"before it is copied to {entry.name}"
         if cell.spoiled:
-            raise NotFollowed(f"{cell.spoiled} {before}")
+            raise NotFollowed(cell.spoiled)
         if cell.dtype != source.dtype or destination.dtype != entry.tensor.dtype:
-            raise NotFollowed(f"the loader copies its bits to {entry.name} as {source.dtype}")
+            raise NotFollowed(f"its bits are seen as {source.dtype}")
         if source.is_neg() or source.is_conj():
-            raise NotFollowed(f"the loader negates it {before}")
+            raise NotFollowed("the loader negates it")
         if cell.source is not None:
             return [(cell.source, _segment(destination, entry, source, self.python_copy))]
         if cell.narrowed and cell.dtype != entry.tensor.dtype:
-            raise NotFollowed(f"a cast to {cell.dtype} loses what it holds {before}")
+            raise NotFollowed(f"a cast to {cell.dtype} loses what it holds")
         python_copy = self.python_copy
-        numbers, names = self._moves.numbers(source)
-        numbers = Numbers(numbers.values.expand(destination.shape), numbers.starts)
-        write = _segments(numbers, names, destination, entry, python_copy)
-        if write is None:
-            raise NotFollowed(
-                f"its elements are put in an order that takes more than {_MOST_SEGMENTS} "
-                f"segments {before}"
+        history = self._moves.history(source)
+        return [
+            (
+                None if number is None else history.sources[number],
+                replace(segment, live=entry, python_copy=python_copy),
             )
-        return write
+            for number, segment in self._pieces(destination, entry, source, history)
+        ]
+
+    def _pieces(
+        self,
+        destination: torch.Tensor,
+        entry: LiveTensor,
+        source: torch.Tensor,
+        history: History,
+    ) -> list[_Piece]:
+        """The segments of a copy, with the numbers of their sources in the history.
+
+        Layers are alike, so what was found for one is kept for the next.
+        """
+        views = [(t.shape, t.stride(), t.storage_offset()) for t in (destination, source)]
+        key = (history.shape, str(views), _offset(destination, entry), extent(entry.tensor))
+        if history.shape is None or key not in self._known:
+            numbers = self._moves.numbers(source, history)
+            numbers = Numbers(numbers.values.expand(destination.shape), numbers.starts)
+            self._known[key] = _pieces(numbers, destination, entry)
+        return self._known[key]
 
     def _refuse(self, cell: Cell, reason: str) -> None:
         for name in cell.names:
@@ -221,44 +243,27 @@ def _segment(
     )
 
 
-def _segments(
-    numbers: Numbers,
-    names: list[str],
-    destination: torch.Tensor,
-    entry: LiveTensor,
-    python_copy: bool,
-) -> Write | None:
-    """The same where the source is known by its element numbers; None if it takes too many."""
+def _pieces(numbers: Numbers, destination: torch.Tensor, entry: LiveTensor) -> list[_Piece]:
+    """The segments that bring elements of these numbers to live memory.
 
-    def source(box: Box) -> tuple[str | None, int]:
-        which = numbers.source(box.first)
-        return (names[which], numbers.starts[which]) if which >= 0 else (None, 0)
-
-    offset, strides = _offset(destination, entry), destination.stride()
-    write: Write = []
-    for found in _arranged(numbers, offset, strides, entry):
-        if found is None:
-            return None
-        box, repack = found
-        name, start = source(box)
+    Raises:
+        NotFollowed: they are too many.
+    """
+    pieces: list[_Piece] = []
+    for box, repack in _arranged(numbers, _offset(destination, entry), destination.stride(), entry):
+        number = numbers.source(box.first)
+        start = numbers.starts[number] if number >= 0 else 0
         segment = Segment(
-            entry,
-            box.offset,
-            box.strides,
-            box.sizes,
-            box.first - start,
-            box.steps,
-            python_copy,
-            repack,
+            entry, box.offset, box.strides, box.sizes, box.first - start, box.steps, False, repack
         )
-        write.append((name, segment))
-    return write
+        pieces.append((number if number >= 0 else None, segment))
+    return pieces
 
 
 def _arranged(
     numbers: Numbers, offset: int, strides: tuple[int, ...], entry: LiveTensor
-) -> Iterator[tuple[Box, Repack | None] | None]:
-    """Boxes that hold all the elements, with the order within each, or a None among them."""
+) -> Iterator[tuple[Box, Repack | None]]:
+    """Boxes that hold all the elements, with the order within each."""
     found = boxes(numbers, offset, strides, _MANY_SEGMENTS)
     parts = [(numbers, offset)] if found is not None else by_source(numbers, offset, strides)
     for part, start in parts:
@@ -272,7 +277,11 @@ def _arranged(
             continue
         if found is None:
             found = boxes(part, start, strides, _MOST_SEGMENTS)
-        yield from [None] if found is None else ((box, None) for box in found)
+        if found is None:
+            raise NotFollowed(
+                f"its elements are put in an order that takes more than {_MOST_SEGMENTS} segments"
+            )
+        yield from ((box, None) for box in found)
 
 
 def _repack(places: NDArray[np.int32], offset: int, size: int) -> Repack:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 
 from engine_ext.affine import Numbers
 
@@ -27,6 +29,10 @@ _LOSSLESS: Final[dict[torch.dtype, tuple[torch.dtype, ...]]] = {
 
 # Memory that the element numbers of one write may take.
 _MOST_BYTES: Final = 1 << 33
+
+
+# Elements of an index by which two tensors are told to be moved alike.
+_MOST_COMPARED: Final = 1 << 12
 
 
 class NotFollowed(Exception):
@@ -84,6 +90,11 @@ class View:
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
 
+    @property
+    def whole(self) -> bool:
+        """Whether it is all of the cell, in order."""
+        return math.prod(self.sizes) == self.cell.elements and _contiguous(self)
+
 
 @dataclass(frozen=True, slots=True)
 class Other:
@@ -118,34 +129,127 @@ class Step:
         return self.read + [view.cell for view in self.made]
 
 
-def replayed(cell: Cell) -> tuple[Numbers, list[str]]:
-    """The element numbers of a whole cell, 1-D, and the checkpoint tensors they count."""
-    steps, cells = _history(cell)
-    starts: dict[Cell, int] = {}
-    end = 1
-    for number, source in enumerate(c for c in cells if c.source is not None):
-        starts[source] = end
-        # Unequal gaps, so that no stride leads from one source through the next to a third.
-        end += source.elements + number + 1
-    dtype = torch.int32 if end < 1 << 31 else torch.int64
-    if sum(c.elements for c in cells) * dtype.itemsize > _MOST_BYTES:
-        raise NotFollowed("its elements are too many to be followed through temporaries")
-    memory: dict[Cell, torch.Tensor] = {}
-    last_use = {c: step.number for step in steps for c in step.touched}
-    for step in steps:
-        for one in step.touched:
-            if one not in memory:
-                memory[one] = _fresh(one, starts, dtype)
-        _replay(step, memory)
-        for done in [c for c in memory if c is not cell and last_use[c] == step.number]:
-            del memory[done]
-    return Numbers(memory[cell], [*starts.values(), end]), [str(c.source) for c in starts]
+class History:
+    """The steps that a cell is the result of.
+
+    Attributes:
+        sources: the checkpoint tensors that its elements may come from.
+        shape: what was done, but for the tensors' names: where it is the same for two cells, the
+            same numbers come out. None where that cannot be told at little cost.
+    """
+
+    def __init__(self, cell: Cell) -> None:
+        self._cell = cell
+        self._steps, self._cells = _history(cell)
+        self.sources = [c.source for c in self._cells if c.source is not None]
+        self.shape = _shape(self._steps, self._cells)
+
+    def replay(self) -> Numbers:
+        """The element numbers of the whole cell, 1-D; its sources are `sources`.
+
+        Takes four bytes per element of the temporaries that are needed at one time (eight where
+        the sources have 2^31 elements together), and once more for one that is not contiguous.
+
+        Raises:
+            NotFollowed: that is too much memory.
+        """
+        starts: dict[Cell, int] = {}
+        end = 1
+        for number, source in enumerate(c for c in self._cells if c.source is not None):
+            starts[source] = end
+            # Unequal gaps, so that no stride leads from one source through the next to a third.
+            end += source.elements + number + 1
+        dtype = torch.int32 if end < 1 << 31 else torch.int64
+        temporaries = sum(c.elements for c in self._cells if c.source is None)
+        if temporaries * dtype.itemsize > _MOST_BYTES:
+            raise NotFollowed("its elements are too many to be followed through temporaries")
+        memory = _Memory(starts, dtype)
+        last_use = {c: step.number for step in self._steps for c in step.touched}
+        for step in self._steps:
+            memory.replay(step)
+            for done in [c for c in memory.cells if last_use[c] == step.number]:
+                if done is not self._cell:
+                    del memory.cells[done]
+        return Numbers(memory.cells[self._cell], [*starts.values(), end])
 
 
-def _fresh(cell: Cell, starts: dict[Cell, int], dtype: torch.dtype) -> torch.Tensor:
-    if cell.source is None:
-        return torch.zeros(cell.elements, dtype=dtype)
-    return torch.arange(starts[cell], starts[cell] + cell.elements, dtype=dtype)
+class _Memory:
+    """Element numbers in the place of elements."""
+
+    def __init__(self, starts: dict[Cell, int], dtype: torch.dtype) -> None:
+        self.cells: dict[Cell, torch.Tensor] = {}
+        self._starts = starts
+        self._dtype = dtype
+
+    def replay(self, step: Step) -> None:
+        """Run one step again."""
+
+        def bring(leaf: Any) -> Any:
+            if isinstance(leaf, View):
+                return self._seen(leaf)
+            if isinstance(leaf, Other):
+                return torch.zeros((), dtype=self._dtype).expand(leaf.sizes)
+            return leaf
+
+        arguments = {name: tree_map(bring, value) for name, value in step.arguments.items()}
+        outputs = tree_leaves(_call(step.func, arguments))
+        for view, output in zip(step.made, outputs if step.made else (), strict=True):
+            if view.whole and self._is_fresh(output):
+                self.cells[view.cell] = output.view(-1)
+            else:
+                _aten.copy_.default(self._seen(view), output)
+
+    def _seen(self, view: View) -> torch.Tensor:
+        if view.cell in self._starts:
+            return self._counted(view)
+        if view.cell not in self.cells:
+            self.cells[view.cell] = torch.zeros(view.cell.elements, dtype=self._dtype)
+        return self.cells[view.cell].as_strided(view.sizes, view.strides, view.offset)
+
+    def _is_fresh(self, output: torch.Tensor) -> bool:
+        """Whether a tensor is alone in its memory, and fills it in order."""
+        storage = output.untyped_storage()
+        taken = {memory.untyped_storage()._cdata for memory in self.cells.values()}
+        alone = storage.nbytes() == output.numel() * output.element_size()
+        return alone and output.is_contiguous() and storage._cdata not in taken
+
+    def _counted(self, view: View) -> torch.Tensor:
+        """A view of a source, of which only the viewed elements are made; contiguous."""
+        counted = torch.full((1,) * len(view.sizes), view.offset + self._starts[view.cell])
+        counted = counted.to(self._dtype)
+        for dim, (size, stride) in enumerate(zip(view.sizes, view.strides, strict=True)):
+            line = torch.arange(size, dtype=self._dtype) * stride
+            counted = counted + line.view([-1 if d == dim else 1 for d in range(len(view.sizes))])
+        return counted
+
+
+def _shape(steps: list[Step], cells: list[Cell]) -> Hashable | None:
+    """What steps do, but for the tensors' names; None where large indices would be compared."""
+    numbers = {cell: number for number, cell in enumerate(cells)}
+
+    def shown(leaf: Any) -> Hashable:
+        if isinstance(leaf, View):
+            return (numbers[leaf.cell], leaf.offset, leaf.sizes, leaf.strides)
+        if isinstance(leaf, torch.Tensor):
+            if leaf.numel() > _MOST_COMPARED:
+                raise ValueError
+            return (str(leaf.dtype), tuple(leaf.shape), tuple(leaf.view(-1).tolist()))
+        return leaf if isinstance(leaf, Other) else repr(leaf)
+
+    kinds = tuple((cell.elements, cell.dtype, cell.source is None) for cell in cells)
+    try:
+        done = tuple(
+            (
+                str(step.func),
+                str(tree_structure(step.arguments)),
+                tuple(map(shown, tree_leaves(step.arguments))),
+                tuple(map(shown, step.made)),
+            )
+            for step in steps
+        )
+    except ValueError:
+        return None
+    return kinds, done
 
 
 def _history(cell: Cell) -> tuple[list[Step], list[Cell]]:
@@ -166,23 +270,13 @@ def _history(cell: Cell) -> tuple[list[Step], list[Cell]]:
     return [found[number] for number in sorted(found)], list(cells)
 
 
-def _replay(step: Step, memory: dict[Cell, torch.Tensor]) -> None:
-    """Run one step again, on element numbers."""
-
-    def seen(view: View) -> torch.Tensor:
-        return memory[view.cell].as_strided(view.sizes, view.strides, view.offset)
-
-    def bring(leaf: Any) -> Any:
-        if isinstance(leaf, View):
-            return seen(leaf)
-        if isinstance(leaf, Other):
-            return torch.zeros((), dtype=next(iter(memory.values())).dtype).expand(leaf.sizes)
-        return leaf
-
-    arguments = {name: tree_map(bring, value) for name, value in step.arguments.items()}
-    outputs = tree_leaves(_call(step.func, arguments))
-    for view, output in zip(step.made, outputs if step.made else (), strict=True):
-        _aten.copy_.default(seen(view), output)
+def _contiguous(view: View) -> bool:
+    inner = 1
+    for size, stride in reversed(list(zip(view.sizes, view.strides, strict=True))):
+        if size != 1 and stride != inner:
+            return False
+        inner *= size
+    return True
 
 
 def _call(func: Any, arguments: dict[str, Any]) -> Any:

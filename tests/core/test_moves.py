@@ -33,8 +33,8 @@ from .harness import (
     serve,
     target_checkpoint,
 )
-from .toy import ToyModel, Weights
-from .toy_moves import MOVING, NOT_MOVING, Reversed
+from .toy import ToyModel, Weights, parameter
+from .toy_moves import MOVING, NOT_MOVING, PickedByLayer, Reversed
 
 APPLY = pytest.mark.parametrize("apply", ["scatter", "masked"])
 
@@ -89,7 +89,7 @@ def test_few_segments_say_what_strides_can() -> None:
     }
     assert found.pop("Reversed") == 5
     assert found.pop("ReversedInPart") == 7
-    assert found.pop("Picked") == 3
+    assert found.pop("Picked") == found.pop("PickedByLayer") == 3
     assert found.pop("FilledTemporary") == found.pop("FilledOnItsDevice") == 2
     assert set(found.values()) == {1}
 
@@ -132,6 +132,32 @@ def test_what_takes_too_many_segments_is_refused(monkeypatch: pytest.MonkeyPatch
     assert "more than 49 segments" in placed.reason
     monkeypatch.setattr(recorder, "_MOST_SEGMENTS", 50)
     assert len(trace(load(Mixed, base_checkpoint(Mixed)))["weight"].segments) == 50
+
+
+def test_layers_that_are_alike_are_replayed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Layers(ToyModel):
+        shapes: ClassVar = {f"layer{n}": (4, 3) for n in range(5)}
+
+        def build(self) -> None:
+            for name in self.shapes:
+                setattr(self, name, parameter(3, 4))
+
+        def load_one(self, name: str, weight: torch.Tensor) -> None:
+            getattr(self, name).copy_(weight.t().contiguous())
+
+    replays = []
+    replayed = replay.History.replay
+    monkeypatch.setattr(
+        replay.History, "replay", lambda self: replays.append(self.sources) or replayed(self)
+    )
+    placement = trace(load(Layers, base_checkpoint(Layers)))
+    assert replays == [["layer0"]]
+    assert [p.segments[0].live.name for p in placement.values()] == list(Layers.shapes)
+    # A large index is not compared, and so each of its moves is replayed.
+    monkeypatch.setattr(replay, "_MOST_COMPARED", 4)
+    replays.clear()
+    trace(load(PickedByLayer, base_checkpoint(PickedByLayer)))
+    assert len(replays) == 3
 
 
 def test_what_takes_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

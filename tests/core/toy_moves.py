@@ -136,6 +136,15 @@ class Picked(ToyModel):
         getattr(self, name).copy_(moved)
 
 
+class PickedByLayer(ToyModel):
+    """Layers that are alike but for the order."""
+
+    shapes: ClassVar = {f"layer{n}": (5, 3) for n in range(3)}
+
+    def load_one(self, name: str, weight: torch.Tensor) -> None:
+        getattr(self, name).copy_(weight.index_select(0, (torch.arange(5) * 2 + int(name[-1])) % 5))
+
+
 class PaddedBefore(ToyModel):
     """Vocabulary padded in a temporary."""
 
@@ -230,6 +239,7 @@ MOVING = [
     Reversed,
     ReversedInPart,
     Picked,
+    PickedByLayer,
     PaddedBefore,
     RepeatedHeads,
     BroughtToItsDevice,

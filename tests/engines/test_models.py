@@ -17,7 +17,6 @@ from tests.engines.trainer import Trainer, container
 REFUSED = {
     "mamba2": ("A_log", "conv1d"),
     "qwen3_next": ("conv1d", "A_log"),
-    "gpt_oss": ("mlp.experts",),
 }
 
 
