@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from engine_ext import settings
+from engine_ext.adapters.vllm import hooks
 from engine_ext.adapters.vllm.constants import ConstantsWatch
 from engine_ext.adapters.vllm.reload import active_wrapper
 from engine_ext.adapters.vllm.repacks import RepackLearner
@@ -32,24 +32,20 @@ def install() -> None:
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        chosen = settings.from_environment()
-        if chosen is not None:
-            _equip(self, chosen)
+        hooks.worker_made(self)
 
     init.delta_updates = True  # type: ignore[attr-defined]
     WorkerBase.__init__ = init
-    _log_as_vllm()
 
 
-def _log_as_vllm() -> None:
-    """Let what this package logs come out where vLLM's own log does."""
-    ours, theirs = logging.getLogger("engine_ext"), logging.getLogger("vllm")
-    ours.handlers, ours.propagate = list(theirs.handlers), False
-    ours.setLevel(theirs.level)
+def equip(worker: Any, chosen: settings.Settings) -> None:
+    """Give one worker its receiver, once it has loaded its model, and the methods that the front
+    end calls by name.
 
-
-def _equip(worker: Any, chosen: settings.Settings) -> None:
-    """Give one worker the methods that the front end calls by name."""
+    Args:
+        worker: is about to end its constructor.
+        chosen: the user's flags.
+    """
     load_model, sleep, wake_up = worker.load_model, worker.sleep, worker.wake_up
 
     def loaded(*args: Any, **kwargs: Any) -> None:
@@ -76,7 +72,8 @@ def _equip(worker: Any, chosen: settings.Settings) -> None:
 
     worker.load_model = loaded
     worker.sleep, worker.wake_up = slept, woken
-    worker.delta_updates = updates
+    if not hasattr(worker, "delta_updates"):  # a patched vLLM has the method in its own source
+        worker.delta_updates = updates
     worker.delta_buffer_checksums = functools.partial(buffer_checksums, worker)
 
 
