@@ -13,6 +13,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from engine_ext import settings
+from engine_ext.adapters.vllm import hooks
 
 PATH = "/update_weights_delta"
 _DEATH_POLL_S = 0.5
@@ -34,7 +35,7 @@ def install() -> None:
 
     @functools.wraps(original_load)
     def load_endpoint_plugins(supported_tasks: Any = None) -> list[Any]:
-        return [*original_load(supported_tasks), DeltaEndpoints()]
+        return [*original_load(supported_tasks), *hooks.endpoint_plugins()]
 
     @functools.wraps(original_serve)
     async def serve_http(app: Any, *args: Any, **kwargs: Any) -> Any:

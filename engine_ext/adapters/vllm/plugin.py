@@ -1,4 +1,4 @@
-"""The entry point that an unmodified vLLM loads in every one of its processes.
+"""The entry point that vLLM loads in every one of its processes, for an unmodified vLLM.
 
 In the API server it adds the flags to the engine's own parser; when they are used, it exports the
 settings and puts the endpoints in. In a worker it finds the settings in the environment and gives
@@ -14,10 +14,16 @@ import functools
 from typing import Any
 
 from engine_ext import settings
+from engine_ext.adapters.vllm import hooks
 
 
 def register() -> None:
-    """Install the hooks; safe to call more than once per process."""
+    """Install the hooks; safe to call more than once per process.
+
+    A vLLM that was patched has them in its source: there this does nothing.
+    """
+    if hooks.in_source():
+        return
     _add_flags()
     if settings.from_environment() is not None:
         _install()
@@ -34,18 +40,12 @@ def _add_flags() -> None:
     @functools.wraps(original_add)
     def add_cli_args(parser: Any) -> Any:
         parser = original_add(parser)
-        # Only the HTTP server's parser has this one; vLLM's other commands serve no endpoint,
-        # and there the flag must not seem to work.
-        if "--uvicorn-log-level" in parser._option_string_actions:
-            settings.add_arguments(parser)
+        hooks.add_arguments(parser)
         return parser
 
     @functools.wraps(original_from)
     def from_cli_args(cls: type[Any], args: Any) -> Any:
-        chosen = settings.from_namespace(args)
-        if chosen is not None:
-            _refuse_untested(args)
-            chosen.export()
+        if hooks.read_arguments(args):
             _install()
         return original_from(cls, args)
 
@@ -59,26 +59,3 @@ def _install() -> None:
 
     worker.install()
     frontend.install()
-
-
-def _refuse_untested(args: Any) -> None:
-    """Refuse, before anything is loaded, what the delta endpoints cannot serve.
-
-    Raises:
-        ValueError: says which option is in the way.
-    """
-    from vllm import envs
-
-    def refuse(option: str, why: str) -> None:
-        raise ValueError(f"--enable-delta-updates does not work with {option} yet: {why}")
-
-    if getattr(args, "data_parallel_size", None) not in (None, 1):
-        refuse("--data-parallel-size above 1", "the replicas' versions are not kept together")
-    if getattr(args, "nnodes", None) not in (None, 1) or getattr(args, "headless", False):
-        refuse("several hosts", "the spool folder is read by every rank")
-    if getattr(args, "distributed_executor_backend", None) not in (None, "mp", "uni"):
-        refuse("this --distributed-executor-backend", "only mp and uni are tested")
-    if getattr(args, "enable_lora", False):
-        refuse("--enable-lora", "LoRA layers rename the weights")
-    if getattr(envs, "VLLM_USE_RUST_FRONTEND", False) or getattr(args, "grpc", False):
-        refuse("this front end", "it has no delta endpoints; use the Python HTTP server")
