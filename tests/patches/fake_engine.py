@@ -1,0 +1,71 @@
+"""A small source tree that stands in for an engine, and patches for it."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+import patch_sets
+
+VERSION = "1.2.3"
+FILES = {
+    "vllm/__init__.py": "",
+    "vllm/version.py": f'__version__ = "{VERSION}"\n',
+    "vllm/one.py": "".join(f"one = {k}\n" for k in range(20)),
+    "vllm/deep/two.py": "".join(f"two = {k}\n" for k in range(20)),
+    "vllm/deep/three.py": "import os\r\n\r\nthree = 3\r\n",
+}
+EDITS = {
+    "0001-first.patch": {
+        "vllm/one.py": ("one = 3\n", "one = 3\nhook()\n"),
+        "vllm/deep/three.py": ("three = 3\r\n", "three = 33\r\n"),
+    },
+    "0002-second.patch": {
+        "vllm/one.py": ("one = 15\n", ""),
+        "vllm/deep/two.py": ("two = 10\n", "two = 1\ntwo = 0\n"),
+    },
+}
+
+
+def write_source(folder: Path) -> None:
+    """The engine as it was released."""
+    for path, text in FILES.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(text.encode())
+
+
+def patched_source() -> dict[str, str]:
+    """The text of every file after all patches."""
+    texts = dict(FILES)
+    for edits in EDITS.values():
+        for path, (old, new) in edits.items():
+            texts[path] = texts[path].replace(old, new)
+    return texts
+
+
+def write_patches(folder: Path, source: Path) -> None:
+    """The numbered patches and their manifest."""
+    folder.mkdir(parents=True)
+    texts = dict(FILES)
+    for name, edits in EDITS.items():
+        lines = [f"What {name} is for.\n", "\n"]
+        for path, (old, new) in edits.items():
+            before, texts[path] = texts[path], texts[path].replace(old, new)
+            lines += difflib.unified_diff(
+                before.splitlines(keepends=True),
+                texts[path].splitlines(keepends=True),
+                f"a/{path}",
+                f"b/{path}",
+                n=1,
+            )
+        (folder / name).write_bytes("".join(lines).encode())
+    patch_sets.write_manifest(folder, source)
+
+
+def read(folder: Path) -> dict[str, str]:
+    """The text of every file of a tree, and of anything that lies about in it."""
+    return {
+        str(file.relative_to(folder)): file.read_bytes().decode()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }

@@ -1,0 +1,299 @@
+"""The patch tool, from its command line, on a small engine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import apply_patches
+import file_swap
+import patch_sets
+from tests.patches import fake_engine
+from tests.patches.fake_engine import FILES, VERSION, read
+
+PATCHED = fake_engine.patched_source()
+Tool = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def tool(source: Path, capsys: pytest.CaptureFixture[str]) -> Tool:
+    """Runs the tool on the small engine; its exit status and all that it said."""
+
+    def run(*options: str, target: Path = source) -> tuple[int, str]:
+        code = apply_patches.main(["vllm", "--target", str(target), *options])
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    return run
+
+
+def set_version(source: Path, version: str) -> dict[str, str]:
+    text = f'__version__ = version = "{version}"\n'
+    (source / "vllm" / "version.py").write_text(text)
+    return {**FILES, "vllm/version.py": text}
+
+
+def test_apply_status_revert_apply(tool: Tool, source: Path) -> None:
+    assert tool("--status")[0] == 1
+    for _ in range(2):
+        code, said = tool()
+        assert (code, "applied: 3 of 3 files changed" in said) == (0, True)
+        assert f"vllm {VERSION} in {source}" in said
+        assert read(source) == PATCHED
+        code, said = tool("--status")
+        assert (code, said.count(": applied\n")) == (0, 4)
+        code, said = tool("--revert")
+        assert (code, "reverted: 3 of 3 files changed" in said) == (0, True)
+        assert read(source) == FILES
+
+
+def test_twice_is_once(tool: Tool, source: Path) -> None:
+    tool()
+    times = [file.stat().st_mtime_ns for file in sorted(source.rglob("*.py"))]
+    code, said = tool()
+    assert (code, "nothing to do: already applied" in said) == (0, True)
+    assert [file.stat().st_mtime_ns for file in sorted(source.rglob("*.py"))] == times
+    tool("--revert")
+    code, said = tool("--revert")
+    assert (code, "nothing to do: the patches are not in" in said) == (0, True)
+    assert read(source) == FILES
+
+
+def test_check_changes_nothing(tool: Tool, source: Path) -> None:
+    code, said = tool("--check")
+    assert (code, "can be applied: 3 of 3 files would change" in said) == (0, True)
+    assert read(source) == FILES
+    tool()
+    code, said = tool("--check")
+    assert (code, "already applied" in said) == (0, True)
+
+
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("options", [(), ("--check",), ("--revert",)])
+def test_a_tampered_file_is_refused(
+    tool: Tool, source: Path, patched: bool, options: tuple[str, ...]
+) -> None:
+    """Even where the patches would fit: a byte outside their context."""
+    if patched:
+        tool()
+    file = source / "vllm" / "one.py"
+    file.write_bytes(file.read_bytes() + b"# mine\n")
+    before = read(source)
+    code, said = tool(*options)
+    assert code == 1
+    assert "refused, nothing was changed" in said
+    assert "vllm/one.py" in said
+    assert "two.py" not in said
+    assert "Reinstall vllm" in said
+    assert read(source) == before
+    code, said = tool("--status")
+    assert (code, "one.py: neither the released" in said) == (1, True)
+
+
+def test_a_missing_file_is_refused(tool: Tool, source: Path) -> None:
+    (source / "vllm" / "deep" / "two.py").unlink()
+    before = read(source)
+    code, said = tool()
+    assert (code, "vllm/deep/two.py" in said) == (1, True)
+    assert read(source) == before
+
+
+def test_half_applied_is_completed_or_undone(tool: Tool, source: Path) -> None:
+    """As after one file was restored by hand: every file's hash is known, so both are safe."""
+    for options, wanted in (((), PATCHED), (("--revert",), FILES)):
+        tool()
+        (source / "vllm" / "one.py").write_bytes(FILES["vllm/one.py"].encode())
+        code, said = tool("--status")
+        assert (code, "applied to some files only" in said) == (1, True)
+        assert tool(*options)[0] == 0
+        assert read(source) == wanted
+
+
+@pytest.mark.parametrize("layout", ["", "vllm", "python", "lib/python3.11/site-packages"])
+def test_where_the_engine_may_lie(tool: Tool, source: Path, layout: str, tmp_path: Path) -> None:
+    """The folder that holds it, the package, a checkout with a python folder, an environment."""
+    target = source / layout if layout == "vllm" else source
+    if layout not in ("", "vllm"):
+        target = tmp_path / "tree"
+        (target / layout).parent.mkdir(parents=True)
+        source.rename(target / layout)
+        source = target / layout
+    assert tool(target=target)[0] == 0
+    assert read(source) == PATCHED
+
+
+def test_no_engine_there(tool: Tool, tmp_path: Path) -> None:
+    code, said = tool(target=tmp_path)
+    assert (code, "no vllm package there" in said) == (1, True)
+
+
+def test_the_engine_of_this_python(
+    source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = type("Spec", (), {"submodule_search_locations": [str(source / "vllm")]})
+    monkeypatch.setattr(apply_patches.importlib.util, "find_spec", lambda name: found)
+    assert apply_patches.main(["vllm"]) == 0
+    assert read(source) == PATCHED
+    monkeypatch.setattr(apply_patches.importlib.util, "find_spec", lambda name: None)
+    assert apply_patches.main(["vllm"]) == 1
+    assert "--target" in capsys.readouterr().err
+
+
+def test_a_build_label_is_no_other_version(tool: Tool, source: Path) -> None:
+    set_version(source, VERSION + "+cu130")
+    code, said = tool()
+    assert (code, "another version" in said) == (0, False)
+
+
+def test_a_checkout_without_a_version(tool: Tool, source: Path) -> None:
+    """Its files' hashes say what it is."""
+    (source / "vllm" / "version.py").unlink()
+    code, said = tool()
+    assert (code, "no version recorded" in said) == (0, True)
+    assert "another version" not in said
+    assert tool("--revert")[0] == 0
+    (source / "vllm" / "one.py").write_bytes(b"first\n" + FILES["vllm/one.py"].encode())
+    code, said = tool()
+    assert (code, f"--use {VERSION} applies them" in said) == (1, True)
+
+
+def test_another_version_where_the_patches_fit(tool: Tool, source: Path) -> None:
+    """`--check` says so; they go in only by name, and come out by themselves."""
+    original = set_version(source, "1.2.9")
+    original["vllm/one.py"] = "new = 1\n" + FILES["vllm/one.py"]
+    (source / "vllm" / "one.py").write_bytes(original["vllm/one.py"].encode())
+    code, said = tool("--check")
+    assert (code, f"can be applied (with --use {VERSION})" in said) == (0, True)
+    code, said = tool()
+    assert (code, f"--use {VERSION} applies them" in said) == (1, True)
+    assert read(source) == original
+    assert tool("--use", VERSION)[0] == 0
+    one = {"vllm/one.py": "new = 1\n" + PATCHED["vllm/one.py"]}
+    assert read(source) == {**PATCHED, "vllm/version.py": original["vllm/version.py"], **one}
+    assert tool("--status")[0] == 0
+    assert tool("--revert")[0] == 0
+    assert read(source) == original
+
+
+def test_another_version_where_they_do_not_fit(tool: Tool, source: Path) -> None:
+    set_version(source, "2.0.0")
+    (source / "vllm" / "one.py").write_text("all = 'new'\n")
+    before = read(source)
+    for options in ((), ("--check",), ("--use", VERSION), ("--revert",)):
+        code, said = tool(*options)
+        assert (code, "no patches for this version" in said) == (1, True)
+        assert "patches/README.md" in said
+    assert read(source) == before
+
+
+def test_the_nearest_version_is_taken(tool: Tool, source: Path) -> None:
+    folder = apply_patches.PATCHES / "vllm"
+    for version in ("0.9.0", "1.2.10", "1.3.0", "2.2.3"):
+        fake_engine.write_patches(folder / version, source)
+    for version, nearest in [("1.2.8", "1.2.10"), ("1.9.0", "1.3.0"), ("0.1.0", "0.9.0")]:
+        set_version(source, version)
+        assert f"with --use {nearest}" in tool("--check")[1]
+
+
+def test_patches_that_nobody_has(tool: Tool) -> None:
+    code, said = tool("--use", "9.9.9")
+    assert (code, f"there are patches for: {VERSION}" in said) == (1, True)
+
+
+def test_a_killed_run_is_finished_first(tool: Tool, source: Path) -> None:
+    choice = apply_patches.choose(apply_patches.find("vllm", source), None)
+    changes = {
+        path: choice.patches.change(source, path, revert=False, by_hash=True)
+        for path in choice.patches.paths
+    }
+    file_swap._write_journal(source, changes)
+    assert tool("--check")[0] == 1
+    assert "killed halfway" in tool("--status")[1]
+    code, said = tool("--revert")
+    assert (code, "finished a run that was killed halfway" in said) == (0, True)
+    assert read(source) == FILES
+
+
+def test_a_file_that_cannot_be_written(
+    tool: Tool, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(file: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(file))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(file_swap, "_replace", fails)
+        code, said = tool()
+        assert (code, "failed halfway" in said) == (3, True)
+    assert tool()[0] == 0
+    assert read(source) == PATCHED
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda folder: (folder / "0002-second.patch").unlink(), "name different files"),
+        (lambda folder: (folder / "0002-twice.patch").write_text("x"), "a number comes twice"),
+        (lambda folder: (folder / "second.patch").write_text("x"), "not called like"),
+        (lambda folder: (folder / "0003-third.patch").write_text("x"), "no file in it"),
+        (lambda folder: (folder / "manifest.json").write_text("{}"), "manifest.json"),
+        (
+            lambda folder: (folder / "manifest.json").write_text(
+                (folder / "manifest.json").read_text().replace('"after": "', '"after": "0')
+            ),
+            "another hash",
+        ),
+    ],
+)
+def test_a_broken_patch_set(
+    tool: Tool, source: Path, break_it: Callable[[Path], object], message: str
+) -> None:
+    break_it(apply_patches.PATCHES / "vllm" / VERSION)
+    code, said = tool()
+    assert (code, message in said) == (1, True)
+    assert read(source) == FILES
+
+
+def test_a_manifest_is_written_from_an_unpatched_source(tool: Tool, source: Path) -> None:
+    manifest = apply_patches.PATCHES / "vllm" / VERSION / "manifest.json"
+    before = json.loads(manifest.read_text())
+    manifest.unlink()
+    assert tool("--write-manifest", VERSION)[0] == 0
+    assert json.loads(manifest.read_text()) == before
+    tool()
+    code, said = tool("--write-manifest", VERSION)
+    assert (code, "does not fit" in said) == (1, True)
+    assert json.loads(manifest.read_text()) == before
+
+
+def test_help_needs_no_package() -> None:
+    """On any Python: nothing but the standard library."""
+    command = [sys.executable, "-E", "-S", apply_patches.__file__, "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd="/").stdout
+    for word in ("--target", "--check", "--revert", "--status", "--use", "exit status"):
+        assert word in shown
+
+
+@pytest.mark.parametrize("folder", sorted(apply_patches.PATCHES.glob("*/*/")), ids=str)
+def test_the_patches_of_this_project(folder: Path) -> None:
+    """They are read, agree with their manifest, add more than they quote, and touch one engine."""
+    patches = patch_sets.read(folder)
+    numbers = [name[:4] for name in patches.patches]
+    assert numbers == [f"{number:04}" for number in range(1, len(numbers) + 1)]
+    for diffs in patches.patches.values():
+        for diff in diffs:
+            assert diff.path.startswith(f"{folder.parent.name}/")
+            for hunk in diff.hunks:
+                kept = set(hunk.old) & set(hunk.new)
+                assert len(kept) <= 4
+                assert len(set(hunk.old) - kept) <= 1
+
+
+def test_the_patches_are_listed_in_their_readme() -> None:
+    text = (apply_patches.PATCHES / "README.md").read_text()
+    for file in apply_patches.PATCHES.glob("*/*/*.patch"):
+        assert file.name in text
