@@ -117,14 +117,16 @@ class Recorder:
         cells = self._moves.touched(inputs)
         if not cells and not read:
             return func(*args, **kwargs)
-        if cells and any(not t.is_meta for t in written):
+        # What was only read back from live memory is there, and may be looked at.
+        absent = any(cell.names for cell in cells)
+        if absent and any(not t.is_meta for t in written):
             # Data that is not there cannot be copied into a real temporary: follow it instead.
             self._moves.record(func, arguments, [], written, read)
             return _written_result(func, written)
         on_meta = any(t.is_meta for t in inputs)
         out = _run_on_meta(func, args, kwargs) if on_meta else func(*args, **kwargs)
         outputs = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
-        if cells and not outputs and not all(t.is_meta for t in inputs):
+        if absent and not outputs and not all(t.is_meta for t in inputs):
             raise RuntimeError(f"the loader reads data that is not there, with {func}")
         for cell in self._moves.touched(written):
             if cell.source is not None:

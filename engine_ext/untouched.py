@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 import xxhash
@@ -17,7 +17,8 @@ import xxhash
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.storage_index import extent, live_tensors
 
-_REGISTRIES = ("_parameters", "_buffers")
+_CHUNK: Final = 1 << 24
+_REGISTRIES: Final = ("_parameters", "_buffers")
 
 
 class TracingError(RuntimeError):
@@ -148,6 +149,22 @@ def _hash(tensor: torch.Tensor) -> str:
     """A hash of all memory from a tensor's first to its last element."""
     memory = tensor.as_strided((extent(tensor),), (1,)).view(torch_bits_dtype(tensor.dtype))
     if memory.device.type != "cpu":
-        return str(int(torch.hash_tensor(memory)))
+        return weighted_sum(memory)
     raw: Any = memory.view(torch.uint8).numpy()
     return xxhash.xxh3_128_hexdigest(raw)
+
+
+def weighted_sum(memory: torch.Tensor) -> str:
+    """A hash of integers on any device: each times a number of its own, added up modulo 2^64.
+
+    Args:
+        memory: [n]. Temporaries take 16 bytes for each of some 16 million elements.
+    """
+    size = min(_CHUNK, len(memory))
+    random = torch.Generator(memory.device).manual_seed(1)
+    weights = torch.randint(
+        -(1 << 62), 1 << 62, (size,), generator=random, dtype=torch.int64, device=memory.device
+    )
+    parts = (memory[start : start + _CHUNK] for start in range(0, len(memory), _CHUNK))
+    sums = [int((part.long() * weights[: len(part)]).sum()) for part in parts]
+    return xxhash.xxh3_128_hexdigest(str(sums).encode())

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine_ext import following
+from engine_ext import following, untouched
 from engine_ext.placement import Placed, Placement, Status, TensorSpec
 from engine_ext.storage_index import StorageIndex
 from engine_ext.tracing import TracingError, rehearse, trace_placement
@@ -392,6 +392,34 @@ def test_a_failing_tensor_does_not_harm_the_others() -> None:
         Status.UNCERTIFIED,
         Status.UNJUDGED,
     ]
+
+
+def test_live_memory_may_be_looked_at() -> None:
+    """Its values are there, unlike the checkpoint's."""
+
+    class Looks(ToyModel):
+        shapes: ClassVar = {"weight": (3, 4)}
+
+        def load_one(self, name: str, weight: torch.Tensor) -> None:
+            largest = torch.empty(1)
+            largest.copy_(self.weight.float().abs().max())
+            if bool(largest < 1000):
+                self.weight.copy_(weight)
+
+    assert trace(loaded(Looks))["weight"].status is Status.UNJUDGED
+
+
+@pytest.mark.parametrize("chunk", [1 << 24, 3])
+def test_a_hash_of_memory_on_a_device(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every change counts, and so does the place; as where all elements change alike."""
+    monkeypatch.setattr(untouched, "_CHUNK", chunk)
+    memory = torch.zeros(8, dtype=torch.int16)
+    others = [memory, memory + 1, memory - 1]
+    for place in range(8):
+        others.append(memory.clone())
+        others[-1][place] = 5
+    assert len({untouched.weighted_sum(m) for m in others}) == len(others)
+    assert untouched.weighted_sum(memory) == untouched.weighted_sum(memory.clone())
 
 
 def test_other_threads_write_as_ever_while_tracing() -> None:
