@@ -53,7 +53,8 @@ def learn(parameters: Mapping[str, torch.Tensor], process: Process) -> Learned:
     Args:
         parameters: the module's parameters, contiguous. They are not read or written: only their
             shapes, dtypes and devices count.
-        process: as `Process`; called about a dozen times.
+        process: as `Process`; called about a dozen times, and once more for each parameter where
+            some are refused.
 
     With M the bytes of all parameters, a processing that needs M beside its input and output, and
     a `process` that keeps its last output, the memory in use beside the module is at most 6 M and
@@ -110,6 +111,7 @@ def _teach(lessons: dict[str, Lesson], process: Process) -> None:
     if any(lesson.open for lesson in lessons.values()):
         verify(False)
         verify(True)
+    _refuse_ingredients(lessons, process)
 
 
 def _beside(outputs: Mapping[str, torch.Tensor], lessons: Mapping[str, Lesson]) -> dict[str, str]:
@@ -134,6 +136,27 @@ def _refuse_makers(
             lesson.refuse(
                 f"keeps {', '.join(sorted(unexplained))} beside it, which may be made of it"
             )
+
+
+def _refuse_ingredients(lessons: Mapping[str, Lesson], process: Process) -> None:
+    """Refuse the parameters that another one, which is refused, is made of.
+
+    Such a parameter may itself stay where it is, but a write to it would leave the other behind.
+    """
+    refused = {name for name, lesson in lessons.items() if lesson.reason}
+    if not refused or len(refused) == len(lessons):
+        return
+
+    def made(flipped: str | None) -> dict[str, str]:
+        outputs = process({n: s.payload(flip=n == flipped) for n, s in lessons.items()})
+        return {name: fingerprint(outputs[name]) for name in refused if name in outputs}
+
+    before = made(None)
+    for name in lessons.keys() - refused:
+        now = made(name)
+        changed = sorted(n for n in refused if now.get(n) != before.get(n))
+        if changed:
+            lessons[name].refuse(f"makes {', '.join(changed)} of it too")
 
 
 def fingerprint(tensor: torch.Tensor) -> str:

@@ -263,7 +263,19 @@ def test_a_move_that_depends_on_values_is_refused() -> None:
         },
     )
     assert learned.repacks == {}
-    assert set(learned.refusals) == {"weight"}
+    assert set(learned.refusals) == {"weight", "order"}
+
+
+def test_what_a_refused_parameter_is_made_of_is_refused() -> None:
+    """A scale that stays where it is, folded into the weight: a new scale alone would be lost."""
+    shapes = {"weight": (8, 6), "scale": (8, 1), "bias": (8,)}
+    learned = learn(
+        {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shapes.items()},
+        lambda probes: {**probes, "weight": probes["weight"] * probes["scale"]},
+    )
+    assert learned.repacks == {}
+    assert set(learned.refusals) == {"weight", "scale"}
+    assert learned.refusals["scale"].endswith("makes weight of it too")
 
 
 def test_a_parameter_that_is_also_kept_elsewhere_is_refused() -> None:
