@@ -88,6 +88,7 @@ class Segment:
         python_copy: the loader wrote through Python's ``Tensor.copy_``, which is the one kind of
             write a masked apply can intercept.
         repack: how the box's elements were moved within the live tensor; None: not at all.
+        recast: they were cast on their way. Numbers survive that, but the bits of a NaN may not.
     """
 
     live: LiveTensor
@@ -98,6 +99,7 @@ class Segment:
     source_strides: tuple[int, ...]
     python_copy: bool
     repack: Repack | None = None
+    recast: bool = False
 
     def live_view(self) -> torch.Tensor:
         """The live elements, shaped `sizes`; writes go to the model.

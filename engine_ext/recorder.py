@@ -188,7 +188,7 @@ class Recorder:
         return [
             (
                 None if number is None else history.sources[number],
-                replace(segment, live=entry, python_copy=python_copy),
+                replace(segment, live=entry, python_copy=python_copy, recast=cell.recast),
             )
             for number, segment in self._pieces(destination, entry, source, history)
         ]

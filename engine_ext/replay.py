@@ -51,6 +51,7 @@ class Cell:
         source: the checkpoint tensor that it is itself, if it is one.
         spoiled: what was done to it that is more than a move; empty: nothing.
         narrowed: whether some elements were cast to `dtype` from one that holds more.
+        recast: whether some elements were cast at all.
         steps: what wrote to it, in order.
     """
 
@@ -61,6 +62,7 @@ class Cell:
     source: str | None = None
     spoiled: str = ""
     narrowed: bool = False
+    recast: bool = False
     steps: list[Step] = field(default_factory=list)
 
     def spoil(self, reason: str) -> None:
@@ -71,6 +73,7 @@ class Cell:
         """Some elements of another cell are written to this one."""
         self.names |= other.names
         self.live |= other.live
+        self.recast |= other.recast or other.dtype != self.dtype
         if other.spoiled:
             self.spoil(other.spoiled)
         elif other.dtype != self.dtype:

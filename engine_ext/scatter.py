@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from engine_ext.digest import Digest, change_digest
-from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
+from engine_ext.dtypes import NAME_OF_TORCH, TORCH_DTYPE, bits_dtype
 from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.placement import Status
 from engine_ext.plan import Plan
@@ -284,6 +284,9 @@ class ScatterApplier:
 
     def _refusal(self, delta: ParamDelta) -> str | None:
         """Why this way of writing cannot carry a delta of a certified tensor, if so."""
+        placed = self.plan.placement[delta.name]
+        if any(segment.recast for segment in placed.segments) and _has_nan(delta):
+            return "a new value is NaN, and the loader's casts change the bits of a NaN"
         return None
 
     def _check_covers(self, staged: Sequence[StagedPart]) -> None:
@@ -315,6 +318,15 @@ class ScatterApplier:
 
     def _each(self, writes: Sequence[Write], do: Callable[[Write], Any]) -> list[Any]:
         return list(self._pool.map(do, writes))
+
+
+def _has_nan(delta: ParamDelta) -> bool:
+    dtype = TORCH_DTYPE[delta.dtype]
+    if not dtype.is_floating_point:
+        return False
+    values = torch.from_numpy(delta.values.view(np.uint8).copy()).view(dtype)
+    # torch knows no isnan of the 8-bit floats; float16 holds all their values.
+    return bool((values.half() if dtype.itemsize == 1 else values).isnan().any())
 
 
 def _expect(what: str, declared: str | None, actual: Digest, part: int) -> None:

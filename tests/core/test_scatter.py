@@ -30,7 +30,7 @@ from .harness import (
 )
 from .shards import Shard, shards
 from .test_applier import DENSE, SYNCS
-from .toy import PlainCopy, ToyModel
+from .toy import CastBefore, PlainCopy, ToyModel
 
 WRITTEN = (Status.EXACT, Status.CAST, Status.NOT_ON_RANK)
 
@@ -95,6 +95,20 @@ def test_a_weight_that_changes_after_staging_is_noticed() -> None:
     served.model.weight.data.view(torch.int16).reshape(-1)[0] ^= 1
     with pytest.raises(BaseMismatch):
         served.applier.check_base(staged)
+
+
+@DENSE
+def test_a_nan_through_casts_is_refused(dense: bool) -> None:
+    """Casts to a wider dtype and back keep every number, but not the bits of a NaN."""
+    base = base_checkpoint(CastBefore)
+    served = serve(CastBefore, base, apply="scatter")
+    target = {"weight": base["weight"].clone()}
+    target["weight"][1, 2] = float("nan")
+    old, new = base["weight"], target["weight"]
+    delta = dense_delta("weight", new) if dense else delta_between("weight", old, new)
+    refusal = attempt(served, parts_of([delta]))
+    assert refusal is not None
+    assert "bits of a NaN" in refusal.message
 
 
 # --- locating ---
