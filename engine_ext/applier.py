@@ -17,6 +17,7 @@ from engine_ext.scatter import ScatterApplier, StagedPart
 from engine_ext.storage_index import StorageIndex
 from engine_ext.tracing import LoadWeights, rehearse
 from engine_ext.wire import ParamDelta
+from engine_ext.writes import Write
 
 
 class MaskedApplier(ScatterApplier):
@@ -60,10 +61,12 @@ class MaskedApplier(ScatterApplier):
             Exception: the loader's own, or RuntimeError if an element does not hold its new
                 bits afterwards. Some elements may be written then.
         """
+        for write in (write for part in staged for write in part.writes):
+            write.remember()
         masked.apply_masked(self._load_weights, self._index, self._mine(staged), self._chunk_bytes)
         for part in staged:
             for param in part.params:
-                if not all(self._each(param.writes, lambda write: write.holds())):
+                if not all(self._each(param.writes, Write.holds)):
                     raise RuntimeError(
                         f"{param.delta.name} does not hold its new bits after the write"
                     )

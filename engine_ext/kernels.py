@@ -1,51 +1,195 @@
 """Gather and scatter of single elements, as integers: the only code that writes a live weight.
 
-On the CPU the loops are compiled by numba where it is installed (every engine brings it), without
-the GIL; otherwise, and on other devices, they are PyTorch's index operators.
+In host memory the loops are compiled by numba where it is installed, and run without the GIL;
+otherwise they are numpy's indexing. On other devices they are PyTorch's index operators. Each
+element is a cache line of its own, so the compiled loops ask for the lines ahead of their use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine_ext.compiled import COMPILING, array, compile_loop
 from engine_ext.dtypes import torch_bits_dtype
 
-_Kernel = Callable[[Any, Any, Any], None]
+Bits = NDArray[Any]  # unsigned integers [n]
+Offsets = NDArray[Any]  # int32 or int64 [n]
+
+_AHEAD = 24  # elements; about as many cache misses as a core has under way
 
 
-def _gather(live: NDArray[Any], offsets: NDArray[Any], out: NDArray[Any]) -> None:
+class _Loops(NamedTuple):
+    gather: Callable[[Any, Any, Any], None]
+    scatter: Callable[[Any, Any, Any], None]
+    swap: Callable[[Any, Any, Any, Any], None]
+    differs: Callable[[Any, Any, Any], int]
+
+
+def _fetch(live: Any, offset: Any) -> None:
+    """Ask for the cache line of an element, to read and write it; means something to numba only."""
+
+
+def _gather(live: Any, offsets: Any, out: Any) -> None:
+    last = offsets.size - 1
     for k in range(offsets.size):
+        _fetch(live, offsets[min(k + _AHEAD, last)])
         out[k] = live[offsets[k]]
 
 
-def _scatter(live: NDArray[Any], offsets: NDArray[Any], values: NDArray[Any]) -> None:
+def _scatter(live: Any, offsets: Any, bits: Any) -> None:
+    last = offsets.size - 1
     for k in range(offsets.size):
-        live[offsets[k]] = values[k]
+        _fetch(live, offsets[min(k + _AHEAD, last)])
+        live[offsets[k]] = bits[k]
+
+
+def _swap(live: Any, offsets: Any, bits: Any, out: Any) -> None:
+    last = offsets.size - 1
+    for k in range(offsets.size):
+        _fetch(live, offsets[min(k + _AHEAD, last)])
+        where = offsets[k]
+        out[k] = live[where]
+        live[where] = bits[k]
+
+
+def _differs(live: Any, offsets: Any, bits: Any) -> Any:
+    last = offsets.size - 1
+    found = bits.dtype.type(0)
+    for k in range(offsets.size):
+        _fetch(live, offsets[min(k + _AHEAD, last)])
+        found |= live[offsets[k]] ^ bits[k]
+    return found
 
 
 @cache
-def _compiled() -> tuple[_Kernel, _Kernel] | None:
-    """The compiled loops, or None without numba, which is not a core dependency.
+def _teach_fetch() -> None:
+    """Tell numba what `_fetch` is: the prefetch instruction."""
+    from numba import types
+    from numba.core import cgutils
+    from numba.extending import intrinsic, overload
 
-    numba is imported late: while vLLM starts a worker it looks into every object of every loaded
-    module, and trips over one of numba's.
-    """
+    ir = cgutils.ir
+    word, byte = ir.IntType(32), ir.IntType(8)
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def prefetch(typing: Any, live: Any, offset: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            memory = context.make_array(signature.args[0])(context, builder, arguments[0])
+            address = builder.gep(memory.data, [arguments[1]])
+            kind = ir.FunctionType(ir.VoidType(), [byte.as_pointer(), word, word, word])
+            function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch")
+            # To write, into all caches, data.
+            flags = [word(1), word(3), word(1)]
+            builder.call(function, [builder.bitcast(address, byte.as_pointer()), *flags])
+            return context.get_dummy_value()
+
+        return types.void(live, offset), generate
+
+    @overload(_fetch, strict=False)  # type: ignore[untyped-decorator]
+    def fetch(live: Any, offset: Any) -> Any:
+        def implementation(live: Any, offset: Any) -> None:
+            prefetch(live, offset)
+
+        return implementation
+
+
+def _compiled(width: int, index: int) -> _Loops | None:
+    """The loops for elements of `width` bytes and offsets of `index` bytes; None without numba."""
     try:
-        import numba
+        from numba import types
     except ImportError:
         return None
-    compile_loop = numba.njit(nogil=True, cache=True)
-    return compile_loop(_gather), compile_loop(_scatter)
+    _teach_fetch()
+    bits, offsets = array(types, f"uint{8 * width}"), array(types, f"int{8 * index}")
+    live = array(types, f"uint{8 * width}", readonly=False)
+    return _Loops(
+        compile_loop(_gather, types.void(live, offsets, live)),
+        compile_loop(_scatter, types.void(live, offsets, bits)),
+        compile_loop(_swap, types.void(live, offsets, bits, live)),
+        compile_loop(_differs, live.dtype(live, offsets, bits)),
+    )
+
+
+_known: dict[tuple[int, int], _Loops | None] = {}
+
+
+def _loops_for(live: Bits, offsets: Offsets) -> _Loops | None:
+    key = live.itemsize, offsets.itemsize
+    if key not in _known:
+        with COMPILING:
+            if key not in _known:
+                _known[key] = _compiled(*key)
+    return _known[key]
+
+
+def read(live: Bits, offsets: Offsets) -> Bits:
+    """Elements of live host memory.
+
+    Args:
+        live: [n].
+        offsets: [k], each below n.
+
+    Returns:
+        [k], a copy.
+    """
+    loops = _loops_for(live, offsets)
+    if loops is None:
+        return live[offsets]
+    out = np.empty(offsets.shape, live.dtype)
+    loops.gather(live, offsets, out)
+    return out
+
+
+def write(live: Bits, offsets: Offsets, bits: Bits) -> None:
+    """Overwrite elements of live host memory.
+
+    Args:
+        live: [n].
+        offsets: [k], each below n, unique.
+        bits: [k], dtype of `live`.
+    """
+    loops = _loops_for(live, offsets)
+    if loops is None:
+        live[offsets] = bits
+    else:
+        loops.scatter(live, offsets, bits)
+
+
+def swap(live: Bits, offsets: Offsets, bits: Bits) -> Bits:
+    """`read`, then `write`, in one pass over live memory."""
+    loops = _loops_for(live, offsets)
+    out = np.empty(offsets.shape, live.dtype)
+    if loops is None:
+        out[:] = live[offsets]
+        live[offsets] = bits
+    else:
+        loops.swap(live, offsets, bits, out)
+    return out
+
+
+def holds(live: Bits, offsets: Offsets, bits: Bits) -> bool:
+    """Whether elements of live host memory are these; arguments as of `write`."""
+    loops = _loops_for(live, offsets)
+    if loops is None:
+        return bool(np.array_equal(live[offsets], bits))
+    return not loops.differs(live, offsets, bits)
 
 
 def bits_of(live: torch.Tensor) -> torch.Tensor:
-    """A 1-D live tensor as integers of the same width; writes go through."""
+    """A live tensor as integers of the same width; writes go through."""
     return live.view(torch_bits_dtype(live.dtype))
+
+
+def host_bits(flat: torch.Tensor) -> Bits:
+    """A 1-D integer tensor in host memory as unsigned integers; writes go through."""
+    found: Bits = flat.numpy()
+    return found.view(f"u{found.itemsize}")
 
 
 def gather(flat: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -58,33 +202,25 @@ def gather(flat: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     Returns:
         [k], dtype of `flat`, a copy on the same device.
     """
-    loops = _compiled() if flat.device.type == "cpu" else None
-    if loops is not None:
-        out = torch.empty(offsets.shape, dtype=flat.dtype)
-        loops[0](flat.numpy(), offsets.numpy(), out.numpy())
-        return out
-    return flat.index_select(0, offsets)
+    if flat.device.type != "cpu":
+        return flat.index_select(0, offsets)
+    found = read(host_bits(flat), offsets.numpy())
+    return torch.from_numpy(found.view(f"i{found.itemsize}" if found.itemsize > 1 else "u1"))
 
 
-def scatter(flat: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> None:
-    """Overwrite elements of a 1-D integer tensor.
+def scatter(flat: torch.Tensor, offsets: torch.Tensor, bits: torch.Tensor) -> None:
+    """Overwrite elements of a 1-D integer tensor on a device other than the CPU.
 
     Args:
         flat: [n], live memory as integers.
         offsets: int32 or int64 [k] on the same device, each below n, unique.
-        values: [k], dtype and device of `flat`.
+        bits: [k], dtype and device of `flat`.
     """
-    loops = _compiled() if flat.device.type == "cpu" else None
-    if loops is not None:
-        loops[1](flat.numpy(), offsets.numpy(), values.numpy())
-    else:
-        flat.index_copy_(0, offsets.to(torch.int64), values)
+    flat.index_copy_(0, offsets.to(torch.int64), bits)
 
 
 def warm_up() -> None:
-    """Compile the loops now, so that the first commit does not wait for it."""
-    for width in (torch.uint8, torch.int16, torch.int32, torch.int64):
-        for index in (torch.int32, torch.int64):
-            flat = torch.zeros(1, dtype=width)
-            offsets = torch.zeros(1, dtype=index)
-            scatter(flat, offsets, gather(flat, offsets))
+    """Compile the loops now, so that the first sync does not wait for it."""
+    for width in (1, 2, 4, 8):
+        for index in (np.int32, np.int64):
+            _loops_for(np.empty(0, f"u{width}"), np.empty(0, index))

@@ -2,23 +2,27 @@
 
 A segment is a strided box on both sides. Its dimensions are put in the order of their source
 strides and merged where both sides allow it, so that a whole tensor, a row shard and an expert
-each become one range, and locating in it is a slice and an addition. A column shard keeps two
-dimensions and costs one division. Boxes that do not nest (none is known to come from a loader)
-are looked up in a sorted table.
+each become one range, and locating in it is a slice and a subtraction. A column shard keeps two
+dimensions and costs a division. The dimensions of a box must nest, as `engine_ext.holders` sees
+to; of one that does not, elements are not found, and none is found in a wrong place.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine_ext.compiled import COMPILING, array, compile_loop
 from engine_ext.placement import Segment
 
 _Int64s = NDArray[np.int64]
+Offsets = NDArray[Any]  # int32 [n], int64 where the live tensor is too large for that
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,68 +47,63 @@ class Locator:
             )
             if size != 1
         ]
-        self._segment = segment
         self._copies = _copies([d for d in dims if d.source == 0])
-        self._dims = _merged([d for d in dims if d.source != 0])
+        dims = _merged([d for d in dims if d.source != 0])
+        self._dims = np.array([(d.size, d.source, d.live) for d in dims], np.int64).reshape(-1, 3)
         self._start = segment.source_offset
-        self._end = self._start + 1 + sum((d.size - 1) * d.source for d in self._dims)
+        self._end = self._start + 1 + sum((d.size - 1) * d.source for d in dims)
+        self._offset = segment.offset
         self._empty = 0 in segment.sizes
-        nested = all(
-            outer.source > (inner.size - 1) * inner.source
-            for outer, inner in zip(self._dims, self._dims[1:], strict=False)
-        )
-        self._table = None if nested else _table(self._dims)
+        self._repack = segment.repack
+        self._dtype = offset_dtype(segment.live.flat().numel())
+        self._is_range = not dims or (len(dims) == 1 and dims[0].source == dims[0].live == 1)
 
     @property
     def copies(self) -> int:
         """How many times the box holds each of its elements."""
         return 1 if self._copies is None else len(self._copies)
 
-    def __call__(self, indices: _Int64s) -> tuple[slice | _Int64s, _Int64s]:
+    @property
+    def run(self) -> int | None:
+        """Where the box is one run in the checkpoint and in live memory: its first live offset."""
+        plain = self._is_range and self._copies is None and self._repack is None
+        return self._offset if plain and not self._empty else None
+
+    def __call__(self, indices: _Int64s) -> tuple[slice | _Int64s, Offsets]:
         """Find the elements of a delta that lie in the box.
 
         Args:
             indices: int64 [n], ascending flat checkpoint indices.
 
         Returns:
-            Which of `indices` lie in the box (a slice, or int64 positions), and their int64
-            offsets in `segment.live.flat()`. An element that the box holds several times comes
-            as many times.
+            Which of `indices` lie in the box (a slice, or int64 positions), and their offsets in
+            `segment.live.flat()`. An element that the box holds several times comes as many
+            times, one after the other.
         """
-        if self._empty:
-            return slice(0, 0), np.empty(0, np.int64)
-        first, last = np.searchsorted(indices, [self._start, self._end])
-        chosen: slice | _Int64s = slice(int(first), int(last))
-        relative = indices[chosen] - self._start
-        kept, offsets = self._inside(relative)
-        if kept is not None:
-            chosen = np.flatnonzero(kept) + first
-        offsets = offsets + self._segment.offset
+        chosen, offsets = self._inside(indices)
         if self._copies is not None:
-            positions = np.arange(first, last) if isinstance(chosen, slice) else chosen
+            positions = np.arange(indices.size)[chosen]
             chosen = np.repeat(positions, len(self._copies))
             offsets = (offsets[:, None] + self._copies).reshape(-1)
-        if self._segment.repack is not None:
-            offsets = self._segment.repack.move(offsets)
-        return chosen, offsets
+        if self._repack is not None:
+            offsets = self._repack.move(offsets.astype(np.int64, copy=False))
+        return chosen, offsets.astype(self._dtype, copy=False)
 
-    def _inside(self, relative: _Int64s) -> tuple[NDArray[np.bool_] | None, _Int64s]:
-        """Which elements are in the box (None: all), and the live offsets of those."""
-        if not self._dims:
-            return None, np.zeros(len(relative), np.int64)
-        if self._table is not None:
-            return _looked_up(relative, *self._table)
-        if len(self._dims) == 1 and self._dims[0].source == 1:
-            return None, relative * self._dims[0].live if self._dims[0].live != 1 else relative
-        kept = np.ones(len(relative), np.bool_)
-        offsets = np.zeros(len(relative), np.int64)
-        for dim in self._dims:
-            position, relative = np.divmod(relative, dim.source)
-            kept &= position < dim.size
-            offsets += position * dim.live
-        if self._dims[-1].source != 1:
-            kept &= relative == 0
-        return kept, offsets[kept]
+    def _inside(self, indices: _Int64s) -> tuple[slice | _Int64s, Offsets]:
+        """Which elements are in the box, and the live offsets of the first copies."""
+        if self._empty or not indices.size:
+            return slice(0, 0), np.empty(0, self._dtype)
+        within = slice(0, indices.size)
+        if indices[0] < self._start or indices[-1] >= self._end:
+            first, last = np.searchsorted(indices, (self._start, self._end))
+            within = slice(int(first), int(last))
+            indices = indices[within]
+        if self._is_range:
+            offsets = np.empty(indices.size, self._dtype)
+            np.subtract(indices, self._start - self._offset, out=offsets, casting="unsafe")
+            return within, offsets
+        positions, found = _in_box(indices, self._start, self._offset, self._dims)
+        return positions + within.start, found
 
 
 def _merged(dims: list[_Dim]) -> list[_Dim]:
@@ -133,27 +132,71 @@ def _copies(dims: list[_Dim]) -> _Int64s | None:
     return offsets
 
 
-def _table(dims: list[_Dim]) -> tuple[_Int64s, _Int64s]:
-    """All elements of a box: their relative source indices, sorted, and their live offsets."""
-    source = np.zeros(1, np.int64)
-    live = np.zeros(1, np.int64)
-    for dim in dims:
-        steps = np.arange(dim.size)
-        source = (source[:, None] + steps * dim.source).reshape(-1)
-        live = (live[:, None] + steps * dim.live).reshape(-1)
-    order = np.argsort(source, kind="stable")
-    return source[order], live[order]
+def _in_box(indices: _Int64s, start: int, offset: int, dims: _Int64s) -> tuple[_Int64s, _Int64s]:
+    """The positions of the indices that lie in a box, and their live offsets."""
+    with COMPILING:
+        loop = _compiled()
+    if loop is None:
+        return _in_box_by_numpy(indices, start, offset, dims)
+    positions, offsets = np.empty(indices.size, np.int64), np.empty(indices.size, np.int64)
+    count = loop(np.ascontiguousarray(indices), start, offset, dims.reshape(-1), positions, offsets)
+    return positions[:count], offsets[:count]
 
 
-def _looked_up(
-    relative: _Int64s, source: _Int64s, live: _Int64s
-) -> tuple[NDArray[np.bool_], _Int64s]:
-    found = np.searchsorted(source, relative).clip(max=len(source) - 1)
-    kept = source[found] == relative
-    return kept, live[found[kept]]
+def _in_box_by_numpy(
+    indices: _Int64s, start: int, offset: int, dims: _Int64s
+) -> tuple[_Int64s, _Int64s]:
+    rest = indices - start
+    kept = np.ones(len(rest), np.bool_)
+    offsets = np.full(len(rest), offset, np.int64)
+    for size, source, live in dims.tolist():
+        position, rest = np.divmod(rest, source)
+        kept &= position < size
+        offsets += position * live
+    kept &= rest == 0
+    return np.flatnonzero(kept), offsets[kept]
 
 
-def compact(offsets: _Int64s, extent: int) -> torch.Tensor:
+def _box_loop(
+    indices: Any, start: Any, offset: Any, dims: Any, positions: Any, offsets: Any
+) -> Any:
+    """What numba compiles; returns how many were found. `dims` holds (size, source, live)s."""
+    count = 0
+    for k in range(indices.size):
+        rest = indices[k] - start
+        where = offset
+        inside = True
+        for d in range(0, dims.size, 3):
+            position = rest
+            if dims[d + 1] != 1:
+                position = rest // dims[d + 1]
+            rest -= position * dims[d + 1]
+            inside &= position < dims[d]
+            where += position * dims[d + 2]
+        positions[count] = k
+        offsets[count] = where
+        if inside and rest == 0:
+            count += 1
+    return count
+
+
+@cache
+def _compiled() -> Callable[..., int] | None:
+    try:
+        from numba import types
+    except ImportError:
+        return None
+    word, out = types.int64, array(types, "int64", readonly=False)
+    words = array(types, "int64")
+    return compile_loop(_box_loop, word(words, word, word, words, out, out))
+
+
+def offset_dtype(extent: int) -> Any:
+    """The narrowest dtype for offsets below `extent`."""
+    return np.int32 if extent <= 1 << 31 else np.int64
+
+
+def compact(offsets: Offsets, extent: int) -> torch.Tensor:
     """Offsets as a tensor of the narrowest index dtype: int32 [n] where `extent` allows it."""
-    dtype: Any = np.int32 if extent <= 1 << 31 else np.int64
-    return torch.from_numpy(np.ascontiguousarray(offsets.astype(dtype, copy=False)))
+    narrow = offsets.astype(offset_dtype(extent), copy=False)
+    return torch.from_numpy(np.ascontiguousarray(narrow))

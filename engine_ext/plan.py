@@ -6,24 +6,22 @@ which tensors the digest covers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from engine_ext.digest import Digest, tensor_digest
 from engine_ext.dtypes import NAME_OF_TORCH
 from engine_ext.holders import box_of, boxes, resolve
-from engine_ext.kernels import bits_of, gather
-from engine_ext.locate import Locator, compact
 from engine_ext.placement import Placed, Placement, Status
 from engine_ext.ranks import Ranks
-from engine_ext.writes import Target, checkpoint_bits
+from engine_ext.writes import Target, as_host, checkpoint_bits, make_targets
 
-_SCAN_ELEMENTS = 1 << 22
+_SCAN_ELEMENTS = 1 << 20
+_SCAN_INDICES = 1 << 15  # where indices are made too, their temporaries stay in a core's cache
 # Casts that lose nothing: the checkpoint's bits can be had back from live memory.
 _WIDENED = {
     torch.bfloat16: (torch.float32, torch.float64),
@@ -46,18 +44,9 @@ class Plan:
 
     rank: int
     placement: Placement
-    targets: dict[str, list[Target]]
+    targets: dict[str, tuple[Target, ...]]
     held: frozenset[str]
     digested: frozenset[str]
-
-    @property
-    def elements(self) -> int:
-        """Checkpoint elements on this rank."""
-        return sum(
-            int(np.prod(target.segment.sizes, dtype=np.int64))
-            for targets in self.targets.values()
-            for target in targets
-        )
 
     def table(self) -> list[dict[str, Any]]:
         """One row per checkpoint tensor, as JSON."""
@@ -75,16 +64,43 @@ class Plan:
             for name, placed in self.placement.items()
         ]
 
-    def scan(self) -> dict[str, Digest]:
-        """The digest of every covered tensor's elements that this rank counts, from live memory."""
+    def scan(self, threads: int = 1) -> dict[str, Digest]:
+        """The digest of every covered tensor's elements that this rank counts, from live memory.
+
+        Where this rank holds copies of them, it is that of the first.
+        """
+        pieces = [
+            (name, target, start)
+            for name in self.digested
+            for number, target in enumerate(self.targets.get(name, ()))
+            if target.ranks[0] == self.rank and target.first == number
+            for start in _starts(target)
+        ]
         found: dict[str, Digest] = {}
-        for name in self.digested:
-            dtype = NAME_OF_TORCH[self.placement[name].spec.dtype]
-            for target in self.targets.get(name, []):
-                if target.ranks[0] == self.rank:
-                    digest = _target_digest(name, dtype, target, self.placement[name].spec.numel)
-                    found[name] = found.get(name, Digest.ZERO) + digest
+        with ThreadPoolExecutor(threads) as pool:
+            digests = pool.map(lambda piece: self._piece_digest(*piece), pieces)
+            for (name, _, _), digest in zip(pieces, digests, strict=True):
+                found[name] = found.get(name, Digest.ZERO) + digest
         return found
+
+    def _piece_digest(self, name: str, target: Target, start: int) -> Digest:
+        dtype = NAME_OF_TORCH[self.placement[name].spec.dtype]
+        live = target.segment.live.tensor.dtype
+        stop = min(start + _SCAN_ELEMENTS, box_of(target.segment).end)
+        run = target.locator.run
+        if run is not None and target.host is not None:
+            first = run + start - target.segment.source_offset
+            bits = checkpoint_bits(target.host[first : first + stop - start], live, dtype)
+            return tensor_digest(name, bits, start=start)
+        total = Digest.ZERO
+        step = _SCAN_INDICES if target.host is not None else _SCAN_ELEMENTS
+        for begin in range(start, stop, step):
+            indices = np.arange(begin, min(begin + step, stop))
+            chosen, offsets = target.locator(indices)
+            once = slice(None, None, target.locator.copies)
+            bits = as_host(target.place(np.ascontiguousarray(offsets[once])).read())
+            total += tensor_digest(name, checkpoint_bits(bits, live, dtype), indices[chosen][once])
+        return total
 
 
 def make_plan(placement: Placement, ranks: Ranks) -> Plan:
@@ -106,7 +122,7 @@ def make_plan(placement: Placement, ranks: Ranks) -> Plan:
         if name not in held:
             placed.status = Status.IGNORED
     targets = {
-        name: [Target(s, Locator(s), holders[name][box_of(s)]) for s in placed.segments]
+        name: make_targets(placed.segments, holders[name])
         for name, placed in placement.items()
         if placed.status in (Status.EXACT, Status.CAST)
     }
@@ -124,24 +140,7 @@ def covered(placed: Placed) -> bool:
     )
 
 
-def _target_digest(name: str, dtype: str, target: Target, numel: int) -> Digest:
-    total = Digest.ZERO
-    for indices, bits in _target_bits(dtype, target, numel):
-        total += tensor_digest(name, bits, indices)
-    return total
-
-
-def _target_bits(
-    dtype: str, target: Target, numel: int
-) -> Iterator[tuple[NDArray[np.int64], NDArray[Any]]]:
-    """The flat indices and checkpoint bits of a segment's elements, some at a time."""
+def _starts(target: Target) -> range:
+    """Where the pieces begin in which a segment is read; an empty one has a piece too."""
     box = box_of(target.segment)
-    live = target.segment.live
-    flat = bits_of(live.flat())
-    for start in range(box.start, min(box.end, numel), _SCAN_ELEMENTS):
-        stop = min(start + _SCAN_ELEMENTS, box.end)
-        indices = np.arange(start, stop)
-        chosen, offsets = target.locator(indices)
-        where = compact(offsets[:: target.locator.copies], flat.numel()).to(flat.device)
-        bits = checkpoint_bits(gather(flat, where), live.tensor.dtype, dtype)
-        yield indices[chosen][:: target.locator.copies], bits
+    return range(box.start, max(box.end, box.start + 1), _SCAN_ELEMENTS)

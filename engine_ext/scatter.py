@@ -6,11 +6,11 @@ commit has left is to see that the old values still hold, and one scatter per li
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +22,10 @@ from engine_ext.placement import Status
 from engine_ext.plan import Plan
 from engine_ext.storage_index import StorageIndex
 from engine_ext.wire import Manifest, ParamDelta, Part
-from engine_ext.writes import StagedParam, Write, stage_param
+from engine_ext.writes import Place, StagedParam, Stager, Target, Write, spans
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 @dataclass(slots=True)
@@ -56,11 +59,11 @@ class UndoLog:
     """What takes a committed sync back on this rank.
 
     Attributes:
-        writes: the sync's, with their old values.
+        writes: places, and their old bits.
         changes: by how much each tensor's digest had moved.
     """
 
-    writes: list[Write]
+    writes: list[tuple[Place, Any]]
     changes: dict[str, Digest]
 
 
@@ -87,10 +90,13 @@ class ScatterApplier:
         threads: int,
     ) -> None:
         self.plan = plan
-        self.digests = plan.scan()
+        self.digests = plan.scan(threads)
         self._model = model
         self._index = index
         self._undo_bytes = undo_bytes
+        self._threads = threads
+        devices = {entry.tensor.device for entry in index.entries}
+        self._devices = [device for device in devices if device.type != "cpu"]
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="delta-write")
         for dtype in {placed.spec.dtype for placed in plan.placement.values()}:
             # Compile now what the first sync would otherwise wait for.
@@ -102,23 +108,30 @@ class ScatterApplier:
 
         Raises:
             NotUpdatable: names the tensor. Nothing was written.
+            BaseMismatch: names a tensor of which this rank holds several copies that differ.
         """
         for delta in part.deltas:
             self._check_param(delta)
-        undo = not part.manifest.full or self._full_fits()
-        return StagedPart(
-            part.manifest,
-            [
-                stage_param(
-                    delta,
-                    self.plan.targets.get(delta.name, []),
-                    self.plan.rank,
-                    digested=delta.name in self.plan.digested,
-                    undo=undo,
-                )
-                for delta in part.deltas
-            ],
-        )
+        full = part.manifest.full
+        stager = Stager(self.plan.rank, full, undo=not full or self._full_fits())
+        params = [StagedParam(delta) for delta in part.deltas]
+        pieces = [
+            (param, targets, start, stop)
+            for param in params
+            for targets in [self.plan.targets.get(param.delta.name, ())]
+            for start, stop in spans(param.delta, targets)
+        ]
+
+        def stage_piece(
+            piece: tuple[StagedParam, tuple[Target, ...], int, int],
+        ) -> StagedParam:
+            param, targets, start, stop = piece
+            digested = param.delta.name in self.plan.digested
+            return stager.span(param.delta, targets, digested, start, stop)
+
+        for piece, staged in zip(pieces, self._each(pieces, stage_piece), strict=True):
+            piece[0].absorb(staged)
+        return StagedPart(part.manifest, params)
 
     def check_sync(self, staged: Sequence[StagedPart], *, full: bool) -> None:
         """Refuse what only the whole sync can tell, on this rank.
@@ -151,7 +164,7 @@ class ScatterApplier:
 
     def rescan(self) -> None:
         """Compute the digests from live memory again, where it may not be what syncs made it."""
-        self.digests = self.plan.scan()
+        self.digests = self.plan.scan(self._threads)
 
     def check_base(self, staged: Sequence[StagedPart]) -> None:
         """Prove that the old values gathered while staging still hold.
@@ -159,8 +172,9 @@ class ScatterApplier:
         Raises:
             BaseMismatch: one does not. Nothing was written.
         """
+        self._synchronize()
         writes = [write for part in staged for write in part.writes]
-        if not all(self._each(writes, lambda write: write.unchanged())):
+        if not all(self._each(writes, Write.unchanged)):
             raise BaseMismatch("a weight changed between staging and commit; send the sync again")
 
     def brief(self, staged: Sequence[StagedPart]) -> dict[str, Any]:
@@ -205,8 +219,8 @@ class ScatterApplier:
 
     def write(self, staged: Sequence[StagedPart]) -> None:
         """Write. Anything raised means that some elements may have been written."""
-        writes = [write for part in staged for write in part.writes]
-        self._each(writes, lambda write: write.put())
+        self._each([write for part in staged for write in part.writes], Write.put)
+        self._synchronize()
 
     def undo(self, staged: Sequence[StagedPart]) -> None:
         """Put the old values back after `write`, whole or half.
@@ -214,28 +228,33 @@ class ScatterApplier:
         Raises:
             RuntimeError: they were not kept.
         """
-        self._restore([write for part in staged for write in part.writes])
+        writes = [write for part in staged for write in part.writes]
+        if not all(write.keep for write in writes):
+            raise RuntimeError("the old values were not kept: the sync was larger than the log")
+        self._each(writes, Write.undo)
+        self._synchronize()
 
     def finish(self, staged: Sequence[StagedPart]) -> UndoLog | None:
         """Advance the digests after a write; returns what takes it back, if that was kept."""
-        changes: dict[str, Digest] = defaultdict(lambda: Digest.ZERO)
+        changes: dict[str, Digest] = {}
         for part in staged:
             for param in part.params:
-                changes[param.delta.name] += param.change
-        for name, change in changes.items():
-            if name in self.plan.digested:
-                self.digests[name] = self.digests.get(name, Digest.ZERO) + change
+                name = param.delta.name
+                # Of a tensor that other ranks count there is no digest here.
+                if name in self.digests:
+                    self.digests[name] += param.change
+                    changes[name] = changes.get(name, Digest.ZERO) + param.change
         writes = [write for part in staged for write in part.writes]
-        if any(write.old is None for write in writes):
+        if not all(write.keep for write in writes):
             return None
-        return UndoLog(writes, dict(changes))
+        return UndoLog([(write.place, write.old) for write in writes], changes)
 
     def roll_back(self, log: UndoLog) -> None:
         """Take a committed sync back, weights and digests."""
-        self._restore(log.writes)
+        self._each(log.writes, lambda write: write[0].put(write[1]))
+        self._synchronize()
         for name, change in log.changes.items():
-            if name in self.digests:
-                self.digests[name] -= change
+            self.digests[name] -= change
 
     @property
     def digest(self) -> Digest:
@@ -311,13 +330,45 @@ class ScatterApplier:
         size = sum(entry.end - entry.start for entry in self._index.entries)
         return size <= self._undo_bytes
 
-    def _restore(self, writes: Sequence[Write]) -> None:
-        if any(write.old is None for write in writes):
-            raise RuntimeError("the old values were not kept: the sync was larger than the log")
-        self._each(writes, lambda write: write.undo())
+    def _each(self, items: Sequence[_Item], do: Callable[[_Item], _Result]) -> list[_Result]:
+        """Do something with every item, side by side; nothing of it goes on after it returns.
 
-    def _each(self, writes: Sequence[Write], do: Callable[[Write], Any]) -> list[Any]:
-        return list(self._pool.map(do, writes))
+        Raises:
+            Exception: what one of them raised; some of the others were not begun then.
+        """
+        results: dict[int, _Result] = {}
+        todo = deque(enumerate(items))
+
+        def work() -> None:
+            try:
+                while (taken := _take(todo)) is not None:
+                    results[taken[0]] = do(taken[1])
+            except BaseException:
+                todo.clear()
+                raise
+
+        others = min(self._threads, len(items)) - 1
+        futures = [self._pool.submit(work) for _ in range(others)]
+        try:
+            work()
+        finally:
+            wait(futures)
+        for future in futures:
+            future.result()
+        return [results[number] for number in range(len(items))]
+
+    def _synchronize(self) -> None:
+        """Wait for all work on the devices of the weights, the engine's and this thread's."""
+        for device in self._devices:
+            torch.get_device_module(device).synchronize(device)
+
+
+def _take(todo: deque[_Item]) -> _Item | None:
+    """The next item, for one of several threads; None when there is none left."""
+    try:
+        return todo.popleft()
+    except IndexError:
+        return None
 
 
 def _has_nan(delta: ParamDelta) -> bool:

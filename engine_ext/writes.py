@@ -1,8 +1,8 @@
 """What a staged delta will write on this rank, and how to take it back.
 
 A `Write` is made while staging: flat checkpoint indices have become offsets in live memory, the
-new values have the live dtype, and the old values are gathered, so that the commit has nothing
-left to compute. Values move as integers throughout.
+new values have the live dtype, and old values that are to be checked are gathered, so that the
+commit has nothing left to compute. Values move as integers throughout.
 """
 
 from __future__ import annotations
@@ -15,171 +15,234 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine_ext import kernels
 from engine_ext.digest import Digest, change_digest
-from engine_ext.dtypes import TORCH_DTYPE, bits_dtype
-from engine_ext.kernels import bits_of, gather, scatter
-from engine_ext.locate import Locator, compact
+from engine_ext.dtypes import TORCH_DTYPE
+from engine_ext.errors import BaseMismatch
+from engine_ext.holders import Box, box_of
+from engine_ext.kernels import Bits, Offsets, bits_of, host_bits
+from engine_ext.locate import Locator
 from engine_ext.placement import Segment
-from engine_ext.storage_index import LiveTensor
 from engine_ext.wire import ParamDelta
 
-# Elements that a dense param is handled by at a time; bounds the temporaries to some 100 MB.
-_CHUNK = 1 << 22
+# Elements that are staged and written at a time by one thread. On the CPU the temporaries stay in
+# a core's cache, and the threads' shares come out even; elsewhere each piece costs some launches.
+_HOST_SPAN = 1 << 16
+_DEVICE_SPAN = 1 << 22
 
 
-class Write(Protocol):
-    """Elements of one live tensor, with their old and new bits."""
-
-    old: torch.Tensor | None
-
-    @property
-    def elements(self) -> int:
-        """Live elements that are written."""
+class Place(Protocol):
+    """Some elements of live memory."""
 
     @property
-    def undo_bytes(self) -> int:
-        """Host memory that the old values take."""
+    def nbytes(self) -> int:
+        """Memory that it takes to know where they lie."""
 
-    def remember(self) -> None:
-        """Gather the old bits."""
+    def read(self) -> Any:
+        """Their bits, a copy in host memory."""
 
-    def unchanged(self) -> bool:
-        """Whether live memory still holds the old bits."""
+    def holds(self, bits: Any) -> bool:
+        """Whether these are their bits."""
 
-    def holds(self) -> bool:
-        """Whether live memory holds the new bits."""
-
-    def put(self) -> None:
-        """Write the new bits."""
-
-    def undo(self) -> None:
-        """Write the old bits."""
+    def put(self, bits: Any) -> None:
+        """Overwrite them; takes what `read` gives."""
 
 
-@dataclass(slots=True)
-class SparseWrite:
-    """Single elements of one live tensor.
+@dataclass(frozen=True, slots=True)
+class HostElements:
+    """Single elements of a live tensor in host memory; arguments as of `engine_ext.kernels`."""
 
-    Attributes:
-        live: the tensor.
-        offsets: int32 or int64 [k] in `live.flat()`, on its device.
-        new: [k] integers of the live dtype's width, on its device.
-        old: the same in host memory, once remembered.
-    """
+    flat: Bits
+    offsets: Offsets
 
-    live: LiveTensor
+    @property
+    def nbytes(self) -> int:
+        return self.offsets.nbytes
+
+    def read(self) -> Bits:
+        return kernels.read(self.flat, self.offsets)
+
+    def holds(self, bits: Bits) -> bool:
+        return kernels.holds(self.flat, self.offsets, bits)
+
+    def put(self, bits: Bits) -> None:
+        kernels.write(self.flat, self.offsets, bits)
+
+    def swap(self, bits: Bits) -> Bits:
+        """`read` and `put` in one pass, which does not fail half-way."""
+        return kernels.swap(self.flat, self.offsets, bits)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceElements:
+    """Single elements of a live tensor on another device, where bits may lie too."""
+
+    flat: torch.Tensor
     offsets: torch.Tensor
-    new: torch.Tensor
-    old: torch.Tensor | None = None
 
     @property
-    def elements(self) -> int:
-        return self.new.numel()
+    def nbytes(self) -> int:
+        return self.offsets.nbytes
 
-    @property
-    def undo_bytes(self) -> int:
-        return self.new.numel() * (self.new.element_size() + self.offsets.element_size())
+    def read(self) -> torch.Tensor:
+        return kernels.gather(self.flat, self.offsets).cpu()
 
-    @property
-    def kept(self) -> torch.Tensor:
-        """The old bits in host memory."""
-        assert self.old is not None
-        return self.old
+    def holds(self, bits: torch.Tensor) -> bool:
+        return torch.equal(kernels.gather(self.flat, self.offsets), bits.to(self.flat.device))
 
-    def _flat(self) -> torch.Tensor:
-        return bits_of(self.live.flat())
-
-    def remember(self) -> None:
-        self.old = gather(self._flat(), self.offsets).cpu()
-
-    def unchanged(self) -> bool:
-        return torch.equal(gather(self._flat(), self.offsets).cpu(), self.kept)
-
-    def holds(self) -> bool:
-        return torch.equal(gather(self._flat(), self.offsets), self.new)
-
-    def put(self) -> None:
-        scatter(self._flat(), self.offsets, self.new)
-
-    def undo(self) -> None:
-        scatter(self._flat(), self.offsets, self.kept.to(self.new.device))
+    def put(self, bits: torch.Tensor) -> None:
+        kernels.scatter(self.flat, self.offsets, bits.to(self.flat.device))
 
 
-@dataclass(slots=True)
-class DenseWrite:
-    """The whole of one segment whose elements lie as the loader wrote them.
-
-    Attributes:
-        segment: the box; it has no repack.
-        new: integers of the live dtype's width, shaped `segment.sizes`.
-        old: the same in host memory, once remembered.
-    """
+@dataclass(frozen=True, slots=True)
+class WholeBox:
+    """All of a segment whose elements lie as the loader wrote them; bits have its shape."""
 
     segment: Segment
-    new: torch.Tensor
-    old: torch.Tensor | None = None
 
     @property
-    def elements(self) -> int:
-        return self.new.numel()
-
-    @property
-    def undo_bytes(self) -> int:
-        return self.new.numel() * self.new.element_size()
+    def nbytes(self) -> int:
+        return 0
 
     def _box(self) -> torch.Tensor:
         return bits_of(self.segment.live_view())
 
+    def read(self) -> torch.Tensor:
+        return self._box().cpu().clone()
+
+    def holds(self, bits: torch.Tensor) -> bool:
+        return torch.equal(self._box(), bits.to(self.segment.live.tensor.device))
+
+    def put(self, bits: torch.Tensor) -> None:
+        self._box().copy_(bits)
+
+
+@dataclass(slots=True)
+class Write:
+    """Elements of one live tensor, with their old and new bits.
+
+    Attributes:
+        place: where they lie.
+        new: their new bits, in the live dtype.
+        keep: whether the old ones are kept.
+        old: in host memory; None until `remember`, at the latest until `put`.
+    """
+
+    place: Place
+    new: Any
+    keep: bool = True
+    old: Any = None
+
+    @property
+    def undo_bytes(self) -> int:
+        """Host memory that it takes to know the old bits."""
+        return int(self.new.nbytes) + self.place.nbytes if self.keep else 0
+
     def remember(self) -> None:
-        self.old = self._box().cpu().clone()
+        """Gather the old bits, if they are to be kept and are not yet."""
+        if self.keep and self.old is None:
+            self.old = self.place.read()
 
     def unchanged(self) -> bool:
-        return self.old is None or torch.equal(self._box().cpu(), self.old)
+        """Whether live memory still holds the old bits, where these were remembered."""
+        return self.old is None or self.place.holds(self.old)
 
     def holds(self) -> bool:
-        return torch.equal(self._box(), self.new.to(self.segment.live.tensor.device))
+        """Whether live memory holds the new bits."""
+        return self.place.holds(self.new)
 
     def put(self) -> None:
-        self._box().copy_(self.new)
+        """Write the new bits."""
+        if self.keep and self.old is None and isinstance(self.place, HostElements):
+            self.old = self.place.swap(self.new)
+        else:
+            self.remember()
+            self.place.put(self.new)
 
     def undo(self) -> None:
-        assert self.old is not None
-        self._box().copy_(self.old)
+        """Write the old bits; before `put` that may be nothing to do."""
+        if self.old is not None:
+            self.place.put(self.old)
 
 
-def live_bits(values: NDArray[Any], dtype: str, live: torch.dtype) -> torch.Tensor:
+def live_bits(values: Bits, dtype: str, live: torch.dtype) -> Bits:
     """New values as the engine's loader would store them.
 
     Args:
-        values: unsigned integers [n], bit patterns of `dtype`.
+        values: [n], bit patterns of `dtype`.
         dtype: the checkpoint's, by its manifest name.
         live: the live tensor's; where it is another, the values are cast as a copy would.
 
     Returns:
-        Integers [n] of the live dtype's width, in host memory; a copy.
+        [n], of the live dtype's width; `values` itself where nothing is cast.
     """
-    typed = torch.from_numpy(values.view(np.uint8).copy()).view(TORCH_DTYPE[dtype])
-    return bits_of(typed if typed.dtype == live else typed.to(live))
+    if TORCH_DTYPE[dtype] == live:
+        return values
+    return host_bits(bits_of(_typed(values, TORCH_DTYPE[dtype]).to(live)))
 
 
-def checkpoint_bits(live: torch.Tensor, live_dtype: torch.dtype, dtype: str) -> NDArray[Any]:
-    """The reverse of `live_bits`, for a live dtype that holds every value of `dtype`.
+def checkpoint_bits(bits: Bits, live: torch.dtype, dtype: str) -> Bits:
+    """The reverse of `live_bits`, for a live dtype that holds every value of `dtype`."""
+    if TORCH_DTYPE[dtype] == live:
+        return bits
+    return host_bits(bits_of(_typed(bits, live).to(TORCH_DTYPE[dtype])))
+
+
+def _typed(bits: Bits, dtype: torch.dtype) -> torch.Tensor:
+    # A copy, because the wire's buffers are read-only and torch has no read-only tensors.
+    return torch.from_numpy(bits.view(np.uint8).copy()).view(dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """One segment of a certified tensor, with all that staging needs to know of it.
+
+    Attributes:
+        segment: where the elements lie.
+        locator: finds them.
+        ranks: the ranks that hold the same elements, ascending; the first one counts them.
+        first: which of the tensor's targets is the first with these elements on this rank; the
+            others are copies of it.
+        flat: the live tensor as integers, 1-D.
+        host: the same memory, where it is the host's.
+    """
+
+    segment: Segment
+    locator: Locator
+    ranks: tuple[int, ...]
+    first: int
+    flat: torch.Tensor
+    host: Bits | None
+
+    def place(self, offsets: Offsets) -> HostElements | DeviceElements:
+        """The elements at these offsets."""
+        if self.host is not None:
+            return HostElements(self.host, offsets)
+        return DeviceElements(self.flat, torch.from_numpy(offsets).to(self.flat.device))
+
+
+def make_targets(
+    segments: Sequence[Segment], holders: dict[Box, tuple[int, ...]]
+) -> tuple[Target, ...]:
+    """The targets of a certified tensor.
 
     Args:
-        live: integers [n] of the live dtype's width.
-
-    Returns:
-        Unsigned integers [n], bit patterns of `dtype`.
+        segments: of its placement on this rank.
+        holders: the ranks that hold a box of it.
     """
-    typed = live.cpu().contiguous().view(live_dtype)
-    wanted = TORCH_DTYPE[dtype]
-    typed = typed if typed.dtype == wanted else typed.to(wanted)
-    return bits_of(typed).numpy().view(bits_dtype(dtype))
+    found = [box_of(segment) for segment in segments]
+    targets = []
+    for segment, box in zip(segments, found, strict=True):
+        flat = bits_of(segment.live.flat())
+        host = host_bits(flat) if flat.device.type == "cpu" else None
+        ranks = holders[box]
+        targets.append(Target(segment, Locator(segment), ranks, found.index(box), flat, host))
+    return tuple(targets)
 
 
 @dataclass(slots=True)
 class StagedParam:
-    """One param of a part, ready to be written on this rank.
+    """One param of a part, or some elements of it, ready to be written on this rank.
 
     Attributes:
         delta: the decoded param.
@@ -195,99 +258,123 @@ class StagedParam:
     change: Digest = Digest.ZERO
     replicas: dict[tuple[int, ...], Digest] = field(default_factory=dict)
 
+    def absorb(self, other: StagedParam) -> None:
+        """Add other elements of the same param."""
+        self.writes += other.writes
+        self.counted += other.counted
+        self.change += other.change
+        for ranks, change in other.replicas.items():
+            self.replicas[ranks] = self.replicas.get(ranks, Digest.ZERO) + change
+
+
+def spans(delta: ParamDelta, targets: Sequence[Target]) -> Iterator[tuple[int, int]]:
+    """The pieces in which a param is staged: ranges of its values."""
+    if targets:
+        step = _DEVICE_SPAN if targets[0].host is None else _HOST_SPAN
+        yield from ((start, min(start + step, delta.nnz)) for start in range(0, delta.nnz, step))
+
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """One segment of a certified tensor, with all that staging needs to know of it.
+class Stager:
+    """How the params of one part are staged on this rank. The model is only read.
 
     Attributes:
-        segment: where the elements lie.
-        locator: finds them.
-        ranks: the ranks that hold the same elements, ascending; the first one counts them.
-    """
-
-    segment: Segment
-    locator: Locator
-    ranks: tuple[int, ...]
-
-
-def stage_param(
-    delta: ParamDelta, targets: Sequence[Target], rank: int, *, digested: bool, undo: bool
-) -> StagedParam:
-    """Locate a param's elements on this rank and gather their old values.
-
-    Args:
-        delta: the decoded param; shape and dtype agree with the tensor's.
-        targets: the segments of the tensor on this rank.
         rank: this rank.
-        digested: whether the digest covers the tensor.
-        undo: whether the old values of a dense param are kept; a sparse one's always are.
-
-    The model is only read.
+        full: whether the part belongs to a full sync, which takes the old values as they are.
+        undo: whether the old values of dense params are kept; those of sparse ones always are.
     """
-    staged = StagedParam(delta)
-    for target in targets:
-        boxed = delta.indices is None and target.segment.repack is None
-        if boxed:
-            staged.writes.append(_box_write(delta, target.segment, undo))
-        for indices, values in _pieces(delta):
+
+    rank: int
+    full: bool
+    undo: bool
+
+    def span(
+        self, delta: ParamDelta, targets: Sequence[Target], digested: bool, start: int, stop: int
+    ) -> StagedParam:
+        """Locate a piece of a param's elements, and gather the old values that are checked.
+
+        Args:
+            delta: the decoded param; shape and dtype agree with the tensor's.
+            targets: the tensor's on this rank.
+            digested: whether the digest covers the tensor.
+            start, stop: of `spans`.
+
+        Raises:
+            BaseMismatch: copies of one element differ.
+        """
+        staged = StagedParam(delta)
+        if delta.indices is None and start == 0:
+            staged.writes += [self._box(delta, target) for target in targets if _in_boxes(target)]
+        indices = np.arange(start, stop) if delta.indices is None else delta.indices[start:stop]
+        values = delta.values[start:stop]
+        firsts: dict[int, Bits] = {}
+        for number, target in enumerate(targets):
             chosen, offsets = target.locator(indices)
             if not offsets.size:
                 continue
-            write = _element_write(delta.dtype, target.segment.live, offsets, values[chosen])
-            if not boxed:
+            write = _element_write(delta, target, offsets, values[chosen])
+            if digested or target.host is None:
+                write.remember()
+            if delta.indices is not None or not _in_boxes(target):
                 staged.writes.append(write)
             # An element that is broadcast lies there several times, and counts once.
             once = slice(None, None, target.locator.copies)
-            indices, values = indices[chosen][once], values[chosen][once]
-            if target.ranks[0] == rank:
-                staged.counted += indices.size
-            if digested:
-                old = checkpoint_bits(write.kept[once], write.live.tensor.dtype, delta.dtype)
-                _add_change(staged, target.ranks, rank, indices, old, values)
-    return staged
+            own = indices[chosen][once]
+            if target.first == number and target.ranks[0] == self.rank:
+                staged.counted += own.size
+            if not digested:
+                continue
+            live = target.segment.live.tensor.dtype
+            old = checkpoint_bits(as_host(write.old), live, delta.dtype).reshape(own.size, -1)
+            expected = old if target.first == number else firsts[target.first]
+            if not self.full and (old != expected[:, :1]).any():
+                raise BaseMismatch(
+                    f"{delta.name}: the engine holds copies of it that are not the same; send a "
+                    "full sync",
+                    tensor=delta.name,
+                )
+            if target.first == number:
+                firsts[number] = old
+                self._count(staged, target, own, old[:, 0], values[chosen][once])
+        return staged
 
+    def _count(
+        self,
+        staged: StagedParam,
+        target: Target,
+        indices: NDArray[np.int64],
+        old: Bits,
+        new: Bits,
+    ) -> None:
+        change = change_digest(staged.delta.name, indices, old, new)
+        if target.ranks[0] == self.rank:
+            staged.change += change
+        if len(target.ranks) > 1:
+            known = staged.replicas.get(target.ranks, Digest.ZERO)
+            staged.replicas[target.ranks] = known + change
 
-def _add_change(
-    staged: StagedParam,
-    ranks: tuple[int, ...],
-    rank: int,
-    indices: NDArray[np.int64],
-    old: NDArray[Any],
-    new: NDArray[Any],
-) -> None:
-    change = change_digest(staged.delta.name, indices, old, new)
-    if ranks[0] == rank:
-        staged.change += change
-    if len(ranks) > 1:
-        staged.replicas[ranks] = staged.replicas.get(ranks, Digest.ZERO) + change
-
-
-def _box_write(delta: ParamDelta, segment: Segment, undo: bool) -> DenseWrite:
-    live = segment.live.tensor.dtype
-    typed = torch.from_numpy(delta.values.view(np.uint8).copy()).view(TORCH_DTYPE[delta.dtype])
-    box = segment.source_view(typed)
-    write = DenseWrite(segment, bits_of(box if box.dtype == live else box.to(live)))
-    if undo:
+    def _box(self, delta: ParamDelta, target: Target) -> Write:
+        segment = target.segment
+        box = segment.source_view(_typed(delta.values, TORCH_DTYPE[delta.dtype]))
+        write = Write(WholeBox(segment), bits_of(box.to(segment.live.tensor.dtype)), self.undo)
         write.remember()
-    return write
+        return write
 
 
-def _element_write(
-    dtype: str, live: LiveTensor, offsets: NDArray[np.int64], values: NDArray[Any]
-) -> SparseWrite:
-    device = live.tensor.device
-    where = compact(offsets, live.flat().numel()).to(device)
-    write = SparseWrite(live, where, live_bits(values, dtype, live.tensor.dtype).to(device))
-    write.remember()
-    return write
+def _in_boxes(target: Target) -> bool:
+    """Whether a dense param is written there as a whole."""
+    return target.segment.repack is None
 
 
-def _pieces(delta: ParamDelta) -> Iterator[tuple[NDArray[np.int64], NDArray[Any]]]:
-    """The param's flat indices and values, a dense one's a bounded number at a time."""
-    if delta.indices is not None:
-        yield delta.indices, delta.values
-        return
-    for start in range(0, delta.numel, _CHUNK):
-        stop = min(start + _CHUNK, delta.numel)
-        yield np.arange(start, stop), delta.values[start:stop]
+def _element_write(delta: ParamDelta, target: Target, offsets: Offsets, values: Bits) -> Write:
+    place = target.place(offsets)
+    new = live_bits(values, delta.dtype, target.segment.live.tensor.dtype)
+    if isinstance(place, HostElements):
+        return Write(place, new)
+    signed = np.dtype(f"i{new.itemsize}") if new.itemsize > 1 else new.dtype
+    return Write(place, torch.from_numpy(new.view(signed).copy()).to(target.flat.device))
+
+
+def as_host(bits: Any) -> Bits:
+    """What a place of single elements reads, as an array."""
+    return host_bits(bits) if isinstance(bits, torch.Tensor) else bits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,10 +22,9 @@ from engine_ext.certify import certify
 from engine_ext.digest import Digest
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
 from engine_ext.errors import NotUpdatable
-from engine_ext.holders import box_of
-from engine_ext.placement import Placement, Status
-from engine_ext.plan import make_plan
-from engine_ext.ranks import Ranks
+from engine_ext.placement import Placed, Placement
+from engine_ext.plan import Plan, make_plan
+from engine_ext.ranks import SingleRank
 from engine_ext.receiver import Receiver
 from engine_ext.scatter import ScatterApplier, StagedPart, UndoLog
 from engine_ext.storage_index import StorageIndex
@@ -146,84 +146,139 @@ def load(model: type[ToyModel], checkpoint: Checkpoint) -> ToyModel:
     return fresh
 
 
+class Peer:
+    """Rank 0's view of a second rank, which holds exactly what rank 0 does not.
+
+    What is missing is found from the segments' views, not with the code under test.
+
+    Args:
+        placement: of rank 0.
+        elsewhere: tensors of which rank 0 holds nothing, and the second rank all.
+    """
+
+    rank = 0
+
+    def __init__(self, placement: Placement, elsewhere: Iterable[str] = ()) -> None:
+        chosen = {n for n, p in placement.items() if p.segments and not p.reason} | set(elsewhere)
+        self.missing = {
+            name: indices for name in chosen if (indices := _not_held(placement[name])).size
+        }
+        boxes = {
+            name: [(int(run[0]), ((len(run), 1),) if len(run) > 1 else ()) for run in _runs(found)]
+            for name, found in self.missing.items()
+        }
+        status = {
+            name: ("exact" if name in self.missing else "not on this rank", True)
+            for name in placement
+        }
+        self._answers: list[Any] = [boxes, status]
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value, self._answers.pop(0)] if self.missing else [value]
+
+    def brief(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """What the second rank says of a sync."""
+        none = np.empty(0, np.int64)
+        counted = 0
+        for delta in (d for part in parts for d in part.deltas):
+            indices = np.arange(delta.numel) if delta.indices is None else delta.indices
+            counted += int(np.isin(indices, self.missing.get(delta.name, none)).sum())
+        zero = Digest.ZERO.hex()
+        return {"counted": counted, "changes": [zero] * len(parts), "replicas": [], "digest": zero}
+
+
+def _not_held(placed: Placed) -> np.ndarray[Any, Any]:
+    flat = torch.arange(placed.spec.numel)
+    held = [segment.source_view(flat).reshape(-1).numpy() for segment in placed.segments]
+    return np.setdiff1d(flat.numpy(), np.concatenate([np.empty(0, np.int64), *held]))
+
+
+def _runs(indices: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+    return np.split(indices, np.flatnonzero(np.diff(indices) != 1) + 1)
+
+
+APPLIES = ("masked", "scatter")
+
+
 @dataclass
 class Served:
     """A loaded model and all that the receiver knows of it."""
 
     model: ToyModel
     index: StorageIndex
-    placement: Placement
     applier: ScatterApplier
+    peer: Peer | None = None
 
     @property
-    def held(self) -> frozenset[str]:
-        return self.applier.plan.held
+    def placement(self) -> Placement:
+        return self.applier.plan.placement
 
 
-def serve(
-    model: type[ToyModel],
-    base: Checkpoint,
-    *,
-    held: Iterable[str] | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
-    ranks: Ranks | None = None,
-    apply: str = "masked",
-) -> Served:
-    """Load, trace and certify.
-
-    Args:
-        held: what some rank holds, where there are others that are not there to ask.
-        ranks: the other ranks; None where there is none.
-        apply: which applier.
-    """
+def placed(model: type[ToyModel], base: Checkpoint) -> tuple[ToyModel, StorageIndex, Placement]:
+    """Load, trace and certify."""
     live = load(model, base)
     index = StorageIndex(live)
     placement = trace_placement(live, live.load_weights, model.specs(), index)
     certify(placement, base.items())
-    plan = make_plan(placement, ranks or Complement(placement))
-    if held is not None:
-        for name in set(held) - plan.held:
-            placement[name].status = Status.NOT_ON_RANK
-        plan = replace(plan, held=frozenset(held))
-    applier: ScatterApplier
+    return live, index, placement
+
+
+def make_applier(
+    live: ToyModel,
+    index: StorageIndex,
+    plan: Plan,
+    *,
+    apply: str = "masked",
+    chunk_bytes: int = CHUNK_BYTES,
+    undo_bytes: int = UNDO_BYTES,
+    threads: int = 1,
+) -> ScatterApplier:
     if apply == "scatter":
-        applier = ScatterApplier(live, index, plan, undo_bytes=UNDO_BYTES, threads=1)
-    else:
-        applier = MaskedApplier(
-            live,
-            index,
-            plan,
-            undo_bytes=UNDO_BYTES,
-            threads=1,
-            load_weights=live.load_weights,
-            chunk_bytes=chunk_bytes,
-        )
-    return Served(live, index, placement, applier)
+        return ScatterApplier(live, index, plan, undo_bytes=undo_bytes, threads=threads)
+    return MaskedApplier(
+        live,
+        index,
+        plan,
+        undo_bytes=undo_bytes,
+        threads=threads,
+        load_weights=live.load_weights,
+        chunk_bytes=chunk_bytes,
+    )
 
 
-class Complement:
-    """This rank and one more, which holds what this one holds only a part of.
+def serve(
+    model: type[ToyModel], base: Checkpoint, *, elsewhere: Iterable[str] = (), **options: Any
+) -> Served:
+    """Load, trace, certify and plan.
 
-    Its boxes are single elements: the tensors of the tests are small.
+    Args:
+        elsewhere: as of `Peer`.
+        options: of `make_applier`.
     """
+    live, index, placement = placed(model, base)
+    peer = Peer(placement, elsewhere)
+    if not peer.missing:
+        plan = make_plan(placement, SingleRank())
+        return Served(live, index, make_applier(live, index, plan, **options))
+    plan = make_plan(placement, peer)
+    return Served(live, index, make_applier(live, index, plan, **options), peer)
 
-    rank = 0
 
-    def __init__(self, placement: Placement) -> None:
-        self._missing = {}
-        for name, placed in placement.items():
-            held = {int(i) for s in placed.segments for i in box_of(s).indices()}
-            missing = set(range(placed.spec.numel)) - held
-            if held and missing:
-                self._missing[name] = sorted(missing)
-        self._asked = 0
-
-    def all_gather(self, value: dict[str, Any]) -> list[Any]:
-        self._asked += 1
-        if self._asked == 1:
-            return [value, {name: [(i, ()) for i in m] for name, m in self._missing.items()}]
-        absent = (Status.NOT_ON_RANK.value, True)
-        return [value, {n: value[n] if n in self._missing else absent for n in value}]
+def serve_ranks(models: Sequence[type[ToyModel]], base: Checkpoint, **options: Any) -> list[Served]:
+    """As `serve`, for all ranks of an engine."""
+    found = [placed(model, base) for model in models]
+    group = Group(len(models))
+    with ThreadPoolExecutor(len(models)) as threads:
+        plans = list(
+            threads.map(
+                lambda rank: make_plan(found[rank][2], ThreadRanks(group, rank)),
+                range(len(models)),
+            )
+        )
+    return [
+        Served(live, index, make_applier(live, index, plan, **options))
+        for (live, index, _), plan in zip(found, plans, strict=True)
+    ]
 
 
 def named_in(error: NotUpdatable) -> set[str]:
@@ -234,7 +289,7 @@ def named_in(error: NotUpdatable) -> set[str]:
 
 
 def attempt(served: Served, parts: list[Part], *, full: bool = False) -> NotUpdatable | None:
-    """Stage and commit as a receiver does.
+    """Stage and commit as the ranks of an engine do, and go every way back in between.
 
     Returns:
         The refusal, in which case nothing was written, or None once everything was.
@@ -242,19 +297,59 @@ def attempt(served: Served, parts: list[Part], *, full: bool = False) -> NotUpda
     Raises:
         Exception: anything else, and that is the third outcome, which there must not be.
     """
-    before = memory(served.model)
-    applier = served.applier
+    before, applier = memory(served.model), served.applier
+    digests = dict(applier.digests)
     try:
-        staged = [applier.stage(part) for part in parts]
-        applier.check_sync(staged, full=full)
+        staged = stage(served, parts, full=full)
     except NotUpdatable as refusal:
         assert memory(served.model) == before, "a refused sync changed the model"
         return refusal
     assert memory(served.model) == before, "checking a sync changed the model"
-    applier.check_base(staged)
+    try:
+        applier.write(staged)
+    except Exception:
+        applier.undo(staged)
+        assert memory(served.model) == before, "a failed write was not undone"
+        raise
+    written = memory(served.model)
+    log = applier.finish(staged)
+    assert_digests(applier)
+    if log is None:
+        return None
+    applier.roll_back(log)
+    assert memory(served.model) == before, "a rollback does not restore the model"
+    assert applier.digests == digests
+    applier.write(staged)
+    applier.undo(staged)
+    assert memory(served.model) == before, "an undo does not restore the model"
     applier.write(staged)
     applier.finish(staged)
+    assert memory(served.model) == written
+    assert_digests(applier)
     return None
+
+
+def stage(served: Served, parts: list[Part], *, full: bool = False) -> list[StagedPart]:
+    """All that comes before the write."""
+    applier = served.applier
+    if full:
+        parts = [as_full(part) for part in parts]
+    staged = [applier.stage(part) for part in parts]
+    applier.check_sync(staged, full=full)
+    applier.check_base(staged)
+    briefs = [json.loads(json.dumps(applier.brief(staged)))]
+    applier.agree(staged, briefs + ([served.peer.brief(parts)] if served.peer else []))
+    return staged
+
+
+def as_full(part: Part) -> Part:
+    manifest = msgspec.structs.replace(part.manifest, full=True)
+    return replace(part, header=replace(part.header, manifest=manifest))
+
+
+def assert_digests(applier: ScatterApplier) -> None:
+    """What is tracked is what live memory says, of the same tensors."""
+    assert applier.digests == applier.plan.scan()
 
 
 # --- ranks ---

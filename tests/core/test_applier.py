@@ -15,6 +15,7 @@ from engine_ext.wire import ParamDelta
 
 from . import toy
 from .harness import (
+    APPLIES,
     Served,
     attempt,
     base_checkpoint,
@@ -25,6 +26,7 @@ from .harness import (
     load,
     memory,
     named_in,
+    one_part,
     parts_of,
     random_tensor,
     serve,
@@ -48,6 +50,7 @@ def sync_id(value: object) -> str:
 
 
 SYNCS = pytest.mark.parametrize(("model", "names"), list(syncs()), ids=sync_id)
+APPLY = pytest.mark.parametrize("apply", APPLIES)
 DENSE = pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
 
 
@@ -59,13 +62,20 @@ def deltas_for(
     return [delta_between(name, base[name], target[name]) for name in names]
 
 
-def is_updatable(model: type[ToyModel], names: Sequence[str], dense: bool) -> bool:
+# What only the masked apply refuses.
+CAST = {toy.Widened: frozenset({"weight"}), toy.Narrowed: frozenset({"weight"})}
+
+
+def is_updatable(model: type[ToyModel], names: Sequence[str], dense: bool, apply: str) -> bool:
     """What the toy model says of itself."""
-    return all(
-        name not in model.refused
-        and (dense or name not in model.dense_only)
-        and model.needs.get(name, frozenset()) <= set(names)
-        for name in names
+    if apply == "scatter":
+        return not (model.refused - CAST.get(model, frozenset())) & set(names)
+    return not model.refused & set(names) and (
+        all(
+            (dense or name not in model.dense_only)
+            and model.needs.get(name, frozenset()) <= set(names)
+            for name in names
+        )
     )
 
 
@@ -78,13 +88,16 @@ def assert_freshly_loaded(served: Served, target: toy.Checkpoint) -> None:
 
 @SYNCS
 @DENSE
-def test_exact_or_refused(model: type[ToyModel], names: tuple[str, ...], dense: bool) -> None:
+@APPLY
+def test_exact_or_refused(
+    model: type[ToyModel], names: tuple[str, ...], dense: bool, apply: str
+) -> None:
     """Applied, every bit is that of a fresh load of the target; refused, none has changed.
 
     `attempt` raises on any other outcome and compares the memory after a refusal.
     """
     base = base_checkpoint(model)
-    served = serve(model, base)
+    served = serve(model, base, apply=apply)
     target = target_checkpoint(base, names)
     refusal = attempt(served, parts_of(deltas_for(base, target, names, dense)))
     if refusal is None:
@@ -92,7 +105,7 @@ def test_exact_or_refused(model: type[ToyModel], names: tuple[str, ...], dense: 
     else:
         assert named_in(refusal)
         assert named_in(refusal) <= set(names)
-    assert (refusal is None) == is_updatable(model, names, dense)
+    assert (refusal is None) == is_updatable(model, names, dense, apply)
 
 
 @pytest.mark.parametrize("model", every_model(), ids=sync_id)
@@ -101,7 +114,7 @@ def test_chunks_of_one_tensor(model: type[ToyModel], dense: bool) -> None:
     """The loader then never sees two tensors together, and a pair must be refused, not lost."""
     base = base_checkpoint(model)
     served = serve(model, base, chunk_bytes=1)
-    names = [name for name in model.shapes if is_updatable(model, [name], dense)]
+    names = [name for name in model.shapes if is_updatable(model, [name], dense, "masked")]
     paired = [n for n in model.needs if n not in model.refused]
     for chosen in filter(None, (names, paired)):
         target = target_checkpoint(base, chosen)
@@ -117,10 +130,11 @@ def test_chunks_of_one_tensor(model: type[ToyModel], dense: bool) -> None:
     [toy.PlainCopy, toy.FusedQkv, toy.StackedExperts, toy.PaddedVocab, toy.Tied],
     ids=sync_id,
 )
-def test_many_syncs_in_a_row(model: type[ToyModel]) -> None:
+@APPLY
+def test_many_syncs_in_a_row(model: type[ToyModel], apply: str) -> None:
     """Errors must not accumulate, and an update can be taken back by another."""
     base = base_checkpoint(model)
-    served = serve(model, base)
+    served = serve(model, base, apply=apply)
     first = memory(served.model)
     steps = [target_checkpoint(base, model.shapes, seed) for seed in range(4)]
     for old, new in zip([base, *steps], [*steps, base], strict=True):
@@ -131,58 +145,63 @@ def test_many_syncs_in_a_row(model: type[ToyModel]) -> None:
 
 
 @pytest.mark.parametrize("model", every_model(), ids=sync_id)
-def test_full_sync(model: type[ToyModel]) -> None:
+@APPLY
+@pytest.mark.parametrize("undo_bytes", [0, 1 << 20], ids=["no log", "log"])
+def test_full_sync(model: type[ToyModel], apply: str, undo_bytes: int) -> None:
     """It must cover what the engine holds, so one tensor that is refused refuses it whole."""
     base = base_checkpoint(model)
-    served = serve(model, base)
-    names = sorted(served.held)
+    served = serve(model, base, apply=apply, undo_bytes=undo_bytes)
+    names = sorted(served.applier.plan.held)
     target = target_checkpoint(base, names)
     refusal = attempt(served, parts_of(deltas_for(base, target, names, True)), full=True)
     if refusal is None:
         assert_freshly_loaded(served, target)
-    assert (refusal is None) == is_updatable(model, names, True)
+    assert (refusal is None) == is_updatable(model, names, True, apply)
 
 
 @pytest.mark.parametrize("dtype", sorted(TORCH_DTYPE))
 @DENSE
-def test_every_dtype(dtype: str, dense: bool) -> None:
-    """Dense goes with all of them; sparse with those that have a NaN to mark the rest."""
+@APPLY
+def test_every_dtype(dtype: str, dense: bool, apply: str) -> None:
+    """All go, but a masked sparse one only where there is a NaN to mark the rest."""
 
     class Typed(ToyModel):
         shapes: ClassVar = {"weight": (3, 4)}
         dtypes: ClassVar = {"weight": TORCH_DTYPE[dtype]}
 
     base = base_checkpoint(Typed)
-    served = serve(Typed, base)
+    served = serve(Typed, base, apply=apply)
     target = {"weight": random_tensor((3, 4), TORCH_DTYPE[dtype], 9)}
     refusal = attempt(served, parts_of(deltas_for(base, target, ["weight"], dense)))
     maskable = dtype in ("float64", "float32", "float16", "bfloat16")
-    assert (refusal is None) == (dense or maskable)
+    assert (refusal is None) == (dense or maskable or apply == "scatter")
     if refusal is None:
         assert_freshly_loaded(served, target)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 @DENSE
-def test_a_nan_is_a_value_like_any_other_or_refused(dtype: str, dense: bool) -> None:
+@APPLY
+def test_a_nan_is_a_value_like_any_other_or_refused(dtype: str, dense: bool, apply: str) -> None:
     class Typed(ToyModel):
         shapes: ClassVar = {"weight": (4,)}
         dtypes: ClassVar = {"weight": TORCH_DTYPE[dtype]}
 
     base = base_checkpoint(Typed)
-    served = serve(Typed, base)
+    served = serve(Typed, base, apply=apply)
     target = {"weight": base["weight"].clone()}
     target["weight"][2] = NAN
     refusal = attempt(served, parts_of(deltas_for(base, target, ["weight"], dense)))
-    assert (refusal is None) == dense
+    assert (refusal is None) == (dense or apply == "scatter")
     if refusal is None:
         assert_freshly_loaded(served, target)
 
 
-def test_live_nans_survive_and_can_be_overwritten() -> None:
+@APPLY
+def test_live_nans_survive_and_can_be_overwritten(apply: str) -> None:
     base = base_checkpoint(PlainCopy)
     base["bias"][1] = base["bias"][4] = NAN
-    served = serve(PlainCopy, base)
+    served = serve(PlainCopy, base, apply=apply)
     target = {**base, "bias": base["bias"].clone()}
     target["bias"][4] = 2
     assert attempt(served, parts_of([delta_between("bias", base["bias"], target["bias"])])) is None
@@ -199,8 +218,13 @@ def refused(served: Served, deltas: Sequence[ParamDelta], *, full: bool = False)
     return named_in(refusal)
 
 
+@pytest.fixture(params=APPLIES)
+def plain(request: pytest.FixtureRequest) -> Served:
+    return serve(PlainCopy, base_checkpoint(PlainCopy), apply=request.param)
+
+
 @pytest.fixture
-def plain() -> Served:
+def masked() -> Served:
     return serve(PlainCopy, base_checkpoint(PlainCopy))
 
 
@@ -225,25 +249,28 @@ def test_a_param_must_be_the_checkpoints(plain: Served, delta: ParamDelta) -> No
     assert refused(plain, [good, delta]) == {delta.name}
 
 
-def test_an_alias_that_the_checkpoint_does_not_hold() -> None:
-    served = serve(toy.Tied, base_checkpoint(toy.Tied))
+@APPLY
+def test_an_alias_that_the_checkpoint_does_not_hold(apply: str) -> None:
+    served = serve(toy.Tied, base_checkpoint(toy.Tied), apply=apply)
     new = torch.ones(5, 4, dtype=torch.bfloat16)
     assert refused(served, [dense_delta("head", new)]) == {"head"}
     assert attempt(served, parts_of([dense_delta("embed", new)])) is None
 
 
-def test_one_refused_tensor_refuses_the_others() -> None:
+@APPLY
+def test_one_refused_tensor_refuses_the_others(apply: str) -> None:
     base = base_checkpoint(toy.RepackedInPlace)
-    served = serve(toy.RepackedInPlace, base)
+    served = serve(toy.RepackedInPlace, base, apply=apply)
     target = target_checkpoint(base, base)
     deltas = [delta_between(n, base[n], target[n]) for n in ("norm", "experts")]
     assert refused(served, deltas) == {"experts"}
 
 
-def test_a_tensor_of_another_rank_is_let_through() -> None:
+@APPLY
+def test_a_tensor_of_another_rank_is_let_through(apply: str) -> None:
     """Nothing of it lies here, but shape and dtype are checked all the same."""
     base = base_checkpoint(toy.Skipped)
-    served = serve(toy.Skipped, base, held={"weight", "rotary"})
+    served = serve(toy.Skipped, base, elsewhere=["rotary"], apply=apply)
     before = memory(served.model)
     delta = delta_between("rotary", base["rotary"], changed(base["rotary"], 5))
     assert attempt(served, parts_of([delta])) is None
@@ -251,9 +278,10 @@ def test_a_tensor_of_another_rank_is_let_through() -> None:
     assert refused(served, [dense_delta("rotary", ONES)]) == {"rotary"}
 
 
-def test_changes_in_another_ranks_shard_change_nothing_here() -> None:
+@APPLY
+def test_changes_in_another_ranks_shard_change_nothing_here(apply: str) -> None:
     base = base_checkpoint(toy.RowShard)
-    served = serve(toy.RowShard, base)
+    served = serve(toy.RowShard, base, apply=apply)
     before = memory(served.model)
     target = base["weight"].clone()
     target[:3] = 5
@@ -270,9 +298,10 @@ def test_an_empty_sync_is_legal(plain: Served, deltas: list[str]) -> None:
 
 
 @pytest.mark.parametrize("model", [PlainCopy, toy.MakesDict], ids=sync_id)
-def test_a_tensor_may_come_in_two_parts(model: type[ToyModel]) -> None:
+@APPLY
+def test_a_tensor_may_come_in_two_parts(model: type[ToyModel], apply: str) -> None:
     base = base_checkpoint(model)
-    served = serve(model, base)
+    served = serve(model, base, apply=apply)
     target = target_checkpoint(base, ["weight"])
     whole = delta_between("weight", base["weight"], target["weight"])
     assert whole.indices is not None
@@ -304,16 +333,18 @@ def test_a_full_sync_names_what_it_leaves_out(plain: Served, left_out: str) -> N
     assert attempt(plain, parts_of(deltas)) is None  # a sync of dense params need not be full
 
 
-def test_a_full_sync_is_dense(plain: Served) -> None:
+def test_a_full_sync_is_dense() -> None:
+    """Such a part cannot even be made."""
     base = base_checkpoint(PlainCopy)
-    deltas = [dense_delta(name, base[name]) for name in ("weight", "scale")]
-    deltas.append(delta_between("bias", base["bias"], ONES))
-    assert refused(plain, deltas, full=True) == {"bias"}
+    deltas = [dense_delta("weight", base["weight"]), delta_between("bias", base["bias"], ONES)]
+    with pytest.raises(ValueError, match="not dense"):
+        one_part(deltas, full=True)
 
 
-def test_a_full_sync_covers_what_other_ranks_hold() -> None:
+@APPLY
+def test_a_full_sync_covers_what_other_ranks_hold(apply: str) -> None:
     base = base_checkpoint(toy.Skipped)
-    served = serve(toy.Skipped, base, held={"weight", "rotary"})
+    served = serve(toy.Skipped, base, elsewhere=["rotary"], apply=apply)
     assert refused(served, [dense_delta("weight", base["weight"])], full=True) == {"rotary"}
 
 
@@ -331,7 +362,7 @@ def test_a_moved_weight_is_noticed(plain: Served) -> None:
 
 @DENSE
 def test_a_write_that_does_not_arrive_is_no_success(
-    plain: Served, monkeypatch: pytest.MonkeyPatch, dense: bool
+    masked: Served, monkeypatch: pytest.MonkeyPatch, dense: bool
 ) -> None:
     """A loader that behaves on meta tensors only: the read-back must find it out."""
 
@@ -343,11 +374,11 @@ def test_a_write_that_does_not_arrive_is_no_success(
     base = base_checkpoint(PlainCopy)
     target = target_checkpoint(base, ["bias"])
     with pytest.raises(RuntimeError, match="bias"):
-        attempt(plain, parts_of(deltas_for(base, target, ["bias"], dense)))
+        attempt(masked, parts_of(deltas_for(base, target, ["bias"], dense)))
 
 
 def test_a_loader_that_changes_its_mind_is_refused(
-    plain: Served, monkeypatch: pytest.MonkeyPatch
+    masked: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Certified at start-up, but by now it puts the tensor somewhere else."""
 
@@ -358,12 +389,12 @@ def test_a_loader_that_changes_its_mind_is_refused(
     target = target_checkpoint(base, ["bias"])
     delta = delta_between("bias", base["bias"], target["bias"])
     monkeypatch.setattr(PlainCopy, "load_one", load_one)
-    assert refused(plain, [delta]) == {"bias"}
+    assert refused(masked, [delta]) == {"bias"}
 
 
 def test_the_loader_gets_only_what_changes_here() -> None:
     base = base_checkpoint(toy.Skipped)
-    served = serve(toy.Skipped, base, held={"weight", "rotary"})
+    served = serve(toy.Skipped, base, elsewhere=["rotary"])
     given: list[str] = []
     original = served.model.load_one
 
@@ -376,14 +407,15 @@ def test_the_loader_gets_only_what_changes_here() -> None:
     target = target_checkpoint(base, base)
     deltas = [delta_between(name, base[name], target[name]) for name in base]
     assert attempt(served, parts_of(deltas)) is None
-    assert given == ["weight"]
+    assert set(given) == {"weight"}
 
 
 @pytest.mark.parametrize("model", every_model(), ids=sync_id)
-def test_describe_is_json_and_names_the_uncertified(model: type[ToyModel]) -> None:
-    served = serve(model, base_checkpoint(model))
+@APPLY
+def test_describe_is_json_and_names_the_uncertified(model: type[ToyModel], apply: str) -> None:
+    served = serve(model, base_checkpoint(model), apply=apply)
     told = json.loads(json.dumps(served.applier.describe()))
-    assert told["apply"] == "masked"
+    assert told["apply"] == apply
     assert sum(told["certification"].values()) == len(model.shapes)
     assert told["uncertified"].keys() <= model.refused
     assert all(told["uncertified"].values())

@@ -31,7 +31,7 @@ from .harness import (
     memory,
     one_part,
     part_id,
-    serve,
+    serve_ranks,
     target_checkpoint,
 )
 from .toy import ToyModel
@@ -515,7 +515,7 @@ class Sharded:
 
     def __init__(self, folder: Path) -> None:
         self.base = base_checkpoint(toy.RowShard)
-        self.served = [serve(model, self.base, held={"weight"}) for model in self.models]
+        self.served = serve_ranks(self.models, self.base)
         self.engine = Engine([served.applier for served in self.served], folder)
 
     def memories(self) -> list[dict[str, bytes]]:

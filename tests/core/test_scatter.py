@@ -2,56 +2,44 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
+from typing import ClassVar
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine_ext.digest import tensor_digest
 from engine_ext.errors import BaseMismatch
 from engine_ext.holders import resolve
 from engine_ext.locate import Locator
 from engine_ext.placement import Placed, Repack, Segment, Status, TensorSpec
+from engine_ext.plan import make_plan
+from engine_ext.ranks import SingleRank
 from engine_ext.storage_index import StorageIndex
 
 from .harness import (
     PROPERTY,
     attempt,
     base_checkpoint,
+    bits,
     changed,
     delta_between,
     dense_delta,
     load,
     memory,
-    named_in,
     parts_of,
+    placed,
     serve,
     target_checkpoint,
 )
 from .shards import Shard, shards
-from .test_applier import DENSE, SYNCS
-from .toy import CastBefore, PlainCopy, ToyModel
-
-WRITTEN = (Status.EXACT, Status.CAST, Status.NOT_ON_RANK)
-
-
-@SYNCS
-@DENSE
-def test_exact_or_refused(model: type[ToyModel], names: tuple[str, ...], dense: bool) -> None:
-    """What is certified is written as a fresh load would; the rest is refused by name."""
-    base = base_checkpoint(model)
-    served = serve(model, base, apply="scatter")
-    target = target_checkpoint(base, names)
-    deltas = [
-        dense_delta(n, target[n]) if dense else delta_between(n, base[n], target[n]) for n in names
-    ]
-    refusal = attempt(served, parts_of(deltas))
-    if refusal is None:
-        assert memory(served.model) == memory(load(model, target))
-    else:
-        assert named_in(refusal) <= set(names)
-    certified = all(served.placement[name].status in WRITTEN for name in names)
-    assert (refusal is None) == certified
+from .test_applier import DENSE
+from .toy import CastBefore, PlainCopy, Replicated, ToyModel, Windows
 
 
 @PROPERTY
@@ -60,30 +48,28 @@ def test_exact_or_refused(model: type[ToyModel], names: tuple[str, ...], dense: 
     density=st.sampled_from([0.0, 0.1, 0.6, 1.0]),
     seed=st.integers(0, 1 << 20),
     dense=st.booleans(),
+    span=st.sampled_from([1, 7, 1 << 16]),
+    threads=st.sampled_from([1, 3]),
+    digested=st.booleans(),
 )
-def test_applied_and_taken_back(shard: Shard, density: float, seed: int, dense: bool) -> None:
-    """Any shard, any density: live memory ends as a fresh load leaves it, and goes back."""
+def test_applied_and_taken_back(
+    shard: Shard, density: float, seed: int, dense: bool, span: int, threads: int, digested: bool
+) -> None:
+    """Any shard, any density, any pieces: live memory ends as a fresh load leaves it."""
     model = shard.model(number=2)
     base = base_checkpoint(model, seed)
-    served = serve(model, base, apply="scatter")
+    served = serve(model, base, apply="scatter", threads=threads)
+    if not digested:
+        served.applier.plan = replace(served.applier.plan, digested=frozenset())
+        served.applier.rescan()
     target = {name: changed(tensor, seed + 7, density) for name, tensor in base.items()}
     deltas = [
         dense_delta(n, target[n]) if dense and n == "w1" else delta_between(n, base[n], target[n])
         for n in base
     ]
-    before, applier = memory(served.model), served.applier
-    digests = dict(applier.digests)
-    staged = [applier.stage(part) for part in parts_of(deltas)]
-    applier.check_sync(staged, full=False)
-    applier.check_base(staged)
-    applier.write(staged)
-    log = applier.finish(staged)
-    assert log is not None
+    with mock.patch("engine_ext.writes._HOST_SPAN", span):
+        assert attempt(served, parts_of(deltas)) is None
     assert memory(served.model) == memory(load(model, target))
-    assert applier.digests == applier.plan.scan()
-    applier.roll_back(log)
-    assert memory(served.model) == before
-    assert applier.digests == applier.plan.scan() == digests
 
 
 def test_a_weight_that_changes_after_staging_is_noticed() -> None:
@@ -109,6 +95,80 @@ def test_a_nan_through_casts_is_refused(dense: bool) -> None:
     refusal = attempt(served, parts_of([delta]))
     assert refusal is not None
     assert "bits of a NaN" in refusal.message
+
+
+def test_windows_are_refused_for_what_they_are() -> None:
+    """As many elements are written as the tensor has; yet some twice, and others never."""
+    _, _, placement = placed(Windows, base_checkpoint(Windows))
+    plan = make_plan(placement, SingleRank())
+    assert "several times" in placement["weight"].reason
+    assert not plan.targets
+
+
+# --- copies on one rank ---
+
+
+class OneOfThree(Replicated):
+    """Broadcast into one parameter, and copied into another one."""
+
+    shapes: ClassVar = {"weight": (4,)}
+
+
+@pytest.mark.parametrize(
+    ("model", "row"), [(Replicated, 0), (OneOfThree, 0), (OneOfThree, 2)], ids=str
+)
+@pytest.mark.parametrize("live", ["first", "second"])
+@pytest.mark.parametrize("dense", [False, True])
+def test_copies_must_agree(model: type[ToyModel], row: int, live: str, dense: bool) -> None:
+    """A digest sees the first copy only; the others are compared with it. A full sync heals."""
+    base = base_checkpoint(model)
+    served = serve(model, base, apply="scatter")
+    target = target_checkpoint(base, ["weight"])
+    flipped = getattr(served.model, live).data.view(torch.int16)
+    flipped[row, 0] ^= 1
+    delta = delta_between("weight", base["weight"], target["weight"])
+    before = memory(served.model)
+    with pytest.raises(BaseMismatch, match="weight") as caught:
+        attempt(served, parts_of([dense_delta("weight", target["weight"]) if dense else delta]))
+    assert caught.value.operands["tensor"] == "weight"
+    assert memory(served.model) == before
+    served.applier.rescan()
+    assert attempt(served, parts_of([dense_delta("weight", target["weight"])]), full=True) is None
+    assert memory(served.model) == memory(load(model, target))
+
+
+@pytest.mark.parametrize("model", [Replicated, OneOfThree])
+def test_copies_count_once(model: type[ToyModel]) -> None:
+    base = base_checkpoint(model)
+    served = serve(model, base, apply="scatter")
+    target = target_checkpoint(base, ["weight"])
+    [part] = parts_of([delta_between("weight", base["weight"], target["weight"])])
+    staged = served.applier.stage(part)
+    assert [param.counted for param in staged.params] == [part.deltas[0].nnz]
+    assert served.applier.digest == tensor_digest("weight", bits(base["weight"]))
+
+
+# --- side by side ---
+
+
+def test_nothing_goes_on_after_a_failure() -> None:
+    """An undo must not run beside a write."""
+    served = serve(PlainCopy, base_checkpoint(PlainCopy), apply="scatter", threads=3)
+    started, ended = [], []
+    slow = threading.Event()
+
+    def do(number: int) -> None:
+        started.append(number)
+        if number == 1:
+            raise OSError("the first to fail")
+        slow.wait(0.02)
+        ended.append(number)
+
+    with pytest.raises(OSError, match="the first"):
+        served.applier._each(range(50), do)
+    assert sorted(started) == sorted([*ended, 1])
+    assert len(started) < 50
+    assert served.applier._each(range(50), lambda n: n * n) == [n * n for n in range(50)]
 
 
 # --- locating ---

@@ -1,0 +1,86 @@
+"""Gather and scatter: the compiled loops, numpy's indexing and torch's operators do the same."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_ext import kernels
+from engine_ext.writes import DeviceElements
+
+from .harness import PROPERTY
+
+BACKENDS = pytest.mark.parametrize("compiled", [True, False], ids=["numba", "numpy"])
+
+
+@BACKENDS
+@PROPERTY
+@given(
+    width=st.sampled_from([1, 2, 4, 8]),
+    index=st.sampled_from([np.int32, np.int64]),
+    chosen=st.sets(st.integers(0, 199)),
+    seed=st.integers(0, 1 << 20),
+)
+def test_elements_of_every_width(
+    compiled: bool, width: int, index: type, chosen: set[int], seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    dtype = np.dtype(f"u{width}")
+    live = random.integers(0, 1 << 8 * width, 200, dtype=dtype)
+    new = random.integers(0, 1 << 8 * width, len(chosen), dtype=dtype)
+    new.flags.writeable = False
+    offsets = random.permutation(np.array(sorted(chosen), index))
+    before, after = live.copy(), live.copy()
+    after[offsets] = new
+    loops = kernels._loops_for if compiled else lambda live, offsets: None
+    with mock.patch.object(kernels, "_loops_for", loops):
+        old = kernels.read(live, offsets)
+        assert old.dtype == dtype
+        assert old.tolist() == before[offsets].tolist()
+        assert kernels.holds(live, offsets, old)
+        assert kernels.holds(live, offsets, new) == (old.tolist() == new.tolist())
+        assert kernels.swap(live, offsets, new).tolist() == old.tolist()
+        assert live.tolist() == after.tolist()
+        assert kernels.holds(live, offsets, new)
+        kernels.write(live, offsets, old)
+        assert live.tolist() == before.tolist()
+
+
+@BACKENDS
+@pytest.mark.parametrize("place", range(5))
+def test_one_bit_of_one_element_is_seen(compiled: bool, place: int) -> None:
+    live = np.arange(10, dtype=np.uint16)
+    offsets = np.array([0, 2, 3, 8, 9], np.int32)
+    expected = live[offsets]
+    live[offsets[place]] ^= 0x8000
+    loops = kernels._loops_for if compiled else lambda live, offsets: None
+    with mock.patch.object(kernels, "_loops_for", loops):
+        assert not kernels.holds(live, offsets, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_elements_by_torch(dtype: torch.dtype) -> None:
+    """What runs on other devices, here on the CPU."""
+    flat = torch.arange(20, dtype=dtype)
+    place = DeviceElements(flat, torch.tensor([3, 1, 17], dtype=torch.int32))
+    new = torch.tensor([100, 101, 102], dtype=dtype)
+    old = place.read()
+    assert old.tolist() == [3, 1, 17]
+    assert place.holds(old)
+    place.put(new)
+    assert flat[[3, 1, 17, 4]].tolist() == [100, 101, 102, 4]
+    assert place.holds(new)
+    assert not place.holds(old)
+
+
+def test_bits_are_unsigned_and_the_same_memory() -> None:
+    live = torch.zeros(3, dtype=torch.bfloat16)
+    bits = kernels.host_bits(kernels.bits_of(live))
+    assert bits.dtype == np.uint16
+    bits[1] = 0xBF80
+    assert live.tolist() == [0, -1, 0]
