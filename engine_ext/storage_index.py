@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -56,6 +57,32 @@ def live_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, buffer
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One dictionary of a module, as it was: its submodules, parameters or buffers."""
+
+    found: dict[str, Any]
+    values: list[Any]
+    addresses: list[int | None]
+
+    def same(self) -> bool:
+        """Whether it holds the very same objects, at the same addresses."""
+        return len(self.found) == len(self.values) and all(
+            now is then and (address is None or now.data_ptr() == address)
+            for now, then, address in zip(
+                self.found.values(), self.values, self.addresses, strict=True
+            )
+        )
+
+
+def _parts(model: torch.nn.Module) -> Iterator[_Part]:
+    for module in model.modules():
+        yield _Part(module._modules, list(module._modules.values()), [None] * len(module._modules))
+        for found in (module._parameters, module._buffers):
+            addresses = [None if tensor is None else tensor.data_ptr() for tensor in found.values()]
+            yield _Part(found, list(found.values()), addresses)
+
+
 class StorageIndex:
     """Sorted address ranges of a model's live tensors.
 
@@ -81,6 +108,9 @@ class StorageIndex:
         self._longest = max((e.end - e.start for e in self.entries), default=0)
         self.by_name = {entry.name: entry for entry in self.entries}
         self._addresses = {name: tensor.data_ptr() for name, tensor in live_tensors(model)}
+        # What the model is made of, without names: quick to compare at every sync, however large
+        # the model is.
+        self._parts = list(_parts(model))
 
     def find(self, tensor: torch.Tensor) -> LiveTensor | None:
         """The live tensor whose memory holds the whole of this view, or None."""
@@ -98,6 +128,8 @@ class StorageIndex:
 
     def moved(self, model: torch.nn.Module) -> list[str]:
         """Names whose memory is no longer where it was when the index was made."""
+        if all(part.same() for part in self._parts):
+            return []
         now = {name: tensor.data_ptr() for name, tensor in live_tensors(model)}
         names = self._addresses.keys() | now.keys()
         return sorted(n for n in names if self._addresses.get(n) != now.get(n))

@@ -159,6 +159,26 @@ def test_moved_names_what_is_new() -> None:
     assert index.moved(live) == ["extra"]
 
 
+@pytest.mark.parametrize("before", [None, torch.empty(0), torch.empty(3, device="meta")])
+def test_moved_names_what_comes_to_have_memory(before: torch.Tensor | None) -> None:
+    live = PlainCopy()
+    live.register_buffer("late", before)
+    index = StorageIndex(live)
+    assert index.moved(live) == []
+    live.late = torch.ones(3)
+    assert index.moved(live) == ["late"]
+
+
+def test_moved_looks_below_a_module_that_was_replaced() -> None:
+    live = PlainCopy()
+    live.block = PlainCopy()
+    index = StorageIndex(live)
+    old, live.block = live.block, PlainCopy()
+    assert "block.weight" in index.moved(live)
+    live.block = old
+    assert index.moved(live) == []
+
+
 def test_writing_does_not_move() -> None:
     live = PlainCopy()
     index = StorageIndex(live)
