@@ -99,8 +99,12 @@ class Locator:
             within = slice(int(first), int(last))
             indices = indices[within]
         if self._is_range:
+            shift = self._start - self._offset
+            # Where a cast is all there is to do, it is twice as fast alone.
+            if shift == 0:
+                return within, indices.astype(self._dtype)
             offsets = np.empty(indices.size, self._dtype)
-            np.subtract(indices, self._start - self._offset, out=offsets, casting="unsafe")
+            np.subtract(indices, shift, out=offsets, casting="unsafe")
             return within, offsets
         positions, found = _in_box(indices, self._start, self._offset, self._dims)
         return positions + within.start, found

@@ -85,12 +85,11 @@ class Plan:
 
     def _piece_digest(self, name: str, target: Target, start: int) -> Digest:
         dtype = NAME_OF_TORCH[self.placement[name].spec.dtype]
-        live = target.segment.live.tensor.dtype
         stop = min(start + _SCAN_ELEMENTS, box_of(target.segment).end)
         run = target.locator.run
         if run is not None and target.host is not None:
             first = run + start - target.segment.source_offset
-            bits = checkpoint_bits(target.host[first : first + stop - start], live, dtype)
+            bits = checkpoint_bits(target.host[first : first + stop - start], target.dtype, dtype)
             return tensor_digest(name, bits, start=start)
         total = Digest.ZERO
         step = _SCAN_INDICES if target.host is not None else _SCAN_ELEMENTS
@@ -99,7 +98,9 @@ class Plan:
             chosen, offsets = target.locator(indices)
             once = slice(None, None, target.locator.copies)
             bits = as_host(target.place(np.ascontiguousarray(offsets[once])).read())
-            total += tensor_digest(name, checkpoint_bits(bits, live, dtype), indices[chosen][once])
+            total += tensor_digest(
+                name, checkpoint_bits(bits, target.dtype, dtype), indices[chosen][once]
+            )
         return total
 
 

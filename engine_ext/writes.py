@@ -48,7 +48,7 @@ class Place(Protocol):
         """Overwrite them; takes what `read` gives."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HostElements:
     """Single elements of a live tensor in host memory; arguments as of `engine_ext.kernels`."""
 
@@ -73,7 +73,7 @@ class HostElements:
         return kernels.swap(self.flat, self.offsets, bits)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DeviceElements:
     """Single elements of a live tensor on another device, where bits may lie too."""
 
@@ -94,7 +94,7 @@ class DeviceElements:
         kernels.scatter(self.flat, self.offsets, bits.to(self.flat.device))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WholeBox:
     """All of a segment whose elements lie as the loader wrote them; bits have its shape."""
 
@@ -203,6 +203,7 @@ class Target:
         ranks: the ranks that hold the same elements, ascending; the first one counts them.
         first: which of the tensor's targets is the first with these elements on this rank; the
             others are copies of it.
+        dtype: the live tensor's.
         flat: the live tensor as integers, 1-D.
         host: the same memory, where it is the host's.
     """
@@ -211,6 +212,7 @@ class Target:
     locator: Locator
     ranks: tuple[int, ...]
     first: int
+    dtype: torch.dtype
     flat: torch.Tensor
     host: Bits | None
 
@@ -235,8 +237,8 @@ def make_targets(
     for segment, box in zip(segments, found, strict=True):
         flat = bits_of(segment.live.flat())
         host = host_bits(flat) if flat.device.type == "cpu" else None
-        ranks = holders[box]
-        targets.append(Target(segment, Locator(segment), ranks, found.index(box), flat, host))
+        first, dtype = found.index(box), segment.live.tensor.dtype
+        targets.append(Target(segment, Locator(segment), holders[box], first, dtype, flat, host))
     return tuple(targets)
 
 
@@ -262,7 +264,8 @@ class StagedParam:
         """Add other elements of the same param."""
         self.writes += other.writes
         self.counted += other.counted
-        self.change += other.change
+        if other.change is not Digest.ZERO:
+            self.change += other.change
         for ranks, change in other.replicas.items():
             self.replicas[ranks] = self.replicas.get(ranks, Digest.ZERO) + change
 
@@ -318,16 +321,16 @@ class Stager:
             if delta.indices is not None or not _in_boxes(target):
                 staged.writes.append(write)
             # An element that is broadcast lies there several times, and counts once.
-            once = slice(None, None, target.locator.copies)
-            own = indices[chosen][once]
+            copies = target.locator.copies
             if target.first == number and target.ranks[0] == self.rank:
-                staged.counted += own.size
+                staged.counted += offsets.size // copies
             if not digested:
                 continue
-            live = target.segment.live.tensor.dtype
-            old = checkpoint_bits(as_host(write.old), live, delta.dtype).reshape(own.size, -1)
+            old = checkpoint_bits(as_host(write.old), target.dtype, delta.dtype)
+            old = old.reshape(-1, copies)
             expected = old if target.first == number else firsts[target.first]
-            if not self.full and (old != expected[:, :1]).any():
+            alone = target.first == number and copies == 1
+            if not (alone or self.full) and (old != expected[:, :1]).any():
                 raise BaseMismatch(
                     f"{delta.name}: the engine holds copies of it that are not the same; send a "
                     "full sync",
@@ -335,7 +338,8 @@ class Stager:
                 )
             if target.first == number:
                 firsts[number] = old
-                self._count(staged, target, own, old[:, 0], values[chosen][once])
+                own = indices[chosen][::copies], old[:, 0], values[chosen][::copies]
+                self._count(staged, target, *own)
         return staged
 
     def _count(
@@ -356,7 +360,7 @@ class Stager:
     def _box(self, delta: ParamDelta, target: Target) -> Write:
         segment = target.segment
         box = segment.source_view(_typed(delta.values, TORCH_DTYPE[delta.dtype]))
-        write = Write(WholeBox(segment), bits_of(box.to(segment.live.tensor.dtype)), self.undo)
+        write = Write(WholeBox(segment), bits_of(box.to(target.dtype)), self.undo)
         write.remember()
         return write
 
@@ -368,7 +372,7 @@ def _in_boxes(target: Target) -> bool:
 
 def _element_write(delta: ParamDelta, target: Target, offsets: Offsets, values: Bits) -> Write:
     place = target.place(offsets)
-    new = live_bits(values, delta.dtype, target.segment.live.tensor.dtype)
+    new = live_bits(values, delta.dtype, target.dtype)
     if isinstance(place, HostElements):
         return Write(place, new)
     signed = np.dtype(f"i{new.itemsize}") if new.itemsize > 1 else new.dtype
