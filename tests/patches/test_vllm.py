@@ -141,5 +141,5 @@ def test_load_format_delta_serves_and_takes_deltas(
         assert answer.json()["status"] == "committed", answer.text
         updated = engine.checksums()
     target = tiny_models.save_checkpoint(model, tmp_path / "target", trainer.tensors)
-    with EngineProcess(target, **options) as fresh:
+    with EngineProcess(target, enable_delta=True, **options) as fresh:
         assert fresh.checksums() == updated
