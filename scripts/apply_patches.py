@@ -146,13 +146,22 @@ def choose(engine: Engine, use: str | None) -> Choice:
         recognised = engine.version is None and own.state is not State.FOREIGN
         if recognised or found.version == engine.version:
             return own
-    for found in sorted(sets, key=lambda found: _distance(found.version, engine.version)):
-        other = Choice(found, False, found.states(engine.root, by_hash=False))
+    others = [
+        Choice(found, False, found.states(engine.root, by_hash=False))
+        for found in sorted(sets, key=lambda found: _distance(found.version, engine.version))
+    ]
+    for other in others:
         if other.state is not State.FOREIGN:
             return other
+    misfits = [
+        f"  {path}: those for {other.patches.version} do not fit"
+        for other in others[:1]
+        for path, state in other.states.items()
+        if state is State.FOREIGN
+    ]
     raise Refused(
-        f"no patches for this version, and those there are ({use or have}) do not fit it. "
-        "patches/README.md says how to port them"
+        "\n".join([f"no patches for this version; there are patches for: {have}", *misfits])
+        + "\npatches/README.md says how to port them"
     )
 
 

@@ -187,6 +187,8 @@ def test_another_version_where_they_do_not_fit(tool: Tool, source: Path) -> None
     for options in ((), ("--check",), ("--use", VERSION), ("--revert",)):
         code, said = tool(*options)
         assert (code, "no patches for this version" in said) == (1, True)
+        assert f"vllm/one.py: those for {VERSION} do not fit" in said
+        assert "two.py" not in said
         assert "patches/README.md" in said
     assert read(source) == before
 
