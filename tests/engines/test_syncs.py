@@ -24,6 +24,7 @@ CASES = [
     ("qwen3", 2, "auto"),
     pytest.param(("qwen3", 1, "masked"), marks=pytest.mark.full),
     ("llama_tied", 1, "auto"),
+    pytest.param(("llama_tied", 2, "auto"), marks=pytest.mark.full),
 ]
 
 
