@@ -190,7 +190,7 @@ def filled(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def overwritten(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """A part of a temporary is written again, and another part is cleared."""
-    memory = one.clone()
+    memory = one.clone(memory_format=torch.contiguous_format)
     flat = memory.view(-1)
     flat[: other.numel()].copy_(other.reshape(-1)[: flat.numel()])
     flat[-1:].zero_()
@@ -198,6 +198,8 @@ def overwritten(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def picked(one: torch.Tensor, seed: int, dim: int) -> torch.Tensor:
+    if one.numel() == 0:
+        return one
     order = torch.randint(0, one.shape[dim], (3,), generator=torch.Generator().manual_seed(seed))
     return one.index_select(dim, order)
 
