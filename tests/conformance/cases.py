@@ -1,0 +1,213 @@
+"""The ways in which a loader is known to treat a weight; one row of the table each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from tests.core import toy
+
+from . import models
+from .judge import TORN, WRONG, Verdict, judge, worst
+from .subject import SubjectFactory
+from .syncs import Group, Setup, Sync, syncs_of
+
+_WORDS: Final = {WRONG: "**wrong**", TORN: "**torn**"}
+_GROUPS: Final[tuple[Group, ...]] = ("sparse", "dense", "alone", "NaN")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One treatment.
+
+    Attributes:
+        name: for people.
+        what: one line.
+        setups: models that treat weights so.
+        carried: sparse numbers are exact through this project's receivers, both of them. That is
+            asserted, so that they cannot pass by refusing everything.
+    """
+
+    name: str
+    what: str
+    setups: tuple[Setup, ...]
+    carried: bool
+
+    def runs(self) -> Iterable[tuple[Setup, Sync]]:
+        """Every model with every sync."""
+        return [(setup, sync) for setup in self.setups for sync in syncs_of(setup)]
+
+
+def _case(name: str, what: str, *setups: type[toy.ToyModel] | Setup, carried: bool = False) -> Case:
+    return Case(name, what, tuple(s if isinstance(s, tuple) else (s,) for s in setups), carried)
+
+
+_carried = partial(_case, carried=True)
+
+
+CASES: Final = (
+    # Moves only.
+    _carried("plain copy", "one parameter per tensor", toy.PlainCopy, toy.RowByRow, toy.MakesDict),
+    _carried("other floats", "fp16 and fp32 weights", models.OtherFloats),
+    _case("weights without NaN", "fp8 and integer weights", models.ManyDtypes),
+    _carried(
+        "row shard",
+        "cut along the output, 2 ranks, even and uneven",
+        (toy.RowShardFirst, toy.RowShard),
+        (models.UnevenRows, models.UnevenRowsLast),
+    ),
+    _carried(
+        "column shard",
+        "cut along the input, bias on both of 2 ranks",
+        (models.ColumnShard, models.ColumnShardLast),
+    ),
+    _carried("fused qkv", "three tensors in one parameter", toy.FusedQkv),
+    _carried(
+        "shared kv heads",
+        "q cut, k and v on both of 2 ranks",
+        (models.SharedHeads, models.SharedHeadsLast),
+    ),
+    _carried(
+        "stacked experts",
+        "per-expert tensors in two 3-d parameters, 2 ranks",
+        (models.StackedExperts, models.StackedExpertsLast),
+    ),
+    _carried(
+        "not on this rank",
+        "experts, or layers, on one of 2 ranks",
+        (models.ExpertsByRank, models.ExpertsByRankLast),
+        (models.LayersByRank, models.LayersByRankLast),
+    ),
+    _carried("interleaved columns", "two tensors share every row", toy.InterleavedColumns),
+    _carried("transposed", "a transposed view is copied", toy.Transposed),
+    _carried("strided parameter", "the parameter has gaps in memory", toy.StridedParameter),
+    _carried(
+        "padded vocabulary",
+        "padding rows are filled, 2 ranks",
+        (models.VocabShard, models.VocabShardLast),
+    ),
+    _carried("tied in the checkpoint", "the head is the embedding", toy.Tied),
+    _carried("broadcast", "one element to many places, by strides", toy.Broadcast),
+    _case("in two parameters", "one tensor is copied twice", toy.Replicated),
+    _case("`__setitem__`", "`param[...] = weight`", toy.SetItem),
+    _carried("permute and clone", "`contiguous` before the copy", models.PermutedAndCloned),
+    _case("through a temporary", "copied to other memory first", toy.ThroughTemporary),
+    _case("repeated heads", "`repeat_interleave` before the copy", toy.Repeated),
+    # Two tensors or more.
+    _carried("pair, copied together", "nothing until both are there", toy.PairsTogether),
+    _case("pair, concatenated", "`cat`, then one copy", toy.PairsConcatenated),
+    _case(
+        "all or failure",
+        "raises when a tensor is missing",
+        toy.WantsAll,
+        toy.PairsOrFailure,
+        (models.FailsOnLastRank, models.FailsOnLastRankLast),
+    ),
+    _case(
+        "default for what is missing",
+        "zeros, or the embedding",
+        toy.DefaultsWhatIsMissing,
+        toy.FallsBackToEmbedding,
+    ),
+    _case(
+        "cleared first",
+        "the fused parameter is zeroed with the first shard",
+        toy.ZeroesFirst,
+        toy.FillsFirst,
+        toy.ConstantFirst,
+    ),
+    _case(
+        "tied by the engine only",
+        "the checkpoint holds both, and they come to differ",
+        toy.TiedInEngine,
+        toy.TiedInPart,
+    ),
+    # Other ways to write.
+    _case("`index_put_`", "`param[rows] = weight`", toy.IndexPut),
+    _case("`_foreach_copy_`", "many copies in one call", toy.ForeachCopy),
+    _case("`param.data =`", "the memory is swapped", toy.AssignsData),
+    _case("parameter replaced", "a new `nn.Parameter`", toy.SwapsParameter),
+    _case("thread pool", "other threads copy", toy.Threaded, models.ThreadPoolLoader),
+    # Values that change.
+    _case("cast, widened", "bf16 to fp32", toy.Widened),
+    _case("cast, narrowed", "fp32 to bf16", toy.Narrowed),
+    _case("cast and back", "a wider temporary", toy.CastBefore),
+    _case("copied as bits", "as integers or bytes", toy.BitsView, toy.BytesView, toy.ByteHalf),
+    _case("computed while loading", "Mamba's `A`, before the copy", toy.TransformedWhileLoading),
+    _case(
+        "two-stage transform", "Mamba's `A`, in place after the copy", toy.TransformedAfterLoading
+    ),
+    _case(
+        "arithmetic in place",
+        "added, clamped, scaled in live memory",
+        toy.Accumulates,
+        toy.ClampsAfter,
+        models.ScaledRows,
+        models.ScaledAfterLoading,
+    ),
+    _case("checkpoint tensor changed", "before it is copied", toy.ZeroesPaddingRow),
+    _case("value read", "`weight.item()`", toy.ReadsValue, toy.ReadsThroughTemporary),
+    # After loading.
+    _case(
+        "repacked in place",
+        "same storage, same shape",
+        toy.RepackedInPlace,
+        models.RepackedExperts,
+    ),
+    _case("repacked elsewhere", "a transposed parameter in its place", toy.ReplacedAfterLoading),
+    _case("padded after loading", "a larger parameter in its place", models.PaddedAfterLoading),
+    _case("padding set after loading", "to -inf", toy.PaddedVocab),
+    _case("packed away", "an empty tensor is left", toy.PackedAway),
+    _case(
+        "derived beside",
+        "computed from the weight and kept",
+        models.DerivedBeside,
+        models.DerivedWhileLoading,
+        toy.KeepsReference,
+        toy.KeepsCopy,
+    ),
+    # Not all of it.
+    _case("ignored", "the loader skips it", toy.Skipped),
+    _case("truncated", "the engine drops rows", models.Truncated),
+    _case("overlapping windows", "`unfold`", toy.Windows),
+    _case(
+        "overlapping shards",
+        "2 ranks share some rows",
+        (models.OverlappingRows, models.OverlappingRowsLast),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One sync on one model, judged."""
+
+    setup: Setup
+    sync: Sync
+    verdict: Verdict
+
+
+def run_case(case: Case, make: SubjectFactory) -> list[Run]:
+    """Judge everything of a case."""
+    return [Run(setup, sync, judge(setup, sync, make)) for setup, sync in case.runs()]
+
+
+def cell(runs: Iterable[Run]) -> str:
+    """What the table says of a case: the worst outcome of the sparse syncs, then what differs.
+
+    "alone" are the syncs that hold one tensor of several, "dense" those with params that are sent
+    whole, "NaN" those with new values that are NaN.
+    """
+    found: dict[Group, list[str]] = {}
+    for run in runs:
+        found.setdefault(run.sync.group, []).append(run.verdict.outcome)
+    words = {group: worst(found[group]) for group in _GROUPS if group in found}
+    main = words["sparse"]
+    others = [f"{g} {_word(w)}" for g, w in words.items() if w != main]
+    return ", ".join([_word(main), *others])
+
+
+def _word(outcome: str) -> str:
+    return _WORDS.get(outcome, outcome)

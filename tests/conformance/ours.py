@@ -1,0 +1,207 @@
+"""This project's two ways to apply, each as a subject.
+
+The whole path of a running engine: what an adapter learns around loading, then `make_receiver` on
+every rank, then parts on the wire, staged and committed by the receivers of all ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+from torch import nn
+
+from engine_ext.assemble import LoadedModel, make_receiver
+from engine_ext.derived import Constants, is_constant
+from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
+from engine_ext.receiver import Receiver
+from engine_ext.repack import Learned, learn
+from engine_ext.settings import Settings
+from engine_ext.syncs import PartId
+from engine_ext.wire import ParamDelta, decode_part, encode_part
+from engine_ext.wire.identity import part_identity
+from tests.core.toy import ToyModel
+
+from .memory import tensors
+from .subject import Delta, Rank
+from .syncs import bits
+
+_SYNC_ID = "conformance"
+
+
+class Refused(Exception):
+    """What a receiver answered instead of writing."""
+
+
+class Project:
+    """One way to apply, through the receivers of all ranks."""
+
+    def __init__(self, name: Literal["scatter", "masked"]) -> None:
+        self.name = name
+        self._receivers: list[Receiver] = []
+
+    def serve(self, ranks: Sequence[Rank]) -> None:
+        meeting = _Meeting(len(ranks))
+        settings = Settings(apply=self.name, undo_bytes=1 << 24, read_workers=1)
+        loaded = [_load(rank, meeting.place(number)) for number, rank in enumerate(ranks)]
+        self._receivers = _everywhere(lambda model: make_receiver(model, settings), loaded)
+
+    def apply(self, deltas: Sequence[Delta]) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            bodies = _bodies(deltas)
+            for number, body in enumerate(bodies):
+                path = Path(folder, f"{number}.part")
+                path.write_bytes(body)
+                self._stage(_part_id(body, number, len(bodies)), path)
+            self._call("commit", version=1, sync_id=_SYNC_ID)
+
+    def _stage(self, part: PartId, path: Path) -> None:
+        self._call("begin", part=msgspec.to_builtins(part), path=str(path), now=0.0)
+        while not all(answer["done"] for answer in self._call("poll", part=part.part)):
+            time.sleep(0.0005)
+        self._call("settle", part=part.part, staged=True)
+
+    def _call(self, operation: str, **arguments: Any) -> list[dict[str, Any]]:
+        """Every rank's answer.
+
+        Raises:
+            Refused: some rank answered with an error.
+        """
+        answers = _everywhere(lambda r: r.handle(operation, arguments), self._receivers)
+        for answer in answers:
+            if "error" in answer:
+                raise Refused(f"{answer['error']['type']}: {answer['error']['message']}")
+        return [answer["ok"] for answer in answers]
+
+
+def scatter() -> Project:
+    """Direct writes through the certified placement."""
+    return Project("scatter")
+
+
+def masked() -> Project:
+    """NaN-masked writes through the model's own loader."""
+    return Project("masked")
+
+
+class _Meeting:
+    """An all-gather over threads, as the ranks of an engine have over processes."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size, timeout=10)
+        self._values: list[Any] = [None] * size
+
+    def place(self, rank: int) -> _Place:
+        return _Place(self, rank)
+
+    def all_gather(self, rank: int, value: Any) -> list[Any]:
+        self._values[rank] = value
+        self._barrier.wait()
+        values = list(self._values)
+        self._barrier.wait()
+        return values
+
+
+class _Place:
+    """One rank's place in it."""
+
+    def __init__(self, meeting: _Meeting, rank: int) -> None:
+        self.rank = rank
+        self._meeting = meeting
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return self._meeting.all_gather(self.rank, value)
+
+
+def _everywhere(do: Callable[[Any], Any], ranks: Sequence[Any]) -> list[Any]:
+    """What every rank makes of it, in rank order; all ranks run at once."""
+    if len(ranks) == 1:
+        return [do(ranks[0])]
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(do, ranks))
+
+
+def _load(rank: Rank, place: _Place) -> LoadedModel:
+    """Start one rank's engine, and see what an adapter sees meanwhile."""
+    model: Any = rank.model
+    constants = Constants(model)
+    rank.load()
+    learned = _learned(model)
+    rank.process()
+    return LoadedModel(
+        model=model,
+        load_weights=model.load_weights,
+        checkpoint=rank.checkpoint.items,
+        reload=model.load_weights,
+        ranks=place,
+        repacks=learned.repacks,
+        refusals=learned.refusals,
+        constants=lambda path, tensor: is_constant(path, tensor) or constants(path, tensor),
+    )
+
+
+def _learned(model: nn.Module) -> Learned:
+    """What the post-load processing will move, learned on copies."""
+    if type(model).after_loading is ToyModel.after_loading:
+        return Learned({}, {})
+    parameters = dict(model.named_parameters())
+
+    def process(probes: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        twin: Any = copy.deepcopy(model)
+        for name, probe in probes.items():
+            setattr(twin, name, nn.Parameter(probe, requires_grad=False))
+        with torch.no_grad():
+            twin.after_loading()
+        found = tensors(twin)
+        own = {_storage(found[name]) for name in probes if name in found}
+        return {n: t for n, t in found.items() if n in probes or _storage(t) not in own}
+
+    return learn(parameters, process)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _bodies(deltas: Sequence[Delta]) -> list[bytes]:
+    """The parts of one sync, each of one dtype."""
+    params = [_param(delta) for delta in deltas]
+    dtypes = sorted({param.dtype for param in params})
+    return [
+        encode_part(
+            [param for param in params if param.dtype == dtype],
+            encoding="deltas",
+            current_version=1,
+            base_version=0,
+            sync_id=_SYNC_ID,
+            part=number,
+            num_parts=len(dtypes),
+        )
+        for number, dtype in enumerate(dtypes)
+    ]
+
+
+def _param(delta: Delta) -> ParamDelta:
+    dtype = NAME_OF_TORCH[delta.dtype]
+    values = bits(delta.values).numpy().view(bits_dtype(dtype))
+    indices = None if delta.indices is None else delta.indices.numpy()
+    return ParamDelta(delta.name, dtype, delta.shape, indices, values)
+
+
+def _part_id(body: bytes, number: int, of: int) -> PartId:
+    return PartId(
+        version=1,
+        base_version=0,
+        identity=part_identity(decode_part(body).header, body),
+        sync_id=_SYNC_ID,
+        part=number,
+        num_parts=of,
+    )

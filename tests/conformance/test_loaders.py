@@ -1,0 +1,28 @@
+"""Every loader treatment: exact, or refused with nothing changed. There is no third outcome."""
+
+from __future__ import annotations
+
+import pytest
+
+from .cases import CASES, Case
+from .judge import EXACT, REFUSED, judge
+from .subject import SubjectFactory
+from .syncs import Setup, Sync
+
+RUNS = [(case, setup, sync) for case in CASES for setup, sync in case.runs()]
+
+
+def run_id(run: tuple[Case, Setup, Sync]) -> str:
+    case, setup, sync = run
+    return f"{case.name}-{setup[0].__name__}-{sync.name}"
+
+
+@pytest.mark.parametrize("run", RUNS, ids=run_id)
+def test_exact_or_refused(
+    run: tuple[Case, Setup, Sync], subject: SubjectFactory, is_own: bool
+) -> None:
+    case, setup, sync = run
+    verdict = judge(setup, sync, subject)
+    assert verdict.outcome in (EXACT, REFUSED), verdict.detail
+    if is_own and case.carried and sync.group == "sparse":
+        assert verdict.outcome == EXACT, verdict.detail
