@@ -1,0 +1,108 @@
+"""Print which loader treatments a receiver of weight updates carries exactly, as Markdown.
+
+The rows and the receivers are those of tests/conformance, where README.md says what is judged.
+vLLM's own function has a column where vLLM is installed.
+
+    python scripts/conformance_table.py [--json] [--subject package.module:factory ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+OWN = ("tests.conformance.ours:scatter", "tests.conformance.ours:masked")
+VLLM = "tests.conformance.vllm_own:make"
+
+
+def subjects(named: Sequence[str]) -> list[Any]:
+    """Factories of the receivers: this project's two, vLLM's if there is one, and those named.
+
+    Raises:
+        ImportError, AttributeError: there is none under a name that was given.
+    """
+    found = [load(name) for name in OWN]
+    vllm = load(VLLM)
+    try:
+        vllm()
+    except ImportError:
+        print("vLLM's function for sparse patches is not installed", file=sys.stderr)
+    else:
+        found.append(vllm)
+    return found + [load(name) for name in named]
+
+
+def load(name: str) -> Any:
+    """The factory that ``package.module:factory`` names."""
+    module, _, factory = name.partition(":")
+    return getattr(importlib.import_module(module), factory)
+
+
+def judge_all(factories: Sequence[Any], only: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """One row per treatment: its name, what it is, and a cell and all outcomes per receiver.
+
+    Args:
+        factories: of the receivers; their names become the columns.
+        only: treatments by name; empty for all.
+    """
+    suite = importlib.import_module("tests.conformance.cases")
+    rows = []
+    for case in suite.CASES:
+        if only and case.name not in only:
+            continue
+        columns = {}
+        for make in factories:
+            runs = suite.run_case(case, make)
+            columns[make().name] = {
+                "cell": suite.cell(runs),
+                "runs": [
+                    {
+                        "model": run.setup[0].__name__,
+                        "ranks": len(run.setup),
+                        "sync": run.sync.name,
+                        "outcome": run.verdict.outcome,
+                        "detail": run.verdict.detail,
+                    }
+                    for run in runs
+                ],
+            }
+        rows.append({"name": case.name, "what": case.what, "columns": columns})
+    return rows
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """The table."""
+    names = list(rows[0]["columns"])
+    lines = ["| the loader | " + " | ".join(names) + " |", "| --- " * (len(names) + 1) + "|"]
+    for row in rows:
+        cells = [row["columns"][name]["cell"] for name in names]
+        lines.append(f"| {row['name']}: {row['what']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", action="store_true", help="every outcome, as JSON")
+    parser.add_argument(
+        "--subject",
+        action="append",
+        default=[],
+        help="one more receiver, as package.module:factory; repeatable",
+    )
+    arguments = parser.parse_args(argv)
+    # What is refused is in the table; the log would say it a thousand times.
+    logging.getLogger("engine_ext").setLevel(logging.ERROR)
+    rows = judge_all(subjects(arguments.subject))
+    print(json.dumps(rows, indent=1) if arguments.json else markdown(rows))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main()
