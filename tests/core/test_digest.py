@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,8 +28,7 @@ NAME = "model.layers.0.mlp.experts.7.w1.weight"
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 
-NEEDS_NUMBA = pytest.mark.skipif(not importlib.util.find_spec("numba"), reason="needs numba")
-ON_HOST = ["numpy", pytest.param("numba", marks=NEEDS_NUMBA)]
+ON_HOST = ["numpy", "numba"]
 HOST_BACKENDS = pytest.mark.parametrize("backend", ON_HOST)
 BACKENDS = pytest.mark.parametrize("backend", [*ON_HOST, "torch"])
 WIDTHS = pytest.mark.parametrize("width", UNSIGNED)
@@ -309,7 +307,6 @@ def test_threads_share_the_work(backend, threads):
     assert sparse == digest_of(backend, values, indices)
 
 
-@NEEDS_NUMBA
 def test_threads_that_meet_before_anything_is_compiled():
     values = random_values(100, 4)
     digest._kernel.cache_clear()
@@ -326,7 +323,6 @@ def test_without_numba_numpy_answers(monkeypatch):
     assert digest._kernel.__wrapped__(2, False, True) is digest._numpy_sum
 
 
-@NEEDS_NUMBA
 def test_numba_without_a_cache(monkeypatch):
     import numba
 

@@ -7,8 +7,6 @@ JSON.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,14 +14,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {
-    "PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in (".", "server", "scripts")),
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-}
+from tests.engines.inprocess import run
+
 # By kind, parts of the names of all tensors that are refused, and what their reasons name.
 REFUSED = {
     "deepseek_v3": {"kv_b_proj": ("W_UV", "W_UK_T")},
@@ -42,17 +34,7 @@ QUICK = ("deepseek_v3", "gpt_oss")
     "kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.full) for k in REFUSED]
 )
 def test_what_is_refused(kind: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    out = tmp_path / "found.json"
-    done = subprocess.run(
-        [sys.executable, __file__, str(checkpoint(kind)), str(out)],
-        env={**os.environ, **ENVIRONMENT},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(out.read_text())
+    found = run(__file__, checkpoint(kind), tmp_path / "found.json")
     parts = REFUSED[kind]
     for name, reason in found["uncertified"].items():
         [expected] = [words for part, words in parts.items() if part in name]

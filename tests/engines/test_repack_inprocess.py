@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,30 +15,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {
-    "PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in (".", "server", "scripts")),
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-
-
-def run(model: Path, out: Path, *options: str) -> dict[str, Any]:
-    """Load the model in a new process; `options` are arguments of `main`."""
-    command = [sys.executable, __file__, str(model), str(out), *options]
-    done = subprocess.run(
-        command,
-        env={**os.environ, **ENVIRONMENT},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
+from tests.engines.inprocess import run
 
 
 def uncertified(found: dict[str, Any]) -> set[str]:
@@ -55,8 +30,8 @@ def test_learning_makes_experts_exact_and_changes_nothing(
     kind: str, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     model = checkpoint(kind)
-    plain = run(model, tmp_path / "plain.json")
-    learned = run(model, tmp_path / "learned.json", "--learn")
+    plain = run(__file__, model, tmp_path / "plain.json")
+    learned = run(__file__, model, tmp_path / "learned.json", "--learn")
     experts = {name for name in plain["status"] if ".mlp.experts." in name}
     assert experts <= uncertified(plain)
     assert {learned["status"][name] for name in experts} <= {"exact"}
@@ -74,7 +49,7 @@ def test_what_the_engine_also_keeps_elsewhere_is_refused(
 ) -> None:
     """Packed handles, and the convolution weights as a CPU with bf16 instructions packs them."""
     model = checkpoint("qwen3_next")
-    found = run(model, tmp_path / "found.json", "--learn", "--packed")
+    found = run(__file__, model, tmp_path / "found.json", "--learn", "--packed")
     reasons = found["refusals"]
     assert "handle" in reasons["lm_head.weight"]
     assert "makes 0 elements" in reasons["model.layers.0.mlp.shared_expert.down_proj.weight"]

@@ -53,7 +53,6 @@ def test_slime_hashes_ints_as_int64() -> None:
     assert slime_checksum(NO_POSITIONS, torch.tensor([255, 5], dtype=torch.uint8)) == 250 << 1
 
 
-@pytest.mark.skipif(not hasattr(torch, "hash_tensor"), reason="this torch has no hash_tensor")
 @pytest.mark.parametrize(
     "dtype", ["bfloat16", "float16", "float32", "float64", "int8", "int16", "int32", "int64"]
 )
