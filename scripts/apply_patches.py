@@ -259,7 +259,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> int:
     """What the command line asks for; the exit status."""
-    engine = find(args.engine, args.target)
+    engine = find(args.engine, args.target and args.target.resolve())
     print(engine)
     if args.write_manifest:
         folder = PATCHES / engine.name / args.write_manifest

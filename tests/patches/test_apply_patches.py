@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -293,6 +295,17 @@ def test_the_patches_of_this_project(folder: Path) -> None:
                 kept = set(hunk.old) & set(hunk.new)
                 assert len(kept) <= 4
                 assert len(set(hunk.old) - kept) <= 1
+
+
+@pytest.mark.parametrize("file", sorted(apply_patches.PATCHES.glob("*/*/*.patch")), ids=str)
+def test_the_patches_call_what_is_there(file: Path) -> None:
+    engine = file.parents[1].name
+    hooks = importlib.import_module(f"engine_ext.adapters.{engine}.hooks")
+    added = [line for line in file.read_text().splitlines() if line.startswith("+")]
+    imports = [line for line in added if "engine_ext" in line]
+    assert set(imports) <= {f"+from {hooks.__package__} import hooks as {hooks.NAME}"}
+    for name in re.findall(rf"{hooks.NAME}\.(\w+)\(", "\n".join(added)):
+        assert callable(getattr(hooks, name))
 
 
 def test_the_patches_are_listed_in_their_readme() -> None:

@@ -17,7 +17,7 @@ import tiny_models
 from engine_process import EngineProcess
 from patch_sets import State
 from tests.engines.trainer import Trainer, container
-from tests.patches import copies, vllm_facts
+from tests.patches import copies, vllm_facts, vllm_offline
 from tests.patches.copies import ROOT
 
 pytestmark = pytest.mark.engine
@@ -143,3 +143,21 @@ def test_load_format_delta_serves_and_takes_deltas(
     target = tiny_models.save_checkpoint(model, tmp_path / "target", trainer.tensors)
     with EngineProcess(target, enable_delta=True, **options) as fresh:
         assert fresh.checksums() == updated
+
+
+@pytest.mark.full
+def test_load_format_delta_without_a_server(patched: Path, tmp_path: Path) -> None:
+    model = tiny_models.build("qwen3", tmp_path / "model")
+    out = tmp_path / "status.json"
+    command = [sys.executable, vllm_offline.__file__, str(model), str(out)]
+    environment = {
+        **copies.environment(patched),
+        "VLLM_PLUGINS": "",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    status = json.loads(out.read_text())["ok"]
+    assert status["version"] == 0
+    assert set(status["certification"]) == {"exact"}
