@@ -1,0 +1,362 @@
+"""Time what one rank does with a delta, on a live vLLM: scatter, masked, and vLLM's own way.
+
+Builds a random Qwen3 with bf16 weights (and one with twice the layers) in a temporary folder,
+loads both with vLLM in this process, traces and certifies them as the plugin does, and applies
+the same random deltas in turn. Timed is the way from decoded (indices, values) to written
+weights, without HTTP: locating, gathering old values, writing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import signal
+import sys
+import tempfile
+import tracemalloc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from bench_model import LiveModel
+    from engine_ext.wire import ParamDelta
+
+_DENSITIES: Final = (0.006, 0.02, 0.03)
+_WANTED: Final = {0.006: 40, 0.02: 20}
+_MEMORY_DENSITY: Final = 0.02
+_CHUNK_BYTES: Final = 512 << 20  # vLLM's default, and ours
+_WIDTHS: Final = {
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+}
+_EPILOG: Final = """\
+ways:
+  scatter               engine_ext's, staged and committed as an engine does, but with the digest
+                        off: the old values are gathered for the undo, by the pass that writes
+  scatter, with digest  as it runs in an engine: old values are gathered and digested while
+                        staging, compared again at the commit, then written
+  masked                engine_ext.masked.apply_masked
+  vLLM's own            load_checkpoint_weight_patches, with its defaults
+
+Every time is the least of --runs runs; the ways take turns, each from the same weights. The first
+run of each way must leave the model, bit for bit, as vLLM's own load of the changed checkpoint
+does. PyTorch and engine_ext get the same number of threads.
+
+doubling: the commit of the same delta (with digest) in the model of twice the layers, over that
+in the model. extra bytes: the peak beside the model, the decoded indices and the undo log
+included, the container not; the larger of what tracemalloc sees (Python's and numpy's memory) and
+of the growth of the process's peak resident memory.
+
+With --json the last line on stdout is one JSON object: scatter_vs_masked and scatter_vs_vllm
+(density to how many times faster scatter is), doubling, extra_bytes_per_nnz.
+
+exit status: 0 measured and verified; 1 the weights were not those of a load, or vLLM failed;
+2 bad usage; 130 interrupted
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    options = parse_arguments(arguments)
+    signal.signal(signal.SIGTERM, _terminate)
+    errors = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+    # Before torch is imported: it reads them then.
+    os.environ.update(
+        OMP_NUM_THREADS=str(options.threads),
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_LOGGING_LEVEL="ERROR",
+        VLLM_NO_USAGE_STATS="1",
+        HF_HUB_OFFLINE="1",
+    )
+    try:
+        with tempfile.TemporaryDirectory(prefix="delta-bench-") as folder:
+            result = run(options, Path(folder), errors)
+    except KeyboardInterrupt:
+        errors.print("interrupted; the models are deleted")
+        return 130
+    except Exception as error:
+        errors.print(f"{type(error).__name__}: {error}")
+        return 1
+    if options.json:
+        print(json.dumps(result), flush=True)
+    return 0
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cores = len(os.sched_getaffinity(0))
+    add = parser.add_argument
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="of the model (%(default)s)")
+    add("--threads", type=_positive, metavar="N", default=cores, help="(%(default)s)")
+    add("--runs", type=_positive, metavar="N", default=9, help="of each way (%(default)s)")
+    layers_help = "of the model; each has 12.6 million parameters, beside 66 million (%(default)s)"
+    add("--layers", type=_positive, metavar="N", default=13, help=layers_help)
+    add("--seed", type=int, metavar="N", default=0, help="of weights and deltas (%(default)s)")
+    add("--json", action="store_true", help="end the output with one JSON object")
+    return parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace, folder: Path, errors: Console) -> dict[str, Any]:
+    """Build, load, measure and print; returns the JSON object."""
+    steps = len(_DENSITIES) * (options.runs + 1) + options.runs + 5
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(*columns, TimeElapsedColumn(), console=errors) as progress:
+        task = progress.add_task("building the models", total=steps)
+
+        def step(description: str, done: int = 1) -> None:
+            progress.update(task, description=description, advance=done)
+
+        models = _models(options, folder, step)
+        bench = Bench(models, options, step)
+        times = {density: bench.compare(density) for density in _DENSITIES}
+        commits = bench.doubling()
+        extra = bench.extra_bytes()
+    console = Console(markup=False, highlight=False, soft_wrap=not sys.stdout.isatty())
+    return report(console, bench, times, commits, extra)
+
+
+def _models(options: argparse.Namespace, folder: Path, step: Any) -> list[LiveModel]:
+    import torch
+
+    import tiny_models
+    from bench_model import equip, start
+
+    if (options.device == "cuda") != torch.cuda.is_available():
+        raise RuntimeError(f"--device {options.device}, but CUDA is the other way round here")
+    started = []
+    for layers in (options.layers, 2 * options.layers):
+        step(f"building a model of {layers} layers")
+        path = tiny_models.build(
+            "qwen3", folder / str(layers), seed=options.seed, num_hidden_layers=layers, **_WIDTHS
+        )
+        step(f"loading a model of {layers} layers")
+        started.append(start(path))
+    if torch.get_num_threads() != options.threads:
+        raise RuntimeError(f"PyTorch has {torch.get_num_threads()} threads, not {options.threads}")
+    return [equip(llm, learner, options.threads) for llm, learner in started]
+
+
+class Bench:
+    """The measurements.
+
+    Args:
+        models: a model, and one with twice its layers.
+        options: the command line's.
+        step: advances the progress bar.
+    """
+
+    def __init__(self, models: Sequence[LiveModel], options: argparse.Namespace, step: Any) -> None:
+        self.model, self.double = models
+        self.options = options
+        self.nnz: dict[float, int] = {}
+        self._step = step
+
+    def deltas(self, density: float) -> list[ParamDelta]:
+        from bench_model import random_deltas
+
+        return random_deltas(self.model.base, density, self.options.seed)
+
+    def compare(self, density: float) -> dict[str, dict[str, float]]:
+        """The least seconds of every way, whole and by phase.
+
+        Raises:
+            RuntimeError: a way leaves other bits than a load of the changed checkpoint.
+        """
+        from bench_model import as_part, reverse, scatter_apply, ways
+
+        deltas = self.deltas(density)
+        self.nnz[density] = sum(delta.nnz for delta in deltas)
+        _, part = as_part(deltas)
+        back = reverse(self.model, deltas)
+        expected = self._loaded(deltas)
+        found: dict[str, dict[str, float]] = {}
+        todo = list(ways(self.model, part, deltas, _CHUNK_BYTES))
+        for number in range(self.options.runs):
+            self._step(f"applying to {density:.1%} of the elements")
+            for name, apply in todo:
+                times = apply()
+                if number == 0 and self.model.checksum() != expected:
+                    raise RuntimeError(f"{name} leaves other bits than a load at {density:.1%}")
+                known = found.setdefault(name, times)
+                found[name] = {phase: min(known[phase], times[phase]) for phase in times}
+                scatter_apply(self.model.plain, back)
+                self.model.scatter.rescan() if number == 0 else None
+        return found
+
+    def _loaded(self, deltas: Sequence[ParamDelta]) -> str:
+        """The checksum of the model once the engine has loaded the changed tensors; it is put
+        back to the base."""
+        import torch
+
+        from engine_ext.kernels import bits_of, host_bits
+
+        self._step("loading the changed checkpoint")
+        changed = {}
+        for delta in deltas:
+            tensor = self.model.base[delta.name].clone().reshape(-1)
+            host_bits(bits_of(tensor))[delta.indices] = delta.values
+            changed[delta.name] = tensor.reshape(delta.shape)
+        with torch.no_grad():
+            self.model.load_weights(iter(changed.items()))
+            checksum = self.model.checksum()
+            self.model.load_weights(iter(self.model.base.items()))
+        return checksum
+
+    def doubling(self) -> list[float]:
+        """The least seconds of one commit in both models; it is taken back each time."""
+        import time
+
+        from bench_model import as_part, commit
+
+        _, part = as_part(self.deltas(_MEMORY_DENSITY))
+        found = [float("inf"), float("inf")]
+        for _ in range(self.options.runs):
+            self._step("twice the layers")
+            for number, live in enumerate((self.model, self.double)):
+                staged = [live.scatter.stage(part)]
+                start = time.perf_counter()
+                log = commit(live.scatter, staged)
+                found[number] = min(found[number], time.perf_counter() - start)
+                live.scatter.roll_back(log)
+        return found
+
+    def extra_bytes(self) -> dict[str, float]:
+        """Bytes per changed element that a sync takes at its peak, container not included."""
+        from bench_model import as_part, commit
+        from engine_ext.wire import decode_part
+
+        self._step("memory")
+        deltas = self.deltas(_MEMORY_DENSITY)
+        nnz = sum(delta.nnz for delta in deltas)
+        body, _ = as_part(deltas)
+        del deltas
+        applier = self.model.scatter
+
+        def sync() -> Any:
+            return commit(applier, [applier.stage(decode_part(body))])
+
+        before = _reset_peak()
+        log = sync()
+        resident = _status("VmHWM") - before
+        applier.roll_back(log)
+        tracemalloc.start()
+        log = sync()
+        traced = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        applier.roll_back(log)
+        return {"resident": resident / nnz, "traced": traced / nnz}
+
+
+def _reset_peak() -> int:
+    """Give freed memory back, and let the kernel count the peak anew; returns what is resident."""
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _status(key: str) -> int:
+    """Bytes, from /proc/self/status."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) << 10
+    raise RuntimeError(f"/proc/self/status has no {key}")
+
+
+def report(
+    console: Console,
+    bench: Bench,
+    times: dict[float, dict[str, dict[str, float]]],
+    commits: Sequence[float],
+    extra: dict[str, float],
+) -> dict[str, Any]:
+    """Print the tables; returns the JSON object."""
+    import torch
+
+    live, options = bench.model, bench.options
+    numel = sum(tensor.numel() for tensor in live.base.values())
+    console.print(
+        f"Qwen3, {numel / 1e6:.0f} million parameters, {live.nbytes / 1e6:.0f} MB, on "
+        f"{options.device}; {torch.get_num_threads()} threads, least of {options.runs} runs; every "
+        "way leaves the bits of a load"
+    )
+    table = Table("density", "nnz", "way", "ms", "stage", "commit", "x masked", "x vLLM", "wanted")
+    table.box = box.SIMPLE_HEAD
+    for column in table.columns:
+        column.justify = "right"
+    for density, found in times.items():
+        for name, phases in found.items():
+            cells = [f"{phases[p] * 1e3:.1f}" if p in phases else "" for p in _PHASES]
+            ratios = [
+                f"{found[w]['total'] / phases['total']:.1f}" for w in ("masked", "vLLM's own")
+            ]
+            wanted = str(_WANTED.get(density, "")) if name == "scatter" else ""
+            table.add_row(
+                f"{density:.1%}", f"{bench.nnz[density]:,}", name, *cells, *ratios, wanted
+            )
+    console.print(table)
+    doubling, extra_bytes = commits[1] / commits[0], max(extra.values())
+    for density, found in times.items():
+        with_digest, without = found["scatter, with digest"], found["scatter"]
+        share = 1 - without["stage"] / with_digest["stage"]
+        console.print(
+            f"{density:.1%}: commit {with_digest['commit'] / bench.nnz[density] * 1e9:.1f} ns per "
+            f"element; gathering and digesting old values is {share:.0%} of staging"
+        )
+    console.print(
+        f"doubling: commit {commits[0] * 1e3:.1f} ms, with twice the layers "
+        f"{commits[1] * 1e3:.1f} ms: {doubling:.2f} times (wanted: at most 1.10)"
+    )
+    console.print(
+        f"extra memory per changed element: {extra['traced']:.1f} bytes traced, "
+        f"{extra['resident']:.1f} resident (wanted: at most 16)"
+    )
+    for name, seconds in live.timings.items():
+        console.print(f"{name}: {seconds:.2f} s, {seconds / live.nbytes * 1e9:.2f} s per GB")
+    against = {
+        way: {
+            str(density): round(found[way]["total"] / found["scatter"]["total"], 1)
+            for density, found in times.items()
+        }
+        for way in ("masked", "vLLM's own")
+    }
+    return {
+        "scatter_vs_masked": against["masked"],
+        "scatter_vs_vllm": against["vLLM's own"],
+        "doubling": round(doubling, 3),
+        "extra_bytes_per_nnz": round(extra_bytes, 1),
+    }
+
+
+_PHASES: Final = ("total", "stage", "commit")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def _terminate(number: int, frame: object) -> None:
+    """SIGTERM: leave through the ``with`` blocks, so that the models are deleted."""
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

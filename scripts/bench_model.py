@@ -1,0 +1,220 @@
+"""A live vLLM in this process, and the three ways to apply a delta to it, for `bench_apply`."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine_ext.certify import certify
+from engine_ext.digest import tensor_digest
+from engine_ext.dtypes import TORCH_DTYPE
+from engine_ext.kernels import bits_of, host_bits, warm_up
+from engine_ext.masked import apply_masked
+from engine_ext.placement import Status, TensorSpec
+from engine_ext.plan import make_plan
+from engine_ext.ranks import SingleRank
+from engine_ext.repack import compose
+from engine_ext.scatter import ScatterApplier, StagedPart
+from engine_ext.settings import Settings
+from engine_ext.storage_index import StorageIndex
+from engine_ext.tracing import trace_placement
+from engine_ext.wire import ParamDelta, Part, decode_part, encode_part
+
+Timings = dict[str, float]
+
+
+@dataclass(frozen=True)
+class LiveModel:
+    """A model that vLLM has loaded, and what the receiver knows of it.
+
+    Attributes:
+        llm: keeps it alive.
+        model: the model.
+        load_weights: its loader.
+        index: its storage index.
+        base: the checkpoint's tensors, as they were loaded.
+        scatter: the applier as an engine has it.
+        plain: the same without digests: nothing of the old values is compared or hashed, but they
+            are kept for the undo.
+        timings: seconds of tracing, certification and the first digest.
+    """
+
+    llm: Any
+    model: Any
+    load_weights: Callable[[Any], object]
+    index: StorageIndex
+    base: dict[str, torch.Tensor]
+    scatter: ScatterApplier
+    plain: ScatterApplier
+    timings: Timings
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.end - entry.start for entry in self.index.entries)
+
+    def checksum(self) -> str:
+        """Of every bit of every parameter and buffer."""
+        found = [
+            tensor_digest(entry.name, host_bits(bits_of(entry.flat()).cpu()), threads=4)
+            for entry in self.index.entries
+        ]
+        return sum(found[1:], found[0]).hex()
+
+    def synchronize(self) -> None:
+        """Wait for the device, where it is not the CPU."""
+        if next(self.model.parameters()).is_cuda:
+            torch.cuda.synchronize()
+
+
+def start(folder: Path) -> tuple[Any, Any]:
+    """Load a checkpoint with vLLM as the plugin's worker does.
+
+    No model can be started after one was equipped: vLLM looks into every loaded module when it
+    starts a worker, and trips over numba.
+    """
+    from vllm import LLM
+
+    from engine_ext.adapters.vllm import worker as adapter
+    from engine_ext.adapters.vllm.repacks import RepackLearner
+
+    adapter._keep_checkpoint_layout()
+    with RepackLearner() as learner:
+        llm = LLM(
+            str(folder),
+            dtype="bfloat16",
+            enforce_eager=True,
+            max_model_len=256,
+            use_tqdm_on_load=False,
+            gpu_memory_utilization=0.4,
+        )
+    return llm, learner
+
+
+def equip(llm: Any, learner: Any, threads: int) -> LiveModel:
+    """Trace and certify a model, and make its appliers.
+
+    Args:
+        llm, learner: of `start`.
+        threads: of the appliers.
+
+    Raises:
+        RuntimeError: a tensor is not certified, so that there is nothing to compare.
+    """
+    from engine_ext.adapters.vllm import worker as adapter
+
+    worker: Any = llm.llm_engine.model_executor.driver_worker.worker
+    model, config = worker.model_runner.get_model(), worker.vllm_config
+    base = dict(adapter.checkpoint(model, config))
+    specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in base.items()]
+    begin = time.perf_counter()
+    index = StorageIndex(model)
+    load_weights = adapter._loader(model, config)
+    placement = trace_placement(model, load_weights, specs, index)
+    compose(placement, learner.repacks, learner.refusals)
+    traced = time.perf_counter()
+    certify(placement, base.items())
+    certified = time.perf_counter()
+    wrong = [name for name, placed in placement.items() if placed.status is not Status.EXACT]
+    if wrong:
+        raise RuntimeError(f"not certified: {wrong}")
+    warm_up()
+    plan = make_plan(placement, SingleRank())
+    undo_bytes = Settings().undo_bytes
+    ready = time.perf_counter()
+    scatter = ScatterApplier(model, index, plan, undo_bytes=undo_bytes, threads=threads)
+    timings = {
+        "tracing": traced - begin,
+        "certification": certified - traced,
+        "first digest": time.perf_counter() - ready,
+    }
+    undigested = dataclasses.replace(plan, digested=frozenset())
+    plain = ScatterApplier(model, index, undigested, undo_bytes=undo_bytes, threads=threads)
+    return LiveModel(llm, model, load_weights, index, base, scatter, plain, timings)
+
+
+def random_deltas(base: dict[str, torch.Tensor], density: float, seed: int) -> list[ParamDelta]:
+    """Every tensor with that share of its elements' lowest bits flipped, at least one each."""
+    random = np.random.default_rng(seed)
+    deltas = []
+    for name, tensor in base.items():
+        count = max(1, round(tensor.numel() * density))
+        indices = np.unique(random.integers(0, tensor.numel(), count))
+        bits = host_bits(bits_of(tensor.reshape(-1)))[indices] ^ 1
+        deltas.append(ParamDelta(name, "bfloat16", tuple(tensor.shape), indices, bits))
+    return deltas
+
+
+def as_part(deltas: Sequence[ParamDelta]) -> tuple[bytes, Part]:
+    """The container of a sync of one part, and what is decoded of it."""
+    body = encode_part(deltas, encoding="deltas", current_version=1)
+    return body, decode_part(body)
+
+
+def reverse(live: LiveModel, deltas: Sequence[ParamDelta]) -> Part:
+    """What takes the deltas back to the base checkpoint."""
+    return as_part([dataclasses.replace(delta, values=delta.values ^ 1) for delta in deltas])[1]
+
+
+def scatter_apply(applier: ScatterApplier, part: Part) -> Timings:
+    """One whole sync on this rank, from decoded deltas to weights; seconds of its two phases."""
+    start = time.perf_counter()
+    staged = [applier.stage(part)]
+    middle = time.perf_counter()
+    commit(applier, staged)
+    end = time.perf_counter()
+    return {"total": end - start, "stage": middle - start, "commit": end - middle}
+
+
+def commit(applier: ScatterApplier, staged: list[StagedPart]) -> Any:
+    """All that a rank does at the commit; returns what takes it back."""
+    applier.check_sync(staged, full=False)
+    applier.check_base(staged)
+    applier.agree(staged, [applier.brief(staged)])
+    applier.write(staged)
+    return applier.finish(staged)
+
+
+def ways(
+    live: LiveModel, part: Part, deltas: Sequence[ParamDelta], chunk_bytes: int
+) -> Iterator[tuple[str, Callable[[], Timings]]]:
+    """Every way to apply the same delta, by its name; each returns its seconds."""
+    from vllm.model_executor.model_loader import checkpoint_weight_patch as own
+
+    device = next(live.model.parameters()).device
+    # What vLLM's way takes: tensors, on the device as its transfer delivers them.
+    patches = [
+        own.CheckpointWeightPatch(
+            delta.name,
+            delta.shape,
+            TORCH_DTYPE[delta.dtype],
+            torch.from_numpy(delta.values.view(np.int16)).view(torch.bfloat16).to(device),
+            torch.from_numpy(delta.indices).to(device),
+        )
+        for delta in deltas
+    ]
+
+    def timed(do: Callable[[], object]) -> Timings:
+        start = time.perf_counter()
+        do()
+        live.synchronize()
+        return {"total": time.perf_counter() - start}
+
+    yield "scatter", lambda: scatter_apply(live.plain, part)
+    yield "scatter, with digest", lambda: scatter_apply(live.scatter, part)
+    yield (
+        "masked",
+        lambda: timed(
+            lambda: apply_masked(live.load_weights, live.index, part.deltas, chunk_bytes)
+        ),
+    )
+    yield (
+        "vLLM's own",
+        lambda: timed(lambda: own.load_checkpoint_weight_patches(live.model, patches)),
+    )
