@@ -53,11 +53,16 @@ _MOVES: Final[dict[Any, tuple[str, ...]]] = {
 
 
 class Moves:
-    """The cells that the loader has made so far, and how."""
+    """The cells that the loader has made so far, and how.
+
+    Attributes:
+        used: checkpoint tensors that it has read the elements of, other than for live memory.
+    """
 
     def __init__(self) -> None:
         self._cells: dict[int, Cell] = {}
         self._steps = 0
+        self.used: set[str] = set()
         # A storage's key is its address: what is tracked must stay alive.
         self._alive: list[torch.Tensor] = []
         self._last: tuple[tuple[Cell, int], Numbers] | None = None
@@ -97,6 +102,7 @@ class Moves:
         made = [t for t in outputs if _key(t) not in keys]
         if not made and not written:
             return
+        self.used.update(*(cell.names for cell in self.touched(inputs)))
         problem = self._problem(func, arguments, live)
         targets = [self.find(t) or self._make(t) for t in [*made, *written]]
         for cell in targets:

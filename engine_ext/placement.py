@@ -136,12 +136,14 @@ class Placed:
         status: `UNJUDGED` between tracing and certification, one of the others afterwards.
             `IGNORED` means that no rank holds it, because the loader drops it.
         reason: why it is `UNCERTIFIED`, empty otherwise.
+        used: the loader does more with it than look at it, so that it may lie out of sight.
     """
 
     spec: TensorSpec
     segments: list[Segment] = field(default_factory=list)
     status: Status = Status.UNJUDGED
     reason: str = ""
+    used: bool = False
 
     def refuse(self, reason: str) -> None:
         """Mark the tensor as one that cannot be updated exactly; the first reason stands."""

@@ -22,6 +22,8 @@ from engine_ext.writes import Target, as_host, checkpoint_bits, make_targets
 
 _SCAN_ELEMENTS = 1 << 20
 _SCAN_INDICES = 1 << 15  # where indices are made too, their temporaries stay in a core's cache
+# Of a tensor that is not on a rank, as far as can be seen, though its loader uses it.
+_UNSEEN = "unseen"
 # Casts that lose nothing: the checkpoint's bits can be had back from live memory.
 _WIDENED = {
     torch.bfloat16: (torch.float32, torch.float64),
@@ -109,26 +111,35 @@ def make_plan(placement: Placement, ranks: Ranks) -> Plan:
 
     Args:
         placement: this rank's, certified; tensors that do not fit the other ranks' become
-            uncertified in it, and those that no rank holds become ignored.
+            uncertified in it. Those that no rank holds become ignored, or uncertified where some
+            rank's loader does something with them: it may put them where nobody looks.
         ranks: the other ranks.
     """
     holders = resolve(placement, ranks.all_gather(boxes(placement)))
-    mine = {name: (p.status.value, covered(p)) for name, p in placement.items()}
+    mine = {name: (_state(p), covered(p)) for name, p in placement.items()}
     everywhere = ranks.all_gather(mine)
     absent = {Status.NOT_ON_RANK.value, Status.IGNORED.value}
     held = frozenset(
         name for name in placement if any(r[name][0] not in absent for r in everywhere)
     )
+    unseen = {n for n in held if all(r[n][0] in (*absent, _UNSEEN) for r in everywhere)}
     for name, placed in placement.items():
-        if name not in held:
+        if name in unseen:
+            placed.refuse("the loader puts it where it cannot be followed")
+        elif name not in held:
             placed.status = Status.IGNORED
     targets = {
         name: make_targets(placed.segments, holders[name])
         for name, placed in placement.items()
         if placed.status in (Status.EXACT, Status.CAST)
     }
-    digested = frozenset(name for name in held if all(r[name][1] for r in everywhere))
+    digested = frozenset(name for name in held - unseen if all(r[name][1] for r in everywhere))
     return Plan(ranks.rank, placement, targets, held, digested)
+
+
+def _state(placed: Placed) -> str:
+    """What the other ranks must know of a tensor's status."""
+    return _UNSEEN if placed.used and placed.status is Status.NOT_ON_RANK else placed.status.value
 
 
 def covered(placed: Placed) -> bool:

@@ -96,6 +96,8 @@ class Recorder:
     def close(self) -> None:
         """Come to an end: judge what only all writes together can tell."""
         self._moves.forget()
+        for name in self._moves.used:
+            self._placement[name].used = True
         for source, destination in self._read_back:
             for placed in self._placement.values():
                 if any(segment.live.name == source for segment in placed.segments):
