@@ -159,7 +159,18 @@ CASES: Final = (
     _case("repacked elsewhere", "a transposed parameter in its place", toy.ReplacedAfterLoading),
     _case("padded after loading", "a larger parameter in its place", models.PaddedAfterLoading),
     _case("padding set after loading", "to -inf", toy.PaddedVocab),
-    _case("packed away", "an empty tensor is left", toy.PackedAway),
+    _case(
+        "packed away",
+        "an empty tensor is left, the weight is in a handle or gone",
+        toy.PackedAway,
+        models.PackedIntoHandle,
+    ),
+    _case(
+        "no parameter",
+        "the loader fills memory of a handle or a list",
+        models.LoadedIntoHandle,
+        models.LoadedIntoList,
+    ),
     _case(
         "derived beside",
         "computed from the weight and kept",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ Memory = dict[str, tuple[Any, ...]]
 
 
 def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters, buffers, and the tensors that hang on a module, also in containers."""
+    """Parameters, buffers, and the tensors that hang on a module, in containers and objects too."""
     found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     found.update(model.named_buffers(remove_duplicate=False))
     for path, module in model.named_modules():
@@ -32,6 +33,8 @@ def _within(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(value, (list, tuple)):
         for number, inner in enumerate(value):
             yield from _within(f"{path}.{number}", inner)
+    elif isinstance(value, SimpleNamespace):
+        yield from _within(path, vars(value))
 
 
 def memory(model: nn.Module) -> Memory:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -271,6 +272,68 @@ class ScaledAfterLoading(ToyModel):
 
     def after_loading(self) -> None:
         self.weight.data.mul_(self.scale.data)
+
+
+class PackedIntoHandle(ToyModel):
+    """oneDNN: the weight goes into an opaque handle, and an empty tensor stays behind."""
+
+    shapes: ClassVar = {"weight": (8, 6), "norm": (6,), "embed": (9, 6)}
+
+    def build(self) -> None:
+        self.embed = parameter(9, 6)
+        self.layer = nn.Module()
+        self.layer.norm = parameter(6)
+        self.layer.linear = nn.Module()
+        self.layer.linear.weight = parameter(8, 6)
+
+    def load_one(self, name: str, weight: torch.Tensor) -> None:
+        modules = {"weight": self.layer.linear, "norm": self.layer, "embed": self}
+        getattr(modules[name], name).data.copy_(weight)
+
+    def after_loading(self) -> None:
+        linear = self.layer.linear
+        linear.handle = SimpleNamespace(packed=linear.weight.data.t().contiguous())
+        linear.weight = nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=False)
+
+
+class LoadedIntoHandle(PackedIntoHandle):
+    """The loader itself fills memory that is no parameter."""
+
+    shapes: ClassVar = PackedIntoHandle.shapes
+
+    def build(self) -> None:
+        super().build()
+        del self.layer.linear.weight
+        self.layer.linear.handle = self.made()
+
+    def made(self) -> Any:
+        """What is filled later."""
+        return SimpleNamespace(weight=torch.zeros(8, 6, dtype=torch.bfloat16))
+
+    def fill(self, weight: torch.Tensor) -> None:
+        self.layer.linear.handle.weight.copy_(weight)
+
+    def load_one(self, name: str, weight: torch.Tensor) -> None:
+        if name == "weight":
+            self.fill(weight)
+        else:
+            super().load_one(name, weight)
+
+    def after_loading(self) -> None:
+        """Nothing is packed."""
+
+
+class LoadedIntoList(LoadedIntoHandle):
+    """The same, with a list of slices of one tensor."""
+
+    shapes: ClassVar = LoadedIntoHandle.shapes
+
+    def made(self) -> Any:
+        return list(torch.zeros(8, 6, dtype=torch.bfloat16).chunk(2))
+
+    def fill(self, weight: torch.Tensor) -> None:
+        for place, rows in zip(self.layer.linear.handle, weight.chunk(2), strict=True):
+            place.copy_(rows)
 
 
 class DerivedBeside(ToyModel):

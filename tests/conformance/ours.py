@@ -56,12 +56,19 @@ class Project:
 
     def apply(self, deltas: Sequence[Delta]) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            bodies = _bodies(deltas)
+            ignored = self._ignored()
+            bodies = _bodies([delta for delta in deltas if delta.name not in ignored])
             for number, body in enumerate(bodies):
                 path = Path(folder, f"{number}.part")
                 path.write_bytes(body)
                 self._stage(_part_id(body, number, len(bodies)), path)
             self._call("commit", version=1, sync_id=_SYNC_ID)
+
+    def _ignored(self) -> set[str]:
+        """What the engine says it ignores, which the reference sender leaves out."""
+        rows = [row for answer in self._call("plan") for row in answer["tensors"]]
+        held = {row["name"] for row in rows if row["status"] != "ignored"}
+        return {row["name"] for row in rows} - held
 
     def _stage(self, part: PartId, path: Path) -> None:
         self._call("begin", part=msgspec.to_builtins(part), path=str(path), now=0.0)
@@ -157,7 +164,9 @@ def _learned(model: nn.Module) -> Learned:
     def process(probes: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         twin: Any = copy.deepcopy(model)
         for name, probe in probes.items():
-            setattr(twin, name, nn.Parameter(probe, requires_grad=False))
+            path, _, attribute = name.rpartition(".")
+            parameter = nn.Parameter(probe, requires_grad=False)
+            setattr(twin.get_submodule(path), attribute, parameter)
         with torch.no_grad():
             twin.after_loading()
         found = tensors(twin)
@@ -172,9 +181,9 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _bodies(deltas: Sequence[Delta]) -> list[bytes]:
-    """The parts of one sync, each of one dtype."""
+    """The parts of one sync, each of one dtype; an empty one where nothing is sent."""
     params = [_param(delta) for delta in deltas]
-    dtypes = sorted({param.dtype for param in params})
+    dtypes = sorted({param.dtype for param in params}) or [""]
     return [
         encode_part(
             [param for param in params if param.dtype == dtype],

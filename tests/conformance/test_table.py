@@ -14,7 +14,7 @@ def test_a_row_per_treatment_and_a_column_per_receiver() -> None:
         "| the loader | scatter | masked |",
         "| --- | --- | --- |",
         "| fused qkv: three tensors in one parameter | exact | exact, NaN refused |",
-        "| packed away: an empty tensor is left | refused | refused |",
+        "| packed away: an empty tensor is left, the weight is in a handle or gone | refused | refused |",
     ]
     outcomes = {run["sync"]: run["outcome"] for run in rows[0]["columns"]["masked"]["runs"]}
     assert outcomes["only k"] == "exact"
