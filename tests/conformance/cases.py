@@ -161,7 +161,7 @@ CASES: Final = (
     _case("padding set after loading", "to -inf", toy.PaddedVocab),
     _case(
         "packed away",
-        "an empty tensor is left, the weight is in a handle or gone",
+        "an empty tensor is left",
         toy.PackedAway,
         models.PackedIntoHandle,
     ),
