@@ -9,7 +9,7 @@ from typing import Final
 
 from tests.core import toy
 
-from . import models
+from . import models, sharded
 from .judge import TORN, WRONG, Verdict, judge, worst
 from .subject import SubjectFactory
 from .syncs import Group, Setup, Sync, syncs_of
@@ -56,29 +56,29 @@ CASES: Final = (
         "row shard",
         "cut along the output, 2 ranks, even and uneven",
         (toy.RowShardFirst, toy.RowShard),
-        (models.UnevenRows, models.UnevenRowsLast),
+        (sharded.UnevenRows, sharded.UnevenRowsLast),
     ),
     _carried(
         "column shard",
         "cut along the input, bias on both of 2 ranks",
-        (models.ColumnShard, models.ColumnShardLast),
+        (sharded.ColumnShard, sharded.ColumnShardLast),
     ),
     _carried("fused qkv", "three tensors in one parameter", toy.FusedQkv),
     _carried(
         "shared kv heads",
         "q cut, k and v on both of 2 ranks",
-        (models.SharedHeads, models.SharedHeadsLast),
+        (sharded.SharedHeads, sharded.SharedHeadsLast),
     ),
     _carried(
         "stacked experts",
         "per-expert tensors in two 3-d parameters, 2 ranks",
-        (models.StackedExperts, models.StackedExpertsLast),
+        (sharded.StackedExperts, sharded.StackedExpertsLast),
     ),
     _carried(
         "not on this rank",
         "experts, or layers, on one of 2 ranks",
-        (models.ExpertsByRank, models.ExpertsByRankLast),
-        (models.LayersByRank, models.LayersByRankLast),
+        (sharded.ExpertsByRank, sharded.ExpertsByRankLast),
+        (sharded.LayersByRank, sharded.LayersByRankLast),
     ),
     _carried("interleaved columns", "two tensors share every row", toy.InterleavedColumns),
     _carried("transposed", "a transposed view is copied", toy.Transposed),
@@ -86,7 +86,7 @@ CASES: Final = (
     _carried(
         "padded vocabulary",
         "padding rows are filled, 2 ranks",
-        (models.VocabShard, models.VocabShardLast),
+        (sharded.VocabShard, sharded.VocabShardLast),
     ),
     _carried("tied in the checkpoint", "the head is the embedding", toy.Tied),
     _carried("broadcast", "one element to many places, by strides", toy.Broadcast),
@@ -103,7 +103,7 @@ CASES: Final = (
         "raises when a tensor is missing",
         toy.WantsAll,
         toy.PairsOrFailure,
-        (models.FailsOnLastRank, models.FailsOnLastRankLast),
+        (sharded.FailsOnLastRank, sharded.FailsOnLastRankLast),
     ),
     _case(
         "default for what is missing",
@@ -186,7 +186,7 @@ CASES: Final = (
     _case(
         "overlapping shards",
         "2 ranks share some rows",
-        (models.OverlappingRows, models.OverlappingRowsLast),
+        (sharded.OverlappingRows, sharded.OverlappingRowsLast),
     ),
 )
 

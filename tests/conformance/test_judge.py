@@ -9,7 +9,7 @@ import torch
 
 from tests.core.toy import AssignsData, FusedQkv, PlainCopy
 
-from . import models
+from . import models, sharded
 from .cases import CASES, Run, cell
 from .judge import EXACT, REFUSED, TORN, WRONG, Verdict, judge
 from .subject import Delta, Rank
@@ -135,7 +135,7 @@ def test_deltas_are_the_same_at_every_call_and_lead_to_the_target() -> None:
 
 
 def test_syncs_hold_what_a_careless_receiver_loses() -> None:
-    setup = (models.ColumnShard, models.ColumnShardLast)
+    setup = (sharded.ColumnShard, sharded.ColumnShardLast)
     by_name = {sync.name: sync for sync in syncs_of(setup)}
     _, to_nan = checkpoints(setup, by_name["to NaN"])
     assert to_nan["weight"].isnan().any()
