@@ -15,6 +15,7 @@ import torch
 import xxhash
 
 from engine_ext.dtypes import torch_bits_dtype
+from engine_ext.hanging import containers, hanging
 from engine_ext.storage_index import extent, live_tensors
 
 _CHUNK: Final = 1 << 24
@@ -77,7 +78,9 @@ class Untouched:
             for module in self._modules.values()
             for registry in (*_REGISTRIES, "_modules")
         ]
-        self._names = {path: set(module.__dict__) for path, module in self._modules.items()}
+        self._containers = [(c, c.copy()) for c in containers(model)]
+        self._hanging = _hung(model)
+        self._attributes = [(m.__dict__, dict(m.__dict__)) for m in self._modules.values()]
         held = list(self._held())
         self.registered = [h for h in held if h.registry in _REGISTRIES]
         self.attributes = [h for h in held if h.registry not in _REGISTRIES]
@@ -85,24 +88,29 @@ class Untouched:
         self._hashes = self._hashed() if bits else {}
 
     def made(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors that hang on a module under a name that it did not have, with that name."""
-        for path, module in self._modules.items():
-            for name in set(module.__dict__) - self._names[path]:
-                if isinstance(tensor := module.__dict__[name], torch.Tensor):
-                    yield f"{path}.{name}".lstrip("."), tensor
+        """Tensors that hang where none, or another one, did, with the place; also in objects."""
+        for place, tensor in _hung(self._model).items():
+            if self._hanging.get(place) is not tensor:
+                yield place, tensor
 
     def put_back(self) -> None:
         """Undo what a loader may do to the modules in Python, but for writes to memory."""
         for current, before in self._dicts:
             current.clear()
             current.update(before)
+        for attributes, before in self._attributes:
+            attributes.clear()
+            attributes.update(before)
+        for container, content in self._containers:
+            if isinstance(container, list):
+                container[:] = content
+            else:
+                container.clear()
+                container.update(content)
         for held in self.registered + self.attributes:
             getattr(held.module, held.registry)[held.name] = held.tensor
             if _place(held.tensor) != _place(held.memory):
                 held.tensor.data = held.memory
-        for path, module in self._modules.items():
-            for name in set(module.__dict__) - self._names[path]:
-                del module.__dict__[name]
 
     def require(self) -> None:
         """Prove that the model is what it was.
@@ -112,6 +120,11 @@ class Untouched:
         """
         if _identities(self._model) != self._identities:
             raise TracingError("tracing the loader changed the model's tensors; refusing to go on")
+        hung = _hung(self._model)
+        places = hung.keys() | self._hanging.keys()
+        kept = sorted(p for p in places if hung.get(p) is not self._hanging.get(p))
+        if kept:
+            raise TracingError(f"tracing the loader left other tensors in {', '.join(kept)}")
         if self._hashes and (now := self._hashed()) != self._hashes:
             names = sorted(n for n, h in self._hashes.items() if now.get(n) != h)
             raise TracingError(
@@ -134,6 +147,11 @@ class Untouched:
             if place not in found and held.memory.numel() and not held.memory.is_meta:
                 found[place] = (held.path, _hash(held.memory))
         return dict(found.values())
+
+
+def _hung(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every tensor that hangs on the model, by where."""
+    return {f"{path}.{name}".lstrip("."): t for path, _, name, t in hanging(model)}
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:

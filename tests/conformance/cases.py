@@ -167,9 +167,11 @@ CASES: Final = (
     ),
     _case(
         "no parameter",
-        "the loader fills memory of a handle or a list",
+        "the loader fills, or makes, memory of a handle or a list",
         models.LoadedIntoHandle,
         models.LoadedIntoList,
+        models.MadeInHandle,
+        models.MadeInDict,
     ),
     _case(
         "derived beside",

@@ -145,6 +145,27 @@ class LoadedIntoList(LoadedIntoHandle):
             place.copy_(rows)
 
 
+class MadeInHandle(LoadedIntoHandle):
+    """The loader makes what it keeps: another object in the place of the first."""
+
+    shapes: ClassVar = LoadedIntoHandle.shapes
+
+    def fill(self, weight: torch.Tensor) -> None:
+        self.layer.linear.handle = SimpleNamespace(weight=weight.clone())
+
+
+class MadeInDict(LoadedIntoHandle):
+    """The same, in a dict that was there."""
+
+    shapes: ClassVar = LoadedIntoHandle.shapes
+
+    def made(self) -> Any:
+        return {}
+
+    def fill(self, weight: torch.Tensor) -> None:
+        self.layer.linear.handle["weight"] = weight.clone()
+
+
 class DerivedBeside(ToyModel):
     """MLA: post-load processing keeps a rearranged copy beside the weight."""
 
