@@ -6,12 +6,30 @@ module, and trips over one of numba's.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
-COMPILING = threading.RLock()
-"""Held while something is compiled, so that no two threads compile the same."""
+_COMPILING = threading.RLock()
+
+_Made = TypeVar("_Made")
+
+
+def made_once(make: Callable[..., _Made]) -> Callable[..., _Made]:
+    """Remember what `make` makes of each arguments; no two threads make the same."""
+    known: dict[tuple[Any, ...], _Made] = {}
+
+    @functools.wraps(make)
+    def get(*key: Any) -> _Made:
+        if key not in known:
+            with _COMPILING:
+                if key not in known:
+                    known[key] = make(*key)
+        return known[key]
+
+    get.cache_clear = known.clear  # type: ignore[attr-defined]
+    return get
 
 
 def array(types: Any, dtype: str, *, readonly: bool = True) -> Any:

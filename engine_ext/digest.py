@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import functools
 import re
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
+from engine_ext.compiled import array, compile_loop, made_once
 from engine_ext.dtypes import NAME_OF_TORCH, torch_bits_dtype
 
 _MODULUS: Final = 1 << 64
@@ -44,7 +44,7 @@ _NUMBA_CHUNK: Final = 1 << 18  # elements; long enough for threads to work side 
 _TORCH_CHUNK: Final = 1 << 20  # elements; at most five 64-bit temporaries at a time, 40 MiB
 _MUL1, _MUL2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _SHIFT1, _SHIFT2, _SHIFT3 = np.uint64(30), np.uint64(27), np.uint64(31)
-_COMPILING: Final = threading.Lock()
+_INT64: Final = (np.dtype(np.int64),)
 
 Bits = NDArray[Any]  # unsigned ints
 Indices = NDArray[np.int64]
@@ -143,14 +143,23 @@ def tensor_digest_torch(
     return Digest(*sums.tolist())
 
 
-def _checked_seeds(name: str, shape: Sequence[int], indices: Any, start: int) -> list[int]:
-    if indices is not None and str(indices.dtype) not in ("int64", "torch.int64"):
+def _checked_seeds(name: str, shape: Sequence[int], indices: Any, start: int) -> tuple[int, int]:
+    if indices is not None and indices.dtype not in (
+        _INT64 if isinstance(indices, np.ndarray) else (torch.int64,)
+    ):
         raise TypeError(f"indices are int64, not {indices.dtype}")
     if len(shape) != 1 or (indices is not None and indices.shape != shape):
         raise ValueError("values and indices are 1-d, and of one length")
     if start < 0 or (start and indices is not None):
         raise ValueError("start is not negative, and only for dense values")
-    return [xxhash.xxh3_64_intdigest(name.encode(), seed=lane) + start for lane in (0, 1)]
+    lane0, lane1 = _seeds(name)
+    return lane0 + start, lane1 + start
+
+
+@functools.lru_cache(1 << 16)
+def _seeds(name: str) -> tuple[int, int]:
+    raw = name.encode()
+    return xxhash.xxh3_64_intdigest(raw, seed=0), xxhash.xxh3_64_intdigest(raw, seed=1)
 
 
 def _array_digest(
@@ -161,22 +170,22 @@ def _array_digest(
     if old is not None and (old.dtype, old.shape) != (values.dtype, values.shape):
         raise ValueError("old and new values are not of one dtype and shape")
     seeds = _checked_seeds(name, values.shape, indices, start)
-    with _COMPILING:
-        kernel = _kernel(values.dtype.itemsize, indices is not None, old is not None)
-    size = _NUMPY_CHUNK if kernel is _numpy_sum else _NUMBA_CHUNK
+    kernel = _kernel(values.dtype.itemsize, indices is not None, old is not None)
+    size = _NUMPY_CHUNK if kernel is _numpy_sums else _NUMBA_CHUNK
     threads = max(1, min(threads, -(-values.size // size)))
 
     def share(thread: int) -> Digest:
-        lanes = [0, 0]
+        lane0 = lane1 = 0
         for first in range(thread * size, values.size, threads * size):
             places, bits, old_bits = (
-                None if array is None else np.ascontiguousarray(array[first : first + size])
-                for array in (indices, values, old)
+                None if found is None else np.ascontiguousarray(found[first : first + size])
+                for found in (indices, values, old)
             )
-            for lane, seed in enumerate(seeds):
-                base = seed + first if indices is None else seed
-                lanes[lane] += kernel(np.uint64(base % _MODULUS), places, bits, old_bits)
-        return Digest(*lanes)
+            skipped = first if indices is None else 0
+            seed0, seed1 = (np.uint64((seed + skipped) % _MODULUS) for seed in seeds)
+            sums = kernel(seed0, seed1, places, bits, old_bits)
+            lane0, lane1 = lane0 + sums[0], lane1 + sums[1]
+        return Digest(lane0, lane1)
 
     if threads == 1:
         return share(0)
@@ -190,42 +199,44 @@ def _mix(x: Any) -> Any:
     return x ^ (x >> _SHIFT3)
 
 
-def _numpy_sum(seed: Any, places: Any, bits: Any, old: Any) -> int:
+def _numpy_sums(seed0: Any, seed1: Any, places: Any, bits: Any, old: Any) -> tuple[int, int]:
     index = np.arange(bits.size, dtype=np.uint64) if places is None else places.view(np.uint64)
-    place = _mix(index + seed)
+    return _numpy_sum(index + seed0, bits, old), _numpy_sum(index + seed1, bits, old)
+
+
+def _numpy_sum(index: Any, bits: Any, old: Any) -> int:
+    place = _mix(index)
     total = int(_mix(place ^ bits).sum())
     return total if old is None else total - int(_mix(place ^ old).sum())
 
 
-def _numba_sum(seed: Any, places: Any, bits: Any, old: Any) -> Any:
+def _numba_sums(seed0: Any, seed1: Any, places: Any, bits: Any, old: Any) -> Any:
     """What numba compiles; it leaves out the branch of an argument that is None."""
-    total = np.uint64(0)
+    total0 = total1 = np.uint64(0)
     for k in range(bits.size):
-        place = _mix(seed + np.uint64(k if places is None else places[k]))
-        total += _mix(place ^ np.uint64(bits[k]))
+        index = np.uint64(k if places is None else places[k])
+        place0, place1 = _mix(seed0 + index), _mix(seed1 + index)
+        total0 += _mix(place0 ^ np.uint64(bits[k]))
+        total1 += _mix(place1 ^ np.uint64(bits[k]))
         if old is not None:
-            total -= _mix(place ^ np.uint64(old[k]))
-    return total
+            total0 -= _mix(place0 ^ np.uint64(old[k]))
+            total1 -= _mix(place1 ^ np.uint64(old[k]))
+    return total0, total1
 
 
-@functools.cache
-def _kernel(width: int, sparse: bool, change: bool) -> Callable[..., int]:
-    """The sum of one lane over a chunk: ``f(seed, places, bits, old)``, of the numba types."""
+@made_once
+def _kernel(width: int, sparse: bool, change: bool) -> Callable[..., tuple[int, int]]:
+    """The sums over a chunk: ``f(seed0, seed1, places, bits, old)``, of the numba types."""
     try:
-        from numba import njit, types
+        from numba import types
         from numba.extending import register_jitable
     except ImportError:
-        return _numpy_sum
+        return _numpy_sums
     register_jitable(_mix)
-    places = types.Array(types.int64, 1, "C", readonly=True, aligned=False)
-    bits = types.Array(getattr(types, f"uint{8 * width}"), 1, "C", readonly=True, aligned=False)
+    places, bits = array(types, "int64"), array(types, f"uint{8 * width}")
     none, word = types.none, types.uint64
-    signature = word(word, places if sparse else none, bits, bits if change else none)
-    try:
-        kernel: Callable[..., int] = njit(signature, nogil=True, cache=True)(_numba_sum)
-    except Exception:  # no folder to cache in, or a spoilt cache
-        kernel = njit(signature, nogil=True)(_numba_sum)
-    return kernel
+    arguments = word, word, places if sparse else none, bits, bits if change else none
+    return compile_loop(_numba_sums, types.UniTuple(word, 2)(*arguments))
 
 
 def _signed(x: int) -> int:

@@ -8,14 +8,13 @@ element is a cache line of its own, so the compiled loops ask for the lines ahea
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine_ext.compiled import COMPILING, array, compile_loop
+from engine_ext.compiled import array, compile_loop, made_once
 from engine_ext.dtypes import torch_bits_dtype
 
 Bits = NDArray[Any]  # unsigned integers [n]
@@ -67,7 +66,7 @@ def _differs(live: Any, offsets: Any, bits: Any) -> Any:
     return found
 
 
-@cache
+@made_once
 def _teach_fetch() -> None:
     """Tell numba what `_fetch` is: the prefetch instruction."""
     from numba import types
@@ -99,7 +98,8 @@ def _teach_fetch() -> None:
         return implementation
 
 
-def _compiled(width: int, index: int) -> _Loops | None:
+@made_once
+def _loops(width: int, index: int) -> _Loops | None:
     """The loops for elements of `width` bytes and offsets of `index` bytes; None without numba."""
     try:
         from numba import types
@@ -116,16 +116,8 @@ def _compiled(width: int, index: int) -> _Loops | None:
     )
 
 
-_known: dict[tuple[int, int], _Loops | None] = {}
-
-
 def _loops_for(live: Bits, offsets: Offsets) -> _Loops | None:
-    key = live.itemsize, offsets.itemsize
-    if key not in _known:
-        with COMPILING:
-            if key not in _known:
-                _known[key] = _compiled(*key)
-    return _known[key]
+    return _loops(live.itemsize, offsets.itemsize)
 
 
 def read(live: Bits, offsets: Offsets) -> Bits:

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine_ext.compiled import COMPILING, array, compile_loop
+from engine_ext.compiled import array, compile_loop, made_once
 from engine_ext.placement import Segment
 
 _Int64s = NDArray[np.int64]
@@ -138,8 +137,7 @@ def _copies(dims: list[_Dim]) -> _Int64s | None:
 
 def _in_box(indices: _Int64s, start: int, offset: int, dims: _Int64s) -> tuple[_Int64s, _Int64s]:
     """The positions of the indices that lie in a box, and their live offsets."""
-    with COMPILING:
-        loop = _compiled()
+    loop = _compiled()
     if loop is None:
         return _in_box_by_numpy(indices, start, offset, dims)
     positions, offsets = np.empty(indices.size, np.int64), np.empty(indices.size, np.int64)
@@ -184,7 +182,7 @@ def _box_loop(
     return count
 
 
-@cache
+@made_once
 def _compiled() -> Callable[..., int] | None:
     try:
         from numba import types

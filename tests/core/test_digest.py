@@ -76,10 +76,10 @@ def reference(name: str, indices: Sequence[int], values: Sequence[int]) -> str:
 def using(backend: str, chunk: int = 7) -> Iterator[None]:
     """Let that backend answer, in chunks so small that the tests cross their borders."""
     if backend == "numba":
-        assert digest._kernel(2, False, False) is not digest._numpy_sum
+        assert digest._kernel(2, False, False) is not digest._numpy_sums
         kernel = digest._kernel
     else:
-        kernel = mock.Mock(return_value=digest._numpy_sum)
+        kernel = mock.Mock(return_value=digest._numpy_sums)
     sizes = {f"_{kind}_CHUNK": chunk for kind in ("NUMPY", "NUMBA", "TORCH")}
     with mock.patch.multiple(digest, _kernel=kernel, **sizes):
         yield
@@ -320,7 +320,7 @@ def test_threads_that_meet_before_anything_is_compiled():
 
 def test_without_numba_numpy_answers(monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)
-    assert digest._kernel.__wrapped__(2, False, True) is digest._numpy_sum
+    assert digest._kernel.__wrapped__(2, False, True) is digest._numpy_sums
 
 
 def test_numba_without_a_cache(monkeypatch):
@@ -336,9 +336,9 @@ def test_numba_without_a_cache(monkeypatch):
     monkeypatch.setattr(numba, "njit", no_cache)
     kernel = digest._kernel.__wrapped__(2, False, False)
     values = random_values(100, 2)
-    assert kernel(np.uint64(1), None, values, None) == digest._numpy_sum(
-        np.uint64(1), None, values, None
-    ) % (MASK + 1)
+    seeds = np.uint64(1), np.uint64(2)
+    expected = digest._numpy_sums(*seeds, None, values, None)
+    assert kernel(*seeds, None, values, None) == tuple(total & MASK for total in expected)
 
 
 # --- the value, and what is refused ---
