@@ -20,49 +20,49 @@ from engine_ext.dtypes import torch_bits_dtype
 Bits = NDArray[Any]  # unsigned integers [n]
 Offsets = NDArray[Any]  # int32 or int64 [n]
 
-_AHEAD = 24  # elements; about as many cache misses as a core has under way
+_AHEAD = 48  # elements; some more than a core can have cache misses under way
 
 
 class _Loops(NamedTuple):
-    gather: Callable[[Any, Any, Any], None]
-    scatter: Callable[[Any, Any, Any], None]
-    swap: Callable[[Any, Any, Any, Any], None]
-    differs: Callable[[Any, Any, Any], int]
+    gather: Callable[[Any, Any, int, Any], None]
+    scatter: Callable[[Any, Any, int, Any], None]
+    swap: Callable[[Any, Any, int, Any, Any], None]
+    differs: Callable[[Any, Any, int, Any], int]
 
 
 def _fetch(live: Any, offset: Any) -> None:
     """Ask for the cache line of an element, to read and write it; means something to numba only."""
 
 
-def _gather(live: Any, offsets: Any, out: Any) -> None:
+def _gather(live: Any, offsets: Any, shift: Any, out: Any) -> None:
     last = offsets.size - 1
     for k in range(offsets.size):
-        _fetch(live, offsets[min(k + _AHEAD, last)])
-        out[k] = live[offsets[k]]
+        _fetch(live, offsets[min(k + _AHEAD, last)] - shift)
+        out[k] = live[offsets[k] - shift]
 
 
-def _scatter(live: Any, offsets: Any, bits: Any) -> None:
+def _scatter(live: Any, offsets: Any, shift: Any, bits: Any) -> None:
     last = offsets.size - 1
     for k in range(offsets.size):
-        _fetch(live, offsets[min(k + _AHEAD, last)])
-        live[offsets[k]] = bits[k]
+        _fetch(live, offsets[min(k + _AHEAD, last)] - shift)
+        live[offsets[k] - shift] = bits[k]
 
 
-def _swap(live: Any, offsets: Any, bits: Any, out: Any) -> None:
+def _swap(live: Any, offsets: Any, shift: Any, bits: Any, out: Any) -> None:
     last = offsets.size - 1
     for k in range(offsets.size):
-        _fetch(live, offsets[min(k + _AHEAD, last)])
-        where = offsets[k]
+        _fetch(live, offsets[min(k + _AHEAD, last)] - shift)
+        where = offsets[k] - shift
         out[k] = live[where]
         live[where] = bits[k]
 
 
-def _differs(live: Any, offsets: Any, bits: Any) -> Any:
+def _differs(live: Any, offsets: Any, shift: Any, bits: Any) -> Any:
     last = offsets.size - 1
     found = bits.dtype.type(0)
     for k in range(offsets.size):
-        _fetch(live, offsets[min(k + _AHEAD, last)])
-        found |= live[offsets[k]] ^ bits[k]
+        _fetch(live, offsets[min(k + _AHEAD, last)] - shift)
+        found |= live[offsets[k] - shift] ^ bits[k]
     return found
 
 
@@ -109,10 +109,10 @@ def _loops(width: int, index: int) -> _Loops | None:
     bits, offsets = array(types, f"uint{8 * width}"), array(types, f"int{8 * index}")
     live = array(types, f"uint{8 * width}", readonly=False)
     return _Loops(
-        compile_loop(_gather, types.void(live, offsets, live)),
-        compile_loop(_scatter, types.void(live, offsets, bits)),
-        compile_loop(_swap, types.void(live, offsets, bits, live)),
-        compile_loop(_differs, live.dtype(live, offsets, bits)),
+        compile_loop(_gather, types.void(live, offsets, types.int64, live)),
+        compile_loop(_scatter, types.void(live, offsets, types.int64, bits)),
+        compile_loop(_swap, types.void(live, offsets, types.int64, bits, live)),
+        compile_loop(_differs, live.dtype(live, offsets, types.int64, bits)),
     )
 
 
@@ -120,57 +120,59 @@ def _loops_for(live: Bits, offsets: Offsets) -> _Loops | None:
     return _loops(live.itemsize, offsets.itemsize)
 
 
-def read(live: Bits, offsets: Offsets) -> Bits:
+def read(live: Bits, offsets: Offsets, shift: int = 0) -> Bits:
     """Elements of live host memory.
 
     Args:
         live: [n].
-        offsets: [k], each below n.
+        offsets: [k]; less `shift`, each at least 0 and below n.
+        shift: taken from every offset.
 
     Returns:
         [k], a copy.
     """
     loops = _loops_for(live, offsets)
+    out: Bits = np.empty(offsets.shape, live.dtype)
     if loops is None:
-        return live[offsets]
-    out = np.empty(offsets.shape, live.dtype)
-    loops.gather(live, offsets, out)
+        out[:] = live[offsets - shift]
+    else:
+        loops.gather(live, offsets, shift, out)
     return out
 
 
-def write(live: Bits, offsets: Offsets, bits: Bits) -> None:
+def write(live: Bits, offsets: Offsets, bits: Bits, shift: int = 0) -> None:
     """Overwrite elements of live host memory.
 
     Args:
         live: [n].
-        offsets: [k], each below n, unique.
+        offsets, shift: as of `read`; no element comes twice.
         bits: [k], dtype of `live`.
     """
     loops = _loops_for(live, offsets)
     if loops is None:
-        live[offsets] = bits
+        live[offsets - shift] = bits
     else:
-        loops.scatter(live, offsets, bits)
+        loops.scatter(live, offsets, shift, bits)
 
 
-def swap(live: Bits, offsets: Offsets, bits: Bits) -> Bits:
+def swap(live: Bits, offsets: Offsets, bits: Bits, shift: int = 0) -> Bits:
     """`read`, then `write`, in one pass over live memory."""
     loops = _loops_for(live, offsets)
-    out = np.empty(offsets.shape, live.dtype)
     if loops is None:
-        out[:] = live[offsets]
-        live[offsets] = bits
-    else:
-        loops.swap(live, offsets, bits, out)
+        out = read(live, offsets, shift)
+        write(live, offsets, bits, shift)
+        return out
+    out = np.empty(offsets.shape, live.dtype)
+    loops.swap(live, offsets, shift, bits, out)
     return out
 
 
-def holds(live: Bits, offsets: Offsets, bits: Bits) -> bool:
+def holds(live: Bits, offsets: Offsets, bits: Bits, shift: int = 0) -> bool:
     """Whether elements of live host memory are these; arguments as of `write`."""
     loops = _loops_for(live, offsets)
     if loops is None:
-        return bool(np.array_equal(live[offsets], bits))
-    return not loops.differs(live, offsets, bits)
+        return bool(np.array_equal(live[offsets - shift], bits))
+    return not loops.differs(live, offsets, shift, bits)
 
 
 def bits_of(live: torch.Tensor) -> torch.Tensor:

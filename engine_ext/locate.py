@@ -63,10 +63,19 @@ class Locator:
         return 1 if self._copies is None else len(self._copies)
 
     @property
-    def run(self) -> int | None:
-        """Where the box is one run in the checkpoint and in live memory: its first live offset."""
+    def shift(self) -> int | None:
+        """Where the box is one run in the checkpoint and in live memory: index less offset."""
         plain = self._is_range and self._copies is None and self._repack is None
-        return self._offset if plain and not self._empty else None
+        return self._start - self._offset if plain else None
+
+    def within(self, indices: _Int64s) -> slice:
+        """Which of some ascending indices lie between the first and the last of the box."""
+        if self._empty or not indices.size:
+            return slice(0, 0)
+        if indices[0] >= self._start and indices[-1] < self._end:
+            return slice(0, indices.size)
+        first, last = np.searchsorted(indices, (self._start, self._end))
+        return slice(int(first), int(last))
 
     def __call__(self, indices: _Int64s) -> tuple[slice | _Int64s, Offsets]:
         """Find the elements of a delta that lie in the box.
@@ -90,21 +99,10 @@ class Locator:
 
     def _inside(self, indices: _Int64s) -> tuple[slice | _Int64s, Offsets]:
         """Which elements are in the box, and the live offsets of the first copies."""
-        if self._empty or not indices.size:
-            return slice(0, 0), np.empty(0, self._dtype)
-        within = slice(0, indices.size)
-        if indices[0] < self._start or indices[-1] >= self._end:
-            first, last = np.searchsorted(indices, (self._start, self._end))
-            within = slice(int(first), int(last))
-            indices = indices[within]
+        within = self.within(indices)
+        indices = indices[within]
         if self._is_range:
-            shift = self._start - self._offset
-            # Where a cast is all there is to do, it is twice as fast alone.
-            if shift == 0:
-                return within, indices.astype(self._dtype)
-            offsets = np.empty(indices.size, self._dtype)
-            np.subtract(indices, shift, out=offsets, casting="unsafe")
-            return within, offsets
+            return within, indices - (self._start - self._offset)
         positions, found = _in_box(indices, self._start, self._offset, self._dims)
         return positions + within.start, found
 

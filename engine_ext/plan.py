@@ -87,22 +87,20 @@ class Plan:
 
     def _piece_digest(self, name: str, target: Target, start: int) -> Digest:
         dtype = NAME_OF_TORCH[self.placement[name].spec.dtype]
-        stop = min(start + _SCAN_ELEMENTS, box_of(target.segment).end)
-        run = target.locator.run
-        if run is not None and target.host is not None:
-            first = run + start - target.segment.source_offset
-            bits = checkpoint_bits(target.host[first : first + stop - start], target.dtype, dtype)
+        stop = max(start, min(start + _SCAN_ELEMENTS, box_of(target.segment).end))
+        shift = target.locator.shift
+        if shift is not None and target.host is not None:
+            live = target.host[start - shift : stop - shift]
+            bits = checkpoint_bits(live, target.dtype, dtype)
             return tensor_digest(name, bits, start=start)
         total = Digest.ZERO
         step = _SCAN_INDICES if target.host is not None else _SCAN_ELEMENTS
         for begin in range(start, stop, step):
             indices = np.arange(begin, min(begin + step, stop))
-            chosen, offsets = target.locator(indices)
+            chosen, place = target.find(indices)
             once = slice(None, None, target.locator.copies)
-            bits = as_host(target.place(np.ascontiguousarray(offsets[once])).read())
-            total += tensor_digest(
-                name, checkpoint_bits(bits, target.dtype, dtype), indices[chosen][once]
-            )
+            bits = checkpoint_bits(as_host(place.read()), target.dtype, dtype)
+            total += tensor_digest(name, bits[once], indices[chosen][once])
         return total
 
 

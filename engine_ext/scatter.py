@@ -7,7 +7,7 @@ commit has left is to see that the old values still hold, and one scatter per li
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from engine_ext.writes import Place, StagedParam, Stager, Target, Write, spans
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
+_Piece = tuple[ParamDelta, tuple[Target, ...], bool, int, int]
 
 
 @dataclass(slots=True)
@@ -114,23 +115,21 @@ class ScatterApplier:
             self._check_param(delta)
         full = part.manifest.full
         stager = Stager(self.plan.rank, full, undo=not full or self._full_fits())
-        params = [StagedParam(delta) for delta in part.deltas]
-        pieces = [
-            (param, targets, start, stop)
-            for param in params
-            for targets in [self.plan.targets.get(param.delta.name, ())]
-            for start, stop in spans(param.delta, targets)
-        ]
-
-        def stage_piece(
-            piece: tuple[StagedParam, tuple[Target, ...], int, int],
-        ) -> StagedParam:
-            param, targets, start, stop = piece
-            digested = param.delta.name in self.plan.digested
-            return stager.span(param.delta, targets, digested, start, stop)
-
-        for piece, staged in zip(pieces, self._each(pieces, stage_piece), strict=True):
-            piece[0].absorb(staged)
+        pieces: list[_Piece] = []
+        counts = []
+        for delta in part.deltas:
+            targets = self.plan.targets.get(delta.name, ())
+            digested = delta.name in self.plan.digested
+            found = spans(delta, targets)
+            counts.append(len(found))
+            pieces += [(delta, targets, digested, start, stop) for start, stop in found]
+        shares = iter(self._each(pieces, lambda piece: stager.span(*piece)))
+        params = []
+        for delta, count in zip(part.deltas, counts, strict=True):
+            param = next(shares) if count else StagedParam(delta)
+            for _ in range(count - 1):
+                param.absorb(next(shares))
+            params.append(param)
         return StagedPart(part.manifest, params)
 
     def check_sync(self, staged: Sequence[StagedPart], *, full: bool) -> None:
@@ -173,7 +172,7 @@ class ScatterApplier:
             BaseMismatch: one does not. Nothing was written.
         """
         self._synchronize()
-        writes = [write for part in staged for write in part.writes]
+        writes = [w for part in staged for w in part.writes if w.old is not None]
         if not all(self._each(writes, Write.unchanged)):
             raise BaseMismatch("a weight changed between staging and commit; send the sync again")
 
@@ -421,8 +420,8 @@ def _overlap(deltas: Sequence[ParamDelta]) -> bool:
     return len(np.unique(indices)) != len(indices)
 
 
-def _sum(digests: Any) -> Digest:
-    total = Digest.ZERO
+def _sum(digests: Iterable[Digest]) -> Digest:
+    lane0 = lane1 = 0
     for digest in digests:
-        total += digest
-    return total
+        lane0, lane1 = lane0 + digest.lane0, lane1 + digest.lane1
+    return Digest(lane0, lane1)

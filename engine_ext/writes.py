@@ -7,7 +7,7 @@ commit has nothing left to compute. Values move as integers throughout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -54,23 +54,24 @@ class HostElements:
 
     flat: Bits
     offsets: Offsets
+    shift: int = 0
 
     @property
     def nbytes(self) -> int:
         return self.offsets.nbytes
 
     def read(self) -> Bits:
-        return kernels.read(self.flat, self.offsets)
+        return kernels.read(self.flat, self.offsets, self.shift)
 
     def holds(self, bits: Bits) -> bool:
-        return kernels.holds(self.flat, self.offsets, bits)
+        return kernels.holds(self.flat, self.offsets, bits, self.shift)
 
     def put(self, bits: Bits) -> None:
-        kernels.write(self.flat, self.offsets, bits)
+        kernels.write(self.flat, self.offsets, bits, self.shift)
 
     def swap(self, bits: Bits) -> Bits:
         """`read` and `put` in one pass, which does not fail half-way."""
-        return kernels.swap(self.flat, self.offsets, bits)
+        return kernels.swap(self.flat, self.offsets, bits, self.shift)
 
 
 @dataclass(slots=True)
@@ -216,11 +217,17 @@ class Target:
     flat: torch.Tensor
     host: Bits | None
 
-    def place(self, offsets: Offsets) -> HostElements | DeviceElements:
-        """The elements at these offsets."""
+    def find(self, indices: NDArray[np.int64]) -> tuple[Any, HostElements | DeviceElements]:
+        """Which of some ascending indices lie here, and where; see `Locator`."""
+        shift = self.locator.shift
+        if self.host is not None and shift is not None:
+            # As they are: offsets of their own would only cost memory.
+            within = self.locator.within(indices)
+            return within, HostElements(self.host, indices[within], shift)
+        chosen, offsets = self.locator(indices)
         if self.host is not None:
-            return HostElements(self.host, offsets)
-        return DeviceElements(self.flat, torch.from_numpy(offsets).to(self.flat.device))
+            return chosen, HostElements(self.host, offsets)
+        return chosen, DeviceElements(self.flat, torch.from_numpy(offsets).to(self.flat.device))
 
 
 def make_targets(
@@ -270,11 +277,12 @@ class StagedParam:
             self.replicas[ranks] = self.replicas.get(ranks, Digest.ZERO) + change
 
 
-def spans(delta: ParamDelta, targets: Sequence[Target]) -> Iterator[tuple[int, int]]:
+def spans(delta: ParamDelta, targets: Sequence[Target]) -> list[tuple[int, int]]:
     """The pieces in which a param is staged: ranges of its values."""
-    if targets:
-        step = _DEVICE_SPAN if targets[0].host is None else _HOST_SPAN
-        yield from ((start, min(start + step, delta.nnz)) for start in range(0, delta.nnz, step))
+    if not targets:
+        return []
+    step = _DEVICE_SPAN if targets[0].host is None else _HOST_SPAN
+    return [(start, min(start + step, delta.nnz)) for start in range(0, delta.nnz, step)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,10 +320,11 @@ class Stager:
         values = delta.values[start:stop]
         firsts: dict[int, Bits] = {}
         for number, target in enumerate(targets):
-            chosen, offsets = target.locator(indices)
-            if not offsets.size:
+            chosen, place = target.find(indices)
+            new = values[chosen]
+            if not new.size:
                 continue
-            write = _element_write(delta, target, offsets, values[chosen])
+            write = _element_write(place, live_bits(new, delta.dtype, target.dtype))
             if digested or target.host is None:
                 write.remember()
             if delta.indices is not None or not _in_boxes(target):
@@ -323,7 +332,7 @@ class Stager:
             # An element that is broadcast lies there several times, and counts once.
             copies = target.locator.copies
             if target.first == number and target.ranks[0] == self.rank:
-                staged.counted += offsets.size // copies
+                staged.counted += new.size // copies
             if not digested:
                 continue
             old = checkpoint_bits(as_host(write.old), target.dtype, delta.dtype)
@@ -338,7 +347,7 @@ class Stager:
                 )
             if target.first == number:
                 firsts[number] = old
-                own = indices[chosen][::copies], old[:, 0], values[chosen][::copies]
+                own = indices[chosen][::copies], old[:, 0], new[::copies]
                 self._count(staged, target, *own)
         return staged
 
@@ -370,13 +379,11 @@ def _in_boxes(target: Target) -> bool:
     return target.segment.repack is None
 
 
-def _element_write(delta: ParamDelta, target: Target, offsets: Offsets, values: Bits) -> Write:
-    place = target.place(offsets)
-    new = live_bits(values, delta.dtype, target.dtype)
+def _element_write(place: HostElements | DeviceElements, new: Bits) -> Write:
     if isinstance(place, HostElements):
         return Write(place, new)
     signed = np.dtype(f"i{new.itemsize}") if new.itemsize > 1 else new.dtype
-    return Write(place, torch.from_numpy(new.view(signed).copy()).to(target.flat.device))
+    return Write(place, torch.from_numpy(new.view(signed).copy()).to(place.flat.device))
 
 
 def as_host(bits: Any) -> Bits:

@@ -127,7 +127,8 @@ def run(options: argparse.Namespace, folder: Path, errors: Console) -> dict[str,
         times = {density: bench.compare(density) for density in _DENSITIES}
         commits = bench.doubling()
         extra = bench.extra_bytes()
-    console = Console(markup=False, highlight=False, soft_wrap=not sys.stdout.isatty())
+    width = None if sys.stdout.isatty() else 110
+    console = Console(markup=False, highlight=False, width=width)
     return report(console, bench, times, commits, extra)
 
 

@@ -24,10 +24,11 @@ BACKENDS = pytest.mark.parametrize("compiled", [True, False], ids=["numba", "num
     width=st.sampled_from([1, 2, 4, 8]),
     index=st.sampled_from([np.int32, np.int64]),
     chosen=st.sets(st.integers(0, 199)),
+    shift=st.sampled_from([0, 5, -7]),
     seed=st.integers(0, 1 << 20),
 )
 def test_elements_of_every_width(
-    compiled: bool, width: int, index: type, chosen: set[int], seed: int
+    compiled: bool, width: int, index: type, chosen: set[int], shift: int, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
     dtype = np.dtype(f"u{width}")
@@ -36,18 +37,19 @@ def test_elements_of_every_width(
     new.flags.writeable = False
     offsets = random.permutation(np.array(sorted(chosen), index))
     before, after = live.copy(), live.copy()
-    after[offsets] = new
+    old_bits, after[offsets] = before[offsets], new
+    offsets += index(shift)
     loops = kernels._loops_for if compiled else lambda live, offsets: None
     with mock.patch.object(kernels, "_loops_for", loops):
-        old = kernels.read(live, offsets)
+        old = kernels.read(live, offsets, shift)
         assert old.dtype == dtype
-        assert old.tolist() == before[offsets].tolist()
-        assert kernels.holds(live, offsets, old)
-        assert kernels.holds(live, offsets, new) == (old.tolist() == new.tolist())
-        assert kernels.swap(live, offsets, new).tolist() == old.tolist()
+        assert old.tolist() == old_bits.tolist()
+        assert kernels.holds(live, offsets, old, shift)
+        assert kernels.holds(live, offsets, new, shift) == (old.tolist() == new.tolist())
+        assert kernels.swap(live, offsets, new, shift).tolist() == old.tolist()
         assert live.tolist() == after.tolist()
-        assert kernels.holds(live, offsets, new)
-        kernels.write(live, offsets, old)
+        assert kernels.holds(live, offsets, new, shift)
+        kernels.write(live, offsets, old, shift)
         assert live.tolist() == before.tolist()
 
 

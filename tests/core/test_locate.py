@@ -145,10 +145,14 @@ def test_numpy_finds_the_same_as_numba(seg: Segment, indices: set[int]) -> None:
         assert located(seg, ascending) == compiled
 
 
-def test_a_run_is_where_flat_memory_can_be_read() -> None:
-    runs = {name for name, seg in CASES.items() if Locator(seg).run is not None}
-    assert runs == {"scalar", "whole", "row shard"}
-    assert Locator(CASES["row shard"]).run == 7
+def test_a_run_is_where_indices_are_offsets_but_for_a_shift() -> None:
+    runs = {name for name, seg in CASES.items() if Locator(seg).shift is not None}
+    assert runs == {"scalar", "empty", "whole", "row shard"}
+    for name in runs:
+        seg, everything = CASES[name], np.arange(64)
+        locator = Locator(seg)
+        found = everything[locator.within(everything)]
+        assert [(i, i - locator.shift) for i in found.tolist()] == pairs(seg)
 
 
 @PROPERTY
