@@ -24,12 +24,8 @@ _SCAN_ELEMENTS = 1 << 20
 _SCAN_INDICES = 1 << 15  # where indices are made too, their temporaries stay in a core's cache
 # Of a tensor that is not on a rank, as far as can be seen, though its loader uses it.
 _UNSEEN = "unseen"
-# Casts that lose nothing: the checkpoint's bits can be had back from live memory.
-_WIDENED = {
-    torch.bfloat16: (torch.float32, torch.float64),
-    torch.float16: (torch.float32, torch.float64),
-    torch.float32: (torch.float64,),
-}
+# Casts from which the checkpoint's bits can be had back from live memory, NaNs too.
+_WIDENED = {torch.bfloat16: (torch.float32,)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from engine_ext.placement import Placed, Repack, Segment, Status, TensorSpec
 from engine_ext.plan import make_plan
 from engine_ext.ranks import SingleRank
 from engine_ext.storage_index import StorageIndex
+from engine_ext.writes import checkpoint_bits, live_bits
 
 from .harness import (
     PROPERTY,
@@ -241,3 +242,10 @@ def test_boxes_are_equal_or_disjoint_and_cover_the_tensor(
     assert (placement["w"].status is Status.EXACT) == (reason == "")
     assert reason in placement["w"].reason
     assert sum(len(ranks) for ranks in holders["w"].values()) == len(by_rank)
+
+
+def test_every_bfloat16_comes_back_from_float32() -> None:
+    """Also NaNs: the digest of a widened tensor is that of the checkpoint's bits."""
+    values = np.arange(1 << 16, dtype=np.uint16)
+    wide = live_bits(values, "bfloat16", torch.float32)
+    assert np.array_equal(checkpoint_bits(wide, torch.float32, "bfloat16"), values)
