@@ -56,6 +56,8 @@ class Locator:
         self._repack = segment.repack
         self._dtype = offset_dtype(segment.live.flat().numel())
         self._is_range = not dims or (len(dims) == 1 and dims[0].source == dims[0].live == 1)
+        if not self._is_range:
+            _compiled()  # now, and not when the first sync waits for it
 
     @property
     def copies(self) -> int:

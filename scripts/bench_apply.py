@@ -197,7 +197,6 @@ class Bench:
                 known = found.setdefault(name, times)
                 found[name] = {phase: min(known[phase], times[phase]) for phase in times}
                 scatter_apply(self.model.plain, back)
-                self.model.scatter.rescan() if number == 0 else None
         return found
 
     def _loaded(self, deltas: Sequence[ParamDelta]) -> str:

@@ -61,8 +61,9 @@ class LiveModel:
 
     def checksum(self) -> str:
         """Of every bit of every parameter and buffer."""
+        threads = torch.get_num_threads()
         found = [
-            tensor_digest(entry.name, host_bits(bits_of(entry.flat()).cpu()), threads=4)
+            tensor_digest(entry.name, host_bits(bits_of(entry.flat()).cpu()), threads=threads)
             for entry in self.index.entries
         ]
         return sum(found[1:], found[0]).hex()

@@ -52,23 +52,39 @@ from .toy import CastBefore, PlainCopy, Replicated, ToyModel, Windows
     span=st.sampled_from([1, 7, 1 << 16]),
     threads=st.sampled_from([1, 3]),
     digested=st.booleans(),
+    host=st.booleans(),
 )
 def test_applied_and_taken_back(
-    shard: Shard, density: float, seed: int, dense: bool, span: int, threads: int, digested: bool
+    shard: Shard,
+    density: float,
+    seed: int,
+    dense: bool,
+    span: int,
+    threads: int,
+    digested: bool,
+    host: bool,
 ) -> None:
-    """Any shard, any density, any pieces: live memory ends as a fresh load leaves it."""
+    """Any shard, any density, any pieces: live memory ends as a fresh load leaves it.
+
+    With `host` off by the operators for other devices, on the CPU.
+    """
     model = shard.model(number=2)
     base = base_checkpoint(model, seed)
     served = serve(model, base, apply="scatter", threads=threads)
+    plan = served.applier.plan
     if not digested:
-        served.applier.plan = replace(served.applier.plan, digested=frozenset())
-        served.applier.rescan()
+        plan = replace(plan, digested=frozenset())
+    if not host:
+        targets = {n: tuple(replace(t, host=None) for t in ts) for n, ts in plan.targets.items()}
+        plan = replace(plan, targets=targets)
+    served.applier.plan = plan
+    served.applier.rescan()
     target = {name: changed(tensor, seed + 7, density) for name, tensor in base.items()}
     deltas = [
         dense_delta(n, target[n]) if dense and n == "w1" else delta_between(n, base[n], target[n])
         for n in base
     ]
-    with mock.patch("engine_ext.writes._HOST_SPAN", span):
+    with mock.patch.multiple("engine_ext.writes", _HOST_SPAN=span, _DEVICE_SPAN=span):
         assert attempt(served, parts_of(deltas)) is None
     assert memory(served.model) == memory(load(model, target))
 

@@ -1,0 +1,76 @@
+"""The apply benchmark, from start to end on a smaller model, and stopped in the middle."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import bench_apply
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "bench_apply.py"
+
+
+def start(folder: Path, *options: str) -> subprocess.Popen[str]:
+    """The script, with its temporary folders in `folder`."""
+    paths = os.pathsep.join(str(ROOT / name) for name in (".", "server", "scripts"))
+    return subprocess.Popen(
+        [sys.executable, SCRIPT, *options],
+        env={**os.environ, "PYTHONPATH": paths, "TMPDIR": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def left_in(folder: Path) -> list[str]:
+    return [path.name for path in folder.glob("delta-bench-*")]
+
+
+@pytest.mark.full
+def test_every_way_leaves_the_bits_of_a_load(tmp_path: Path) -> None:
+    process = start(tmp_path, "--layers", "1", "--runs", "1", "--threads", "2", "--json")
+    out, err = process.communicate(timeout=280)
+    assert process.returncode == 0, err[-4000:]
+    found = json.loads(out.splitlines()[-1])
+    assert found.keys() == {
+        "scatter_vs_masked",
+        "scatter_vs_vllm",
+        "doubling",
+        "extra_bytes_per_nnz",
+    }
+    for way in ("scatter_vs_masked", "scatter_vs_vllm"):
+        assert found[way].keys() == {"0.006", "0.02", "0.03"}
+        assert all(times > 1 for times in found[way].values())
+    assert 0 < found["extra_bytes_per_nnz"] <= 16
+    assert left_in(tmp_path) == []
+
+
+@pytest.mark.full
+def test_interrupted_it_cleans_up(tmp_path: Path) -> None:
+    process = start(tmp_path, "--layers", "1")
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("delta-bench-*/*/model.safetensors")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err[-4000:]
+    assert "interrupted" in err
+    assert left_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("wrong", [["--threads", "0"], ["--device", "tpu"], ["more"]])
+def test_bad_usage(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        bench_apply.main(wrong)
+    assert caught.value.code == 2
+    assert "usage" in capsys.readouterr().err
