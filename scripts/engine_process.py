@@ -83,7 +83,7 @@ class EngineProcess:
         command_prefix: Sequence[str] = (),
         extra_env: Mapping[str, str] | None = None,
         log_path: Path | None = None,
-        start_timeout_s: float = 240.0,
+        start_timeout_s: float = 480.0,
     ) -> None:
         self.port = _free_port()
         self.url = f"http://{HOST}:{self.port}"
