@@ -74,6 +74,16 @@ class Receiver:
         self._applier = applier
         self._transaction = Transaction(applier, self._ranks)
 
+    def weights_replaced(self, by: str) -> None:
+        """Note that the engine itself has loaded other weights; only a full sync is taken then.
+
+        Args:
+            by: what did it, for the refusals.
+        """
+        self.state.foreign = by
+        self._drop()
+        self._undo = []
+
     def handle(self, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Carry out one operation; the answer has ``ok`` or ``error`` (see `DeltaError.to_wire`).
 
@@ -177,7 +187,7 @@ class Receiver:
         finally:
             self._staging.clear()
         commit_ms = (time.perf_counter() - start) * 1e3
-        if self.state.uncertain:
+        if self.state.uncertain or self.state.foreign is not None:
             # What the old values were is not known to anybody; they cannot be gone back to.
             log = None
         continued = sync.continues and sync.version == base

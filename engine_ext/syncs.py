@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from engine_ext.errors import (
+    BaseMismatch,
     Conflict,
     EngineUncertain,
     MalformedPart,
@@ -93,6 +94,8 @@ class SyncState:
         self.stage_timeout = stage_timeout
         self.uncertain = False
         self.asleep = False
+        # What has changed the weights since the last sync, other than a sync; None: nothing.
+        self.foreign: str | None = None
         self.sync: Sync | None = None
         self._committed: set[str] = set()
         # Version and committed parts before the last version; None where it cannot be gone back to.
@@ -132,7 +135,8 @@ class SyncState:
 
     def seen(self, version: int, identity: str) -> bool:
         """Whether a part with this identity was committed at the version the engine is at."""
-        return not self.uncertain and version == self.version and identity in self._committed
+        known = not self.uncertain and self.foreign is None
+        return known and version == self.version and identity in self._committed
 
     def check_writable(self, *, full: bool) -> None:
         """Refuse a sync that the weights cannot take as they are now.
@@ -140,11 +144,17 @@ class SyncState:
         Raises:
             WeightsAsleep: their memory is released.
             EngineUncertain: nobody knows what they are, and the sync is not a ``full`` one.
+            BaseMismatch: the engine has loaded others itself, and the sync is not a ``full`` one.
         """
         if self.asleep:
             raise WeightsAsleep("the engine has released its weights; wake it up first")
         if self.uncertain and not full:
             raise EngineUncertain("an earlier write failed half-way; send a full sync")
+        if self.foreign is not None and not full:
+            raise BaseMismatch(
+                f"the weights are of no version that is known here, after {self.foreign}; send a "
+                "full sync"
+            )
 
     def settle(self, part: int, *, staged: bool) -> None:
         """Record that an admitted part is staged on every rank, or that it was refused."""
@@ -166,6 +176,7 @@ class SyncState:
         assert self.sync is not None
         sync, self.sync = self.sync, None
         self.uncertain = uncertain
+        self.foreign = None
         if uncertain:
             self._committed.clear()
             self.previous = None

@@ -22,7 +22,7 @@ from delta_server.commits import Commits, Engine, call, sum_by_name, total_diges
 from delta_server.requests import Options, part_id
 from delta_server.spool import Spool, Spooled
 from engine_ext.digest import Digest
-from engine_ext.errors import DeltaError, MalformedPart, NotUpdatable
+from engine_ext.errors import CommitFailed, DeltaError, MalformedPart, NotUpdatable
 from engine_ext.settings import Settings
 from engine_ext.syncs import PartId
 from engine_ext.wire import Limits
@@ -290,9 +290,17 @@ class DeltaService:
             wait = min(wait * 2, _POLL_MOST_S)
 
     async def _commit(self, part: PartId, options: Options, outcome: _Outcome) -> dict[str, Any]:
-        committed, outcome.timings["pause_ms"] = await self.commits.run(
-            "commit", {"version": part.version, "sync_id": part.sync_id}, options
-        )
+        try:
+            committed, outcome.timings["pause_ms"] = await self.commits.run(
+                "commit", {"version": part.version, "sync_id": part.sync_id}, options
+            )
+        except CommitFailed:
+            raise
+        except Exception:
+            # Nothing was written. What stays staged would keep the next sync out.
+            with contextlib.suppress(Exception):
+                await self._call("drop")
+            raise
         outcome.timings["commit_ms"] = committed["commit_ms"]
         return committed
 

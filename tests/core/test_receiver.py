@@ -392,6 +392,31 @@ def hold_another(receiver: Receiver) -> None:
     receiver.handle("settle", {"part": 0, "staged": True})
 
 
+def test_weights_that_the_engine_has_loaded_itself_take_only_a_full_sync(ranks: Ranks) -> None:
+    """Nobody knows what a delta would be added to, or what a rollback would restore."""
+    data = body()
+    errors_of(ranks.engine.apply(part_id(data), data), none=True)
+    later = body(2)
+    errors_of(ranks.engine.stage(part_id(later), later), none=True)
+    for receiver in ranks.engine.receivers:
+        receiver.weights_replaced("the engine's own update")
+    assert [s["staged"] for s in ranks.engine.status()] == [None] * 3
+    for answers in (
+        ranks.engine.stage(part_id(data), data),
+        ranks.engine.stage(part_id(later), later),
+        ranks.engine.call("rollback"),
+    ):
+        assert {e["type"] for e in errors_of(answers)} == {"BaseMismatch"}
+    assert ranks.written == [1, 1, 1]
+    assert ranks.states() == {(1, "certain")}
+    whole = body(3, full=True)
+    errors_of(ranks.engine.apply(part_id(whole), whole), none=True)
+    assert [s["can_roll_back"] for s in ranks.engine.status()] == [False] * 3
+    after = body(4)
+    errors_of(ranks.engine.apply(part_id(after), after), none=True)
+    assert ranks.states() == {(4, "certain")}
+
+
 @pytest.mark.parametrize("lose", [lose_sync, lose_part, hold_another])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_that_lacks_a_part_refuses_for_all(

@@ -131,6 +131,20 @@ def test_409_asleep(server: Server) -> None:
     assert server.complete().status_code == 200
 
 
+def test_only_a_full_sync_follows_weights_that_vllm_has_loaded_itself(server: Server) -> None:
+    """A delta builds on the weights of a version, and those are gone; generation goes on."""
+    server.engine.post("/collective_rpc", json={"method": "reload_weights"}).raise_for_status()
+    body = server.next()
+    answer = server.post(body)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (409, "BaseMismatch")
+    assert server.complete().status_code == 200
+    metadata = {"current_version": str(server.trainer.version), "full": "true"}
+    dense = dict.fromkeys(server.trainer.tensors)
+    healed = server.post(container(server.trainer.tensors, dense, metadata=metadata)).json()
+    assert healed.get("status") == "committed", healed
+    server.sync()
+
+
 def test_a_sender_without_the_token(server: Server) -> None:
     with DeltaSender(server.engine.url, server.trainer.tensors.items()) as sender:
         with pytest.raises(SyncFailed) as failed:

@@ -396,6 +396,8 @@ def test_a_cache_that_is_not_reset_is_an_error(rig: Rig) -> None:
     assert same(rig.engine.weights, BASE)
     assert rig.engine.weight_version == str(VERSION)
     assert rig.post(COMPLETIONS).status_code == 200
+    # Nothing stays staged that would keep another sender out.
+    assert [receiver.state.sync for receiver in rig.engine.receivers] == [None, None]
     rig.assert_committed(rig.send(delta_part()), NEXT, 8)
 
 

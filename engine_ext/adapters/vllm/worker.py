@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -72,9 +72,23 @@ def equip(worker: Any, chosen: settings.Settings) -> None:
 
     worker.load_model = loaded
     worker.sleep, worker.wake_up = slept, woken
+    for name in ("reload_weights", "update_weights"):
+        setattr(worker, name, _noted(worker, name))
     if not hasattr(worker, "delta_updates"):  # a patched vLLM has the method in its own source
         worker.delta_updates = updates
     worker.delta_buffer_checksums = functools.partial(buffer_checksums, worker)
+
+
+def _noted(worker: Any, name: str) -> Callable[..., Any]:
+    """The worker's method, which loads weights; the receiver learns of it before it does."""
+    original: Callable[..., Any] = getattr(worker, name)
+
+    @functools.wraps(original)
+    def replace(*args: Any, **kwargs: Any) -> Any:
+        worker.delta_receiver.weights_replaced(f"vLLM's {name}")
+        return original(*args, **kwargs)
+
+    return replace
 
 
 def _keep_checkpoint_layout() -> None:
@@ -119,7 +133,8 @@ def build_receiver(
         model=model,
         load_weights=_loader(model, config),
         checkpoint=functools.partial(checkpoint, model, config) if _reads(config) else None,
-        reload=lambda weights: worker.reload_weights(weights_iterator=iter(weights)),
+        # The class's: the worker's own tells the receiver that somebody else has loaded weights.
+        reload=lambda w: type(worker).reload_weights(worker, weights_iterator=iter(w)),
         ranks=WorldRanks(),
         repacks=learner.repacks,
         refusals=learner.refusals,
