@@ -43,13 +43,20 @@ _GENERATION = (
 
 
 def attach(app: FastAPI) -> None:
-    """Add the endpoints to an app. ``app.state.delta_service`` must be set before it serves."""
+    """Add the endpoints to an app. ``app.state.delta_service`` must be set before it serves.
+
+    An app whose lifespan has begun takes no middleware any more: there the guard goes around all
+    that it has.
+    """
     app.add_api_route("/update_weights_delta", update_weights_delta, methods=["POST"])
     app.add_api_route("/update_weights_from_disk", update_weights_from_disk, methods=["POST"])
     app.add_api_route("/delta_status", delta_status, methods=["GET"])
     app.add_api_route("/delta_digest", delta_digest, methods=["GET"])
     app.add_api_route("/delta_rollback", delta_rollback, methods=["POST"])
-    app.add_middleware(UncertainGuard, state=app.state)
+    if app.middleware_stack is None:
+        app.add_middleware(UncertainGuard, state=app.state)
+    else:
+        app.middleware_stack = UncertainGuard(app.middleware_stack, state=app.state)
 
 
 async def update_weights_delta(request: Request) -> JSONResponse:

@@ -1,0 +1,1 @@
+"""The adapter for SGLang 0.5.23."""

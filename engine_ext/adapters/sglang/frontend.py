@@ -1,0 +1,157 @@
+"""SGLang's front end: the endpoints in its own FastAPI app, and the engine as they see it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import msgspec
+
+from engine_ext.adapters.sglang.channel import Channel
+from engine_ext.adapters.sglang.hooks import LOAD_FORMAT
+from engine_ext.settings import Settings
+
+_DISK_PATH = "/update_weights_from_disk"
+_IDLE_POLL_S = 0.05
+
+
+async def serve(app: Any, manager: Any, chosen: Settings) -> None:
+    """Put the endpoints into an app that is about to serve, and connect them with the engine.
+
+    Raises:
+        DeltaError: some rank has no receiver; the server does not start.
+    """
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    from delta_server.app import attach
+    from delta_server.service import DeltaService
+
+    service = DeltaService(SglangEngine(manager), chosen)
+    await service.start()
+    app.state.delta_service = service
+    theirs = list(app.router.routes)
+    attach(app)
+    ours = [route for route in app.router.routes if route not in theirs]
+    for route in ours:
+        # As SGLang's own updates: the admin's key, where there is one, opens them.
+        auth_level(AuthLevel.ADMIN_OPTIONAL)(route.endpoint)
+    _choose_by_format(ours, theirs)
+    app.router.routes[:] = [*ours, *theirs]
+
+
+def _choose_by_format(ours: list[Any], theirs: list[Any]) -> None:
+    """Let disk updates of other formats go to SGLang's own route of that path."""
+    [delta] = [route for route in ours if route.path == _DISK_PATH]
+    [other] = [route for route in theirs if getattr(route, "path", None) == _DISK_PATH]
+    delta.app = DiskUpdates(delta.app, other.app)
+
+
+class DiskUpdates:
+    """ASGI app: a disk update of the format ``delta`` goes to one app, others to another."""
+
+    def __init__(self, delta: Any, other: Any) -> None:
+        self._delta = delta
+        self._other = other
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        messages = []
+        more = True
+        while more:
+            message = await receive()
+            messages.append(message)
+            more = message["type"] == "http.request" and message.get("more_body", False)
+        body = b"".join(message.get("body", b"") for message in messages)
+
+        async def again() -> Any:
+            return messages.pop(0) if messages else await receive()
+
+        app = self._delta if _format(body) == LOAD_FORMAT else self._other
+        await app(scope, again, send)
+
+
+class _Format(msgspec.Struct):
+    load_format: Any = None
+
+
+def _format(body: bytes) -> Any:
+    with contextlib.suppress(msgspec.MsgspecError):
+        return msgspec.json.decode(body, type=_Format).load_format
+    return None
+
+
+class SglangEngine:
+    """The engine as the endpoints see it (`delta_server.commits.Engine`)."""
+
+    name = "sglang"
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self._channel = Channel(manager)
+
+    async def call(self, operation: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        """One operation of the receiver on every rank; their answers, in rank order.
+
+        Raises:
+            RuntimeError: the engine died before all ranks had answered.
+        """
+        return await self._channel.call(operation, arguments)
+
+    async def is_paused(self) -> bool:
+        return bool(self._manager.is_pause)
+
+    async def pause(self, mode: str, *, flush_cache: bool) -> None:
+        """Stop scheduling. With `flush_cache` all KV is dropped; kept requests are recomputed.
+
+        Raises:
+            RuntimeError: the cache could not be flushed.
+        """
+        if mode == "keep":
+            await self._pause("retract" if flush_cache else "in_place")
+        elif mode == "abort":
+            await self._pause("abort")
+        else:
+            await self._wait_for_requests()
+        if flush_cache:
+            await self._flush()
+
+    async def flush_cache(self) -> None:
+        """Drop all KV of a paused engine; the requests in flight are recomputed.
+
+        Raises:
+            RuntimeError: the engine did not.
+        """
+        await self._pause("retract")
+        await self._flush()
+
+    async def resume(self) -> None:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        await self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+
+    async def set_weight_version(self, version: str) -> None:
+        from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+
+        await self._manager.update_weight_version(
+            UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
+        )
+
+    async def get_weight_version(self) -> str:
+        return str(self._manager.config_value("weight_version"))
+
+    async def _pause(self, mode: str) -> None:
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
+
+    async def _wait_for_requests(self) -> None:
+        """Let no new request in, and wait for those in flight, as SGLang's mode ``abort`` does."""
+        async with self._manager.is_pause_cond:
+            self._manager.is_pause = True
+        while await self._manager.model_update_lock.is_locked():
+            await asyncio.sleep(_IDLE_POLL_S)
+
+    async def _flush(self) -> None:
+        result = await self._manager.flush_cache()
+        if not result.success:
+            raise RuntimeError(f"SGLang did not flush its cache: {result.message}")

@@ -1,0 +1,181 @@
+"""What SGLang calls, whichever way delta updates got in.
+
+On an unmodified SGLang the wrappers of `plugin` call these functions; with ``patches/`` applied,
+SGLang's own source does, and knows this module by the name `NAME`. That name in a module of SGLang
+is how one tells a patched source, and why there is never a second hook.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from engine_ext import settings
+
+NAME = "delta_hooks"
+LOAD_FORMAT = "delta"
+
+# The modules of SGLang that the patches let import this one.
+_PATCHED = (
+    "sglang.srt.server_args",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.model_executor.model_runner",
+    "sglang.srt.managers.scheduler_components.weight_updater",
+)
+
+
+def in_source() -> bool:
+    """Whether SGLang's own source has the flags; then the plugin has nothing to do."""
+    from sglang.srt import server_args
+
+    return hasattr(server_args, NAME)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags to SGLang's parser."""
+    settings.add_arguments(parser)
+
+
+def read_arguments(args: argparse.Namespace) -> bool:
+    """Export the settings, before SGLang starts a process, if delta updates are asked for.
+
+    The load format ``delta`` asks for them as ``--enable-delta-updates`` does. It becomes
+    ``auto`` then: SGLang takes the format it was started with as the default of later disk
+    updates, which must keep their meaning.
+
+    Returns:
+        Whether they are.
+
+    Raises:
+        ValueError: names the option that is in the way, or the files of SGLang that are not
+            patched although others are.
+    """
+    if str(getattr(args, "load_format", "")).lower() == LOAD_FORMAT:
+        args.enable_delta_updates = True
+        args.load_format = "auto"
+    chosen = settings.from_namespace(args)
+    if chosen is None:
+        return False
+    patched = _is_patched()
+    _refuse_untested(args, patched)
+    chosen.export()
+    return True
+
+
+async def attach(app: Any, manager: Any) -> None:
+    """Put the endpoints into the app of one HTTP process, if delta updates are asked for.
+
+    Called in the app's lifespan, when SGLang's processes are up and nothing is served yet.
+
+    Args:
+        app: SGLang's FastAPI app.
+        manager: its tokenizer manager.
+
+    Raises:
+        RuntimeError: a rank has no receiver; the server does not start.
+    """
+    chosen = settings.from_environment()
+    if chosen is None:
+        return
+    from engine_ext.adapters.sglang.frontend import serve
+
+    _log_as_sglang()
+    await serve(app, manager, chosen)
+
+
+def load_model(runner: Any, load: Callable[[], None] | None = None) -> None:
+    """Load a runner's model, and make its receiver if delta updates are asked for.
+
+    Args:
+        runner: SGLang's model runner; a draft model's gets no receiver.
+        load: loads the model; the runner's own method if None.
+
+    Raises:
+        RuntimeError: nothing can be certified. SGLang then does not start.
+    """
+    load = load or runner.load_model
+    chosen = settings.from_environment()
+    if chosen is None or runner.is_draft_worker:
+        load()
+        return
+    from engine_ext.adapters.sglang.rank import equip
+
+    _log_as_sglang()
+    equip(runner, chosen, load)
+
+
+def update_weights(updater: Any, request: Any) -> Any:
+    """Answer a request whose load format is ``delta``; runs on every rank and never raises.
+
+    Args:
+        updater: the rank's `SchedulerWeightUpdaterManager`.
+        request: an `UpdateWeightFromDiskReqInput`, of which `manifest` says what to do.
+
+    Returns:
+        An `UpdateWeightFromDiskReqOutput`; SGLang sends rank 0's to the process that asked.
+    """
+    from engine_ext.adapters.sglang.rank import answer
+
+    return answer(updater, request)
+
+
+def _log_as_sglang() -> None:
+    """Let what this package logs come out where SGLang's own log does: at the root."""
+    logging.getLogger("engine_ext").setLevel(logging.INFO)
+    logging.getLogger("delta_server").setLevel(logging.INFO)
+
+
+def _is_patched() -> bool:
+    """Whether SGLang's source has the hooks.
+
+    Raises:
+        ValueError: some modules have them and others have not.
+    """
+    if not in_source():
+        return False
+    bare = [name for name in _PATCHED if not hasattr(importlib.import_module(name), NAME)]
+    if bare:
+        raise ValueError(
+            f"this SGLang is patched only in part, {', '.join(bare)} not at all; "
+            "scripts/apply_patches.py sglang --status says more"
+        )
+    return True
+
+
+def _refuse_untested(args: Any, patched: bool) -> None:
+    """Refuse, before anything is loaded, what the delta endpoints cannot serve.
+
+    Raises:
+        ValueError: says which option is in the way.
+    """
+
+    def refuse(option: str, why: str) -> None:
+        raise ValueError(f"--enable-delta-updates does not work with {option} yet: {why}")
+
+    def above_one(name: str) -> bool:
+        return (getattr(args, name, None) or 1) > 1
+
+    if above_one("dp_size") or above_one("attn_dp_size"):
+        refuse("--dp-size above 1", "the replicas' versions are not kept together")
+    if above_one("pp_size"):
+        refuse("--pp-size above 1", "only the ranks of one pipeline stage vote on a commit")
+    if above_one("nnodes"):
+        refuse("several hosts", "the spool folder is read by every rank")
+    if getattr(args, "enable_lora", None) or getattr(args, "lora_paths", None):
+        refuse("--enable-lora", "LoRA layers rename the weights")
+    if getattr(args, "weight_cache_mode", None) not in (None, "off"):
+        refuse("--weight-cache-mode", "the weights belong to several engines")
+    if getattr(args, "enable_eplb", False):
+        refuse("--enable-eplb", "experts move between the ranks")
+    for name in ("encoder_only", "smg_grpc_mode", "grpc_mode", "use_ray", "enable_http2"):
+        if getattr(args, name, False):
+            option = "--" + name.replace("_", "-")
+            refuse(option, "it has no delta endpoints; use the plain HTTP server")
+    if above_one("tokenizer_worker_num") and not patched:
+        refuse(
+            "--tokenizer-worker-num above 1",
+            "those processes load no plugins; apply the source patches (patches/README.md)",
+        )

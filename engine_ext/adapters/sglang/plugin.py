@@ -1,0 +1,101 @@
+"""The entry point that SGLang loads in its launcher and its schedulers, for an unmodified SGLang.
+
+In the launcher it adds the flags to the engine's own parser; when they are used, it exports the
+settings and puts the endpoints in. In a scheduler it finds the settings in the environment and
+hooks the loading of the model and the disk updates. Without the flag nothing but the parser is
+touched. SGLang logs and swallows what a plugin raises, so nothing here relies on raising: the flag
+itself does not exist where this module could not be loaded, and the endpoints ask every rank for
+its receiver before the server serves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import AsyncIterator
+from typing import Any
+
+from engine_ext import settings
+from engine_ext.adapters.sglang import hooks
+
+
+def register() -> None:
+    """Install the hooks; safe to call more than once per process.
+
+    A SGLang that was patched has them in its source: there this does nothing.
+    """
+    if hooks.in_source():
+        return
+    _add_flags()
+    if settings.from_environment() is not None:
+        _hook_schedulers()
+
+
+def _add_flags() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    if hasattr(ServerArgs.add_cli_args, "delta_updates"):
+        return
+    original_add = ServerArgs.add_cli_args
+    original_from = ServerArgs.from_cli_args.__func__
+
+    @functools.wraps(original_add)
+    def add_cli_args(parser: Any) -> None:
+        original_add(parser)
+        hooks.add_arguments(parser)
+
+    @functools.wraps(original_from)
+    def from_cli_args(cls: type[Any], args: Any) -> Any:
+        if hooks.read_arguments(args):
+            _hook_server()
+        return original_from(cls, args)
+
+    add_cli_args.delta_updates = True  # type: ignore[attr-defined]
+    ServerArgs.add_cli_args = staticmethod(add_cli_args)
+    ServerArgs.from_cli_args = classmethod(from_cli_args)
+
+
+def _hook_server() -> None:
+    """Attach the endpoints when the app of this process starts."""
+    from sglang.srt.entrypoints import http_server
+
+    app = http_server.app
+    original = app.router.lifespan_context
+    if hasattr(original, "delta_updates"):
+        return
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Any) -> AsyncIterator[Any]:
+        await hooks.attach(app, http_server.get_global_state().tokenizer_manager)
+        async with original(app) as state:
+            yield state
+
+    lifespan.delta_updates = True  # type: ignore[attr-defined]
+    app.router.lifespan_context = lifespan
+
+
+def _hook_schedulers() -> None:
+    """Make the receivers of this process, and let them answer."""
+    from sglang.srt.managers.scheduler_components.weight_updater import (
+        SchedulerWeightUpdaterManager,
+    )
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    if hasattr(ModelRunner.load_model, "delta_updates"):
+        return
+    original_load = ModelRunner.load_model
+    original_update = SchedulerWeightUpdaterManager.update_weights_from_disk
+
+    @functools.wraps(original_load)
+    def load_model(runner: Any) -> None:
+        hooks.load_model(runner, functools.partial(original_load, runner))
+
+    @functools.wraps(original_update)
+    def update_weights_from_disk(updater: Any, request: Any) -> Any:
+        if request.load_format == hooks.LOAD_FORMAT:
+            return hooks.update_weights(updater, request)
+        return original_update(updater, request)
+
+    load_model.delta_updates = True  # type: ignore[attr-defined]
+    ModelRunner.load_model = load_model
+    SchedulerWeightUpdaterManager.update_weights_from_disk = update_weights_from_disk

@@ -1,0 +1,182 @@
+"""SGLang's scheduler side: a receiver in every rank, made right after the model is loaded."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import msgspec
+import torch
+
+from engine_ext import settings
+from engine_ext.adapters.sglang.channel import Call
+from engine_ext.adapters.sglang.constants import ConstantsWatch
+from engine_ext.assemble import LoadedModel, make_receiver
+from engine_ext.errors import DeltaError
+from engine_ext.receiver import Receiver
+from engine_ext.tracing import LoadWeights
+
+logger = logging.getLogger(__name__)
+
+_WRITES = ("commit", "rollback")
+
+
+def equip(runner: Any, chosen: settings.Settings, load: Callable[[], None]) -> None:
+    """Load a runner's model and give the runner its receiver.
+
+    Args:
+        runner: SGLang's model runner; no KV cache is allocated yet.
+        chosen: the user's flags.
+        load: loads the model.
+
+    Raises:
+        RuntimeError: nothing can be certified. SGLang then does not start.
+    """
+    with ConstantsWatch() as constants:
+        load()
+    runner.delta_receiver = build_receiver(runner, chosen, constants)
+    _watch_memory(runner.delta_receiver)
+
+
+def build_receiver(runner: Any, chosen: settings.Settings, constants: ConstantsWatch) -> Receiver:
+    """Trace and certify the runner's model and make its receiver."""
+    from sglang.srt.runtime_context import get_parallel
+
+    if runner.startup_weight_load is not None:
+        raise RuntimeError("delta updates need the weights before SGLang serves, not while it does")
+    parallel = get_parallel()
+    if parallel.num_dp_ranks > 1 or parallel.pp_size > 1:
+        raise RuntimeError("delta updates do not work with data or pipeline parallel yet")
+    loaded = LoadedModel(
+        model=runner.model,
+        load_weights=_loader(runner),
+        checkpoint=functools.partial(checkpoint, runner) if _reads(runner) else None,
+        reload=functools.partial(_reload, runner),
+        ranks=TensorRanks(parallel.tp_group.cpu_group),
+        constants=constants.known,
+    )
+    return make_receiver(loaded, chosen)
+
+
+def answer(updater: Any, request: Any) -> Any:
+    """Carry out one operation on this rank and answer for all of them; never raises.
+
+    Every rank comes to the gather, whatever went wrong on it, so that none waits for another.
+    """
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
+
+    try:
+        call = Call.of(request.manifest)
+    except msgspec.ValidationError as error:
+        # The same request is on every rank, so all of them leave here.
+        return UpdateWeightFromDiskReqOutput(
+            success=False, message=f"deltas are sent to the delta endpoints ({error})"
+        )
+    try:
+        answers = TensorRanks(updater.tp_cpu_group).all_gather(_handle(updater, call))
+        return UpdateWeightFromDiskReqOutput(success=True, message=call.reply(answers))
+    except Exception as error:
+        logger.exception("delta updates: the ranks' answers could not be gathered")
+        return UpdateWeightFromDiskReqOutput(
+            success=False, message=call.failure(f"{type(error).__name__}: {error}")
+        )
+
+
+def _handle(updater: Any, call: Call) -> dict[str, Any]:
+    try:
+        receiver: Receiver | None = getattr(updater.tp_worker.model_runner, "delta_receiver", None)
+        if receiver is None:
+            raise DeltaError("this rank was started without --enable-delta-updates")
+        receiver.state.asleep = _WEIGHTS in updater.offload_tags
+        if call.operation in _WRITES:
+            # A forward pass may still run on a stream of its own.
+            torch.get_device_module().synchronize()
+        found: dict[str, Any] = receiver.handle(call.operation, call.arguments)
+        return found
+    except Exception as error:
+        failure = error if isinstance(error, DeltaError) else DeltaError(repr(error))
+        return {"error": failure.to_wire()}
+
+
+# SGLang's name for the weights' share of its memory.
+_WEIGHTS = "weights"
+
+
+def _watch_memory(receiver: Receiver) -> None:
+    """Note when SGLang throws the weights away: what comes back is not what any version was."""
+    from sglang.srt.managers.scheduler_components.weight_updater import (
+        SchedulerWeightUpdaterManager as Updater,
+    )
+    from sglang.srt.runtime_context import get_exec
+
+    features = get_exec().features
+    if not features.enable_memory_saver or features.enable_weights_cpu_backup:
+        return
+    original = Updater.release_memory_occupation
+
+    @functools.wraps(original)
+    def release_memory_occupation(updater: Any, request: Any) -> Any:
+        if not request.tags or _WEIGHTS in request.tags:
+            receiver.state.uncertain = True
+        return original(updater, request)
+
+    Updater.release_memory_occupation = release_memory_occupation
+
+
+def _reads(runner: Any) -> bool:
+    """Whether the load format reads a checkpoint's tensors one by one."""
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    return isinstance(runner.loader, DefaultModelLoader)
+
+
+def checkpoint(runner: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The checkpoint's tensors as SGLang's own loader reads them, on the CPU."""
+    weights: Iterator[tuple[str, torch.Tensor]] = runner.loader._get_all_weights(
+        runner.model_config, runner.model
+    )
+    return weights
+
+
+def _loader(runner: Any) -> LoadWeights:
+    from sglang.srt.model_loader.utils import set_default_torch_dtype
+
+    def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> object:
+        with set_default_torch_dtype(runner.model_config.dtype):
+            return runner.model.load_weights(weights)
+
+    return load_weights
+
+
+def _reload(runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Load weights into the running model as SGLang's own disk updates do.
+
+    Raises:
+        RuntimeError: the loader failed.
+    """
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+    from sglang.srt.model_loader.utils import set_default_torch_dtype
+
+    device = torch.device(runner.device)
+    with set_default_torch_dtype(runner.model_config.dtype):
+        DefaultModelLoader.restore_weights_before_loading(runner.model, device)
+        DefaultModelLoader.load_weights_and_postprocess(runner.model, iter(weights), device)
+
+
+class TensorRanks:
+    """The ranks of a tensor parallel group, over its CPU group."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.rank = int(torch.distributed.get_rank(group))
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order."""
+        size = torch.distributed.get_world_size(self._group)
+        if size == 1:
+            return [value]
+        values: list[Any] = [None] * size
+        torch.distributed.all_gather_object(values, value, group=self._group)
+        return values
