@@ -70,7 +70,12 @@ class EngineProcess:
             wants more than the one ``OMP_NUM_THREADS`` per rank.
         log_path: File for the server's output; a temporary one if None. It is kept.
         start_timeout_s: Seconds until a server that does not answer ``/health`` is given up.
+
+    Attributes:
+        name: the engine's.
     """
+
+    name = "vLLM"
 
     def __init__(
         self,
@@ -88,9 +93,9 @@ class EngineProcess:
         self.port = _free_port()
         self.url = f"http://{HOST}:{self.port}"
         self.log_path = log_path or _temporary_log()
-        command = _command(model, self.port, tp, enable_delta, extra_args)
-        self._command = [*command_prefix, *command]
-        self._env = _environment(dev_mode, extra_env or {})
+        command = self._server_command(model, tp, enable_delta)
+        self._command = [*command_prefix, *command, *extra_args]
+        self._env = {**os.environ, **self._server_environment(tp, dev_mode), **(extra_env or {})}
         self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._scratch: Path | None = None
@@ -204,6 +209,18 @@ class EngineProcess:
         status: dict[str, Any] = self._checked(self.get("/delta_status"))
         return status
 
+    def _server_command(self, model: Path, tp: int, enable_delta: bool) -> list[str]:
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--model", str(model), "--host", HOST, "--port", str(self.port)]
+        command += ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "256"]
+        command += ["--tensor-parallel-size", str(tp)]
+        if enable_delta:
+            command.append("--enable-delta-updates")
+        return command
+
+    def _server_environment(self, tp: int, dev_mode: bool) -> dict[str, str]:
+        return {**_ENV, "VLLM_SERVER_DEV_MODE": "1"} if dev_mode else dict(_ENV)
+
     def _checked(self, response: httpx.Response) -> Any:
         if response.status_code != httpx.codes.OK:
             request = response.request
@@ -226,28 +243,9 @@ class EngineProcess:
 
     def _failure(self, what: str) -> str:
         return (
-            f"the vLLM server {what}\ncommand: {' '.join(self._command)}\n"
+            f"the {self.name} server {what}\ncommand: {' '.join(self._command)}\n"
             f"end of {self.log_path}:\n{self.log_tail()}\nexceptions in it:\n{self.log_errors()}"
         )
-
-
-def _command(
-    model: Path, port: int, tp: int, enable_delta: bool, extra_args: Sequence[str]
-) -> list[str]:
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(model), "--host", HOST, "--port", str(port)]
-    command += ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "256"]
-    command += ["--tensor-parallel-size", str(tp)]
-    if enable_delta:
-        command.append("--enable-delta-updates")
-    return [*command, *extra_args]
-
-
-def _environment(dev_mode: bool, extra: Mapping[str, str]) -> dict[str, str]:
-    env = {**os.environ, **_ENV}
-    if dev_mode:
-        env["VLLM_SERVER_DEV_MODE"] = "1"
-    return {**env, **extra}
 
 
 def _free_port() -> int:

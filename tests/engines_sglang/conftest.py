@@ -1,0 +1,63 @@
+"""What the tests on a live SGLang share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny_models
+from sglang_process import SglangProcess
+
+PROMPTS = ["the quick brown fox", "a reward is a number", "def add(a, b):", "In 2024 there"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.engine)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a small checkpoint of some kind."""
+    built: dict[str, Path] = {}
+
+    def get(kind: str) -> Path:
+        if kind not in built:
+            built[kind] = tiny_models.build(kind, tmp_path_factory.mktemp(kind))
+        return built[kind]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., SglangProcess]]:
+    """Starts servers that stop with the module."""
+    running: list[SglangProcess] = []
+
+    def launch(model: Path, **options: Any) -> SglangProcess:
+        log = tmp_path_factory.mktemp("log") / "engine.log"
+        process = SglangProcess(model, log_path=log, **{"enable_delta": True, **options})
+        process.__enter__()
+        running.append(process)
+        return process
+
+    yield launch
+    for process in running:
+        process.stop()
+
+
+def fingerprint(engine: SglangProcess) -> dict[str, Any]:
+    """Everything by which two engines with the same weights must agree."""
+    generations = [
+        engine.complete(prompt, max_tokens=12, temperature=0.0, logprobs=5)["choices"][0]
+        for prompt in PROMPTS
+    ]
+    return {
+        "parameters": engine.checksums(),
+        "texts": [choice["text"] for choice in generations],
+        "logprobs": [choice["logprobs"] for choice in generations],
+    }
