@@ -233,6 +233,23 @@ def test_other_formats_keep_their_meaning(run: Run) -> None:
     run.committed(run.post(run.next()))
 
 
+def test_a_delta_is_not_added_to_what_another_update_has_loaded(run: Run) -> None:
+    """SGLang's own update loads the base again; only a full sync is taken then."""
+    request = {"model_path": str(run.base), "load_format": "auto"}
+    answer = run.engine.post("/update_weights_from_disk", json=request)
+    assert (answer.status_code, answer.json()["success"]) == (200, True), answer.text
+    version, tensors = run.trainer.version, dict(run.trainer.tensors)
+    refused = run.post(run.next())
+    assert (refused.status_code, refused.json()["error"]["type"]) == (409, "BaseMismatch")
+    assert run.engine.post("/delta_rollback").json()["error"]["type"] == "BaseMismatch"
+    assert run.engine.complete("a", max_tokens=2)["choices"]
+    run.trainer.tensors, run.trainer.version = tensors, version + 1
+    metadata = {"current_version": str(version + 1), "full": "true"}
+    dense = dict.fromkeys(tensors)
+    run.committed(run.post(container(tensors, dense, metadata=metadata)))
+    run.committed(run.post(run.next()))
+
+
 def test_equals_a_fresh_engine(
     run: Run, start: Callable[..., SglangProcess], tmp_path: Path
 ) -> None:

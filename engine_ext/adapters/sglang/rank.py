@@ -13,10 +13,12 @@ import torch
 from engine_ext import settings
 from engine_ext.adapters.sglang.channel import Call
 from engine_ext.adapters.sglang.constants import ConstantsWatch
+from engine_ext.adapters.sglang.others import OtherChanges
 from engine_ext.assemble import LoadedModel, make_receiver
 from engine_ext.errors import DeltaError
 from engine_ext.receiver import Receiver
 from engine_ext.tracing import LoadWeights
+from engine_ext.transaction import as_delta_error
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +38,10 @@ def equip(runner: Any, chosen: settings.Settings, load: Callable[[], None]) -> N
     """
     with ConstantsWatch() as constants:
         load()
-    runner.delta_receiver = build_receiver(runner, chosen, constants)
-    _watch_memory(runner.delta_receiver)
+    receiver = build_receiver(runner, chosen, constants)
+    others = OtherChanges(receiver)
+    others.watch()
+    runner.delta_receiver, runner.delta_others = receiver, others
 
 
 def build_receiver(runner: Any, chosen: settings.Settings, constants: ConstantsWatch) -> Receiver:
@@ -85,44 +89,23 @@ def answer(updater: Any, request: Any) -> Any:
 
 
 def _handle(updater: Any, call: Call) -> dict[str, Any]:
+    """This rank's answer; never raises."""
     try:
-        receiver: Receiver | None = getattr(updater.tp_worker.model_runner, "delta_receiver", None)
+        runner = updater.tp_worker.model_runner
+        receiver: Receiver | None = getattr(runner, "delta_receiver", None)
         if receiver is None:
             raise DeltaError("this rank was started without --enable-delta-updates")
-        receiver.state.asleep = _WEIGHTS in updater.offload_tags
+        receiver.state.asleep = "weights" in updater.offload_tags
+        runner.delta_others.check(call.operation, call.arguments)
         if call.operation in _WRITES:
             # A forward pass may still run on a stream of its own.
             torch.get_device_module().synchronize()
         found: dict[str, Any] = receiver.handle(call.operation, call.arguments)
+        if call.operation == "commit" and "ok" in found:
+            runner.delta_others.committed()
         return found
     except Exception as error:
-        failure = error if isinstance(error, DeltaError) else DeltaError(repr(error))
-        return {"error": failure.to_wire()}
-
-
-# SGLang's name for the weights' share of its memory.
-_WEIGHTS = "weights"
-
-
-def _watch_memory(receiver: Receiver) -> None:
-    """Note when SGLang throws the weights away: what comes back is not what any version was."""
-    from sglang.srt.managers.scheduler_components.weight_updater import (
-        SchedulerWeightUpdaterManager as Updater,
-    )
-    from sglang.srt.runtime_context import get_exec
-
-    features = get_exec().features
-    if not features.enable_memory_saver or features.enable_weights_cpu_backup:
-        return
-    original = Updater.release_memory_occupation
-
-    @functools.wraps(original)
-    def release_memory_occupation(updater: Any, request: Any) -> Any:
-        if not request.tags or _WEIGHTS in request.tags:
-            receiver.state.uncertain = True
-        return original(updater, request)
-
-    Updater.release_memory_occupation = release_memory_occupation
+        return {"error": as_delta_error(error).to_wire()}
 
 
 def _reads(runner: Any) -> bool:
