@@ -5,7 +5,7 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 
 BIN := .venv/bin
-ENGINES := vllm
+ENGINES := vllm sglang
 
 # No hub, no usage statistics: tests and demo make their own small models.
 export HF_HUB_OFFLINE ?= 1
@@ -14,7 +14,7 @@ export DO_NOT_TRACK ?= 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-fast test-all lint format clean clean-all
+.PHONY: help setup setup-sglang demo test test-fast test-all lint format clean clean-all
 
 ifneq ($(filter demo,$(MAKECMDGOALS)),)
 ifeq ($(filter $(ENGINES),$(ENGINE)),)
@@ -23,17 +23,20 @@ endif
 endif
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  PYTHON=python3.11   the interpreter that setup makes .venv with"
-	@echo "  ENGINE=vllm         the engine of make demo; DEMO_ARGS=... goes to scripts/demo.py"
+	@echo "  ENGINE=vllm         the engine of make demo, vllm or sglang; DEMO_ARGS=... goes to scripts/demo.py"
 	@echo "  PYTEST_ARGS=...     goes to pytest"
 
 setup: ## make .venv with the pinned packages; nothing to do when it is current
 	@PYTHON="$(PYTHON)" scripts/setup_env.sh
 
-demo: setup ## update a live engine and check every weight
-	@$(BIN)/python scripts/demo.py $(DEMO_ARGS)
+setup-sglang: ## make .venv-sglang with SGLang's pinned packages; nothing to do when it is current
+	@PYTHON="$(PYTHON)" scripts/setup_env.sh sglang
+
+demo: setup $(if $(filter sglang,$(ENGINE)),setup-sglang) ## update a live engine and check every weight
+	@$(BIN)/python scripts/demo.py --engine $(ENGINE) $(DEMO_ARGS)
 
 test: setup lint ## lint, and every test but those marked full (this is what CI runs)
 	@echo "test: all but the full tests"
@@ -59,10 +62,10 @@ format: setup ## let ruff format and fix the code
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-clean: ## remove build outputs and caches; .venv stays
+clean: ## remove build outputs and caches; the environments stay
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	@find . -name __pycache__ -type d -not -path './.venv/*' -not -path './.git/*' \
+	@find . -name __pycache__ -type d -not -path './.venv*' -not -path './.git/*' \
 		-prune -exec rm -rf {} +
 
-clean-all: clean ## remove .venv too
-	@rm -rf .venv
+clean-all: clean ## remove .venv and .venv-sglang too
+	@rm -rf .venv .venv-sglang

@@ -1,6 +1,6 @@
-"""Train a small policy against a live vLLM, sync every step as a delta, and check every weight.
+"""Train a small policy against a live engine, sync every step as a delta, and check every weight.
 
-Builds a small random Qwen3-style model, starts vLLM with ``--enable-delta-updates``, and runs
+Builds a small random Qwen3-style model, starts an engine with ``--enable-delta-updates``, and runs
 policy-gradient steps on completions sampled from the live engine. After each step only the
 weights that changed are sent. At the end the trainer's checkpoint is loaded into a second, fresh
 engine, and the checksums of every live parameter and buffer of the two engines are compared.
@@ -29,6 +29,7 @@ from demo_training import Sample, Trainer, build_policy, reward
 from engine_ext.wire.positions import ENCODINGS
 from engine_process import EngineError, EngineProcess
 from reference_sender import DeltaSender, SyncFailed, SyncReport
+from sglang_process import SglangProcess
 from tiny_models import load_tensors, save_checkpoint
 
 PROMPTS: Final = (
@@ -54,6 +55,10 @@ _COLUMNS: Final = (
     "stage ms",
     "pause ms",
 )
+_ENGINES: Final[dict[str, type[EngineProcess]]] = {
+    "vllm": EngineProcess,
+    "sglang": SglangProcess,
+}
 _EPILOG: Final = """\
 The last line on stdout is one JSON object: engine, steps, params (elements of the model),
 mean_density (changed elements / params, mean of the steps), full_bytes and wire_bytes (totals of
@@ -95,7 +100,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--engine", choices=["vllm"], default="vllm", help="engine to update (%(default)s)")
+    add("--engine", choices=sorted(_ENGINES), default="vllm", help="engine to update (%(default)s)")
     add("--steps", type=_positive, metavar="N", default=12, help="training steps (%(default)s)")
     rate_help = "AdamW's; decides how many weights change per step (%(default)s)"
     add("--learning-rate", type=float, metavar="RATE", default=1e-6, help=rate_help)
@@ -114,16 +119,17 @@ def run(options: argparse.Namespace, folder: Path, console: Console) -> dict[str
     """Train, sync, verify; returns the object of the last line."""
     base = build_policy(folder / "base", seed=options.seed)
     trainer = Trainer(base, learning_rate=options.learning_rate, seed=options.seed)
-    console.print("starting vLLM on the base checkpoint")
-    with _engine(base, folder / "live-engine.log") as engine:
+    kind = _ENGINES[options.engine]
+    console.print(f"starting {kind.name} on the base checkpoint")
+    with _engine(kind, base, folder / "live-engine.log") as engine:
         before = fingerprint(engine)
         reports = train(engine, trainer, base, options, console)
         live = fingerprint(engine)
     version = reports[-1].version
     final = save_checkpoint(base, folder / f"version-{version}", trainer.tensors())
-    console.print(f"starting a fresh vLLM on the trainer's checkpoint, version {version}")
+    console.print(f"starting a fresh {kind.name} on the trainer's checkpoint, version {version}")
     version_flag = ["--delta-base-version", str(version)]
-    with _engine(final, folder / "fresh-engine.log", version_flag) as engine:
+    with _engine(kind, final, folder / "fresh-engine.log", version_flag) as engine:
         fresh = fingerprint(engine)
     return {
         "engine": options.engine,
@@ -257,10 +263,10 @@ class Progress:
             self._console.print("  ".join(f"{cell:>10}" for cell in cells))
 
 
-def _engine(model: Path, log_path: Path, extra_args: Sequence[str] = ()) -> EngineProcess:
-    return EngineProcess(
-        model, enable_delta=True, dev_mode=True, extra_args=extra_args, log_path=log_path
-    )
+def _engine(
+    kind: type[EngineProcess], model: Path, log_path: Path, extra_args: Sequence[str] = ()
+) -> EngineProcess:
+    return kind(model, enable_delta=True, dev_mode=True, extra_args=extra_args, log_path=log_path)
 
 
 @contextlib.contextmanager

