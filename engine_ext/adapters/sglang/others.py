@@ -12,6 +12,7 @@ from typing import Any
 
 from engine_ext.adapters.sglang.hooks import LOAD_FORMAT
 from engine_ext.errors import BaseMismatch
+from engine_ext.ranks import Ranks
 from engine_ext.receiver import Receiver
 
 _WEIGHTS = "weights"  # SGLang's name for the weights' share of its memory
@@ -30,11 +31,13 @@ class OtherChanges:
     SGLang sends each such request to every rank, so all ranks know the same.
 
     Args:
-        receiver: the rank's; its state learns when the weights sleep and when they are lost.
+        receiver: the rank's; its state learns when the weights are lost.
+        ranks: this rank among the engine's.
     """
 
-    def __init__(self, receiver: Receiver) -> None:
+    def __init__(self, receiver: Receiver, ranks: Ranks) -> None:
         self._receiver = receiver
+        self._ranks = ranks
         self._cause: str | None = None
 
     def watch(self) -> None:
@@ -73,12 +76,23 @@ class OtherChanges:
     def _noting(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def update(updater: Any, request: Any) -> Any:
-            if getattr(request, "load_format", None) != LOAD_FORMAT:
-                # Before it begins: an update that fails has changed weights too.
-                self._note(f"SGLang's {name}")
-            return original(updater, request)
+            if getattr(request, "load_format", None) == LOAD_FORMAT:
+                return original(updater, request)
+            before = self._cause
+            self._note(f"SGLang's {name}")
+            output = original(updater, request)
+            if not output.success and self._unchanged():
+                self._cause = before
+            return output
 
         return update
+
+    def _unchanged(self) -> bool:
+        """Whether a failed update has left every rank's weights alone; all ranks must call it."""
+        found = self._receiver.handle("digest", {"scan": True})
+        digests = found.get("ok", {})
+        mine = "ok" in found and digests["tensors"] == digests["tracked"]
+        return all(self._ranks.all_gather(mine))
 
     def _noting_a_reset(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

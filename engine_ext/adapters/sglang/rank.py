@@ -38,13 +38,18 @@ def equip(runner: Any, chosen: settings.Settings, load: Callable[[], None]) -> N
     """
     with ConstantsWatch() as constants:
         load()
-    receiver = build_receiver(runner, chosen, constants)
-    others = OtherChanges(receiver)
+    from sglang.srt.runtime_context import get_parallel
+
+    ranks = TensorRanks(get_parallel().tp_group.cpu_group)
+    receiver = build_receiver(runner, chosen, constants, ranks)
+    others = OtherChanges(receiver, ranks)
     others.watch()
     runner.delta_receiver, runner.delta_others = receiver, others
 
 
-def build_receiver(runner: Any, chosen: settings.Settings, constants: ConstantsWatch) -> Receiver:
+def build_receiver(
+    runner: Any, chosen: settings.Settings, constants: ConstantsWatch, ranks: TensorRanks
+) -> Receiver:
     """Trace and certify the runner's model and make its receiver."""
     from sglang.srt.runtime_context import get_parallel
 
@@ -58,7 +63,7 @@ def build_receiver(runner: Any, chosen: settings.Settings, constants: ConstantsW
         load_weights=_loader(runner),
         checkpoint=functools.partial(checkpoint, runner) if _reads(runner) else None,
         reload=functools.partial(_reload, runner),
-        ranks=TensorRanks(parallel.tp_group.cpu_group),
+        ranks=ranks,
         constants=constants.known,
     )
     return make_receiver(loaded, chosen)
