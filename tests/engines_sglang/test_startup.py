@@ -8,8 +8,6 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from sglang_process import SglangProcess, interpreter
 
 SHIMS = Path(__file__).parents[1] / "shims" / "sglang_cpu"
@@ -56,12 +54,18 @@ def test_refuses_arguments() -> None:
     assert wrong == {}
 
 
-@pytest.mark.parametrize("module", ["sglang.launch_server", "sglang.cli.main"])
-def test_the_flags_stand_in_the_engines_help(module: str) -> None:
-    command = ["serve", "--model-type", "llm"] if module == "sglang.cli.main" else []
-    run = python("-m", module, *command, "--help")
+def test_the_flags_stand_in_the_engines_help() -> None:
+    run = python("-m", "sglang.launch_server", "--help")
     for flag in (ENABLE, "--delta-root", "--delta-base-version", "--delta-api-key"):
         assert flag in run.stdout, run.stderr[-2000:]
+
+
+def test_sglang_serve_takes_the_flags_too() -> None:
+    arguments = ["serve", "--model-type", "llm", "--model-path", "m", ENABLE, "--dp-size", "2"]
+    program = "import sys; from sglang.cli.main import main; sys.exit(main())"
+    run = python("-c", program, *arguments)
+    assert run.returncode != 0
+    assert "--enable-delta-updates does not work with --dp-size above 1" in run.stderr
 
 
 def test_without_the_plugin_there_is_no_flag() -> None:
