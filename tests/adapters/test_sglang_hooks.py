@@ -1,0 +1,92 @@
+"""SGLang's hooks and its channel, as far as they need no SGLang."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine_ext import settings
+from engine_ext.adapters.sglang import channel, hooks
+from engine_ext.adapters.sglang.frontend import DiskUpdates
+
+
+@pytest.fixture(autouse=True)
+def nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(settings.ENVIRONMENT, raising=False)
+
+
+def test_nothing_happens_where_nobody_asks() -> None:
+    assert hooks.read_arguments(argparse.Namespace(load_format="auto")) is False
+    assert settings.from_environment() is None
+    app, runner = SimpleNamespace(), SimpleNamespace(is_draft_worker=False)
+    asyncio.run(hooks.attach(app, None))
+    loaded: list[str] = []
+    hooks.load_model(runner, lambda: loaded.append("model"))
+    assert (vars(app), vars(runner)) == ({}, {"is_draft_worker": False})
+    assert loaded == ["model"]
+
+
+def test_a_draft_model_gets_no_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(settings.ENVIRONMENT, "{}")
+    loaded: list[str] = []
+    runner = SimpleNamespace(is_draft_worker=True, load_model=lambda: loaded.append("draft"))
+    hooks.load_model(runner)
+    assert loaded == ["draft"]
+    assert not hasattr(runner, "delta_receiver")
+
+
+def test_a_call_and_its_reply() -> None:
+    call = channel.Call(call="c", operation="status", arguments={"now": 1.5})
+    assert channel.Call.of(msgspec.to_builtins(call)) == call
+    text = call.reply([{"ok": {"version": 3}}]).removeprefix("delta-updates:")
+    reply = msgspec.json.decode(text, type=channel.Reply)
+    assert (reply.call, reply.answers, reply.failure) == ("c", [{"ok": {"version": 3}}], None)
+
+
+@pytest.mark.parametrize("manifest", [None, {}, {"call": 1}, {"w": {"dtype": "bf16"}}])
+def test_a_manifest_of_another_kind_is_no_call(manifest: Any) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        channel.Call.of(manifest)
+
+
+@pytest.mark.parametrize(
+    ("body", "taken_by"),
+    [
+        (b'{"load_format": "delta", "model_path": "m"}', "delta"),
+        (b'{"load_format": "auto", "model_path": "m"}', "other"),
+        (b'{"model_path": "m"}', "other"),
+        (b'{"load_format": "delt', "other"),
+        (b"[1]", "other"),
+        (b"", "other"),
+    ],
+)
+@pytest.mark.parametrize("cut", [0, 20])
+def test_disk_updates_go_by_their_format(body: bytes, taken_by: str, cut: int) -> None:
+    """However the body arrives, the app that takes it gets all of it."""
+    seen: dict[str, bytes] = {}
+
+    def app(name: str) -> Any:
+        async def take(scope: Any, receive: Any, send: Any) -> None:
+            more = True
+            while more:
+                message = await receive()
+                seen[name] = seen.get(name, b"") + message["body"]
+                more = message["more_body"]
+
+        return take
+
+    chunks = [
+        {"type": "http.request", "body": body[:cut], "more_body": True},
+        {"type": "http.request", "body": body[cut:], "more_body": False},
+    ]
+
+    async def receive() -> Any:
+        return chunks.pop(0)
+
+    asyncio.run(DiskUpdates(app("delta"), app("other"))({}, receive, None))
+    assert seen == {taken_by: body}
