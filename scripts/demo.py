@@ -27,9 +27,9 @@ from rich.table import Table
 
 from demo_training import Sample, Trainer, build_policy, reward
 from engine_ext.wire.positions import ENCODINGS
+from engine_kinds import ENGINES
 from engine_process import EngineError, EngineProcess
 from reference_sender import DeltaSender, SyncFailed, SyncReport
-from sglang_process import SglangProcess
 from tiny_models import load_tensors, save_checkpoint
 
 PROMPTS: Final = (
@@ -55,10 +55,6 @@ _COLUMNS: Final = (
     "stage ms",
     "pause ms",
 )
-_ENGINES: Final[dict[str, type[EngineProcess]]] = {
-    "vllm": EngineProcess,
-    "sglang": SglangProcess,
-}
 _EPILOG: Final = """\
 The last line on stdout is one JSON object: engine, steps, params (elements of the model),
 mean_density (changed elements / params, mean of the steps), full_bytes and wire_bytes (totals of
@@ -100,7 +96,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--engine", choices=sorted(_ENGINES), default="vllm", help="engine to update (%(default)s)")
+    add("--engine", choices=sorted(ENGINES), default="vllm", help="engine to update (%(default)s)")
     add("--steps", type=_positive, metavar="N", default=12, help="training steps (%(default)s)")
     rate_help = "AdamW's; decides how many weights change per step (%(default)s)"
     add("--learning-rate", type=float, metavar="RATE", default=1e-6, help=rate_help)
@@ -119,7 +115,7 @@ def run(options: argparse.Namespace, folder: Path, console: Console) -> dict[str
     """Train, sync, verify; returns the object of the last line."""
     base = build_policy(folder / "base", seed=options.seed)
     trainer = Trainer(base, learning_rate=options.learning_rate, seed=options.seed)
-    kind = _ENGINES[options.engine]
+    kind = ENGINES[options.engine]
     console.print(f"starting {kind.name} on the base checkpoint")
     with _engine(kind, base, folder / "live-engine.log") as engine:
         before = fingerprint(engine)
@@ -190,10 +186,7 @@ def sample(engine: EngineProcess, *, seed: int) -> list[Sample]:
 
 def fingerprint(engine: EngineProcess) -> Fingerprint:
     """Checksums of all that the engine computes with."""
-    buffers: dict[str, str] = {}
-    for of_rank in engine.buffer_checksums():
-        buffers.update(of_rank)
-    return Fingerprint(engine.checksums(), buffers)
+    return Fingerprint(engine.checksums(), engine.buffer_checksums())
 
 
 def verify(before: Fingerprint, live: Fingerprint, fresh: Fingerprint, console: Console) -> bool:
@@ -266,7 +259,7 @@ class Progress:
 def _engine(
     kind: type[EngineProcess], model: Path, log_path: Path, extra_args: Sequence[str] = ()
 ) -> EngineProcess:
-    return kind(model, enable_delta=True, dev_mode=True, extra_args=extra_args, log_path=log_path)
+    return kind(model, enable_delta=True, extra_args=extra_args, log_path=log_path)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
-"""Run a real vLLM OpenAI server as a child process, for tests, the demo and benchmarks.
+"""Run a real server of an engine as a child process, for tests, the demo and benchmarks.
 
-::
+`vllm_process` and `sglang_process` have one class each, `engine_kinds` knows them by name::
 
-    with EngineProcess(model_dir, enable_delta=True, dev_mode=True) as engine:
+    with VllmProcess(model_dir, enable_delta=True) as engine:
         engine.complete("the quick", max_tokens=8, temperature=0.0)
         engine.checksums()
 
@@ -12,6 +12,7 @@ all the processes it started are gone afterwards.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import os
 import re
@@ -19,13 +20,12 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import httpx
 
@@ -36,17 +36,6 @@ _GRACE_STARTING_S: Final = 2.0  # vLLM can hang on a SIGTERM that comes before i
 _TAIL_LINES: Final = 40
 _REQUEST_TIMEOUT_S: Final = 300.0
 
-_ENV: Final = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "PYTHONUNBUFFERED": "1",
-    # The default binds threads to cores: it asserts with two ranks on a machine of one NUMA node,
-    # and two engines on one machine would be given the same cores.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-}
 _EXCEPTION: Final = re.compile(r"\w(Error|Exception): ")
 _MAX_ERRORS: Final = 10
 _SHARED_MEMORY: Final = Path("/dev/shm")
@@ -56,15 +45,15 @@ class EngineError(RuntimeError):
     """The server did not start, or an answer was not 200; the message shows why."""
 
 
-class EngineProcess:
+class EngineProcess(abc.ABC):
     """One server on a free port of the loopback interface, in a process group of its own.
 
     Args:
         model: Folder of the model to serve.
         tp: Tensor parallel size, 1 or 2.
         enable_delta: Add ``--enable-delta-updates``.
-        dev_mode: Serve vLLM's development routes (``/weight_checker``, ``/collective_rpc``).
         extra_args: Further command line arguments.
+        python_path: Folders in which the server's Python looks first.
         command_prefix: A program that runs the server, and its arguments.
         extra_env: Further environment variables; they win over the built-in ones. A large model
             wants more than the one ``OMP_NUM_THREADS`` per rank.
@@ -75,7 +64,8 @@ class EngineProcess:
         name: the engine's.
     """
 
-    name = "vLLM"
+    name: ClassVar[str]
+    _python_path: ClassVar[Sequence[Path]] = ()
 
     def __init__(
         self,
@@ -83,8 +73,8 @@ class EngineProcess:
         *,
         tp: int = 1,
         enable_delta: bool = False,
-        dev_mode: bool = False,
         extra_args: Sequence[str] = (),
+        python_path: Sequence[Path] = (),
         command_prefix: Sequence[str] = (),
         extra_env: Mapping[str, str] | None = None,
         log_path: Path | None = None,
@@ -93,9 +83,20 @@ class EngineProcess:
         self.port = _free_port()
         self.url = f"http://{HOST}:{self.port}"
         self.log_path = log_path or _temporary_log()
-        command = self._server_command(model, tp, enable_delta)
+        self.model = model
+        self.tp = tp
+        command = [str(self.interpreter()), *self._server_arguments()]
+        if enable_delta:
+            command.append("--enable-delta-updates")
         self._command = [*command_prefix, *command, *extra_args]
-        self._env = {**os.environ, **self._server_environment(tp, dev_mode), **(extra_env or {})}
+        paths = [*map(str, python_path), *map(str, self._python_path)]
+        paths += filter(None, [os.environ.get("PYTHONPATH")])
+        self._env = {
+            **os.environ,
+            **self._server_environment(),
+            "PYTHONPATH": os.pathsep.join(paths),
+            **(extra_env or {}),
+        }
         self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._scratch: Path | None = None
@@ -108,7 +109,7 @@ class EngineProcess:
             EngineError: It died or did not answer in time; the message shows its log.
         """
         try:
-            self._scratch = Path(tempfile.mkdtemp(prefix="vllm-"))
+            self._scratch = Path(tempfile.mkdtemp(prefix="engine-"))
             with self.log_path.open("wb") as log:
                 self._process = subprocess.Popen(
                     self._command,
@@ -191,35 +192,43 @@ class EngineProcess:
         body = {"prompt": prompt, **options}
         return self._checked(self.post("/v1/completions", json=body))
 
+    @abc.abstractmethod
     def checksums(self) -> dict[str, str]:
-        """SHA-256 of every live parameter, by ``dp0:pp0:pcp0:tp<rank>:<name>`` (dev mode)."""
-        answer = self._checked(self.post("/weight_checker", json={"action": "checksum"}))
-        checksums: dict[str, str] = answer["checksums"]
-        return checksums
+        """The engine's own checksum of every live parameter, by rank and name."""
 
-    def buffer_checksums(self) -> list[dict[str, str]]:
-        """Checksum of every registered buffer, one dict per rank (dev mode, delta updates)."""
-        body = {"method": "delta_buffer_checksums"}
-        answer = self._checked(self.post("/collective_rpc", json=body))
-        results: list[dict[str, str]] = answer["results"]
-        return results
+    @abc.abstractmethod
+    def buffer_checksums(self) -> dict[str, str]:
+        """Checksums of the registered buffers that `checksums` leaves out, by rank and name."""
+
+    @abc.abstractmethod
+    def weight_version(self) -> str:
+        """The version of the weights as the engine's own route tells it."""
+
+    @abc.abstractmethod
+    def pause(self) -> None:
+        """Stop generation by the engine's own route; requests are kept."""
+
+    @abc.abstractmethod
+    def resume(self) -> None:
+        """Let generation go on by the engine's own route."""
 
     def delta_status(self) -> dict[str, Any]:
         """Answer of ``GET /delta_status``."""
         status: dict[str, Any] = self._checked(self.get("/delta_status"))
         return status
 
-    def _server_command(self, model: Path, tp: int, enable_delta: bool) -> list[str]:
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        command += ["--model", str(model), "--host", HOST, "--port", str(self.port)]
-        command += ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "256"]
-        command += ["--tensor-parallel-size", str(tp)]
-        if enable_delta:
-            command.append("--enable-delta-updates")
-        return command
+    @classmethod
+    @abc.abstractmethod
+    def interpreter(cls) -> Path:
+        """The Python that has the engine; it may not exist."""
 
-    def _server_environment(self, tp: int, dev_mode: bool) -> dict[str, str]:
-        return {**_ENV, "VLLM_SERVER_DEV_MODE": "1"} if dev_mode else dict(_ENV)
+    @abc.abstractmethod
+    def _server_arguments(self) -> list[str]:
+        """What the interpreter is called with."""
+
+    @abc.abstractmethod
+    def _server_environment(self) -> dict[str, str]:
+        """Environment variables of the server."""
 
     def _checked(self, response: httpx.Response) -> Any:
         if response.status_code != httpx.codes.OK:
@@ -256,7 +265,7 @@ def _free_port() -> int:
 
 
 def _temporary_log() -> Path:
-    handle, name = tempfile.mkstemp(prefix="vllm-", suffix=".log")
+    handle, name = tempfile.mkstemp(prefix="engine-", suffix=".log")
     os.close(handle)
     return Path(name)
 

@@ -1,4 +1,4 @@
-"""Run a real SGLang server as a child process, as `engine_process` runs vLLM's.
+"""Run a real SGLang server as a child process.
 
 SGLang has an environment of its own: ``SGLANG_PYTHON`` names its interpreter; without it, this
 one is taken where it has SGLang, and otherwise ``.venv-sglang``, which ``make setup-sglang`` makes.
@@ -10,12 +10,11 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from engine_process import HOST, EngineProcess
 
 _ROOT: Final = Path(__file__).resolve().parents[1]
-_SHIMS: Final = _ROOT / "tests" / "shims" / "sglang_cpu"
 
 _ENV: Final = {
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -25,20 +24,21 @@ _ENV: Final = {
 }
 
 
-def interpreter() -> Path:
-    """The Python that has SGLang; it may not exist."""
-    named = os.environ.get("SGLANG_PYTHON")
-    if named:
-        return Path(named)
-    if importlib.util.find_spec("sglang") is not None:
-        return Path(sys.executable)
-    return _ROOT / ".venv-sglang" / "bin" / "python"
-
-
 class SglangProcess(EngineProcess):
-    """One SGLang server; arguments as of `EngineProcess`. It has its checksums always."""
+    """One SGLang server; arguments as of `EngineProcess`."""
 
     name = "SGLang"
+    # The wheels for CPU-only machines lack what SGLang imports all the same.
+    _python_path = (_ROOT / "tests" / "shims" / "sglang_cpu",)
+
+    @classmethod
+    def interpreter(cls) -> Path:
+        named = os.environ.get("SGLANG_PYTHON")
+        if named:
+            return Path(named)
+        if importlib.util.find_spec("sglang") is not None:
+            return Path(sys.executable)
+        return _ROOT / ".venv-sglang" / "bin" / "python"
 
     def checksums(self) -> dict[str, str]:
         """SGLang's checksum of every live parameter and persistent buffer, by rank and name."""
@@ -49,27 +49,28 @@ class SglangProcess(EngineProcess):
             for name, checksum in of_rank["checksums"].items()
         }
 
-    def buffer_checksums(self) -> list[dict[str, str]]:
-        """Nothing: `checksums` has the buffers too."""
-        return []
+    def buffer_checksums(self) -> dict[str, str]:
+        """None: `checksums` has the buffers too."""
+        return {}
 
-    def _server_command(self, model: Path, tp: int, enable_delta: bool) -> list[str]:
-        command = [str(interpreter()), "-m", "sglang.launch_server"]
-        command += ["--model-path", str(model), "--host", HOST, "--port", str(self.port)]
-        command += ["--dtype", "bfloat16", "--device", "cpu", "--max-total-tokens", "4096"]
-        command += ["--tp-size", str(tp)]
-        if enable_delta:
-            command.append("--enable-delta-updates")
-        return command
+    def weight_version(self) -> str:
+        return str(self._checked(self.get("/model_info"))["weight_version"])
 
-    def _server_environment(self, tp: int, dev_mode: bool) -> dict[str, str]:
-        paths = [str(_SHIMS), os.environ.get("PYTHONPATH", "")]
-        env = {**_ENV, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        if tp > 1:
-            env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(tp))
-        return env
+    def pause(self) -> None:
+        self._checked(self.post("/pause_generation", json={"mode": "in_place"}))
 
-    def generate(self, prompt: str, **sampling: Any) -> Any:
-        """Answer of SGLang's own ``/generate``; `sampling` are its sampling parameters."""
-        body = {"text": prompt, "sampling_params": sampling}
-        return self._checked(self.post("/generate", json=body))
+    def resume(self) -> None:
+        self._checked(self.post("/continue_generation", json={}))
+
+    def _server_arguments(self) -> list[str]:
+        return [
+            *("-m", "sglang.launch_server"),
+            *("--model-path", str(self.model), "--host", HOST, "--port", str(self.port)),
+            *("--dtype", "bfloat16", "--device", "cpu", "--max-total-tokens", "4096"),
+            *("--tp-size", str(self.tp)),
+        ]
+
+    def _server_environment(self) -> dict[str, str]:
+        if self.tp == 1:
+            return dict(_ENV)
+        return {**_ENV, "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(self.tp)))}

@@ -95,7 +95,20 @@ _MLA: Final[dict[str, Any]] = {
     "n_group": 1,
     "topk_group": 1,
     "topk_method": "noaux_tc",
+    # SGLang has no other rotary embedding for this architecture on CPU.
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
     "first_k_dense_replace": 1,
+    # Fields of the published config that transformers leaves out and SGLang asks for.
+    "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
 }
 _KINDS: Final[dict[str, tuple[Callable[..., Any], dict[str, Any]]]] = {
     "qwen3": (Qwen3Config, {**_ATTENTION, "tie_word_embeddings": False}),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import tiny_models
+from engine_kinds import ENGINES
 from engine_process import EngineProcess
 
 PROMPTS = ["the quick brown fox", "a reward is a number", "def add(a, b):", "In 2024 there"]
@@ -38,10 +39,10 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., En
     """Starts servers that stop with the module."""
     running: list[EngineProcess] = []
 
-    def launch(model: Path, **options: Any) -> EngineProcess:
+    def launch(engine: str, model: Path, **options: Any) -> EngineProcess:
         log = tmp_path_factory.mktemp("log") / "engine.log"
-        options = {"enable_delta": True, "dev_mode": True, **options}
-        process = EngineProcess(model, log_path=log, **options)
+        options = {"enable_delta": True, **options}
+        process = ENGINES[engine](model, log_path=log, **options)
         process.__enter__()
         running.append(process)
         return process

@@ -16,8 +16,17 @@ from .conftest import fingerprint
 DUMMY = ("--load-format", "dummy")
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("kind", "tp"),
+    [
+        ("vllm", 1),
+        pytest.param("vllm", 2, marks=pytest.mark.full),
+        pytest.param("sglang", 1, marks=pytest.mark.full),
+        pytest.param("sglang", 2, marks=pytest.mark.full),
+    ],
+)
 def test_dummy_weights_take_a_full_sync_and_then_deltas(
+    kind: str,
     tp: int,
     checkpoint: Callable[[str], Path],
     start: Callable[..., EngineProcess],
@@ -25,7 +34,7 @@ def test_dummy_weights_take_a_full_sync_and_then_deltas(
 ) -> None:
     base = checkpoint("qwen3")
     target = tiny_models.perturb(base, tmp_path / "target", density=0.05, seed=3)
-    engine = start(base, tp=tp, extra_args=DUMMY)
+    engine = start(kind, base, tp=tp, extra_args=DUMMY)
     status = engine.delta_status()
     assert (status["apply"], status["awaits"], status["version"]) == ("reload", "full sync", 0)
     with DeltaSender(engine.url, tiny_models.load_tensors(base).items()) as sender:
@@ -36,7 +45,7 @@ def test_dummy_weights_take_a_full_sync_and_then_deltas(
         assert second.digest == second.engine["digest"]
     certification = engine.delta_status()["certification"]
     assert [list(rank) for rank in certification] == [["exact"]] * tp
-    assert fingerprint(engine) == fingerprint(start(target, tp=tp))
+    assert fingerprint(engine) == fingerprint(start(kind, target, tp=tp))
 
 
 @pytest.mark.full
@@ -45,4 +54,4 @@ def test_dummy_weights_where_the_engine_repacks(
 ) -> None:
     """The engine's own reload forgets the repack; so this is refused before anything is served."""
     with pytest.raises(EngineError, match="need a checkpoint to start from"):
-        start(checkpoint("qwen3_moe"), extra_args=DUMMY)
+        start("vllm", checkpoint("qwen3_moe"), extra_args=DUMMY)

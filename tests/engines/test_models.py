@@ -25,20 +25,23 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "tp"),
+    ("engine_kind", "kind", "tp"),
     [
-        ("qwen3_moe", 1),
-        pytest.param("qwen3_moe", 2, marks=pytest.mark.full),
-        ("gemma3", 1),
-        pytest.param("gemma3", 2, marks=pytest.mark.full),
+        ("vllm", "qwen3_moe", 1),
+        pytest.param("vllm", "qwen3_moe", 2, marks=pytest.mark.full),
+        ("vllm", "gemma3", 1),
+        pytest.param("vllm", "gemma3", 2, marks=pytest.mark.full),
         *(
-            pytest.param(kind, tp, marks=pytest.mark.full)
+            pytest.param("vllm", kind, tp, marks=pytest.mark.full)
             for kind in ("qwen3_next", "mamba2", "gpt_oss", "deepseek_v3")
             for tp in (1, 2)
         ),
+        ("sglang", "qwen3_moe", 1),
+        pytest.param("sglang", "gemma3", 1, marks=pytest.mark.full),
     ],
 )
 def test_exact_or_refused(
+    engine_kind: str,
     kind: str,
     tp: int,
     checkpoint: Callable[[str], Path],
@@ -46,7 +49,7 @@ def test_exact_or_refused(
     tmp_path: Path,
 ) -> None:
     base = checkpoint(kind)
-    engine = start(base, tp=tp)
+    engine = start(engine_kind, base, tp=tp)
     trainer = Trainer(tiny_models.load_tensors(base))
     status = engine.delta_status()
     uncertified = set(status["uncertified"])
@@ -70,7 +73,7 @@ def test_exact_or_refused(
     updated = fingerprint(engine)
     engine.stop()
     target = tiny_models.save_checkpoint(base, tmp_path / "target", trainer.tensors)
-    fresh = start(target, tp=tp)
+    fresh = start(engine_kind, target, tp=tp)
     assert fingerprint(fresh) == updated
     fresh.stop()
 

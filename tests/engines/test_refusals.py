@@ -61,16 +61,18 @@ class Server:
         assert answer.json().get("status") == "committed", answer.text
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=["vllm", "sglang"])
 def server(
+    request: pytest.FixtureRequest,
     checkpoint: Callable[[str], Path],
     start: Callable[..., EngineProcess],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Server:
+) -> Iterator[Server]:
     root = tmp_path_factory.mktemp("root")
     spool = tmp_path_factory.mktemp("spool")
     base = checkpoint("qwen3")
     engine = start(
+        request.param,
         base,
         extra_args=[
             *("--delta-root", str(root)),
@@ -85,7 +87,8 @@ def server(
             "sh",
         ],
     )
-    return Server(engine, Trainer(tiny_models.load_tensors(base)), root)
+    yield Server(engine, Trainer(tiny_models.load_tensors(base)), root)
+    engine.stop()
 
 
 @pytest.fixture(autouse=True)
@@ -171,7 +174,7 @@ def test_400_bad_parameters(server: Server) -> None:
     refused(server.post(server.next(), pause_mode="sometimes"), 400, "MalformedPart")
     refused(server.post(server.next(), flush_cache="perhaps"), 400, "MalformedPart")
     refused(server.json({"files": []}), 400, "MalformedPart")
-    body = {"model_path": str(server.root), "load_format": "sharded_state"}
+    body = {"model_path": str(server.root), "load_format": "delta", "files": []}
     answer = server.json(body, "/update_weights_from_disk")
     refused(answer, 400, "MalformedPart")
     assert answer.json()["success"] is False

@@ -1,9 +1,9 @@
-"""Tokens, sleep and pauses on a live engine with two ranks."""
+"""Tokens and pauses on a live engine with two ranks."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +47,17 @@ class Server:
         return self.engine.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
 
 
-@pytest.fixture(scope="module")
-def server(checkpoint: Callable[[str], Path], start: Callable[..., EngineProcess]) -> Server:
+@pytest.fixture(scope="module", params=["vllm", "sglang"])
+def server(
+    request: pytest.FixtureRequest,
+    checkpoint: Callable[[str], Path],
+    start: Callable[..., EngineProcess],
+) -> Iterator[Server]:
     base = checkpoint("qwen3")
-    engine = start(
-        base,
-        tp=2,
-        extra_args=[
-            *("--delta-api-key", TOKEN, "--delta-base-version", "5"),
-        ],
-    )
-    return Server(engine, Trainer(tiny_models.load_tensors(base), version=5))
+    arguments = ["--delta-api-key", TOKEN, "--delta-base-version", "5"]
+    engine = start(request.param, base, tp=2, extra_args=arguments)
+    yield Server(engine, Trainer(tiny_models.load_tensors(base), version=5))
+    engine.stop()
 
 
 def test_token_is_not_logged(server: Server) -> None:
@@ -70,21 +70,27 @@ def test_token_is_not_logged(server: Server) -> None:
     [
         ("POST", "/update_weights_delta"),
         ("POST", "/update_weights_from_disk"),
+        ("POST", "/delta_rollback"),
         ("GET", "/delta_status"),
+        ("GET", "/delta_digest"),
     ],
 )
 def test_401(server: Server, method: str, path: str, authorization: str | None) -> None:
     headers = {} if authorization is None else {"Authorization": authorization}
-    answer = (server.engine.get if method == "GET" else server.engine.post)(path, headers=headers)
+    if method == "GET":
+        answer = server.engine.get(path, headers=headers)
+    else:
+        disk = {"model_path": "/", "load_format": "delta"}
+        answer = server.engine.post(path, headers=headers, json=disk)
     assert answer.status_code == 401
     assert answer.json()["error"]["type"] == "Unauthorized"
 
 
 def test_base_version(server: Server) -> None:
     assert server.status()["version"] == 5
-    assert server.engine.get("/weight_info").json() == {"weight_version": "5"}
+    assert server.engine.weight_version() == "5"
     server.sync()
-    assert server.engine.get("/weight_info").json() == {"weight_version": "6"}
+    assert server.engine.weight_version() == "6"
 
 
 @pytest.mark.parametrize("flush_cache", ["true", "false"])
@@ -104,45 +110,16 @@ def test_requests_in_flight(server: Server, pause_mode: str, flush_cache: str) -
     [choice] = answers[0]["choices"]
     assert choice["finish_reason"] in (("abort", "length") if pause_mode == "abort" else "length")
     assert server.complete().status_code == 200
-    assert server.engine.get("/is_paused").json() == {"is_paused": False}
 
 
 @pytest.mark.parametrize("flush_cache", ["true", "false"])
 def test_an_engine_that_the_caller_paused_stays_paused(server: Server, flush_cache: str) -> None:
-    server.engine.post("/pause", params={"mode": "keep"})
+    server.engine.pause()
     server.sync(flush_cache=flush_cache)
-    assert server.engine.get("/is_paused").json() == {"is_paused": True}
-    server.engine.post("/resume")
+    with pytest.raises(httpx.ReadTimeout):
+        server.engine.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=2)
+    server.engine.resume()
     assert server.complete().status_code == 200
-
-
-def test_409_asleep(server: Server) -> None:
-    server.engine.post("/sleep", params={"level": "1"})
-    version = server.status()["version"]
-    body = server.next()
-    answer = server.post(body)
-    assert answer.status_code == 409
-    assert answer.json()["error"]["type"] == "WeightsAsleep"
-    assert server.status()["version"] == version
-    server.engine.post("/wake_up", params={"tags": "kv_cache"})
-    assert server.post(body).json()["error"]["type"] == "WeightsAsleep"
-    server.engine.post("/wake_up", params={"tags": "weights"})
-    assert server.post(body).json()["status"] == "committed"
-    assert server.complete().status_code == 200
-
-
-def test_only_a_full_sync_follows_weights_that_vllm_has_loaded_itself(server: Server) -> None:
-    """A delta builds on the weights of a version, and those are gone; generation goes on."""
-    server.engine.post("/collective_rpc", json={"method": "reload_weights"}).raise_for_status()
-    body = server.next()
-    answer = server.post(body)
-    assert (answer.status_code, answer.json()["error"]["type"]) == (409, "BaseMismatch")
-    assert server.complete().status_code == 200
-    metadata = {"current_version": str(server.trainer.version), "full": "true"}
-    dense = dict.fromkeys(server.trainer.tensors)
-    healed = server.post(container(server.trainer.tensors, dense, metadata=metadata)).json()
-    assert healed.get("status") == "committed", healed
-    server.sync()
 
 
 def test_a_sender_without_the_token(server: Server) -> None:

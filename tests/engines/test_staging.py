@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import pytest
 
 import tiny_models
 from engine_process import EngineProcess
@@ -54,11 +55,12 @@ class Stream:
         return sum(start < t < end for t in self.times)
 
 
+@pytest.mark.parametrize("kind", ["vllm", pytest.param("sglang", marks=pytest.mark.full)])
 def test_tokens_flow_while_a_large_delta_is_staged(
-    start: Callable[..., EngineProcess], tmp_path: Path
+    kind: str, start: Callable[..., EngineProcess], tmp_path: Path
 ) -> None:
     base = tiny_models.build("qwen3", tmp_path / "large", **LARGE)
-    engine = start(base)
+    engine = start(kind, base)
     trainer = Trainer(tiny_models.load_tensors(base))
     some = split(trainer.step(0.4), PARTS)
     metadata = {**trainer.metadata(), "num_parts": str(PARTS)}

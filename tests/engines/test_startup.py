@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from engine_kinds import ENGINES
 from engine_process import EngineError, EngineProcess
 
+ENABLE = "--enable-delta-updates"
 FLAGS = [
-    "--enable-delta-updates",
+    ENABLE,
     "--delta-chunk-bytes",
     "--delta-read-workers",
     "--delta-root",
@@ -22,23 +25,57 @@ FLAGS = [
     "--delta-base-version",
     "--delta-api-key",
 ]
+ENDPOINTS = [
+    ("POST", "/update_weights_delta"),
+    ("POST", "/delta_rollback"),
+    ("GET", "/delta_status"),
+    ("GET", "/delta_digest"),
+]
+SGLANG_SHIMS = Path(__file__).parents[1] / "shims" / "sglang_cpu"
 
 
-def test_the_flags_stand_in_the_engines_help() -> None:
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--help=DeltaUpdates"]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert [flag for flag in FLAGS if flag not in shown] == []
+def python(engine: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run an engine's Python."""
+    env = {**os.environ, "PYTHONPATH": str(SGLANG_SHIMS), "SGLANG_USE_CPU_ENGINE": "1"}
+    return subprocess.run(
+        [str(ENGINES[engine].interpreter()), *arguments],
+        env={**env, **environment} if engine == "sglang" else {**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
+@pytest.mark.parametrize(
+    ("engine", "command"),
+    [
+        ("vllm", ["-m", "vllm.entrypoints.openai.api_server", "--help=DeltaUpdates"]),
+        ("sglang", ["-m", "sglang.launch_server", "--help"]),
+    ],
+)
+def test_the_flags_stand_in_the_engines_help(engine: str, command: list[str]) -> None:
+    shown = python(engine, *command)
+    assert [flag for flag in FLAGS if flag not in shown.stdout] == [], shown.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    # SGLang has that route itself; asked for a format that it does not know, it exits.
+    [("vllm", [("POST", "/update_weights_from_disk")]), ("sglang", [])],
+    ids=["vllm", "sglang"],
+)
 def test_without_the_flag_there_is_nothing(
-    checkpoint: Callable[[str], Path], start: Callable[..., EngineProcess]
+    kind: str,
+    more: list[tuple[str, str]],
+    checkpoint: Callable[[str], Path],
+    start: Callable[..., EngineProcess],
 ) -> None:
-    engine = start(checkpoint("qwen3"), enable_delta=False)
-    assert engine.get("/delta_status").status_code == 404
-    assert engine.post("/update_weights_delta").status_code == 404
-    assert engine.post("/update_weights_from_disk").status_code == 404
-    rpc = engine.post("/collective_rpc", json={"method": "delta_updates"})
-    assert rpc.status_code == 500
+    engine = start(kind, checkpoint("qwen3"), enable_delta=False)
+    for method, path in [*ENDPOINTS, *more]:
+        assert (engine.get if method == "GET" else engine.post)(path).status_code == 404
+    if kind == "vllm":
+        rpc = engine.post("/collective_rpc", json={"method": "delta_updates"})
+        assert rpc.status_code == 500
     engine.stop()
 
 
@@ -55,7 +92,7 @@ def test_without_the_flag_there_is_nothing(
     ],
     ids=["plugin-not-loaded", "data-parallel"],
 )
-def test_refuses_to_start(
+def test_vllm_refuses_to_start(
     checkpoint: Callable[[str], Path],
     start: Callable[..., EngineProcess],
     arguments: list[str],
@@ -63,7 +100,7 @@ def test_refuses_to_start(
     message: str,
 ) -> None:
     with pytest.raises(EngineError) as failed:
-        start(checkpoint("qwen3"), extra_args=arguments, extra_env=environment)
+        start("vllm", checkpoint("qwen3"), extra_args=arguments, extra_env=environment)
     assert "exited with code" in str(failed.value)
     log = Path(str(failed.value).split("end of ")[1].split(":\n")[0]).read_text()
     assert message in log
@@ -83,7 +120,7 @@ def test_refuses_to_start(
         (["--delta-read-workers", "2"], "needs --enable-delta-updates"),
     ],
 )
-def test_refuses_arguments(arguments: list[str], message: str) -> None:
+def test_vllm_refuses_arguments(arguments: list[str], message: str) -> None:
     """The same checks in vLLM's own parser and config, without starting a process for each."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -92,3 +129,52 @@ def test_refuses_arguments(arguments: list[str], message: str) -> None:
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", "m", *arguments])
     with pytest.raises(ValueError, match=message):
         AsyncEngineArgs.from_cli_args(args)
+
+
+# SGLang's own parser and config, without starting a process for each.
+SGLANG_PARSER = """
+import json, sys
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.server_args import prepare_server_args
+found = {}
+for name, arguments in json.loads(sys.argv[1]).items():
+    try:
+        prepare_server_args(["--model-path", "m", "--device", "cpu", *arguments])
+        found[name] = "taken"
+    except ValueError as error:
+        found[name] = str(error)
+print(json.dumps(found))
+"""
+SGLANG_REFUSES = {
+    "dp": ([ENABLE, "--dp-size", "2"], "--dp-size above 1"),
+    "pp": ([ENABLE, "--pp-size", "2"], "--pp-size above 1"),
+    "nodes": ([ENABLE, "--nnodes", "2"], "several hosts"),
+    "lora": ([ENABLE, "--enable-lora"], "--enable-lora"),
+    "workers": ([ENABLE, "--tokenizer-worker-num", "2"], "--tokenizer-worker-num above 1"),
+    "companion": (["--delta-read-workers", "2"], "needs --enable-delta-updates"),
+}
+
+
+def test_sglang_refuses_arguments() -> None:
+    asked = json.dumps({name: arguments for name, (arguments, _) in SGLANG_REFUSES.items()})
+    run = python("sglang", "-c", SGLANG_PARSER, asked)
+    assert run.returncode == 0, run.stderr[-2000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    wrong = {n: found[n] for n, (_, message) in SGLANG_REFUSES.items() if message not in found[n]}
+    assert wrong == {}
+
+
+def test_sglang_serve_takes_the_flags_too() -> None:
+    arguments = ["serve", "--model-type", "llm", "--model-path", "m", ENABLE, "--dp-size", "2"]
+    program = "import sys; from sglang.cli.main import main; sys.exit(main())"
+    run = python("sglang", "-c", program, *arguments)
+    assert run.returncode != 0
+    assert "--enable-delta-updates does not work with --dp-size above 1" in run.stderr
+
+
+def test_sglang_without_the_plugin_has_no_flag() -> None:
+    command = ["-m", "sglang.launch_server", "--model-path", "m", ENABLE]
+    run = python("sglang", *command, SGLANG_PLUGINS="other")
+    assert run.returncode != 0
+    assert f"unrecognized arguments: {ENABLE}" in run.stderr

@@ -16,22 +16,28 @@ import tiny_models
 from engine_process import EngineProcess
 from reference_sender import DeltaSender
 from tests.engines.conftest import PROMPTS, fingerprint
-from tests.engines.trainer import Trainer, container, split
+from tests.engines.trainer import Trainer, container, model_digest, split
 
 ENCODINGS = ("indices", "deltas", "deltas_zstd")
 CASES = [
-    ("qwen3", 1, "auto"),
-    ("qwen3", 2, "auto"),
-    pytest.param(("qwen3", 1, "masked"), marks=pytest.mark.full),
-    ("llama_tied", 1, "auto"),
-    pytest.param(("llama_tied", 2, "auto"), marks=pytest.mark.full),
+    ("vllm", "qwen3", 1, "auto"),
+    ("vllm", "qwen3", 2, "auto"),
+    pytest.param(("vllm", "qwen3", 1, "masked"), marks=pytest.mark.full),
+    ("vllm", "llama_tied", 1, "auto"),
+    pytest.param(("vllm", "llama_tied", 2, "auto"), marks=pytest.mark.full),
+    ("sglang", "qwen3", 1, "auto"),
+    ("sglang", "qwen3", 2, "auto"),
+    pytest.param(("sglang", "qwen3", 1, "masked"), marks=pytest.mark.full),
+    pytest.param(("sglang", "qwen3_moe", 1, "auto"), marks=pytest.mark.full),
+    pytest.param(("sglang", "llama_tied", 1, "auto"), marks=pytest.mark.full),
 ]
 
 
 class Run:
     """A live engine and the trainer that it follows."""
 
-    def __init__(self, engine: EngineProcess, base: Path, root: Path) -> None:
+    def __init__(self, kind: str, engine: EngineProcess, base: Path, root: Path) -> None:
+        self.kind = kind
         self.engine = engine
         self.base = base
         self.root = root
@@ -50,7 +56,7 @@ class Run:
         assert response.status_code == 200, answer
         assert answer["status"] == "committed", answer
         assert answer["version"] == self.trainer.version
-        assert self.engine.delta_status()["weight_version"] == str(self.trainer.version)
+        assert self.engine.weight_version() == str(self.trainer.version)
         return answer
 
     def files(self, parts: list[bytes]) -> dict[str, object]:
@@ -70,15 +76,24 @@ def run(
     start: Callable[..., EngineProcess],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Run]:
-    kind, tp, apply = request.param
+    kind, model, tp, apply = request.param
     root = tmp_path_factory.mktemp("deltas")
-    base = checkpoint(kind)
-    engine = start(base, tp=tp, extra_args=["--delta-root", str(root), "--delta-apply", apply])
+    base = checkpoint(model)
+    arguments = ["--delta-root", str(root), "--delta-apply", apply]
+    engine = start(kind, base, tp=tp, extra_args=arguments)
     for prompt in PROMPTS:
         # What the prefix cache keeps now must not answer for later weights.
         engine.complete(prompt, max_tokens=4, temperature=0.0)
-    yield Run(engine, base, root)
+    yield Run(kind, engine, base, root)
     engine.stop()
+
+
+def test_every_tensor_is_exact(run: Run) -> None:
+    status = run.engine.delta_status()
+    assert (status["engine"], status["ranks"]) == (run.kind, run.engine.tp)
+    assert (status["weight_version"], status["uncertified"]) == ("0", {})
+    assert [set(counts) for counts in status["certification"]] == [{"exact"}] * run.engine.tp
+    assert status["digest"] == model_digest(run.trainer.tensors).hex()
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -224,15 +239,17 @@ def test_command_line_of_the_sender(run: Run, tmp_path: Path) -> None:
     assert run.trainer.version > base_version + 1
 
 
-def test_ends_on_the_trainers_bytes(
+def test_equals_a_fresh_engine(
     run: Run, start: Callable[..., EngineProcess], tmp_path: Path
 ) -> None:
-    """Last: the engine equals a fresh one that loaded the trainer's checkpoint."""
-    status = run.engine.delta_status()
-    assert status["version"] == run.trainer.version
-    assert all(set(counts) <= {"exact"} for counts in status["certification"])
+    """Last: all that the engine computes with is what a fresh one loads from the trainer."""
+    assert run.engine.delta_status()["version"] == run.trainer.version
+    found = run.engine.get("/delta_digest", params={"scan": "true"}).json()
+    assert found["corrupted"] == []
+    assert found["digest"] == model_digest(run.trainer.tensors).hex()
     updated = fingerprint(run.engine)
+    run.engine.stop()
     target = tiny_models.save_checkpoint(run.base, tmp_path / "target", run.trainer.tensors)
-    fresh = start(target, tp=status["ranks"])
+    fresh = start(run.kind, target, tp=run.engine.tp)
     assert fingerprint(fresh) == updated
     fresh.stop()

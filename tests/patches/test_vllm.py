@@ -14,11 +14,11 @@ import pytest
 
 import apply_patches
 import tiny_models
-from engine_process import EngineProcess
 from patch_sets import State
 from tests.engines.trainer import Trainer, container
 from tests.patches import copies, vllm_facts, vllm_offline
 from tests.patches.copies import ROOT
+from vllm_process import VllmProcess
 
 pytestmark = pytest.mark.engine
 
@@ -106,8 +106,10 @@ def test_hunks_fit_only_one_place() -> None:
 @pytest.mark.parametrize(
     "selection",
     [
-        ["tests/engines/test_refusals.py"],
-        pytest.param(["tests/engines/test_syncs.py", "-k", "qwen3-1-auto"], marks=pytest.mark.full),
+        ["tests/engines/test_refusals.py", "-k", "vllm"],
+        pytest.param(
+            ["tests/engines/test_syncs.py", "-k", "vllm-qwen3-1-auto"], marks=pytest.mark.full
+        ),
     ],
     ids=["refusals", "syncs"],
 )
@@ -130,8 +132,8 @@ def test_load_format_delta_serves_and_takes_deltas(
         monkeypatch.setenv(name, value)
     model = tiny_models.build("qwen3", tmp_path / "model")
     trainer = Trainer(tiny_models.load_tensors(model))
-    options: dict[str, Any] = {"dev_mode": True, "log_path": tmp_path / "engine.log"}
-    with EngineProcess(model, extra_args=["--load-format", "delta"], **options) as engine:
+    options: dict[str, Any] = {"log_path": tmp_path / "engine.log"}
+    with VllmProcess(model, extra_args=["--load-format", "delta"], **options) as engine:
         body = container(trainer.tensors, trainer.step(), metadata=trainer.metadata())
         answer = engine.post(
             "/update_weights_delta",
@@ -141,7 +143,7 @@ def test_load_format_delta_serves_and_takes_deltas(
         assert answer.json()["status"] == "committed", answer.text
         updated = engine.checksums()
     target = tiny_models.save_checkpoint(model, tmp_path / "target", trainer.tensors)
-    with EngineProcess(target, enable_delta=True, **options) as fresh:
+    with VllmProcess(target, enable_delta=True, **options) as fresh:
         assert fresh.checksums() == updated
 
 

@@ -1,7 +1,7 @@
 """What else in SGLang changes weights: its own updates, and releasing the weights' memory.
 
-After one of these nobody knows what a delta would be added to. SGLang may serve what it has then,
-but only a full sync is taken.
+After one of these nobody knows what a delta would be added to, and a failed one may have written a
+part of the weights. SGLang may serve what it has then, but only a full sync is taken.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 from engine_ext.adapters.sglang.hooks import LOAD_FORMAT
-from engine_ext.errors import BaseMismatch
-from engine_ext.ranks import Ranks
 from engine_ext.receiver import Receiver
 
 _WEIGHTS = "weights"  # SGLang's name for the weights' share of its memory
@@ -26,19 +24,16 @@ _UPDATES = (
 
 
 class OtherChanges:
-    """Knows whether something else has changed one rank's weights since the last sync.
+    """Tells one rank's receiver when something else changes the weights.
 
-    SGLang sends each such request to every rank, so all ranks know the same.
+    SGLang sends each such request to every rank, so all receivers learn the same.
 
     Args:
-        receiver: the rank's; its state learns when the weights are lost.
-        ranks: this rank among the engine's.
+        receiver: the rank's.
     """
 
-    def __init__(self, receiver: Receiver, ranks: Ranks) -> None:
+    def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
-        self._ranks = ranks
-        self._cause: str | None = None
 
     def watch(self) -> None:
         """Wrap SGLang's own updates in this process, before its scheduler binds them."""
@@ -51,54 +46,21 @@ class OtherChanges:
         Updater.check_weights = self._noting_a_reset(Updater.check_weights)
         Updater.release_memory_occupation = self._noting_release(Updater.release_memory_occupation)
 
-    def check(self, operation: str, arguments: dict[str, Any]) -> None:
-        """Refuse what builds on weights that are not there any more.
-
-        Raises:
-            BaseMismatch: only a full sync can be taken.
-        """
-        if self._cause is None:
-            return
-        if operation == "rollback" or (operation == "begin" and not arguments["part"]["full"]):
-            raise BaseMismatch(
-                f"the weights are of no version that is known here, after {self._cause}; "
-                "send a full sync"
-            )
-
-    def committed(self) -> None:
-        """A sync was committed; it was a full one if `check` was in the way of others."""
-        self._cause = None
-
-    def _note(self, cause: str) -> None:
-        self._cause = cause
-        self._receiver.handle("drop", {})
-
     def _noting(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def update(updater: Any, request: Any) -> Any:
             if getattr(request, "load_format", None) == LOAD_FORMAT:
                 return original(updater, request)
-            before = self._cause
-            self._note(f"SGLang's {name}")
-            output = original(updater, request)
-            if not output.success and self._unchanged():
-                self._cause = before
-            return output
+            self._receiver.weights_replaced(f"SGLang's {name}")
+            return original(updater, request)
 
         return update
-
-    def _unchanged(self) -> bool:
-        """Whether a failed update has left every rank's weights alone; all ranks must call it."""
-        found = self._receiver.handle("digest", {"scan": True})
-        digests = found.get("ok", {})
-        mine = "ok" in found and digests["tensors"] == digests["tracked"]
-        return all(self._ranks.all_gather(mine))
 
     def _noting_a_reset(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def check_weights(updater: Any, request: Any) -> Any:
             if request.action == "reset_tensors":
-                self._note("SGLang's reset of its weights")
+                self._receiver.weights_replaced("SGLang's reset of its weights")
             return original(updater, request)
 
         return check_weights

@@ -42,9 +42,8 @@ def equip(runner: Any, chosen: settings.Settings, load: Callable[[], None]) -> N
 
     ranks = TensorRanks(get_parallel().tp_group.cpu_group)
     receiver = build_receiver(runner, chosen, constants, ranks)
-    others = OtherChanges(receiver, ranks)
-    others.watch()
-    runner.delta_receiver, runner.delta_others = receiver, others
+    OtherChanges(receiver).watch()
+    runner.delta_receiver = receiver
 
 
 def build_receiver(
@@ -101,14 +100,10 @@ def _handle(updater: Any, call: Call) -> dict[str, Any]:
         if receiver is None:
             raise DeltaError("this rank was started without --enable-delta-updates")
         receiver.state.asleep = "weights" in updater.offload_tags
-        runner.delta_others.check(call.operation, call.arguments)
         if call.operation in _WRITES:
             # A forward pass may still run on a stream of its own.
             torch.get_device_module().synchronize()
-        found: dict[str, Any] = receiver.handle(call.operation, call.arguments)
-        if call.operation == "commit" and "ok" in found:
-            runner.delta_others.committed()
-        return found
+        return receiver.handle(call.operation, call.arguments)
     except Exception as error:
         return {"error": as_delta_error(error).to_wire()}
 

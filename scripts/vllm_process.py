@@ -1,0 +1,65 @@
+"""Run a real vLLM OpenAI server as a child process."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Final
+
+from engine_process import HOST, EngineProcess
+
+_ENV: Final = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_SERVER_DEV_MODE": "1",  # serves the checksums, and routes to pause and sleep
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "PYTHONUNBUFFERED": "1",
+    # The default binds threads to cores: it asserts with two ranks on a machine of one NUMA node,
+    # and two engines on one machine would be given the same cores.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+class VllmProcess(EngineProcess):
+    """One vLLM server with its development routes; arguments as of `EngineProcess`."""
+
+    name = "vLLM"
+
+    @classmethod
+    def interpreter(cls) -> Path:
+        """This interpreter."""
+        return Path(sys.executable)
+
+    def checksums(self) -> dict[str, str]:
+        """SHA-256 of every live parameter, by ``dp0:pp0:pcp0:tp<rank>:<name>``."""
+        answer = self._checked(self.post("/weight_checker", json={"action": "checksum"}))
+        checksums: dict[str, str] = answer["checksums"]
+        return checksums
+
+    def buffer_checksums(self) -> dict[str, str]:
+        """SHA-256 of every registered buffer, named alike; the server has delta updates."""
+        body = {"method": "delta_buffer_checksums"}
+        answer = self._checked(self.post("/collective_rpc", json=body))
+        return {name: digest for rank in answer["results"] for name, digest in rank.items()}
+
+    def weight_version(self) -> str:
+        return str(self._checked(self.get("/weight_info"))["weight_version"])
+
+    def pause(self) -> None:
+        self._checked(self.post("/pause", params={"mode": "keep"}))
+
+    def resume(self) -> None:
+        self._checked(self.post("/resume"))
+
+    def _server_arguments(self) -> list[str]:
+        return [
+            *("-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(self.model), "--host", HOST, "--port", str(self.port)),
+            *("--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "256"),
+            *("--tensor-parallel-size", str(self.tp)),
+        ]
+
+    def _server_environment(self) -> dict[str, str]:
+        return dict(_ENV)

@@ -1,0 +1,103 @@
+"""A plugin of either engine that makes things go wrong inside one rank.
+
+A file ``FAULT-RANK`` in the folder that ``DELTA_FAULTS`` names arms one fault of one rank; what the
+rank is asked next takes the file away. Faults:
+
+- ``fail_write``, ``fail_undo``: the next commit, or its undo, raises on this rank. A commit that
+  fails has made one of its writes.
+- ``stall_write``: the next commit hangs after one of its writes. A file ``stalled-RANK`` with the
+  rank's process id says so.
+- ``raise_commit``: the next commit raises before it begins, where nothing should.
+- ``flip_a_bit``: of one element of a live parameter, now, as a cosmic ray would. The file has the
+  parameter's name and the element's offset.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def register() -> None:
+    """Put the faults in; the engines call this in each of their processes."""
+    from engine_ext.receiver import Receiver
+
+    original = Receiver.handle
+    if hasattr(original, "faulty"):
+        return
+
+    def handle(receiver: Receiver, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        _arm(receiver)
+        return original(receiver, operation, arguments)
+
+    handle.faulty = True  # type: ignore[attr-defined]
+    Receiver.handle = handle  # type: ignore[method-assign]
+
+
+def _arm(receiver: Any) -> None:
+    folder, rank = Path(os.environ["DELTA_FAULTS"]), receiver._ranks.rank
+    applier = receiver._applier
+
+    def armed(fault: str) -> str | None:
+        file = folder / f"{fault}-{rank}"
+        if not file.exists():
+            return None
+        text = file.read_text()
+        file.unlink()
+        return text
+
+    def stall() -> None:
+        said = folder / f"stalled-{rank}.new"
+        said.write_text(str(os.getpid()))
+        said.rename(said.with_suffix(""))
+        time.sleep(600)
+
+    if armed("fail_undo") is not None:
+        _once(applier, "undo", _fail)
+    if armed("fail_write") is not None:
+        _once(applier, "write", _fail)
+    if armed("stall_write") is not None:
+        _once(applier, "write", stall)
+    flip = armed("flip_a_bit")
+    if flip is not None:
+        name, offset = flip.split()
+        _flip(applier, name, int(offset))
+    if armed("raise_commit") is not None:
+        _raise_once(receiver)
+
+
+def _raise_once(receiver: Any) -> None:
+    """Let the next commit of a receiver raise what is no error of the tree."""
+    original = receiver._operations["commit"]
+
+    def commit(**arguments: Any) -> None:
+        receiver._operations["commit"] = original
+        raise RuntimeError("the commit went away")
+
+    receiver._operations["commit"] = commit
+
+
+def _fail() -> None:
+    raise OSError("the memory went away")
+
+
+def _flip(applier: Any, name: str, offset: int) -> None:
+    from engine_ext.kernels import bits_of
+
+    bits_of(applier._index.by_name[name].flat())[offset] ^= 1
+
+
+def _once(applier: Any, method: str, then: Callable[[], None]) -> None:
+    """Let the next call of a method make one write, if it is one that writes, and then this."""
+    original = getattr(applier, method)
+
+    def call(staged: Any) -> None:
+        setattr(applier, method, original)
+        if method == "write":
+            staged[0].writes[0].put()
+        then()
+
+    setattr(applier, method, call)
