@@ -38,7 +38,7 @@ setup-sglang: ## make .venv-sglang with SGLang's pinned packages; nothing to do 
 demo: setup $(if $(filter sglang,$(ENGINE)),setup-sglang) ## update a live engine and check every weight
 	@$(BIN)/python scripts/demo.py --engine $(ENGINE) $(DEMO_ARGS)
 
-test: setup lint ## lint, and every test but those marked full (this is what CI runs)
+test: setup setup-sglang lint ## lint, and every test but those marked full (this is what CI runs)
 	@echo "test: all but the full tests"
 	@$(BIN)/python -m pytest -m "not full" $(PYTEST_ARGS)
 
@@ -46,7 +46,7 @@ test-fast: setup ## the tests that start no engine
 	@echo "test-fast: the tests that start no engine"
 	@$(BIN)/python -m pytest -m "not engine and not full" $(PYTEST_ARGS)
 
-test-all: setup lint ## lint, and every test
+test-all: setup setup-sglang lint ## lint, and every test
 	@echo "test-all: every test"
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
