@@ -11,6 +11,9 @@ ENGINES := vllm sglang
 export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export DO_NOT_TRACK ?= 1
+# The environments are installed uncompiled: each of an engine's processes would compile all that it
+# imports again (SGLang: 29 s instead of 12 of one core).
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
