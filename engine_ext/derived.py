@@ -122,8 +122,8 @@ def find_derived(
     }
     found = []
     for path, module, attribute, tensor in hanging(model):
-        entry = index.find(tensor)
-        if entry is not None and (entry.start, entry.end) in covered:
+        # Also where it is registered, and so has an entry of its own.
+        if any((entry.start, entry.end) in covered for entry in index.holding(tensor)):
             continue
         if known(f"{path}.{attribute}".lstrip("."), tensor):
             continue

@@ -113,18 +113,22 @@ class StorageIndex:
         self._parts = list(_parts(model))
 
     def find(self, tensor: torch.Tensor) -> LiveTensor | None:
-        """The live tensor whose memory holds the whole of this view, or None."""
+        """The live tensor whose memory holds the whole of this view, or None; the smallest one."""
+        return next(self.holding(tensor), None)
+
+    def holding(self, tensor: torch.Tensor) -> Iterator[LiveTensor]:
+        """Every live tensor whose memory holds the whole of this view; smaller ones first where
+        they begin at one address."""
         if tensor.is_meta or tensor.numel() == 0:
-            return None
+            return
         start = tensor.data_ptr()
         end = start + extent(tensor) * tensor.element_size()
         position = bisect_right(self._starts, start) - 1
         while position >= 0 and self._starts[position] > start - self._longest:
             entry = self.entries[position]
             if end <= entry.end:
-                return entry
+                yield entry
             position -= 1
-        return None
 
     def moved(self, model: torch.nn.Module) -> list[str]:
         """Names whose memory is no longer where it was when the index was made."""

@@ -181,6 +181,7 @@ CASES: Final = (
         toy.KeepsReference,
         toy.KeepsCopy,
     ),
+    _carried("views beside", "of the weight, a parameter among them", models.ViewBeside),
     # Not all of it.
     _case("ignored", "the loader skips it", toy.Skipped),
     _case("truncated", "the engine drops rows", models.Truncated),

@@ -191,6 +191,16 @@ class DerivedWhileLoading(ToyModel):
             self.absorbed = self.kv_b_proj.data.t().float() * 2
 
 
+class ViewBeside(ToyModel):
+    """Views of the weight are kept, one of them as a parameter."""
+
+    shapes: ClassVar = {"kv_b_proj": (8, 6), "norm": (6,)}
+
+    def after_loading(self) -> None:
+        upper, self.lower = self.kv_b_proj.data.split(4)
+        self.upper = nn.Parameter(upper.t(), requires_grad=False)
+
+
 class ScaledRows(ToyModel):
     """The loader multiplies; the base's factor of one hides it."""
 

@@ -165,6 +165,8 @@ def test_views_and_constants_are_none() -> None:
     def absorb(model: Latent) -> None:
         model.layers[0].view = [model.projection(0).data.t()]
         model.layers[0].config = {"norm": model.norm}
+        # As vLLM registers W_UV: a view that is a parameter of its own.
+        model.layers[1].upper = nn.Parameter(model.projection(1).data[:2].t(), requires_grad=False)
 
     model, placement = served(absorb)
     assert find_derived(model, placement, known) == []

@@ -19,8 +19,6 @@ REFUSED = {
     "qwen3_next": ("conv1d", "A_log"),
     # On the second of two ranks the loader zeroes the checkpoint's tensor.
     "gpt_oss": ("mlp.experts.down_proj_bias",),
-    # What the engine has computed from it does not follow.
-    "deepseek_v3": ("kv_b_proj",),
 }
 
 
