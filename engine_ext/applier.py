@@ -13,6 +13,7 @@ import torch
 from engine_ext import masked
 from engine_ext.errors import NotUpdatable
 from engine_ext.plan import Plan
+from engine_ext.recompute import Recomputed
 from engine_ext.scatter import ScatterApplier, StagedPart
 from engine_ext.storage_index import StorageIndex
 from engine_ext.tracing import LoadWeights, rehearse
@@ -24,7 +25,7 @@ class MaskedApplier(ScatterApplier):
     """Writes through the model's loader (see `engine_ext.masked`).
 
     Args:
-        model, index, plan, undo_bytes, threads: as of `ScatterApplier`.
+        model, index, plan, undo_bytes, threads, recomputed: as of `ScatterApplier`.
         load_weights: the model's loader.
         chunk_bytes: bytes of full-shape tensors that one call of the loader gets at most.
     """
@@ -41,8 +42,11 @@ class MaskedApplier(ScatterApplier):
         threads: int,
         load_weights: LoadWeights,
         chunk_bytes: int,
+        recomputed: Sequence[Recomputed] = (),
     ) -> None:
-        super().__init__(model, index, plan, undo_bytes=undo_bytes, threads=threads)
+        super().__init__(
+            model, index, plan, undo_bytes=undo_bytes, threads=threads, recomputed=recomputed
+        )
         self._load_weights = load_weights
         self._chunk_bytes = chunk_bytes
         self._rehearsed: list[list[str]] = []
@@ -55,7 +59,7 @@ class MaskedApplier(ScatterApplier):
         self._rehearse(self._mine(staged))
 
     def write(self, staged: Sequence[StagedPart]) -> None:
-        """Write, and read back.
+        """Write, read back, and let the derived tensors follow.
 
         Raises:
             Exception: the loader's own, or RuntimeError if an element does not hold its new
@@ -70,6 +74,7 @@ class MaskedApplier(ScatterApplier):
                     raise RuntimeError(
                         f"{param.delta.name} does not hold its new bits after the write"
                     )
+        self._recompute(self._written(staged))
 
     def _refusal(self, delta: ParamDelta) -> str | None:
         placed = self.plan.placement[delta.name]

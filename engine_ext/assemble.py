@@ -18,10 +18,12 @@ from engine_ext.applier import MaskedApplier
 from engine_ext.certify import certify, summary
 from engine_ext.derived import Known, find_derived, is_constant, refuse_derived
 from engine_ext.kernels import warm_up
-from engine_ext.placement import Placement, Repack, Segment, Status, TensorSpec
+from engine_ext.placement import Repack, Segment, Status, TensorSpec
 from engine_ext.plan import make_plan
 from engine_ext.ranks import Ranks
 from engine_ext.receiver import Receiver
+from engine_ext.recompute import Recomputation, note
+from engine_ext.recompute_proof import prove
 from engine_ext.repack import compose
 from engine_ext.scatter import ScatterApplier
 from engine_ext.seed import Reload, SeedApplier, Traced
@@ -48,6 +50,7 @@ class LoadedModel:
         repacks: moves of live tensors after loading, by the live tensor's name.
         refusals: live tensors whose moves cannot be followed, with the reason.
         constants: which tensors beside the weights are known not to be made of them.
+        recomputations: the engine's functions for what it keeps beside the weights.
         refuse_while: as of `trace_placement`.
     """
 
@@ -59,6 +62,7 @@ class LoadedModel:
     repacks: Mapping[str, Repack] = field(default_factory=dict)
     refusals: Mapping[str, str] = field(default_factory=dict)
     constants: Known = is_constant
+    recomputations: Sequence[Recomputation] = ()
     refuse_while: Callable[[torch.nn.Module], str | None] | None = None
 
 
@@ -77,8 +81,8 @@ def make_receiver(loaded: LoadedModel, chosen: Settings) -> Receiver:
         seed = _seed_applier(loaded)
         receiver = _receiver(loaded, chosen, seed)
 
-        def seeded(index: StorageIndex, placement: Placement) -> None:
-            receiver.adopt(_applier(loaded, chosen, index, placement))
+        def seeded(traced: Traced) -> None:
+            receiver.adopt(_applier(loaded, chosen, traced))
 
         seed.seeded = seeded
         return receiver
@@ -88,7 +92,7 @@ def make_receiver(loaded: LoadedModel, chosen: Settings) -> Receiver:
     traced_s = time.perf_counter() - start
     certify(traced.placement, loaded.checkpoint(), chosen.certify_sample)
     certified_s = time.perf_counter() - start - traced_s
-    applier = _applier(loaded, chosen, traced.index, traced.placement)
+    applier = _applier(loaded, chosen, traced)
     logger.info("traced in %.2f s, certified in %.2f s", traced_s, certified_s)
     return _receiver(loaded, chosen, applier)
 
@@ -106,7 +110,8 @@ def _receiver(loaded: LoadedModel, chosen: Settings, applier: Applier) -> Receiv
 
 
 def _trace(loaded: LoadedModel, specs: Sequence[TensorSpec]) -> Traced:
-    """Where the tensors of a checkpoint lie, repacks followed, nothing certified yet."""
+    """Where the tensors of a checkpoint lie, repacks followed, nothing certified yet, and which
+    derived tensors follow them."""
     index = StorageIndex(loaded.model)
     others: list[Segment] = []
     placement = trace_placement(
@@ -118,8 +123,11 @@ def _trace(loaded: LoadedModel, specs: Sequence[TensorSpec]) -> Traced:
         refuse_while=loaded.refuse_while,
     )
     compose(placement, loaded.repacks, loaded.refusals)
-    refuse_derived(placement, find_derived(loaded.model, placement, loaded.constants))
-    return Traced(index, placement, others)
+    derived = find_derived(loaded.model, placement, loaded.constants)
+    recomputed, failed = prove(loaded.model, placement, derived, loaded.recomputations)
+    refuse_derived(placement, derived, {path for one in recomputed for path in one.paths}, failed)
+    note(placement, recomputed)
+    return Traced(index, placement, others, recomputed)
 
 
 def _seed_applier(loaded: LoadedModel) -> SeedApplier:
@@ -140,37 +148,45 @@ def _seed_applier(loaded: LoadedModel) -> SeedApplier:
     return SeedApplier(loaded.model, functools.partial(_trace, loaded), loaded.reload)
 
 
-def _applier(
-    loaded: LoadedModel, chosen: Settings, index: StorageIndex, placement: Placement
-) -> ScatterApplier:
+def _applier(loaded: LoadedModel, chosen: Settings, traced: Traced) -> ScatterApplier:
     """The applier that the user has chosen, for a certified placement. All ranks must call it.
 
     Raises:
         RuntimeError: nothing in it is certified.
     """
-    plan = make_plan(placement, loaded.ranks)
-    _log(placement)
+    plan = make_plan(traced.placement, loaded.ranks)
+    _log(traced)
     if not plan.targets:
         raise RuntimeError("delta updates: no tensor of this model can be certified")
     threads = torch.get_num_threads()
     if chosen.apply != "masked":
         return ScatterApplier(
-            loaded.model, index, plan, undo_bytes=chosen.undo_bytes, threads=threads
+            loaded.model,
+            traced.index,
+            plan,
+            undo_bytes=chosen.undo_bytes,
+            threads=threads,
+            recomputed=traced.recomputed,
         )
     return MaskedApplier(
         loaded.model,
-        index,
+        traced.index,
         plan,
         undo_bytes=chosen.undo_bytes,
         threads=threads,
+        recomputed=traced.recomputed,
         load_weights=loaded.load_weights,
         chunk_bytes=chosen.chunk_bytes,
     )
 
 
-def _log(placement: Placement) -> None:
+def _log(traced: Traced) -> None:
+    placement = traced.placement
     counts = ", ".join(f"{count} {status}" for status, count in summary(placement).items())
     logger.info("delta updates: of %d tensors %s", len(placement), counts)
+    paths = [path for one in traced.recomputed for path in one.paths]
+    if paths:
+        logger.info("delta updates: the engine's own function recomputes %s", ", ".join(paths))
     for name, placed in placement.items():
         if placed.status is Status.UNCERTIFIED:
             logger.warning("delta updates will refuse %s: %s", name, placed.reason)

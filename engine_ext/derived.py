@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -91,11 +91,16 @@ def is_constant(path: str, tensor: torch.Tensor) -> bool:
     """
     if tensor.numel() == 0 or tensor.is_meta:
         return True
-    if _ROTARY.search(path) or _CACHE.search(path):
+    if _ROTARY.search(path) or is_cache(path):
         return True
     if tensor.dim() <= 1 and tensor.dtype in _TABLES:
         return True
     return tensor.numel() == 1 and not tensor.is_complex() and float(tensor) in (0.0, 1.0)
+
+
+def is_cache(path: str) -> bool:
+    """Whether a path in the model is that of a key-value cache, by its name."""
+    return _CACHE.search(path) is not None
 
 
 def find_derived(
@@ -132,24 +137,35 @@ def find_derived(
     return found
 
 
-def refuse_derived(placement: Placement, derived: list[Derived]) -> None:
+def refuse_derived(
+    placement: Placement,
+    derived: Iterable[Derived],
+    recomputed: Container[str] = (),
+    failed: Mapping[str, str] | None = None,
+) -> None:
     """Mark the weights that some tensor may have been computed from as uncertified.
 
     Args:
         placement: it is marked.
-        derived: those tensors, without any that the engine is known to recompute.
+        derived: those tensors.
+        recomputed: paths of those of them that the engine is proven to recompute; these do not
+            count.
+        failed: by path, why others of them are not, though the engine has a function for them.
     """
     by_weight: dict[str, list[str]] = defaultdict(list)
     for one in derived:
-        for name in one.weights:
-            by_weight[name].append(one.path)
+        if one.path not in recomputed:
+            for name in one.weights:
+                by_weight[name].append(one.path)
     for placed in placement.values():
         for segment in placed.segments:
             paths = by_weight.get(segment.live.name)
             if paths:
+                reasons = {failed[path]: None for path in paths if failed and path in failed}
+                why = f" (the engine's own function is not relied on: {'; '.join(reasons)})"
                 placed.refuse(
                     f"the engine keeps {', '.join(paths)} beside it, which may be computed from "
-                    "it and would not follow"
+                    f"it and would not follow{why if reasons else ''}"
                 )
 
 

@@ -137,6 +137,7 @@ class Placed:
             `IGNORED` means that no rank holds it, because the loader drops it.
         reason: why it is `UNCERTIFIED`, empty otherwise.
         used: the loader does more with it than look at it, so that it may lie out of sight.
+        recomputed: derived tensors, by their paths, that are computed again when it is written.
     """
 
     spec: TensorSpec
@@ -144,6 +145,7 @@ class Placed:
     status: Status = Status.UNJUDGED
     reason: str = ""
     used: bool = False
+    recomputed: tuple[str, ...] = ()
 
     def refuse(self, reason: str) -> None:
         """Mark the tensor as one that cannot be updated exactly; the first reason stands."""

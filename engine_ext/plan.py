@@ -57,6 +57,7 @@ class Plan:
                 "reason": placed.reason,
                 "live": sorted({s.live.name for s in placed.segments}),
                 "repacked": any(s.repack is not None for s in placed.segments),
+                "recomputed": list(placed.recomputed),
                 "digested": name in self.digested,
             }
             for name, placed in self.placement.items()

@@ -20,6 +20,7 @@ from engine_ext.dtypes import NAME_OF_TORCH, TORCH_DTYPE, bits_dtype
 from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.placement import Status
 from engine_ext.plan import Plan
+from engine_ext.recompute import Recomputed, triggered
 from engine_ext.storage_index import StorageIndex
 from engine_ext.wire import Manifest, ParamDelta, Part
 from engine_ext.writes import Place, StagedParam, Stager, Target, Write, spans
@@ -62,10 +63,12 @@ class UndoLog:
     Attributes:
         writes: places, and their old bits.
         changes: by how much each tensor's digest had moved.
+        live: names of the live tensors that were written to.
     """
 
     writes: list[tuple[Place, Any]]
     changes: dict[str, Digest]
+    live: frozenset[str] = frozenset()
 
 
 class ScatterApplier:
@@ -77,6 +80,7 @@ class ScatterApplier:
         plan: this rank's plan.
         undo_bytes: host memory that the old values of one sync may take.
         threads: how many live tensors are written at once.
+        recomputed: derived tensors that follow the weights, proven.
     """
 
     name = "scatter"
@@ -89,6 +93,7 @@ class ScatterApplier:
         *,
         undo_bytes: int,
         threads: int,
+        recomputed: Sequence[Recomputed] = (),
     ) -> None:
         self.plan = plan
         self.digests = plan.scan(threads)
@@ -96,6 +101,7 @@ class ScatterApplier:
         self._index = index
         self._undo_bytes = undo_bytes
         self._threads = threads
+        self._recomputed = recomputed
         devices = {entry.tensor.device for entry in index.entries}
         self._devices = [device for device in devices if device.type != "cpu"]
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="delta-write")
@@ -152,12 +158,14 @@ class ScatterApplier:
             )
 
     def check_in_place(self) -> None:
-        """Refuse to write when the engine has moved a weight since start-up.
+        """Refuse to write when the engine has moved a weight, or a derived tensor that is to
+        follow, since start-up.
 
         Raises:
-            NotUpdatable: names the weights.
+            NotUpdatable: names them.
         """
         moved = self._index.moved(self._model)
+        moved = sorted({*moved, *(path for one in self._recomputed for path in one.moved())})
         if moved:
             raise NotUpdatable(f"the engine moved these after start-up: {moved}", tensors=moved)
 
@@ -217,21 +225,28 @@ class ScatterApplier:
             _expect("the digest after the sync", part.manifest.digest_after, after, number)
 
     def write(self, staged: Sequence[StagedPart]) -> None:
-        """Write. Anything raised means that some elements may have been written."""
+        """Write, and let the derived tensors follow.
+
+        Raises:
+            Exception: some elements may have been written.
+        """
         self._each([write for part in staged for write in part.writes], Write.put)
         self._synchronize()
+        self._recompute(self._written(staged))
 
     def undo(self, staged: Sequence[StagedPart]) -> None:
-        """Put the old values back after `write`, whole or half.
+        """Put the old values back after `write`, whole or half, derived tensors too.
 
         Raises:
             RuntimeError: they were not kept.
+            Exception: a derived tensor could not be computed from them again.
         """
         writes = [write for part in staged for write in part.writes]
         if not all(write.keep for write in writes):
             raise RuntimeError("the old values were not kept: the sync was larger than the log")
         self._each(writes, Write.undo)
         self._synchronize()
+        self._recompute(self._written(staged))
 
     def finish(self, staged: Sequence[StagedPart]) -> UndoLog | None:
         """Advance the digests after a write; returns what takes it back, if that was kept."""
@@ -246,12 +261,14 @@ class ScatterApplier:
         writes = [write for part in staged for write in part.writes]
         if not all(write.keep for write in writes):
             return None
-        return UndoLog([(write.place, write.old) for write in writes], changes)
+        places = [(write.place, write.old) for write in writes]
+        return UndoLog(places, changes, self._written(staged))
 
     def roll_back(self, log: UndoLog) -> None:
-        """Take a committed sync back, weights and digests."""
+        """Take a committed sync back: weights, derived tensors and digests."""
         self._each(log.writes, lambda write: write[0].put(write[1]))
         self._synchronize()
+        self._recompute(log.live)
         for name, change in log.changes.items():
             self.digests[name] -= change
 
@@ -321,6 +338,18 @@ class ScatterApplier:
                 f"a full sync must cover every tensor; {len(missing)} are missing: {missing}",
                 tensors=missing,
             )
+
+    def _written(self, staged: Sequence[StagedPart]) -> frozenset[str]:
+        """The live tensors of this rank that hold something of the params of a sync."""
+        params = [param for part in staged for param in part.params if param.writes]
+        targets = [target for p in params for target in self.plan.targets[p.delta.name]]
+        return frozenset(target.segment.live.name for target in targets)
+
+    def _recompute(self, live: frozenset[str]) -> None:
+        """Compute the derived tensors again that may be made of these live tensors."""
+        for one in triggered(self._recomputed, live):
+            one()
+            self._synchronize()
 
     def _undo_needed(self, staged: Sequence[StagedPart]) -> int:
         return sum(write.undo_bytes for part in staged for write in part.writes)

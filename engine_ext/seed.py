@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from engine_ext.holders import boxes, resolve
 from engine_ext.masked import densify
 from engine_ext.placement import Placement, Segment, Status, TensorSpec
 from engine_ext.plan import covered
+from engine_ext.recompute import Recomputed
 from engine_ext.scatter import StagedPart, UndoLog
 from engine_ext.storage_index import StorageIndex, extent
 from engine_ext.wire import ParamDelta, Part
@@ -38,11 +39,13 @@ class Traced:
         index: the model's storage index.
         placement: not certified.
         others: live boxes that the loader fills with something else (padding).
+        recomputed: derived tensors that are proven to follow.
     """
 
     index: StorageIndex
     placement: Placement
     others: list[Segment]
+    recomputed: list[Recomputed] = field(default_factory=list)
 
 
 class SeedApplier:
@@ -54,7 +57,7 @@ class SeedApplier:
         reload: the engine's own way to load other weights into the running model.
 
     Attributes:
-        seeded: called on every rank after the first sync, with its certified placement.
+        seeded: called on every rank after the first sync, with its placement, certified.
     """
 
     name = "reload"
@@ -67,7 +70,7 @@ class SeedApplier:
         reload: Reload,
     ) -> None:
         self.digests: dict[str, Digest] = {}
-        self.seeded: Callable[[StorageIndex, Placement], None] = _nobody_listens
+        self.seeded: Callable[[Traced], None] = _nobody_listens
         self._model = model
         self._trace = trace
         self._reload = reload
@@ -179,9 +182,8 @@ class SeedApplier:
                 afterwards. The weights are mixed then.
         """
         self._reload(_tensors(staged))
-        traced = self._traced
-        if traced.index.moved(self._model):
-            traced = self._traced = self._trace([_spec(delta) for delta in _deltas(staged)])
+        # Anew, because the reload may have moved weights, and made other derived tensors of them.
+        traced = self._traced = self._trace([_spec(delta) for delta in _deltas(staged)])
         certify(traced.placement, _tensors(staged))
         wrong = {
             name: placed.reason
@@ -201,7 +203,7 @@ class SeedApplier:
 
     def finish(self, staged: Sequence[StagedPart]) -> None:
         """Hand the certified placement on. All ranks must call it."""
-        self.seeded(self._traced.index, self._traced.placement)
+        self.seeded(self._traced)
 
     def roll_back(self, log: UndoLog) -> None:
         """Impossible; raises as `undo`."""
@@ -218,7 +220,7 @@ class SeedApplier:
         }
 
 
-def _nobody_listens(index: StorageIndex, placement: Placement) -> None:
+def _nobody_listens(traced: Traced) -> None:
     raise RuntimeError("no one takes over after the first sync")
 
 
@@ -239,15 +241,17 @@ def _tensors(staged: Sequence[StagedPart]) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _left_out(model: torch.nn.Module, traced: Traced) -> list[str]:
-    """Live parameters of which some element is written by nothing."""
+    """Live parameters of which some element is written by nothing, and that do not follow."""
     segments: dict[str, list[Segment]] = {}
     for segment in [*(s for p in traced.placement.values() for s in p.segments), *traced.others]:
         segments.setdefault(segment.live.name, []).append(segment)
     entries = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    entries -= {path for one in traced.recomputed for path in one.paths}
     found = []
     for entry in traced.index.entries:
-        if entry.name not in entries:
-            continue
+        around = {other.name for other in traced.index.holding(entry.tensor)} - {entry.name}
+        if entry.name not in entries or (entry.name not in segments and around & segments.keys()):
+            continue  # what it is a view of is looked at
         written = torch.zeros(extent(entry.tensor), dtype=torch.bool)
         for segment in segments.get(entry.name, []):
             written.as_strided(segment.sizes, segment.strides, segment.offset).fill_(True)

@@ -7,7 +7,7 @@ addresses, puts it back, and can tell whether every bit is what it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -55,7 +55,13 @@ class Held:
     @property
     def changed(self) -> bool:
         """Whether another tensor stands in its place, or it has other memory."""
-        return self.now is not self.tensor or _place(self.tensor) != _place(self.memory)
+        return self.now is not self.tensor or place(self.tensor) != place(self.memory)
+
+    def put_back(self) -> None:
+        """Give its place to the tensor again, and the tensor its memory; nothing is copied."""
+        getattr(self.module, self.registry)[self.name] = self.tensor
+        if place(self.tensor) != place(self.memory):
+            self.tensor.data = self.memory
 
 
 class Untouched:
@@ -81,7 +87,7 @@ class Untouched:
         self._containers = [(c, c.copy()) for c in containers(model)]
         self._hanging = _hung(model)
         self._attributes = [(m.__dict__, dict(m.__dict__)) for m in self._modules.values()]
-        held = list(self._held())
+        held = list(held_tensors(self._modules))
         self.registered = [h for h in held if h.registry in _REGISTRIES]
         self.attributes = [h for h in held if h.registry not in _REGISTRIES]
         self._identities = _identities(model)
@@ -89,9 +95,9 @@ class Untouched:
 
     def made(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors that hang where none, or another one, did, with the place; also in objects."""
-        for place, tensor in _hung(self._model).items():
-            if self._hanging.get(place) is not tensor:
-                yield place, tensor
+        for where, tensor in _hung(self._model).items():
+            if self._hanging.get(where) is not tensor:
+                yield where, tensor
 
     def put_back(self) -> None:
         """Undo what a loader may do to the modules in Python, but for writes to memory."""
@@ -108,9 +114,7 @@ class Untouched:
                 container.clear()
                 container.update(content)
         for held in self.registered + self.attributes:
-            getattr(held.module, held.registry)[held.name] = held.tensor
-            if _place(held.tensor) != _place(held.memory):
-                held.tensor.data = held.memory
+            held.put_back()
 
     def require(self) -> None:
         """Prove that the model is what it was.
@@ -131,22 +135,24 @@ class Untouched:
                 f"tracing the loader wrote to the model, by a way that cannot be followed: {names}"
             )
 
-    def _held(self) -> Iterator[Held]:
-        for path, module in self._modules.items():
-            for registry in (*_REGISTRIES, "__dict__"):
-                for name, tensor in getattr(module, registry).items():
-                    if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
-                        full = f"{path}.{name}".lstrip(".")
-                        yield Held(module, name, full, registry, tensor, tensor.data)
-
     def _hashed(self) -> dict[str, str]:
         """A hash of every piece of memory, by its first name."""
         found: dict[Any, tuple[str, str]] = {}
         for held in self.registered + self.attributes:
-            place = _place(held.memory)
-            if place not in found and held.memory.numel() and not held.memory.is_meta:
-                found[place] = (held.path, _hash(held.memory))
+            where = place(held.memory)
+            if where not in found and held.memory.numel() and not held.memory.is_meta:
+                found[where] = (held.path, _hash(held.memory))
         return dict(found.values())
+
+
+def held_tensors(modules: Mapping[str, torch.nn.Module]) -> Iterator[Held]:
+    """Every strided tensor that hangs directly on one of some modules, by the modules' paths."""
+    for path, module in modules.items():
+        for registry in (*_REGISTRIES, "__dict__"):
+            for name, tensor in getattr(module, registry).items():
+                if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+                    full = f"{path}.{name}".lstrip(".")
+                    yield Held(module, name, full, registry, tensor, tensor.data)
 
 
 def _hung(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -154,13 +160,14 @@ def _hung(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {f"{path}.{name}".lstrip("."): t for path, _, name, t in hanging(model)}
 
 
-def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+def place(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Where a tensor's elements lie, and how: device, address, shape, strides, dtype."""
     address = None if tensor.is_meta else tensor.data_ptr()
     return (tensor.device, address, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 def _identities(model: torch.nn.Module) -> dict[str, tuple[object, ...]]:
-    return {name: (id(tensor), *_place(tensor)) for name, tensor in live_tensors(model)}
+    return {name: (id(tensor), *place(tensor)) for name, tensor in live_tensors(model)}
 
 
 def _hash(tensor: torch.Tensor) -> str:

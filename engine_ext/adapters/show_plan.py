@@ -71,6 +71,7 @@ def _merged(rows: Sequence[Row]) -> Row:
         "reason": next((row["reason"] for row in rows if row["reason"]), ""),
         "live": sorted({name for row in rows for name in row["live"]}),
         "repacked": any(row["repacked"] for row in rows),
+        "recomputed": sorted({path for row in rows for path in row["recomputed"]}),
     }
 
 
@@ -133,6 +134,11 @@ def _load(options: argparse.Namespace, engine_flags: list[str]) -> list[list[Row
     return plan
 
 
+def _names(paths: Sequence[str]) -> str:
+    """The last parts of some paths in the model, each once."""
+    return ", ".join(sorted({path.rpartition(".")[2] for path in paths}))
+
+
 def _print(rows: Sequence[Row]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -142,6 +148,7 @@ def _print(rows: Sequence[Row]) -> None:
     for row in rows:
         colour = colours.get(row["status"], "dim")
         status = row["status"] + (" (repacked)" if row["repacked"] else "")
+        status += f" ({_names(row['recomputed'])} recomputed)" if row["recomputed"] else ""
         table.add_row(
             row["name"],
             row["dtype"],

@@ -24,6 +24,7 @@ def row(
         "reason": reason,
         "live": list(live),
         "repacked": False,
+        "recomputed": [],
         "digested": True,
         **more,
     }
@@ -48,10 +49,14 @@ def test_a_tensor_is_as_good_as_its_worst_rank(
 
 def test_live_names_and_repacks_of_all_ranks() -> None:
     [merged] = show_plan.merge(
-        [[row("exact", live=("x",))], [row("exact", live=("w", "x"), repacked=True)]]
+        [
+            [row("exact", live=("x",), recomputed=["m.b"])],
+            [row("exact", live=("w", "x"), repacked=True, recomputed=["m.a", "m.b"])],
+        ]
     )
     assert merged["live"] == ["w", "x"]
     assert merged["repacked"] is True
+    assert merged["recomputed"] == ["m.a", "m.b"]
 
 
 def test_summary() -> None:

@@ -181,6 +181,12 @@ CASES: Final = (
         toy.KeepsReference,
         toy.KeepsCopy,
     ),
+    _carried(
+        "derived, with its function",
+        "recomputed by the engine's own function",
+        models.DerivedRecomputed,
+        models.DerivedInPlace,
+    ),
     _carried("views beside", "of the weight, a parameter among them", models.ViewBeside),
     # Not all of it.
     _case("ignored", "the loader skips it", toy.Skipped),

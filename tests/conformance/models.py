@@ -191,6 +191,33 @@ class DerivedWhileLoading(ToyModel):
             self.absorbed = self.kv_b_proj.data.t().float() * 2
 
 
+class DerivedRecomputed(ToyModel):
+    """MLA again, of an engine whose function for it can be called."""
+
+    shapes: ClassVar = {"kv_b_proj": (8, 6), "norm": (6,)}
+
+    def after_loading(self) -> None:
+        self.recompute()
+
+    def recompute(self) -> None:
+        upper, lower = self.kv_b_proj.data.split(4)
+        self.w_kc = upper.t().contiguous()
+        self.w_vc = lower.float() * 2
+
+
+class DerivedInPlace(DerivedRecomputed):
+    """The function writes into what it has made at first."""
+
+    shapes: ClassVar = DerivedRecomputed.shapes
+
+    def recompute(self) -> None:
+        upper, lower = self.kv_b_proj.data.split(4)
+        if hasattr(self, "absorbed"):
+            self.absorbed.copy_(lower @ upper.t())
+        else:
+            self.absorbed = nn.Parameter(lower @ upper.t(), requires_grad=False)
+
+
 class ViewBeside(ToyModel):
     """Views of the weight are kept, one of them as a parameter."""
 

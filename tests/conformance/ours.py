@@ -23,6 +23,7 @@ from engine_ext.assemble import LoadedModel, make_receiver
 from engine_ext.derived import Constants, is_constant
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
 from engine_ext.receiver import Receiver
+from engine_ext.recompute import Recomputation
 from engine_ext.repack import Learned, learn
 from engine_ext.settings import Settings
 from engine_ext.syncs import PartId
@@ -152,6 +153,7 @@ def _load(rank: Rank, place: _Place) -> LoadedModel:
         repacks=learned.repacks,
         refusals=learned.refusals,
         constants=lambda path, tensor: is_constant(path, tensor) or constants(path, tensor),
+        recomputations=[Recomputation(("",), model.recompute)] if _recomputes(model) else [],
     )
 
 
@@ -171,9 +173,18 @@ def _learned(model: nn.Module) -> Learned:
             twin.after_loading()
         found = tensors(twin)
         own = {_storage(found[name]) for name in probes if name in found}
-        return {n: t for n, t in found.items() if n in probes or _storage(t) not in own}
+        # What the engine's own function makes again need not be refused here.
+        return {
+            name: tensor
+            for name, tensor in found.items()
+            if name in probes or not (_recomputes(model) or _storage(tensor) in own)
+        }
 
     return learn(parameters, process)
+
+
+def _recomputes(model: nn.Module) -> bool:
+    return hasattr(model, "recompute")
 
 
 def _storage(tensor: torch.Tensor) -> int:
