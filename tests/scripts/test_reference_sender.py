@@ -3,231 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 import httpx
 import numpy as np
 import pytest
 import torch
 
-from engine_ext.digest import Digest, change_digest, tensor_digest
+from engine_ext.digest import Digest
 from engine_ext.dtypes import torch_bits_dtype
-from engine_ext.wire.frame import ZSTD_MAGIC, FrameReader
-from engine_ext.wire.identity import part_identity
-from engine_ext.wire.part import ParamDelta, Part, decode_part
+from engine_ext.wire.frame import ZSTD_MAGIC
+from engine_ext.wire.part import ParamDelta
 from reference_sender import DeltaSender, SyncFailed
-
-Model = dict[str, torch.Tensor]
-Handler = Callable[[httpx.Request], httpx.Response]
-
-
-def bits(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor's bytes as unsigned ints [numel], copied."""
-    flat = tensor.detach().clone().contiguous().view(-1)
-    return flat.view(torch_bits_dtype(tensor.dtype)).numpy().view(f"u{tensor.itemsize}")
-
-
-def digest_of(weights: dict[str, np.ndarray]) -> Digest:
-    tensors = (tensor_digest(name, values) for name, values in weights.items())
-    return sum(tensors, start=Digest.ZERO)
-
-
-def error(status: int, kind: str, state: str = "unchanged", **operands: object) -> httpx.Response:
-    body = {"type": kind, "message": "no", "engine_state": state, **operands}
-    return httpx.Response(status, json={"error": body})
-
-
-@dataclass
-class Engine:
-    """Stages and commits parts as a real one; it hashes its weights anew for every digest.
-
-    `faults` replaces the answer to the n-th POST. `ignored`, `uncertified` and `undigested` name
-    tensors of its checkpoint; it holds no weights for ignored ones.
-    """
-
-    weights: dict[str, np.ndarray]
-    version: int = 0
-    has_plan: bool = True
-    ignored: set[str] = field(default_factory=set)
-    uncertified: set[str] = field(default_factory=set)
-    undigested: set[str] = field(default_factory=set)
-    committed: set[str] = field(default_factory=set)
-    uncertain: bool = False
-    staged: dict[int, tuple[Part, str]] = field(default_factory=dict)
-    staging: str | None = None
-    bodies: list[bytes] = field(default_factory=list)
-    requests: list[httpx.Request] = field(default_factory=list)
-    questions: list[httpx.Request] = field(default_factory=list)
-    log: list[Part] = field(default_factory=list)
-    faults: dict[int, Callable[[Handler, httpx.Request], httpx.Response]] = field(
-        default_factory=dict
-    )
-
-    @classmethod
-    def of(cls, model: Model, **state: object) -> Engine:
-        ignored = state.get("ignored", ())
-        return cls({n: bits(t) for n, t in model.items() if n not in ignored}, **state)
-
-    def client(self) -> httpx.Client:
-        return httpx.Client(transport=httpx.MockTransport(self.answer))
-
-    def answer(self, request: httpx.Request) -> httpx.Response:
-        if request.method == "GET":
-            self.questions.append(request)
-            return self.status()
-        number = len(self.requests)
-        self.requests.append(request)
-        self.bodies.append(request.content)
-        fault = self.faults.get(number)
-        return fault(self.take, request) if fault else self.take(request)
-
-    def status(self) -> httpx.Response:
-        answer: dict[str, object] = {"version": self.version, "digest": self.digest().hex()}
-        if self.has_plan:
-            rows = [
-                {"name": name, "status": self.kind(name), "digested": name in self.digested}
-                for name in sorted(self.weights.keys() | self.ignored)
-            ]
-            absent = "not on this rank"
-            other = [
-                row if row["status"] == "ignored" else {**row, "status": absent} for row in rows
-            ]
-            answer["plan"] = [rows, other]
-        return httpx.Response(200, json=answer)
-
-    def kind(self, name: str) -> str:
-        if name in self.ignored:
-            return "ignored"
-        return "uncertified" if name in self.uncertified else "exact"
-
-    @property
-    def digested(self) -> set[str]:
-        return self.weights.keys() - self.undigested - self.uncertified
-
-    def digest(self) -> Digest:
-        return digest_of({name: self.weights[name] for name in self.digested})
-
-    def take(self, request: httpx.Request) -> httpx.Response:
-        reader = FrameReader(1 << 30)
-        container = b"".join(reader.feed(request.content))
-        part = decode_part(container)
-        reader.finish()
-        self.log.append(part)
-        manifest = part.manifest
-        identity = part_identity(part.header, container)
-        assert manifest.sync_id
-        assert manifest.manifest_checksum
-        assert manifest.part is not None
-        if manifest.current_version == self.version and identity in self.committed:
-            return self.ok("already_applied")
-        if self.uncertain and not manifest.full:
-            return error(503, "EngineUncertain", "uncertain")
-        if not manifest.full and manifest.base_version != self.version:
-            expected = manifest.base_version
-            return error(409, "VersionConflict", expected=expected, actual=self.version)
-        for delta in part.deltas:
-            if self.kind(delta.name) != "exact" or delta.name not in self.weights:
-                return error(422, "NotUpdatable", tensor=delta.name)
-        if self.staging != manifest.sync_id:
-            self.staging, self.staged = manifest.sync_id, {}
-        self.staged[manifest.part] = part, identity
-        if len(self.staged) != manifest.num_parts:
-            return self.ok("staged")
-        if refusal := self.commit(manifest.full):
-            return refusal
-        self.version = manifest.current_version or 0
-        self.uncertain = False
-        return self.ok("committed", digest=self.digest().hex())
-
-    def commit(self, full: bool) -> httpx.Response | None:
-        parts = [part for part, _ in self.staged.values()]
-        deltas = [delta for part in parts for delta in part.deltas]
-        assert len({delta.name for delta in deltas}) == len(deltas)
-        if full:
-            assert {delta.name for delta in deltas} == self.weights.keys()
-            assert all(delta.indices is None for delta in deltas)
-        if self.mismatch(parts, full):
-            self.staged = {}
-            return error(409, "BaseMismatch", expected="0" * 32, actual="f" * 32)
-        for delta in deltas:
-            self.weights[delta.name][self.where(delta)] = delta.values
-        self.committed = {identity for _, identity in self.staged.values()}
-        self.staged = {}
-        return None
-
-    def where(self, delta: ParamDelta) -> object:
-        return slice(None) if delta.indices is None else delta.indices
-
-    def mismatch(self, parts: list[Part], full: bool) -> bool:
-        """Whether some digest that the parts carry is not that of the engine's own weights."""
-        before = after = self.digest()
-        wrong = False
-        for part in parts:
-            change = Digest.ZERO
-            for delta in part.deltas:
-                if delta.name in self.digested:
-                    old = self.weights[delta.name][self.where(delta)]
-                    change += change_digest(delta.name, delta.indices, old, delta.values)
-            after += change
-            wrong |= part.manifest.digest_part not in (None, change.hex())
-            wrong |= part.manifest.digest_before not in (None, before.hex())
-        return wrong or any(p.manifest.digest_after not in (None, after.hex()) for p in parts)
-
-    def ok(self, status: str, digest: str | None = None) -> httpx.Response:
-        answer = {"status": status, "version": self.version, "digest": digest}
-        return httpx.Response(200, json=answer)
-
-    def holds(self, model: Model) -> bool:
-        return self.weights.keys() == model.keys() - self.ignored and all(
-            np.array_equal(values, bits(model[name])) for name, values in self.weights.items()
-        )
-
-
-def sends(response: httpx.Response) -> Callable[[Handler, httpx.Request], httpx.Response]:
-    """A fault: answer so, and take nothing."""
-    return lambda take, request: response
-
-
-def breaks(take: Handler, request: httpx.Request) -> httpx.Response:
-    """A fault: the connection fails before the engine has the part."""
-    raise httpx.ConnectError("refused", request=request)
-
-
-def loses(take: Handler, request: httpx.Request) -> httpx.Response:
-    """A fault: the engine takes the part, and its answer is lost."""
-    take(request)
-    raise httpx.ReadTimeout("late", request=request)
-
-
-def model_of(*dtypes: torch.dtype, tensors: int = 6, numel: int = 400) -> Model:
-    generator = torch.Generator().manual_seed(7)
-    return {
-        f"layers.{i}.weight": torch.randn(4, numel // 4, generator=generator).to(
-            (dtypes or (torch.bfloat16,))[i % max(1, len(dtypes))]
-        )
-        for i in range(tensors)
-    }
-
-
-def train(model: Model, step: int = 0, density: float = 0.05) -> None:
-    """Change some elements of every tensor in place, each to other bytes."""
-    generator = torch.Generator().manual_seed(step)
-    for tensor in model.values():
-        flat = tensor.view(torch_bits_dtype(tensor.dtype)).view(-1)
-        chosen = torch.rand(flat.numel(), generator=generator) < density
-        flat[chosen] ^= 1
+from tests.scripts.fakes import (
+    Engine,
+    Handler,
+    Model,
+    bits,
+    breaks,
+    digest_of,
+    error,
+    loses,
+    model_of,
+    sends,
+    train,
+)
 
 
 def sender_of(engine: Engine, base: Model, **options: object) -> DeltaSender:
     return DeltaSender("http://engine/", base.items(), client=engine.client(), **options)
 
 
-@pytest.fixture
-def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Tenacity's sleeps, in seconds, recorded and not slept."""
-    slept: list[float] = []
-    monkeypatch.setattr("tenacity.nap.time.sleep", slept.append)
-    return slept
+def snapshot_is(sender: DeltaSender, engine: Engine) -> bool:
+    snapshot = sender._sender._snapshot
+    return all(
+        np.array_equal(kept, engine.weights[name].view(kept.dtype))
+        for name in snapshot
+        for kept in [snapshot.image(name, {}).values]
+    )
 
 
 # ---- what is sent --------------------------------------------------------------------------------
@@ -416,7 +228,7 @@ def test_only_an_own_client_is_closed() -> None:
         sender.sync(model.items())
     assert not client.is_closed
     with DeltaSender("http://engine", model.items()) as sender:
-        own = sender._client
+        own = sender._sender._links[0].server.client
     assert own.is_closed
 
 
@@ -730,8 +542,7 @@ def test_a_trainer_that_moves_on_while_posting(full: bool, density: float) -> No
     engine.faults = dict.fromkeys(range(6), moves)
     train(model, density=density)
     (sender.sync_full if full else sender.sync)(model.items())
-    for name, kept in sender._snapshot.items():
-        assert np.array_equal(kept.values, engine.weights[name].view(kept.values.dtype))
+    assert snapshot_is(sender, engine)
     assert not engine.holds(model)
     sender.sync(model.items())
     assert engine.holds(model)
@@ -749,8 +560,7 @@ def test_a_resync_sends_what_was_read_though_the_trainer_moved_on() -> None:
     engine.faults[3] = refuses
     train(model)
     assert sender.sync(model.items()).full
-    for name, kept in sender._snapshot.items():
-        assert np.array_equal(kept.values, engine.weights[name].view(kept.values.dtype))
+    assert snapshot_is(sender, engine)
     sender.sync(model.items())
     assert engine.holds(model)
 
@@ -797,7 +607,8 @@ def test_a_snapshot_interrupted_while_it_moved(full: bool, monkeypatch: pytest.M
     model = model_of(tensors=3)
     engine = Engine.of(model)
     sender = sender_of(engine, model)
-    advance = sender._advance
+    snapshot = sender._sender._snapshot
+    advance = snapshot.advance
 
     def interrupted(changes: dict[str, ParamDelta]) -> None:
         advance(dict([*changes.items()][:1]))
@@ -805,7 +616,7 @@ def test_a_snapshot_interrupted_while_it_moved(full: bool, monkeypatch: pytest.M
 
     train(model)
     with monkeypatch.context() as patched:
-        patched.setattr(sender, "_advance", interrupted)
+        patched.setattr(snapshot, "advance", interrupted)
         with pytest.raises(KeyboardInterrupt):
             sender.sync(model.items())
     train(model, 1)

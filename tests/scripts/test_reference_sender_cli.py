@@ -119,7 +119,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[httpx.Request]]
             return handler(request)
 
         client = functools.partial(httpx.Client, transport=httpx.MockTransport(record))
-        monkeypatch.setattr(reference_sender.httpx, "Client", client)
+        monkeypatch.setattr(httpx, "Client", client)
         return requests
 
     monkeypatch.delenv("DELTA_API_KEY", raising=False)
@@ -231,6 +231,51 @@ def test_interrupted(
     assert "interrupted; GET /delta_status tells" in capsys.readouterr().err
 
 
+OTHER = "http://other:8001"
+
+
+def test_several_engines(
+    base: Path,
+    target: Path,
+    serve: Callable[..., list[httpx.Request]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    requests = serve(accept, plan())
+    arguments = ["--base", str(base), "--target", str(target), "--url", URL, "--url", OTHER]
+    assert reference_sender.main(arguments) == 0
+    bodies: dict[str, list[bytes]] = {}
+    for request in requests:
+        bodies.setdefault(request.url.host, []).append(request.content)
+    assert bodies["engine"] == bodies["other"]
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{URL}: version 0 -> 1: committed; 3 of 56 elements")
+    assert second.startswith(f"{OTHER}: version 0 -> 1: committed; 3 of 56 elements")
+
+
+def test_one_of_several_engines_refuses(
+    base: Path,
+    target: Path,
+    serve: Callable[..., list[httpx.Request]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    error = {"type": "SpoolFull", "message": "no room", "engine_state": "unchanged"}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.host == "engine":
+            return httpx.Response(507, json={"error": error})
+        return accept(request)
+
+    serve(answer)
+    arguments = ["--base", str(base), "--target", str(target), "--url", URL, "--url", OTHER]
+    assert reference_sender.main(arguments) == 1
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{OTHER}: version 0 -> 1: committed")
+    assert out.count("\n") == 1
+    assert f"{URL}: failed: HTTP 507: SpoolFull: no room" in err
+    assert reference_sender.main([*arguments, "--url", URL]) == 2
+    assert "each once" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("full", [False, True])
 def test_digests_and_ignored_tensors(
     base: Path,
@@ -307,6 +352,7 @@ def test_unlike_or_unreadable_checkpoints(
         (["--target", "t", "--url", URL], "--base is needed"),
         (["--base", "b", "--target", "t"], "--url is needed"),
         (["--target", "t", "--full", "--encoding", "bitmap"], "bitmap"),
+        (["--target", "t", "--full", "--save", "s", "--url", URL, "--url", "u"], "one --url"),
     ],
 )
 def test_usage(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -318,8 +364,9 @@ def test_usage(arguments: list[str], said: str, capsys: pytest.CaptureFixture[st
 
 def test_runs_as_a_program_and_imports_no_engine(base: Path, target: Path) -> None:
     code = (
-        "import runpy, sys\n"
+        "import os, runpy, sys\n"
         "sys.argv = sys.argv[1:]\n"
+        "sys.path[0] = os.path.dirname(sys.argv[0])\n"  # as Python does for a program
         "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
         "finally: assert not {'vllm', 'sglang', 'fastapi', 'transformers'} & set(sys.modules)\n"
     )

@@ -1,0 +1,192 @@
+"""The reference sender as a program: the difference of two checkpoints, to engines or files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from safetensors import SafetensorError, safe_open
+
+from engine_ext.wire.positions import ENCODINGS
+from sender_engines import MultiSender, SomeFailed
+from sender_http import Options, Server
+from sender_link import SyncReport
+from sender_snapshot import MappedSnapshot, NamedTensors, Snapshot
+
+
+class FolderServer(Server):
+    """Writes the parts into a folder, or nothing at all, in an engine's stead.
+
+    Args:
+        url: An engine that is only asked for its plan; "" for none.
+        options: How to ask.
+        save: The parts are written to ``weight_v000012/rank0_flush000.safetensors`` below it;
+            None writes nothing.
+    """
+
+    def __init__(self, url: str, options: Options, save: Path | None) -> None:
+        super().__init__(url, options)
+        self._save = save
+
+    def plan(self) -> Any:
+        return super().plan() if self._url else None
+
+    def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:
+        if self._save is None:
+            return {"status": "dry run"}
+        final = self._save / f"weight_v{version:06d}"
+        partial = final.with_name(f".{final.name}.partial")
+        if final.exists():
+            raise FileExistsError(f"{final} exists")
+        if part == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        (partial / f"rank0_flush{part:03d}.safetensors").write_bytes(body)
+        if last:
+            partial.rename(final)  # a reader of the folder sees all parts or none
+        return {"status": f"saved in {final}"}
+
+
+class CheckpointSender(MultiSender):
+    """Sends one sync between two checkpoints that are mapped from disk.
+
+    Args:
+        arguments: The command line's.
+        base: What the engines hold.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, base: NamedTensors) -> None:
+        self._arguments = arguments
+        super().__init__(
+            arguments.url or [""],
+            base,
+            base_version=arguments.base_version,
+            encoding=arguments.encoding,
+            bucket_bytes=arguments.bucket_bytes,
+            digest=not arguments.no_digest,
+            api_key=arguments.api_key or os.environ.get("DELTA_API_KEY"),
+            pause_mode=arguments.pause_mode,
+            flush_cache=not arguments.no_flush_cache,
+        )
+
+    def _make_snapshot(self, base: NamedTensors) -> Snapshot:
+        return MappedSnapshot(base, self._options.encoding)
+
+    def _make_server(self, url: str) -> Server:
+        save: Path | None = None if self._arguments.dry_run else self._arguments.save
+        if save is None and not self._arguments.dry_run:
+            return super()._make_server(url)
+        return FolderServer(url, self._options, save)
+
+
+def checkpoint_entries(folder: Path) -> list[tuple[Path, str]]:
+    """The (file, tensor name) pairs of a Hugging Face checkpoint, ordered by file."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        return sorted((folder / file, name) for name, file in weight_map.items())
+    entries = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            entries += [(path, name) for name in file.offset_keys()]
+    if not entries:
+        raise FileNotFoundError(f"{folder}: no {index.name} and no tensors in *.safetensors")
+    return entries
+
+
+def read_checkpoint(folder: Path, progress: Progress) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor), mapped from the files and not read; moves a progress bar on."""
+    entries = progress.track(checkpoint_entries(folder), description=folder.name)
+    for path, group in groupby(entries, key=lambda entry: entry[0]):
+        with safe_open(path, framework="pt") as file:
+            for _, name in group:
+                yield name, file.get_tensor(name)
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Send the difference between two Hugging Face checkpoints (safetensors) to "
+        "engines that hold the first one, as a sparse weight update.",
+        epilog="Exit status: 0 done, 1 an engine refused or could not be reached (the others have "
+        "committed), 2 bad usage or unreadable or unlike checkpoints, 130 interrupted.",
+    )
+    add = parser.add_argument
+    add("--base", type=Path, metavar="DIR", help="checkpoint that the engine holds now")
+    add("--target", type=Path, metavar="DIR", required=True, help="checkpoint it is to hold")
+    url_help = "root of an engine's server, http://host:port; repeatable, for several engines"
+    add("--url", action="append", help=url_help)
+    version_help = "version the engines are at (default: %(default)s)"
+    add("--base-version", type=int, metavar="N", default=0, help=version_help)
+    encoding_help = "how positions travel (default: %(default)s)"
+    add("--encoding", choices=ENCODINGS, default="deltas_zstd", help=encoding_help)
+    add("--full", action="store_true", help="send all of --target, dense; needs no --base")
+    bucket_help = "most bytes of a part before compression (default: %(default)s, 256 MiB)"
+    add("--bucket-bytes", type=int, metavar="N", default=256 << 20, help=bucket_help)
+    add("--no-digest", action="store_true", help="send no digests along")
+    add("--api-key", metavar="KEY", help="bearer token (default: that in DELTA_API_KEY)")
+    pause_help = "requests in flight go on with the new weights (default), finish first, or end"
+    add("--pause-mode", choices=("keep", "wait", "abort"), default="keep", help=pause_help)
+    add("--no-flush-cache", action="store_true", help="keep KV entries of the old weights")
+    save_help = (
+        "write the parts to DIR/weight_v<version>/, for the disk endpoint, and post nothing; with "
+        "--url the engine is only asked which tensors it ignores and what its digest covers"
+    )
+    add("--save", type=Path, metavar="DIR", help=save_help)
+    add("--dry-run", action="store_true", help="tell what would be sent; post and write nothing")
+    options = parser.parse_args(arguments)
+    if options.full:
+        options.base = options.target
+    elif options.base is None:
+        parser.error("--base is needed, except with --full")
+    if options.url is None and options.save is None and not options.dry_run:
+        parser.error("--url is needed, except with --save or --dry-run")
+    if options.save is not None and options.url is not None and len(options.url) > 1:
+        parser.error("--save writes for one engine: give one --url at most")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    options = parse_arguments(arguments)
+    console = Console(stderr=True, markup=False, soft_wrap=True)
+    several = len(options.url or []) > 1
+    reports: dict[str, SyncReport] = {}
+    status = 0
+    try:
+        with Progress(console=console) as progress:
+            with CheckpointSender(options, read_checkpoint(options.base, progress)) as sender:
+                send = sender.sync_full if options.full else sender.sync
+                reports = send(read_checkpoint(options.target, progress))
+    except SomeFailed as some:
+        reports, status = some.reports, 1
+        for url, failed in some.failures.items():
+            console.print(f"{url}: failed: {failed}" if several else f"failed: {failed}")
+    except (ValueError, KeyError, OSError, SafetensorError, httpx.InvalidURL) as error:
+        console.print(f"{type(error).__name__}: {error}")
+        return 2
+    except KeyboardInterrupt:
+        console.print("interrupted; GET /delta_status tells which version the engine is at")
+        return 130
+    for url, report in reports.items():
+        print((f"{url}: " if several else "") + describe(report))
+    return status
+
+
+def describe(report: SyncReport) -> str:
+    """One line about one sync."""
+    return (
+        f"version {report.base_version} -> {report.version}: {report.status}"
+        f"{' (full)' if report.full else ''}; {report.nnz:,} of {report.numel:,} elements "
+        f"({report.density:.3%}), {report.wire_bytes:,} of {report.full_bytes:,} bytes, "
+        f"{report.parts} part(s), encode {report.encode_ms:.0f} ms, post {report.post_ms:.0f} ms"
+    )

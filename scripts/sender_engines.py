@@ -1,0 +1,254 @@
+"""The reference sender's two classes: for one engine, and for several at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from engine_ext.wire.positions import ENCODINGS
+from sender_http import Options, Server, SyncFailed
+from sender_link import Committed, Link, Step, SyncReport
+from sender_snapshot import NamedTensors, Snapshot
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class SomeFailed(SyncFailed):
+    """Some engines did not commit; the others have, and go on.
+
+    Attributes:
+        failures: Why, by the engine's url.
+        reports: Of the engines that have committed, by url.
+    """
+
+    def __init__(self, failures: dict[str, SyncFailed], reports: dict[str, SyncReport]) -> None:
+        super().__init__("; ".join(f"{url}: {failed}" for url, failed in failures.items()))
+        self.failures = failures
+        self.reports = reports
+
+
+class MultiSender:
+    """Keeps several engines in step with one trainer, as `DeltaSender` does one. Not thread-safe.
+
+    The trainer's tensors are read and compared once. Each engine gets the parts on a connection of
+    its own, at the same time as the others, and the very same bytes where engines hold the same
+    and want the same. After a sync, every engine that committed is at the same version.
+
+    What each engine acknowledged is kept for each: the snapshot moves once some engine has
+    committed, and for one that has not, what it missed is kept beside it. Its next sync brings it
+    that too; or the whole model, where more than half of that was missed or it holds something
+    else by then. A sync returns when the slowest engine is done or has failed.
+
+    Host memory: as for `DeltaSender`, and for an engine that failed what it missed.
+
+    Args:
+        urls: The engines' roots, ``http://host:port``, each once.
+        base: What every engine holds now; copied.
+        base_version: The version that they are at.
+        options: As of `DeltaSender`.
+
+    Raises:
+        ValueError: An option is unknown, or no url is given, or one twice.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], base: NamedTensors, *, base_version: int = 0, **options: Any
+    ) -> None:
+        self._options = Options(**options)
+        if self._options.encoding not in ENCODINGS:
+            known = ", ".join(ENCODINGS)
+            raise ValueError(f"encoding {self._options.encoding!r} is not one of {known}")
+        if not urls or len({url.rstrip("/") for url in urls}) < len(urls):
+            raise ValueError("give every engine's url, each once")
+        self._urls = list(urls)
+        self._snapshot = self._make_snapshot(base)
+        self._links = [
+            Link(self._make_server(url), self._snapshot, self._options, base_version)
+            for url in urls
+        ]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """The version that each engine acknowledged last, by url."""
+        return {url: link.version for url, link in zip(self._urls, self._links, strict=True)}
+
+    def close(self) -> None:
+        """Close the HTTP clients, if they are own ones."""
+        for link in self._links:
+            link.server.close()
+
+    def sync(self, tensors: NamedTensors) -> dict[str, SyncReport]:
+        """Send what changed since the last sync; the reports, by url.
+
+        Raises:
+            SomeFailed: Some engines did not commit.
+            ValueError: Names, shapes or dtypes are not the base's. Nothing was sent.
+        """
+        return self._sync(tensors, full=False)
+
+    def sync_full(self, tensors: NamedTensors) -> dict[str, SyncReport]:
+        """Send every tensor dense, whatever the engines hold. Raises as `sync`."""
+        return self._sync(tensors, full=True)
+
+    def _sync(self, tensors: NamedTensors, *, full: bool) -> dict[str, SyncReport]:
+        started = time.perf_counter()
+        changes = self._snapshot.read(tensors)
+        version = max(link.version for link in self._links) + 1
+        engines = len(self._links)
+        step = Step(changes, version, full=full, engines=engines, started=started)
+        if engines == 1:
+            outcomes = [_bring(self._links[0], step)]
+        else:
+            with ThreadPoolExecutor(engines) as pool:
+                outcomes = list(pool.map(_bring, self._links, [step] * engines))
+        # In this order an interruption leaves engines that are ahead of their links: they answer
+        # that to the next sync, which is full then. No link is ever ahead of its engine.
+        if any(isinstance(outcome, Committed) for outcome in outcomes):
+            for link, outcome in zip(self._links, outcomes, strict=True):
+                if not isinstance(outcome, Committed):
+                    link.miss(changes)
+            self._snapshot.advance(changes)
+        reports: dict[str, SyncReport] = {}
+        failures: dict[str, SyncFailed] = {}
+        others: list[BaseException] = []
+        for url, outcome in zip(self._urls, outcomes, strict=True):
+            try:
+                if isinstance(outcome, BaseException):
+                    raise outcome
+                reports[url] = outcome.acknowledge()
+            except SyncFailed as failed:
+                failures[url] = failed
+            except BaseException as error:
+                others.append(error)
+        if others:
+            raise others[0]
+        if failures:
+            raise SomeFailed(failures, reports)
+        return reports
+
+    def _make_snapshot(self, base: NamedTensors) -> Snapshot:
+        return Snapshot(base, self._options.encoding)
+
+    def _make_server(self, url: str) -> Server:
+        return Server(url, self._options)
+
+
+class DeltaSender:
+    """Keeps an engine's weights in step with a trainer's. Not thread-safe.
+
+    Tensors come as (name, tensor) in checkpoint coordinates: unsharded, and named as in the
+    Hugging Face checkpoint. They are read one by one, so a generator that gathers each when asked
+    will do. CUDA tensors are brought to the CPU whole and compared there: simple, not fastest.
+    Of tied tensors (one storage, several names) one copy is kept; if they ever differ, that is a
+    ValueError. So do not yield views of a buffer that is refilled in between. They are sent under
+    every name that the engine holds; if it has no plan, under the first.
+
+    Host memory: the snapshot (the model's size), the changes until they are committed (8 bytes
+    plus the itemsize for each element), and about two parts.
+
+    Args:
+        url: The engine's root, ``http://host:port``.
+        base: What the engine holds now; copied.
+        base_version: The version the engine is at.
+        encoding: One of `ENCODINGS`.
+        bucket_bytes: Most bytes of positions and values in one part, before compression. A param
+            is never split: a larger one travels alone.
+        digest: Keep the model's digest, and send digests along if the engine has a plan.
+        api_key: Bearer token.
+        pause_mode, flush_cache: As the endpoint takes them.
+        timeout: Seconds, for one request and for waiting until another sync is out of the way.
+        client: Used in place of an own one, and not closed.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        base: NamedTensors,
+        *,
+        base_version: int = 0,
+        encoding: str = "deltas_zstd",
+        bucket_bytes: int = 256 << 20,
+        digest: bool = True,
+        api_key: str | None = None,
+        pause_mode: str = "keep",
+        flush_cache: bool = True,
+        timeout: float = 600.0,
+        client: httpx.Client | None = None,
+    ) -> None:
+        self._url = url
+        self._sender = MultiSender(
+            [url],
+            base,
+            base_version=base_version,
+            encoding=encoding,
+            bucket_bytes=bucket_bytes,
+            digest=digest,
+            api_key=api_key,
+            pause_mode=pause_mode,
+            flush_cache=flush_cache,
+            timeout=timeout,
+            client=client,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def version(self) -> int:
+        """The version that the engine acknowledged last."""
+        return self._sender.versions[self._url]
+
+    def close(self) -> None:
+        """Close the HTTP client, if it is an own one."""
+        self._sender.close()
+
+    def sync(self, tensors: NamedTensors) -> SyncReport:
+        """Send what changed since the last sync; if nothing did, one empty part.
+
+        If the engine turns out to hold something else (it was restarted, a digest disagrees, it
+        committed a sync whose answer was lost) or to be ``uncertain``, the whole model is sent
+        instead, once.
+
+        Raises:
+            SyncFailed: The engine refused, could not be reached, or holds other bytes afterwards.
+            ValueError: Names, shapes or dtypes are not the base's. Nothing was sent.
+        """
+        return self._one(tensors, full=False)
+
+    def sync_full(self, tensors: NamedTensors) -> SyncReport:
+        """Send every tensor dense, whatever the engine holds. Raises as `sync`."""
+        return self._one(tensors, full=True)
+
+    def _one(self, tensors: NamedTensors, *, full: bool) -> SyncReport:
+        try:
+            return self._sender._sync(tensors, full=full)[self._url]
+        except SomeFailed as some:
+            raise some.failures[self._url] from None
+
+
+def _bring(link: Link, step: Step) -> Committed | BaseException:
+    """The outcome of one engine's share; never raises."""
+    try:
+        return link.bring(step)
+    except BaseException as error:
+        return error

@@ -1,0 +1,155 @@
+"""How the reference sender talks to one engine, and what it makes of the answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from tenacity import RetryCallState, retry, retry_if_exception_type
+from tenacity.stop import stop_after_attempt, stop_before_delay
+from tenacity.wait import wait_random_exponential
+
+
+class SyncFailed(Exception):
+    """The sync did not commit, as far as is known; the version is as before it.
+
+    Or else it did commit, and the message says that the engine's digest then was another than the
+    sender's; the next sync is a full one.
+
+    Attributes:
+        status: HTTP status of the last answer, None if none came. Where no answer to the last
+            part came, the engine may have committed; the next sync finds out and sets it right.
+        error: The engine's ``error`` object, {} if the answer was not the engine's.
+    """
+
+    def __init__(
+        self, message: str, status: int | None = None, error: dict[str, Any] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.error = error or {}
+
+    @property
+    def calls_for_full(self) -> bool:
+        """Whether a sync of the whole model can help: the engine's bytes are not the snapshot's."""
+        conflict = self.error.get("type") in ("VersionConflict", "BaseMismatch")
+        return conflict or self.error.get("engine_state") == "uncertain"
+
+
+class _Unreachable(SyncFailed):
+    """No answer, or only a proxy's. Parts are idempotent, so the request may be repeated."""
+
+
+class _Busy(SyncFailed):
+    """Another sync has parts staged; ``error["retry_after"]`` is in seconds."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How parts are made and posted; as of `reference_sender.DeltaSender`."""
+
+    encoding: str = "deltas_zstd"
+    bucket_bytes: int = 256 << 20
+    digest: bool = True
+    api_key: str | None = None
+    pause_mode: str = "keep"
+    flush_cache: bool = True
+    timeout: float = 600.0
+    client: httpx.Client | None = None
+
+
+class Server:
+    """The delta endpoints of one engine.
+
+    Args:
+        url: The engine's root, ``http://host:port``.
+        options: How to post.
+    """
+
+    def __init__(self, url: str, options: Options) -> None:
+        self._url = url.rstrip("/")
+        self._timeout = options.timeout
+        self._query = {
+            "pause_mode": options.pause_mode,
+            "flush_cache": "true" if options.flush_cache else "false",
+        }
+        self._headers = {"Content-Type": "application/octet-stream"}
+        if options.api_key is not None:
+            self._headers["Authorization"] = f"Bearer {options.api_key}"
+        self._owns_client = options.client is None
+        self.client = options.client or httpx.Client(timeout=options.timeout)
+
+    def close(self) -> None:
+        """Close the HTTP client, if it is an own one."""
+        if self._owns_client:
+            self.client.close()
+
+    def plan(self) -> Any:
+        """For each rank a list of rows, one per checkpoint tensor; None if there is no plan."""
+        try:
+            return self._request("GET", "/delta_status", {"plan": "true"}).get("plan")
+        except SyncFailed as failed:
+            if failed.status != 404:
+                raise
+            return None
+
+    def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:
+        """Post one part until it is taken or refused; returns the engine's answer."""
+        when_free = retry(
+            retry=retry_if_exception_type(_Busy),
+            wait=_retry_after,
+            stop=stop_before_delay(self._timeout),
+            reraise=True,
+        )
+        answer = when_free(self._request)("POST", "/update_weights_delta", self._query, body)
+        # A part may be that of an earlier sync whose answer was lost.
+        expected = ("committed" if last else "staged", "already_applied")
+        if answer.get("status") not in expected or (last and answer.get("version") != version):
+            raise SyncFailed(f"part {part} of version {version} was answered {answer}", 200)
+        return answer
+
+    @retry(
+        retry=retry_if_exception_type(_Unreachable),
+        wait=wait_random_exponential(multiplier=0.5, max=4.0),
+        stop=stop_after_attempt(8),
+        reraise=True,
+    )
+    def _request(
+        self, method: str, path: str, query: dict[str, str], body: bytes | None = None
+    ) -> dict[str, Any]:
+        url, headers = self._url + path, self._headers
+        try:
+            answer = self.client.request(method, url, params=query, headers=headers, content=body)
+        except httpx.TransportError as error:
+            raise _Unreachable(f"{url}: {type(error).__name__}: {error}") from error
+        if answer.status_code != 200:
+            raise _refusal(answer)
+        return _json_object(answer)
+
+
+def _json_object(response: httpx.Response) -> dict[str, Any]:
+    try:
+        answer = response.json()
+    except ValueError:
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+def _refusal(response: httpx.Response) -> SyncFailed:
+    """The exception for an answer other than 200; its class says whether a retry may help."""
+    status, error = response.status_code, _json_object(response).get("error")
+    if not isinstance(error, dict):
+        kind = _Unreachable if status in (502, 503, 504) else SyncFailed
+        return kind(f"HTTP {status}: {response.text[:200]}", status)
+    message = f"HTTP {status}: {error.get('type')}: {error.get('message')}"
+    if error.get("type") != "SyncInProgress":
+        return SyncFailed(message, status, error)
+    header = response.headers.get("Retry-After", "")
+    seconds = max(0.1, float(header)) if header.isdecimal() else 1.0
+    return _Busy(message, status, {**error, "retry_after": seconds})
+
+
+def _retry_after(state: RetryCallState) -> float:
+    failed = state.outcome.exception() if state.outcome else None
+    return float(failed.error["retry_after"]) if isinstance(failed, _Busy) else 0.0

@@ -1,0 +1,216 @@
+"""An engine in the same process that commits as a real one, its faults, and a trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import httpx
+import numpy as np
+import torch
+
+from engine_ext.digest import Digest, change_digest, tensor_digest
+from engine_ext.dtypes import torch_bits_dtype
+from engine_ext.wire.frame import FrameReader
+from engine_ext.wire.identity import part_identity
+from engine_ext.wire.part import ParamDelta, Part, decode_part
+
+Model = dict[str, torch.Tensor]
+Handler = Callable[[httpx.Request], httpx.Response]
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    """The tensor's bytes as unsigned ints [numel], copied."""
+    flat = tensor.detach().clone().contiguous().view(-1)
+    return flat.view(torch_bits_dtype(tensor.dtype)).numpy().view(f"u{tensor.itemsize}")
+
+
+def digest_of(weights: dict[str, np.ndarray]) -> Digest:
+    tensors = (tensor_digest(name, values) for name, values in weights.items())
+    return sum(tensors, start=Digest.ZERO)
+
+
+def error(status: int, kind: str, state: str = "unchanged", **operands: object) -> httpx.Response:
+    body = {"type": kind, "message": "no", "engine_state": state, **operands}
+    return httpx.Response(status, json={"error": body})
+
+
+@dataclass
+class Engine:
+    """Stages and commits parts as a real one; it hashes its weights anew for every digest.
+
+    `faults` replaces the answer to the n-th POST. `ignored`, `uncertified` and `undigested` name
+    tensors of its checkpoint; it holds no weights for ignored ones.
+    """
+
+    weights: dict[str, np.ndarray]
+    version: int = 0
+    has_plan: bool = True
+    ignored: set[str] = field(default_factory=set)
+    uncertified: set[str] = field(default_factory=set)
+    undigested: set[str] = field(default_factory=set)
+    committed: set[str] = field(default_factory=set)
+    uncertain: bool = False
+    staged: dict[int, tuple[Part, str]] = field(default_factory=dict)
+    staging: str | None = None
+    bodies: list[bytes] = field(default_factory=list)
+    requests: list[httpx.Request] = field(default_factory=list)
+    questions: list[httpx.Request] = field(default_factory=list)
+    log: list[Part] = field(default_factory=list)
+    faults: dict[int, Callable[[Handler, httpx.Request], httpx.Response]] = field(
+        default_factory=dict
+    )
+
+    @classmethod
+    def of(cls, model: Model, **state: object) -> Engine:
+        ignored = state.get("ignored", ())
+        return cls({n: bits(t) for n, t in model.items() if n not in ignored}, **state)
+
+    def client(self) -> httpx.Client:
+        return httpx.Client(transport=httpx.MockTransport(self.answer))
+
+    def answer(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            self.questions.append(request)
+            return self.status()
+        number = len(self.requests)
+        self.requests.append(request)
+        self.bodies.append(request.content)
+        fault = self.faults.get(number)
+        return fault(self.take, request) if fault else self.take(request)
+
+    def status(self) -> httpx.Response:
+        answer: dict[str, object] = {"version": self.version, "digest": self.digest().hex()}
+        if self.has_plan:
+            rows = [
+                {"name": name, "status": self.kind(name), "digested": name in self.digested}
+                for name in sorted(self.weights.keys() | self.ignored)
+            ]
+            absent = "not on this rank"
+            other = [
+                row if row["status"] == "ignored" else {**row, "status": absent} for row in rows
+            ]
+            answer["plan"] = [rows, other]
+        return httpx.Response(200, json=answer)
+
+    def kind(self, name: str) -> str:
+        if name in self.ignored:
+            return "ignored"
+        return "uncertified" if name in self.uncertified else "exact"
+
+    @property
+    def digested(self) -> set[str]:
+        return self.weights.keys() - self.undigested - self.uncertified
+
+    def digest(self) -> Digest:
+        return digest_of({name: self.weights[name] for name in self.digested})
+
+    def take(self, request: httpx.Request) -> httpx.Response:
+        reader = FrameReader(1 << 30)
+        container = b"".join(reader.feed(request.content))
+        part = decode_part(container)
+        reader.finish()
+        self.log.append(part)
+        manifest = part.manifest
+        identity = part_identity(part.header, container)
+        assert manifest.sync_id
+        assert manifest.manifest_checksum
+        assert manifest.part is not None
+        if manifest.current_version == self.version and identity in self.committed:
+            return self.ok("already_applied")
+        if self.uncertain and not manifest.full:
+            return error(503, "EngineUncertain", "uncertain")
+        if not manifest.full and manifest.base_version != self.version:
+            expected = manifest.base_version
+            return error(409, "VersionConflict", expected=expected, actual=self.version)
+        for delta in part.deltas:
+            if self.kind(delta.name) != "exact" or delta.name not in self.weights:
+                return error(422, "NotUpdatable", tensor=delta.name)
+        if self.staging != manifest.sync_id:
+            self.staging, self.staged = manifest.sync_id, {}
+        self.staged[manifest.part] = part, identity
+        if len(self.staged) != manifest.num_parts:
+            return self.ok("staged")
+        if refusal := self.commit(manifest.full):
+            return refusal
+        self.version = manifest.current_version or 0
+        self.uncertain = False
+        return self.ok("committed", digest=self.digest().hex())
+
+    def commit(self, full: bool) -> httpx.Response | None:
+        parts = [part for part, _ in self.staged.values()]
+        deltas = [delta for part in parts for delta in part.deltas]
+        assert len({delta.name for delta in deltas}) == len(deltas)
+        if full:
+            assert {delta.name for delta in deltas} == self.weights.keys()
+            assert all(delta.indices is None for delta in deltas)
+        if self.mismatch(parts, full):
+            self.staged = {}
+            return error(409, "BaseMismatch", expected="0" * 32, actual="f" * 32)
+        for delta in deltas:
+            self.weights[delta.name][self.where(delta)] = delta.values
+        self.committed = {identity for _, identity in self.staged.values()}
+        self.staged = {}
+        return None
+
+    def where(self, delta: ParamDelta) -> object:
+        return slice(None) if delta.indices is None else delta.indices
+
+    def mismatch(self, parts: list[Part], full: bool) -> bool:
+        """Whether some digest that the parts carry is not that of the engine's own weights."""
+        before = after = self.digest()
+        wrong = False
+        for part in parts:
+            change = Digest.ZERO
+            for delta in part.deltas:
+                if delta.name in self.digested:
+                    old = self.weights[delta.name][self.where(delta)]
+                    change += change_digest(delta.name, delta.indices, old, delta.values)
+            after += change
+            wrong |= part.manifest.digest_part not in (None, change.hex())
+            wrong |= part.manifest.digest_before not in (None, before.hex())
+        return wrong or any(p.manifest.digest_after not in (None, after.hex()) for p in parts)
+
+    def ok(self, status: str, digest: str | None = None) -> httpx.Response:
+        answer = {"status": status, "version": self.version, "digest": digest}
+        return httpx.Response(200, json=answer)
+
+    def holds(self, model: Model) -> bool:
+        return self.weights.keys() == model.keys() - self.ignored and all(
+            np.array_equal(values, bits(model[name])) for name, values in self.weights.items()
+        )
+
+
+def sends(response: httpx.Response) -> Callable[[Handler, httpx.Request], httpx.Response]:
+    """A fault: answer so, and take nothing."""
+    return lambda take, request: response
+
+
+def breaks(take: Handler, request: httpx.Request) -> httpx.Response:
+    """A fault: the connection fails before the engine has the part."""
+    raise httpx.ConnectError("refused", request=request)
+
+
+def loses(take: Handler, request: httpx.Request) -> httpx.Response:
+    """A fault: the engine takes the part, and its answer is lost."""
+    take(request)
+    raise httpx.ReadTimeout("late", request=request)
+
+
+def model_of(*dtypes: torch.dtype, tensors: int = 6, numel: int = 400) -> Model:
+    generator = torch.Generator().manual_seed(7)
+    return {
+        f"layers.{i}.weight": torch.randn(4, numel // 4, generator=generator).to(
+            (dtypes or (torch.bfloat16,))[i % max(1, len(dtypes))]
+        )
+        for i in range(tensors)
+    }
+
+
+def train(model: Model, step: int = 0, density: float = 0.05) -> None:
+    """Change some elements of every tensor in place, each to other bytes."""
+    generator = torch.Generator().manual_seed(step)
+    for tensor in model.values():
+        flat = tensor.view(torch_bits_dtype(tensor.dtype)).view(-1)
+        chosen = torch.rand(flat.numel(), generator=generator) < density
+        flat[chosen] ^= 1

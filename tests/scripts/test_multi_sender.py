@@ -1,0 +1,304 @@
+"""`MultiSender` against two engines in the same process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sender_link
+from reference_sender import MultiSender, SomeFailed
+from tests.scripts.fakes import (
+    Engine,
+    Handler,
+    Model,
+    digest_of,
+    error,
+    loses,
+    model_of,
+    sends,
+    train,
+)
+
+A, B = "http://a:1", "http://b:2"
+
+
+def client_of(*engines: Engine) -> httpx.Client:
+    hosts = dict(zip(("a", "b"), engines, strict=True))
+    return httpx.Client(transport=httpx.MockTransport(lambda r: hosts[r.url.host].answer(r)))
+
+
+def sender_of(first: Engine, second: Engine, base: Model, **options: object) -> MultiSender:
+    return MultiSender([A, B], base.items(), client=client_of(first, second), **options)
+
+
+def two(model: Model, **state: object) -> tuple[Engine, Engine]:
+    return Engine.of(model, **state), Engine.of(model, **state)
+
+
+def refuse() -> Callable[[Handler, httpx.Request], httpx.Response]:
+    return sends(error(507, "SpoolFull"))
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+def test_both_follow_and_get_the_same_bytes(
+    bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part is encoded once, whichever engine asks first, if the other is not far behind."""
+    encoded = []
+    original = sender_link.encode_part
+    monkeypatch.setattr(
+        sender_link, "encode_part", lambda *a, **k: encoded.append(1) or original(*a, **k)
+    )
+    model = model_of(torch.bfloat16, torch.float32)
+    a, b = two(model)
+    sender = sender_of(a, b, model, bucket_bytes=bucket_bytes)
+    for step, density in enumerate([0.0, 0.02, 0.9, 1.0]):
+        train(model, step, density)
+        reports = (sender.sync if step < 3 else sender.sync_full)(model.items())
+        assert list(reports) == [A, B]
+        for url, engine in ((A, a), (B, b)):
+            assert engine.holds(model)
+            assert reports[url].version == engine.version == sender.versions[url] == step + 1
+            assert reports[url].digest == digest_of(engine.weights).hex()
+    assert a.bodies == b.bodies
+    if bucket_bytes > 1:  # two parts; of more, the first may be forgotten
+        assert len(encoded) == len(a.bodies)
+
+
+@pytest.mark.parametrize("failing", range(3))
+@pytest.mark.parametrize("times", [1, 2])
+def test_one_that_refuses_is_brought_what_it_missed(failing: int, times: int) -> None:
+    model = model_of(tensors=3)
+    base = {name: tensor.clone() for name, tensor in model.items()}
+    a, b = two(model)
+    sender = sender_of(a, b, model, bucket_bytes=1)
+    for step in range(times):
+        b.faults[len(b.requests) + failing] = refuse()
+        train(model, step)
+        with pytest.raises(SomeFailed, match=r"^http://b:2: HTTP 507: SpoolFull") as caught:
+            sender.sync(model.items())
+        assert (list(caught.value.failures), list(caught.value.reports)) == ([B], [A])
+        assert a.holds(model)
+        assert b.holds(base)
+        assert sender.versions == {A: step + 1, B: 0}
+    train(model, 7)
+    model["layers.1.weight"].copy_(base["layers.1.weight"])  # as b has it: nothing to send
+    reports = sender.sync(model.items())
+    assert a.holds(model)
+    assert b.holds(model)
+    assert not reports[B].full
+    assert (reports[A].base_version, reports[B].base_version) == (times, 0)
+    assert sender.versions == {A: times + 1, B: times + 1}
+    assert {d.name for d in b.log[-1].deltas + b.log[-2].deltas} == base.keys() - {
+        "layers.1.weight"
+    }
+    train(model, 8)
+    sender.sync(model.items())
+    assert a.bodies[-3:] == b.bodies[-3:]
+    assert b.holds(model)
+
+
+def test_who_missed_much_gets_all() -> None:
+    model = model_of(tensors=3)
+    a, b = two(model)
+    sender = sender_of(a, b, model)
+    b.faults[0] = refuse()
+    train(model, density=0.9)
+    with pytest.raises(SomeFailed):
+        sender.sync(model.items())
+    train(model, 1)
+    reports = sender.sync(model.items())
+    assert (reports[A].full, reports[B].full) == (False, True)
+    assert a.holds(model)
+    assert b.holds(model)
+    train(model, 2)
+    assert not any(report.full for report in sender.sync(model.items()).values())
+
+
+def test_where_nobody_commits_nothing_moves() -> None:
+    model = model_of(tensors=3)
+    a, b = two(model)
+    sender = sender_of(a, b, model)
+    a.faults[0] = b.faults[0] = refuse()
+    train(model)
+    with pytest.raises(SomeFailed) as caught:
+        sender.sync(model.items())
+    assert (list(caught.value.failures), caught.value.reports) == ([A, B], {})
+    assert sender.versions == {A: 0, B: 0}
+    reports = sender.sync(model.items())
+    assert {report.full for report in reports.values()} == {False}
+    assert a.holds(model)
+    assert b.holds(model)
+
+
+def test_one_whose_answer_was_lost_is_set_right(naps: list[float]) -> None:
+    model = model_of(tensors=2)
+    a, b = two(model)
+    sender = sender_of(a, b, model)
+    a.faults = dict.fromkeys(range(8), loses)
+    train(model)
+    with pytest.raises(SomeFailed) as caught:
+        sender.sync(model.items())
+    assert list(caught.value.failures) == [A]
+    assert (a.version, sender.versions) == (1, {A: 0, B: 1})
+    train(model, 1)
+    reports = sender.sync(model.items())
+    assert (reports[A].full, reports[B].full) == (True, False)
+    assert sender.versions == {A: 2, B: 2}
+    assert a.holds(model)
+    assert b.holds(model)
+
+
+@pytest.mark.parametrize("missed", [False, True])
+def test_one_that_was_restarted_gets_all_and_leads_the_versions(missed: bool) -> None:
+    model = model_of(tensors=2)
+    a, b = two(model)
+    sender = sender_of(a, b, model)
+    if missed:
+        b.faults[0] = refuse()
+        train(model, 5)
+        with pytest.raises(SomeFailed):
+            sender.sync(model.items())
+    b.version, b.weights = 40, {name: values ^ 1 for name, values in b.weights.items()}
+    train(model)
+    reports = sender.sync(model.items())
+    assert (reports[A].full, reports[B].full, reports[B].version) == (False, True, 41)
+    train(model, 1)
+    reports = sender.sync(model.items())
+    assert sender.versions == {A: 42, B: 42}
+    assert not reports[A].full
+    assert not reports[B].full
+    assert a.holds(model)
+    assert b.holds(model)
+
+
+def test_engines_that_ignore_and_cover_other_tensors() -> None:
+    model = model_of(tensors=4)
+    a = Engine.of(model, ignored={"layers.0.weight"})
+    b = Engine.of(model, undigested={"layers.1.weight"})
+    sender = sender_of(a, b, model, bucket_bytes=1)
+    for step in range(4):
+        train(model, step)
+        if step == 1:
+            b.faults[len(b.requests) + 1] = refuse()
+            with pytest.raises(SomeFailed, match=r"^http://b:2: HTTP 507"):
+                sender.sync(model.items())
+            continue
+        reports = sender.sync(model.items())
+        assert (reports[A].digest, reports[B].digest) == (a.digest().hex(), b.digest().hex())
+        assert (reports[A].parts, reports[B].parts) == (3, 4)
+        assert not reports[B].full
+        assert a.holds(model)
+        assert b.holds(model)
+
+
+def test_a_slow_engine_does_not_hold_back_the_other() -> None:
+    """The first part of one is not answered before the other has committed its last."""
+    model = model_of(tensors=5)
+    a, b = two(model)
+    sender = sender_of(a, b, model, bucket_bytes=1)
+    done = threading.Event()
+
+    def waits(take: Handler, request: httpx.Request) -> httpx.Response:
+        assert done.wait(30)
+        return take(request)
+
+    def tells(take: Handler, request: httpx.Request) -> httpx.Response:
+        answer = take(request)
+        done.set()
+        return answer
+
+    a.faults[0], b.faults[4] = waits, tells
+    train(model)
+    sender.sync(model.items())
+    assert a.holds(model)
+    assert b.holds(model)
+    assert a.bodies == b.bodies
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])
+def test_what_is_no_refusal_is_raised_when_the_others_are_done(kind: type[BaseException]) -> None:
+    model = model_of(tensors=2)
+    a, b = two(model)
+    sender = sender_of(a, b, model)
+
+    def raises(take: Handler, request: httpx.Request) -> httpx.Response:
+        raise kind
+
+    a.faults[0] = raises
+    train(model)
+    with pytest.raises(kind):
+        sender.sync(model.items())
+    assert sender.versions == {A: 0, B: 1}
+    assert not any(report.full for report in sender.sync(model.items()).values())
+    assert a.holds(model)
+    assert b.holds(model)
+
+
+@pytest.mark.parametrize("urls", [[], [A, A], [A, A + "/"]])
+def test_every_engine_is_named_once(urls: list[str]) -> None:
+    with pytest.raises(ValueError, match="each once"):
+        MultiSender(urls, [])
+
+
+FAULTS = st.sampled_from(["none", "refuses", "loses", "restarts", "corrupts"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=st.lists(st.tuples(FAULTS, FAULTS, st.sampled_from([0.0, 0.03, 0.3, 0.7])), max_size=6),
+    digest=st.booleans(),
+)
+def test_whatever_fails_who_acknowledged_holds_the_trainers_bytes(
+    steps: list[tuple[str, str, float]], digest: bool
+) -> None:
+    base = model_of(tensors=2, numel=40)
+    model = {name: tensor.clone() for name, tensor in base.items()}
+    a, b = two(base)
+    sender = sender_of(a, b, base, bucket_bytes=40, digest=digest)
+
+    def injure(engine: Engine, fault: str) -> None:
+        now = len(engine.requests)
+        if fault == "refuses":
+            engine.faults[now] = refuse()
+        elif fault == "loses":
+            # Every answer of this sync, so that it may have committed all the same.
+            engine.faults = dict.fromkeys(range(now, now + 50), gone)
+        elif fault == "restarts":
+            fresh = Engine.of(base)
+            engine.version, engine.weights, engine.staged = 0, fresh.weights, {}
+        elif fault == "corrupts" and digest:
+            engine.weights["layers.0.weight"][3] ^= 1
+
+    def gone(take: Handler, request: httpx.Request) -> httpx.Response:
+        take(request)
+        return error(500, "DeltaError")
+
+    for number, (of_a, of_b, density) in enumerate(steps):
+        injure(a, of_a)
+        injure(b, of_b)
+        train(model, number, density)
+        try:
+            reports = sender.sync(model.items())
+        except SomeFailed as some:
+            reports = some.reports
+        a.faults, b.faults = {}, {}
+        for url, engine in ((A, a), (B, b)):
+            if url in reports:
+                # A repeat of what was committed before is not compared with what is there now.
+                assert engine.holds(model) or reports[url].status == "already_applied"
+                assert engine.version == sender.versions[url] == reports[url].version
+    train(model, 99)
+    reports = sender.sync(model.items())
+    assert a.holds(model)
+    assert b.holds(model)
+    snapshot = sender._snapshot
+    for name in model:
+        assert np.array_equal(snapshot.image(name, {}).values, a.weights[name])
