@@ -136,7 +136,11 @@ def _is_patched() -> bool:
     """
     if not in_source():
         return False
+    from sglang.srt.configs import load_config
+
     bare = [name for name in _PATCHED if not hasattr(importlib.import_module(name), NAME)]
+    if not hasattr(load_config.LoadFormat, LOAD_FORMAT.upper()):
+        bare.append(load_config.__name__)
     if bare:
         raise ValueError(
             f"this SGLang is patched only in part, {', '.join(bare)} not at all; "
