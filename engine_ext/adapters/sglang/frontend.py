@@ -26,8 +26,10 @@ async def serve(app: Any, manager: Any, chosen: Settings) -> None:
 
     from delta_server.app import attach
     from delta_server.service import DeltaService
+    from engine_ext.adapters.sglang.processes import OneOfSeveral, is_one_of_several
 
-    service = DeltaService(SglangEngine(manager), chosen)
+    kind = OneOfSeveral if is_one_of_several(manager) else SglangEngine
+    service = DeltaService(kind(manager), chosen)
     await service.start()
     app.state.delta_service = service
     theirs = list(app.router.routes)

@@ -95,6 +95,8 @@ def answer(updater: Any, request: Any) -> Any:
 def _handle(updater: Any, call: Call) -> dict[str, Any]:
     """This rank's answer; never raises."""
     try:
+        if call.operation == "serving":
+            return {"ok": _serving(updater)}
         runner = updater.tp_worker.model_runner
         receiver: Receiver | None = getattr(runner, "delta_receiver", None)
         if receiver is None:
@@ -106,6 +108,16 @@ def _handle(updater: Any, call: Call) -> dict[str, Any]:
         return receiver.handle(call.operation, call.arguments)
     except Exception as error:
         return {"error": as_delta_error(error).to_wire()}
+
+
+def _serving(updater: Any) -> dict[str, Any]:
+    """What no HTTP process knows of the others: whether any request runs; the weight version."""
+    from sglang.srt.runtime_context import get_serving
+
+    return {
+        "idle": updater.scheduler.is_fully_idle(),
+        "weight_version": get_serving().weight_version,
+    }
 
 
 def _reads(runner: Any) -> bool:
