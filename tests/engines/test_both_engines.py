@@ -1,0 +1,104 @@
+"""The reference sender, one vLLM and one SGLang: both end on the trainer's bytes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import reference_sender
+import tiny_models
+from engine_process import EngineProcess
+from reference_sender import MultiSender, SomeFailed
+from sglang_process import SglangProcess
+from tests.engines.trainer import Trainer, model_digest
+
+SCRIPT = Path(reference_sender.__file__)
+
+
+class Both:
+    """The two engines and the trainer that they follow."""
+
+    def __init__(self, engines: list[EngineProcess], base: Path) -> None:
+        self.engines = engines
+        self.base = base
+        self.urls = [engine.url for engine in engines]
+        self.trainer = Trainer(tiny_models.load_tensors(base))
+
+    def hold_the_trainers_bytes(self) -> bool:
+        """Whether the live memory of every rank of both is the trainer's."""
+        expected = model_digest(self.trainer.tensors).hex()
+        scans = [e.get("/delta_digest", params={"scan": "true"}).json() for e in self.engines]
+        return [(scan["digest"], scan["corrupted"]) for scan in scans] == [(expected, [])] * 2
+
+    def versions(self) -> list[int]:
+        return [engine.delta_status()["version"] for engine in self.engines]
+
+
+@pytest.fixture(scope="module")
+def both(
+    checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Both]:
+    base, logs = checkpoint("qwen3"), tmp_path_factory.mktemp("logs")
+    with (
+        EngineProcess(base, enable_delta=True, log_path=logs / "vllm.log") as vllm,
+        SglangProcess(base, enable_delta=True, log_path=logs / "sglang.log") as sglang,
+    ):
+        yield Both([vllm, sglang], base)
+
+
+def test_one_sender_two_engines(both: Both) -> None:
+    """Also where one of them has left the sender's version, or is not found for a while."""
+    trainer = both.trainer
+    with MultiSender(both.urls, trainer.tensors.items()) as sender:
+        for version in (1, 2):
+            trainer.step()
+            reports = sender.sync(trainer.tensors.items())
+            assert [report.full for report in reports.values()] == [False, False]
+            assert both.versions() == [version, version]
+            assert both.hold_the_trainers_bytes()
+
+        assert both.engines[1].post("/delta_rollback").json()["status"] == "rolled_back"
+        trainer.step()
+        reports = sender.sync(trainer.tensors.items())
+        assert [report.full for report in reports.values()] == [False, True]
+        assert both.versions() == [3, 3]
+        assert both.hold_the_trainers_bytes()
+
+        server = sender._links[0].server
+        address, server._url = server._url, f"{server._url}/nowhere"
+        trainer.step()
+        with pytest.raises(SomeFailed) as caught:
+            sender.sync(trainer.tensors.items())
+        server._url = address
+        assert list(caught.value.failures) == both.urls[:1]
+        assert both.versions() == [3, 4]
+        trainer.step()
+        reports = sender.sync(trainer.tensors.items())
+        assert [report.full for report in reports.values()] == [False, False]
+        assert both.versions() == [5, 5]
+        assert both.hold_the_trainers_bytes()
+    trainer.version = 5
+
+
+def test_the_program_sends_to_both(both: Both, tmp_path: Path) -> None:
+    trainer = both.trainer
+    version = trainer.version
+    base = tiny_models.save_checkpoint(both.base, tmp_path / "base", trainer.tensors)
+    trainer.step()
+    target = tiny_models.save_checkpoint(both.base, tmp_path / "target", trainer.tensors)
+    command = [sys.executable, str(SCRIPT), "--base", str(base), "--target", str(target)]
+    command += ["--base-version", str(version)]
+    for url in both.urls:
+        command += ["--url", url]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    said = f"version {version} -> {version + 1}: committed; "
+    for url, line in zip(both.urls, lines, strict=True):
+        assert line.startswith(f"{url}: {said}")
+    assert both.versions() == [version + 1] * 2
+    assert both.hold_the_trainers_bytes()
