@@ -222,7 +222,6 @@ class Link:
                 **digests,
             }
             deltas = self._deltas(names, step.changes if full else changes, full=full)
-
             encode = functools.partial(
                 encode_part,
                 deltas,

@@ -1,13 +1,15 @@
-"""What the tests of the patch tool share: a small engine, and patches for it."""
+"""What the tests of the patches share: a small engine and patches for it; copies of the engines."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import apply_patches
-from tests.patches import fake_engine
+from tests.patches import copies, fake_engine
 
 
 @pytest.fixture
@@ -20,3 +22,21 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     fake_engine.write_patches(patches / "vllm" / fake_engine.VERSION, folder)
     monkeypatch.setattr(apply_patches, "PATCHES", patches)
     return folder
+
+
+@pytest.fixture(scope="session")
+def patched_copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Path]]:
+    """The folder of a patched copy of an engine, made when it is first asked for."""
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(f"patched-{name}")
+            copies.copy_package(name, folder)
+            copies.patch(name, folder)
+            made[name] = folder
+        return made[name]
+
+    yield get
+    for folder in made.values():
+        shutil.rmtree(folder)  # 100 MB and more

@@ -1,0 +1,50 @@
+"""Which process of a server answers: for servers whose port is shared by several."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import httpx
+import psutil
+
+from engine_process import EngineProcess
+
+_WAIT_S = 120.0
+_POLL_S = 0.1
+
+
+@contextmanager
+def one_client_each(engine: EngineProcess, processes: int) -> Iterator[list[httpx.Client]]:
+    """A client for every process that serves HTTP, each on a connection that it keeps.
+
+    The server is healthy when the first of them is, and the kernel chooses who accepts a
+    connection, so it takes some.
+    """
+    found: dict[int, httpx.Client] = {}
+    deadline = time.monotonic() + _WAIT_S
+    with ExitStack() as stack:
+        while len(found) < processes:
+            assert time.monotonic() < deadline, f"of {processes} only {list(found)} answered"
+            client = httpx.Client(base_url=engine.url, timeout=300.0)
+            stream = client.get("/delta_status").extensions["network_stream"]
+            process = _who_has(engine, stream.get_extra_info("client_addr")[1])
+            if process in found:
+                client.close()
+                time.sleep(_POLL_S)
+            else:
+                stack.callback(client.close)
+                found[process] = client
+        yield list(found.values())
+
+
+def _who_has(engine: EngineProcess, port: int) -> int:
+    """The id of the process that has the other end of a connection."""
+    assert engine._process is not None
+    for process in psutil.Process(engine._process.pid).children(recursive=True):
+        for connection in process.net_connections("tcp"):
+            ours = connection.laddr and connection.laddr.port == engine.port
+            if ours and connection.raddr and connection.raddr.port == port:
+                return process.pid
+    raise AssertionError(f"nobody has the connection from port {port}")
