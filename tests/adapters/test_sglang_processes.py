@@ -1,0 +1,70 @@
+"""One of several HTTP processes of SGLang, without SGLang."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine_ext.adapters.sglang import frontend
+from engine_ext.adapters.sglang.processes import OneOfSeveral
+
+
+class Ranks:
+    """Stands for the channel: answers what the ranks serve, when it is let."""
+
+    def __init__(self, answer: dict[str, Any]) -> None:
+        self.answer = answer
+        self.let = asyncio.Event()
+
+    async def call(self, operation: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        assert (operation, arguments) == ("serving", {})
+        await self.let.wait()
+        return [self.answer, self.answer]
+
+
+def process(
+    answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> tuple[Any, Ranks, list[str]]:
+    """A process's manager, its ranks, and what happens in the manager."""
+    happened: list[str] = []
+    ranks = Ranks(answer)
+
+    async def apply(broadcast: Any) -> None:
+        happened.append("pause" if broadcast.is_pause else "continue")
+
+    manager = SimpleNamespace(
+        _apply_pause_continue_broadcast=apply,
+        _update_weight_version_if_provided=happened.append,
+    )
+    monkeypatch.setattr(frontend, "Channel", lambda manager: ranks)
+    OneOfSeveral(manager)
+    return manager, ranks, happened
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_weight_version_is_learnt_before_requests_go_on(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of the broadcasts, and also where the ranks do not answer."""
+
+    async def scenario() -> tuple[list[str], list[str]]:
+        ok = {"ok": {"idle": True, "weight_version": "7"}}
+        failure = {"error": {"message": "no"}}
+        manager, ranks, happened = process(failure if fails else ok, monkeypatch)
+        broadcasts = [SimpleNamespace(is_pause=pause) for pause in (True, False, True)]
+        tasks = [
+            asyncio.create_task(manager._apply_pause_continue_broadcast(broadcast))
+            for broadcast in broadcasts
+        ]
+        await asyncio.sleep(0.01)
+        before = list(happened)
+        ranks.let.set()
+        await asyncio.gather(*tasks)
+        return before, happened
+
+    before, happened = asyncio.run(scenario())
+    assert before == ["pause"]
+    assert happened == ["pause", *([] if fails else ["7"]), "continue", "pause"]
