@@ -73,13 +73,14 @@ class Live:
         """Every process tells the trainer's version, also where no delta endpoint is asked."""
         version = self.trainer.version
         for client in self.clients:
+            # First: requests wait until their process knows the version.
+            body = {"text": "a", "sampling_params": {"max_new_tokens": 2}}
+            answer = client.post("/generate", json=body).json()
+            assert answer["meta_info"]["weight_version"] == str(version)
             assert client.get("/model_info").json()["weight_version"] == str(version)
             status = client.get("/delta_status").json()
             assert (status["version"], status["weight_version"]) == (version, str(version))
             assert status["digest"] == model_digest(self.trainer.tensors).hex()
-            body = {"text": "a", "sampling_params": {"max_new_tokens": 2}}
-            answer = client.post("/generate", json=body).json()
-            assert answer["meta_info"]["weight_version"] == str(version)
 
 
 @pytest.fixture(scope="module")
