@@ -15,6 +15,7 @@ from engine_process import EngineProcess
 from reference_sender import MultiSender, SomeFailed
 from sglang_process import SglangProcess
 from tests.engines.trainer import Trainer, model_digest
+from vllm_process import VllmProcess
 
 SCRIPT = Path(reference_sender.__file__)
 
@@ -44,7 +45,7 @@ def both(
 ) -> Iterator[Both]:
     base, logs = checkpoint("qwen3"), tmp_path_factory.mktemp("logs")
     with (
-        EngineProcess(base, enable_delta=True, log_path=logs / "vllm.log") as vllm,
+        VllmProcess(base, enable_delta=True, log_path=logs / "vllm.log") as vllm,
         SglangProcess(base, enable_delta=True, log_path=logs / "sglang.log") as sglang,
     ):
         yield Both([vllm, sglang], base)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import apply_patches
-import sglang_process
+from sglang_process import SglangProcess
 
 ROOT = Path(__file__).parents[2]
 SHIMS = ROOT / "tests" / "shims" / "sglang_cpu"
@@ -22,7 +22,7 @@ _FIND = "import importlib.util, sys; print(importlib.util.find_spec(sys.argv[1])
 
 def python_of(name: str) -> Path:
     """The interpreter whose environment has an engine."""
-    return sglang_process.interpreter() if name == "sglang" else Path(sys.executable)
+    return SglangProcess.interpreter() if name == "sglang" else Path(sys.executable)
 
 
 def installed(name: str) -> Path:
@@ -66,7 +66,7 @@ def sglang_environment(folder: Path) -> dict[str, str]:
     found["PYTHONPATH"] += os.pathsep + str(SHIMS)
     found["SGLANG_USE_CPU_ENGINE"] = "1"
     # Without this the copy would be found in this Python, which has not what SGLang needs.
-    found["SGLANG_PYTHON"] = str(sglang_process.interpreter())
+    found["SGLANG_PYTHON"] = str(SglangProcess.interpreter())
     return found
 
 

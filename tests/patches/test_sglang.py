@@ -187,7 +187,7 @@ def test_equals_a_fresh_engine(live: Live, tmp_path: Path) -> None:
 @pytest.mark.full
 def test_the_endpoint_tests_pass_without_any_plugin(patched: Path) -> None:
     """The engine tests themselves, run again on the patched copy."""
-    selection = ["tests/engines_sglang/test_syncs.py", "-k", "qwen3-1"]
+    selection = ["tests/engines/test_syncs.py", "-k", "sglang-qwen3-1-auto"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *selection]
     environment = {**copies.sglang_environment(patched), "SGLANG_PLUGINS": NO_PLUGIN}
     done = subprocess.run(

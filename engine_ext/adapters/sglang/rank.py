@@ -14,6 +14,7 @@ from engine_ext import settings
 from engine_ext.adapters.sglang.channel import Call
 from engine_ext.adapters.sglang.constants import ConstantsWatch
 from engine_ext.adapters.sglang.others import OtherChanges
+from engine_ext.adapters.sglang.recomputations import recomputations
 from engine_ext.assemble import LoadedModel, make_receiver
 from engine_ext.errors import DeltaError
 from engine_ext.receiver import Receiver
@@ -64,6 +65,7 @@ def build_receiver(
         reload=functools.partial(_reload, runner),
         ranks=ranks,
         constants=constants.known,
+        recomputations=recomputations(runner.model),
     )
     return make_receiver(loaded, chosen)
 

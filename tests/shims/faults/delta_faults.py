@@ -1,4 +1,4 @@
-"""A plugin of either engine that makes things go wrong inside one rank.
+"""A plugin of either engine that makes things go wrong inside one rank, or shows its memory.
 
 A file ``FAULT-RANK`` in the folder that ``DELTA_FAULTS`` names arms one fault of one rank; what the
 rank is asked next takes the file away. Faults:
@@ -10,10 +10,13 @@ rank is asked next takes the file away. Faults:
 - ``raise_commit``: the next commit raises before it begins, where nothing should.
 - ``flip_a_bit``: of one element of a live parameter, now, as a cosmic ray would. The file has the
   parameter's name and the element's offset.
+- ``hash_model``: no fault. A file ``hashed-RANK`` gets a hash of every tensor that hangs on the
+  model, also of those that no checksum of the engine's covers, as JSON by path.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
@@ -50,9 +53,7 @@ def _arm(receiver: Any) -> None:
         return text
 
     def stall() -> None:
-        said = folder / f"stalled-{rank}.new"
-        said.write_text(str(os.getpid()))
-        said.rename(said.with_suffix(""))
+        _leave(folder / f"stalled-{rank}", str(os.getpid()))
         time.sleep(600)
 
     if armed("fail_undo") is not None:
@@ -65,8 +66,28 @@ def _arm(receiver: Any) -> None:
     if flip is not None:
         name, offset = flip.split()
         _flip(applier, name, int(offset))
+    if armed("hash_model") is not None:
+        _leave(folder / f"hashed-{rank}", json.dumps(_hashes(applier._model)))
     if armed("raise_commit") is not None:
         _raise_once(receiver)
+
+
+def _leave(file: Path, text: str) -> None:
+    """Write a file that is whole when it is there."""
+    unfinished = file.with_suffix(".new")
+    unfinished.write_text(text)
+    unfinished.rename(file)
+
+
+def _hashes(model: Any) -> dict[str, str]:
+    from engine_ext.hanging import hanging
+    from engine_ext.repack import fingerprint
+
+    return {
+        f"{path}.{attribute}": fingerprint(tensor)
+        for path, _, attribute, tensor in hanging(model)
+        if not tensor.is_meta
+    }
 
 
 def _raise_once(receiver: Any) -> None:
