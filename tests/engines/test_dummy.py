@@ -49,6 +49,21 @@ def test_dummy_weights_take_a_full_sync_and_then_deltas(
 
 
 @pytest.mark.full
+def test_dummy_weights_with_absorbed_projections(
+    start: Callable[..., EngineProcess], tmp_path: Path
+) -> None:
+    """The reload gives every weight, and what is made of them, the same places again."""
+    dense = {"first_k_dense_replace": 2}  # experts would be repacked
+    base = tiny_models.build("deepseek_v3", tmp_path / "base", **dense)
+    target = tiny_models.perturb(base, tmp_path / "target", density=0.05, seed=3)
+    engine = start(base, extra_args=DUMMY)
+    with DeltaSender(engine.url, tiny_models.load_tensors(base).items()) as sender:
+        assert sender.sync(tiny_models.load_tensors(base).items()).full
+        assert not sender.sync(tiny_models.load_tensors(target).items()).full
+    assert fingerprint(engine) == fingerprint(start(target))
+
+
+@pytest.mark.full
 def test_dummy_weights_where_the_engine_repacks(
     checkpoint: Callable[[str], Path], start: Callable[..., EngineProcess]
 ) -> None:

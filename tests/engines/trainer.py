@@ -36,10 +36,16 @@ class Trainer:
     version: int = 0
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(7))
 
-    def step(self, density: float = 0.02) -> dict[str, torch.Tensor]:
-        """Change some elements of every tensor; returns name -> int64 [nnz] ascending indices."""
+    def step(self, density: float = 0.02, only: str = "") -> dict[str, torch.Tensor]:
+        """Change some elements of every tensor, or of those with `only` in their names.
+
+        Returns:
+            name -> int64 [nnz] ascending indices.
+        """
         changed = {}
         for name, tensor in self.tensors.items():
+            if only not in name:
+                continue
             count = max(1, round(density * tensor.numel()))
             where = torch.randperm(tensor.numel(), generator=self.generator)[:count].sort().values
             fresh = tensor.clone()

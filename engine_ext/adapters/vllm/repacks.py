@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from engine_ext.derived import is_constant
 from engine_ext.placement import Repack
 from engine_ext.repack import Learned, fingerprint, learn
 
@@ -87,7 +88,9 @@ class RepackLearner:
             for call, method in _processings(module, dtype) if parameters else ():
                 signature = _signature(module, method, parameters)
                 if signature not in self._known:
-                    self._known[signature] = _learn(module, call, parameters)
+                    # What an attention layer makes for itself may be recomputed (`recomputations`).
+                    recomputed = method is module
+                    self._known[signature] = _learn(module, call, parameters, recomputed)
                 self._note(self._known[signature], parameters, names)
         except LearningError:
             raise
@@ -123,9 +126,17 @@ def _processings(
 
 
 def _learn(
-    module: torch.nn.Module, call: Callable[[Any], None], parameters: dict[str, torch.nn.Parameter]
+    module: torch.nn.Module,
+    call: Callable[[Any], None],
+    parameters: dict[str, torch.nn.Parameter],
+    recomputed: bool,
 ) -> Learned:
     """Learn one module's processing.
+
+    Args:
+        recomputed: whether the engine may be able to recompute what the processing hangs on the
+            module. No parameter is refused then for what will be found there once the model is
+            loaded, and either proven to follow or a reason to refuse.
 
     Raises:
         LearningError: the live module is not what it was.
@@ -140,7 +151,12 @@ def _learn(
         for old in twins[:-1]:
             old.dissolve()
         del twins[:-1]
-        return twins[0].tensors(probes.keys())
+        found = twins[0].tensors(probes.keys())
+        return {
+            name: tensor
+            for name, tensor in found.items()
+            if name in probes or not (recomputed and _found_later(module, name, tensor))
+        }
 
     before = _state(module)
     devices = {p.device.index for p in parameters.values() if p.device.type == "cuda"}
@@ -153,6 +169,15 @@ def _learn(
     if _state(module) != before:
         raise LearningError(f"learning changed a live {type(module).__name__}")
     return learned
+
+
+def _found_later(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> bool:
+    """Whether `find_derived` cannot miss a tensor that the processing makes: a new attribute of the
+    module itself, and not of a kind that is taken for a constant, whatever its values.
+    """
+    new = "." not in name and not isinstance(getattr(module, name, None), torch.Tensor)
+    large = tensor.numel() > 1 and tensor.is_floating_point()
+    return new and large and not is_constant(name, tensor)
 
 
 def _state(module: torch.nn.Module) -> list[Any]:

@@ -13,6 +13,7 @@ import torch
 from engine_ext import settings
 from engine_ext.adapters.vllm import hooks
 from engine_ext.adapters.vllm.constants import ConstantsWatch
+from engine_ext.adapters.vllm.recomputations import recomputations
 from engine_ext.adapters.vllm.reload import active_wrapper
 from engine_ext.adapters.vllm.repacks import RepackLearner
 from engine_ext.assemble import LoadedModel, make_receiver
@@ -139,6 +140,7 @@ def build_receiver(
         repacks=learner.repacks,
         refusals=learner.refusals,
         constants=constants.known,
+        recomputations=recomputations(model, config),
         refuse_while=active_wrapper,
     )
     return make_receiver(loaded, chosen)
