@@ -56,11 +56,11 @@ def test_dummy_weights_with_absorbed_projections(
     dense = {"first_k_dense_replace": 2}  # experts would be repacked
     base = tiny_models.build("deepseek_v3", tmp_path / "base", **dense)
     target = tiny_models.perturb(base, tmp_path / "target", density=0.05, seed=3)
-    engine = start(base, extra_args=DUMMY)
+    engine = start("vllm", base, extra_args=DUMMY)
     with DeltaSender(engine.url, tiny_models.load_tensors(base).items()) as sender:
         assert sender.sync(tiny_models.load_tensors(base).items()).full
         assert not sender.sync(tiny_models.load_tensors(target).items()).full
-    assert fingerprint(engine) == fingerprint(start(target))
+    assert fingerprint(engine) == fingerprint(start("vllm", target))
 
 
 @pytest.mark.full

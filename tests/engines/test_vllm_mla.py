@@ -1,6 +1,6 @@
 """vLLM's own function recomputes MLA's absorbed projections inside the commit.
 
-vLLM keeps views of a `kv_b_proj` that is not quantised; with `tests.engines.copies` it keeps
+vLLM keeps views of a `kv_b_proj` that is not quantised; with `tests.engines.mla_copies` it keeps
 copies, as it does of one that it has to dequantise. In one process each engine runs in a process of
 its own; this file is its script too, and writes what it finds as JSON.
 """
@@ -60,10 +60,10 @@ def test_served_on_two_ranks(
     base = checkpoint("deepseek_v3")
     options: dict[str, Any] = {
         "tp": 2,
-        "extra_args": ["--worker-extension-cls", "tests.engines.copies.Copies"],
-        "extra_env": {"PYTHONPATH": str(Path(__file__).parents[2])},
+        "extra_args": ["--worker-extension-cls", "tests.engines.mla_copies.Copies"],
+        "python_path": [Path(__file__).parents[2]],
     }
-    engine = start(base, **options)
+    engine = start("vllm", base, **options)
     plans = engine.get("/delta_status", params={"plan": "true"}).json()["plan"]
     assert [len({p for row in plan for p in row["recomputed"]}) for plan in plans] == [4, 4]
     trainer = Trainer(tiny_models.load_tensors(base))
@@ -79,7 +79,7 @@ def test_served_on_two_ranks(
     assert engine.checksums() == before
     engine.stop()
     target = tiny_models.save_checkpoint(base, tmp_path / "target", trainer.tensors)
-    fresh = start(target, **options)
+    fresh = start("vllm", target, **options)
     assert fingerprint(fresh) == updated
     fresh.stop()
 
@@ -94,7 +94,7 @@ def main(model: str, out: str, kept: str, *parts: str) -> None:
     settings.Settings().export()
     adapter.install()
     if kept == "--copies":
-        importlib.import_module("tests.engines.copies")
+        importlib.import_module("tests.engines.mla_copies")
     llm: Any = LLM(model, dtype="bfloat16", enforce_eager=True, max_model_len=256)
     worker = llm.llm_engine.model_executor.driver_worker.worker
     states = [_state(llm, worker)]
