@@ -104,6 +104,24 @@ class SwapsMemory(Attention):
                 setattr(self, name, nn.Parameter(made, requires_grad=False))
 
 
+class Across(Attention):
+    """All that it keeps hangs on one projection, and is made of both."""
+
+    W_UK_T = W_UV = property(lambda self: self.kv_b_proj.mixed)  # type: ignore[assignment]
+
+    def process(self) -> None:
+        self.kv_b_proj.mixed = self.kv_b_proj.weight.data[:3] + self.q_proj.weight.data
+
+
+class Views(Attention):
+    """As vLLM where nothing is dequantised: parameters that are views of the weight."""
+
+    def process(self) -> None:
+        upper, lower = self.kv_b_proj.weight.data.split(4)
+        self.W_UK_T = nn.Parameter(upper.t(), requires_grad=False)
+        self.W_UV = nn.Parameter(lower, requires_grad=False)
+
+
 class Latent(ToyModel):
     """Two layers and a norm outside them; rank 0 of 2 holds the upper half of every head."""
 
@@ -303,6 +321,12 @@ def test_only_what_is_made_of_written_weights_is_computed_again(tmp_path: Path) 
     assert service.calls() == [[a + 1, b + 1] for a, b in before]
 
 
+def test_every_weight_below_the_functions_modules_counts(tmp_path: Path) -> None:
+    service = Service(tmp_path, attention=Across)
+    errors_of(service.sync(["layers.1.q_proj"]), none=True)
+    service.assert_holds(service.target)
+
+
 def test_what_a_rank_does_not_hold_makes_it_compute_nothing(tmp_path: Path) -> None:
     service = Service(tmp_path)
     before = service.calls()
@@ -349,6 +373,22 @@ def test_dummy_weights_are_seeded_and_then_take_deltas(
     service.assert_holds(service.base)
     errors_of(service.sync(list(KV), version=2), none=True)
     service.assert_holds(service.target)
+
+
+def test_dummy_weights_and_views_of_them(tmp_path: Path) -> None:
+    service = Service(tmp_path, attention=Views, functions=lambda model: [], dummy=True)
+    errors_of(service.sync(list(service.base), full=True), none=True)
+    service.base = service.target
+    errors_of(service.sync(list(KV), version=2), none=True)
+    assert service.memory() == [memory(load(kind, service.target)) for kind in service.kinds]
+
+
+def test_caches_are_not_copied_for_the_proof(tmp_path: Path) -> None:
+    """By the first full sync they are allocated, and they are most of an engine's memory."""
+    service = Service(tmp_path, dummy=True)
+    for model in service.models:
+        model.attentions[0].kv_cache = torch.zeros(1).expand(1 << 40)
+    errors_of(service.sync(list(service.base), full=True), none=True)
 
 
 def test_dummy_weights_of_which_something_would_not_follow(tmp_path: Path) -> None:
@@ -568,6 +608,15 @@ class InAList(Attention):
         self.kept = [self.W_UV * 2]
 
 
+class AroundTheWeight(Attention):
+    """What it keeps is the memory that the weight is a part of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = torch.full((9, 6), 7.0, dtype=torch.bfloat16)
+        self.kv_b_proj.weight = nn.Parameter(self.whole[:8], requires_grad=False)
+
+
 LIARS: dict[type[Attention], str] = {
     Lies: "changes layers.0.W_UV on the weights as they are",
     Caches: "leaves (parts of) layers.0.W_UK_T, layers.0.W_UV as they were",
@@ -580,6 +629,7 @@ LIARS: dict[type[Attention], str] = {
     RaisesForOthers: "ValueError: not these",
     ChangesLayout: "another layout",
     MakesMore: "makes or removes layers.0.more",
+    AroundTheWeight: "layers.0.whole shares memory with a weight",
     InAList: "no plain attribute",
 }
 
