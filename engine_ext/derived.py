@@ -117,7 +117,8 @@ def find_derived(
         Parameters and buffers that no segment lies in, and tensors that hang on modules
         otherwise: as attributes, in lists, tuples, sets and dicts, in the fields of plain
         objects, in partial functions, bound methods and closures. Views of covered memory are
-        none. Each is listed once for every module that it hangs on.
+        none. Each is listed once for every module that it hangs on. And the numbers that a module
+        keeps of a weight for kernels that take no tensor, as ``k_scale_float`` of ``k_scale``.
     """
     index = StorageIndex(model)
     covered = {
@@ -134,7 +135,7 @@ def find_derived(
             continue
         weights = _weights(model, path, module, index, covered)
         found.append(Derived(path, attribute, tuple(tensor.shape), tensor.dtype, weights))
-    return found
+    return [*found, *_numbers(model, index, covered)]
 
 
 def refuse_derived(
@@ -167,6 +168,23 @@ def refuse_derived(
                     f"the engine keeps {', '.join(paths)} beside it, which may be computed from "
                     f"it and would not follow{why if reasons else ''}"
                 )
+
+
+def _numbers(
+    model: torch.nn.Module, index: StorageIndex, covered: set[tuple[int, int]]
+) -> list[Derived]:
+    """Python numbers beside a covered live tensor that carry its name."""
+    found = []
+    for path, module in model.named_modules():
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            entry = None if tensor is None else index.find(tensor)
+            if entry is None or (entry.start, entry.end) not in covered:
+                continue
+            for attribute in (f"{name}_float", f"_{name}_float"):
+                if isinstance(vars(module).get(attribute), float):
+                    weights = frozenset([entry.name])
+                    found.append(Derived(path, attribute, (), torch.float64, weights))
+    return found
 
 
 def _is_weight(tensor: torch.Tensor) -> bool:

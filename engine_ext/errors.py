@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-EngineState = Literal["unchanged", "uncertain"]
+EngineState = Literal["unchanged", "uncertain", "committed"]
 
 
 class DeltaError(Exception):
@@ -137,6 +137,15 @@ class SpoolFull(DeltaError):
 
 class WriteUndone(DeltaError):
     """The write failed on some rank, and every rank holds its old values again."""
+
+
+class PublishFailed(DeltaError):
+    """Every rank has committed, but the engine did not take the version or did not go on.
+
+    A repeat of the sync does that again, and is answered ``already_applied``.
+    """
+
+    engine_state = "committed"
 
 
 class CommitFailed(DeltaError):

@@ -11,12 +11,18 @@ from __future__ import annotations
 import mmap
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import msgspec
 
-from engine_ext.errors import CommitFailed, Conflict, MalformedPart, WriteUndone
+from engine_ext.errors import (
+    CommitFailed,
+    Conflict,
+    MalformedPart,
+    WeightsAsleep,
+    WriteUndone,
+)
 from engine_ext.ranks import Ranks
 from engine_ext.scatter import StagedPart, UndoLog
 from engine_ext.syncs import PartId, SyncState
@@ -53,6 +59,8 @@ class Receiver:
         self._limits = limits
         self._threads = ThreadPoolExecutor(read_workers, thread_name_prefix="delta-stage")
         self._staging: dict[int, Future[StagedPart]] = {}
+        # Those of dropped syncs too.
+        self._running: list[Future[StagedPart]] = []
         # What takes the last version back, its continuations too; empty where that is impossible.
         self._undo: list[UndoLog] = []
         self._last_sync: dict[str, Any] | None = None
@@ -83,6 +91,15 @@ class Receiver:
         self.state.foreign = by
         self._drop()
         self._undo = []
+
+    def weights_released(self) -> None:
+        """Note that the engine is about to release the weights' memory.
+
+        Returns when nothing that is being staged reads it any more.
+        """
+        self.state.asleep = True
+        self._drop()
+        wait(self._running)
 
     def handle(self, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Carry out one operation; the answer has ``ok`` or ``error`` (see `DeltaError.to_wire`).
@@ -118,7 +135,9 @@ class Receiver:
         if self.state.sync is not before:
             self._staging.clear()
         if admission == "new":
-            self._staging[part_id.part] = self._threads.submit(self._stage, path, part_id.identity)
+            future = self._threads.submit(self._stage, path, part_id.identity)
+            self._staging[part_id.part] = future
+            self._running = [*(other for other in self._running if not other.done()), future]
         return {
             "admission": admission,
             "version": self.state.version,
@@ -262,6 +281,8 @@ class Receiver:
 
     def _digest(self, scan: bool) -> dict[str, Any]:
         """The digest of every covered tensor's elements that this rank counts."""
+        if scan and self.state.asleep:
+            raise WeightsAsleep("the engine has released its weights; wake it up first")
         tracked = self._applier.digests
         plan = self._applier.plan
         found = plan.scan() if scan and plan is not None else tracked

@@ -226,6 +226,9 @@ class _Trial:
         """Change the weights until every element of the derived tensors has changed."""
         generator = torch.Generator().manual_seed(0)
         same = {path: self._saved[path] != 0 for path in self._derived}
+        zero = [path for path, others in same.items() if not bool(others.any())]
+        if zero:
+            raise _Unproven(f"{', '.join(zero)} is zero, so that nothing can be seen to follow")
         for _ in range(_ROUNDS):
             for entry in self._weights:
                 bits = _others(self._saved[entry.name], entry.tensor.dtype, generator)

@@ -38,7 +38,7 @@ _MAX_JSON_BYTES = 1 << 20
 # Paths below which engines generate; they answer 503 while the weights are uncertain.
 _GENERATION = (
     "/v1", "/v2", "/inference", "/cohere", "/generate", "/invocations", "/pooling", "/score",
-    "/rerank", "/classify", "/encode",
+    "/rerank", "/classify", "/encode", "/api", "/vertex_generate",
 )  # fmt: skip
 
 
@@ -213,8 +213,7 @@ class UncertainGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if (
-            scope["type"] == "http"
-            and scope["method"] == "POST"
+            (scope["type"] == "websocket" or scope.get("method") == "POST")
             and scope["path"].removeprefix(scope.get("root_path", "")).startswith(_GENERATION)
             and self._state.delta_service.commits.uncertain
         ):

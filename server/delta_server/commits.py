@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from delta_server.requests import Options
 from engine_ext.digest import Digest
-from engine_ext.errors import CommitFailed, EngineUncertain, from_wire
+from engine_ext.errors import CommitFailed, EngineUncertain, PublishFailed, from_wire
 
 
 class Engine(Protocol):
@@ -77,6 +77,7 @@ class Commits:
 
         Raises:
             CommitFailed: some rank failed half-way, or did not answer. The engine stays paused.
+            PublishFailed: every rank has written, and the engine failed after that.
             DeltaError: every rank refused, and none has written.
         """
         async with self._lock:
@@ -89,8 +90,6 @@ class Commits:
                 elif options.flush_cache:
                     await self._engine.flush_cache()
                 done = await self._everywhere(operation, arguments)
-                self.uncertain = False
-                await self._engine.set_weight_version(str(done["version"]))
             except CommitFailed:
                 # The engine stays paused: nothing may be generated from mixed weights, also not
                 # for the other API servers.
@@ -101,8 +100,8 @@ class Commits:
                 if not was_paused or (resumes and not self.uncertain):
                     await self._resume()
                 raise
-            if resumes:
-                await self._resume()
+            self.uncertain = False
+            await self._go_on(str(done["version"]), resumes)
             return done, (time.perf_counter() - start) * 1e3
 
     async def publish(self) -> None:
@@ -114,6 +113,28 @@ class Commits:
             await self._engine.set_weight_version(str(answers[0]["version"]))
             if self._owes_resume:
                 await self._resume()
+
+    async def _go_on(self, version: str, resumes: bool) -> None:
+        """What follows a write; it is tried to the end.
+
+        Raises:
+            PublishFailed: something in it failed.
+        """
+        failures: list[Exception] = []
+        try:
+            await self._engine.set_weight_version(version)
+        except Exception as error:
+            failures.append(error)
+        if resumes:
+            try:
+                await self._resume()
+            except Exception as error:
+                failures.append(error)
+        if failures:
+            raise PublishFailed(
+                f"version {version} is committed, but the engine did not go on: "
+                f"{type(failures[0]).__name__}: {failures[0]}; send the sync again"
+            ) from failures[0]
 
     async def _resume(self) -> None:
         """Resume generation; where that fails, the next commit or repeat does it."""

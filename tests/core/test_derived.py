@@ -194,6 +194,20 @@ def test_kinds_of_constants(path: str, tensor: torch.Tensor, constant: bool) -> 
     assert is_constant(path, tensor) is constant
 
 
+def test_a_number_that_is_kept_of_a_weight() -> None:
+    """A kernel that takes the number would not see the weight change."""
+
+    def absorb(model: Latent) -> None:
+        model.layers[0].kv_b_proj.weight_float = 1.5
+        model.layers[1].kv_b_proj.other_float = 1.5
+        model.layers[1].kv_b_proj.weight_float = None
+
+    model, placement = served(absorb)
+    [derived] = find_derived(model, placement, known)
+    assert derived.path == "layers.0.kv_b_proj.weight_float"
+    assert derived.weights == {"layers.0.kv_b_proj.weight"}
+
+
 def test_what_was_there_before_the_weights_is_a_constant() -> None:
     """With the same bits; what was filled in later is not."""
     base = base_checkpoint(Latent)

@@ -481,6 +481,29 @@ def test_weights_that_fell_asleep_after_staging_are_not_written(ranks: Ranks, ra
     errors_of(ranks.engine.commit(one), none=True)
 
 
+def test_memory_is_released_when_nothing_reads_it_any_more(ranks: Ranks) -> None:
+    """What is being staged, also of a sync that was dropped, ends first."""
+    goes_on, began, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def slow() -> None:
+        began.set()
+        goes_on.wait(10)
+        ended.set()
+
+    ranks.appliers[0].before_check = slow  # type: ignore[method-assign]
+    data = body()
+    ranks.engine.begin(part_id(data), ranks.engine.spool(data))
+    assert began.wait(10)
+    receiver = ranks.engine.receivers[0]
+    receiver.handle("drop", {})
+    threading.Timer(0.2, goes_on.set).start()
+    receiver.weights_released()
+    assert ended.is_set()
+    assert receiver.handle("status", {})["ok"]["asleep"]
+    scanned = receiver.handle("digest", {"scan": True})
+    assert scanned["error"]["type"] == "WeightsAsleep"
+
+
 def test_weights_that_were_lost_after_staging_take_only_a_full_sync(ranks: Ranks) -> None:
     data, all_of_it = body(), body(full=True)
     ranks.engine.stage(part_id(data), data)

@@ -617,7 +617,16 @@ class AroundTheWeight(Attention):
         self.kv_b_proj.weight = nn.Parameter(self.whole[:8], requires_grad=False)
 
 
+class MakesZeros(Attention):
+    """Of zeros nobody sees what they follow."""
+
+    def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
+        padded, lower = super().halves()
+        return torch.zeros_like(padded), lower
+
+
 LIARS: dict[type[Attention], str] = {
+    MakesZeros: "layers.0.W_UK_T is zero",
     Lies: "changes layers.0.W_UV on the weights as they are",
     Caches: "leaves (parts of) layers.0.W_UK_T, layers.0.W_UV as they were",
     CachesARow: "leaves (parts of) layers.0.W_UV as they were",

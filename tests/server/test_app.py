@@ -852,10 +852,25 @@ def uncertain(rig: Rig) -> Rig:
     "path",
     [COMPLETIONS, "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v2/rerank",
      "/generate", "/inference/v1/generate", "/pooling", "/score", "/rerank", "/classify",
-     "/invocations"],
+     "/invocations", "/api/chat", "/api/generate", "/vertex_generate"],
 )  # fmt: skip
 def test_generation_is_unavailable_while_uncertain(uncertain: Rig, path: str) -> None:
     assert_error(uncertain.post(path), 503, "EngineUncertain", "uncertain")
+
+
+def test_a_websocket_is_unavailable_while_uncertain(uncertain: Rig) -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return {"type": "websocket.connect"}
+
+    scope = {"type": "websocket", "path": "/v1/realtime", "root_path": "", "headers": []}
+    uncertain.run(uncertain.app(scope, receive, send))
+    assert sent[0]["type"] == "websocket.http.response.start"
+    assert sent[0]["status"] == 503
 
 
 @pytest.mark.parametrize("root_path", ["/api", "/v1/tenant"])

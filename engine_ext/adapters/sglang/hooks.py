@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -134,13 +135,13 @@ def _is_patched() -> bool:
     Raises:
         ValueError: some modules have them and others have not.
     """
-    if not in_source():
-        return False
     from sglang.srt.configs import load_config
 
     bare = [name for name in _PATCHED if not hasattr(importlib.import_module(name), NAME)]
     if not hasattr(load_config.LoadFormat, LOAD_FORMAT.upper()):
         bare.append(load_config.__name__)
+    if len(bare) == len(_PATCHED) + 1:
+        return False
     if bare:
         raise ValueError(
             f"this SGLang is patched only in part, {', '.join(bare)} not at all; "
@@ -174,6 +175,11 @@ def _refuse_untested(args: Any, patched: bool) -> None:
         refuse("--weight-cache-mode", "the weights belong to several engines")
     if getattr(args, "enable_eplb", False):
         refuse("--enable-eplb", "experts move between the ranks")
+    if getattr(args, "hicache_storage_backend", None) or getattr(args, "enable_lmcache", False):
+        refuse("--hicache-storage-backend or --enable-lmcache", "they keep KV of old weights")
+    on_cpu = getattr(args, "device", None) == "cpu" or os.environ.get("SGLANG_USE_CPU_ENGINE")
+    if getattr(args, "enable_torch_compile", False) and on_cpu:
+        refuse("--enable-torch-compile on CPU", "the compiled graph keeps copies of the weights")
     for name in ("encoder_only", "smg_grpc_mode", "grpc_mode", "use_ray", "enable_http2"):
         if getattr(args, name, False):
             option = "--" + name.replace("_", "-")

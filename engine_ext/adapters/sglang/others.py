@@ -19,6 +19,7 @@ _UPDATES = (
     "update_weights_from_distributed",
     "update_weights_from_tensor",
     "update_weights_from_ipc",
+    "begin_weight_update",
     "end_weight_update",
 )
 
@@ -73,9 +74,11 @@ class OtherChanges:
 
         @functools.wraps(original)
         def release_memory_occupation(updater: Any, request: Any) -> Any:
-            if not kept and (not request.tags or _WEIGHTS in request.tags):
-                # What comes back is not what any version was.
-                self._receiver.state.uncertain = True
+            if not request.tags or _WEIGHTS in request.tags:
+                if not kept:
+                    # What comes back is not what any version was.
+                    self._receiver.weights_replaced("SGLang's release of its weights")
+                self._receiver.weights_released()
             return original(updater, request)
 
         return release_memory_occupation

@@ -16,7 +16,7 @@ from engine_ext.adapters.sglang.constants import ConstantsWatch
 from engine_ext.adapters.sglang.others import OtherChanges
 from engine_ext.adapters.sglang.recomputations import recomputations
 from engine_ext.assemble import LoadedModel, make_receiver
-from engine_ext.errors import DeltaError
+from engine_ext.errors import Conflict, DeltaError, NotUpdatable, SyncInProgress, from_wire
 from engine_ext.receiver import Receiver
 from engine_ext.tracing import LoadWeights
 from engine_ext.transaction import as_delta_error
@@ -58,6 +58,11 @@ def build_receiver(
     parallel = get_parallel()
     if parallel.num_dp_ranks > 1 or parallel.pp_size > 1:
         raise RuntimeError("delta updates do not work with data or pipeline parallel yet")
+    if runner.model_config.is_multimodal:
+        raise RuntimeError("delta updates: SGLang keeps embeddings of images of older weights")
+    kept = refusal(runner)
+    if kept is not None:
+        raise RuntimeError(f"delta updates: {kept}")
     loaded = LoadedModel(
         model=runner.model,
         load_weights=_loader(runner),
@@ -104,6 +109,8 @@ def _handle(updater: Any, call: Call) -> dict[str, Any]:
         if receiver is None:
             raise DeltaError("this rank was started without --enable-delta-updates")
         receiver.state.asleep = "weights" in updater.offload_tags
+        if call.operation in ("begin", *_WRITES):
+            _refuse_together(updater, writes=call.operation in _WRITES)
         if call.operation in _WRITES:
             # A forward pass may still run on a stream of its own.
             torch.get_device_module().synchronize()
@@ -120,6 +127,55 @@ def _serving(updater: Any) -> dict[str, Any]:
         "idle": updater.scheduler.is_fully_idle(),
         "weight_version": get_serving().weight_version,
     }
+
+
+def _refuse_together(updater: Any, *, writes: bool) -> None:
+    """Refuse what the engine, as it is now, would not compute with; all ranks must call it.
+
+    Raises:
+        DeltaError: as `_refuse_here` raised on some rank; all ranks raise alike.
+    """
+    mine: dict[str, Any] | None = None
+    try:
+        _refuse_here(updater, writes)
+    except Exception as error:
+        mine = as_delta_error(error).to_wire()
+    refusals = TensorRanks(updater.tp_cpu_group).all_gather(mine)
+    for found in filter(None, refusals):
+        raise from_wire(found)
+
+
+def _refuse_here(updater: Any, writes: bool) -> None:
+    """As `_refuse_together`, of this rank.
+
+    Raises:
+        SyncInProgress: another update of SGLang's own has begun.
+        NotUpdatable: the engine keeps something that would not follow.
+        Conflict: something has let generation go on during the commit.
+    """
+    if updater._session is not None:
+        raise SyncInProgress("SGLang's own weight update has begun and not ended")
+    scheduler = updater.scheduler
+    kept = refusal(updater.tp_worker.model_runner) or _storage_refusal(scheduler)
+    if kept is not None:
+        raise NotUpdatable(kept)
+    if writes and not scheduler._engine_paused and not scheduler.is_fully_idle():
+        raise Conflict("generation goes on: something has resumed it during the commit")
+
+
+def refusal(runner: Any) -> str | None:
+    """Why SGLang could not take new weights in place: what it says itself of its own updates."""
+    from sglang.srt.model_executor.model_runner_components import weight_updater
+
+    found: str | None = weight_updater._unsupported_derived_weight_cache_error(runner.model)
+    return found
+
+
+def _storage_refusal(scheduler: Any) -> str | None:
+    """Why old KV would outlive a flush."""
+    if not getattr(scheduler, "enable_hicache_storage", False):
+        return None
+    return "the attached storage of SGLang's hierarchical cache keeps KV of old weights; detach it"
 
 
 def _reads(runner: Any) -> bool:

@@ -56,7 +56,7 @@ def equip(worker: Any, chosen: settings.Settings) -> None:
         worker.delta_receiver = build_receiver(worker, chosen, learner, constants)
 
     def slept(level: int = 1) -> None:
-        worker.delta_receiver.state.asleep = True
+        worker.delta_receiver.weights_released()
         if level > 1:
             # Level 2 throws the weights away; what wakes up is not what any version was.
             worker.delta_receiver.state.uncertain = True
