@@ -18,7 +18,20 @@ Positions of one param, ``pos_width`` bytes each, for flat indices idx[0] < idx[
     deltas          2             uint16 idx[k] - idx[k-1] - 1, with idx[-1] = -1
     deltas          4             uint32, the same, for a param with a larger gap
     deltas_zstd     2, 4          as deltas
+    gap8_exp        1             a gap stream: idx[k] - idx[k-1] - 1 in bytes; 255 skips 255
+                                  elements, and the gap goes on; below 255 it ends
+    gap8_exp        2             the same in uint16; 65535 skips 65535
     any             0             dense: no positions, every element's value
+
+With ``gap8_exp`` both tensors are uint8, and hold what is compressed in zstd frames that declare
+their sizes; of nothing to compress there is no frame. ``pos_start`` and ``pos_end`` count bytes
+of the gap streams, ``val_start`` and ``val_end`` elements::
+
+    __positions__   one frame: param by param the gap stream, of uint16 the low bytes; then param
+                    by param of those the high bytes
+    __values__      of each bit pattern, rotated left by one, the lower bytes: param by param in
+                    planes, the more significant first; then one frame: the highest bytes of all
+                    params (bfloat16: mantissa and sign as they are, exponents in the frame)
 
 ``__metadata__``, strings::
 

@@ -13,7 +13,7 @@ from engine_ext.dtypes import NAME_OF_CODE, SAFETENSORS_CODE, itemsize
 from engine_ext.errors import MalformedPart, TooLarge
 from engine_ext.wire.frame import ZSTD_MAGIC
 from engine_ext.wire.limits import Limits
-from engine_ext.wire.manifest import Manifest, parse_manifest
+from engine_ext.wire.manifest import PACKED_ENCODINGS, Manifest, parse_manifest
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -100,7 +100,9 @@ def parse_header(raw: bytes, limits: Limits) -> Header:
     manifest = parse_manifest(header.metadata, limits)
     last = manifest.params[-1] if manifest.params else None
     covered = (last.pos_end, last.val_end) if last else (0, 0)
-    if covered != (positions.shape[0], values.shape[0]):
+    if manifest.encoding in PACKED_ENCODINGS:
+        _check_packed(manifest, values.dtype, covered[0], limits)
+    elif covered != (positions.shape[0], values.shape[0]):
         raise MalformedPart(
             "params does not cover the tensors",
             expected=list(covered),
@@ -220,6 +222,18 @@ def write_container(
     header += b" " * (-len(header) % _ALIGN)
     length = len(header).to_bytes(_LENGTH, "little")
     return b"".join((length, header, values.view(np.uint8).data, positions.data))
+
+
+def _check_packed(manifest: Manifest, dtype: str, pos_bytes: int, limits: Limits) -> None:
+    """Check what is known of compressed tensors before they are decompressed."""
+    if dtype != "uint8":
+        raise MalformedPart(f"__values__ of {manifest.encoding} is {dtype}, not uint8")
+    unpacked = pos_bytes + sum(entry.nnz * itemsize(entry.dtype) for entry in manifest.params)
+    if unpacked > limits.max_part_bytes:
+        raise TooLarge(
+            f"the part declares {unpacked} bytes, unpacked; the limit is {limits.max_part_bytes}",
+            limit=limits.max_part_bytes,
+        )
 
 
 def _header_end(prefix: bytes, limits: Limits) -> int:

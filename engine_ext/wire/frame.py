@@ -1,8 +1,9 @@
-"""The zstd frame around a ``deltas_zstd`` part.
+"""zstd frames: the one around a ``deltas_zstd`` part, and those inside the container of others.
 
-The reader never asks the library to decompress more than a few blocks at a time. A zstd block
-holds at most 128 KiB, and the sizes of the blocks stand in the clear, so the stream is cut by
-them: a bomb is stopped by what it has produced so far, whatever its ratio is.
+The reader of an outer one never asks the library to decompress more than a few blocks at a time.
+A zstd block holds at most 128 KiB, and the sizes of the blocks stand in the clear, so the stream
+is cut by them: a bomb is stopped by what it has produced so far, whatever its ratio is. The size
+of an inner one is known from the manifest before it is decompressed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
 import zstandard
+from numpy.typing import NDArray
 
 from engine_ext.errors import MalformedPart, TooLarge
 
@@ -27,11 +30,68 @@ _RESERVED_BLOCK: Final = 3
 _CONTENT_CHECKSUM: Final = 4
 # 16 blocks of at most 128 KiB: 2 MiB of output for each call into the library
 _BLOCKS_PER_CALL: Final = 16
+_SEARCH: Final = zstandard.ZstdCompressionParameters.from_level(1)
+# A memory for so few places that hardly any repeat is found.
+_NO_SEARCH: Final = zstandard.ZstdCompressionParameters.from_level(1, hash_log=6)
 
 
 def compress_frame(data: Buffer, level: int = 1) -> bytes:
     """Wrap `data` in one zstd frame that declares its content size."""
     return zstandard.ZstdCompressor(level=level, write_content_size=True).compress(memoryview(data))
+
+
+def deflate(*planes: NDArray[np.uint8], search: bool) -> NDArray[np.uint8]:
+    """A stream of a packed part: one zstd frame, or nothing where there is nothing.
+
+    Args:
+        planes: uint8 [bytes], compressed behind each other. Each begins a block, and so has a
+            code of its own.
+        search: Whether there may be repeats. Where there are none, zstd finds some by chance all
+            the same; they cost more bytes than they save, and most of the time.
+    """
+    planes = tuple(plane for plane in planes if plane.size)
+    if not planes:
+        return np.empty(0, np.uint8)
+    compressor = zstandard.ZstdCompressor(compression_params=_SEARCH if search else _NO_SEARCH)
+    stream = compressor.compressobj(size=sum(plane.size for plane in planes))
+    pieces = []
+    for number, plane in enumerate(planes):
+        if number:
+            pieces.append(stream.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK))
+        pieces.append(stream.compress(np.ascontiguousarray(plane).data))
+    return np.frombuffer(b"".join([*pieces, stream.flush()]), np.uint8)
+
+
+def inflate(frame: NDArray[np.uint8], least: int, most: int, what: str) -> NDArray[np.uint8]:
+    """The inverse of `deflate`.
+
+    Args:
+        frame: uint8 [bytes].
+        least, most: Bounds of the decompressed length; the caller has found `most` bearable.
+        what: The stream's name, for the messages.
+
+    Raises:
+        MalformedPart: The frame is corrupt or cut short, has data behind it, does not declare
+            its size or another one than it has or than is possible.
+    """
+    if not frame.size and least == 0:
+        return frame
+    try:
+        parameters = zstandard.get_frame_parameters(bytes(frame[:_MAX_FRAME_HEADER]))
+        if parameters.content_size == zstandard.CONTENTSIZE_UNKNOWN or parameters.dict_id:
+            raise MalformedPart(f"the zstd frame of {what} does not say its size")
+        if not max(least, 1) <= parameters.content_size <= most:
+            raise MalformedPart(
+                f"the zstd frame of {what} declares {parameters.content_size} bytes",
+                least=least,
+                most=most,
+            )
+        content = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompress(
+            frame.data, allow_extra_data=False
+        )
+    except zstandard.ZstdError as error:
+        raise MalformedPart(f"the zstd frame of {what}: {error}") from None
+    return np.frombuffer(content, np.uint8)
 
 
 class FrameReader:

@@ -23,8 +23,11 @@ POSITION_WIDTHS: Final[dict[str, tuple[int, ...]]] = {
     "indices": (4,),
     "deltas": (2, 4),
     "deltas_zstd": (2, 4),
+    "gap8_exp": (1, 2),
 }
 ENCODINGS: Final = tuple(POSITION_WIDTHS)
+# encodings that compress positions and values inside the container
+PACKED_ENCODINGS: Final = frozenset({"gap8_exp"})
 
 INDICES_MAX_NUMEL: Final = 2**31 - 1
 MAX_VERSION: Final = 2**63 - 1
@@ -41,6 +44,8 @@ class ParamEntry(msgspec.Struct, frozen=True):
 
     ``pos_start`` and ``pos_end`` are byte offsets into ``__positions__``, ``val_start`` and
     ``val_end`` element offsets into ``__values__``. ``pos_width`` is the bytes of one position.
+    Where the encoding compresses, they count what was compressed: bytes of the gap streams,
+    elements, and bytes of one symbol of a gap stream.
     ``pos_width`` 0 always means dense: it is refused unless every element is sent.
     """
 
@@ -67,6 +72,11 @@ class ParamEntry(msgspec.Struct, frozen=True):
     def is_dense(self) -> bool:
         """Whether every element is sent, in row-major order and without positions."""
         return self.pos_width == 0 and self.nnz == self.numel
+
+
+def longest_symbol(width: int) -> int:
+    """The symbol of `width` bytes that skips in a gap stream; it skips as many elements."""
+    return (1 << 8 * width) - 1
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -256,7 +266,7 @@ def _check_entry(entry: ParamEntry, encoding: str, limits: Limits) -> None:
             tensor=entry.name,
             limit=limits.max_numel,
         )
-    if entry.pos_end - entry.pos_start != entry.nnz * entry.pos_width or entry.nnz < 0:
+    if entry.nnz < 0 or not _lengths_agree(entry, encoding):
         raise MalformedPart("the lengths of positions and values disagree", tensor=entry.name)
     if entry.is_dense:
         return
@@ -270,3 +280,13 @@ def _check_entry(entry: ParamEntry, encoding: str, limits: Limits) -> None:
         raise MalformedPart("more values than elements", tensor=entry.name)
     if encoding == "indices" and entry.numel > INDICES_MAX_NUMEL:
         raise MalformedPart("a tensor too large for int32 indices", tensor=entry.name)
+
+
+def _lengths_agree(entry: ParamEntry, encoding: str) -> bool:
+    size = entry.pos_end - entry.pos_start
+    if encoding not in PACKED_ENCODINGS or entry.pos_width not in POSITION_WIDTHS[encoding]:
+        return size == entry.nnz * entry.pos_width
+    # More symbols than elements are skips, and so many fit into the tensor.
+    symbols, rest = divmod(size, entry.pos_width)
+    skips = entry.numel // longest_symbol(entry.pos_width) if entry.nnz else 0
+    return rest == 0 and entry.nnz <= symbols <= entry.nnz + skips

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,13 +12,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_ext.dtypes import TORCH_DTYPE, bits_dtype
-from engine_ext.errors import DeltaError
+from engine_ext.errors import DeltaError, MalformedPart
 from engine_ext.wire.checksum import verify_checksum, xxh3_checksum
 from engine_ext.wire.container import Header, read_container, write_container
 from engine_ext.wire.frame import compress_frame
+from engine_ext.wire.gaps import read_streams, write_streams
 from engine_ext.wire.limits import Limits
-from engine_ext.wire.manifest import Manifest, ParamEntry, manifest_checksum, parse_manifest
+from engine_ext.wire.manifest import (
+    PACKED_ENCODINGS,
+    Manifest,
+    ParamEntry,
+    manifest_checksum,
+    parse_manifest,
+)
 from engine_ext.wire.narrow import narrow_values
+from engine_ext.wire.planes import read_planes, write_planes
 from engine_ext.wire.positions import decode_positions, encode_positions
 
 if TYPE_CHECKING:
@@ -82,38 +90,50 @@ def decode_part(buffer: Buffer, limits: Limits = _DEFAULT_LIMITS) -> Part:
         TooLarge: A declared size is over `limits`.
         NotUpdatable: An index is out of range or not ascending.
     """
-    header, positions, raw_values = read_container(buffer, limits)
+    header, positions, values = read_container(buffer, limits)
     manifest = header.manifest
-    values_dtype = header.values.dtype
-    verify_checksum(manifest.checksum, positions, raw_values, values_dtype)
-    values = np.require(raw_values.view(bits_dtype(values_dtype)), requirements="A")
+    verify_checksum(manifest.checksum, positions, values, header.values.dtype)
+    if manifest.encoding in PACKED_ENCODINGS:
+        streams = read_streams(positions, manifest.params)
+        own_values = iter(read_planes(values, manifest.params))
+    else:
+        streams = (positions[entry.pos_start : entry.pos_end] for entry in manifest.params)
+        own_values = _own_values(header, values)
     return Part(
         header,
         tuple(
-            _decode_param(entry, manifest.encoding, positions, values, values_dtype)
-            for entry in manifest.params
+            ParamDelta(
+                entry.name,
+                entry.dtype,
+                entry.shape,
+                _indices(entry, manifest.encoding, stream),
+                own,
+            )
+            for entry, stream, own in zip(manifest.params, streams, own_values, strict=True)
         ),
     )
 
 
-def _decode_param(
-    entry: ParamEntry,
-    encoding: str,
-    positions: NDArray[np.uint8],
-    values: NDArray[Any],
-    values_dtype: str,
-) -> ParamDelta:
-    indices = None
-    if not entry.is_dense:
-        raw = positions[entry.pos_start : entry.pos_end]
-        try:
-            indices = decode_positions(encoding, raw, entry.pos_width, entry.numel)
-        except DeltaError as error:
-            error.operands["tensor"] = entry.name
-            raise
-    own = values[entry.val_start : entry.val_end]
-    narrowed = narrow_values(own, values_dtype, entry.dtype, entry.name)
-    return ParamDelta(entry.name, entry.dtype, entry.shape, indices, narrowed)
+def _own_values(header: Header, raw: NDArray[np.uint8]) -> Iterator[NDArray[Any]]:
+    """Each param's values, out of a tensor that holds them as they are or widened."""
+    wide = header.values.dtype
+    values = np.require(raw.view(bits_dtype(wide)), requirements="A")
+    for entry in header.manifest.params:
+        own = values[entry.val_start : entry.val_end]
+        yield narrow_values(own, wide, entry.dtype, entry.name)
+
+
+def _indices(entry: ParamEntry, encoding: str, raw: NDArray[np.uint8]) -> NDArray[np.int64] | None:
+    if entry.is_dense:
+        return None
+    try:
+        indices = decode_positions(encoding, raw, entry.pos_width, entry.numel)
+        if indices.size != entry.nnz:
+            raise MalformedPart(f"{indices.size} gaps end in the stream of {entry.nnz} values")
+    except DeltaError as error:
+        error.operands["tensor"] = entry.name
+        raise
+    return indices
 
 
 def encode_part(
@@ -175,9 +195,14 @@ def encode_part(
             )
         )
         pieces.append(raw)
-    positions = np.concatenate([np.empty(0, np.uint8), *pieces])
-    bits = bits_dtype(values_dtype)
-    values = np.concatenate([np.empty(0, bits), *(delta.values for delta in deltas)])
+    if encoding in PACKED_ENCODINGS:
+        positions = write_streams(pieces, [entry.pos_width for entry in entries])
+        values = write_planes([delta.values for delta in deltas])
+        values_dtype = "uint8"
+    else:
+        positions = np.concatenate([np.empty(0, np.uint8), *pieces])
+        bits = bits_dtype(values_dtype)
+        values = np.concatenate([np.empty(0, bits), *(delta.values for delta in deltas)])
 
     optional = {
         "current_version": current_version,
@@ -193,7 +218,7 @@ def encode_part(
     metadata = {
         "encoding": encoding,
         "params": msgspec.json.encode(entries).decode(),
-        "checksum": xxh3_checksum(positions, values),
+        "checksum": xxh3_checksum(positions.data, values.data),
         **{key: str(value) for key, value in optional.items() if value is not None},
     }
     if with_manifest_checksum:

@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_ext.errors import MalformedPart, NotUpdatable
-from engine_ext.wire.manifest import ENCODINGS, POSITION_WIDTHS
+from engine_ext.wire.gaps import decode_gaps, encode_gaps, stream_bytes
+from engine_ext.wire.manifest import ENCODINGS, PACKED_ENCODINGS, POSITION_WIDTHS
 
-__all__ = ["ENCODINGS", "decode_positions", "encode_positions"]
+__all__ = ["ENCODINGS", "decode_positions", "encode_positions", "position_bytes"]
 
 _GAP_DTYPE: Final[dict[int, np.dtype[Any]]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 # so many gaps of up to 2**32 - 1 cannot overflow the int64 of their running sum
@@ -26,14 +27,18 @@ def encode_positions(encoding: str, indices: NDArray[np.int64]) -> tuple[NDArray
 
     Returns:
         The bytes, uint8 [nnz * pos_width], and ``pos_width``: 4 for ``indices``; 2 for gaps
-        that all fit uint16 (none do), else 4.
+        that all fit uint16 (none do), else 4. Where the encoding compresses, the gap stream
+        that is to be compressed, and the bytes of its symbols.
 
     Raises:
         ValueError: Unknown encoding; indices not ascending; an index of 2**31 or more with
-            ``indices``; a gap of 2**32 or more.
+            ``indices``; with ``deltas`` a gap of 2**32 or more; with the gap8 ones an index
+            beyond any tensor.
     """
     if encoding not in ENCODINGS:
         raise ValueError(f"unknown encoding {encoding!r}")
+    if encoding in PACKED_ENCODINGS:
+        return encode_gaps(indices)
     gaps = np.diff(indices, prepend=np.int64(-1))
     gaps -= 1
     if gaps.size and gaps.min() < 0:
@@ -58,7 +63,7 @@ def decode_positions(
 
     Args:
         encoding: One of `ENCODINGS`.
-        raw: uint8 [nnz * pos_width]; any alignment.
+        raw: uint8 [nnz * pos_width], or a gap stream; any alignment.
         pos_width: Bytes of one position.
         numel: Elements of the tensor.
 
@@ -66,11 +71,14 @@ def decode_positions(
         int64 [nnz], ascending, unique, in [0, numel).
 
     Raises:
-        MalformedPart: `pos_width` is none of the encoding's, or does not divide the bytes.
+        MalformedPart: `pos_width` is none of the encoding's, or does not divide the bytes; a gap
+            stream ends within a gap.
         NotUpdatable: An index is out of range or not ascending.
     """
     if pos_width not in POSITION_WIDTHS.get(encoding, ()) or raw.size % pos_width:
         raise MalformedPart(f"{raw.size} bytes of {encoding} positions, pos_width {pos_width}")
+    if encoding in PACKED_ENCODINGS:
+        return decode_gaps(raw, pos_width, numel)
     nnz = raw.size // pos_width
     if nnz == 0:
         return np.empty(0, np.int64)
@@ -88,6 +96,17 @@ def decode_positions(
     if indices[-1] >= numel:
         raise _bad_index(numel)
     return indices
+
+
+def position_bytes(encoding: str, indices: NDArray[np.int64]) -> int:
+    """Bytes of the positions before any compression; of a gap stream about so many.
+
+    Raises:
+        ValueError: As `encode_positions`, where that would have to be called.
+    """
+    if encoding in PACKED_ENCODINGS:
+        return stream_bytes(indices)
+    return encode_positions(encoding, indices)[0].nbytes
 
 
 def _bad_index(numel: int) -> NotUpdatable:

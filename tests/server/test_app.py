@@ -274,7 +274,7 @@ def test_a_paused_engine_is_not_asleep(rig: Rig) -> None:
 # The body on its way -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("encoding", ["indices", "deltas", "deltas_zstd"])
+@pytest.mark.parametrize("encoding", ["indices", "deltas", "deltas_zstd", "gap8_exp"])
 @pytest.mark.parametrize("chunk", [None, 1, 50], ids=["length", "chunks-of-1", "chunks-of-50"])
 def test_a_body_is_committed(rig: Rig, encoding: str, chunk: int | None) -> None:
     body = delta_part(encoding=encoding)

@@ -69,11 +69,26 @@ GOLDEN_HEADS = {
     rb'"part":"0","sync_id":"s"},'
     rb'"__positions__":{"data_offsets":[8,14],"dtype":"U8","shape":[6]},'
     rb'"__values__":{"data_offsets":[0,8],"dtype":"BF16","shape":[4]}}',
+    "gap8_exp": b"\x80\x02\0\0\0\0\0\0"
+    rb'{"__metadata__":{"base_version":"7",'
+    rb'"checksum":"xxh3_128:83a47b2ef47b326fef6ad8f5de406479",'
+    rb'"current_version":"8","encoding":"gap8_exp",'
+    rb'"manifest_checksum":"xxh3_128:d239c13af5502245a5cc1ebde0f9dafe",'
+    rb'"params":"[{\"name\":\"a.weight\",\"dtype\":\"bfloat16\",\"shape\":[2,4],'
+    rb"\"pos_start\":0,\"pos_end\":3,\"pos_width\":1,\"val_start\":0,\"val_end\":3},"
+    rb"{\"name\":\"b\",\"dtype\":\"bfloat16\",\"shape\":[],"
+    rb'\"pos_start\":3,\"pos_end\":3,\"pos_width\":0,\"val_start\":3,\"val_end\":4}]",'
+    rb'"part":"0","sync_id":"s"},'
+    rb'"__positions__":{"data_offsets":[17,29],"dtype":"U8","shape":[12]},'
+    rb'"__values__":{"data_offsets":[0,17],"dtype":"U8","shape":[17]}}'
+    b"    ",
 }
 # four values, then the positions 1, 2, 6 of the sparse param
 GOLDEN_DATA = {
     "indices": "803f c17f 0080 00c0  01000000 02000000 06000000",
     "deltas": "803f c17f 0080 00c0  0100 0000 0300",
+    # mantissa and sign of the four values; frames of their exponents, and of the gaps
+    "gap8_exp": "00 82 01  01  28b52ffd 20 04 210000 7f ff 00 80  28b52ffd 20 03 190000 01 00 03",
 }
 GOLDEN_ZSTD = """
 28b52ffd60e400250a006695452c6047e21c30c016455114319c45d4236223edba7caaf6b1bbbbec74e50161329f450d
@@ -86,7 +101,7 @@ a69e0e1000421802843182504dc4d5161b26c80633b54600991bd5a931f33e331968030856748613
 """
 
 
-@pytest.mark.parametrize("encoding", ["indices", "deltas"])
+@pytest.mark.parametrize("encoding", sorted(GOLDEN_HEADS))
 def test_golden(encoding: str) -> None:
     body = GOLDEN_HEADS[encoding] + bytes.fromhex(GOLDEN_DATA[encoding])
     deltas = [GOLDEN_SPARSE, GOLDEN_DENSE]

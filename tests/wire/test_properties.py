@@ -36,18 +36,22 @@ from .forge import (
 )
 
 DENSE = ParamDelta("bias", "bfloat16", (3,), None, bits16(0x7FC1, 0, 0x8000))
+FUZZED = ("deltas", "gap8_exp")
 HASHED, UNHASHED = (
-    encode_part(
-        [EMBED, NORM, DENSE],
-        encoding="deltas",
-        current_version=8,
-        base_version=7,
-        sync_id="s",
-        part=0,
-        num_parts=2,
-        digest_part="0" * 32,
-        with_manifest_checksum=hashed,
-    )
+    {
+        encoding: encode_part(
+            [EMBED, NORM, DENSE],
+            encoding=encoding,
+            current_version=8,
+            base_version=7,
+            sync_id="s",
+            part=0,
+            num_parts=2,
+            digest_part="0" * 32,
+            with_manifest_checksum=hashed,
+        )
+        for encoding in FUZZED
+    }
     for hashed in (True, False)
 )
 SHAPES = st.lists(st.integers(0, 7), max_size=3).map(tuple)
@@ -146,7 +150,7 @@ def mutate(draw: st.DrawFn, target: dict[str, Any]) -> None:
 
 
 def test_the_mutants_start_from_a_good_part() -> None:
-    for body in (HASHED, UNHASHED):
+    for body in (*HASHED.values(), *UNHASHED.values()):
         assert_same(decode_part(body), [EMBED, NORM, DENSE])
 
 
@@ -169,12 +173,12 @@ def decode_or_none(body: bytes) -> Part | None:
 
 
 @PROPERTY
-@given(st.data())
-def test_a_mutant_that_is_hashed_is_refused_or_the_same(data: st.DataObject) -> None:
-    part = decode_or_none(data.draw(mutants(HASHED)))
+@given(st.data(), st.sampled_from(FUZZED))
+def test_a_mutant_that_is_hashed_is_refused_or_the_same(data: st.DataObject, encoding: str) -> None:
+    part = decode_or_none(data.draw(mutants(HASHED[encoding])))
     if part is not None:
         assert_same(part, [EMBED, NORM, DENSE])
-        wanted = parse_manifest(header_of(HASHED)[0]["__metadata__"], Limits())
+        wanted = parse_manifest(header_of(HASHED[encoding])[0]["__metadata__"], Limits())
         for field in wanted.__struct_fields__:
             # Dropping the hash itself is the one change that the hash cannot see.
             if field != "manifest_checksum":
@@ -182,9 +186,11 @@ def test_a_mutant_that_is_hashed_is_refused_or_the_same(data: st.DataObject) -> 
 
 
 @PROPERTY
-@given(st.data())
-def test_a_mutant_that_is_not_hashed_is_refused_or_well_formed(data: st.DataObject) -> None:
-    part = decode_or_none(data.draw(mutants(UNHASHED)))
+@given(st.data(), st.sampled_from(FUZZED))
+def test_a_mutant_that_is_not_hashed_is_refused_or_well_formed(
+    data: st.DataObject, encoding: str
+) -> None:
+    part = decode_or_none(data.draw(mutants(UNHASHED[encoding])))
     if part is not None:
         assert_well_formed(part)
 

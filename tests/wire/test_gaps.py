@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_ext.errors import MalformedPart, NotUpdatable
+from engine_ext.wire import gaps
+from engine_ext.wire.gaps import decode_gaps, encode_gaps, stream_bytes
+
+from .forge import PROPERTY
+
+SKIP = "ff"
+# (indices, stream, width): by hand
+GOLDEN = [
+    ([], "", 1),
+    ([0], "00", 1),
+    ([0, 1, 2], "000000", 1),
+    ([3, 4, 70], "03 00 41", 1),
+    ([254], "fe", 1),
+    ([255], "ff 00", 1),
+    ([0, 256, 257], "00 ff00 00", 1),
+    ([509, 510], "ff fe 00", 1),
+]
+# too sparse for bytes: two planes of uint16
+SPARSE = [
+    ([65534], "fe ff", 2),
+    ([65535], "ff00 ff00", 2),
+    ([65536], "ff01 ff00", 2),
+    ([70000, 140001], "ff 71 ff 71  ff 11 ff 11", 2),
+]
+
+
+@pytest.fixture(params=["compiled", "numpy"])
+def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to do it; the tests run with numba installed."""
+    if request.param == "numpy":
+        monkeypatch.setattr(gaps, "_loops", lambda width: None)
+
+
+def indices_of(values: list[int]) -> np.ndarray[Any, Any]:
+    return np.array(values, np.int64)
+
+
+@pytest.mark.parametrize(("indices", "stream", "width"), GOLDEN + SPARSE)
+@pytest.mark.usefixtures("loops")
+def test_golden(indices: list[int], stream: str, width: int) -> None:
+    raw, found = encode_gaps(indices_of(indices))
+    assert (raw.tobytes(), raw.dtype, found) == (bytes.fromhex(stream), np.uint8, width)
+    decoded = decode_gaps(raw, width, 2**40)
+    assert decoded.tolist() == indices
+    assert decoded.dtype == np.int64
+
+
+@pytest.mark.usefixtures("loops")
+def test_both_widths_of_one_row() -> None:
+    for stream, width in (("ff" * 274 + "32", 1), ("ff 21 ff 11", 2)):
+        raw = np.frombuffer(bytes.fromhex(stream), np.uint8)
+        expected = 274 * 255 + 0x32 if width == 1 else 65535 + 0x1121
+        assert decode_gaps(raw, width, 2**40).tolist() == [expected]
+
+
+@pytest.mark.parametrize("far", [65536, 2**32, 2**32 + 5, 2**40 - 2])
+@pytest.mark.usefixtures("loops")
+def test_far_gaps_cost_no_memory_of_their_length(far: int) -> None:
+    wanted = indices_of([0, far, far + 1])
+    tracemalloc.start()
+    raw, width = encode_gaps(wanted)
+    assert width == 2
+    assert raw.size == 2 * (3 + (far - 1) // 65535)
+    assert decode_gaps(raw, width, far + 2).tolist() == wanted.tolist()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**20 + 40 * raw.size
+    with pytest.raises(NotUpdatable, match="past the tensor"):
+        decode_gaps(raw, width, far + 1)
+
+
+def test_one_far_gap_among_near_ones_goes_in_bytes() -> None:
+    near = np.arange(0, 200_000, 10)
+    wanted = np.append(near, 2_000_000)
+    raw, width = encode_gaps(wanted)
+    assert width == 1
+    assert np.array_equal(decode_gaps(raw, 1, 2_000_001), wanted)
+
+
+@pytest.mark.parametrize(("density", "width"), [(0.0002, 2), (0.001, 2), (0.004, 1), (0.3, 1)])
+def test_the_smaller_form_is_taken(density: float, width: int) -> None:
+    chosen = np.flatnonzero(np.random.default_rng(0).random(4_000_000) < density)
+    assert encode_gaps(chosen)[1] == width
+
+
+@pytest.mark.parametrize(
+    "indices", [[-1], [1, 1], [2, 1], [0, -5], [10**6, 5], [10**6, 10**6], [2**40], [5, 2**63 - 1]]
+)
+@pytest.mark.usefixtures("loops")
+def test_what_cannot_be_encoded(indices: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"ascending|at most"):
+        encode_gaps(indices_of(indices))
+
+
+@pytest.mark.parametrize(
+    ("stream", "width"), [("ff", 1), ("00ff", 1), ("ff ff", 2), ("00ff 00ff", 2)]
+)
+@pytest.mark.usefixtures("loops")
+def test_a_gap_without_end(stream: str, width: int) -> None:
+    with pytest.raises(MalformedPart, match="within a gap"):
+        decode_gaps(np.frombuffer(bytes.fromhex(stream), np.uint8), width, 2**40)
+
+
+@pytest.mark.parametrize(
+    ("stream", "width", "numel"),
+    [("05", 1, 5), ("02 02", 1, 5), ("ff00", 1, 255), ("00 01", 2, 256)],
+)
+@pytest.mark.usefixtures("loops")
+def test_past_the_tensor(stream: str, width: int, numel: int) -> None:
+    raw = np.frombuffer(bytes.fromhex(stream), np.uint8)
+    decode_gaps(raw, width, numel + 1)
+    with pytest.raises(NotUpdatable, match="past the tensor"):
+        decode_gaps(raw, width, numel)
+
+
+@PROPERTY
+@given(st.binary(max_size=64), st.sampled_from([1, 2]), st.integers(0, 2**18))
+def test_any_bytes(raw: bytes, width: int, numel: int) -> None:
+    stream = np.frombuffer(raw[: len(raw) // width * width], np.uint8)
+    try:
+        indices = decode_gaps(stream, width, numel)
+    except (MalformedPart, NotUpdatable):
+        return
+    assert (np.diff(indices, prepend=-1) > 0).all()
+    assert (indices < numel).all()
+    assert np.array_equal(gaps._read_by_numpy(stream, 255), indices) or width == 2
+
+
+@PROPERTY
+@given(st.lists(st.integers(0, 2**20), max_size=80, unique=True).map(sorted), st.integers(0, 12))
+def test_round_trip(values: list[int], shift: int) -> None:
+    wanted = np.unique(indices_of(values) >> shift)
+    raw, width = encode_gaps(wanted)
+    numel = int(wanted[-1]) + 1 if wanted.size else 0
+    assert np.array_equal(decode_gaps(raw, width, numel), wanted)
+    assert stream_bytes(wanted) >= wanted.size
