@@ -37,6 +37,8 @@ def refusal(delta: ParamDelta, placed: Placed) -> str | None:
     """
     if placed.status is not Status.EXACT:
         return placed.reason or f"its live copy is {placed.status.value}"
+    if delta.differences:
+        return "its values are differences, and the loader takes values; send new ones"
     if delta.indices is None:
         return None
     dtype = TORCH_DTYPE[delta.dtype]

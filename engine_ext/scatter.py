@@ -320,7 +320,12 @@ class ScatterApplier:
     def _refusal(self, delta: ParamDelta) -> str | None:
         """Why this way of writing cannot carry a delta of a certified tensor, if so."""
         placed = self.plan.placement[delta.name]
-        if any(segment.recast for segment in placed.segments) and _has_nan(delta):
+        recast = any(segment.recast for segment in placed.segments)
+        if delta.differences and delta.name not in self.plan.digested:
+            return "its values are differences to old ones that no digest proves; send new ones"
+        if delta.differences and recast:
+            return "its values are differences, and the loader's casts change them; send new ones"
+        if recast and _has_nan(delta):
             return "a new value is NaN, and the loader's casts change the bits of a NaN"
         return None
 

@@ -308,7 +308,9 @@ class Stager:
         """Locate a piece of a param's elements, and gather the old values that are checked.
 
         Args:
-            delta: the decoded param; shape and dtype agree with the tensor's.
+            delta: the decoded param; shape and dtype agree with the tensor's. Differences are
+                added to the old values here; that these are the sender's is seen by the digest
+                of the change, so that only a digested tensor may come so.
             targets: the tensor's on this rank.
             digested: whether the digest covers the tensor.
             start, stop: of `spans`.
@@ -327,7 +329,12 @@ class Stager:
             new = values[chosen]
             if not new.size:
                 continue
+            gathered = None
+            if delta.differences:
+                gathered = place.read()
+                new = new + checkpoint_bits(as_host(gathered), target.dtype, delta.dtype)
             write = _element_write(place, live_bits(new, delta.dtype, target.dtype))
+            write.old = gathered
             if digested or target.host is None:
                 write.remember()
             if delta.indices is not None or not _in_boxes(target):

@@ -21,17 +21,26 @@ Positions of one param, ``pos_width`` bytes each, for flat indices idx[0] < idx[
     gap8_exp        1             a gap stream: idx[k] - idx[k-1] - 1 in bytes; 255 skips 255
                                   elements, and the gap goes on; below 255 it ends
     gap8_exp        2             the same in uint16; 65535 skips 65535
-    any             0             dense: no positions, every element's value
+    gap8_ulp        1, 2          as gap8_exp
+    any             0             dense: no positions, every element's value; not with gap8_ulp
 
-With ``gap8_exp`` both tensors are uint8, and hold what is compressed in zstd frames that declare
-their sizes; of nothing to compress there is no frame. ``pos_start`` and ``pos_end`` count bytes
-of the gap streams, ``val_start`` and ``val_end`` elements::
+With the gap8 encodings both tensors are uint8, and hold what is compressed in zstd frames that
+declare their sizes; of nothing to compress there is no frame. ``pos_start`` and ``pos_end`` count
+bytes of the gap streams, ``val_start`` and ``val_end`` elements::
 
     __positions__   one frame: param by param the gap stream, of uint16 the low bytes; then param
                     by param of those the high bytes
-    __values__      of each bit pattern, rotated left by one, the lower bytes: param by param in
-                    planes, the more significant first; then one frame: the highest bytes of all
-                    params (bfloat16: mantissa and sign as they are, exponents in the frame)
+    __values__      gap8_exp: of each bit pattern, rotated left by one, the lower bytes: param by
+                    param in planes, the more significant first; then one frame: the highest
+                    bytes of all params (bfloat16: mantissa and sign as they are, exponents in
+                    the frame)
+                    gap8_ulp: one frame. z is the zigzag of new - old, the bit patterns taken as
+                    unsigned ints, modulo their width: z = 2d for d >= 0, else -2d - 1. Param by
+                    param min(z, 15) in nibbles, two a byte, the first one low, the last byte
+                    padded with 0; then param by param every z >= 15, in the dtype's width
+
+The differences of ``gap8_ulp`` are added to whatever is there, so it needs ``digest_part``, which
+proves the old values of the elements it touches, and cannot be ``full``.
 
 ``__metadata__``, strings::
 

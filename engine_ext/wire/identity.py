@@ -3,6 +3,7 @@
 The container's own checksum covers positions and values, not which tensors they are for, and
 slime's form of it is an XOR that does not see order. Repeats are recognised by this hash instead.
 What a sender may change when it sends a part again (its sync id, its number) stays out of it.
+Differences are those elements only together with the old values, so their digest is in it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from engine_ext.wire.container import Header
+from engine_ext.wire.manifest import DIFFERENCES
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -21,7 +23,7 @@ def part_identity(header: Header, container: Buffer) -> str:
     """xxh3_128 over all that says what is written, as 32 hex digits.
 
     That is the encoding, the ``params`` text, the dtype and place of the two tensors, and the
-    data section.
+    data section; with differences ``digest_part`` too.
 
     Args:
         header: the parsed header of `container`.
@@ -34,6 +36,7 @@ def part_identity(header: Header, container: Buffer) -> str:
         header.positions.begin - start,
         header.values.begin - start,
         header.metadata["params"],
+        *([header.metadata["digest_part"]] if header.manifest.encoding == DIFFERENCES else []),
     )
     digest = xxhash.xxh3_128("\0".join(map(str, meaning)).encode())
     with memoryview(container) as view:

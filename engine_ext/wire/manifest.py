@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Final
 
 import msgspec
@@ -24,10 +24,13 @@ POSITION_WIDTHS: Final[dict[str, tuple[int, ...]]] = {
     "deltas": (2, 4),
     "deltas_zstd": (2, 4),
     "gap8_exp": (1, 2),
+    "gap8_ulp": (1, 2),
 }
 ENCODINGS: Final = tuple(POSITION_WIDTHS)
 # encodings that compress positions and values inside the container
-PACKED_ENCODINGS: Final = frozenset({"gap8_exp"})
+PACKED_ENCODINGS: Final = frozenset({"gap8_exp", "gap8_ulp"})
+# the one whose values are differences to the old ones; it is taken with a proof of these only
+DIFFERENCES: Final = "gap8_ulp"
 
 INDICES_MAX_NUMEL: Final = 2**31 - 1
 MAX_VERSION: Final = 2**63 - 1
@@ -156,6 +159,8 @@ def parse_manifest(metadata: dict[str, str], limits: Limits) -> Manifest:
         sparse = next((entry.name for entry in params if not entry.is_dense), None)
         if sparse is not None:
             raise MalformedPart("a full part sends a param that is not dense", tensor=sparse)
+    if encoding == DIFFERENCES:
+        _check_differences(metadata, full == "true", params)
     return Manifest(
         encoding=encoding,
         params=params,
@@ -171,6 +176,19 @@ def parse_manifest(metadata: dict[str, str], limits: Limits) -> Manifest:
         digest_before=_optional_digest(metadata, "digest_before"),
         digest_after=_optional_digest(metadata, "digest_after"),
     )
+
+
+def _check_differences(
+    metadata: Mapping[str, str], full: bool, params: Sequence[ParamEntry]
+) -> None:
+    """Check that the old values, to which a part's differences are added, are proven."""
+    if "digest_part" not in metadata:
+        raise MalformedPart(f"{DIFFERENCES} without digest_part: nothing proves the old values")
+    if full:
+        raise MalformedPart(f"a full part cannot be {DIFFERENCES}: it takes any old values")
+    dense = next((entry.name for entry in params if entry.pos_width == 0), None)
+    if dense is not None:
+        raise MalformedPart(f"{DIFFERENCES} has no dense form", tensor=dense)
 
 
 def _check_manifest_checksum(declared: str, metadata: dict[str, str]) -> None:

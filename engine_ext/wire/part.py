@@ -15,10 +15,12 @@ from engine_ext.dtypes import TORCH_DTYPE, bits_dtype
 from engine_ext.errors import DeltaError, MalformedPart
 from engine_ext.wire.checksum import verify_checksum, xxh3_checksum
 from engine_ext.wire.container import Header, read_container, write_container
+from engine_ext.wire.differences import read_differences, write_differences
 from engine_ext.wire.frame import compress_frame
 from engine_ext.wire.gaps import read_streams, write_streams
 from engine_ext.wire.limits import Limits
 from engine_ext.wire.manifest import (
+    DIFFERENCES,
     PACKED_ENCODINGS,
     Manifest,
     ParamEntry,
@@ -44,6 +46,7 @@ class ParamDelta:
         indices: int64 [nnz], ascending unique flat indices; None means dense.
         values: The new elements' bit patterns, unsigned ints of the dtype's width; [nnz], or
             [numel] where dense. May be a read-only view of the part's buffer.
+        differences: The values are new less old bit patterns, modulo the width, and never dense.
     """
 
     name: str
@@ -51,6 +54,7 @@ class ParamDelta:
     shape: tuple[int, ...]
     indices: NDArray[np.int64] | None
     values: NDArray[Any]
+    differences: bool = False
 
     @property
     def numel(self) -> int:
@@ -95,7 +99,8 @@ def decode_part(buffer: Buffer, limits: Limits = _DEFAULT_LIMITS) -> Part:
     verify_checksum(manifest.checksum, positions, values, header.values.dtype)
     if manifest.encoding in PACKED_ENCODINGS:
         streams = read_streams(positions, manifest.params)
-        own_values = iter(read_planes(values, manifest.params))
+        read = read_differences if manifest.encoding == DIFFERENCES else read_planes
+        own_values = iter(read(values, manifest.params))
     else:
         streams = (positions[entry.pos_start : entry.pos_end] for entry in manifest.params)
         own_values = _own_values(header, values)
@@ -108,6 +113,7 @@ def decode_part(buffer: Buffer, limits: Limits = _DEFAULT_LIMITS) -> Part:
                 entry.shape,
                 _indices(entry, manifest.encoding, stream),
                 own,
+                manifest.encoding == DIFFERENCES,
             )
             for entry, stream, own in zip(manifest.params, streams, own_values, strict=True)
         ),
@@ -154,7 +160,7 @@ def encode_part(
     """Build one part; `decode_part` of the (unwrapped) result gives `deltas` back.
 
     Args:
-        deltas: One dtype for all; may be empty.
+        deltas: One dtype for all; may be empty. Differences with ``gap8_ulp``, and with it only.
         encoding: One of `positions.ENCODINGS`. ``deltas_zstd`` gives the wrapped frame.
         current_version, base_version, sync_id, part, num_parts, full, digest_part,
             digest_before, digest_after: The metadata of that name, left out where None.
@@ -175,7 +181,7 @@ def encode_part(
     pieces: list[NDArray[np.uint8]] = []
     pos_end = val_end = 0
     for delta in deltas:
-        _check_delta(delta)
+        _check_delta(delta, differences=encoding == DIFFERENCES)
         if delta.indices is None:
             raw, width = np.empty(0, np.uint8), 0
         else:
@@ -197,7 +203,8 @@ def encode_part(
         pieces.append(raw)
     if encoding in PACKED_ENCODINGS:
         positions = write_streams(pieces, [entry.pos_width for entry in entries])
-        values = write_planes([delta.values for delta in deltas])
+        write = write_differences if encoding == DIFFERENCES else write_planes
+        values = write([delta.values for delta in deltas])
         values_dtype = "uint8"
     else:
         positions = np.concatenate([np.empty(0, np.uint8), *pieces])
@@ -231,7 +238,7 @@ def encode_part(
     return compress_frame(container) if encoding == "deltas_zstd" else container
 
 
-def _check_delta(delta: ParamDelta) -> None:
+def _check_delta(delta: ParamDelta, *, differences: bool) -> None:
     if delta.values.ndim != 1 or delta.values.dtype != bits_dtype(delta.dtype):
         raise ValueError(
             f"{delta.name}: values are {delta.values.dtype} {delta.values.shape},"
@@ -240,6 +247,8 @@ def _check_delta(delta: ParamDelta) -> None:
     sent = delta.numel if delta.indices is None else delta.indices.size
     if delta.nnz != sent:
         raise ValueError(f"{delta.name}: {delta.nnz} values for {sent} elements")
+    if delta.differences != differences:
+        raise ValueError(f"{delta.name}: differences are for {DIFFERENCES}, and it for them")
     if delta.indices is not None:
         if delta.indices.ndim != 1 or delta.indices.dtype != np.int64:
             raise ValueError(f"{delta.name}: indices are not int64 in one dimension")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -115,9 +117,25 @@ EMBED = ParamDelta(
 NORM = ParamDelta("model.norm.weight", "bfloat16", (7,), np.array([2, 6]), VALUES[3:].copy())
 
 
+def sendable(
+    encoding: str, deltas: Sequence[ParamDelta]
+) -> tuple[list[ParamDelta], dict[str, Any]]:
+    """The deltas as an encoding takes them, and the metadata that it wants: ``gap8_ulp`` has
+    no dense form, and wants a digest."""
+    if encoding != "gap8_ulp":
+        return list(deltas), {}
+    indices = [np.arange(d.numel) if d.indices is None else d.indices for d in deltas]
+    taken = [
+        replace(delta, indices=where, differences=True)
+        for delta, where in zip(deltas, indices, strict=True)
+    ]
+    return taken, {"digest_part": "0" * 32}
+
+
 def same(one: ParamDelta, other: ParamDelta) -> bool:
     return (
         (one.name, one.dtype, one.shape) == (other.name, other.dtype, other.shape)
+        and one.differences == other.differences
         and (one.indices is None) == (other.indices is None)
         and (one.indices is None or np.array_equal(one.indices, other.indices))
         and one.values.dtype == other.values.dtype

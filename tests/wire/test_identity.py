@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from engine_ext.wire import Limits, ParamDelta, encode_part, read_container, write_container
@@ -39,3 +41,13 @@ def test_another_encoding_of_the_same_bytes_changes_it() -> None:
     header, positions, values = read_container(part, Limits())
     metadata = {**header.metadata, "encoding": "deltas"}
     assert identity(part) != identity(write_container(positions, values, "bfloat16", metadata))
+
+
+def test_other_old_values_change_it_for_differences_only() -> None:
+    """The same differences to other values are other elements; a digest is no part of others."""
+    digests = ("0" * 32, "1" * 32)
+    added = replace(DELTA, differences=True)
+    one, other = (identity(encoded(added, encoding="gap8_ulp", digest_part=d)) for d in digests)
+    assert one != other
+    one, other = (identity(encoded(DELTA, encoding="gap8_exp", digest_part=d)) for d in digests)
+    assert one == other

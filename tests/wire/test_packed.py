@@ -70,14 +70,13 @@ def packed(
     values: str | None = None,
     params: list[dict[str, Any]] = PARAMS,
     dtype: torch.dtype = torch.uint8,
-    **changes: str,
+    **changes: str | None,
 ) -> bytes:
     """A part built without our encoder; the default is a good one."""
     raw = bytes.fromhex(frame(GAPS) if positions is None else positions)
     data = bytes.fromhex(LOWER + frame(HIGHEST) if values is None else values)
-    metadata = good_metadata(
-        encoding="gap8_exp", params=json.dumps(params), checksum=xxh3(raw, data), **changes
-    )
+    changes.setdefault("encoding", "gap8_exp")
+    metadata = good_metadata(params=json.dumps(params), checksum=xxh3(raw, data), **changes)
     return safetensors_file(
         metadata, np.frombuffer(raw, np.uint8), np.frombuffer(data, np.uint8), dtype
     )
@@ -124,6 +123,80 @@ def test_ours_is_the_same_to_the_byte() -> None:
     assert again[-len(bytes.fromhex(LOWER + frame(HIGHEST) + frame(GAPS))) :] == bytes.fromhex(
         LOWER + frame(HIGHEST) + frame(GAPS)
     )
+
+
+# +1, -1, +20; none; -32768: zigzag 2, 1, 40, 65535
+NIBBLES, ESCAPED = "12 0f  0f", "28 00  ff ff"
+ULP_PARAMS = [
+    PARAMS[0],
+    {
+        "name": "b",
+        "dtype": "bfloat16",
+        "shape": [2],
+        **{"pos_start": 3, "pos_end": 3, "pos_width": 1, "val_start": 3, "val_end": 3},
+    },
+    {**PARAMS[2], "val_start": 3, "val_end": 4},
+]
+ULP_DELTAS = [
+    ParamDelta("a.weight", "bfloat16", (2, 4), np.array([1, 2, 6]), bits16(1, 0xFFFF, 20), True),
+    ParamDelta("b", "bfloat16", (2,), np.empty(0, np.int64), bits16(), True),
+    ParamDelta("c", "bfloat16", (1000,), np.array([258]), bits16(0x8000), True),
+]
+
+
+def ulp(values: str = frame(NIBBLES + ESCAPED), **changes: Any) -> bytes:
+    """A ``gap8_ulp`` part built without our encoder; the default is a good one."""
+    given = {"encoding": "gap8_ulp", "params": ULP_PARAMS, "digest_part": "0" * 32, **changes}
+    return packed(values=values, **given)
+
+
+def test_differences_built_without_our_encoder() -> None:
+    part = decode_part(ulp())
+    assert_same(part, ULP_DELTAS)
+    assert_well_formed(part)
+
+
+def test_our_differences_are_the_same_to_the_byte() -> None:
+    wanted = bytes.fromhex(frame(NIBBLES, ESCAPED) + frame(GAPS))
+    again = encode_part(ULP_DELTAS, encoding="gap8_ulp", current_version=8, digest_part="0" * 32)
+    assert again[-len(wanted) :] == wanted
+
+
+BROKEN_ULP: list[tuple[str, dict[str, Any], str]] = [
+    ("nothing", {"values": ""}, "differences"),
+    ("no frame", {"values": NIBBLES + ESCAPED}, "differences"),
+    ("cut", {"values": frame(NIBBLES + ESCAPED)[:-2]}, "differences"),
+    ("two frames", {"values": frame(NIBBLES + ESCAPED) * 2}, "differences"),
+    ("no nibbles", {"values": frame("12 0f")}, "declares 2 bytes"),
+    ("more than is possible", {"values": frame("00" * 12)}, "declares 12 bytes"),
+    ("escapes missing", {"values": frame(NIBBLES + "28 00")}, "missing"),
+    ("half an escape", {"values": frame(NIBBLES + "28 00 ff")}, "missing"),
+    ("an escape too many", {"values": frame(NIBBLES + ESCAPED + "ff ff")}, "2 bytes behind"),
+    ("an escape not announced", {"values": frame("12 02 0f" + ESCAPED)}, "2 bytes behind"),
+    ("an escape that fits", {"values": frame(NIBBLES + "0e 00 ff ff")}, "fits a nibble"),
+    ("padding", {"values": frame("12 1f 0f" + ESCAPED)}, "padding"),
+    ("no digest", {"digest_part": None}, "without digest_part"),
+    ("full", {"full": "true", "params": []}, "full part cannot be"),
+    (
+        "dense",
+        {"params": [ULP_PARAMS[0], {**ULP_PARAMS[1], "shape": [0], "pos_width": 0}, ULP_PARAMS[2]]},
+        "no dense form",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"), [case[1:] for case in BROKEN_ULP], ids=[case[0] for case in BROKEN_ULP]
+)
+def test_broken_differences(broken: dict[str, Any], message: str) -> None:
+    with pytest.raises(MalformedPart, match=message):
+        decode_part(ulp(**broken))
+
+
+def test_differences_are_for_their_encoding_only() -> None:
+    for deltas, encoding in ((ULP_DELTAS, "gap8_exp"), (EXP_DELTAS, "gap8_ulp")):
+        with pytest.raises(ValueError, match="differences"):
+            encode_part(deltas, encoding=encoding, current_version=1, digest_part="0" * 32)
 
 
 # One literal part for each invariant ---------------------------------------------------------
@@ -243,10 +316,14 @@ def streams(draw: st.DrawFn, good: str) -> str:
         streams(LOWER + frame(HIGHEST)),
         streams(HIGHEST).map(lambda highest: LOWER + frame(highest)),
     ),
+    st.one_of(streams(frame(NIBBLES + ESCAPED)), streams(NIBBLES + ESCAPED).map(frame)),
 )
-def test_other_bytes_are_refused_or_well_formed(positions: str, values: str) -> None:
-    try:
-        part = decode_part(packed(positions, values))
-    except DeltaError:
-        return
-    assert_well_formed(part)
+def test_other_bytes_are_refused_or_well_formed(
+    positions: str, values: str, differences: str
+) -> None:
+    for body in (packed(positions, values), ulp(differences, positions=positions)):
+        try:
+            part = decode_part(body)
+        except DeltaError:
+            continue
+        assert_well_formed(part)

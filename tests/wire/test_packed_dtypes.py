@@ -8,7 +8,7 @@ import pytest
 from engine_ext.dtypes import TORCH_DTYPE, bits_dtype, itemsize
 from engine_ext.wire import ParamDelta, decode_part, encode_part
 
-from .forge import assert_same, assert_well_formed, bits16
+from .forge import assert_same, assert_well_formed, bits16, sendable
 
 
 @pytest.mark.parametrize("dtype", sorted(TORCH_DTYPE))
@@ -26,19 +26,21 @@ def test_odd_patterns_of_every_dtype(dtype: str) -> None:
     one = ParamDelta("o", dtype, (), np.array([0]), values[:1])
     empty = ParamDelta("e", dtype, (10,), np.empty(0, np.int64), values[:0])
     full = ParamDelta("f", dtype, values.shape, np.arange(values.size), values)
-    deltas = [sparse, dense, one, empty, full]
-    part = decode_part(encode_part(deltas, encoding="gap8_exp", current_version=1))
-    assert_same(part, deltas)
-    assert_well_formed(part)
+    for encoding in ("gap8_exp", "gap8_ulp"):
+        deltas, extra = sendable(encoding, [sparse, dense, one, empty, full])
+        part = decode_part(encode_part(deltas, encoding=encoding, current_version=1, **extra))
+        assert_same(part, deltas)
+        assert_well_formed(part)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_pattern(dtype: str) -> None:
     values = np.arange(1 << 16).astype(np.uint16)
     sparse = ParamDelta("w", dtype, (2**33,), np.arange(1 << 16) * 70_000, values)
-    assert_same(
-        decode_part(encode_part([sparse], encoding="gap8_exp", current_version=1)), [sparse]
-    )
+    for encoding in ("gap8_exp", "gap8_ulp"):
+        deltas, extra = sendable(encoding, [sparse])
+        part = decode_part(encode_part(deltas, encoding=encoding, current_version=1, **extra))
+        assert_same(part, deltas)
 
 
 @pytest.mark.parametrize("far", [65536, 2**32, 2**32 + 1, 2**40 - 1])

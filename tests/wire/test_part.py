@@ -30,6 +30,7 @@ from .forge import (
     hash_metadata,
     header_of,
     safetensors_file,
+    sendable,
     unwrap,
     with_entry,
     with_header,
@@ -273,8 +274,9 @@ def test_limits_are_the_callers() -> None:
 )
 def test_what_cannot_be_encoded(deltas: list[ParamDelta], message: str) -> None:
     for encoding in ENCODINGS:
+        taken, extra = sendable(encoding, deltas)
         with pytest.raises(ValueError, match=message):
-            encode_part(deltas, encoding=encoding, current_version=1)
+            encode_part(taken, encoding=encoding, current_version=1, **extra)
 
 
 def test_a_full_part_is_dense() -> None:
@@ -328,7 +330,8 @@ def test_an_empty_values_tensor_of_any_dtype(dtype: torch.dtype, checksum: str) 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_an_empty_part(encoding: str) -> None:
-    body = encode_part([], encoding=encoding, current_version=2**63 - 1, base_version=0)
+    extra = sendable(encoding, [])[1]
+    body = encode_part([], encoding=encoding, current_version=2**63 - 1, base_version=0, **extra)
     part = decode_part(unwrap(body))
     assert part.deltas == ()
     assert part.header.values.dtype == "uint8"
