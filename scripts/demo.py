@@ -103,7 +103,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, metavar="N", default=0, help="of model and sampling (%(default)s)")
     keep_help = "keep the checkpoints and the engines' logs in this new or empty folder"
     add("--keep", type=Path, metavar="DIR", help=keep_help)
-    encoding_help = "how positions travel (%(default)s)"
+    encoding_help = "how changes travel (%(default)s)"
     add("--encoding", choices=ENCODINGS, default="deltas_zstd", help=encoding_help)
     options = parser.parse_args(arguments)
     if options.keep and options.keep.exists() and any(options.keep.iterdir()):

@@ -127,7 +127,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--url", action="append", help=url_help)
     version_help = "version the engines are at (default: %(default)s)"
     add("--base-version", type=int, metavar="N", default=0, help=version_help)
-    encoding_help = "how positions travel (default: %(default)s)"
+    encoding_help = "how changes travel (default: %(default)s)"
     add("--encoding", choices=ENCODINGS, default="deltas_zstd", help=encoding_help)
     add("--full", action="store_true", help="send all of --target, dense; needs no --base")
     bucket_help = "most bytes of a part before compression (default: %(default)s, 256 MiB)"

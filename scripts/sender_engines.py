@@ -167,7 +167,9 @@ class DeltaSender:
         url: The engine's root, ``http://host:port``.
         base: What the engine holds now; copied.
         base_version: The version the engine is at.
-        encoding: One of `ENCODINGS`.
+        encoding: One of `ENCODINGS`. With ``gap8_ulp`` full syncs, dense params and those that the
+            engine's digest does not cover go as ``gap8_exp``; so does everything once the engine
+            has refused differences and taken values.
         bucket_bytes: Most bytes of positions and values in one part, before compression. A param
             is never split: a larger one travels alone.
         digest: Keep the model's digest, and send digests along if the engine has a plan.

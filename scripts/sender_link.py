@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import uuid
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from engine_ext.digest import Digest, change_digest, tensor_digest
+from engine_ext.wire.manifest import DIFFERENCES
 from engine_ext.wire.part import ParamDelta, encode_part
 from sender_http import Options, Server, SyncFailed
 from sender_snapshot import Changes, Snapshot, values_at
@@ -65,18 +66,24 @@ class Step:
         self.started = started
         self._keep = _KEPT_BODIES if engines > 1 else 0
         self.changes, self.version, self.full = changes, version, full
-        self.sync_ids = {True: uuid.uuid4().hex, False: uuid.uuid4().hex}  # by whether it is full
         self._lock = threading.Lock()
-        self._bodies: OrderedDict[Hashable, bytes] = OrderedDict()
+        self._sync_ids: dict[str, str] = {}  # by attempt
+        self._bodies: defaultdict[str, OrderedDict[Hashable, bytes]] = defaultdict(OrderedDict)
 
-    def body(self, key: Hashable, encode: Callable[[], bytes]) -> bytes:
-        """A part that one engine gets. The last ones are kept for the engines that follow."""
+    def sync_id(self, attempt: str) -> str:
+        """One for all engines that are sent the same: ``full``, or changes in some encoding."""
         with self._lock:
-            body = self._bodies.get(key)
+            return self._sync_ids.setdefault(attempt, uuid.uuid4().hex)
+
+    def body(self, attempt: str, key: Hashable, encode: Callable[[], bytes]) -> bytes:
+        """A part that one engine gets. The last of an attempt are kept for who follows."""
+        with self._lock:
+            bodies = self._bodies[attempt]
+            body = bodies.get(key)
             if body is None:
-                body = self._bodies[key] = encode()
-                while len(self._bodies) > self._keep:
-                    self._bodies.popitem(last=False)
+                body = bodies[key] = encode()
+                while len(bodies) > self._keep:
+                    bodies.popitem(last=False)
             return body
 
 
@@ -100,6 +107,7 @@ class Link:
         self.behind: Changes = {}
         self.suspect = False
         self._snapshot, self._options = snapshot, options
+        self._encoding = options.encoding  # of sparse params; not of differences once refused
         self._names: list[str] = []  # what is sent when all is sent; empty until the plan is read
         self._digested: set[str] = set()  # names that the digest covers
         self._digest: Digest | None = None  # of what the engine holds
@@ -110,20 +118,28 @@ class Link:
 
         If the engine turns out to hold something else (it was restarted, a digest disagrees, it
         committed a sync whose answer was lost) or to be ``uncertain``, the whole model is sent
-        instead, once.
+        instead, once. If it refuses differences (it casts a tensor, or writes by another way), it
+        is sent values, and from then on if it takes them.
 
         Raises:
             SyncFailed: The engine refused or could not be reached.
         """
-        full, version = step.full or self.suspect, step.version
-        try:
-            return self._send(step, version, full=full)
-        except SyncFailed as failed:
-            if full or not failed.calls_for_full:
-                raise
-            if isinstance(actual := failed.error.get("actual"), int):
-                version = max(version, actual + 1)
-        return self._send(step, version, full=True)
+        full, version, encoding = step.full or self.suspect, step.version, self._encoding
+        while True:
+            try:
+                return self._send(step, version, encoding, full=full)
+            except SyncFailed as failed:
+                if full:
+                    raise
+                if failed.calls_for_full:
+                    full = True
+                    if isinstance(actual := failed.error.get("actual"), int):
+                        version = max(version, actual + 1)
+                elif encoding == DIFFERENCES and failed.error.get("type") == "NotUpdatable":
+                    logger.warning("values in place of differences, as these met: %s", failed)
+                    encoding = _of_values(encoding)
+                else:
+                    raise
 
     def miss(self, changes: Changes) -> None:
         """The snapshot is about to move on by `changes`, which this engine does not have.
@@ -166,44 +182,53 @@ class Link:
         return self._snapshot.image(self._snapshot.kept(name), self.behind).values
 
     def _change(self, names: Iterable[str], changes: Changes) -> Digest:
-        """What `changes` of these tensors add to the digest."""
+        """What `changes` of these tensors add to the digest; without a plan, of all of them."""
         total = Digest.ZERO
-        for name in self._digested.intersection(names):
+        for name in self._digested.intersection(names) if self._planned else names:
             if change := changes.get(self._snapshot.kept(name)):
                 old = values_at(self._old(name), change)
                 total += change_digest(name, change.indices, old, change.values)
         return total
 
-    def _parts(self, changes: Changes, *, full: bool) -> list[list[str]]:
-        """Group names into parts of one dtype and at most `bucket_bytes`, or of one param."""
-        parts: list[list[str]] = []
-        filling: dict[str, tuple[list[str], int]] = {}  # by dtype: a part and its bytes
+    def _parts(self, changes: Changes, encoding: str, *, full: bool) -> list[tuple[str, list[str]]]:
+        """Group names into parts of one dtype and at most `bucket_bytes`, or of one param.
+
+        Differences need old values that are proven. Other params of a sync go as values, in parts
+        of their own.
+        """
+        parts: list[tuple[str, list[str]]] = []
+        # by encoding and dtype: a part, and its bytes
+        filling: dict[tuple[str, str], tuple[list[str], int]] = {}
         for name in self._names:
             kept = self._snapshot.kept(name)
             param = self._snapshot.image(kept, {}) if full else changes.get(kept)
             if param is not None:
                 size = self._snapshot.payload_bytes(param)
-                part, filled = filling.get(param.dtype, ([], 0))
+                proven = name in self._digested or not self._planned
+                as_values = param.indices is None or not proven
+                own = _of_values(encoding) if as_values else encoding
+                part, filled = filling.get((own, param.dtype), ([], 0))
                 if not part or filled + size > self._options.bucket_bytes:
                     part, filled = [], 0
-                    parts.append(part)
+                    parts.append((own, part))
                 part.append(name)
-                filling[param.dtype] = part, filled + size
-        return parts or [[]]
+                filling[own, param.dtype] = part, filled + size
+        return parts or [(_of_values(encoding), [])]
 
-    def _send(self, step: Step, version: int, *, full: bool) -> Committed:
+    def _send(self, step: Step, version: int, encoding: str, *, full: bool) -> Committed:
         """Encode and post part by part."""
         # Before a full sync again: the engine may be another, and our digest may be wrong.
         # Without a plan too: an engine that has no checkpoint gets one with its first sync.
         if full or not self._planned:
             self._learn_plan()
         changes = self._snapshot.between(self.behind, step.changes)
-        parts = self._parts(changes, full=full)
+        parts = self._parts(changes, encoding, full=full)
+        attempt = "full" if full else encoding
         before, after = self._digest, self._digest or Digest.ZERO
         nnz = wire_bytes = 0
         post_s = 0.0
         answer: dict[str, Any] = {}
-        for number, names in enumerate(parts):
+        for number, (part_encoding, names) in enumerate(parts):
             last = number == len(parts) - 1
             digests: dict[str, Any] = {}
             if before is not None:
@@ -213,7 +238,11 @@ class Link:
                     digests.update(digest_part=change.hex(), digest_before=before.hex())
                 if last:
                     digests.update(digest_after=after.hex())
+            elif part_encoding == DIFFERENCES:  # they are not taken without
+                digests.update(digest_part=self._change(names, changes).hex())
             metadata = {
+                "encoding": part_encoding,
+                "sync_id": step.sync_id(attempt),
                 "current_version": version,
                 "base_version": None if full else self.version,
                 "part": number,
@@ -222,16 +251,10 @@ class Link:
                 **digests,
             }
             deltas = self._deltas(names, step.changes if full else changes, full=full)
-            encode = functools.partial(
-                encode_part,
-                deltas,
-                encoding=self._options.encoding,
-                sync_id=step.sync_ids[full],
-                **metadata,
-            )
+            encode = functools.partial(self._encode, deltas, **metadata)
             # Engines of which none has missed anything get the same bytes under the same metadata.
             owner = id(self) if self.behind and not full else None
-            body = step.body((*metadata.items(), *names, owner), encode)
+            body = step.body(attempt, (*metadata.items(), *names, owner), encode)
             post_start = time.perf_counter()
             answer = self.server.deliver(body, version, number, last)
             post_s += time.perf_counter() - post_start
@@ -252,12 +275,20 @@ class Link:
             digest=None if before is None else after.hex(),
             engine=answer,
         )
-        return Committed(self, report, None if before is None else after)
+        return Committed(self, report, None if before is None else after, encoding)
 
     def _deltas(self, names: list[str], changes: Changes, *, full: bool) -> list[ParamDelta]:
         kept = [self._snapshot.kept(name) for name in names]
         found = [self._snapshot.image(k, changes) if full else changes[k] for k in kept]
         return [replace(delta, name=name) for delta, name in zip(found, names, strict=True)]
+
+    def _encode(self, deltas: list[ParamDelta], *, encoding: str, **metadata: Any) -> bytes:
+        if encoding == DIFFERENCES:
+            deltas = [
+                replace(d, values=d.values - values_at(self._old(d.name), d), differences=True)
+                for d in deltas
+            ]
+        return encode_part(deltas, encoding=encoding, **metadata)
 
 
 @dataclass(frozen=True)
@@ -267,6 +298,7 @@ class Committed:
     link: Link
     report: SyncReport
     digest: Digest | None
+    encoding: str  # that the engine takes
 
     def acknowledge(self) -> SyncReport:
         """Let the link move on; the snapshot has.
@@ -275,7 +307,7 @@ class Committed:
             SyncFailed: The engine's digest is another than it should be.
         """
         link, report = self.link, self.report
-        link.behind, link._digest = {}, self.digest
+        link.behind, link._digest, link._encoding = {}, self.digest, self.encoding
         link.version = report.version
         theirs = report.engine.get("digest")
         link.suspect = self.digest is not None and theirs not in (None, self.digest.hex())
@@ -286,6 +318,11 @@ class Committed:
                 200,
             )
         return report
+
+
+def _of_values(encoding: str) -> str:
+    """In what dense and unproven params travel beside sparse ones in `encoding`."""
+    return "gap8_exp" if encoding == DIFFERENCES else encoding
 
 
 def _nbytes(change: ParamDelta) -> int:

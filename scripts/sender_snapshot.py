@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from engine_ext.compare import changed_elements
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
 from engine_ext.wire.part import ParamDelta
-from engine_ext.wire.positions import encode_positions
+from engine_ext.wire.positions import position_bytes
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Changes = dict[str, ParamDelta]  # by name in the snapshot; private copies
@@ -108,7 +109,7 @@ class Snapshot:
         """Bytes of a param's positions and values, before compression."""
         if delta.indices is None:
             return delta.values.nbytes
-        return encode_positions(self._encoding, delta.indices)[0].nbytes + delta.values.nbytes
+        return position_bytes(self._encoding, delta.indices) + delta.values.nbytes
 
     def advance(self, changes: Changes) -> None:
         """Make the committed `changes`."""
@@ -121,10 +122,10 @@ class Snapshot:
 
     def _difference(self, old: ParamDelta, new: ParamDelta) -> ParamDelta | None:
         """The elements of `new` that are not as in `old`, copied; both are dense."""
-        indices = np.flatnonzero(new.values != old.values)
+        indices, values = changed_elements(old.values, new.values)
         if not indices.size:
             return None
-        sparse = replace(new, indices=indices, values=new.values[indices])
+        sparse = replace(new, indices=indices, values=values)
         dense = self.payload_bytes(sparse) >= new.values.nbytes
         return replace(new, values=new.values.copy()) if dense else sparse
 

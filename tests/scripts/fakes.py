@@ -39,8 +39,8 @@ def error(status: int, kind: str, state: str = "unchanged", **operands: object) 
 class Engine:
     """Stages and commits parts as a real one; it hashes its weights anew for every digest.
 
-    `faults` replaces the answer to the n-th POST. `ignored`, `uncertified` and `undigested` name
-    tensors of its checkpoint; it holds no weights for ignored ones.
+    `faults` replaces the answer to the n-th POST. `ignored`, `uncertified`, `undigested` and `cast`
+    name tensors of its checkpoint; it holds no weights for ignored ones.
     """
 
     weights: dict[str, np.ndarray]
@@ -49,6 +49,7 @@ class Engine:
     ignored: set[str] = field(default_factory=set)
     uncertified: set[str] = field(default_factory=set)
     undigested: set[str] = field(default_factory=set)
+    cast: set[str] = field(default_factory=set)
     committed: set[str] = field(default_factory=set)
     uncertain: bool = False
     staged: dict[int, tuple[Part, str]] = field(default_factory=dict)
@@ -126,6 +127,9 @@ class Engine:
         for delta in part.deltas:
             if self.kind(delta.name) != "exact" or delta.name not in self.weights:
                 return error(422, "NotUpdatable", tensor=delta.name)
+            if delta.differences and delta.name in self.undigested | self.cast:
+                self.staging, self.staged = None, {}
+                return error(422, "NotUpdatable", tensor=delta.name)
         if self.staging != manifest.sync_id:
             self.staging, self.staged = manifest.sync_id, {}
         self.staged[manifest.part] = part, identity
@@ -148,13 +152,18 @@ class Engine:
             self.staged = {}
             return error(409, "BaseMismatch", expected="0" * 32, actual="f" * 32)
         for delta in deltas:
-            self.weights[delta.name][self.where(delta)] = delta.values
+            self.weights[delta.name][self.where(delta)] = self.new(delta)
         self.committed = {identity for _, identity in self.staged.values()}
         self.staged = {}
         return None
 
     def where(self, delta: ParamDelta) -> object:
         return slice(None) if delta.indices is None else delta.indices
+
+    def new(self, delta: ParamDelta) -> np.ndarray:
+        if not delta.differences:
+            return delta.values
+        return self.weights[delta.name][self.where(delta)] + delta.values
 
     def mismatch(self, parts: list[Part], full: bool) -> bool:
         """Whether some digest that the parts carry is not that of the engine's own weights."""
@@ -165,7 +174,7 @@ class Engine:
             for delta in part.deltas:
                 if delta.name in self.digested:
                     old = self.weights[delta.name][self.where(delta)]
-                    change += change_digest(delta.name, delta.indices, old, delta.values)
+                    change += change_digest(delta.name, delta.indices, old, self.new(delta))
             after += change
             wrong |= part.manifest.digest_part not in (None, change.hex())
             wrong |= part.manifest.digest_before not in (None, before.hex())

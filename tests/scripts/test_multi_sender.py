@@ -255,14 +255,15 @@ FAULTS = st.sampled_from(["none", "refuses", "loses", "restarts", "corrupts"])
 @given(
     steps=st.lists(st.tuples(FAULTS, FAULTS, st.sampled_from([0.0, 0.03, 0.3, 0.7])), max_size=6),
     digest=st.booleans(),
+    encoding=st.sampled_from(["deltas_zstd", "gap8_ulp"]),
 )
 def test_whatever_fails_who_acknowledged_holds_the_trainers_bytes(
-    steps: list[tuple[str, str, float]], digest: bool
+    steps: list[tuple[str, str, float]], digest: bool, encoding: str
 ) -> None:
     base = model_of(tensors=2, numel=40)
     model = {name: tensor.clone() for name, tensor in base.items()}
     a, b = two(base)
-    sender = sender_of(a, b, base, bucket_bytes=40, digest=digest)
+    sender = sender_of(a, b, base, bucket_bytes=40, digest=digest, encoding=encoding)
 
     def injure(engine: Engine, fault: str) -> None:
         now = len(engine.requests)

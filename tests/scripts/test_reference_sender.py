@@ -13,6 +13,7 @@ from engine_ext.digest import Digest
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.wire.frame import ZSTD_MAGIC
 from engine_ext.wire.part import ParamDelta
+from engine_ext.wire.positions import ENCODINGS
 from reference_sender import DeltaSender, SyncFailed
 from tests.scripts.fakes import (
     Engine,
@@ -45,7 +46,7 @@ def snapshot_is(sender: DeltaSender, engine: Engine) -> bool:
 # ---- what is sent --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("encoding", ["indices", "deltas", "deltas_zstd"])
+@pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("bucket_bytes", [1, 200, 1 << 20])
 def test_engine_follows_the_trainer_bit_for_bit(encoding: str, bucket_bytes: int) -> None:
     model = model_of(torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int8)
@@ -145,6 +146,8 @@ def test_parts_are_capped_and_of_one_dtype() -> None:
         ("deltas", torch.float32, 2 / 3),
         ("deltas", torch.int8, 1 / 3),
         ("indices", torch.bfloat16, 1 / 3),
+        ("gap8_exp", torch.bfloat16, 2 / 3),
+        ("gap8_ulp", torch.bfloat16, 2 / 3),
     ],
 )
 def test_a_param_goes_dense_where_that_is_no_larger(

@@ -1,0 +1,216 @@
+"""The sender with ``gap8_ulp``: differences where old values are proven, values elsewhere."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+import torch
+
+import sender_link
+from reference_sender import DeltaSender, MultiSender, SomeFailed, SyncFailed
+from tests.scripts.fakes import Engine, Model, error, loses, model_of, sends, train
+
+ONE = "layers.2.weight"
+A, B, C = "http://a:1", "http://b:2", "http://c:3"
+
+
+def sender_of(engine: Engine, base: Model, **options: object) -> DeltaSender:
+    options = {"encoding": "gap8_ulp", **options}
+    return DeltaSender("http://engine", base.items(), client=engine.client(), **options)
+
+
+def multi_of(engines: list[Engine], base: Model, **options: object) -> MultiSender:
+    hosts = dict(zip(("a", "b", "c"), engines, strict=True))
+    client = httpx.Client(transport=httpx.MockTransport(lambda r: hosts[r.url.host].answer(r)))
+    return MultiSender(
+        [A, B, C], base.items(), client=client, **{"encoding": "gap8_ulp", **options}
+    )
+
+
+def encodings(engine: Engine) -> list[str]:
+    return [part.manifest.encoding for part in engine.log]
+
+
+def sync_ids(engine: Engine) -> list[str | None]:
+    return [part.manifest.sync_id for part in engine.log]
+
+
+def test_differences_are_of_what_the_engine_committed_last() -> None:
+    model = model_of(torch.bfloat16, torch.float32)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model)
+    for step in range(3):
+        train(model, step)
+        assert not sender.sync(model.items()).full
+        assert engine.holds(model)
+    assert set(encodings(engine)) == {"gap8_ulp"}
+    assert all(part.manifest.digest_part for part in engine.log)
+
+
+@pytest.mark.parametrize("has_plan", [True, False])
+def test_differences_without_digests_carry_their_own_proof(has_plan: bool) -> None:
+    model = model_of()
+    engine = Engine.of(model, has_plan=has_plan)
+    sender = sender_of(engine, model, digest=False)
+    train(model)
+    sender.sync(model.items())
+    assert engine.holds(model)
+    assert encodings(engine) == ["gap8_ulp"]
+    assert engine.log[0].manifest.digest_part
+    assert engine.log[0].manifest.digest_before is None
+
+
+def test_differences_that_do_not_fit_are_healed_by_overwriting() -> None:
+    model = model_of()
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, digest=False)
+    train(model)
+    for values in engine.weights.values():
+        values ^= 4
+    report = sender.sync(model.items())
+    assert report.full
+    assert engine.holds(model)
+    assert encodings(engine) == ["gap8_ulp", "gap8_exp"]
+    train(model, 1)
+    assert not sender.sync(model.items()).full
+    assert encodings(engine)[-1] == "gap8_ulp"
+    assert engine.holds(model)
+
+
+def test_what_cannot_be_differences_goes_as_values_in_the_same_sync() -> None:
+    model = model_of()
+    dense = "layers.4.weight"
+    engine = Engine.of(model, undigested={ONE})
+    sender = sender_of(engine, model)
+    train(model)
+    model[dense] += 1
+    assert sender.sync(model.items()).parts == 2
+    assert engine.holds(model)
+    sent = {part.manifest.encoding: {d.name for d in part.deltas} for part in engine.log}
+    assert sent == {"gap8_ulp": model.keys() - {ONE, dense}, "gap8_exp": {ONE, dense}}
+    assert len(set(sync_ids(engine))) == 1
+
+
+@pytest.mark.parametrize("encoding", ["gap8_exp", "gap8_ulp"])
+def test_a_full_sync_and_an_empty_one_are_of_values(encoding: str) -> None:
+    model = model_of()
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, encoding=encoding)
+    sender.sync(model.items())
+    sender.sync_full(model.items())
+    assert encodings(engine) == ["gap8_exp", "gap8_exp"]
+
+
+def test_an_engine_that_refuses_differences_is_sent_values() -> None:
+    model = model_of()
+    engine = Engine.of(model, cast={ONE})
+    sender = sender_of(engine, model, bucket_bytes=200)
+    for step in range(2):
+        train(model, step)
+        assert not sender.sync(model.items()).full
+        assert engine.holds(model)
+    sent = encodings(engine)
+    refused = sent.count("gap8_ulp")
+    assert sent == ["gap8_ulp"] * refused + ["gap8_exp"] * (len(sent) - refused)
+    # What was staged before the refusal is no part of what follows.
+    ids = sync_ids(engine)
+    assert not set(ids[:refused]) & set(ids[refused:])
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_refusal_that_values_meet_too_is_raised(full: bool) -> None:
+    """And is no reason to send values from then on."""
+    model = model_of()
+    engine = Engine.of(model)
+    sender = sender_of(engine, model)
+    engine.faults = dict.fromkeys(range(9), sends(error(422, "NotUpdatable")))
+    train(model)
+    with pytest.raises(SyncFailed) as caught:
+        (sender.sync_full if full else sender.sync)(model.items())
+    assert caught.value.status == 422
+    assert len(engine.requests) == (1 if full else 2)
+    engine.faults = {}
+    sender.sync(model.items())
+    assert engine.holds(model)
+    assert encodings(engine) == ["gap8_ulp"]
+
+
+def test_differences_refused_once_and_values_to_another_base() -> None:
+    """One after the other: refused, then a conflict, then all of it."""
+    model = model_of()
+    engine = Engine.of(model, cast={ONE})
+    sender = sender_of(engine, model, bucket_bytes=1)
+    train(model)
+    for values in engine.weights.values():
+        values ^= 4
+    assert sender.sync(model.items()).full
+    assert engine.holds(model)
+    assert len(set(sync_ids(engine))) == 3
+
+
+def test_differences_whose_answer_was_lost_are_not_added_twice(naps: list[float]) -> None:
+    model = model_of()
+    engine = Engine.of(model)
+    sender = sender_of(engine, model)
+    train(model)
+    engine.faults[0] = loses
+    assert sender.sync(model.items()).status == "already_applied"
+    assert engine.holds(model)
+
+
+# ---- several engines -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bucket_bytes", [300, 1 << 20])
+def test_each_engine_falls_back_for_itself(
+    bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who takes differences gets them; a part is encoded once for all who are sent it."""
+    encoded: list[str] = []
+    original = sender_link.encode_part
+
+    def counted(*arguments: object, **options: object) -> bytes:
+        encoded.append(str(options["encoding"]))
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(sender_link, "encode_part", counted)
+    model = model_of(tensors=3)
+    a, b, c = Engine.of(model), Engine.of(model, cast={ONE}), Engine.of(model)
+    sender = multi_of([a, b, c], model, bucket_bytes=bucket_bytes)
+    for step in range(3):
+        encoded.clear()
+        train(model, step)
+        reports = sender.sync(model.items())
+        assert not any(report.full for report in reports.values())
+        for engine in (a, b, c):
+            assert engine.holds(model)
+        if bucket_bytes > 300:  # of more parts, the first may be forgotten
+            assert sorted(encoded) == ["gap8_exp", "gap8_ulp"]
+    assert a.bodies == c.bodies
+    assert set(encodings(a)) == {"gap8_ulp"}
+    last = b.log[-1].manifest.num_parts or 0
+    assert encodings(b)[-2 * last :] == ["gap8_exp"] * (2 * last)
+    assert len([kind for kind in encodings(b) if kind == "gap8_ulp"]) <= last
+
+
+def test_one_engine_with_other_bytes_and_one_that_missed_a_sync() -> None:
+    """Differences are to what each engine holds, not to what the others do."""
+    model = model_of(tensors=3)
+    a, b, c = Engine.of(model), Engine.of(model), Engine.of(model)
+    sender = multi_of([a, b, c], model)
+    b.faults[0] = sends(error(507, "SpoolFull"))
+    train(model)
+    with pytest.raises(SomeFailed):
+        sender.sync(model.items())
+    c.weights["layers.1.weight"] ^= 1
+    train(model, 1)
+    reports = sender.sync(model.items())
+    assert [report.full for report in reports.values()] == [False, False, True]
+    assert [report.base_version for report in reports.values()] == [1, 0, 1]
+    for engine in (a, b, c):
+        assert engine.holds(model)
+    assert (encodings(a), encodings(b)) == (["gap8_ulp"] * 2, ["gap8_ulp"])
+    train(model, 2)
+    sender.sync(model.items())
+    assert encodings(c)[-2:] == ["gap8_exp", "gap8_ulp"]
+    assert a.bodies[-1] == b.bodies[-1] == c.bodies[-1]
