@@ -1,0 +1,42 @@
+"""The codec benchmark on little data: what it prints, and that sizes are near what is possible."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import bench_codec
+from engine_ext.wire import ENCODINGS
+
+
+def test_the_last_line_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--elements", "3000000", "--threads", "1", "--repeats", "1", "--json"]
+    assert bench_codec.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    found = json.loads(lines[-1])
+    densities = [str(density) for density in bench_codec.DENSITIES]
+    for what in ("bytes_per_element", "floor"):
+        assert list(found[what]) == list(ENCODINGS)
+        assert all(list(row) == densities for row in found[what].values())
+    assert found["encode_vs_plain_torch"] > 0
+    for encoding in ENCODINGS:
+        for density in densities:
+            ratio = (
+                found["bytes_per_element"][encoding][density] / found["floor"][encoding][density]
+            )
+            assert ratio > 1
+            if encoding.startswith("gap8") and float(density) >= 0.02:
+                assert ratio < 1.03
+
+
+def test_the_data_is_what_it_says() -> None:
+    rng = np.random.default_rng(0)
+    old = bench_codec.make_weights(1_000_000, rng)
+    new = bench_codec.change(old, 0.02, rng)
+    steps = (new - old)[new != old].view(np.int16)
+    assert abs(steps.size / old.size - 0.02) < 0.001
+    shares = [np.mean(abs(steps) == size) for size in (1, 2, 3, 4)]
+    assert np.allclose(shares, [0.89, 0.05, 0.03, 0.015], atol=0.01)
+    assert abs(np.mean(steps > 0) - 0.5) < 0.02
