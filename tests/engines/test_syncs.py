@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -18,7 +19,7 @@ from reference_sender import DeltaSender
 from tests.engines.conftest import PROMPTS, fingerprint
 from tests.engines.trainer import Trainer, container, model_digest, split
 
-ENCODINGS = ("indices", "deltas", "deltas_zstd")
+ENCODINGS = ("indices", "deltas", "deltas_zstd", "gap8_exp", "gap8_ulp")
 CASES = [
     ("vllm", "qwen3", 1, "auto"),
     ("vllm", "qwen3", 2, "auto"),
@@ -36,12 +37,22 @@ CASES = [
 class Run:
     """A live engine and the trainer that it follows."""
 
-    def __init__(self, kind: str, engine: EngineProcess, base: Path, root: Path) -> None:
+    def __init__(
+        self, kind: str, engine: EngineProcess, base: Path, root: Path, apply: str
+    ) -> None:
         self.kind = kind
+        self.apply = apply
         self.engine = engine
         self.base = base
         self.root = root
         self.trainer = Trainer(tiny_models.load_tensors(base))
+
+    def part(self, changed: Mapping[str, torch.Tensor], encoding: str, **options: Any) -> bytes:
+        """A container of some of the last step's changes."""
+        if encoding == "gap8_ulp" and self.apply == "masked":
+            encoding = "gap8_exp"  # `test_differences_need_proven_old_values` sees it refused
+        trainer = self.trainer
+        return container(trainer.tensors, changed, encoding=encoding, old=trainer.old, **options)
 
     def post(self, body: bytes, **params: str) -> httpx.Response:
         return self.engine.post(
@@ -84,7 +95,7 @@ def run(
     for prompt in PROMPTS:
         # What the prefix cache keeps now must not answer for later weights.
         engine.complete(prompt, max_tokens=4, temperature=0.0)
-    yield Run(kind, engine, base, root)
+    yield Run(kind, engine, base, root, apply)
     engine.stop()
 
 
@@ -99,9 +110,7 @@ def test_every_tensor_is_exact(run: Run) -> None:
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_one_part_by_http(run: Run, encoding: str) -> None:
     changed = run.trainer.step()
-    body = container(
-        run.trainer.tensors, changed, encoding=encoding, metadata=run.trainer.metadata()
-    )
+    body = run.part(changed, encoding, metadata=run.trainer.metadata())
     answer = run.committed(run.post(body))
     assert answer["nnz"] == sum(len(where) for where in changed.values())
     assert answer["tensors"] == len(changed)
@@ -110,15 +119,14 @@ def test_one_part_by_http(run: Run, encoding: str) -> None:
     assert repeat["status"] == "already_applied"
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", ["deltas", "gap8_ulp"])
 def test_parts_out_of_order_by_http(run: Run, encoding: str) -> None:
     changed = split(run.trainer.step(), 3)
     shared = run.trainer.metadata()
     bodies = [
-        container(
-            run.trainer.tensors,
+        run.part(
             some,
-            encoding=encoding,
+            encoding,
             metadata={**shared, "part": str(number), "num_parts": "3"},
             manifest_checksum=True,
         )
@@ -131,24 +139,21 @@ def test_parts_out_of_order_by_http(run: Run, encoding: str) -> None:
     run.committed(run.post(bodies[1]))
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", ["indices", "gap8_exp"])
 def test_files(run: Run, encoding: str) -> None:
     changed = split(run.trainer.step(), 2)
-    parts = [container(run.trainer.tensors, some, encoding=encoding) for some in changed]
+    parts = [run.part(some, encoding) for some in changed]
     request = {**run.files(parts), "weight_version": str(run.trainer.version)}
     run.committed(run.engine.post("/update_weights_delta", json=request))
     repeat = run.engine.post("/update_weights_delta", json=request).json()
     assert repeat["status"] == "already_applied"
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", ["deltas", "deltas_zstd", "gap8_ulp"])
 def test_update_weights_from_disk(run: Run, encoding: str) -> None:
     """As slime and vime call it: one version in several calls, slime's checksum, no versions."""
     changed = split(run.trainer.step(), 3)
-    parts = [
-        container(run.trainer.tensors, some, encoding=encoding, checksum="slime")
-        for some in changed
-    ]
+    parts = [run.part(some, encoding, checksum="slime") for some in changed]
     request = run.files(parts)
     version = {"weight_version": str(run.trainer.version), "load_format": "delta"}
     first, second, third = request["files"]  # type: ignore[misc]
@@ -163,6 +168,25 @@ def test_update_weights_from_disk(run: Run, encoding: str) -> None:
 def test_versions_in_the_query(run: Run, checksum: str) -> None:
     body = container(run.trainer.tensors, run.trainer.step(), checksum=checksum)
     run.committed(run.post(body, weight_version=str(run.trainer.version)))
+
+
+def test_differences_need_proven_old_values(run: Run) -> None:
+    """Other old values than the engine's are refused, and by the masked apply all differences."""
+    trainer = run.trainer
+    version, tensors = trainer.version, dict(trainer.tensors)
+    trainer.step()
+    changed = trainer.step()
+    metadata = {**trainer.metadata(), "base_version": str(version)}
+    before = run.engine.checksums()
+    body = container(
+        trainer.tensors, changed, encoding="gap8_ulp", old=trainer.old, metadata=metadata
+    )
+    response = run.post(body)
+    masked = run.apply == "masked"
+    assert response.status_code == (422 if masked else 409)
+    assert response.json()["error"]["type"] == ("NotUpdatable" if masked else "BaseMismatch")
+    assert run.engine.checksums() == before
+    trainer.version, trainer.tensors = version, tensors
 
 
 def test_empty_part_advances_the_version(run: Run) -> None:
@@ -204,11 +228,14 @@ def test_full_sync_to_any_version(run: Run) -> None:
     run.committed(run.post(container(run.trainer.tensors, dense, metadata=metadata)))
 
 
-def test_reference_sender(run: Run) -> None:
+@pytest.mark.parametrize("encoding", ["deltas_zstd", "gap8_ulp"])
+def test_reference_sender(run: Run, encoding: str) -> None:
+    """Differences that the masked apply refuses go as values by the sender's own fallback."""
     with DeltaSender(
         run.engine.url,
         run.trainer.tensors.items(),
         base_version=run.trainer.version,
+        encoding=encoding,
         bucket_bytes=4096,
     ) as sender:
         run.trainer.step()
@@ -216,7 +243,8 @@ def test_reference_sender(run: Run) -> None:
         assert report.status == "committed"
         assert report.parts > 1
         run.trainer.step()
-        assert sender.sync(run.trainer.tensors.items()).version == run.trainer.version
+        report = sender.sync(run.trainer.tensors.items())
+        assert (report.version, report.full) == (run.trainer.version, False)
 
 
 def test_command_line_of_the_sender(run: Run, tmp_path: Path) -> None:

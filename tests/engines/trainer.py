@@ -18,7 +18,8 @@ import xxhash
 import zstandard
 from safetensors.torch import save
 
-from engine_ext.digest import Digest, tensor_digest
+from engine_ext.digest import Digest, change_digest, tensor_digest
+from tests.engines import gap8
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -30,11 +31,13 @@ class Trainer:
     Attributes:
         tensors: name -> tensor; what the engine must hold after the last step was committed.
         version: version of `tensors`.
+        old: name -> tensor before the last step.
     """
 
     tensors: dict[str, torch.Tensor]
     version: int = 0
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(7))
+    old: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def step(self, density: float = 0.02, only: str = "") -> dict[str, torch.Tensor]:
         """Change some elements of every tensor, or of those with `only` in their names.
@@ -43,6 +46,7 @@ class Trainer:
             name -> int64 [nnz] ascending indices.
         """
         changed = {}
+        self.old = dict(self.tensors)
         for name, tensor in self.tensors.items():
             if only not in name:
                 continue
@@ -73,28 +77,29 @@ def container(
     metadata: Mapping[str, str] | None = None,
     checksum: str = "xxh3",
     manifest_checksum: bool = False,
+    old: Mapping[str, torch.Tensor] | None = None,
 ) -> bytes:
     """One part, from the table of the wire format.
 
     Args:
         tensors: the new tensors.
         changed: name -> int64 [nnz] indices that are sent, or None for a dense param.
-        encoding: ``indices``, ``deltas`` or ``deltas_zstd``.
+        encoding: ``indices``, ``deltas``, ``deltas_zstd``, ``gap8_exp`` or ``gap8_ulp``.
         metadata: further metadata.
         checksum: ``xxh3``, or ``slime`` for the decimal form.
         manifest_checksum: whether to add one.
+        old: the old tensors, for ``gap8_ulp``; the others do not look at them.
     """
-    positions, values, params = b"", [], []
-    count = 0
+    streams, values, params = [], [], []
+    start = count = 0
     for name, where in changed.items():
         tensor = tensors[name]
         flat = tensor.reshape(-1)
-        start = len(positions)
-        width = 0
+        width, raw = 0, b""
         if where is not None:
             width, raw = encode(where.numpy(), encoding)
-            positions += raw
             flat = flat[where]
+        streams.append((width, raw))
         values.append(flat)
         params.append(
             {
@@ -102,16 +107,29 @@ def container(
                 "dtype": str(tensor.dtype).removeprefix("torch."),
                 "shape": list(tensor.shape),
                 "pos_start": start,
-                "pos_end": len(positions),
+                "pos_end": start + len(raw),
                 "pos_width": width,
                 "val_start": count,
                 "val_end": count + flat.numel(),
             }
         )
-        count += flat.numel()
-    position_tensor = torch.from_numpy(np.frombuffer(positions, np.uint8).copy())
-    value_tensor = torch.cat(values) if values else torch.empty(0, dtype=torch.uint8)
+        start, count = start + len(raw), count + flat.numel()
     meta = {"encoding": encoding, "params": json.dumps(params), **(metadata or {})}
+    position_bytes = b"".join(raw for _, raw in streams)
+    value_tensor = torch.cat(values) if values else torch.empty(0, dtype=torch.uint8)
+    if encoding.startswith("gap8"):
+        position_bytes = gap8.positions(streams)
+    if encoding == "gap8_exp":
+        value_tensor = as_tensor(gap8.exponents(map(bits, values)))
+    if encoding == "gap8_ulp":
+        assert old is not None
+        before = [bits(old[name].reshape(-1)[where]) for name, where in changed.items()]
+        after = list(map(bits, values))
+        value_tensor = as_tensor(gap8.differences(zip(before, after, strict=True)))
+        steps = zip(changed.items(), before, after, strict=True)
+        change = (change_digest(name, where.numpy(), *pair) for (name, where), *pair in steps)
+        meta["digest_part"] = sum(change, start=Digest.ZERO).hex()
+    position_tensor = as_tensor(position_bytes)
     meta["checksum"] = (
         xxh3_of(position_tensor, value_tensor)
         if checksum == "xxh3"
@@ -124,8 +142,15 @@ def container(
     return zstandard.compress(file, 1) if encoding == "deltas_zstd" else file
 
 
+def as_tensor(data: bytes) -> torch.Tensor:
+    """uint8 [bytes]."""
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+
+
 def encode(where: np.ndarray, encoding: str) -> tuple[int, bytes]:
     """(pos_width, bytes) of ascending flat indices."""
+    if encoding.startswith("gap8"):
+        return gap8.gap_stream(where)
     if encoding == "indices":
         return 4, where.astype("<i4").tobytes()
     gaps = np.diff(where, prepend=-1) - 1
