@@ -104,8 +104,12 @@ class Commits:
             await self._go_on(str(done["version"]), resumes)
             return done, (time.perf_counter() - start) * 1e3
 
-    async def publish(self) -> None:
-        """Do again what follows a commit, for a sender whose first answer was lost."""
+    async def publish(self) -> str:
+        """Do again what follows a commit, for a sender whose first answer was lost.
+
+        Returns:
+            The digest of what the engine holds.
+        """
         async with self._lock:
             answers = await self.status()
             if self.uncertain:
@@ -113,6 +117,7 @@ class Commits:
             await self._engine.set_weight_version(str(answers[0]["version"]))
             if self._owes_resume:
                 await self._resume()
+            return total_digest(answers)
 
     async def _go_on(self, version: str, resumes: bool) -> None:
         """What follows a write; it is tried to the end.

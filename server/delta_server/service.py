@@ -250,11 +250,12 @@ class DeltaService:
         if complete:
             committed = await self._commit(last, options, outcome)
             return outcome.answer("committed", committed)
-        applied = outcome.admissions == {"already_applied"}
-        if applied:
-            await self.commits.publish()
-        facts = {"version": last.version, "base_version": last.base_version}
-        return outcome.answer("already_applied" if applied else "staged", facts)
+        facts: dict[str, Any] = {"version": last.version, "base_version": last.base_version}
+        if outcome.admissions != {"already_applied"}:
+            return outcome.answer("staged", facts)
+        # A sender that sends less again than was committed sees by it that more was.
+        facts["digest"] = await self.commits.publish()
+        return outcome.answer("already_applied", facts)
 
     async def _stage(self, part: PartId, spooled: Spooled) -> tuple[str, bool]:
         """Stage one part on every rank; returns its admission and whether the sync is complete."""

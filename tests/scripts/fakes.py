@@ -118,7 +118,7 @@ class Engine:
         assert manifest.manifest_checksum
         assert manifest.part is not None
         if manifest.current_version == self.version and identity in self.committed:
-            return self.ok("already_applied")
+            return self.ok("already_applied", self.digest().hex())
         if self.uncertain and not manifest.full:
             return error(503, "EngineUncertain", "uncertain")
         if not manifest.full and manifest.base_version != self.version:

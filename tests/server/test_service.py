@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from delta_server.commits import total_digest
 from delta_server.service import DeltaService
 from engine_ext.errors import Conflict, DeltaError
 from engine_ext.syncs import SyncState
@@ -200,6 +201,8 @@ def assert_already_applied(rig: Rig, response: httpx.Response, version: int = 8)
     assert response.status_code == 200, response.text
     answer = response.json()
     assert (answer["status"], answer["version"]) == ("already_applied", version)
+    held = rig.run(rig.engine.call("status", {}))
+    assert answer["digest"] == total_digest(state["ok"] for state in held)
     assert not {event[0] for event in rig.engine.events} - {"set_weight_version"}
     assert rig.engine.weight_version == str(version)
     assert rig.spooled() == []
