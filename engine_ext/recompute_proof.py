@@ -4,10 +4,10 @@ Before anything is served, each function is run on the live modules:
 
 1. on the weights as they are: every derived tensor must come out as it is, bit for bit, and
    nothing else may change (a function that packs the weights themselves is none);
-2. on weights of which every element has other bits (the sign and the mantissa, so that numbers
-   stay about as large as they were; what is none becomes one), several times: every element of a
-   derived tensor must change some time, unless its bits are zero (padding). So the function reads
-   the live weights and no copy, and does not leave anything out;
+2. on weights of which, all at once, every element has other bits (the sign and the mantissa, so
+   that numbers stay about as large as they were; what is none becomes one), several times: every
+   element of a derived tensor must change some time, unless its bits are zero (padding). So the
+   function reads the live weights and no copy, and does not leave anything out;
 3. on the old weights again: the old bits must come back, so that the outcome depends on the
    weights alone and not on what was there before.
 

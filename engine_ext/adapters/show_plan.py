@@ -128,6 +128,13 @@ def _load(options: argparse.Namespace, engine_flags: list[str]) -> list[list[Row
     os.dup2(2, 1)
     try:
         plan: list[list[Row]] = offline.load_plan(options.target, engine_flags)
+    except ModuleNotFoundError as error:
+        if error.name != options.engine:
+            raise
+        raise RuntimeError(
+            f"a folder is loaded by {options.engine}, which is not installed here; start an engine "
+            "with --enable-delta-updates and give its address"
+        ) from error
     finally:
         os.dup2(kept, 1)
         os.close(kept)

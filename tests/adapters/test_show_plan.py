@@ -169,6 +169,27 @@ def test_a_folder_is_loaded_by_the_engine_which_may_print(
     assert "the engine says something" in captured.err
 
 
+@pytest.mark.parametrize(
+    ("missing", "said"), [("vllm", "give its address"), ("another", "No module named 'another'")]
+)
+def test_without_the_engine(
+    missing: str,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Offline:
+        @staticmethod
+        def load_plan(model: str, flags: list[str]) -> None:
+            raise ModuleNotFoundError(f"No module named '{missing}'", name=missing)
+
+    monkeypatch.setenv("DELTA_UPDATES_SETTINGS", "")
+    monkeypatch.setattr(show_plan.importlib, "import_module", lambda name: Offline)
+    assert show_plan.main([str(tmp_path)]) == 1
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("argv", [["nowhere"], ["http://127.0.0.1:1", "--dtype", "bfloat16"], []])
 def test_wrong_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
