@@ -27,7 +27,7 @@ REFUSED = {
     [
         ("vllm", "qwen3_moe", 1),
         pytest.param("vllm", "qwen3_moe", 2, marks=pytest.mark.full),
-        ("vllm", "gemma3", 1),
+        pytest.param("vllm", "gemma3", 1, marks=pytest.mark.full),
         pytest.param("vllm", "gemma3", 2, marks=pytest.mark.full),
         *(
             pytest.param("vllm", kind, tp, marks=pytest.mark.full)

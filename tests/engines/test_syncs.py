@@ -24,7 +24,7 @@ CASES = [
     ("vllm", "qwen3", 1, "auto"),
     ("vllm", "qwen3", 2, "auto"),
     pytest.param(("vllm", "qwen3", 1, "masked"), marks=pytest.mark.full),
-    ("vllm", "llama_tied", 1, "auto"),
+    pytest.param(("vllm", "llama_tied", 1, "auto"), marks=pytest.mark.full),
     pytest.param(("vllm", "llama_tied", 2, "auto"), marks=pytest.mark.full),
     ("sglang", "qwen3", 1, "auto"),
     ("sglang", "qwen3", 2, "auto"),

@@ -45,7 +45,7 @@ def test_everything_is_there_and_only_once(
 @pytest.mark.parametrize(
     "selection",
     [
-        ["tests/engines/test_refusals.py", "-k", "vllm"],
+        pytest.param(["tests/engines/test_refusals.py", "-k", "vllm"], marks=pytest.mark.full),
         pytest.param(
             ["tests/engines/test_syncs.py", "-k", "vllm-qwen3-1-auto"], marks=pytest.mark.full
         ),
@@ -62,7 +62,6 @@ def test_the_endpoint_tests_pass_without_any_plugin(patched: Path, selection: li
     assert done.returncode == 0, done.stdout[-4000:]
 
 
-@pytest.mark.full
 def test_load_format_delta_serves_and_takes_deltas(
     patched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
