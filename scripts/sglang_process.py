@@ -67,6 +67,7 @@ class SglangProcess(EngineProcess):
             *("-m", "sglang.launch_server"),
             *("--model-path", str(self.model), "--host", HOST, "--port", str(self.port)),
             *("--dtype", "bfloat16", "--device", "cpu", "--max-total-tokens", "4096"),
+            "--sleep-on-idle",  # or every scheduler keeps a core busy
             *("--tp-size", str(self.tp)),
         ]
 

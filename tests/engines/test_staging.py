@@ -86,3 +86,4 @@ def test_tokens_flow_while_a_large_delta_is_staged(
     assert stream.failures == []
     found = engine.get("/delta_digest", params={"scan": "true"}).json()
     assert found["digest"] == model_digest(trainer.tensors).hex()
+    engine.stop()
