@@ -19,12 +19,13 @@ answered with and the state the engine is in afterwards::
     ├── NotUpdatable           422  unknown tensor, wrong shape or dtype, bad index, inexact tensor
     ├── SpoolFull              507  no room for the body
     ├── WriteUndone            500  the write failed, and every rank was put back
+    ├── PublishFailed          500  committed, but the engine did not go on: send it again
     └── CommitFailed           500  the write failed half-way: the engine is ``uncertain``
         └── EngineUncertain    503  an earlier write did; only a full resync is taken
 
-Everything but `CommitFailed` and `WriteUndone` is raised before the first byte is written. After
-`CommitFailed` some weights may be new and some old: generation answers 503 until a ``full`` sync
-has committed.
+Everything but `CommitFailed`, `PublishFailed` and `WriteUndone` is raised before the first byte is
+written. After `CommitFailed` some weights may be new and some old: generation answers 503 until a
+``full`` sync has committed.
 """
 
 from __future__ import annotations
@@ -162,6 +163,7 @@ class EngineUncertain(CommitFailed):
 
 
 _BY_NAME: dict[str, type[DeltaError]] = {}
+_BY_STATE: dict[str, type[DeltaError]] = {"uncertain": CommitFailed, "committed": PublishFailed}
 
 
 def _register(cls: type[DeltaError]) -> None:
@@ -176,5 +178,5 @@ _register(DeltaError)
 def from_wire(error: dict[str, Any]) -> DeltaError:
     """Rebuild an error from `DeltaError.to_wire` (a worker's answer, or an HTTP body)."""
     operands = {k: v for k, v in error.items() if k not in ("type", "message", "engine_state")}
-    unknown = CommitFailed if error.get("engine_state") == "uncertain" else DeltaError
+    unknown = _BY_STATE.get(str(error.get("engine_state")), DeltaError)
     return _BY_NAME.get(str(error.get("type")), unknown)(str(error.get("message")), **operands)

@@ -5,7 +5,13 @@ import json
 import pytest
 
 from engine_ext import errors
-from engine_ext.errors import CommitFailed, DeltaError, EngineUncertain, from_wire
+from engine_ext.errors import (
+    CommitFailed,
+    DeltaError,
+    EngineUncertain,
+    PublishFailed,
+    from_wire,
+)
 
 # The table of DESIGN's Endpoint section, one row per class.
 STATUS = {
@@ -23,6 +29,7 @@ STATUS = {
     "UnsupportedMedia": 415,
     "NotUpdatable": 422,
     "WriteUndone": 500,
+    "PublishFailed": 500,
     "CommitFailed": 500,
     "EngineUncertain": 503,
     "SpoolFull": 507,
@@ -38,8 +45,10 @@ def test_the_table_is_complete() -> None:
 
 
 @pytest.mark.parametrize("cls", tree(), ids=lambda cls: cls.__name__)
-def test_only_a_failed_commit_leaves_the_engine_uncertain(cls: type[DeltaError]) -> None:
+def test_the_state_that_each_leaves_the_engine_in(cls: type[DeltaError]) -> None:
     expected = "uncertain" if issubclass(cls, CommitFailed) else "unchanged"
+    if cls is PublishFailed:
+        expected = "committed"
     assert cls("x").to_wire()["engine_state"] == expected
 
 
@@ -62,7 +71,13 @@ def test_over_the_wire_and_back(cls: type[DeltaError]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "cls"), [("unchanged", DeltaError), ("uncertain", CommitFailed), (None, DeltaError)]
+    ("state", "cls"),
+    [
+        ("unchanged", DeltaError),
+        ("uncertain", CommitFailed),
+        ("committed", PublishFailed),
+        (None, DeltaError),
+    ],
 )
 def test_an_unknown_type_keeps_its_engine_state(state: str | None, cls: type[DeltaError]) -> None:
     """What a newer worker calls by another name must not be taken for harmless."""
