@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from typing import Any
-
-import msgspec
 
 from engine_ext.adapters.sglang.channel import Channel
 from engine_ext.adapters.sglang.hooks import LOAD_FORMAT
@@ -72,13 +71,12 @@ class DiskUpdates:
         await app(scope, again, send)
 
 
-class _Format(msgspec.Struct):
-    load_format: Any = None
-
-
 def _format(body: bytes) -> Any:
-    with contextlib.suppress(msgspec.MsgspecError):
-        return msgspec.json.decode(body, type=_Format).load_format
+    """Read as SGLang's own route does: what only one of two readers takes would pass the token."""
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(body)
+        if isinstance(found, dict):
+            return found.get("load_format")
     return None
 
 
