@@ -7,6 +7,7 @@ answered with and the state the engine is in afterwards::
     ├── MalformedPart          400  truncated or malformed container, unknown encoding, bad version
     │   └── ChecksumMismatch   400  the bytes are not the ones the sender hashed
     ├── Unauthorized           401  no token, or a wrong one
+    ├── LoopbackOnly           403  no token is set, and the client is not on this host
     ├── PathForbidden          403  a path outside every --delta-root
     ├── UploadTooSlow          408  the body did not arrive in time
     ├── Conflict               409  the request is sound, but not now
@@ -76,6 +77,12 @@ class Unauthorized(DeltaError):
     """No bearer token, or a wrong one."""
 
     status = 401
+
+
+class LoopbackOnly(DeltaError):
+    """No token is set, and the request may come from another host."""
+
+    status = 403
 
 
 class PathForbidden(DeltaError):

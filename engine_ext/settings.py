@@ -241,5 +241,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         metavar="TOKEN",
         help="Bearer token that the delta endpoints ask for (default: the environment variable "
-        f"{API_KEY_ENVIRONMENT}; without either, none is asked for).",
+        f"{API_KEY_ENVIRONMENT}; without either, they answer to clients on this host only).",
     )

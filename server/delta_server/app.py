@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Awaitable
 from typing import Any
@@ -14,13 +13,8 @@ from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from delta_server.requests import (
-    DiskRequest,
-    check_token,
-    parse_disk_request,
-    parse_query,
-    resolve_files,
-)
+from delta_server.access import check_access
+from delta_server.requests import DiskRequest, parse_disk_request, parse_query, resolve_files
 from delta_server.service import DeltaService
 from delta_server.spool import unstalled
 from engine_ext.errors import (
@@ -30,7 +24,6 @@ from engine_ext.errors import (
     TooLarge,
     UnsupportedMedia,
 )
-from engine_ext.settings import API_KEY_ENVIRONMENT
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +153,7 @@ async def _apply_files(
 
 def _service(request: Request) -> DeltaService:
     """The service, for a request that may use it."""
-    check_token(request.headers.get("authorization"), os.environ.get(API_KEY_ENVIRONMENT))
+    check_access(request)
     service: DeltaService = request.app.state.delta_service
     return service
 
@@ -201,6 +194,8 @@ def error_response(error: DeltaError, **beside: Any) -> JSONResponse:
     headers = {}
     if "retry_after" in error.operands:
         headers["Retry-After"] = str(error.operands["retry_after"])
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse({**beside, "error": error.to_wire()}, error.status, headers)
 
 

@@ -1,16 +1,14 @@
-"""What a request asks for: query parameters, JSON bodies, paths and tokens, checked."""
+"""What a request asks for: query parameters, JSON bodies and paths, checked."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from engine_ext.errors import MalformedPart, PathForbidden, Unauthorized
+from engine_ext.errors import MalformedPart, PathForbidden
 from engine_ext.syncs import PartId
 from engine_ext.wire import Manifest, parse_version
 
@@ -169,23 +167,3 @@ def resolve_files(request: DiskRequest, roots: Sequence[str]) -> list[Path]:
 def _require_below(path: Path, roots: Sequence[str]) -> None:
     if not any(path.is_relative_to(root) for root in roots):
         raise PathForbidden("the path is not below a --delta-root")
-
-
-def check_token(authorization: str | None, token: str | None) -> None:
-    """Compare a request's bearer token with the one that is asked for, in constant time.
-
-    Raises:
-        Unauthorized: it is missing or another.
-    """
-    if token is None:
-        return
-    scheme, _, given = (authorization or "").partition(" ")
-    # Hashing first makes the lengths equal, so that the comparison tells nothing of them.
-    same = hmac.compare_digest(_hash(given.strip()), _hash(token))
-    # An empty token is a mistake, not one that anybody can give.
-    if scheme.lower() != "bearer" or not token or not same:
-        raise Unauthorized("this endpoint needs 'Authorization: Bearer <--delta-api-key>'")
-
-
-def _hash(text: str) -> bytes:
-    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()

@@ -18,6 +18,7 @@ STATUS = {
     "MalformedPart": 400,
     "ChecksumMismatch": 400,
     "Unauthorized": 401,
+    "LoopbackOnly": 403,
     "PathForbidden": 403,
     "UploadTooSlow": 408,
     "Conflict": 409,

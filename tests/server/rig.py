@@ -421,9 +421,15 @@ class Rig:
         return self._loop.run_until_complete(asyncio.wait_for(work, timeout=10))
 
     async def request(
-        self, method: str, path: str, *, app: FastAPI | None = None, **options: Any
+        self,
+        method: str,
+        path: str,
+        *,
+        app: FastAPI | None = None,
+        peer: tuple[str, int] | None = ("127.0.0.1", 9),
+        **options: Any,
     ) -> httpx.Response:
-        transport = httpx.ASGITransport(app or self.app)
+        transport = httpx.ASGITransport(app or self.app, client=peer)  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
             return await client.request(method, path, **options)
 

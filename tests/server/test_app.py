@@ -18,7 +18,6 @@ import zstandard
 
 from delta_server import spool as spool_module
 from engine_ext.errors import BaseMismatch, NotUpdatable
-from engine_ext.settings import API_KEY_ENVIRONMENT
 from engine_ext.wire import xxh3_checksum
 
 from .rig import (
@@ -550,61 +549,6 @@ def test_parts_that_disagree(rig: Rig, second: dict[str, Any]) -> None:
     rig.send(delta_part(sync_id="a", part=0, num_parts=2))
     assert_error(rig.send(delta_part({}, sync_id="a", **second)), 400, "MalformedPart")
     rig.assert_committed(rig.send(delta_part({}, sync_id="a", part=1, num_parts=2)), NEXT, 8)
-
-
-# Tokens --------------------------------------------------------------------------------------
-
-CALLS: dict[str, Callable[[Rig, dict[str, str]], httpx.Response]] = {
-    "octets": lambda rig, headers: rig.post(DELTA, content=GOOD, headers=OCTETS | headers),
-    "json": lambda rig, headers: rig.post(DELTA, json={"model_path": "/"}, headers=headers),
-    "disk": lambda rig, headers: rig.post(FROM_DISK, json={"model_path": "/"}, headers=headers),
-    "status": lambda rig, headers: rig.get(STATUS, headers=headers),
-}
-PAST_THE_TOKEN = {"octets": 200, "json": 403, "disk": 400, "status": 200}
-
-
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize(
-    "authorization", [None, "", "secret", "Bearer", "Bearer wrong", "Basic secret"]
-)
-def test_without_the_token(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, call: str, authorization: str | None
-) -> None:
-    headers = {} if authorization is None else {"Authorization": authorization}
-    with monkeypatch.context() as patch:
-        patch.setenv(API_KEY_ENVIRONMENT, "secret")
-        assert_error(CALLS[call](rig, headers), 401, "Unauthorized")
-    rig.assert_untouched()
-
-
-@pytest.mark.parametrize("path", [DELTA, FROM_DISK])
-@pytest.mark.parametrize("content_type", ["application/octet-stream", "application/json"])
-def test_without_the_token_nothing_is_read(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, path: str, content_type: str
-) -> None:
-    monkeypatch.setenv(API_KEY_ENVIRONMENT, "secret")
-    response = rig.post(path, content=unread(), headers={"Content-Type": content_type})
-    assert_error(response, 401, "Unauthorized")
-
-
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("authorization", ["Bearer secret", "bearer secret"])
-def test_with_the_token(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, call: str, authorization: str
-) -> None:
-    monkeypatch.setenv(API_KEY_ENVIRONMENT, "secret")
-    response = CALLS[call](rig, {"Authorization": authorization})
-    assert response.status_code == PAST_THE_TOKEN[call]
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_no_token_is_asked_for_where_none_is_set(rig: Rig, call: str) -> None:
-    assert CALLS[call](rig, {}).status_code == PAST_THE_TOKEN[call]
-
-
-def test_the_token_guards_no_other_path(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(API_KEY_ENVIRONMENT, "secret")
-    assert rig.post(COMPLETIONS).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,94 @@
+"""Who may use the endpoints: whoever has the token, or, where none is set, clients on this host."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import os
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from fastapi import Request
+
+from engine_ext.errors import LoopbackOnly, Unauthorized
+from engine_ext.settings import API_KEY_ENVIRONMENT
+
+_FORWARDED = ("forwarded", "x-real-ip", "via")
+_FORWARDED_PREFIX = "x-forwarded-"
+_SET_A_TOKEN = (
+    "no token is set, so this endpoint answers to clients on this host only; start the engine with "
+    f"--delta-api-key or {API_KEY_ENVIRONMENT}, and send 'Authorization: Bearer'"
+)
+
+
+def check_access(request: Request) -> None:
+    """Refuse a request that may not use the delta endpoints; none of its body is read.
+
+    Raises:
+        Unauthorized: a token is set, and the request has another or none.
+        LoopbackOnly: none is set, and the request may come from another host.
+    """
+    token = os.environ.get(API_KEY_ENVIRONMENT)
+    if token is not None:
+        check_token(request.headers.get("authorization"), token)
+    else:
+        check_loopback(request.client.host if request.client else None, request.headers)
+
+
+def check_token(authorization: str | None, token: str) -> None:
+    """Compare a request's bearer token with the one that is asked for, in constant time.
+
+    Raises:
+        Unauthorized: it is missing or another.
+    """
+    scheme, _, given = (authorization or "").partition(" ")
+    # Hashing first makes the lengths equal, so that the comparison tells nothing of them.
+    same = hmac.compare_digest(_hash(given.strip()), _hash(token))
+    # An empty token is a mistake, not one that anybody can give.
+    if scheme.lower() != "bearer" or not token or not same:
+        raise Unauthorized("this endpoint needs 'Authorization: Bearer <--delta-api-key>'")
+
+
+def check_loopback(client: str | None, headers: Mapping[str, str]) -> None:
+    """Refuse a request that may come from another host.
+
+    Args:
+        client: the peer's address; None where it is not known, as on a Unix socket.
+        headers: the request's, by lower-case names.
+
+    Raises:
+        LoopbackOnly: the peer is not on this host, a proxy there speaks for somebody else, or a
+            browser there does for another site's page.
+    """
+    if client is None or not _is_loopback(client):
+        raise LoopbackOnly(_SET_A_TOKEN)
+    for name in headers:
+        if name in _FORWARDED or name.startswith(_FORWARDED_PREFIX):
+            raise LoopbackOnly(f"{_SET_A_TOKEN}. A proxy has forwarded this request: {name}")
+    # Only browsers send these. A page may have been told that its own host name is at this address.
+    if "origin" in headers or "sec-fetch-site" in headers:
+        sites = (headers.get("origin", ""), "//" + headers.get("host", ""))
+        if not all(_is_local_site(site) for site in sites if site):
+            raise LoopbackOnly(f"{_SET_A_TOKEN}. A page of another site has sent this request")
+
+
+def _is_local_site(origin: str) -> bool:
+    try:
+        host = urlsplit(origin).hostname or ""
+    except ValueError:
+        return False
+    return host == "localhost" or _is_loopback(host)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
