@@ -14,7 +14,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from delta_server.access import check_access
-from delta_server.requests import DiskRequest, parse_disk_request, parse_query, resolve_files
+from delta_server.files import resolve_files
+from delta_server.requests import DiskRequest, parse_disk_request, parse_query
 from delta_server.service import DeltaService
 from delta_server.spool import unstalled
 from engine_ext.errors import (

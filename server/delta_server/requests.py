@@ -1,14 +1,12 @@
-"""What a request asks for: query parameters, JSON bodies and paths, checked."""
+"""What a request asks for: query parameters and JSON bodies, checked."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 
 import msgspec
 
-from engine_ext.errors import MalformedPart, PathForbidden
+from engine_ext.errors import MalformedPart
 from engine_ext.syncs import PartId
 from engine_ext.wire import Manifest, parse_version
 
@@ -132,38 +130,3 @@ def _agree(what: str, in_part: int | None, in_request: int | None) -> int | None
             in_request=in_request,
         )
     return in_part if in_part is not None else in_request
-
-
-def resolve_files(request: DiskRequest, roots: Sequence[str]) -> list[Path]:
-    """The files of a disk request, with symlinks resolved.
-
-    Args:
-        request: its `files` are names in `model_path`; without any, all ``*.safetensors``.
-        roots: real paths of the folders below which files may lie.
-
-    Raises:
-        PathForbidden: a file lies outside every root, or there is no root.
-        MalformedPart: there is no file.
-    """
-    if not roots:
-        raise PathForbidden("disk requests are refused: the engine has no --delta-root")
-    if any("\0" in name for name in (request.model_path, *(request.files or ()))):
-        raise MalformedPart("a path has a NUL character")
-    folder = Path(os.path.realpath(request.model_path))
-    _require_below(folder, roots)
-    names = request.files
-    if names is None:
-        names = sorted(path.name for path in folder.glob("*.safetensors"))
-    if not names:
-        raise MalformedPart(f"no files to apply in {folder.name}")
-    if len(set(names)) != len(names):
-        raise MalformedPart("a file is named twice")
-    paths = [Path(os.path.realpath(folder / name)) for name in names]
-    for path in paths:
-        _require_below(path, roots)
-    return paths
-
-
-def _require_below(path: Path, roots: Sequence[str]) -> None:
-    if not any(path.is_relative_to(root) for root in roots):
-        raise PathForbidden("the path is not below a --delta-root")

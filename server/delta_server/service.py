@@ -19,6 +19,7 @@ import msgspec
 import xxhash
 
 from delta_server.commits import Commits, Engine, call, sum_by_name, total_digest
+from delta_server.files import open_file
 from delta_server.requests import Options, part_id
 from delta_server.spool import Spool, Spooled
 from engine_ext.digest import Digest
@@ -183,7 +184,7 @@ class DeltaService:
 
         async def read(path: Path) -> Spooled:
             async with gate:
-                return await asyncio.to_thread(self.spool.read, path)
+                return await asyncio.to_thread(self._read_file, path)
 
         results = await asyncio.gather(*map(read, paths), return_exceptions=True)
         failures = [r for r in results if isinstance(r, BaseException)]
@@ -193,6 +194,10 @@ class DeltaService:
                 part_file.remove()
             raise failures[0]
         return spooled
+
+    def _read_file(self, path: Path) -> Spooled:
+        with open_file(path, self.settings.roots) as source:
+            return self.spool.read(source)
 
     async def _as_transaction(
         self, parts: list[PartId], spooled: list[Spooled]

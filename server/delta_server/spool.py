@@ -12,7 +12,6 @@ import errno
 import mmap
 import os
 import shutil
-import stat
 import tempfile
 import weakref
 from collections.abc import AsyncIterator, Iterable
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from engine_ext.errors import MalformedPart, SpoolFull, TooLarge, UploadTooSlow
+from engine_ext.errors import SpoolFull, TooLarge, UploadTooSlow
 from engine_ext.wire import FrameReader, Header, Limits, PartGate
 from engine_ext.wire.identity import part_identity
 
@@ -112,14 +111,13 @@ class Spool:
                 writer.feed(chunk)
             return await asyncio.to_thread(writer.finish)
 
-    def read(self, path: Path) -> Spooled:
-        """Keep a copy of a file, so that it cannot change while it is staged.
+    def read(self, source: BinaryIO) -> Spooled:
+        """Keep a copy of an open file, so that it cannot change while it is staged.
 
         Raises:
-            MalformedPart: also when the file cannot be read, or is not a regular file.
-            TooLarge, SpoolFull: the spool holds nothing of it.
+            MalformedPart, TooLarge, SpoolFull: the spool holds nothing of it.
         """
-        with self._writer() as writer, _open_regular(path) as source:
+        with self._writer() as writer:
             for chunk in iter(lambda: source.read(_READ_BYTES), b""):
                 writer.feed(chunk)
             return writer.finish()
@@ -188,17 +186,6 @@ def _spool_error(error: OSError) -> Exception:
             "smaller parts"
         )
     return error
-
-
-def _open_regular(path: Path) -> BinaryIO:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise MalformedPart(f"cannot read {path.name}: {error.strerror}", file=path.name) from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise MalformedPart(f"{path.name} is not a regular file", file=path.name)
-    return os.fdopen(descriptor, "rb", buffering=0)
 
 
 def _default_parent(needed: int) -> str:

@@ -1,10 +1,8 @@
-"""Requests, read and checked: query parameters, JSON bodies, part identities, paths."""
+"""Requests, read and checked: query parameters, JSON bodies, part identities."""
 
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +13,8 @@ from delta_server.requests import (
     parse_disk_request,
     parse_query,
     part_id,
-    resolve_files,
 )
-from engine_ext.errors import DeltaError, MalformedPart, PathForbidden
+from engine_ext.errors import MalformedPart
 from engine_ext.wire import Manifest, decode_part
 
 from .rig import bare, delta_part, forged, fresh_weights, full_part
@@ -241,113 +238,3 @@ def test_metadata_and_query_must_agree(options: Options, full: bool) -> None:
         part_id(manifest(body), "", options)
     in_part, in_request = (8, 9) if options.weight_version else (6, 5)
     assert caught.value.operands == {"in_part": in_part, "in_request": in_request}
-
-
-# Paths ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def outside(tmp_path: Path) -> Path:
-    """A folder beside the root, whose name starts with the root's."""
-    folder = Path(os.path.realpath(tmp_path)) / "root-of-another"
-    folder.mkdir()
-    (folder / "a.safetensors").touch()
-    return folder
-
-
-def resolve(folder: Path | str, files: list[str] | None, *roots: Path) -> list[Path]:
-    return resolve_files(DiskRequest(model_path=str(folder), files=files), [str(r) for r in roots])
-
-
-def test_named_files(root: Path) -> None:
-    (root / "step").mkdir()
-    assert resolve(root, ["b", "a", "step/c"], root) == [root / "b", root / "a", root / "step/c"]
-
-
-def test_a_path_may_leave_its_folder_within_the_root(root: Path) -> None:
-    (root / "step").mkdir()
-    assert resolve(root / "step", ["../a"], root) == [root / "a"]
-    assert resolve(root / "step", [str(root / "b")], root) == [root / "b"]
-
-
-def test_without_names_all_safetensors_in_order(root: Path) -> None:
-    for name in ("b.safetensors", "a.safetensors", "readme.txt", "c.safetensors.sig"):
-        (root / name).touch()
-    assert resolve(root, None, root) == [root / "a.safetensors", root / "b.safetensors"]
-
-
-def test_several_roots(root: Path, outside: Path) -> None:
-    assert resolve(outside, ["a"], root, outside) == [outside / "a"]
-
-
-@pytest.mark.parametrize("files", [None, [], ["a"]])
-def test_without_a_root_nothing_is_served(root: Path, files: list[str] | None) -> None:
-    with pytest.raises(PathForbidden, match="no --delta-root"):
-        resolve(root, files)
-
-
-@pytest.mark.parametrize(
-    ("folder", "files"),
-    [
-        ("../root-of-another", None),
-        ("../root-of-another", ["a.safetensors"]),
-        (".", ["../root-of-another/a.safetensors"]),
-        (".", ["a", "../root-of-another/a.safetensors"]),
-        (".", ["/etc/passwd"]),
-        (".", [".."]),
-        ("..", None),
-        ("/", ["root/a"]),
-        ("link-to-folder", None),
-        ("link-to-folder", ["a.safetensors"]),
-        (".", ["link-to-folder/a.safetensors"]),
-        (".", ["link-to-file.safetensors"]),
-        (".", None),
-    ],
-)
-def test_nothing_outside_the_root_is_served(
-    root: Path, outside: Path, folder: str, files: list[str] | None
-) -> None:
-    (root / "link-to-folder").symlink_to(outside)
-    (root / "link-to-file.safetensors").symlink_to(outside / "a.safetensors")
-    with pytest.raises(PathForbidden) as caught:
-        resolve(root / folder, files, root)
-    assert str(outside) not in caught.value.message
-
-
-def test_links_within_the_root_are_followed(root: Path) -> None:
-    (root / "a.safetensors").touch()
-    (root / "latest.safetensors").symlink_to("a.safetensors")
-    assert resolve(root, ["latest.safetensors"], root) == [root / "a.safetensors"]
-
-
-def test_a_relative_folder_is_below_the_working_directory(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(root)
-    assert resolve("", ["a"], root) == [root / "a"]
-    with pytest.raises(PathForbidden):
-        resolve("..", ["a"], root)
-
-
-@pytest.mark.parametrize(
-    ("folder", "files"),
-    [
-        (".", []),
-        ("empty", None),
-        ("absent", None),
-        (".", ["a", "a"]),
-        (".", ["a\0b"]),
-        ("a\0b", ["a"]),
-    ],
-)
-def test_what_names_no_files(root: Path, folder: str, files: list[str] | None) -> None:
-    (root / "empty").mkdir()
-    with pytest.raises(MalformedPart):
-        resolve(f"{root}/{folder}", files, root)
-
-
-def test_a_loop_of_links_does_not_hang(root: Path) -> None:
-    (root / "one").symlink_to("two")
-    (root / "two").symlink_to("one")
-    with pytest.raises(DeltaError):
-        resolve(root / "one", None, root)

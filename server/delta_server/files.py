@@ -1,0 +1,116 @@
+"""The files that a disk request names: found and opened below the allowed folders, or not at all.
+
+A path is resolved first, and its links may lead anywhere below a root. The resolved path is then
+walked down from the root without following any link, so that one that is put in its way after it
+was checked leads nowhere.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from delta_server.requests import DiskRequest
+from engine_ext.errors import MalformedPart, PathForbidden
+
+_SUFFIX = ".safetensors"
+
+
+def resolve_files(request: DiskRequest, roots: Sequence[str]) -> list[Path]:
+    """The files of a disk request, with symlinks resolved.
+
+    Args:
+        request: its `files` are names in `model_path`; without any, all ``*.safetensors``.
+        roots: real paths of the folders below which files may lie.
+
+    Raises:
+        PathForbidden: a file lies outside every root, or there is no root.
+        MalformedPart: there is no file.
+    """
+    if not roots:
+        raise PathForbidden("disk requests are refused: the engine has no --delta-root")
+    if any("\0" in name for name in (request.model_path, *(request.files or ()))):
+        raise MalformedPart("a path has a NUL character")
+    folder = Path(os.path.realpath(request.model_path))
+    _root_of(folder, roots)
+    names = request.files
+    if names is None:
+        names = sorted(name for name in _names_in(folder, roots) if name.endswith(_SUFFIX))
+    if not names:
+        raise MalformedPart(f"no files to apply in {folder.name}")
+    if len(set(names)) != len(names):
+        raise MalformedPart("a file is named twice")
+    paths = [Path(os.path.realpath(folder / name)) for name in names]
+    for path in paths:
+        _root_of(path, roots)
+    return paths
+
+
+def open_file(path: Path, roots: Sequence[str]) -> BinaryIO:
+    """Open a file of `resolve_files`, unbuffered.
+
+    Args:
+        path: real path of the file.
+        roots: as of `resolve_files`.
+
+    Raises:
+        PathForbidden: it lies outside every root, or behind a link that was not there before.
+        MalformedPart: it cannot be read, or is not a regular file.
+    """
+    # A fifo that nobody writes to must not keep the opener waiting.
+    descriptor = _open_below(path, roots, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise MalformedPart(f"{path.name} is not a regular file", file=path.name)
+    return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def _names_in(folder: Path, roots: Sequence[str]) -> list[str]:
+    descriptor = _open_below(folder, roots, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        return os.listdir(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _root_of(path: Path, roots: Sequence[str]) -> str:
+    for root in roots:
+        if path.is_relative_to(root):
+            return root
+    raise PathForbidden("the path is not below a --delta-root")
+
+
+def _open_below(path: Path, roots: Sequence[str], flags: int) -> int:
+    """A descriptor of a real path, reached from its root without following a link."""
+    root = _root_of(path, roots)
+    names = path.relative_to(root).parts
+    descriptor = _open(root, os.O_PATH | os.O_DIRECTORY if names else flags, None, path)
+    for number, name in enumerate(names, 1):
+        step = flags if number == len(names) else os.O_PATH | os.O_DIRECTORY
+        try:
+            inner = _open(name, step | os.O_NOFOLLOW, descriptor, path)
+        finally:
+            os.close(descriptor)
+        descriptor = inner
+    return descriptor
+
+
+def _open(name: str, flags: int, folder: int | None, path: Path) -> int:
+    try:
+        return os.open(name, flags | os.O_CLOEXEC, dir_fd=folder)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR) and _is_link(name, folder):
+            raise PathForbidden("the path leads through a link that was not there before") from None
+        message = f"cannot read {path.name}: {error.strerror}"
+        raise MalformedPart(message, file=path.name) from error
+
+
+def _is_link(name: str, folder: int | None) -> bool:
+    try:
+        return stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+    except OSError:
+        return False

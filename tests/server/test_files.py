@@ -1,0 +1,242 @@
+"""The files of a disk request: which are found, which are opened, and what may be swapped."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from delta_server import files
+from delta_server.files import open_file, resolve_files
+from delta_server.requests import DiskRequest
+from engine_ext.errors import DeltaError, MalformedPart, PathForbidden
+
+from .rig import DELTA, Rig, assert_error, delta_part
+
+# Which files ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    """A folder beside the root, whose name starts with the root's."""
+    folder = Path(os.path.realpath(tmp_path)) / "root-of-another"
+    folder.mkdir()
+    (folder / "a.safetensors").touch()
+    return folder
+
+
+def resolve(folder: Path | str, files: list[str] | None, *roots: Path) -> list[Path]:
+    return resolve_files(DiskRequest(model_path=str(folder), files=files), [str(r) for r in roots])
+
+
+def test_named_files(root: Path) -> None:
+    (root / "step").mkdir()
+    assert resolve(root, ["b", "a", "step/c"], root) == [root / "b", root / "a", root / "step/c"]
+
+
+def test_a_path_may_leave_its_folder_within_the_root(root: Path) -> None:
+    (root / "step").mkdir()
+    assert resolve(root / "step", ["../a"], root) == [root / "a"]
+    assert resolve(root / "step", [str(root / "b")], root) == [root / "b"]
+
+
+def test_without_names_all_safetensors_in_order(root: Path) -> None:
+    for name in ("b.safetensors", "a.safetensors", "readme.txt", "c.safetensors.sig"):
+        (root / name).touch()
+    assert resolve(root, None, root) == [root / "a.safetensors", root / "b.safetensors"]
+
+
+def test_several_roots(root: Path, outside: Path) -> None:
+    assert resolve(outside, ["a"], root, outside) == [outside / "a"]
+
+
+@pytest.mark.parametrize("files", [None, [], ["a"]])
+def test_without_a_root_nothing_is_served(root: Path, files: list[str] | None) -> None:
+    with pytest.raises(PathForbidden, match="no --delta-root"):
+        resolve(root, files)
+
+
+@pytest.mark.parametrize(
+    ("folder", "files"),
+    [
+        ("../root-of-another", None),
+        ("../root-of-another", ["a.safetensors"]),
+        (".", ["../root-of-another/a.safetensors"]),
+        (".", ["a", "../root-of-another/a.safetensors"]),
+        (".", ["/etc/passwd"]),
+        (".", [".."]),
+        ("..", None),
+        ("/", ["root/a"]),
+        ("link-to-folder", None),
+        ("link-to-folder", ["a.safetensors"]),
+        (".", ["link-to-folder/a.safetensors"]),
+        (".", ["link-to-file.safetensors"]),
+        (".", None),
+    ],
+)
+def test_nothing_outside_the_root_is_served(
+    root: Path, outside: Path, folder: str, files: list[str] | None
+) -> None:
+    (root / "link-to-folder").symlink_to(outside)
+    (root / "link-to-file.safetensors").symlink_to(outside / "a.safetensors")
+    with pytest.raises(PathForbidden) as caught:
+        resolve(root / folder, files, root)
+    assert str(outside) not in caught.value.message
+
+
+def test_links_within_the_root_are_followed(root: Path) -> None:
+    (root / "a.safetensors").touch()
+    (root / "latest.safetensors").symlink_to("a.safetensors")
+    assert resolve(root, ["latest.safetensors"], root) == [root / "a.safetensors"]
+
+
+def test_a_relative_folder_is_below_the_working_directory(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(root)
+    assert resolve("", ["a"], root) == [root / "a"]
+    with pytest.raises(PathForbidden):
+        resolve("..", ["a"], root)
+
+
+@pytest.mark.parametrize(
+    ("folder", "files"),
+    [
+        (".", []),
+        ("empty", None),
+        ("absent", None),
+        (".", ["a", "a"]),
+        (".", ["a\0b"]),
+        ("a\0b", ["a"]),
+    ],
+)
+def test_what_names_no_files(root: Path, folder: str, files: list[str] | None) -> None:
+    (root / "empty").mkdir()
+    with pytest.raises(MalformedPart):
+        resolve(f"{root}/{folder}", files, root)
+
+
+def test_a_loop_of_links_does_not_hang(root: Path) -> None:
+    (root / "one").symlink_to("two")
+    (root / "two").symlink_to("one")
+    with pytest.raises(DeltaError):
+        resolve(root / "one", None, root)
+
+
+# Opening them --------------------------------------------------------------------------------
+
+
+def _directory(path: Path) -> None:
+    path.mkdir()
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+
+
+@pytest.mark.parametrize("make", [_directory, os.mkfifo, _socket, lambda path: None])
+def test_what_is_no_regular_file_is_refused_at_once(root: Path, make: Any) -> None:
+    source = root / "part"
+    make(source)
+    with pytest.raises(MalformedPart) as caught:
+        open_file(source, [str(root)])
+    assert caught.value.operands == {"file": "part"}
+    assert str(root) not in caught.value.message
+
+
+@pytest.mark.parametrize("device", ["/dev/zero", "/dev/null", "/dev/full"])
+def test_devices_are_refused_at_once(device: str) -> None:
+    with pytest.raises(MalformedPart, match="not a regular file"):
+        open_file(Path(device), ["/dev"])
+
+
+def test_what_is_opened_is_read_from_its_start(root: Path) -> None:
+    (root / "step").mkdir()
+    (root / "step" / "a").write_bytes(b"bytes")
+    with open_file(root / "step" / "a", [str(root)]) as file:
+        assert file.read() == b"bytes"
+        assert not os.get_inheritable(file.fileno())
+
+
+def test_no_descriptor_is_left(root: Path) -> None:
+    (root / "one" / "two").mkdir(parents=True)
+    (root / "one" / "two" / "a").touch()
+    (root / "link").symlink_to(root / "one")
+    before = len(os.listdir("/proc/self/fd"))
+    open_file(root / "one" / "two" / "a", [str(root)]).close()
+    for path in ("one/two", "one/absent/a", "one/two/a/b", "link/two/a", "link"):
+        with pytest.raises(DeltaError):
+            open_file(root / path, [str(root)])
+    with pytest.raises(MalformedPart):
+        resolve(root / "one", None, root)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_nothing_outside_is_opened(root: Path, outside: Path) -> None:
+    with pytest.raises(PathForbidden):
+        open_file(outside / "a.safetensors", [str(root)])
+
+
+Swap = Callable[[Path, Path], None]
+
+
+def _link_to_file(root: Path, outside: Path) -> None:
+    (root / "step" / "a.safetensors").unlink()
+    (root / "step" / "a.safetensors").symlink_to(outside / "a.safetensors")
+
+
+def _link_to_folder(root: Path, outside: Path) -> None:
+    (root / "step").rename(root / "gone")
+    (root / "step").symlink_to(outside)
+
+
+@pytest.mark.parametrize("swap", [_link_to_file, _link_to_folder])
+@pytest.mark.parametrize("named", [["a.safetensors"], None], ids=["named", "all"])
+def test_a_link_that_is_swapped_in_is_not_followed(
+    disk_rig: Rig,
+    root: Path,
+    outside: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    swap: Swap,
+    named: list[str] | None,
+) -> None:
+    """Between the check of a path and its opening."""
+    (root / "step").mkdir()
+    for folder in (root / "step", outside):
+        (folder / "a.safetensors").write_bytes(delta_part())
+    swapped = []
+    walk = files._open_below
+
+    def open_below(path: Path, roots: Any, flags: int) -> int:
+        if path.suffix and not swapped:
+            swapped.append(path)
+            swap(root, outside)
+        return walk(path, roots, flags)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "_open_below", open_below)
+        response = disk_rig.disk(root / "step", *(named or []), path=DELTA)
+    assert swapped == [root / "step" / "a.safetensors"]
+    assert_error(response, 403, "PathForbidden")
+    assert str(outside) not in response.text
+    disk_rig.assert_untouched()
+
+
+def test_a_folder_that_is_swapped_is_not_listed(
+    root: Path, outside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / "step").mkdir()
+    walk = files._open_below
+
+    def open_below(path: Path, roots: Any, flags: int) -> int:
+        _link_to_folder(root, outside)
+        return walk(path, roots, flags)
+
+    monkeypatch.setattr(files, "_open_below", open_below)
+    with pytest.raises(PathForbidden):
+        resolve(root / "step", None, root)
