@@ -1,5 +1,8 @@
 """The spool: where a body is kept between its arrival and its staging on every rank.
 
+Its folder is locked for as long as its process lives, so that the next server to start can tell
+what a killed one has left behind from what a living one still needs.
+
 Bytes are checked while they arrive: a zstd frame is unwrapped under a bound, and the container's
 header and length are judged as soon as they are known. What lies in the spool afterwards is
 always a plain container, private to this process and removed with the `Spooled` that owns it.
@@ -8,7 +11,10 @@ always a plain container, private to this process and removed with the `Spooled`
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import fcntl
+import logging
 import mmap
 import os
 import shutil
@@ -23,6 +29,10 @@ from engine_ext.errors import SpoolFull, TooLarge, UploadTooSlow
 from engine_ext.wire import FrameReader, Header, Limits, PartGate
 from engine_ext.wire.identity import part_identity
 
+logger = logging.getLogger(__name__)
+
+# Not that of the first versions, whose living servers had no lock.
+_PREFIX = "delta-updates-spool-"
 _READ_BYTES = 1 << 20
 _SHARED_MEMORY = "/dev/shm"
 
@@ -81,8 +91,9 @@ class Spool:
     def __init__(self, directory: str | None, limits: Limits) -> None:
         self._limits = limits
         parent = directory or _default_parent(limits.max_part_bytes)
-        self.directory = Path(tempfile.mkdtemp(prefix="delta-spool-", dir=parent))
-        self._cleaner = weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
+        _remove_dead(parent)
+        self.directory, lock = _make_locked(parent)
+        self._cleaner = weakref.finalize(self, _remove, self.directory, lock)
 
     def close(self) -> None:
         """Remove the folder and everything in it."""
@@ -186,6 +197,54 @@ def _spool_error(error: OSError) -> Exception:
             "smaller parts"
         )
     return error
+
+
+def _make_locked(parent: str) -> tuple[Path, int]:
+    """A new private folder, and the descriptor that holds its lock until it is closed."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # a server that starts just now took it for a dead one's
+        # Where locks are not known nobody gets one, and so nobody removes anything.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if _is_at(lock, folder):
+            return folder, lock
+        os.close(lock)
+
+
+def _remove(folder: Path, lock: int) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)
+
+
+def _remove_dead(parent: str) -> None:
+    """Remove the spools of this user whose processes are gone."""
+    for folder in Path(parent).glob(f"{_PREFIX}*"):
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue  # another user's, no folder, or gone
+        try:
+            if os.fstat(lock).st_uid == os.geteuid():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_at(lock, folder):
+                    logger.warning("removing the spool of a server that was killed: %s", folder)
+                    shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            continue  # its server lives
+        finally:
+            os.close(lock)
+
+
+def _is_at(descriptor: int, folder: Path) -> bool:
+    try:
+        found = os.lstat(folder)
+    except OSError:
+        return False
+    return os.path.samestat(found, os.fstat(descriptor))
 
 
 def _default_parent(needed: int) -> str:

@@ -7,7 +7,10 @@ import errno
 import gc
 import os
 import shutil
+import signal
 import stat
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,6 +83,122 @@ def test_the_folder_goes_with_the_spool(tmp_path: Path) -> None:
     Spool(str(tmp_path), LIMITS)
     gc.collect()
     assert list(tmp_path.iterdir()) == []
+
+
+KILLED = """
+import os, signal, sys
+from delta_server.spool import Spool
+from engine_ext.wire import Limits
+spool = Spool(sys.argv[1], Limits())
+(spool.directory / "part.safetensors").write_bytes(b"left behind")
+print(spool.directory, flush=True)
+if sys.argv[2] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.stdin.read()
+"""
+
+
+def another_server(parent: Path, fate: str) -> tuple[subprocess.Popen[str], Path]:
+    """A process with a spool of its own, and that spool."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(parent), fate],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_what_a_killed_server_left_goes_when_the_next_one_starts(tmp_path: Path) -> None:
+    killed, its = another_server(tmp_path, "killed")
+    assert killed.wait(10) == -signal.SIGKILL
+    assert (its / "part.safetensors").exists()
+    living, other = another_server(tmp_path, "living")
+    assert not its.exists()
+    mine = Spool(str(tmp_path), LIMITS)
+    assert (other / "part.safetensors").exists()
+    living.communicate("", timeout=10)
+    assert not other.exists()  # it has ended in order
+    assert list(tmp_path.iterdir()) == [mine.directory]
+    mine.close()
+
+
+def test_only_spools_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "somebody's").mkdir()
+    (tmp_path / "delta-spool-without-a-lock").mkdir()  # as the first versions made them
+    target = tmp_path / "delta-elsewhere"
+    target.mkdir()
+    (target / "kept").touch()
+    (tmp_path / "delta-updates-spool-link").symlink_to(target)
+    (tmp_path / "delta-updates-spool-file").touch()
+    Spool(str(tmp_path), LIMITS).close()
+    left = {path.name for path in tmp_path.iterdir()}
+    left.remove("delta-spool-without-a-lock")
+    assert left == {"somebody's", "delta-elsewhere"} | {
+        f"delta-updates-spool-{kind}" for kind in ("link", "file")
+    }
+    assert (target / "kept").exists()
+
+
+def test_another_users_spool_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = tmp_path / "delta-updates-spool-theirs"
+    theirs.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(spool_module.os, "geteuid", lambda: os.getuid() + 1)
+        Spool(str(tmp_path), LIMITS).close()
+    assert theirs.exists()
+    Spool(str(tmp_path), LIMITS).close()
+    assert not theirs.exists()
+
+
+def test_where_nothing_can_be_locked_nothing_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(spool_module.fcntl, "flock", flock)
+    one = Spool(str(tmp_path), LIMITS)
+    other = Spool(str(tmp_path), LIMITS)
+    assert one.directory.exists()
+    one.close()
+    other.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_new_folder_that_another_server_takes_for_a_dead_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is removed before it is locked; then another is made."""
+    make, removed = spool_module.tempfile.mkdtemp, []
+
+    def mkdtemp(**options: Any) -> str:
+        folder = make(**options)
+        if len(removed) < 2:
+            removed.append(folder)
+            os.rmdir(folder)
+            if len(removed) == 2:
+                os.mkdir(folder + "-other")
+                monkeypatch.setattr(spool_module.os, "open", opening(folder + "-other"))
+        return str(folder)
+
+    def opening(other: str) -> Any:
+        original = os.open
+
+        def opened(path: Any, *arguments: Any, **options: Any) -> int:
+            monkeypatch.setattr(spool_module.os, "open", original)
+            return original(other, *arguments, **options)
+
+        return opened
+
+    monkeypatch.setattr(spool_module.tempfile, "mkdtemp", mkdtemp)
+    spool = Spool(str(tmp_path), LIMITS)
+    assert len(removed) == 2
+    assert spool.directory.exists()
+    assert str(spool.directory) not in removed
+    spool.close()
 
 
 def test_two_spools_share_a_parent(tmp_path: Path, spool: Spool) -> None:
