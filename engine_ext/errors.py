@@ -18,6 +18,7 @@ answered with and the state the engine is in afterwards::
     ├── TooLarge               413  body or declared size over a limit
     ├── UnsupportedMedia       415  content type or content encoding
     ├── NotUpdatable           422  unknown tensor, wrong shape or dtype, bad index, inexact tensor
+    ├── TooManyUploads         429  as many as are allowed are being taken; retry later
     ├── SpoolFull              507  no room for the body
     ├── WriteUndone            500  the write failed, and every rank was put back
     ├── PublishFailed          500  committed, but the engine did not go on: send it again
@@ -92,7 +93,7 @@ class PathForbidden(DeltaError):
 
 
 class UploadTooSlow(DeltaError):
-    """The body stalled for longer than the stage timeout."""
+    """The body stalled for longer than the stage timeout, or came too slowly on the whole."""
 
     status = 408
 
@@ -135,6 +136,12 @@ class NotUpdatable(DeltaError):
     """A tensor that this engine does not hold, or cannot update exactly."""
 
     status = 422
+
+
+class TooManyUploads(DeltaError):
+    """Others are being taken; ``retry_after`` says in how many seconds to try again."""
+
+    status = 429
 
 
 class SpoolFull(DeltaError):

@@ -30,6 +30,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         roots: folders below which disk requests may read.
         spool_dir: where bodies are kept while they are staged; None picks one.
         max_body_bytes: largest decompressed part.
+        max_uploads: updates that one HTTP process takes at once.
+        min_upload_rate: bytes per second that a body must come with, on the whole.
         stage_timeout: seconds a staged sync keeps others out, and a body may stall.
         base_version: version of the freshly loaded weights.
         apply: ``scatter``, ``masked``, or ``auto``, which scatters.
@@ -42,6 +44,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     roots: tuple[str, ...] = ()
     spool_dir: str | None = None
     max_body_bytes: int = 4 << 30
+    max_uploads: int = 16
+    min_upload_rate: int = 64 << 10
     stage_timeout: float = 60.0
     base_version: int = 0
     apply: Literal["auto", "scatter", "masked"] = "auto"
@@ -194,6 +198,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help="The largest part that is taken, decompressed "
         f"(default: {defaults.max_body_bytes >> 30}G).",
+    )
+    group.add_argument(
+        "--delta-max-uploads",
+        type=_parse_positive,
+        default=argparse.SUPPRESS,
+        metavar="N",
+        help="Updates that one HTTP process takes at once; more are answered 429 "
+        f"(default: {defaults.max_uploads}).",
+    )
+    group.add_argument(
+        "--delta-min-upload-rate",
+        type=parse_size,
+        default=argparse.SUPPRESS,
+        metavar="BYTES",
+        help="Bytes per second that a body must come with, on the whole "
+        f"(default: {defaults.min_upload_rate >> 10}K).",
     )
     group.add_argument(
         "--delta-stage-timeout",

@@ -42,7 +42,7 @@ class _Unreachable(SyncFailed):
 
 
 class _Busy(SyncFailed):
-    """Another sync has parts staged; ``error["retry_after"]`` is in seconds."""
+    """Another sync has parts staged, or too many arrive; ``error["retry_after"]`` is in seconds."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _refusal(response: httpx.Response) -> SyncFailed:
         kind = _Unreachable if status in (502, 503, 504) else SyncFailed
         return kind(f"HTTP {status}: {response.text[:200]}", status)
     message = f"HTTP {status}: {error.get('type')}: {error.get('message')}"
-    if error.get("type") != "SyncInProgress":
+    if error.get("type") not in ("SyncInProgress", "TooManyUploads"):
         return SyncFailed(message, status, error)
     header = response.headers.get("Retry-After", "")
     seconds = max(0.1, float(header)) if header.isdecimal() else 1.0

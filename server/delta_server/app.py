@@ -17,7 +17,7 @@ from delta_server.access import check_access
 from delta_server.files import resolve_files
 from delta_server.requests import DiskRequest, parse_disk_request, parse_query
 from delta_server.service import DeltaService
-from delta_server.spool import unstalled
+from delta_server.uploads import arriving
 from engine_ext.errors import (
     DeltaError,
     EngineUncertain,
@@ -116,32 +116,34 @@ async def _update(request: Request) -> dict[str, Any]:
         raise UnsupportedMedia("a Content-Encoding is not taken; use the encoding deltas_zstd")
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type == "application/json":
-        disk_request = parse_disk_request(await _json_body(request, service))
-        return await _apply_files(service, disk_request, request)
+        with service.slots.one():
+            disk_request = parse_disk_request(await _json_body(request, service))
+            return await _apply_files(service, disk_request, request)
     if content_type != "application/octet-stream":
         raise UnsupportedMedia(
             f"Content-Type is application/octet-stream or application/json, not {content_type!r}"
         )
     options = parse_query(request.query_params)
-    start = time.perf_counter()
-    spooled = await service.spool.receive(
-        request.stream(), _content_length(request), service.settings.stage_timeout
-    )
-    receive_ms = (time.perf_counter() - start) * 1e3
-    # A sender that hangs up must not stop a commit half-way.
-    return await asyncio.shield(
-        asyncio.ensure_future(service.apply_body(spooled, options, receive_ms))
-    )
+    with service.slots.one():
+        start = time.perf_counter()
+        length = _content_length(request)
+        spooled = await service.spool.receive(request.stream(), length, service.pace)
+        receive_ms = (time.perf_counter() - start) * 1e3
+        # A sender that hangs up must not stop a commit half-way.
+        return await asyncio.shield(
+            asyncio.ensure_future(service.apply_body(spooled, options, receive_ms))
+        )
 
 
 async def _update_from_disk(request: Request) -> dict[str, Any]:
     service = _service(request)
-    disk_request = parse_disk_request(await _json_body(request, service))
-    if disk_request.load_format != "delta":
-        raise MalformedPart(
-            f"load_format {disk_request.load_format!r} is not served here; use 'delta'"
-        )
-    return await _apply_files(service, disk_request, request)
+    with service.slots.one():
+        disk_request = parse_disk_request(await _json_body(request, service))
+        if disk_request.load_format != "delta":
+            raise MalformedPart(
+                f"load_format {disk_request.load_format!r} is not served here; use 'delta'"
+            )
+        return await _apply_files(service, disk_request, request)
 
 
 async def _apply_files(
@@ -166,7 +168,7 @@ def _content_length(request: Request) -> int | None:
 
 async def _json_body(request: Request, service: DeltaService) -> bytes:
     body = bytearray()
-    async for chunk in unstalled(request.stream(), service.settings.stage_timeout):
+    async for chunk in arriving(request.stream(), service.pace):
         body += chunk
         if len(body) > _MAX_JSON_BYTES:
             raise TooLarge(f"the JSON body is over {_MAX_JSON_BYTES} bytes", limit=_MAX_JSON_BYTES)

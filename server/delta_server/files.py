@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 from delta_server.requests import DiskRequest
-from engine_ext.errors import MalformedPart, PathForbidden
+from engine_ext.errors import MalformedPart, PathForbidden, TooLarge
+from engine_ext.wire import Limits
 
 _SUFFIX = ".safetensors"
+_MAX_FILES = Limits().max_parts
 
 
 def resolve_files(request: DiskRequest, roots: Sequence[str]) -> list[Path]:
@@ -30,6 +32,7 @@ def resolve_files(request: DiskRequest, roots: Sequence[str]) -> list[Path]:
     Raises:
         PathForbidden: a file lies outside every root, or there is no root.
         MalformedPart: there is no file.
+        TooLarge: there are more than a sync has parts.
     """
     if not roots:
         raise PathForbidden("disk requests are refused: the engine has no --delta-root")
@@ -42,6 +45,8 @@ def resolve_files(request: DiskRequest, roots: Sequence[str]) -> list[Path]:
         names = sorted(name for name in _names_in(folder, roots) if name.endswith(_SUFFIX))
     if not names:
         raise MalformedPart(f"no files to apply in {folder.name}")
+    if len(names) > _MAX_FILES:
+        raise TooLarge(f"{len(names)} files in one request", limit=_MAX_FILES)
     if len(set(names)) != len(names):
         raise MalformedPart("a file is named twice")
     paths = [Path(os.path.realpath(folder / name)) for name in names]

@@ -22,6 +22,7 @@ from delta_server.commits import Commits, Engine, call, sum_by_name, total_diges
 from delta_server.files import open_file
 from delta_server.requests import Options, part_id
 from delta_server.spool import Spool, Spooled
+from delta_server.uploads import Pace, Slots
 from engine_ext.digest import Digest
 from engine_ext.errors import CommitFailed, DeltaError, MalformedPart, NotUpdatable
 from engine_ext.settings import Settings
@@ -43,6 +44,8 @@ class DeltaService:
     Attributes:
         commits: what pauses the engine; knows whether generation may be served.
         spool: where bodies are kept.
+        pace: how slowly bodies may come.
+        slots: how many updates are taken at once.
     """
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
@@ -50,6 +53,8 @@ class DeltaService:
         self.commits = Commits(engine)
         self._engine = engine
         self.spool = Spool(settings.spool_dir, Limits(max_part_bytes=settings.max_body_bytes))
+        self.pace = Pace(settings.stage_timeout, settings.min_upload_rate)
+        self.slots = Slots(settings.max_uploads)
         self._handling: weakref.WeakValueDictionary[str, asyncio.Lock] = (
             weakref.WeakValueDictionary()
         )

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from engine_ext.errors import SpoolFull, TooLarge, UploadTooSlow
+from delta_server.uploads import Pace, arriving
+from engine_ext.errors import SpoolFull, TooLarge
 from engine_ext.wire import FrameReader, Header, Limits, PartGate
 from engine_ext.wire.identity import part_identity
 
@@ -35,27 +36,6 @@ logger = logging.getLogger(__name__)
 _PREFIX = "delta-updates-spool-"
 _READ_BYTES = 1 << 20
 _SHARED_MEMORY = "/dev/shm"
-
-
-async def unstalled(chunks: AsyncIterator[bytes], timeout: float) -> AsyncIterator[bytes]:
-    """The chunks of a body, as long as it does not stall.
-
-    Args:
-        chunks: the body.
-        timeout: seconds that may pass between two chunks.
-
-    Raises:
-        UploadTooSlow: no chunk came for that long.
-    """
-    iterator = chunks.__aiter__()
-    while True:
-        try:
-            chunk = await asyncio.wait_for(anext(iterator), timeout)
-        except StopAsyncIteration:
-            return
-        except asyncio.TimeoutError:
-            raise UploadTooSlow(f"no byte of the body came for {timeout:g} s") from None
-        yield chunk
 
 
 @dataclass(slots=True)
@@ -100,14 +80,14 @@ class Spool:
         self._cleaner()
 
     async def receive(
-        self, chunks: AsyncIterator[bytes], declared: int | None, timeout: float
+        self, chunks: AsyncIterator[bytes], declared: int | None, pace: Pace
     ) -> Spooled:
         """Keep a body that streams in.
 
         Args:
             chunks: the body.
             declared: its Content-Length, if it has one.
-            timeout: seconds that may pass between two chunks.
+            pace: how slowly it may come.
 
         Raises:
             MalformedPart, TooLarge, UploadTooSlow, SpoolFull: the spool holds nothing of it.
@@ -118,7 +98,7 @@ class Spool:
                 limit=self._limits.max_part_bytes,
             )
         with self._writer() as writer:
-            async for chunk in unstalled(chunks, timeout):
+            async for chunk in arriving(chunks, pace):
                 writer.feed(chunk)
             return await asyncio.to_thread(writer.finish)
 

@@ -21,6 +21,8 @@ FLAGS = [
     "--delta-root",
     "--delta-spool-dir",
     "--delta-max-body-bytes",
+    "--delta-max-uploads",
+    "--delta-min-upload-rate",
     "--delta-stage-timeout",
     "--delta-base-version",
     "--delta-api-key",

@@ -394,8 +394,10 @@ def test_a_commit_whose_answer_never_came_is_set_right_by_a_full_sync(naps: list
     assert engine.holds(model)
 
 
-def busy(retry_after: str | None = None) -> httpx.Response:
-    response = error(409, "SyncInProgress")
+def busy(
+    retry_after: str | None = None, status: int = 409, kind: str = "SyncInProgress"
+) -> httpx.Response:
+    response = error(status, kind)
     if retry_after is not None:
         response.headers["Retry-After"] = retry_after
     return response
@@ -406,11 +408,12 @@ def test_waits_as_long_as_the_engine_says(naps: list[float]) -> None:
     engine = Engine.of(model)
     sender = sender_of(engine, model)
     date = "Wed, 21 Oct 2026 07:28:00 GMT"
-    answers = [busy("7"), busy(), busy("0"), busy(date)]
+    many = busy("3", 429, "TooManyUploads")
+    answers = [busy("7"), busy(), busy("0"), busy(date), many]
     engine.faults = {number: sends(answer) for number, answer in enumerate(answers)}
     train(model)
     assert not sender.sync(model.items()).full
-    assert naps == [7.0, 1.0, 0.1, 1.0]
+    assert naps == [7.0, 1.0, 0.1, 1.0, 3.0]
     assert engine.holds(model)
     assert len(set(engine.bodies)) == 1
 

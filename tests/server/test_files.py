@@ -13,7 +13,7 @@ import pytest
 from delta_server import files
 from delta_server.files import open_file, resolve_files
 from delta_server.requests import DiskRequest
-from engine_ext.errors import DeltaError, MalformedPart, PathForbidden
+from engine_ext.errors import DeltaError, MalformedPart, PathForbidden, TooLarge
 
 from .rig import DELTA, Rig, assert_error, delta_part
 
@@ -118,6 +118,14 @@ def test_what_names_no_files(root: Path, folder: str, files: list[str] | None) -
     (root / "empty").mkdir()
     with pytest.raises(MalformedPart):
         resolve(f"{root}/{folder}", files, root)
+
+
+def test_a_request_has_no_more_files_than_a_sync_has_parts(root: Path) -> None:
+    names = [str(number) for number in range(files._MAX_FILES + 1)]
+    assert len(resolve(root, names[1:], root)) == 1 << 16
+    with pytest.raises(TooLarge) as caught:
+        resolve(root, names, root)
+    assert caught.value.operands == {"limit": 1 << 16}
 
 
 def test_a_loop_of_links_does_not_hang(root: Path) -> None:

@@ -1,0 +1,150 @@
+"""How bodies may arrive: a slow one is given up, and so is one too many."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+
+import httpx
+import pytest
+
+from delta_server.uploads import Pace, Slots, arriving
+from engine_ext.errors import TooManyUploads, UploadTooSlow
+
+from .rig import (
+    DELTA,
+    FROM_DISK,
+    OTHER_STEP,
+    STATUS,
+    STEP,
+    Rig,
+    after,
+    assert_error,
+    delta_part,
+    fresh_weights,
+)
+
+OCTETS = {"Content-Type": "application/octet-stream"}
+
+
+async def steady(count: int, size: int, gap: float) -> AsyncIterator[bytes]:
+    """So many chunks of so many bytes, so many seconds apart."""
+    for _ in range(count):
+        await asyncio.sleep(gap)
+        yield bytes(size)
+
+
+def arrive(chunks: AsyncIterator[bytes], pace: Pace, busy: float = 0) -> int:
+    async def take() -> int:
+        taken = 0
+        async for chunk in arriving(chunks, pace):
+            taken += len(chunk)
+            time.sleep(busy)
+        return taken
+
+    return asyncio.run(take())
+
+
+def test_a_body_at_its_rate_may_take_as_long_as_it_likes() -> None:
+    assert arrive(steady(10, 100, 0.03), Pace(stall=0.2, rate=1000)) == 1000
+
+
+def test_a_body_below_its_rate_is_given_up() -> None:
+    """Though it never stalls: a byte now and then does not keep a place."""
+    start = time.monotonic()
+    with pytest.raises(UploadTooSlow, match="at least 1000 a second") as caught:
+        arrive(steady(1000, 1, 0.03), Pace(stall=0.2, rate=1000))
+    assert 0.2 <= time.monotonic() - start < 2
+    assert "only" in caught.value.message
+
+
+def test_a_body_that_stalls_is_given_up() -> None:
+    """Though it was fast before."""
+
+    async def stalling() -> AsyncIterator[bytes]:
+        yield bytes(1 << 20)
+        await asyncio.sleep(60)
+
+    start = time.monotonic()
+    with pytest.raises(UploadTooSlow, match=r"no byte of the body came for 0\.1 s"):
+        arrive(stalling(), Pace(stall=0.1, rate=1))
+    assert time.monotonic() - start < 2
+
+
+def test_what_is_done_with_the_chunks_does_not_count() -> None:
+    assert arrive(steady(5, 1, 0), Pace(stall=0.1, rate=1 << 20), busy=0.05) == 5
+
+
+def test_a_slow_body_is_answered(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(stage_timeout=0.1, min_upload_rate=1 << 20)
+
+    async def drip() -> AsyncIterator[bytes]:
+        for byte in delta_part():
+            await asyncio.sleep(0.02)
+            yield bytes([byte])
+
+    error = assert_error(rig.post(DELTA, content=drip(), headers=OCTETS), 408, "UploadTooSlow")
+    assert str(1 << 20) in error["message"]
+    rig.assert_untouched()
+
+
+# Too many ------------------------------------------------------------------------------------
+
+
+def test_slots() -> None:
+    slots = Slots(2)
+    with slots.one(), contextlib.suppress(KeyError), slots.one():
+        with pytest.raises(TooManyUploads) as caught, slots.one():
+            pass
+        raise KeyError
+    assert caught.value.operands == {"limit": 2, "retry_after": 1}
+    with slots.one(), slots.one():
+        pass
+
+
+@pytest.mark.parametrize("path", [DELTA, FROM_DISK])
+@pytest.mark.parametrize("content_type", ["application/octet-stream", "application/json"])
+def test_one_upload_too_many(make_rig: Callable[..., Rig], path: str, content_type: str) -> None:
+    """It is refused unread, and the others go on."""
+    rig = make_rig(max_uploads=2)
+    go_on = asyncio.Event()
+    arrived = []
+
+    async def slow(body: bytes) -> AsyncIterator[bytes]:
+        arrived.append(body[:40])
+        yield body[:40]
+        await go_on.wait()
+        yield body[40:]
+
+    async def unread() -> AsyncIterator[bytes]:
+        raise AssertionError("the body was read")
+        yield b""
+
+    async def scenario() -> list[httpx.Response]:
+        bodies = [
+            delta_part(OTHER_STEP, part=part, num_parts=2, sync_id="s", version=8)
+            for part in range(2)
+        ]
+        bodies[1] = delta_part({}, part=1, num_parts=2, sync_id="s", version=8)
+        sent = [asyncio.ensure_future(rig.sending(slow(body))) for body in bodies]
+        while len(arrived) < 2:
+            await asyncio.sleep(0.001)
+        refused = await rig.request(
+            "POST", path, content=unread(), headers={"Content-Type": content_type}
+        )
+        status = await rig.request("GET", STATUS)
+        go_on.set()
+        return [refused, status, *await asyncio.gather(*sent)]
+
+    refused, status, *taken = rig.run(scenario())
+    assert_error(refused, 429, "TooManyUploads", limit=2, retry_after=1)
+    assert refused.headers["Retry-After"] == "1"
+    assert status.status_code == 200
+    assert sorted(response.json()["status"] for response in taken) == ["committed", "staged"]
+    assert rig.status()["version"] == 8
+    assert rig.spooled() == []
+    rig.assert_committed(
+        rig.send(delta_part(version=9)), after(fresh_weights(), OTHER_STEP, STEP), version=9
+    )
