@@ -6,7 +6,7 @@ answered with and the state the engine is in afterwards::
     DeltaError
     ├── MalformedPart          400  truncated or malformed container, unknown encoding, bad version
     │   └── ChecksumMismatch   400  the bytes are not the ones the sender hashed
-    ├── Unauthorized           401  no token, or a wrong one
+    ├── Unauthorized           401  no token or signature, or a wrong one
     ├── LoopbackOnly           403  no token is set, and the client is not on this host
     ├── PathForbidden          403  a path outside every --delta-root
     ├── UploadTooSlow          408  the body did not arrive in time
@@ -75,7 +75,7 @@ class ChecksumMismatch(MalformedPart):
 
 
 class Unauthorized(DeltaError):
-    """No bearer token, or a wrong one."""
+    """No bearer token or signature of a part, or a wrong one."""
 
     status = 401
 

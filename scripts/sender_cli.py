@@ -18,6 +18,7 @@ from rich.progress import Progress
 from safetensors import SafetensorError, safe_open
 
 from engine_ext.wire.positions import ENCODINGS
+from engine_ext.wire.signature import HMAC_KEY_ENVIRONMENT, SIGNATURE_SUFFIX, sign
 from sender_engines import MultiSender, SomeFailed
 from sender_http import Options, Server
 from sender_link import SyncReport
@@ -51,7 +52,10 @@ class FolderServer(Server):
         if part == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-        (partial / f"rank0_flush{part:03d}.safetensors").write_bytes(body)
+        file = partial / f"rank0_flush{part:03d}.safetensors"
+        file.write_bytes(body)
+        if self._hmac_key is not None:
+            file.with_name(file.name + SIGNATURE_SUFFIX).write_text(sign(self._hmac_key, body))
         if last:
             partial.rename(final)  # a reader of the folder sees all parts or none
         return {"status": f"saved in {final}"}
@@ -75,6 +79,7 @@ class CheckpointSender(MultiSender):
             bucket_bytes=arguments.bucket_bytes,
             digest=not arguments.no_digest,
             api_key=arguments.api_key or os.environ.get("DELTA_API_KEY"),
+            hmac_key=os.environ.get(HMAC_KEY_ENVIRONMENT),
             pause_mode=arguments.pause_mode,
             flush_cache=not arguments.no_flush_cache,
         )
@@ -118,7 +123,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="Send the difference between two Hugging Face checkpoints (safetensors) to "
         "engines that hold the first one, as a sparse weight update.",
         epilog="Exit status: 0 done, 1 an engine refused or could not be reached (the others have "
-        "committed), 2 bad usage or unreadable or unlike checkpoints, 130 interrupted.",
+        "committed), 2 bad usage or unreadable or unlike checkpoints, 130 interrupted. With a key "
+        f"in {HMAC_KEY_ENVIRONMENT} the parts are signed.",
     )
     add = parser.add_argument
     add("--base", type=Path, metavar="DIR", help="checkpoint that the engine holds now")

@@ -174,6 +174,7 @@ class DeltaSender:
             is never split: a larger one travels alone.
         digest: Keep the model's digest, and send digests along if the engine has a plan.
         api_key: Bearer token.
+        hmac_key: Sign the parts with it, as an engine with ``DELTA_HMAC_KEY`` asks for.
         pause_mode, flush_cache: As the endpoint takes them.
         timeout: Seconds, for one request and for waiting until another sync is out of the way.
         client: Used in place of an own one, and not closed.
@@ -189,6 +190,7 @@ class DeltaSender:
         bucket_bytes: int = 256 << 20,
         digest: bool = True,
         api_key: str | None = None,
+        hmac_key: str | None = None,
         pause_mode: str = "keep",
         flush_cache: bool = True,
         timeout: float = 600.0,
@@ -203,6 +205,7 @@ class DeltaSender:
             bucket_bytes=bucket_bytes,
             digest=digest,
             api_key=api_key,
+            hmac_key=hmac_key,
             pause_mode=pause_mode,
             flush_cache=flush_cache,
             timeout=timeout,

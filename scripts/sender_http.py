@@ -10,6 +10,8 @@ from tenacity import RetryCallState, retry, retry_if_exception_type
 from tenacity.stop import stop_after_attempt, stop_before_delay
 from tenacity.wait import wait_random_exponential
 
+from engine_ext.wire.signature import SIGNATURE_HEADER, sign
+
 
 class SyncFailed(Exception):
     """The sync did not commit, as far as is known; the version is as before it.
@@ -53,6 +55,7 @@ class Options:
     bucket_bytes: int = 256 << 20
     digest: bool = True
     api_key: str | None = None
+    hmac_key: str | None = None
     pause_mode: str = "keep"
     flush_cache: bool = True
     timeout: float = 600.0
@@ -77,6 +80,7 @@ class Server:
         self._headers = {"Content-Type": "application/octet-stream"}
         if options.api_key is not None:
             self._headers["Authorization"] = f"Bearer {options.api_key}"
+        self._hmac_key = options.hmac_key
         self._owns_client = options.client is None
         self.client = options.client or httpx.Client(timeout=options.timeout)
 
@@ -102,7 +106,9 @@ class Server:
             stop=stop_before_delay(self._timeout),
             reraise=True,
         )
-        answer = when_free(self._request)("POST", "/update_weights_delta", self._query, body)
+        signed = {} if self._hmac_key is None else {SIGNATURE_HEADER: sign(self._hmac_key, body)}
+        post = when_free(self._request)
+        answer = post("POST", "/update_weights_delta", self._query, body, signed)
         # A part may be that of an earlier sync whose answer was lost.
         expected = ("committed" if last else "staged", "already_applied")
         if answer.get("status") not in expected or (last and answer.get("version") != version):
@@ -116,9 +122,14 @@ class Server:
         reraise=True,
     )
     def _request(
-        self, method: str, path: str, query: dict[str, str], body: bytes | None = None
+        self,
+        method: str,
+        path: str,
+        query: dict[str, str],
+        body: bytes | None = None,
+        headers: dict[str, str] | None = None,
     ) -> dict[str, Any]:
-        url, headers = self._url + path, self._headers
+        url, headers = self._url + path, {**self._headers, **(headers or {})}
         try:
             answer = self.client.request(method, url, params=query, headers=headers, content=body)
         except httpx.TransportError as error:

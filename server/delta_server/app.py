@@ -25,6 +25,7 @@ from engine_ext.errors import (
     TooLarge,
     UnsupportedMedia,
 )
+from engine_ext.wire.signature import SIGNATURE_HEADER, Verifier, signing_key
 
 logger = logging.getLogger(__name__)
 
@@ -124,10 +125,12 @@ async def _update(request: Request) -> dict[str, Any]:
             f"Content-Type is application/octet-stream or application/json, not {content_type!r}"
         )
     options = parse_query(request.query_params)
+    key = signing_key()
+    verifier = None if key is None else Verifier(key, request.headers.get(SIGNATURE_HEADER))
     with service.slots.one():
         start = time.perf_counter()
         length = _content_length(request)
-        spooled = await service.spool.receive(request.stream(), length, service.pace)
+        spooled = await service.spool.receive(request.stream(), length, service.pace, verifier)
         receive_ms = (time.perf_counter() - start) * 1e3
         # A sender that hangs up must not stop a commit half-way.
         return await asyncio.shield(

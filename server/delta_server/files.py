@@ -7,6 +7,7 @@ was checked leads nowhere.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -17,8 +18,10 @@ from typing import BinaryIO
 from delta_server.requests import DiskRequest
 from engine_ext.errors import MalformedPart, PathForbidden, TooLarge
 from engine_ext.wire import Limits
+from engine_ext.wire.signature import SIGNATURE_SUFFIX, Verifier, signing_key
 
 _SUFFIX = ".safetensors"
+_MAX_SIGNATURE_BYTES = 128
 _MAX_FILES = Limits().max_parts
 
 
@@ -72,6 +75,23 @@ def open_file(path: Path, roots: Sequence[str]) -> BinaryIO:
         os.close(descriptor)
         raise MalformedPart(f"{path.name} is not a regular file", file=path.name)
     return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def verifier_of(path: Path, roots: Sequence[str]) -> Verifier | None:
+    """What checks a part against the signature in the file beside it; None where none is asked for.
+
+    Raises:
+        Unauthorized: there is no signature.
+        PathForbidden: it is behind a link.
+    """
+    key = signing_key()
+    if key is None:
+        return None
+    given = None
+    with contextlib.suppress(MalformedPart):
+        with open_file(path.with_name(path.name + SIGNATURE_SUFFIX), roots) as file:
+            given = file.read(_MAX_SIGNATURE_BYTES).decode("ascii", "replace")
+    return Verifier(key, given)
 
 
 def _names_in(folder: Path, roots: Sequence[str]) -> list[str]:

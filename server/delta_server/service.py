@@ -19,7 +19,7 @@ import msgspec
 import xxhash
 
 from delta_server.commits import Commits, Engine, call, sum_by_name, total_digest
-from delta_server.files import open_file
+from delta_server.files import open_file, verifier_of
 from delta_server.requests import Options, part_id
 from delta_server.spool import Spool, Spooled
 from delta_server.uploads import Pace, Slots
@@ -201,8 +201,9 @@ class DeltaService:
         return spooled
 
     def _read_file(self, path: Path) -> Spooled:
+        verifier = verifier_of(path, self.settings.roots)
         with open_file(path, self.settings.roots) as source:
-            return self.spool.read(source)
+            return self.spool.read(source, verifier)
 
     async def _as_transaction(
         self, parts: list[PartId], spooled: list[Spooled]

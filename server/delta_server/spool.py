@@ -20,7 +20,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -29,6 +29,7 @@ from delta_server.uploads import Pace, arriving
 from engine_ext.errors import SpoolFull, TooLarge
 from engine_ext.wire import FrameReader, Header, Limits, PartGate
 from engine_ext.wire.identity import part_identity
+from engine_ext.wire.signature import Verifier, signing_key
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,9 @@ class Spool:
 
     def __init__(self, directory: str | None, limits: Limits) -> None:
         self._limits = limits
-        parent = directory or _default_parent(limits.max_part_bytes)
+        # A signed part is there twice for a moment.
+        room = limits.max_part_bytes * (1 if signing_key() is None else 2)
+        parent = directory or _default_parent(room)
         _remove_dead(parent)
         self.directory, lock = _make_locked(parent)
         self._cleaner = weakref.finalize(self, _remove, self.directory, lock)
@@ -80,7 +83,11 @@ class Spool:
         self._cleaner()
 
     async def receive(
-        self, chunks: AsyncIterator[bytes], declared: int | None, pace: Pace
+        self,
+        chunks: AsyncIterator[bytes],
+        declared: int | None,
+        pace: Pace,
+        verifier: Verifier | None = None,
     ) -> Spooled:
         """Keep a body that streams in.
 
@@ -88,37 +95,83 @@ class Spool:
             chunks: the body.
             declared: its Content-Length, if it has one.
             pace: how slowly it may come.
+            verifier: has its signature; nothing of the body is parsed before that is right.
 
         Raises:
-            MalformedPart, TooLarge, UploadTooSlow, SpoolFull: the spool holds nothing of it.
+            MalformedPart, Unauthorized, TooLarge, UploadTooSlow, SpoolFull: the spool holds
+                nothing of it.
         """
         if declared is not None and declared > self._limits.max_part_bytes:
             raise TooLarge(
                 f"the body has {declared} bytes, the limit is {self._limits.max_part_bytes}",
                 limit=self._limits.max_part_bytes,
             )
-        with self._writer() as writer:
+        with self._writer(verifier) as writer:
             async for chunk in arriving(chunks, pace):
                 writer.feed(chunk)
             return await asyncio.to_thread(writer.finish)
 
-    def read(self, source: BinaryIO) -> Spooled:
+    def read(self, source: BinaryIO, verifier: Verifier | None = None) -> Spooled:
         """Keep a copy of an open file, so that it cannot change while it is staged.
 
+        Args:
+            source: unbuffered.
+            verifier: has its signature; nothing of the file is parsed before that is right.
+
         Raises:
-            MalformedPart, TooLarge, SpoolFull: the spool holds nothing of it.
+            MalformedPart, Unauthorized, TooLarge, SpoolFull: the spool holds nothing of it.
         """
-        with self._writer() as writer:
+        with self._writer(verifier) as writer:
             for chunk in iter(lambda: source.read(_READ_BYTES), b""):
                 writer.feed(chunk)
             return writer.finish()
 
-    def _writer(self) -> _Writer:
+    def _writer(self, verifier: Verifier | None) -> _Writer | _Unverified:
         try:
+            if verifier is not None:
+                raw = tempfile.TemporaryFile(dir=self.directory, buffering=0)  # noqa: SIM115
+                return _Unverified(raw, verifier, self._limits.max_part_bytes, self.read)
             descriptor, name = tempfile.mkstemp(dir=self.directory, suffix=".safetensors")
         except OSError as error:
             raise _spool_error(error) from error
         return _Writer(Path(name), os.fdopen(descriptor, "wb", buffering=0), self._limits)
+
+
+class _Unverified:
+    """Keeps a part as it comes, and lets it be parsed once its signature is right.
+
+    Args:
+        file: nameless, so that it goes with its descriptor.
+        verifier: has the signature.
+        limit: bytes that the part may have.
+        parse: reads the part from the file.
+    """
+
+    def __init__(
+        self,
+        file: BinaryIO,
+        verifier: Verifier,
+        limit: int,
+        parse: Callable[[BinaryIO], Spooled],
+    ) -> None:
+        self._file, self._verifier, self._limit, self._parse = file, verifier, limit, parse
+        self._bytes = 0
+
+    def __enter__(self) -> _Unverified:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
+
+    def feed(self, chunk: bytes) -> None:
+        self._bytes = _within(self._bytes + len(chunk), self._limit)
+        self._verifier.feed(chunk)
+        _write_all(self._file, chunk)
+
+    def finish(self) -> Spooled:
+        self._verifier.finish()
+        self._file.seek(0)
+        return self._parse(self._file)
 
 
 class _Writer:
@@ -142,9 +195,7 @@ class _Writer:
             self._path.unlink(missing_ok=True)
 
     def feed(self, chunk: bytes) -> None:
-        self._wire_bytes += len(chunk)
-        if self._wire_bytes > self._limit:
-            raise TooLarge(f"the body is over the limit of {self._limit} bytes", limit=self._limit)
+        self._wire_bytes = _within(self._wire_bytes + len(chunk), self._limit)
         self._write(self._frame.feed(chunk))
 
     def finish(self) -> Spooled:
@@ -162,12 +213,22 @@ class _Writer:
     def _write(self, pieces: Iterable[bytes]) -> None:
         for piece in pieces:
             self._gate.feed(piece)
-            view = memoryview(piece)
-            try:
-                while view:
-                    view = view[self._file.write(view) :]
-            except OSError as error:
-                raise _spool_error(error) from error
+            _write_all(self._file, piece)
+
+
+def _within(size: int, limit: int) -> int:
+    if size > limit:
+        raise TooLarge(f"the body is over the limit of {limit} bytes", limit=limit)
+    return size
+
+
+def _write_all(file: BinaryIO, data: bytes) -> None:
+    view = memoryview(data)
+    try:
+        while view:
+            view = view[file.write(view) :]
+    except OSError as error:
+        raise _spool_error(error) from error
 
 
 def _spool_error(error: OSError) -> Exception:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from collections.abc import Callable, Iterator
 
 import httpx
@@ -217,6 +219,23 @@ def test_endpoint_query_and_token() -> None:
     assert dict(request.url.params) == {"pause_mode": "wait", "flush_cache": "false"}
     assert request.headers["Authorization"] == "Bearer k"
     assert request.headers["Content-Type"] == "application/octet-stream"
+
+
+def test_parts_are_signed_with_a_key(naps: list[float]) -> None:
+    """Over the bytes that are sent, also when they are sent again; a question is no part."""
+    model = model_of()
+    engine = Engine.of(model)
+    engine.faults = {0: breaks}
+    sender = sender_of(engine, model, hmac_key="k")
+    sender.sync(model.items())
+    assert len(engine.requests) == 2
+    for request in engine.requests:
+        expected = hmac.new(b"k", request.content, hashlib.sha256).hexdigest()
+        assert request.headers["X-Delta-Signature"] == expected
+    assert "X-Delta-Signature" not in engine.questions[0].headers
+    engine.requests.clear()
+    sender_of(engine, model).sync(model.items())
+    assert "X-Delta-Signature" not in engine.requests[0].headers
 
 
 def test_an_unknown_encoding_is_refused() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import hmac
 import json
 import os
 import subprocess
@@ -122,7 +124,8 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[httpx.Request]]
         monkeypatch.setattr(httpx, "Client", client)
         return requests
 
-    monkeypatch.delenv("DELTA_API_KEY", raising=False)
+    for name in ("DELTA_API_KEY", "DELTA_HMAC_KEY"):
+        monkeypatch.delenv(name, raising=False)
     return install
 
 
@@ -162,6 +165,26 @@ def test_options_reach_the_engine(
     monkeypatch.setenv("DELTA_API_KEY", "from-env")
     assert reference_sender.main(arguments) == 0
     assert requests[-1].headers["Authorization"] == "Bearer from-env"
+    assert "X-Delta-Signature" not in requests[-1].headers
+    monkeypatch.setenv("DELTA_HMAC_KEY", "key")
+    assert reference_sender.main(arguments) == 0
+    assert requests[-1].headers["X-Delta-Signature"] == signature(requests[-1].content)
+
+
+def signature(part: bytes) -> str:
+    return hmac.new(b"key", part, hashlib.sha256).hexdigest()
+
+
+def test_saved_parts_are_signed(
+    base: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DELTA_HMAC_KEY", "key")
+    arguments = ["--base", str(base), "--target", str(target), "--save", str(tmp_path / "log")]
+    assert reference_sender.main(arguments) == 0
+    parts = sorted((tmp_path / "log" / "weight_v000001").glob("*.safetensors"))
+    assert parts
+    for part in parts:
+        assert part.with_name(part.name + ".sig").read_text() == signature(part.read_bytes())
 
 
 def test_full_needs_no_base(

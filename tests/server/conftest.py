@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 
 from engine_ext.settings import API_KEY_ENVIRONMENT
+from engine_ext.wire.signature import HMAC_KEY_ENVIRONMENT
 
 from .rig import Rig
 
 
 @pytest.fixture(autouse=True)
-def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(API_KEY_ENVIRONMENT, raising=False)
+def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (API_KEY_ENVIRONMENT, HMAC_KEY_ENVIRONMENT):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture

@@ -1,0 +1,254 @@
+"""Signed parts: with a key, nothing that its holder has not signed is even looked at."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import hmac
+import os
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from delta_server import spool as spool_module
+from delta_server.spool import Spool
+from engine_ext.wire import Limits
+from engine_ext.wire.signature import HMAC_KEY_ENVIRONMENT
+
+from .rig import (
+    DELTA,
+    FROM_DISK,
+    MAX_BODY_BYTES,
+    STATUS,
+    STEP,
+    Rig,
+    after,
+    assert_error,
+    delta_part,
+    fresh_weights,
+    pieces,
+)
+
+KEY = "a key of both"
+NEXT = after(fresh_weights(), STEP)
+BODIES = {
+    "plain": delta_part(encoding="deltas"),
+    "zstd": delta_part(encoding="deltas_zstd"),
+}
+GOOD = BODIES["plain"]
+
+
+def signed(body: bytes, key: str = KEY) -> dict[str, str]:
+    mac = hmac.new(key.encode(), body, hashlib.sha256).hexdigest()
+    return {"X-Delta-Signature": mac}
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(HMAC_KEY_ENVIRONMENT, KEY)
+
+
+@pytest.fixture
+def unparsed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Whatever parses a byte of a part fails."""
+
+    def parsed(*arguments: Any) -> Any:
+        raise AssertionError("a byte was parsed")
+
+    for reader in (spool_module.FrameReader, spool_module.PartGate):
+        monkeypatch.setattr(reader, "feed", parsed)
+        monkeypatch.setattr(reader, "finish", parsed)
+    return monkeypatch
+
+
+def post(rig: Rig, body: Any, headers: dict[str, str]) -> Any:
+    sent = {"Content-Type": "application/octet-stream", **headers}
+    return rig.post(DELTA, content=body, headers=sent)
+
+
+def assert_nothing_taken(rig: Rig) -> None:
+    assert rig.engine.writes == [0, 0]
+    assert rig.status()["version"] == 7
+    assert rig.spooled() == []
+
+
+# Bodies --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+@pytest.mark.parametrize("size", [7, 1 << 20])
+def test_a_signed_body_is_committed(rig: Rig, body: bytes, size: int) -> None:
+    response = post(rig, pieces(body, size), signed(body))
+    rig.assert_committed(response, NEXT, 8)
+    assert response.json()["bytes"] == len(body)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [signed(GOOD, "another key"), signed(GOOD[:-1]), signed(b""), {"X-Delta-Signature": "0"}],
+    ids=["key", "bytes", "empty", "form"],
+)
+@pytest.mark.usefixtures("unparsed")
+def test_another_signature(rig: Rig, headers: dict[str, str]) -> None:
+    for body in (GOOD, zstandard.compress(GOOD), b"no part at all"):
+        assert_error(post(rig, body, headers), 401, "Unauthorized")
+    assert_nothing_taken(rig)
+
+
+async def unread() -> AsyncIterator[bytes]:
+    raise AssertionError("the body was read")
+    yield b""
+
+
+def test_no_signature(rig: Rig) -> None:
+    error = assert_error(post(rig, unread(), {}), 401, "Unauthorized")
+    assert HMAC_KEY_ENVIRONMENT in error["message"]
+    assert KEY not in error["message"]
+
+
+def test_an_empty_key_takes_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(HMAC_KEY_ENVIRONMENT, "")
+    assert_error(post(rig, GOOD, signed(GOOD, "")), 401, "Unauthorized")
+
+
+def test_without_a_key_a_signature_is_not_looked_at(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(HMAC_KEY_ENVIRONMENT)
+    rig.assert_committed(post(rig, GOOD, {"X-Delta-Signature": "0"}), NEXT, 8)
+
+
+@pytest.mark.parametrize("body", [b"", b"\xff" * 64, GOOD[:-1], GOOD + b"\0"])
+def test_what_is_signed_is_still_checked(rig: Rig, body: bytes) -> None:
+    assert post(rig, body, signed(body)).status_code in (400, 413)
+    assert_nothing_taken(rig)
+
+
+@pytest.mark.usefixtures("unparsed")
+def test_a_body_over_the_limit_is_stopped(rig: Rig) -> None:
+    taken = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal taken
+        while True:
+            taken += 1024
+            yield bytes(1024)
+
+    response = post(rig, endless(), signed(GOOD))
+    assert_error(response, 413, "TooLarge", limit=MAX_BODY_BYTES)
+    assert taken <= MAX_BODY_BYTES + 1024
+    assert_nothing_taken(rig)
+
+
+def test_a_full_spool(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**options: Any) -> Any:
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(spool_module.tempfile, "TemporaryFile", full)
+    assert_error(post(rig, GOOD, signed(GOOD)), 507, "SpoolFull")
+
+
+def test_no_descriptor_is_left(rig: Rig) -> None:
+    post(rig, GOOD, signed(b""))
+    before = len(os.listdir("/proc/self/fd"))
+    for body, content in ((GOOD, b"x"), (b"", b""), (b"no part", b"no part")):
+        assert post(rig, body, signed(content)).status_code in (400, 401)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_signed_part_needs_room_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def parent(room: int) -> str:
+        asked.append(room)
+        return str(tmp_path)
+
+    monkeypatch.setattr(spool_module, "_default_parent", parent)
+    Spool(None, Limits(max_part_bytes=100)).close()
+    monkeypatch.delenv(HMAC_KEY_ENVIRONMENT)
+    Spool(None, Limits(max_part_bytes=100)).close()
+    assert asked == [200, 100]
+
+
+@pytest.mark.parametrize("path", [STATUS, "/delta_digest"])
+def test_what_is_no_part_needs_no_signature(rig: Rig, path: str) -> None:
+    assert rig.get(path).status_code == 200
+
+
+# Files ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[DELTA, FROM_DISK])
+def path(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def put(file: Path, body: bytes, signature: str | None = None) -> None:
+    file.write_bytes(body)
+    text = signed(body)["X-Delta-Signature"] if signature is None else signature
+    file.with_name(file.name + ".sig").write_text(text)
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_a_signed_file_is_committed(disk_rig: Rig, root: Path, path: str, body: bytes) -> None:
+    put(root / "a.safetensors", body)
+    disk_rig.assert_committed(disk_rig.disk(root, path=path), NEXT, 8)
+
+
+@pytest.mark.parametrize("signature", ["", "0" * 64, "\xff" * 999])
+@pytest.mark.usefixtures("unparsed")
+def test_a_file_with_another_signature(
+    disk_rig: Rig, root: Path, path: str, signature: str
+) -> None:
+    put(root / "a.safetensors", GOOD, signature)
+    assert_error(disk_rig.disk(root, path=path), 401, "Unauthorized")
+    assert_nothing_taken(disk_rig)
+
+
+def _absent(signature: Path, outside: Path) -> None:
+    pass
+
+
+def _folder(signature: Path, outside: Path) -> None:
+    signature.mkdir()
+
+
+def _fifo(signature: Path, outside: Path) -> None:
+    os.mkfifo(signature)
+
+
+@pytest.mark.parametrize("make", [_absent, _folder, _fifo])
+@pytest.mark.usefixtures("unparsed")
+def test_a_file_without_a_signature(
+    disk_rig: Rig, root: Path, path: str, make: Callable[[Path, Path], None]
+) -> None:
+    (root / "a.safetensors").write_bytes(GOOD)
+    make(root / "a.safetensors.sig", root.parent)
+    error = assert_error(disk_rig.disk(root, path=path), 401, "Unauthorized")
+    assert ".sig" in error["message"]
+    assert_nothing_taken(disk_rig)
+
+
+def test_a_signature_behind_a_link_is_not_read(disk_rig: Rig, root: Path, path: str) -> None:
+    put(root.parent / "a.safetensors", GOOD)
+    (root / "a.safetensors").write_bytes(GOOD)
+    (root / "a.safetensors.sig").symlink_to(root.parent / "a.safetensors.sig")
+    assert_error(disk_rig.disk(root, path=path), 403, "PathForbidden")
+
+
+def test_a_file_that_changes_after_its_check(
+    disk_rig: Rig, root: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is parsed is the copy that was checked."""
+    put(root / "a.safetensors", GOOD)
+    finish = spool_module.Verifier.finish
+
+    def swapped(verifier: Any) -> None:
+        finish(verifier)
+        (root / "a.safetensors").write_bytes(b"\0" * len(GOOD))
+
+    monkeypatch.setattr(spool_module.Verifier, "finish", swapped)
+    disk_rig.assert_committed(disk_rig.disk(root, path=path), NEXT, 8)
