@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from engine_ext import settings
-from engine_ext.adapters.sglang import channel, hooks
+from engine_ext.adapters.sglang import channel, frontend, hooks
 from engine_ext.adapters.sglang.frontend import DiskUpdates
 
 
@@ -86,9 +86,14 @@ def test_a_manifest_of_another_kind_is_no_call(manifest: Any) -> None:
         (b'{"load_format": "auto", "model_path": "m"}', "other"),
         (b'{"model_path": "m"}', "other"),
         (b'{"load_format": "delt', "other"),
-        (b'{"load_format": "delta", "manifest": {"x": NaN}}', "delta"),
-        ('{"load_format": "delta"}'.encode("utf-16"), "delta"),
+        # What SGLang's own parser takes, too.
+        (b'{"load_format": "delta", "token_step": NaN}', "delta"),
         (b'{"load_format": "auto", "load_format": "delta"}', "delta"),
+        (b'{"load_format": "delta", "load_format": "auto"}', "other"),
+        (rb'{"load\u005fformat": "d\u0065lta"}', "delta"),
+        ('{"load_format": "delta"}'.encode("utf-16"), "delta"),
+        ('\ufeff{"load_format": "delta"}'.encode("utf-16-le"), "delta"),
+        (b"[" * 100_000, "other"),
         (b"[1]", "other"),
         (b"", "other"),
     ],
@@ -118,3 +123,30 @@ def test_disk_updates_go_by_their_format(body: bytes, taken_by: str, cut: int) -
 
     asyncio.run(DiskUpdates(app("delta"), app("other"))({}, receive, None))
     assert seen == {taken_by: body}
+
+
+@pytest.mark.parametrize("why", ["large", "slow"])
+def test_a_disk_update_that_is_not_read_whole_is_not_sglangs(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The delta endpoint refuses it: unread, it may be a delta that has no token."""
+    monkeypatch.setattr(frontend, "_MAX_BODY_BYTES", 100)
+    monkeypatch.setattr(frontend, "_MAX_BODY_S", 0.05)
+    chunk = {"type": "http.request", "body": b" " * 60, "more_body": True}
+    received, seen = [0], []
+
+    async def receive() -> Any:
+        if why == "slow" and received[0]:
+            await asyncio.sleep(60)
+        received[0] += 1
+        return chunk
+
+    async def delta(scope: Any, receive: Any, send: Any) -> None:
+        for _ in range(received[0]):
+            seen.append(await receive())
+
+    async def other(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("SGLang's own route got it")
+
+    asyncio.run(DiskUpdates(delta, other)({}, receive, None))
+    assert seen == [chunk] * (2 if why == "large" else 1)

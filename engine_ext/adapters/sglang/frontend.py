@@ -13,6 +13,8 @@ from engine_ext.settings import Settings
 
 _DISK_PATH = "/update_weights_from_disk"
 _IDLE_POLL_S = 0.05
+_MAX_BODY_BYTES = 16 << 20
+_MAX_BODY_S = 60.0
 
 
 async def serve(app: Any, manager: Any, chosen: Settings) -> None:
@@ -49,7 +51,12 @@ def _choose_by_format(ours: list[Any], theirs: list[Any]) -> None:
 
 
 class DiskUpdates:
-    """ASGI app: a disk update of the format ``delta`` goes to one app, others to another."""
+    """ASGI app: a disk update of the format ``delta`` goes to one app, others to another.
+
+    The other app must never see a ``delta``: what it is asked, it does not guard with our token.
+    So the body is read by the same parser, and one that is too large or too slow to be read here
+    goes to the first app, which refuses it.
+    """
 
     def __init__(self, delta: Any, other: Any) -> None:
         self._delta = delta
@@ -57,26 +64,31 @@ class DiskUpdates:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         messages = []
+        body = bytearray()
         more = True
-        while more:
-            message = await receive()
+        now = asyncio.get_running_loop().time
+        deadline = now() + _MAX_BODY_S
+        while more and len(body) <= _MAX_BODY_BYTES:
+            try:
+                message = await asyncio.wait_for(receive(), deadline - now())
+            except asyncio.TimeoutError:
+                break
             messages.append(message)
             more = message["type"] == "http.request" and message.get("more_body", False)
-        body = b"".join(message.get("body", b"") for message in messages)
+            body += message.get("body", b"")
 
         async def again() -> Any:
             return messages.pop(0) if messages else await receive()
 
-        app = self._delta if _format(body) == LOAD_FORMAT else self._other
+        app = self._delta if more or _format(body) == LOAD_FORMAT else self._other
         await app(scope, again, send)
 
 
-def _format(body: bytes) -> Any:
-    """Read as SGLang's own route does: what only one of two readers takes would pass the token."""
+def _format(body: bytearray) -> Any:
+    # As Starlette does it: what it takes for JSON, it must not take for another JSON.
     with contextlib.suppress(ValueError, RecursionError):
-        found = json.loads(body)
-        if isinstance(found, dict):
-            return found.get("load_format")
+        request = json.loads(body)
+        return request.get("load_format") if isinstance(request, dict) else None
     return None
 
 
