@@ -1,0 +1,81 @@
+"""Nothing that is received is unpickled, evaluated or loaded by what can run code."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import delta_server
+import engine_ext
+
+FOLDERS = [Path(package.__file__ or "").parent for package in (delta_server, engine_ext)]
+FILES = sorted(path for folder in FOLDERS for path in folder.rglob("*.py"))
+
+# Modules that make objects of bytes by running what the bytes say.
+MODULES = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib",
+           "jsonpickle", "yaml", "xmlrpc", "multiprocessing"}  # fmt: skip
+# Called by name, or as an attribute of something.
+CALLS = {"eval", "exec", "compile", "__import__"}
+METHODS = {("torch", "load"), ("torch", "package"), ("jit", "load"), ("np", "load"),
+           ("numpy", "load"), ("np", "fromfile"), ("np", "lib")}  # fmt: skip
+# The engine's own processes among themselves: what a rank says to the others (SECURITY.md).
+BETWEEN_RANKS = {"adapters/vllm/worker.py", "adapters/sglang/rank.py"}
+
+
+def suspicious(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name.split(".")[0] in MODULES)
+        elif isinstance(node, ast.ImportFrom):
+            names = {(node.module or "").split(".")[-1]}
+            if (node.module or "").split(".")[0] in MODULES:
+                yield str(node.module)
+            yield from (a.name for a in node.names for n in names if (n, a.name) in METHODS)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            if node.func.id in CALLS:
+                yield node.func.id
+        elif isinstance(node, ast.Attribute):
+            owner = node.value
+            name = owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", "")
+            if (name, node.attr) in METHODS or any(
+                word in node.attr for word in ("pickle", "object", "pyobj")
+            ):
+                yield f"{name}.{node.attr}"
+        elif isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "weights_only"):
+            yield node.arg
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_nothing_is_unpickled(path: Path) -> None:
+    between_ranks = any(path.as_posix().endswith(name) for name in BETWEEN_RANKS)
+    expected = {"distributed.all_gather_object"} if between_ranks else set()
+    assert set(suspicious(path)) == expected
+
+
+def test_the_packages_are_there() -> None:
+    assert len(FILES) > 50
+    assert {path.parent for path in FILES} >= set(FOLDERS)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "import yaml.loader",
+        "from pickle import loads",
+        "from torch import load",
+        "torch.load(file)",
+        "torch.jit.load(file)",
+        "np.load(file)",
+        "f(file, allow_pickle=False)",
+        "torch.distributed.broadcast_object_list(x)",
+        "connection.recv_pyobj()",
+        "eval(text)",
+    ],
+)
+def test_the_test_sees_it(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(text)
+    assert list(suspicious(tmp_path / "a.py"))
