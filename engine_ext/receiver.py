@@ -23,6 +23,7 @@ from engine_ext.errors import (
     WeightsAsleep,
     WriteUndone,
 )
+from engine_ext.hold import Hold
 from engine_ext.ranks import Ranks
 from engine_ext.scatter import StagedPart, UndoLog
 from engine_ext.syncs import PartId, SyncState
@@ -54,6 +55,7 @@ class Receiver:
         limits: Limits,
     ) -> None:
         self.state = SyncState(base_version, stage_timeout)
+        self._hold = Hold()
         self._ranks = ranks
         self.adopt(applier)
         self._limits = limits
@@ -66,6 +68,9 @@ class Receiver:
         self._last_sync: dict[str, Any] | None = None
         self._operations: dict[str, Callable[..., dict[str, Any]]] = {
             "status": self._status,
+            "state": self._state,
+            "hold": self._take_hold,
+            "release": self._release_hold,
             "unseen": self._unseen,
             "begin": self._begin,
             "poll": self._poll,
@@ -112,10 +117,26 @@ class Receiver:
         except Exception as error:
             return {"error": as_delta_error(error).to_wire()}
 
-    def _status(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
+        """What every HTTP process must know; costs next to nothing."""
         return {
             "version": self.state.version,
             "engine_state": "uncertain" if self.state.uncertain else "certain",
+            "resume_owed": self._hold.owed,
+        }
+
+    def _take_hold(self, holder: str, resumes: bool, instead_of: str | None) -> dict[str, Any]:
+        """Let one HTTP process pause and resume the engine; see `Hold.take`."""
+        taken = self._hold.take(holder, resumes=resumes, instead_of=instead_of)
+        return {**taken, **self._state()}
+
+    def _release_hold(self, holder: str, owed: bool) -> dict[str, Any]:
+        self._hold.release(holder, owed=owed)
+        return {}
+
+    def _status(self) -> dict[str, Any]:
+        return {
+            **self._state(),
             "asleep": self.state.asleep,
             "staged": self.state.describe(),
             "last_sync": self._last_sync,

@@ -216,7 +216,7 @@ class UncertainGuard:
         if (
             (scope["type"] == "websocket" or scope.get("method") == "POST")
             and scope["path"].removeprefix(scope.get("root_path", "")).startswith(_GENERATION)
-            and self._state.delta_service.commits.uncertain
+            and await self._state.delta_service.commits.is_uncertain()
         ):
             error = EngineUncertain("a weight update failed half-way; waiting for a full sync")
             await error_response(error)(scope, receive, send)

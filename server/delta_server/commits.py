@@ -1,27 +1,48 @@
 """What stops generation: one operation on every rank between a pause and a resume.
 
-The order is always: pause, the operation in one call to all ranks, the engine's weight version,
-resume. An engine that the caller had paused stays paused, and so does one whose weights are
-uncertain.
+The order is always: take the hold of the engine that all ranks keep, pause, the operation in one
+call to all ranks, the engine's weight version, resume, give the hold back. An engine that the
+caller had paused stays paused, and so does one whose weights are uncertain.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import logging
+import math
 import time
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ParamSpec, Protocol, TypeVar
 
+from delta_server.processes import is_alive, new_name
 from delta_server.requests import Options
 from engine_ext.digest import Digest
 from engine_ext.errors import CommitFailed, EngineUncertain, PublishFailed, from_wire
 
+logger = logging.getLogger(__name__)
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_POLL_S = 0.02
+_LEARN_EVERY_S = 1.0
+
 
 class Engine(Protocol):
-    """What an engine adapter gives the service. Every method may raise; none is retried."""
+    """What an engine adapter gives the service. Every method may raise; none is retried.
+
+    What the caller itself asks of the engine, to pause or to resume, does not come this way; the
+    adapter makes it `heeded`.
+
+    Attributes:
+        name: the engine's.
+        shared: other HTTP processes serve the same engine.
+    """
 
     name: str
+    shared: bool
 
     async def call(self, operation: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         """`engine_ext.receiver.Receiver.handle` on every rank, in rank order."""
@@ -39,28 +60,59 @@ class Engine(Protocol):
     async def get_weight_version(self) -> str: ...
 
 
+@dataclass
+class _Held:
+    """One stretch of time in which this process alone may pause and resume the engine.
+
+    Attributes:
+        was_paused: the engine was paused at its beginning.
+        owed: generation is to go on, and has not yet.
+    """
+
+    was_paused: bool
+    owed: bool
+
+
 class Commits:
     """Commits and rollbacks of one engine.
+
+    Other HTTP processes may serve the same engine. That one of them is at work, and that a failed
+    commit has left the engine paused, is kept by the ranks, so that any process can set it right.
 
     Args:
         engine: the engine's adapter.
 
     Attributes:
-        uncertain: a write failed half-way; generation must not be served.
+        uncertain: a write failed half-way; generation must not be served. As far as this process
+            knows: see `is_uncertain`.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.uncertain = False
         self._engine = engine
+        self._name = new_name()
         self._lock = asyncio.Lock()
-        self._owes_resume = False
+        self._learnt_at = -math.inf
+        self._caller_at_work = False
 
     async def status(self) -> list[dict[str, Any]]:
         """The state of every rank's receiver; also notes whether they are certain."""
-        answers = await call(self._engine, "status", {})
-        states = {(answer["version"], answer["engine_state"]) for answer in answers}
-        self.uncertain = len(states) > 1 or answers[0]["engine_state"] == "uncertain"
-        return answers
+        return self._learn(await call(self._engine, "status", {}))
+
+    async def is_uncertain(self) -> bool:
+        """Whether generation must not be served; where others may know more, the ranks are asked.
+
+        They are not asked more than once a second: a failed commit leaves the engine paused, so
+        that what is let through meanwhile waits.
+        """
+        now = time.monotonic()
+        if self._engine.shared and now - self._learnt_at >= _LEARN_EVERY_S:
+            self._learnt_at = now
+            try:
+                self._learn(await call(self._engine, "state", {}))
+            except Exception:
+                logger.exception("the ranks did not say whether their weights are certain")
+        return self.uncertain
 
     async def run(
         self, operation: str, arguments: dict[str, Any], options: Options
@@ -80,12 +132,10 @@ class Commits:
             PublishFailed: every rank has written, and the engine failed after that.
             DeltaError: every rank refused, and none has written.
         """
-        async with self._lock:
+        async with self._alone(pauses=True) as held:
             start = time.perf_counter()
-            was_paused = await self._engine.is_paused()
-            resumes = not was_paused or self._owes_resume
             try:
-                if not was_paused:
+                if not held.was_paused:
                     await self._engine.pause(options.pause_mode, flush_cache=options.flush_cache)
                 elif options.flush_cache:
                     await self._engine.flush_cache()
@@ -94,14 +144,13 @@ class Commits:
                 # The engine stays paused: nothing may be generated from mixed weights, also not
                 # for the other API servers.
                 self.uncertain = True
-                self._owes_resume = resumes
                 raise
             except BaseException:
-                if not was_paused or (resumes and not self.uncertain):
-                    await self._resume()
+                if not held.was_paused or (held.owed and not self.uncertain):
+                    await self._resume(held)
                 raise
             self.uncertain = False
-            await self._go_on(str(done["version"]), resumes)
+            await self._go_on(str(done["version"]), held)
             return done, (time.perf_counter() - start) * 1e3
 
     async def publish(self) -> str:
@@ -110,16 +159,81 @@ class Commits:
         Returns:
             The digest of what the engine holds.
         """
-        async with self._lock:
+        async with self._alone(pauses=False) as held:
             answers = await self.status()
             if self.uncertain:
                 raise EngineUncertain("the ranks are not at one version; send a full sync")
             await self._engine.set_weight_version(str(answers[0]["version"]))
-            if self._owes_resume:
-                await self._resume()
+            if held.owed:
+                await self._resume(held)
             return total_digest(answers)
 
-    async def _go_on(self, version: str, resumes: bool) -> None:
+    async def by_caller(self, change: Callable[[], Awaitable[_T]]) -> _T:
+        """Let the caller pause or resume the engine, but not in the middle of a commit.
+
+        A pause that a failed commit has left behind is the caller's from then on. What was asked
+        is done to its end, also for a caller that hangs up.
+
+        Args:
+            change: what the caller has asked of the engine.
+        """
+        if self._caller_at_work:
+            return await change()  # one that ends another, which waits for requests
+        return await asyncio.shield(asyncio.ensure_future(self._by_caller(change)))
+
+    async def _by_caller(self, change: Callable[[], Awaitable[_T]]) -> _T:
+        async with contextlib.AsyncExitStack() as stack:
+            held = None
+            try:
+                held = await stack.enter_async_context(self._alone(pauses=False))
+            except Exception:
+                logger.exception("the ranks did not say whether a commit is going on")
+            self._caller_at_work = True
+            try:
+                result = await change()
+            finally:
+                self._caller_at_work = False
+            if held is not None:
+                held.owed = False
+            return result
+
+    @contextlib.asynccontextmanager
+    async def _alone(self, *, pauses: bool) -> AsyncIterator[_Held]:
+        """Keep all others from pausing and resuming the engine, in every HTTP process."""
+        async with self._lock:
+            held = await self._take(pauses)
+            try:
+                yield held
+            finally:
+                try:
+                    arguments = {"holder": self._name, "owed": held.owed}
+                    await call(self._engine, "release", arguments)
+                except Exception:
+                    # This process may take it again, and others may when this one is dead.
+                    logger.exception("the ranks did not hear that a commit is over")
+
+    async def _take(self, pauses: bool) -> _Held:
+        dead: str | None = None
+        while True:
+            was_paused = await self._engine.is_paused()
+            resumes = pauses and not was_paused
+            arguments = {"holder": self._name, "resumes": resumes, "instead_of": dead}
+            answers = await call(self._engine, "hold", arguments)
+            taken = answers[0]
+            if not taken["granted"]:
+                dead = None if is_alive(taken["holder"]) else taken["holder"]
+                await asyncio.sleep(0 if dead else _POLL_S)
+            elif taken["fresh"] or not pauses:
+                self._learn(answers)
+                return _Held(was_paused, taken["resume_owed"])
+
+    def _learn(self, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        states = {(answer["version"], answer["engine_state"]) for answer in answers}
+        self.uncertain = len(states) > 1 or answers[0]["engine_state"] == "uncertain"
+        self._learnt_at = time.monotonic()
+        return answers
+
+    async def _go_on(self, version: str, held: _Held) -> None:
         """What follows a write; it is tried to the end.
 
         Raises:
@@ -130,9 +244,9 @@ class Commits:
             await self._engine.set_weight_version(version)
         except Exception as error:
             failures.append(error)
-        if resumes:
+        if held.owed:
             try:
-                await self._resume()
+                await self._resume(held)
             except Exception as error:
                 failures.append(error)
         if failures:
@@ -141,11 +255,11 @@ class Commits:
                 f"{type(failures[0]).__name__}: {failures[0]}; send the sync again"
             ) from failures[0]
 
-    async def _resume(self) -> None:
+    async def _resume(self, held: _Held) -> None:
         """Resume generation; where that fails, the next commit or repeat does it."""
-        self._owes_resume = True
+        held.owed = True
         await self._engine.resume()
-        self._owes_resume = False
+        held.owed = False
 
     async def _everywhere(self, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -185,6 +299,21 @@ async def call(engine: Engine, operation: str, arguments: dict[str, Any]) -> lis
     if errors:
         raise from_wire(errors[0])
     return [answer["ok"] for answer in answers]
+
+
+def heeded(
+    commits: Commits, change: Callable[_P, Coroutine[Any, Any, _T]]
+) -> Callable[_P, Coroutine[Any, Any, _T]]:
+    """The engine's own method to pause or to resume, as the caller gets it from now on.
+
+    The adapter itself keeps calling the method as it was.
+    """
+
+    @functools.wraps(change)
+    async def asked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return await commits.by_caller(lambda: change(*args, **kwargs))
+
+    return asked
 
 
 def total_digest(answers: Iterable[Mapping[str, Any]]) -> str:

@@ -36,6 +36,8 @@ def process(
         happened.append("pause" if broadcast.is_pause else "continue")
 
     manager = SimpleNamespace(
+        pause_generation=None,
+        continue_generation=None,
         _apply_pause_continue_broadcast=apply,
         _update_weight_version_if_provided=happened.append,
     )

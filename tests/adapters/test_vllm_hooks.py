@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from engine_ext import settings
 from engine_ext.adapters.vllm import hooks
+from engine_ext.adapters.vllm.frontend import VllmEngine
 
 
 @pytest.fixture(autouse=True)
@@ -60,3 +62,29 @@ def test_a_worker_with_lora_is_refused(monkeypatch: pytest.MonkeyPatch, asked: s
     config = SimpleNamespace(load_format=load_format)
     with pytest.raises(RuntimeError, match="LoRA"):
         hooks.worker_made(worker(load_config=config, lora_config=object()))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_our_own_pauses_do_not_wait_for_our_commit(processes: int) -> None:
+    """What the caller calls on the client is another method from then on."""
+    asked: list[Any] = []
+
+    async def pause(**options: Any) -> None:
+        asked.append(options)
+
+    async def resume() -> None:
+        asked.append("resume")
+
+    async def heeded() -> None:
+        raise AssertionError("the caller's")
+
+    config = SimpleNamespace(parallel_config=SimpleNamespace(_api_process_count=processes))
+    client = SimpleNamespace(
+        pause_generation=pause, resume_generation=resume, vllm_config=config, errored=False
+    )
+    engine = VllmEngine(client)
+    client.pause_generation = client.resume_generation = heeded
+    asyncio.run(engine.pause("keep", flush_cache=True))
+    asyncio.run(engine.resume())
+    assert asked == [{"mode": "keep", "clear_cache": True}, "resume"]
+    assert engine.shared == (processes > 1)

@@ -291,9 +291,11 @@ class Engine:
         loses: what an operation raises, once, after every rank has carried it out and has staged
             what it was sent.
         paused: whether generation is paused.
+        shared: whether other HTTP processes serve it.
     """
 
     name = "in-memory"
+    shared = False
 
     def __init__(self, settings: Settings) -> None:
         barrier = threading.Barrier(RANKS)

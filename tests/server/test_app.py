@@ -730,6 +730,7 @@ def test_status(rig: Rig) -> None:
         "version": 7,
         "weight_version": "7",
         "engine_state": "certain",
+        "resume_owed": False,
         "asleep": False,
         "staged": None,
         "last_sync": None,

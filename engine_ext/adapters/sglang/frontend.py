@@ -26,12 +26,15 @@ async def serve(app: Any, manager: Any, chosen: Settings) -> None:
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     from delta_server.app import attach
+    from delta_server.commits import heeded
     from delta_server.service import DeltaService
     from engine_ext.adapters.sglang.processes import OneOfSeveral, is_one_of_several
 
     kind = OneOfSeveral if is_one_of_several(manager) else SglangEngine
     service = DeltaService(kind(manager), chosen)
     await service.start()
+    for name in ("pause_generation", "continue_generation"):
+        setattr(manager, name, heeded(service.commits, getattr(manager, name)))
     app.state.delta_service = service
     theirs = list(app.router.routes)
     attach(app)
@@ -96,9 +99,13 @@ class SglangEngine:
     """The engine as the endpoints see it (`delta_server.commits.Engine`)."""
 
     name = "sglang"
+    shared = False
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
+        # As they are now: what the caller asks of the manager waits for our commits (`heeded`).
+        self._pause_generation = manager.pause_generation
+        self._continue_generation = manager.continue_generation
         self._channel = Channel(manager)
 
     async def call(self, operation: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
@@ -139,7 +146,7 @@ class SglangEngine:
     async def resume(self) -> None:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
-        await self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+        await self._continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
     async def set_weight_version(self, version: str) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
@@ -154,7 +161,7 @@ class SglangEngine:
     async def _pause(self, mode: str) -> None:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
-        await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
+        await self._pause_generation(PauseGenerationReqInput(mode=mode))
 
     async def _wait_for_requests(self) -> None:
         """Let no new request in, and wait for those in flight, as SGLang's mode ``abort`` does."""

@@ -31,6 +31,8 @@ class OneOfSeveral(SglangEngine):
         manager: the process's `TokenizerWorker`.
     """
 
+    shared = True
+
     def __init__(self, manager: Any) -> None:
         super().__init__(manager)
         self._in_order = asyncio.Lock()

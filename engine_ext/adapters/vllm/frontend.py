@@ -67,6 +67,7 @@ class DeltaEndpoints:
         Raises:
             RuntimeError: a worker has no receiver; the server does not start.
         """
+        from delta_server.commits import heeded
         from delta_server.service import DeltaService
 
         chosen = settings.from_namespace(args) or settings.from_environment()
@@ -74,6 +75,8 @@ class DeltaEndpoints:
             raise RuntimeError("delta updates need an engine; this server has none")
         service = DeltaService(VllmEngine(engine_client), chosen)
         await service.start()
+        for name in ("pause_generation", "resume_generation"):
+            setattr(engine_client, name, heeded(service.commits, getattr(engine_client, name)))
         state.delta_service = service
 
 
@@ -84,6 +87,9 @@ class VllmEngine:
 
     def __init__(self, client: Any) -> None:
         self._client = client
+        # As they are now: what the caller asks of the client waits for our commits (`heeded`).
+        self._pause, self._resume = client.pause_generation, client.resume_generation
+        self.shared = client.vllm_config.parallel_config._api_process_count > 1
 
     async def call(self, operation: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         """One operation of the receiver on every rank; their answers, in rank order.
@@ -112,7 +118,7 @@ class VllmEngine:
 
     async def pause(self, mode: str, *, flush_cache: bool) -> None:
         """Stop scheduling. With `flush_cache` all KV is dropped; kept requests are recomputed."""
-        await self._answered(self._client.pause_generation(mode=mode, clear_cache=flush_cache))
+        await self._answered(self._pause(mode=mode, clear_cache=flush_cache))
 
     async def flush_cache(self) -> None:
         """Drop all KV of a paused engine.
@@ -128,7 +134,7 @@ class VllmEngine:
         await self._answered(self._client.reset_encoder_cache())
 
     async def resume(self) -> None:
-        await self._answered(self._client.resume_generation())
+        await self._answered(self._resume())
 
     async def set_weight_version(self, version: str) -> None:
         await self._answered(self._client.update_weight_version(version))

@@ -1,0 +1,371 @@
+"""Several HTTP processes of one engine, and a caller that pauses it while they commit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from delta_server import commits as commits_module
+from delta_server.commits import Commits, heeded
+from delta_server.service import DeltaService
+
+from .rig import (
+    COMPLETIONS,
+    DELTA,
+    OTHER_STEP,
+    STEP,
+    Rig,
+    after,
+    app_of,
+    assert_error,
+    delta_part,
+    fresh_weights,
+    full_part,
+    same,
+)
+
+BASE = fresh_weights()
+NEXT = after(BASE, STEP)
+RESYNCED = after(BASE, OTHER_STEP)
+
+
+class Process:
+    """Another HTTP process of a rig's engine."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+        self.service = DeltaService(rig.engine, rig.settings)
+        self.app = app_of(self.service)
+
+    async def sending(self, body: bytes) -> httpx.Response:
+        headers = {"Content-Type": "application/octet-stream"}
+        return await self._rig.request("POST", DELTA, app=self.app, content=body, headers=headers)
+
+    def send(self, body: bytes) -> httpx.Response:
+        return self._rig.run(self.sending(body))
+
+    def complete(self) -> httpx.Response:
+        return self._rig.run(self._rig.request("POST", COMPLETIONS, app=self.app))
+
+
+@pytest.fixture
+def other(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
+    monkeypatch.setattr(commits_module, "_LEARN_EVERY_S", 0.0)
+    rig.engine.shared = True
+    process = Process(rig)
+    yield process
+    process.service.spool.close()
+
+
+def resume_owed(rig: Rig) -> list[bool]:
+    return [receiver._hold.owed for receiver in rig.engine.receivers]
+
+
+# What one process has left, another sets right -----------------------------------------------
+
+
+def test_a_failed_commit_is_healed_by_another_process(rig: Rig, other: Process) -> None:
+    rig.fail_commit()
+    assert rig.engine.paused
+    assert resume_owed(rig) == [True, True]
+    assert rig.status()["resume_owed"] is True
+    assert_error(other.complete(), 503, "EngineUncertain", "uncertain")
+    rig.assert_committed(other.send(full_part(RESYNCED, 8)), RESYNCED, 8)
+    assert resume_owed(rig) == [False, False]
+    assert other.complete().status_code == 200
+    assert rig.post(COMPLETIONS).status_code == 200
+
+
+def test_a_refusal_by_another_process_does_not_end_the_uncertainty(
+    rig: Rig, other: Process
+) -> None:
+    rig.fail_commit()
+    assert_error(other.send(delta_part()), 503, "EngineUncertain", "uncertain")
+    rig.engine.fails["flush_cache"] = RuntimeError("the cache was not reset")
+    assert_error(other.send(full_part(RESYNCED, 8)), 500, "DeltaError")
+    assert rig.engine.paused
+    assert resume_owed(rig) == [True, True]
+    assert_error(other.complete(), 503, "EngineUncertain", "uncertain")
+    rig.assert_committed(rig.send(full_part(RESYNCED, 8)), RESYNCED, 8)
+    assert other.complete().status_code == 200
+
+
+@pytest.mark.parametrize("lost", ["fails", "loses"])
+def test_an_unknown_commit_is_repeated_by_another_process(
+    rig: Rig, other: Process, lost: str
+) -> None:
+    getattr(rig.engine, lost)["commit"] = ConnectionError("a rank did not answer")
+    assert_error(rig.send(delta_part()), 500, "CommitFailed", "uncertain")
+    assert rig.engine.paused
+    expected = "committed" if lost == "fails" else "already_applied"
+    assert other.send(delta_part()).json()["status"] == expected
+    assert same(rig.engine.weights, NEXT)
+    assert rig.engine.weight_version == "8"
+    assert not rig.engine.paused
+    assert rig.post(COMPLETIONS).status_code == 200
+
+
+def test_generation_is_resumed_by_another_process(rig: Rig, other: Process) -> None:
+    rig.engine.fails["resume"] = ConnectionError("lost")
+    assert_error(rig.send(delta_part()), 500, "PublishFailed", "committed")
+    assert rig.engine.paused
+    assert other.send(delta_part()).json()["status"] == "already_applied"
+    assert not rig.engine.paused
+
+
+def test_what_the_caller_had_paused_another_process_leaves_paused(rig: Rig, other: Process) -> None:
+    rig.engine.paused = True
+    rig.fail_commit()
+    assert resume_owed(rig) == [False, False]
+    assert other.send(full_part(RESYNCED, 8)).json()["status"] == "committed"
+    assert rig.engine.paused
+    assert ("resume",) not in rig.engine.events
+
+
+def test_a_process_that_dies_in_its_commit(
+    rig: Rig, other: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the write, and before it lets generation go on."""
+
+    end = asyncio.Event()
+
+    async def never() -> None:
+        await end.wait()
+
+    resume = rig.engine.resume
+    rig.engine.resume = never  # type: ignore[method-assign]
+
+    async def dies() -> None:
+        commit = asyncio.ensure_future(rig.sending(delta_part()))
+        while ("set_weight_version", "8") not in rig.engine.events:
+            await asyncio.sleep(0.001)
+        rig.engine.resume = resume  # type: ignore[method-assign]
+        repeat = asyncio.ensure_future(other.sending(delta_part()))
+        await asyncio.sleep(0.1)
+        assert not repeat.done()  # the first one lives, as far as anybody knows
+        assert rig.engine.paused
+        dead = rig.service.commits._name
+        monkeypatch.setattr(commits_module, "is_alive", lambda name: name != dead)
+        assert (await repeat).json()["status"] == "already_applied"
+        end.set()
+        await commit
+
+    rig.run(dies())
+    assert not rig.engine.paused
+    assert resume_owed(rig) == [False, False]
+
+
+# The guard -----------------------------------------------------------------------------------
+
+
+def test_ranks_that_do_not_answer_leave_the_guard_as_it_is(rig: Rig, other: Process) -> None:
+    rig.engine.fails["state"] = ConnectionError("lost")
+    assert other.complete().status_code == 200
+    rig.fail_commit()
+    rig.engine.fails["state"] = ConnectionError("lost")
+    assert_error(rig.post(COMPLETIONS), 503, "EngineUncertain", "uncertain")
+
+
+@pytest.mark.parametrize(("shared", "expected"), [(False, 0), (True, 1)])
+def test_the_ranks_are_asked_seldom(rig: Rig, shared: bool, expected: int) -> None:
+    """And never where there is but one process."""
+    asked = []
+    original = rig.engine.call
+
+    async def call(operation: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        asked.append(operation)
+        return await original(operation, arguments)
+
+    rig.engine.call = call  # type: ignore[method-assign]
+    rig.engine.shared = shared
+    for _ in range(5):
+        assert rig.post(COMPLETIONS).status_code == 200
+    assert asked == ["state"] * expected
+
+
+# One at a time -------------------------------------------------------------------------------
+
+
+def test_two_processes_do_not_pause_the_engine_at_once(rig: Rig, other: Process) -> None:
+    """A sync that follows at once waits until generation has gone on after the first."""
+    resume, go_on = rig.engine.resume, asyncio.Event()
+
+    async def late() -> None:
+        await go_on.wait()
+        await resume()
+
+    rig.engine.resume = late  # type: ignore[method-assign]
+
+    async def both() -> list[httpx.Response]:
+        first = asyncio.ensure_future(rig.sending(delta_part()))
+        while ("set_weight_version", "8") not in rig.engine.events:
+            await asyncio.sleep(0.001)
+        second = asyncio.ensure_future(other.sending(delta_part(OTHER_STEP, version=9)))
+        await asyncio.sleep(0.1)
+        assert not second.done()
+        assert rig.engine.events[-1] == ("set_weight_version", "8")
+        go_on.set()
+        return [await first, await second]
+
+    assert [r.json()["status"] for r in rig.run(both())] == ["committed", "committed"]
+    pause = ("pause", "keep", True)
+    one, two = (
+        [pause, ("commit",), ("set_weight_version", version), ("resume",)] for version in "89"
+    )
+    assert rig.engine.events == one + two
+    assert not rig.engine.paused
+    assert same(rig.engine.weights, after(NEXT, OTHER_STEP))
+
+
+def test_a_hold_that_could_not_be_given_back_is_taken_again(rig: Rig) -> None:
+    rig.engine.fails["release"] = ConnectionError("lost")
+    rig.assert_committed(rig.send(delta_part()), NEXT, 8)
+    following = rig.send(delta_part(OTHER_STEP, version=9))
+    rig.assert_committed(following, after(NEXT, OTHER_STEP), 9)
+
+
+def test_ranks_that_give_no_hold_are_not_written(rig: Rig) -> None:
+    rig.engine.fails["hold"] = ConnectionError("lost")
+    assert_error(rig.send(delta_part()), 500, "DeltaError")
+    assert rig.engine.events == []
+    rig.assert_untouched()
+
+
+# The caller's own pauses ---------------------------------------------------------------------
+
+
+def during_a_commit(
+    rig: Rig, change: Callable[[], Coroutine[Any, Any, None]], asks: DeltaService | None = None
+) -> httpx.Response:
+    """A commit, and what the caller asks of the engine, by some process, while it is written."""
+    commits = (asks or rig.service).commits
+
+    async def scenario() -> httpx.Response:
+        commit = asyncio.ensure_future(rig.sending(delta_part()))
+        while ("commit",) not in rig.engine.events:
+            await asyncio.sleep(0)
+        asked = asyncio.ensure_future(commits.by_caller(change))
+        response = await commit
+        await asked
+        return response
+
+    return rig.run(scenario())
+
+
+def test_a_pause_during_a_commit_outlives_it(rig: Rig) -> None:
+    async def pause() -> None:
+        await rig.engine.pause("keep", flush_cache=False)
+
+    assert during_a_commit(rig, pause).json()["status"] == "committed"
+    assert rig.engine.paused
+    assert rig.engine.events[-2:] == [("resume",), ("pause", "keep", False)]
+    # It is the caller's: the next sync leaves it.
+    assert rig.send(delta_part(OTHER_STEP, version=9)).json()["status"] == "committed"
+    assert rig.engine.paused
+    rig.run(rig.service.commits.by_caller(rig.engine.resume))
+    assert not rig.engine.paused
+
+
+def test_generation_is_not_resumed_in_the_middle_of_a_commit(rig: Rig) -> None:
+    assert during_a_commit(rig, rig.engine.resume).json()["status"] == "committed"
+    assert rig.engine.events[-2:] == [("resume",), ("resume",)]
+    assert not rig.engine.paused
+
+
+def test_a_pause_in_another_process_waits_too(rig: Rig, other: Process) -> None:
+    async def pause() -> None:
+        await rig.engine.pause("keep", flush_cache=False)
+
+    assert during_a_commit(rig, pause, other.service).json()["status"] == "committed"
+    assert rig.engine.events[-2:] == [("resume",), ("pause", "keep", False)]
+    assert rig.engine.paused
+
+
+def test_an_adapters_method_is_heeded(rig: Rig) -> None:
+    """As the caller calls it, with its arguments and its name."""
+    called: list[Any] = []
+
+    async def pause_generation(*, mode: str) -> str:
+        """The engine's own."""
+        called.append((mode, rig.engine.receivers[0]._hold._held))
+        return "paused"
+
+    pause = heeded(rig.service.commits, pause_generation)
+    assert rig.run(pause(mode="keep")) == "paused"
+    assert called == [("keep", True)]
+    assert (pause.__name__, pause.__doc__) == ("pause_generation", "The engine's own.")
+    assert not rig.engine.receivers[0]._hold._held
+
+
+@pytest.mark.parametrize("change", ["pause", "resume"])
+def test_what_the_caller_does_after_a_failure_is_the_callers(rig: Rig, change: str) -> None:
+    rig.fail_commit()
+    commits = rig.service.commits
+    if change == "pause":
+        rig.run(commits.by_caller(lambda: rig.engine.pause("keep", flush_cache=False)))
+    else:
+        rig.run(commits.by_caller(rig.engine.resume))
+    assert resume_owed(rig) == [False, False]
+    assert_error(rig.post(COMPLETIONS), 503, "EngineUncertain", "uncertain")
+    assert rig.send(full_part(RESYNCED, 8)).json()["status"] == "committed"
+    assert rig.engine.paused == (change == "pause")
+
+
+def test_a_resume_ends_a_pause_that_waits(rig: Rig) -> None:
+    commits, ended = rig.service.commits, asyncio.Event()
+
+    async def resume() -> None:
+        ended.set()
+
+    async def scenario() -> None:
+        pause = asyncio.ensure_future(commits.by_caller(ended.wait))
+        await asyncio.sleep(0.05)
+        assert not pause.done()
+        await commits.by_caller(resume)
+        await pause
+
+    rig.run(scenario())
+
+
+def test_a_caller_that_hangs_up_keeps_nobody_out(rig: Rig, other: Process) -> None:
+    go_on = asyncio.Event()
+
+    async def pause() -> None:
+        await go_on.wait()
+        await rig.engine.pause("wait", flush_cache=False)
+
+    async def scenario() -> None:
+        asked = asyncio.ensure_future(rig.service.commits.by_caller(pause))
+        await asyncio.sleep(0.05)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        go_on.set()
+
+    rig.run(scenario())
+    assert other.send(delta_part()).json()["status"] == "committed"
+    assert rig.engine.events[0] == ("pause", "wait", False)
+    assert rig.engine.paused
+
+
+def test_a_caller_is_heard_where_the_ranks_are_not(rig: Rig) -> None:
+    rig.engine.fails["hold"] = ConnectionError("lost")
+    rig.run(rig.service.commits.by_caller(lambda: rig.engine.pause("keep", flush_cache=False)))
+    assert rig.engine.paused
+
+
+def test_what_the_engine_answers_the_caller_is_passed_on(rig: Rig) -> None:
+    async def answers() -> int:
+        return 3
+
+    async def fails() -> None:
+        raise RuntimeError("the engine's own")
+
+    commits: Commits = rig.service.commits
+    assert rig.run(commits.by_caller(answers)) == 3
+    with pytest.raises(RuntimeError, match="own"):
+        rig.run(commits.by_caller(fails))
+    rig.assert_untouched()
