@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -58,6 +60,12 @@ def test_the_table_has_every_route(rig: Rig) -> None:
         for method in route.methods  # type: ignore[attr-defined]
     }
     assert added == {(method, path.partition("?")[0]) for method, path, *_ in ROUTES.values()}
+
+
+def test_the_documentation_has_every_route() -> None:
+    text = (Path(__file__).parents[2] / "SECURITY.md").read_text()
+    documented = set(re.findall(r"^\| `(GET|POST) ([^`]*)`.*\| token \|", text, re.MULTILINE))
+    assert documented == {(method, path.partition("?")[0]) for method, path, *_ in ROUTES.values()}
 
 
 # With a token --------------------------------------------------------------------------------
