@@ -1,101 +1,153 @@
-"""Which elements of two tensors differ, by their bits: the first step of every sparse sync.
+"""How two tensors differ, by their bits: the first step of every sparse sync.
 
-The compiled loop looks at a cache line of both at a time, and at its elements only where one of
-them differs: without a branch for each, they become the bits of a mask. It runs without the
-interpreter lock.
+The compiled loop makes a mask of a cache line of both at a time. At a density of some percent a
+line has none, one or two elements that differ, and no processor foresees which, so two are written
+down for every line, and those that were none are written over. It runs without the interpreter
+lock, on chunks whose findings stay in a core's cache until they are digested: memory is read once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine_ext.compiled import array, compile_loop, made_once
+from engine_ext.digest import Digest, change_digest
+from engine_ext.lines import LINE, differing, lowest, ones, teach
 
-_LINE: Final = 64  # bytes of a cache line
-# The number of a single set bit: its product with a de Bruijn sequence begins with six bits that
-# no other bit's begins with.
-_DE_BRUIJN: Final = np.uint64(0x03F79D71B4CB0A89)
-_BIT_OF: Final = np.zeros(64, np.int64)
-_BIT_OF[[(int(_DE_BRUIJN) << bit & (1 << 64) - 1) >> 58 for bit in range(64)]] = range(64)
-_CHUNK: Final = 1 << 18  # elements that a thread compares at a time; a multiple of any line's
+_CHUNK: Final = 1 << 20  # elements that a thread compares at a time; a multiple of any line's
 
 
-def changed_elements(
-    old: NDArray[Any], new: NDArray[Any], threads: int = 1
-) -> tuple[NDArray[np.int64], NDArray[Any]]:
+class Difference(NamedTuple):
     """The elements that differ.
 
+    Attributes:
+        indices: their flat indices, int64 [nnz], ascending.
+        old, new: their bits, unsigned ints [nnz], copies.
+        change: what they add to the tensor's digest; None where no name was given.
+    """
+
+    indices: NDArray[np.int64]
+    old: NDArray[Any]
+    new: NDArray[Any]
+    change: Digest | None
+
+
+def begin_compare(
+    old: NDArray[Any], new: NDArray[Any], name: str | None, pool: Executor
+) -> Callable[[], Difference]:
+    """Have two tensors compared in threads.
+
     Args:
-        old, new: Bit patterns, unsigned ints of one width, contiguous [n].
-        threads: How many threads share the work; 1 is the caller's own.
+        old, new: Bit patterns, unsigned ints of one width, contiguous [n]. They must stay as they
+            are until the result has been asked for.
+        name: The tensor's, where the change of its digest is wanted.
+        pool: What compares; each chunk is a task of its own.
 
     Returns:
-        Their flat indices, int64 [nnz], ascending; and a copy of their new bits [nnz].
+        What waits for the result.
 
     Raises:
         ValueError: The two are not alike.
     """
+    _check(old, new)
+    starts = range(0, old.size, _CHUNK)
+    futures = [pool.submit(_compare_chunk, old, new, start, name) for start in starts]
+
+    def wait() -> Difference:
+        return _joined([future.result() for future in futures], new.dtype, name)
+
+    return wait
+
+
+def compare(
+    old: NDArray[Any], new: NDArray[Any], name: str | None = None, threads: int = 1
+) -> Difference:
+    """`begin_compare`, and wait; `threads` share the work, 1 is the caller's own."""
+    if threads > 1 and old.size > _CHUNK:
+        with ThreadPoolExecutor(threads) as pool:
+            return begin_compare(old, new, name, pool)()
+    _check(old, new)
+    found = [_compare_chunk(old, new, start, name) for start in range(0, old.size, _CHUNK)]
+    return _joined(found, new.dtype, name)
+
+
+def _check(old: NDArray[Any], new: NDArray[Any]) -> None:
     if (old.dtype, old.shape) != (new.dtype, new.shape) or old.ndim != 1 or old.dtype.kind != "u":
         raise ValueError("old and new are not unsigned ints of one dtype and shape")
-    loop = _loop(old.itemsize)
-    if loop is None:
-        indices = np.flatnonzero(old != new)
-        return indices, new[indices]
-    old, new = np.ascontiguousarray(old), np.ascontiguousarray(new)
 
-    def share(start: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
-        before, after = old[start : start + _CHUNK], new[start : start + _CHUNK]
-        found, bits = np.empty(before.size, np.int64), np.empty(before.size, new.dtype)
-        whole = before.nbytes // _LINE * _LINE // before.itemsize
-        words = before[:whole].view(np.uint64), after[:whole].view(np.uint64)
-        count = loop(*words, before, after, start, found, bits)
-        return found[:count].copy(), bits[:count].copy()
 
-    starts = range(0, old.size, _CHUNK)
-    if threads == 1 or len(starts) < 2:
-        shares = [share(start) for start in starts]
-    else:
-        with ThreadPoolExecutor(threads) as pool:
-            shares = list(pool.map(share, starts))
-    return (
-        np.concatenate([np.empty(0, np.int64), *(found for found, _ in shares)]),
-        np.concatenate([np.empty(0, new.dtype), *(bits for _, bits in shares)]),
+def _joined(found: Sequence[Difference], dtype: np.dtype[Any], name: str | None) -> Difference:
+    if len(found) == 1:
+        return found[0]
+    return Difference(
+        np.concatenate([np.empty(0, np.int64), *(one.indices for one in found)]),
+        np.concatenate([np.empty(0, dtype), *(one.old for one in found)]),
+        np.concatenate([np.empty(0, dtype), *(one.new for one in found)]),
+        None if name is None else sum((d for one in found if (d := one.change)), Digest.ZERO),
     )
 
 
-def _compare(
-    old_words: Any, new_words: Any, old: Any, new: Any, start: Any, found: Any, bits: Any
-) -> Any:
-    """What numba compiles; returns how many differ."""
+class _Scratch(threading.local):
+    """Memory of a thread that a chunk's findings fit into; it is touched only as far as needed."""
+
+    def __init__(self) -> None:
+        most = _CHUNK + 2  # the loop writes two places ahead
+        self.indices = np.empty(most, np.int64)
+        self.old, self.new = np.empty(most, np.uint64), np.empty(most, np.uint64)
+
+
+_scratch: Final = _Scratch()
+
+
+def _compare_chunk(
+    old: NDArray[Any], new: NDArray[Any], start: int, name: str | None
+) -> Difference:
+    before, after = old[start : start + _CHUNK], new[start : start + _CHUNK]
+    loop = _loop(old.itemsize)
+    if loop is None:
+        indices = np.flatnonzero(before != after)
+        was, now = before[indices], after[indices]
+        indices += start
+    else:
+        before, after = np.ascontiguousarray(before), np.ascontiguousarray(after)
+        out = _scratch.old.view(old.dtype), _scratch.new.view(new.dtype)
+        count = loop(before, after, start, _scratch.indices, *out)
+        indices = _scratch.indices[:count].copy()
+        was, now = out[0][:count].copy(), out[1][:count].copy()
+    change = None if name is None else change_digest(name, indices, was, now)
+    return Difference(indices, was, now, change)
+
+
+def _compare(old: Any, new: Any, start: Any, found: Any, was: Any, now: Any) -> Any:
+    """What numba compiles; returns how many differ. Of a line's, two are written in any case."""
     count: Any = 0
-    elements = 64 // old.itemsize
-    lines = old_words.size // 8
-    for line in range(lines):
-        differs = np.uint64(0)
-        for word in range(8 * line, 8 * line + 8):
-            differs |= old_words[word] ^ new_words[word]
-        if differs == 0:
-            continue
-        first = line * elements
-        mask = np.uint64(0)
-        for k in range(elements):
-            mask |= np.uint64(old[first + k] != new[first + k]) << np.uint64(k)
-        while mask != 0:
-            rest = mask & (mask - np.uint64(1))
-            k = first + _BIT_OF[((mask ^ rest) * _DE_BRUIJN) >> np.uint64(58)]
-            found[count] = start + k
-            bits[count] = new[k]
-            count += 1
-            mask = rest
-    for k in range(lines * elements, old.size):
+    elements = LINE // old.itemsize
+    whole = old.size // elements * elements
+    for first in range(0, whole, elements):
+        mask = differing(old, new, first)
+        following = mask & (mask - np.uint64(1))
+        number = ones(mask)
+        for at, rest in ((count, mask), (count + 1, following)):
+            k = first + (lowest(rest) & (elements - 1))
+            found[at], was[at], now[at] = start + k, old[k], new[k]
+        if number > 2:
+            at = count + 2
+            rest = following & (following - np.uint64(1))
+            while rest != 0:
+                k = first + lowest(rest)
+                found[at], was[at], now[at] = start + k, old[k], new[k]
+                at += 1
+                rest &= rest - np.uint64(1)
+        count += number
+    for k in range(whole, old.size):
         if old[k] != new[k]:
-            found[count] = start + k
-            bits[count] = new[k]
+            found[count], was[count], now[count] = start + k, old[k], new[k]
             count += 1
     return count
 
@@ -107,8 +159,9 @@ def _loop(width: int) -> Callable[..., int] | None:
         from numba import types
     except ImportError:
         return None
-    words, bits = array(types, "uint64"), array(types, f"uint{8 * width}")
+    teach()
+    bits = array(types, f"uint{8 * width}")
     indices = array(types, "int64", readonly=False)
     out = array(types, f"uint{8 * width}", readonly=False)
-    arguments = words, words, bits, bits, types.int64, indices, out
+    arguments = bits, bits, types.int64, indices, out, out
     return compile_loop(_compare, types.int64(*arguments))

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from engine_ext.compare import changed_elements
+from engine_ext.compare import compare
 from engine_ext.wire import ENCODINGS, FrameReader, ParamDelta, decode_part, encode_part
 
 DENSITIES = (0.001, 0.006, 0.02, 0.03, 0.1)
@@ -86,9 +86,9 @@ def deltas_of(old: _Bits, new: _Bits, threads: int) -> list[ParamDelta]:
     found = []
     for number, where in enumerate(params(old)):
         after = new[where]
-        indices, values = changed_elements(old[where], after, threads)
-        name = f"model.layers.{number}.weight"
-        found.append(ParamDelta(name, "bfloat16", (after.size,), indices, values))
+        difference = compare(old[where], after, threads=threads)
+        name, shape = f"model.layers.{number}.weight", (after.size,)
+        found.append(ParamDelta(name, "bfloat16", shape, difference.indices, difference.new))
     return found
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from engine_ext.compare import changed_elements
+from engine_ext.compare import compare
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
 from engine_ext.wire.part import ParamDelta
 from engine_ext.wire.positions import position_bytes
@@ -122,10 +122,10 @@ class Snapshot:
 
     def _difference(self, old: ParamDelta, new: ParamDelta) -> ParamDelta | None:
         """The elements of `new` that are not as in `old`, copied; both are dense."""
-        indices, values = changed_elements(old.values, new.values)
-        if not indices.size:
+        found = compare(old.values, new.values)
+        if not found.indices.size:
             return None
-        sparse = replace(new, indices=indices, values=values)
+        sparse = replace(new, indices=found.indices, values=found.new)
         dense = self.payload_bytes(sparse) >= new.values.nbytes
         return replace(new, values=new.values.copy()) if dense else sparse
 

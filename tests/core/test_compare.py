@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_ext import compare
-from engine_ext.compare import changed_elements
+from engine_ext.compare import begin_compare
+from engine_ext.compare import compare as compared
+from engine_ext.digest import change_digest
 
 from .harness import PROPERTY
 
@@ -31,10 +34,16 @@ def test_every_changed_bit_is_found(
     chosen = np.flatnonzero(rng.random(size) < density)
     new[chosen] ^= np.left_shift(1, rng.integers(0, 8 * width, chosen.size)).astype(new.dtype)
     for before, after in ((old, new), (new, old)):
-        indices, bits = changed_elements(before, after)
-        assert indices.tolist() == chosen.tolist()
-        assert bits.tolist() == after[chosen].tolist()
-        assert bits.dtype == after.dtype
+        found = compared(before, after, "w")
+        assert found.indices.tolist() == chosen.tolist()
+        assert (found.indices.dtype, found.old.dtype, found.new.dtype) == (
+            np.int64,
+            old.dtype,
+            old.dtype,
+        )
+        assert found.old.tolist() == before[chosen].tolist()
+        assert found.new.tolist() == after[chosen].tolist()
+        assert found.change == change_digest("w", chosen, before[chosen], after[chosen])
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -46,10 +55,36 @@ def test_chunks_and_threads(threads: int, compiled: bool, monkeypatch: pytest.Mo
     new = old.copy()
     edges = [0, 31, 32, compare._CHUNK - 1, compare._CHUNK, 3 * compare._CHUNK, old.size - 1]
     new[edges] = 0x8000
-    found, bits = changed_elements(old, new, threads)
-    assert found.tolist() == edges
-    assert found.dtype == np.int64
-    assert (bits == 0x8000).all()
+    found = compared(old, new, "w", threads)
+    assert found.indices.tolist() == edges
+    assert not found.old.any()
+    assert (found.new == 0x8000).all()
+    assert found.change == change_digest("w", found.indices, found.old, found.new)
+    assert compared(old, new, threads=threads).change is None
+    with ThreadPoolExecutor(2) as pool:
+        pending = [begin_compare(old, new, name, pool) for name in ("w", "v", "")]
+    changes = [wait().change for wait in pending]
+    assert changes[0] == found.change
+    assert len(set(changes)) == 3
+
+
+def test_what_was_found_is_kept() -> None:
+    """A thread uses its memory again for the next chunk."""
+    old, new = np.zeros(100, np.uint16), np.ones(100, np.uint16)
+    found = compared(old, new)
+    compared(old, new + np.uint16(1))
+    assert (found.new == 1).all()
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_any_number_in_a_line(width: int) -> None:
+    elements = 64 // width
+    old = np.zeros(elements * elements, f"u{width}")
+    new = old.copy().reshape(elements, elements)
+    new[np.tri(elements, dtype=bool)] = 1  # one in the first line, ..., all in the last
+    for after in (new, new[::-1], new[:, ::-1]):
+        after = np.ascontiguousarray(after).reshape(-1)
+        assert compared(old, after).indices.tolist() == np.flatnonzero(after).tolist()
 
 
 @pytest.mark.parametrize(
@@ -63,4 +98,4 @@ def test_chunks_and_threads(threads: int, compiled: bool, monkeypatch: pytest.Mo
 )
 def test_what_cannot_be_compared(old: np.ndarray[Any, Any], new: np.ndarray[Any, Any]) -> None:
     with pytest.raises(ValueError, match="not unsigned ints"):
-        changed_elements(old, new)
+        compared(old, new)
