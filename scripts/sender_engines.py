@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from engine_ext.wire.positions import ENCODINGS
+from engine_ext.wire.manifest import DIFFERENCES, ENCODINGS
 from sender_http import Options, Server, SyncFailed
-from sender_link import Committed, Link, Step, SyncReport
+from sender_link import Committed, Link, SyncReport
 from sender_snapshot import NamedTensors, Snapshot
+from sender_step import Step
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,9 +37,10 @@ class SomeFailed(SyncFailed):
 class MultiSender:
     """Keeps several engines in step with one trainer, as `DeltaSender` does one. Not thread-safe.
 
-    The trainer's tensors are read and compared once. Each engine gets the parts on a connection of
-    its own, at the same time as the others, and the very same bytes where engines hold the same
-    and want the same. After a sync, every engine that committed is at the same version.
+    The trainer's tensors are read and compared once, while parts with those before are encoded and
+    posted. Each engine gets the parts on a connection of its own, at the same time as the others,
+    and the very same bytes where engines hold the same and want the same. After a sync, every
+    engine that committed is at the same version.
 
     What each engine acknowledged is kept for each: the snapshot moves once some engine has
     committed, and for one that has not, what it missed is kept beside it. Its next sync brings it
@@ -67,11 +69,13 @@ class MultiSender:
         if not urls or len({url.rstrip("/") for url in urls}) < len(urls):
             raise ValueError("give every engine's url, each once")
         self._urls = list(urls)
+        self._digests = self._options.digest or self._options.encoding == DIFFERENCES
         self._snapshot = self._make_snapshot(base)
         self._links = [
             Link(self._make_server(url), self._snapshot, self._options, base_version)
             for url in urls
         ]
+        self._threads: list[Thread] = []
 
     def __enter__(self) -> Self:
         return self
@@ -99,7 +103,8 @@ class MultiSender:
 
         Raises:
             SomeFailed: Some engines did not commit.
-            ValueError: Names, shapes or dtypes are not the base's. Nothing was sent.
+            ValueError: Names, shapes or dtypes are not the base's. No engine commits anything, and
+                nothing was sent if `tensors` is a collection and not an iterator.
         """
         return self._sync(tensors, full=False)
 
@@ -108,27 +113,50 @@ class MultiSender:
         return self._sync(tensors, full=True)
 
     def _sync(self, tensors: NamedTensors, *, full: bool) -> dict[str, SyncReport]:
+        for thread in self._threads:
+            thread.join()  # of a sync that was interrupted
         started = time.perf_counter()
-        changes = self._snapshot.read(tensors)
         version = max(link.version for link in self._links) + 1
-        engines = len(self._links)
-        step = Step(changes, version, full=full, engines=engines, started=started)
-        if engines == 1:
-            outcomes = [_bring(self._links[0], step)]
-        else:
-            with ThreadPoolExecutor(engines) as pool:
-                outcomes = list(pool.map(_bring, self._links, [step] * engines))
+        step = Step(version, full=full, engines=len(self._links), started=started)
+        outcomes: dict[Link, Committed | BaseException] = {}
+
+        def bring(link: Link) -> None:
+            try:
+                outcomes[link] = link.bring(step)
+            except BaseException as error:
+                outcomes[link] = error
+
+        self._threads = [Thread(target=bring, args=(link,), daemon=True) for link in self._links]
+        for thread in self._threads:
+            thread.start()
+        try:
+            step.read(self._snapshot.read(tensors, digests=self._digests))
+            for thread in self._threads:
+                thread.join()
+        except BaseException as error:
+            step.fail(error)
+            if isinstance(error, Exception):  # who interrupts is not kept waiting for an answer
+                for thread in self._threads:
+                    thread.join()
+            raise
+        return self._acknowledge(step, outcomes)
+
+    def _acknowledge(
+        self, step: Step, outcomes: dict[Link, Committed | BaseException]
+    ) -> dict[str, SyncReport]:
+        """Let the snapshot and the links move on, as far as the engines have."""
         # In this order an interruption leaves engines that are ahead of their links: they answer
         # that to the next sync, which is full then. No link is ever ahead of its engine.
-        if any(isinstance(outcome, Committed) for outcome in outcomes):
-            for link, outcome in zip(self._links, outcomes, strict=True):
+        if any(isinstance(outcome, Committed) for outcome in outcomes.values()):
+            for link, outcome in outcomes.items():
                 if not isinstance(outcome, Committed):
-                    link.miss(changes)
-            self._snapshot.advance(changes)
+                    link.miss(step.changes)
+            self._snapshot.advance(step.changes)
         reports: dict[str, SyncReport] = {}
         failures: dict[str, SyncFailed] = {}
         others: list[BaseException] = []
-        for url, outcome in zip(self._urls, outcomes, strict=True):
+        for url, link in zip(self._urls, self._links, strict=True):
+            outcome = outcomes[link]
             try:
                 if isinstance(outcome, BaseException):
                     raise outcome
@@ -154,14 +182,15 @@ class DeltaSender:
     """Keeps an engine's weights in step with a trainer's. Not thread-safe.
 
     Tensors come as (name, tensor) in checkpoint coordinates: unsharded, and named as in the
-    Hugging Face checkpoint. They are read one by one, so a generator that gathers each when asked
-    will do. CUDA tensors are brought to the CPU whole and compared there: simple, not fastest.
+    Hugging Face checkpoint. They are taken one by one, so a generator that gathers each when asked
+    will do; some are compared while others are posted, and none may change before the sync ends.
+    CUDA tensors are brought to the CPU whole and compared there: simple, not fastest.
     Of tied tensors (one storage, several names) one copy is kept; if they ever differ, that is a
     ValueError. So do not yield views of a buffer that is refilled in between. They are sent under
     every name that the engine holds; if it has no plan, under the first.
 
-    Host memory: the snapshot (the model's size), the changes until they are committed (8 bytes
-    plus the itemsize for each element), and about two parts.
+    Host memory: the snapshot (the model's size), the changes until they are committed (4 bytes
+    plus twice the itemsize for each element), about two parts, and 128 MiB of gathered tensors.
 
     Args:
         url: The engine's root, ``http://host:port``.
@@ -236,7 +265,7 @@ class DeltaSender:
 
         Raises:
             SyncFailed: The engine refused, could not be reached, or holds other bytes afterwards.
-            ValueError: Names, shapes or dtypes are not the base's. Nothing was sent.
+            ValueError: As of `MultiSender.sync`.
         """
         return self._one(tensors, full=False)
 
@@ -249,11 +278,3 @@ class DeltaSender:
             return self._sender._sync(tensors, full=full)[self._url]
         except SomeFailed as some:
             raise some.failures[self._url] from None
-
-
-def _bring(link: Link, step: Step) -> Committed | BaseException:
-    """The outcome of one engine's share; never raises."""
-    try:
-        return link.bring(step)
-    except BaseException as error:
-        return error

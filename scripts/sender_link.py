@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import threading
 import time
-import uuid
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,11 +17,10 @@ from engine_ext.digest import Digest, change_digest, tensor_digest
 from engine_ext.wire.manifest import DIFFERENCES
 from engine_ext.wire.part import ParamDelta, encode_part
 from sender_http import Options, Server, SyncFailed
-from sender_snapshot import Changes, Snapshot, values_at
+from sender_snapshot import Change, Changes, Snapshot
+from sender_step import Step
 
 logger = logging.getLogger(__name__)
-
-_KEPT_BODIES = 2
 
 
 @dataclass(frozen=True)
@@ -49,42 +46,40 @@ class SyncReport:
         return self.nnz / max(1, self.numel)
 
 
-class Step:
-    """One sync as all engines share it. Parts that are alike are encoded once.
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one param adds to a part.
 
-    Args:
-        changes: from the snapshot to what every engine is to hold.
-        version: that they are to be at.
-        full: send every tensor dense.
-        engines: how many share it.
-        started: when it began, by `time.perf_counter`.
+    Attributes:
+        name: that it is sent under.
+        delta: what is sent; differences are made of it when it is encoded.
+        change: from what the engine holds; None in a full sync that leaves the tensor as it is.
+        own: whether `change` is of the name in the snapshot, so that its digest is.
     """
 
-    def __init__(
-        self, changes: Changes, version: int, *, full: bool, engines: int, started: float
-    ) -> None:
-        self.started = started
-        self._keep = _KEPT_BODIES if engines > 1 else 0
-        self.changes, self.version, self.full = changes, version, full
-        self._lock = threading.Lock()
-        self._sync_ids: dict[str, str] = {}  # by attempt
-        self._bodies: defaultdict[str, OrderedDict[Hashable, bytes]] = defaultdict(OrderedDict)
+    name: str
+    delta: ParamDelta
+    change: Change | None
+    own: bool
 
-    def sync_id(self, attempt: str) -> str:
-        """One for all engines that are sent the same: ``full``, or changes in some encoding."""
-        with self._lock:
-            return self._sync_ids.setdefault(attempt, uuid.uuid4().hex)
+    @property
+    def digest(self) -> Digest:
+        """What it adds to the digest."""
+        if self.change is None:
+            return Digest.ZERO
+        if self.own and self.change.digest is not None:
+            return self.change.digest
+        delta = self.change.delta(self.name)
+        return change_digest(self.name, delta.indices, self.change.old, delta.values)
 
-    def body(self, attempt: str, key: Hashable, encode: Callable[[], bytes]) -> bytes:
-        """A part that one engine gets. The last of an attempt are kept for who follows."""
-        with self._lock:
-            bodies = self._bodies[attempt]
-            body = bodies.get(key)
-            if body is None:
-                body = bodies[key] = encode()
-                while len(bodies) > self._keep:
-                    bodies.popitem(last=False)
-            return body
+
+@dataclass(slots=True)
+class Filling:
+    """A part that params are still added to."""
+
+    encoding: str
+    pieces: list[Piece] = field(default_factory=list)
+    nbytes: int = 0
 
 
 class Link:
@@ -147,7 +142,7 @@ class Link:
         What is more than half of the model is not kept: the next sync is a full one then.
         """
         behind = self._snapshot.between(changes, self.behind)
-        if sum(map(_nbytes, behind.values())) > self._snapshot.nbytes // 2:
+        if sum(change.nbytes for change in behind.values()) > self._snapshot.nbytes // 2:
             behind, self.suspect = {}, True
         self.behind = behind
 
@@ -179,41 +174,51 @@ class Link:
                 logger.warning("no digests, as the engine's cover tensors not in base: %s", lacking)
 
     def _old(self, name: str) -> np.ndarray[Any, Any]:
-        return self._snapshot.image(self._snapshot.kept(name), self.behind).values
+        kept = self._snapshot.kept(name)
+        return self._snapshot.image(kept, self.behind.get(kept)).values
 
-    def _change(self, names: Iterable[str], changes: Changes) -> Digest:
-        """What `changes` of these tensors add to the digest; without a plan, of all of them."""
-        total = Digest.ZERO
-        for name in self._digested.intersection(names) if self._planned else names:
-            if change := changes.get(self._snapshot.kept(name)):
-                old = values_at(self._old(name), change)
-                total += change_digest(name, change.indices, old, change.values)
-        return total
+    def _change(self, pieces: Iterable[Piece]) -> Digest:
+        """What a part adds to the digest; without a plan, all of it."""
+        counted = (p for p in pieces if not self._planned or p.name in self._digested)
+        return sum((piece.digest for piece in counted), start=Digest.ZERO)
 
-    def _parts(self, changes: Changes, encoding: str, *, full: bool) -> list[tuple[str, list[str]]]:
-        """Group names into parts of one dtype and at most `bucket_bytes`, or of one param.
+    def _parts(self, step: Step, encoding: str, *, full: bool) -> Iterator[tuple[Filling, bool]]:
+        """Parts of one dtype and at most `bucket_bytes`, or of one param; and which is the last.
 
         Differences need old values that are proven. Other params of a sync go as values, in parts
         of their own.
         """
-        parts: list[tuple[str, list[str]]] = []
-        # by encoding and dtype: a part, and its bytes
-        filling: dict[tuple[str, str], tuple[list[str], int]] = {}
+        filling: dict[tuple[str, str], Filling] = {}
+        for piece in self._pieces(step, full=full):
+            delta = piece.delta
+            size = self._snapshot.payload_bytes(delta)
+            proven = piece.name in self._digested or not self._planned
+            own = _of_values(encoding) if delta.indices is None or not proven else encoding
+            part = filling.setdefault((own, delta.dtype), Filling(own))
+            if part.pieces and part.nbytes + size > self._options.bucket_bytes:
+                yield part, False
+                part = filling[own, delta.dtype] = Filling(own)
+            part.pieces.append(piece)
+            part.nbytes += size
+        rest = [*filling.values()] or [Filling(_of_values(encoding))]
+        for part in rest:
+            yield part, part is rest[-1]
+
+    def _pieces(self, step: Step, *, full: bool) -> Iterator[Piece]:
+        """What the engine is to be sent, while it is read."""
+        snapshot = self._snapshot
+        names: defaultdict[str, list[str]] = defaultdict(list)
         for name in self._names:
-            kept = self._snapshot.kept(name)
-            param = self._snapshot.image(kept, {}) if full else changes.get(kept)
-            if param is not None:
-                size = self._snapshot.payload_bytes(param)
-                proven = name in self._digested or not self._planned
-                as_values = param.indices is None or not proven
-                own = _of_values(encoding) if as_values else encoding
-                part, filled = filling.get((own, param.dtype), ([], 0))
-                if not part or filled + size > self._options.bucket_bytes:
-                    part, filled = [], 0
-                    parts.append((own, part))
-                part.append(name)
-                filling[own, param.dtype] = part, filled + size
-        return parts or [(_of_values(encoding), [])]
+            names[snapshot.kept(name)].append(name)
+        for kept, read in step.tensors():
+            if kept in names:
+                change = snapshot.turn(kept, self.behind.get(kept), read)
+                for name in names[kept]:
+                    if full:
+                        image = replace(snapshot.image(kept, read), name=name)
+                        yield Piece(name, image, change, name == kept)
+                    elif change is not None:
+                        yield Piece(name, change.delta(name), change, name == kept)
 
     def _send(self, step: Step, version: int, encoding: str, *, full: bool) -> Committed:
         """Encode and post part by part."""
@@ -221,53 +226,54 @@ class Link:
         # Without a plan too: an engine that has no checkpoint gets one with its first sync.
         if full or not self._planned:
             self._learn_plan()
-        changes = self._snapshot.between(self.behind, step.changes)
-        parts = self._parts(changes, encoding, full=full)
         attempt = "full" if full else encoding
         before, after = self._digest, self._digest or Digest.ZERO
-        nnz = wire_bytes = 0
+        nnz = wire_bytes = count = 0
         post_s = 0.0
         answer: dict[str, Any] = {}
-        for number, (part_encoding, names) in enumerate(parts):
-            last = number == len(parts) - 1
+        for number, (part, last) in enumerate(self._parts(step, encoding, full=full)):
             digests: dict[str, Any] = {}
             if before is not None:
-                change = self._change(names, changes)
+                change = self._change(part.pieces)
                 after += change
                 if not full:  # where it is, nobody knows what the engine holds
                     digests.update(digest_part=change.hex(), digest_before=before.hex())
                 if last:
                     digests.update(digest_after=after.hex())
-            elif part_encoding == DIFFERENCES:  # they are not taken without
-                digests.update(digest_part=self._change(names, changes).hex())
+            elif part.encoding == DIFFERENCES:  # they are not taken without
+                digests.update(digest_part=self._change(part.pieces).hex())
+            count += 1
             metadata = {
-                "encoding": part_encoding,
+                "encoding": part.encoding,
                 "sync_id": step.sync_id(attempt),
                 "current_version": version,
                 "base_version": None if full else self.version,
                 "part": number,
-                "num_parts": len(parts),
+                "num_parts": count if last else None,  # nobody knows before all is read
                 "full": full,
                 **digests,
             }
-            deltas = self._deltas(names, step.changes if full else changes, full=full)
-            encode = functools.partial(self._encode, deltas, **metadata)
+            encode = functools.partial(_encode, part.pieces, **metadata)
             # Engines of which none has missed anything get the same bytes under the same metadata.
+            names = [piece.name for piece in part.pieces]
             owner = id(self) if self.behind and not full else None
             body = step.body(attempt, (*metadata.items(), *names, owner), encode)
+            nnz += sum(piece.delta.nnz for piece in part.pieces)
+            wire_bytes += len(body)
+            part.pieces.clear()  # while it is posted, the following is read
+            step.check()
             post_start = time.perf_counter()
             answer = self.server.deliver(body, version, number, last)
             post_s += time.perf_counter() - post_start
-            nnz += sum(delta.nnz for delta in deltas)
-            wire_bytes += len(body)
+        images = [self._snapshot.image(self._snapshot.kept(name)).values for name in self._names]
         report = SyncReport(
             version=version,
             base_version=self.version,
             nnz=nnz,
-            numel=sum(self._old(name).size for name in self._names),
-            full_bytes=sum(self._old(name).nbytes for name in self._names),
+            numel=sum(image.size for image in images),
+            full_bytes=sum(image.nbytes for image in images),
             wire_bytes=wire_bytes,
-            parts=len(parts),
+            parts=count,
             encode_ms=(time.perf_counter() - step.started - post_s) * 1e3,
             post_ms=post_s * 1e3,
             status=answer["status"],
@@ -276,19 +282,6 @@ class Link:
             engine=answer,
         )
         return Committed(self, report, None if before is None else after, encoding)
-
-    def _deltas(self, names: list[str], changes: Changes, *, full: bool) -> list[ParamDelta]:
-        kept = [self._snapshot.kept(name) for name in names]
-        found = [self._snapshot.image(k, changes) if full else changes[k] for k in kept]
-        return [replace(delta, name=name) for delta, name in zip(found, names, strict=True)]
-
-    def _encode(self, deltas: list[ParamDelta], *, encoding: str, **metadata: Any) -> bytes:
-        if encoding == DIFFERENCES:
-            deltas = [
-                replace(d, values=d.values - values_at(self._old(d.name), d), differences=True)
-                for d in deltas
-            ]
-        return encode_part(deltas, encoding=encoding, **metadata)
 
 
 @dataclass(frozen=True)
@@ -325,5 +318,12 @@ def _of_values(encoding: str) -> str:
     return "gap8_exp" if encoding == DIFFERENCES else encoding
 
 
-def _nbytes(change: ParamDelta) -> int:
-    return change.values.nbytes + (0 if change.indices is None else change.indices.nbytes)
+def _encode(pieces: Iterable[Piece], *, encoding: str, **metadata: Any) -> bytes:
+    deltas = [piece.delta for piece in pieces]
+    if encoding == DIFFERENCES:
+        deltas = [
+            replace(delta, values=delta.values - piece.change.old, differences=True)
+            for delta, piece in zip(deltas, pieces, strict=True)
+            if piece.change is not None
+        ]
+    return encode_part(deltas, encoding=encoding, **metadata)

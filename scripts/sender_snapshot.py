@@ -2,21 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from typing import Any
+import os
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from engine_ext.compare import compare
+from engine_ext import kernels
+from engine_ext.compare import Difference, begin_compare, compare
+from engine_ext.digest import Digest
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
 from engine_ext.wire.part import ParamDelta
 from engine_ext.wire.positions import position_bytes
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
-Changes = dict[str, ParamDelta]  # by name in the snapshot; private copies
+Bits = NDArray[Any]  # unsigned ints [n]
+
+# Bytes of tensors that are being compared while the one before them is waited for.
+_AHEAD: Final = 128 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """How a tensor differs from what it is compared with; private copies.
+
+    Attributes:
+        dtype, shape: as in the checkpoint.
+        places: int32 or int64 [nnz], ascending flat indices; None: dense.
+        old, new: bit patterns [nnz], or [numel] where dense; a dense `old` may be the snapshot's
+            own memory.
+        digest: what the change adds to a digest, under the name in the snapshot; None if not
+            asked for.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    places: NDArray[Any] | None
+    old: Bits
+    new: Bits
+    digest: Digest | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its new values and where they are."""
+        return self.new.nbytes + (0 if self.places is None else self.places.nbytes)
+
+    def delta(self, name: str) -> ParamDelta:
+        """The new values, to be sent under a name."""
+        indices = None if self.places is None else self.places.astype(np.int64)
+        return ParamDelta(name, self.dtype, self.shape, indices, self.new)
+
+
+Changes = dict[str, Change]  # by name in the snapshot
 
 
 class Snapshot:
@@ -35,6 +78,7 @@ class Snapshot:
     def __init__(self, base: NamedTensors, encoding: str) -> None:
         self._encoding = encoding
         self._dense: dict[str, ParamDelta] = {}
+        self._threads = os.cpu_count() or 1
         self.tied: dict[str, str] = {}
         for name, tensor, first in _with_ties(base):
             if first is None:
@@ -56,54 +100,99 @@ class Snapshot:
         """The name in the snapshot of what is sent under `name`."""
         return self.tied.get(name, name)
 
-    def read(self, tensors: NamedTensors) -> Changes:
-        """Find out what is not as in the snapshot.
+    def read(
+        self, tensors: NamedTensors, *, digests: bool = True
+    ) -> Iterator[tuple[str, Change | None]]:
+        """Find out what is not as in the snapshot, in threads, some tensors ahead.
+
+        Args:
+            tensors: taken in the caller's thread. They must stay as they are until the end.
+            digests: whether the changes are digested on the way.
+
+        Yields:
+            For every tensor of the snapshot its name there, and its change, if any.
 
         Raises:
-            ValueError: Names, shapes or dtypes are not the base's, or tied tensors differ.
+            ValueError: Names, shapes or dtypes are not the base's, or tied tensors differ. Where
+                `tensors` is a collection, names, shapes and dtypes are looked at first.
         """
-        changes: Changes = {}
+        if isinstance(tensors, Collection):
+            given = [self._known(*tensor) for tensor in _with_ties(tensors)]
+            self._refuse_missing(set(given))
+        pool = ThreadPoolExecutor(self._threads, thread_name_prefix="delta-compare")
+        try:
+            yield from self._read(tensors, pool, digests)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _read(
+        self, tensors: NamedTensors, pool: Executor, digests: bool
+    ) -> Iterator[tuple[str, Change | None]]:
+        changes: dict[str, Change | None] = {}
+        begun: deque[tuple[str, ParamDelta, Callable[[], Difference]]] = deque()
         seen: set[str] = set()
+
+        def finish() -> tuple[str, Change | None]:
+            kept, _, wait = begun.popleft()
+            changes[kept] = self._change(self._dense[kept], wait())
+            return kept, changes[kept]
+
         for name, tensor, first in _with_ties(tensors):
-            known = name in self._dense or name in self.tied
-            kept = self.kept(name if known else first or name)
-            if kept not in self._dense:
-                raise ValueError(f"{name}: not in the base")
-            old, new = self._dense[kept], replace(_to_bits(name, tensor), name=kept)
-            if (new.dtype, new.shape) != (old.dtype, old.shape):
-                raise ValueError(
-                    f"{name}: {new.dtype} {new.shape}, but {old.dtype} {old.shape} in the base"
-                )
+            kept, new = self._known(name, tensor, first), _to_bits(name, tensor)
             if kept in seen:
-                if not np.array_equal(new.values, self.image(kept, changes).values):
+                while kept not in changes:
+                    yield finish()
+                if not np.array_equal(new.values, self.image(kept, changes[kept]).values):
                     raise ValueError(f"{name}: differs from {kept}, which it is tied to or repeats")
                 continue
             seen.add(kept)
-            if change := self._difference(old, new):
-                changes[kept] = change
+            digested = kept if digests else None
+            wait = begin_compare(self._dense[kept].values, new.values, digested, pool)
+            begun.append((kept, new, wait))
+            while sum(waiting.values.nbytes for _, waiting, _ in begun) > _AHEAD:
+                yield finish()
+        while begun:
+            yield finish()
+        self._refuse_missing(seen)
+
+    def _known(self, name: str, tensor: torch.Tensor, first: str | None) -> str:
+        """The name in the snapshot of a tensor that is to be like the base's."""
+        known = name in self._dense or name in self.tied
+        kept = self.kept(name if known else first or name)
+        if kept not in self._dense:
+            raise ValueError(f"{name}: not in the base")
+        old, dtype, shape = self._dense[kept], _dtype_name(name, tensor), tuple(tensor.shape)
+        if (dtype, shape) != (old.dtype, old.shape):
+            raise ValueError(f"{name}: {dtype} {shape}, but {old.dtype} {old.shape} in the base")
+        return kept
+
+    def _refuse_missing(self, seen: set[str]) -> None:
         if missing := self._dense.keys() - seen:
             raise ValueError(f"missing, but in the base: {', '.join(sorted(missing))}")
-        return changes
 
-    def image(self, kept: str, changes: Changes) -> ParamDelta:
-        """A tensor of the snapshot with `changes` made, dense; to read only, it may be no copy."""
-        old, change = self._dense[kept], changes.get(kept)
-        if change is None or change.indices is None:
-            return change or old
+    def image(self, kept: str, change: Change | None = None) -> ParamDelta:
+        """A tensor of the snapshot with a change made, dense; to read only, it may be no copy."""
+        old = self._dense[kept]
+        if change is None:
+            return old
+        if change.places is None:
+            return replace(old, values=change.new)
         values = old.values.copy()
-        values[change.indices] = change.values
+        kernels.write(values, change.places, change.new)
         return replace(old, values=values)
+
+    def turn(self, kept: str, before: Change | None, after: Change | None) -> Change | None:
+        """What turns a tensor with `before` made into that tensor with `after` made."""
+        if before is None:
+            return after
+        old, new = self.image(kept, before), self.image(kept, after)
+        return self._change(old, compare(old.values, new.values, kept))
 
     def between(self, before: Changes, after: Changes) -> Changes:
         """What turns the snapshot with `before` made into the snapshot with `after` made."""
-        if not before:
-            return after
-        found = {kept: change for kept, change in after.items() if kept not in before}
-        for kept in before:
-            change = self._difference(self.image(kept, before), self.image(kept, after))
-            if change is not None:
-                found[kept] = change
-        return found
+        names = {**before, **after}
+        turns = {kept: self.turn(kept, before.get(kept), after.get(kept)) for kept in names}
+        return {kept: change for kept, change in turns.items() if change is not None}
 
     def payload_bytes(self, delta: ParamDelta) -> int:
         """Bytes of a param's positions and values, before compression."""
@@ -113,21 +202,32 @@ class Snapshot:
 
     def advance(self, changes: Changes) -> None:
         """Make the committed `changes`."""
-        for kept, change in changes.items():
-            where = slice(None) if change.indices is None else change.indices
-            self._dense[kept].values[where] = change.values
+        with ThreadPoolExecutor(self._threads) as pool:
+            for _ in pool.map(self._make, changes.items()):
+                pass
+
+    def _make(self, item: tuple[str, Change]) -> None:
+        values, change = self._dense[item[0]].values, item[1]
+        if change.places is None:
+            values[:] = change.new
+        else:
+            kernels.write(values, change.places, change.new)
 
     def _keep(self, dense: ParamDelta) -> ParamDelta:
         return replace(dense, values=dense.values.copy())
 
-    def _difference(self, old: ParamDelta, new: ParamDelta) -> ParamDelta | None:
-        """The elements of `new` that are not as in `old`, copied; both are dense."""
-        found = compare(old.values, new.values)
+    def _change(self, old: ParamDelta, found: Difference) -> Change | None:
+        """What was found as a change of `old`."""
         if not found.indices.size:
             return None
-        sparse = replace(new, indices=found.indices, values=found.new)
-        dense = self.payload_bytes(sparse) >= new.values.nbytes
-        return replace(new, values=new.values.copy()) if dense else sparse
+        sparse = replace(old, indices=found.indices, values=found.new)
+        if self.payload_bytes(sparse) < old.values.nbytes:
+            narrow = np.int32 if old.values.size < 1 << 31 else np.int64
+            places = found.indices.astype(narrow, copy=False)
+            return Change(old.dtype, old.shape, places, found.old, found.new, found.change)
+        new = old.values.copy()
+        kernels.write(new, found.indices, found.new)
+        return Change(old.dtype, old.shape, None, old.values, new, found.change)
 
 
 class MappedSnapshot(Snapshot):
@@ -138,11 +238,6 @@ class MappedSnapshot(Snapshot):
 
     def _keep(self, dense: ParamDelta) -> ParamDelta:
         return dense
-
-
-def values_at(dense: np.ndarray[Any, Any], change: ParamDelta) -> np.ndarray[Any, Any]:
-    """The values of a tensor where a change of it is made."""
-    return dense if change.indices is None else dense[change.indices]
 
 
 def _with_ties(tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor, str | None]]:
@@ -158,13 +253,18 @@ def _with_ties(tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor, str |
         yield name, tensor, first if first != name and tensor.numel() else None
 
 
+def _dtype_name(name: str, tensor: torch.Tensor) -> str:
+    dtype = NAME_OF_TORCH.get(tensor.dtype)
+    if dtype is None:
+        raise ValueError(f"{name}: deltas do not carry {tensor.dtype}")
+    return dtype
+
+
 def _to_bits(name: str, tensor: torch.Tensor) -> ParamDelta:
     """The tensor as a dense param: unsigned ints of its dtype's width, [numel], row-major.
 
     A contiguous CPU tensor is not copied.
     """
-    dtype = NAME_OF_TORCH.get(tensor.dtype)
-    if dtype is None:
-        raise ValueError(f"{name}: deltas do not carry {tensor.dtype}")
+    dtype = _dtype_name(name, tensor)
     bits = tensor.detach().cpu().contiguous().view(-1).view(torch_bits_dtype(tensor.dtype))
     return ParamDelta(name, dtype, tuple(tensor.shape), None, bits.numpy().view(bits_dtype(dtype)))

@@ -301,4 +301,4 @@ def test_whatever_fails_who_acknowledged_holds_the_trainers_bytes(
     assert b.holds(model)
     snapshot = sender._snapshot
     for name in model:
-        assert np.array_equal(snapshot.image(name, {}).values, a.weights[name])
+        assert np.array_equal(snapshot.image(name).values, a.weights[name])

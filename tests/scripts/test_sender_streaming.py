@@ -1,0 +1,180 @@
+"""What the sender does at the same time: it posts parts while it reads and compares the rest."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+import sender_snapshot
+from engine_ext import compare, digest, kernels
+from reference_sender import DeltaSender, MultiSender, SomeFailed, SyncFailed
+from tests.scripts.fakes import Engine, Handler, Model, bits, error, model_of, sends, train
+
+A, B = "http://a:1", "http://b:2"
+
+
+def sender_of(engine: Engine, base: Model, **options: object) -> DeltaSender:
+    options = {"bucket_bytes": 1, **options}
+    return DeltaSender("http://engine/", base.items(), client=engine.client(), **options)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for the comparison of each tensor before the next is taken."""
+    monkeypatch.setattr(sender_snapshot, "_AHEAD", 0)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_parts_are_posted_before_all_is_read(full: bool) -> None:
+    model = model_of(tensors=4)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model)
+    first_came = threading.Event()
+
+    def tells(take: Handler, request: httpx.Request) -> httpx.Response:
+        first_came.set()
+        return take(request)
+
+    engine.faults[0] = tells
+    train(model)
+
+    def read() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, item in enumerate(model.items()):
+            if number == 3:
+                assert first_came.wait(30)
+            yield item
+
+    report = (sender.sync_full if full else sender.sync)(read())
+    assert report.parts == 4
+    assert engine.holds(model)
+
+
+def test_the_snapshot_stays_until_the_engine_has_committed() -> None:
+    base = model_of(tensors=4)
+    model = {name: tensor.clone() for name, tensor in base.items()}
+    engine = Engine.of(base)
+    sender = sender_of(engine, base)
+    snapshot = sender._sender._snapshot
+    moved = []
+
+    def looks(take: Handler, request: httpx.Request) -> httpx.Response:
+        moved.extend(
+            name
+            for name in base
+            if not np.array_equal(snapshot.image(name).values, bits(base[name]))
+        )
+        return take(request)
+
+    engine.faults = dict.fromkeys(range(3), looks) | {3: sends(error(507, "SpoolFull"))}
+    train(model)
+    with pytest.raises(SyncFailed):
+        sender.sync(iter(model.items()))
+    assert all(np.array_equal(snapshot.image(n).values, bits(base[n])) for n in base)
+    engine.faults = dict.fromkeys(range(4, 8), looks)
+    assert not sender.sync(iter(model.items())).full
+    assert moved == []
+    assert engine.holds(model)
+    assert all(np.array_equal(snapshot.image(n).values, bits(model[n])) for n in model)
+
+
+@pytest.mark.parametrize("wrong", ["shape", "missing", "unknown", "dtype"])
+@pytest.mark.parametrize("several", [False, True])
+def test_tensors_that_turn_out_to_be_wrong_are_never_committed(wrong: str, several: bool) -> None:
+    base = model_of(tensors=4)
+    engines = [Engine.of(base), Engine.of(base)][: 1 + several]
+    hosts = dict(zip("ab", engines, strict=False))
+    client = httpx.Client(transport=httpx.MockTransport(lambda r: hosts[r.url.host].answer(r)))
+    urls = [A, B][: 1 + several]
+    sender = MultiSender(urls, base.items(), client=client, bucket_bytes=1)
+    model = {name: tensor.clone() for name, tensor in base.items()}
+    train(model)
+    bad = dict(model)
+    last = "layers.3.weight"
+    if wrong == "shape":
+        bad[last] = bad[last].view(-1)
+    elif wrong == "dtype":
+        bad[last] = bad[last].float()
+    elif wrong == "missing":
+        del bad[last]
+    else:
+        bad["new"] = torch.zeros(1)
+    for send in (sender.sync, sender.sync_full):
+        with pytest.raises(ValueError, match=r"layers\.3|new"):
+            send(bad.items())
+    assert [engine.requests for engine in engines] == [[]] * len(engines)
+    with pytest.raises(ValueError, match=r"layers\.3|new"):
+        sender.sync(iter(bad.items()))
+    for engine in engines:
+        assert engine.holds(base)
+        assert engine.version == 0
+    reports = sender.sync(iter(model.items()))
+    assert not any(report.full for report in reports.values())
+    assert all(engine.holds(model) for engine in engines)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])
+def test_reading_that_is_interrupted(kind: type[BaseException]) -> None:
+    """The engine is still busy with a part then; the next sync waits for the answer."""
+    model = model_of(tensors=4)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model)
+    posting, interrupted = threading.Event(), threading.Event()
+
+    def lingers(take: Handler, request: httpx.Request) -> httpx.Response:
+        posting.set()
+        if kind is KeyboardInterrupt:  # otherwise the sync waits for this
+            assert interrupted.wait(30)
+        return take(request)
+
+    engine.faults[0] = lingers
+    train(model)
+
+    def read() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from [*model.items()][:2]
+        assert posting.wait(30)
+        raise kind
+
+    with pytest.raises(kind):
+        sender.sync(read())
+    interrupted.set()
+    report = sender.sync(model.items())
+    assert len(engine.requests) == 1 + 4
+    assert (report.full, report.version) == (False, 1)
+    assert engine.holds(model)
+
+
+def test_one_engine_that_fails_early_does_not_stop_the_other() -> None:
+    model = model_of(tensors=4)
+    hosts = {"a": Engine.of(model), "b": Engine.of(model)}
+    client = httpx.Client(transport=httpx.MockTransport(lambda r: hosts[r.url.host].answer(r)))
+    sender = MultiSender([A, B], model.items(), client=client, bucket_bytes=1)
+    hosts["a"].faults[0] = sends(error(507, "SpoolFull"))
+    for step in range(2):
+        train(model, step)
+        if step == 0:
+            with pytest.raises(SomeFailed):
+                sender.sync(iter(model.items()))
+        else:
+            sender.sync(iter(model.items()))
+        assert hosts["b"].holds(model)
+    assert hosts["a"].holds(model)
+
+
+@pytest.mark.parametrize("encoding", ["deltas_zstd", "gap8_exp", "gap8_ulp"])
+def test_without_numba(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "_loop", lambda width: None)
+    monkeypatch.setattr(kernels, "_loops", lambda width, index: None)
+    monkeypatch.setattr(digest, "_kernel", lambda *kind: digest._numpy_sums)
+    model = model_of(torch.bfloat16, torch.float32, torch.float8_e4m3fn)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, encoding=encoding)
+    for step, density in enumerate([0.01, 0.3, 0.9]):
+        train(model, step, density)
+        report = sender.sync(iter(model.items()))
+        assert engine.holds(model)
+        assert report.digest == engine.digest().hex()
