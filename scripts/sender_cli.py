@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.progress import Progress
 from safetensors import SafetensorError, safe_open
 
-from engine_ext.wire.positions import ENCODINGS
 from engine_ext.wire.signature import HMAC_KEY_ENVIRONMENT, SIGNATURE_SUFFIX, sign
+from sender_choice import CHOICES, sparse_encoding
 from sender_engines import MultiSender, SomeFailed
 from sender_http import Options, Server
 from sender_link import SyncReport
@@ -85,7 +85,7 @@ class CheckpointSender(MultiSender):
         )
 
     def _make_snapshot(self, base: NamedTensors) -> Snapshot:
-        return MappedSnapshot(base, self._options.encoding)
+        return MappedSnapshot(base, sparse_encoding(self._options.encoding))
 
     def _make_server(self, url: str) -> Server:
         save: Path | None = None if self._arguments.dry_run else self._arguments.save
@@ -133,8 +133,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--url", action="append", help=url_help)
     version_help = "version the engines are at (default: %(default)s)"
     add("--base-version", type=int, metavar="N", default=0, help=version_help)
-    encoding_help = "how changes travel (default: %(default)s)"
-    add("--encoding", choices=ENCODINGS, default="deltas_zstd", help=encoding_help)
+    encoding_help = "how changes travel; auto: by density and speed of link (default: %(default)s)"
+    add("--encoding", choices=CHOICES, default="deltas_zstd", help=encoding_help)
     add("--full", action="store_true", help="send all of --target, dense; needs no --base")
     bucket_help = "most bytes of a part before compression (default: %(default)s, 256 MiB)"
     add("--bucket-bytes", type=int, metavar="N", default=256 << 20, help=bucket_help)
@@ -194,5 +194,11 @@ def describe(report: SyncReport) -> str:
         f"version {report.base_version} -> {report.version}: {report.status}"
         f"{' (full)' if report.full else ''}; {report.nnz:,} of {report.numel:,} elements "
         f"({report.density:.3%}), {report.wire_bytes:,} of {report.full_bytes:,} bytes, "
-        f"{report.parts} part(s), encode {report.encode_ms:.0f} ms, post {report.post_ms:.0f} ms"
+        f"{report.parts} part(s){_ways(report.picked)}, encode {report.encode_ms:.0f} ms, "
+        f"post {report.post_ms:.0f} ms"
     )
+
+
+def _ways(picked: dict[str, int]) -> str:
+    ways = ", ".join(f"{count} {pick}" for pick, count in sorted(picked.items()))
+    return f" ({ways})" if ways else ""

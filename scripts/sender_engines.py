@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from engine_ext.wire.manifest import DIFFERENCES, ENCODINGS
+from sender_choice import CHOICES, Manner, sparse_encoding
 from sender_http import Options, Server, SyncFailed
 from sender_link import Committed, Link, SyncReport
 from sender_snapshot import NamedTensors, Snapshot
@@ -63,13 +63,13 @@ class MultiSender:
         self, urls: Sequence[str], base: NamedTensors, *, base_version: int = 0, **options: Any
     ) -> None:
         self._options = Options(**options)
-        if self._options.encoding not in ENCODINGS:
-            known = ", ".join(ENCODINGS)
+        if self._options.encoding not in CHOICES:
+            known = ", ".join(CHOICES)
             raise ValueError(f"encoding {self._options.encoding!r} is not one of {known}")
         if not urls or len({url.rstrip("/") for url in urls}) < len(urls):
             raise ValueError("give every engine's url, each once")
         self._urls = list(urls)
-        self._digests = self._options.digest or self._options.encoding == DIFFERENCES
+        self._digests = self._options.digest or Manner(self._options.encoding).may_differ
         self._snapshot = self._make_snapshot(base)
         self._links = [
             Link(self._make_server(url), self._snapshot, self._options, base_version)
@@ -172,7 +172,7 @@ class MultiSender:
         return reports
 
     def _make_snapshot(self, base: NamedTensors) -> Snapshot:
-        return Snapshot(base, self._options.encoding)
+        return Snapshot(base, sparse_encoding(self._options.encoding))
 
     def _make_server(self, url: str) -> Server:
         return Server(url, self._options)
@@ -198,7 +198,9 @@ class DeltaSender:
         base_version: The version the engine is at.
         encoding: One of `ENCODINGS`. With ``gap8_ulp`` full syncs, dense params and those that the
             engine's digest does not cover go as ``gap8_exp``; so does everything once the engine
-            has refused differences and taken values.
+            has refused differences and taken values. Or ``auto``: for each param the fastest of
+            ``gap8_ulp``, ``gap8_exp`` and ``deltas``, sparse or dense, by its density and by the
+            speed of the link that the posts have shown; `SyncReport.picked` says which.
         bucket_bytes: Most bytes of positions and values in one part, before compression. A param
             is never split: a larger one travels alone.
         digest: Keep the model's digest, and send digests along if the engine has a plan.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from tenacity.stop import stop_after_attempt, stop_before_delay
 from tenacity.wait import wait_random_exponential
 
 from engine_ext.wire.signature import SIGNATURE_HEADER, sign
+from sender_choice import LinkSpeed
 
 
 class SyncFailed(Exception):
@@ -68,6 +70,9 @@ class Server:
     Args:
         url: The engine's root, ``http://host:port``.
         options: How to post.
+
+    Attributes:
+        speed: Of the link, as the posts show it.
     """
 
     def __init__(self, url: str, options: Options) -> None:
@@ -81,6 +86,7 @@ class Server:
         if options.api_key is not None:
             self._headers["Authorization"] = f"Bearer {options.api_key}"
         self._hmac_key = options.hmac_key
+        self.speed = LinkSpeed()
         self._owns_client = options.client is None
         self.client = options.client or httpx.Client(timeout=options.timeout)
 
@@ -130,13 +136,17 @@ class Server:
         headers: dict[str, str] | None = None,
     ) -> dict[str, Any]:
         url, headers = self._url + path, {**self._headers, **(headers or {})}
+        start = time.perf_counter()
         try:
             answer = self.client.request(method, url, params=query, headers=headers, content=body)
         except httpx.TransportError as error:
             raise _Unreachable(f"{url}: {type(error).__name__}: {error}") from error
         if answer.status_code != 200:
             raise _refusal(answer)
-        return _json_object(answer)
+        found = _json_object(answer)
+        if body is not None:
+            self.speed.note(len(body), time.perf_counter() - start, found)
+        return found
 
 
 def _json_object(response: httpx.Response) -> dict[str, Any]:

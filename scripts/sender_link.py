@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 
 from engine_ext.digest import Digest, change_digest, tensor_digest
+from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.wire.manifest import DIFFERENCES
 from engine_ext.wire.part import ParamDelta, encode_part
+from sender_choice import AUTO, Facts, Manner, Pick, escaped_share
 from sender_http import Options, Server, SyncFailed
-from sender_snapshot import Change, Changes, Snapshot
+from sender_snapshot import Change, Changes, Snapshot, payload_bytes
 from sender_step import Step
 
 logger = logging.getLogger(__name__)
@@ -40,6 +42,8 @@ class SyncReport:
     full: bool
     digest: str | None  # of the model, now; None where no digest is kept
     engine: dict[str, Any]  # the engine's last answer
+    picked: dict[str, int]  # params by how they travelled: "gap8_exp" or "gap8_exp, dense", ...
+    link_bytes_per_s: float | None  # as the posts so far have shown it
 
     @property
     def density(self) -> float:
@@ -55,12 +59,14 @@ class Piece:
         delta: what is sent; differences are made of it when it is encoded.
         change: from what the engine holds; None in a full sync that leaves the tensor as it is.
         own: whether `change` is of the name in the snapshot, so that its digest is.
+        pick: how it travels.
     """
 
     name: str
     delta: ParamDelta
     change: Change | None
     own: bool
+    pick: Pick
 
     @property
     def digest(self) -> Digest:
@@ -102,7 +108,7 @@ class Link:
         self.behind: Changes = {}
         self.suspect = False
         self._snapshot, self._options = snapshot, options
-        self._encoding = options.encoding  # of sparse params; not of differences once refused
+        self._manner = Manner(options.encoding)  # without differences once they were refused
         self._names: list[str] = []  # what is sent when all is sent; empty until the plan is read
         self._digested: set[str] = set()  # names that the digest covers
         self._digest: Digest | None = None  # of what the engine holds
@@ -119,10 +125,10 @@ class Link:
         Raises:
             SyncFailed: The engine refused or could not be reached.
         """
-        full, version, encoding = step.full or self.suspect, step.version, self._encoding
+        full, version, manner = step.full or self.suspect, step.version, self._manner
         while True:
             try:
-                return self._send(step, version, encoding, full=full)
+                return self._send(step, version, manner, full=full)
             except SyncFailed as failed:
                 if full:
                     raise
@@ -130,9 +136,9 @@ class Link:
                     full = True
                     if isinstance(actual := failed.error.get("actual"), int):
                         version = max(version, actual + 1)
-                elif encoding == DIFFERENCES and failed.error.get("type") == "NotUpdatable":
+                elif manner.may_differ and failed.error.get("type") == "NotUpdatable":
                     logger.warning("values in place of differences, as these met: %s", failed)
-                    encoding = _of_values(encoding)
+                    manner = manner.of_values()
                 else:
                     raise
 
@@ -182,29 +188,25 @@ class Link:
         counted = (p for p in pieces if not self._planned or p.name in self._digested)
         return sum((piece.digest for piece in counted), start=Digest.ZERO)
 
-    def _parts(self, step: Step, encoding: str, *, full: bool) -> Iterator[tuple[Filling, bool]]:
-        """Parts of one dtype and at most `bucket_bytes`, or of one param; and which is the last.
-
-        Differences need old values that are proven. Other params of a sync go as values, in parts
-        of their own.
+    def _parts(self, step: Step, manner: Manner, *, full: bool) -> Iterator[tuple[Filling, bool]]:
+        """Parts of one encoding, one dtype and at most `bucket_bytes`, or of one param; and which
+        is the last.
         """
         filling: dict[tuple[str, str], Filling] = {}
-        for piece in self._pieces(step, full=full):
-            delta = piece.delta
-            size = self._snapshot.payload_bytes(delta)
-            proven = piece.name in self._digested or not self._planned
-            own = _of_values(encoding) if delta.indices is None or not proven else encoding
+        for piece in self._pieces(step, manner, full=full):
+            delta, own = piece.delta, piece.pick.encoding
+            size = payload_bytes(own, delta)
             part = filling.setdefault((own, delta.dtype), Filling(own))
             if part.pieces and part.nbytes + size > self._options.bucket_bytes:
                 yield part, False
                 part = filling[own, delta.dtype] = Filling(own)
             part.pieces.append(piece)
             part.nbytes += size
-        rest = [*filling.values()] or [Filling(_of_values(encoding))]
+        rest = [*filling.values()] or [Filling(manner.empty)]
         for part in rest:
             yield part, part is rest[-1]
 
-    def _pieces(self, step: Step, *, full: bool) -> Iterator[Piece]:
+    def _pieces(self, step: Step, manner: Manner, *, full: bool) -> Iterator[Piece]:
         """What the engine is to be sent, while it is read."""
         snapshot = self._snapshot
         names: defaultdict[str, list[str]] = defaultdict(list)
@@ -213,25 +215,38 @@ class Link:
         for kept, read in step.tensors():
             if kept in names:
                 change = snapshot.turn(kept, self.behind.get(kept), read)
-                for name in names[kept]:
-                    if full:
-                        image = replace(snapshot.image(kept, read), name=name)
-                        yield Piece(name, image, change, name == kept)
-                    elif change is not None:
-                        yield Piece(name, change.delta(name), change, name == kept)
+                for name in names[kept] if full or change else ():
+                    pick = self._pick(name, change, manner, full=full)
+                    if change is None or pick.dense:
+                        delta = replace(snapshot.image(kept, read), name=name)
+                    else:
+                        delta = change.delta(name)
+                    yield Piece(name, delta, change, name == kept, pick)
 
-    def _send(self, step: Step, version: int, encoding: str, *, full: bool) -> Committed:
+    def _pick(self, name: str, change: Change | None, manner: Manner, *, full: bool) -> Pick:
+        """How a param travels. Differences need old values that are proven."""
+        image = self._snapshot.image(self._snapshot.kept(name))
+        nnz, escaped = image.values.size if change is None else change.new.size, None
+        dense = full or change is None or change.places is None
+        if change is not None and not dense and (name in self._digested or not self._planned):
+            escaped = escaped_share(change.old, change.new) if manner.may_differ else None
+        floating = TORCH_DTYPE[image.dtype].is_floating_point
+        facts = Facts(image.values.size, nnz, image.values.itemsize, floating, escaped)
+        return manner.pick(facts, dense, self.server.speed.bytes_per_s)
+
+    def _send(self, step: Step, version: int, manner: Manner, *, full: bool) -> Committed:
         """Encode and post part by part."""
         # Before a full sync again: the engine may be another, and our digest may be wrong.
         # Without a plan too: an engine that has no checkpoint gets one with its first sync.
         if full or not self._planned:
             self._learn_plan()
-        attempt = "full" if full else encoding
+        attempt = "full" if full else str(manner)
+        picked: Counter[str] = Counter()
         before, after = self._digest, self._digest or Digest.ZERO
         nnz = wire_bytes = count = 0
         post_s = 0.0
         answer: dict[str, Any] = {}
-        for number, (part, last) in enumerate(self._parts(step, encoding, full=full)):
+        for number, (part, last) in enumerate(self._parts(step, manner, full=full)):
             digests: dict[str, Any] = {}
             if before is not None:
                 change = self._change(part.pieces)
@@ -255,10 +270,11 @@ class Link:
             }
             encode = functools.partial(_encode, part.pieces, **metadata)
             # Engines of which none has missed anything get the same bytes under the same metadata.
-            names = [piece.name for piece in part.pieces]
+            names = [(piece.name, piece.pick) for piece in part.pieces]
             owner = id(self) if self.behind and not full else None
             body = step.body(attempt, (*metadata.items(), *names, owner), encode)
             nnz += sum(piece.delta.nnz for piece in part.pieces)
+            picked.update(str(piece.pick) for piece in part.pieces)
             wire_bytes += len(body)
             part.pieces.clear()  # while it is posted, the following is read
             step.check()
@@ -280,8 +296,14 @@ class Link:
             full=full,
             digest=None if before is None else after.hex(),
             engine=answer,
+            picked=dict(picked),
+            link_bytes_per_s=self.server.speed.measured,
         )
-        return Committed(self, report, None if before is None else after, encoding)
+        if manner.encoding == AUTO and picked:
+            how = ", ".join(f"{pick}: {picked[pick]}" for pick in sorted(picked))
+            rate = self.server.speed.bytes_per_s / 1e6
+            logger.info("version %d, by a link of %.0f MB/s: params as %s", version, rate, how)
+        return Committed(self, report, None if before is None else after, manner)
 
 
 @dataclass(frozen=True)
@@ -291,7 +313,7 @@ class Committed:
     link: Link
     report: SyncReport
     digest: Digest | None
-    encoding: str  # that the engine takes
+    manner: Manner  # that the engine takes
 
     def acknowledge(self) -> SyncReport:
         """Let the link move on; the snapshot has.
@@ -300,7 +322,7 @@ class Committed:
             SyncFailed: The engine's digest is another than it should be.
         """
         link, report = self.link, self.report
-        link.behind, link._digest, link._encoding = {}, self.digest, self.encoding
+        link.behind, link._digest, link._manner = {}, self.digest, self.manner
         link.version = report.version
         theirs = report.engine.get("digest")
         link.suspect = self.digest is not None and theirs not in (None, self.digest.hex())
@@ -311,11 +333,6 @@ class Committed:
                 200,
             )
         return report
-
-
-def _of_values(encoding: str) -> str:
-    """In what dense and unproven params travel beside sparse ones in `encoding`."""
-    return "gap8_exp" if encoding == DIFFERENCES else encoding
 
 
 def _encode(pieces: Iterable[Piece], *, encoding: str, **metadata: Any) -> bytes:

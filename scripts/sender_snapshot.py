@@ -194,12 +194,6 @@ class Snapshot:
         turns = {kept: self.turn(kept, before.get(kept), after.get(kept)) for kept in names}
         return {kept: change for kept, change in turns.items() if change is not None}
 
-    def payload_bytes(self, delta: ParamDelta) -> int:
-        """Bytes of a param's positions and values, before compression."""
-        if delta.indices is None:
-            return delta.values.nbytes
-        return position_bytes(self._encoding, delta.indices) + delta.values.nbytes
-
     def advance(self, changes: Changes) -> None:
         """Make the committed `changes`."""
         with ThreadPoolExecutor(self._threads) as pool:
@@ -221,7 +215,7 @@ class Snapshot:
         if not found.indices.size:
             return None
         sparse = replace(old, indices=found.indices, values=found.new)
-        if self.payload_bytes(sparse) < old.values.nbytes:
+        if payload_bytes(self._encoding, sparse) < old.values.nbytes:
             narrow = np.int32 if old.values.size < 1 << 31 else np.int64
             places = found.indices.astype(narrow, copy=False)
             return Change(old.dtype, old.shape, places, found.old, found.new, found.change)
@@ -238,6 +232,13 @@ class MappedSnapshot(Snapshot):
 
     def _keep(self, dense: ParamDelta) -> ParamDelta:
         return dense
+
+
+def payload_bytes(encoding: str, delta: ParamDelta) -> int:
+    """Bytes of a param's positions and values, before compression."""
+    if delta.indices is None:
+        return delta.values.nbytes
+    return position_bytes(encoding, delta.indices) + delta.values.nbytes
 
 
 def _with_ties(tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor, str | None]]:

@@ -1,0 +1,182 @@
+"""How params travel: in the encoding that was asked for, or with ``auto`` in what is fastest.
+
+The time of a param is that of encoding it, of its bytes on the link, and of decoding and applying
+it. The bytes follow from its density and dtype, and for differences from a sample of them; the
+link's speed is what the sender's own posts have shown; the rest is constants of one core.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_ext.wire.manifest import DIFFERENCES, ENCODINGS
+
+AUTO: Final = "auto"
+CHOICES: Final = (*ENCODINGS, AUTO)
+
+_UNKNOWN_SPEED: Final = 125e6  # bytes a second, of 1 Gbit/s, until a post has been measured
+_LEAST_MEASURED: Final = 1 << 16  # bytes; the time of a smaller post is not that of its bytes
+_SHARE: Final = 0.5  # of the last post in the running mean
+_SAMPLE: Final = 4096  # differences that are looked at
+_NIBBLES: Final = 15  # zigzagged differences below it take a nibble
+
+# Nanoseconds an element, of one core. Encoding and decoding are what `bench_codec.py` prints, and
+# applying is what `bench_apply.py` prints as served; of a dense param, all is copying.
+_CODING: Final = {"deltas": 10.0, "gap8_exp": 16.0, "gap8_ulp": 18.0}
+_APPLYING: Final = 20.0
+_DENSE_CODING: Final = {"deltas": 1.0, "gap8_exp": 4.0}
+_DENSE_APPLYING: Final = 3.0
+
+
+class Pick(NamedTuple):
+    """How one param travels."""
+
+    encoding: str
+    dense: bool
+
+    def __str__(self) -> str:
+        return f"{self.encoding}, dense" if self.dense else self.encoding
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a choice depends on.
+
+    Attributes:
+        numel, nnz: elements of the tensor, and those that changed.
+        width: bytes of an element.
+        floating: whether its elements are floats; their exponents compress.
+        escaped: share of the differences that do not fit a nibble; None where differences are not
+            to be sent.
+    """
+
+    numel: int
+    nnz: int
+    width: int
+    floating: bool
+    escaped: float | None = None
+
+
+class LinkSpeed:
+    """Bytes a second to one engine, as its posts have shown."""
+
+    def __init__(self) -> None:
+        self.measured: float | None = None
+
+    def note(self, nbytes: int, seconds: float, answer: dict[str, Any]) -> None:
+        """Take in a post that was answered.
+
+        Args:
+            nbytes: of its body.
+            seconds: that it took, with the engine's own work.
+            answer: the engine's; what it says of that work is taken off.
+        """
+        timings = answer.get("timings_ms")
+        known = timings if isinstance(timings, dict) else {}
+        work = [known.get(key) for key in ("stage_ms", "pause_ms")]
+        link = seconds - sum(ms for ms in work if isinstance(ms, (int, float))) / 1e3
+        if nbytes < _LEAST_MEASURED or link <= 0:
+            return
+        last = nbytes / link
+        known_speed = last if self.measured is None else self.measured
+        self.measured = (1 - _SHARE) * known_speed + _SHARE * last
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What to reckon with."""
+        return self.measured or _UNKNOWN_SPEED
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """What was asked for.
+
+    Attributes:
+        encoding: one of `CHOICES`.
+        differences: whether the engine takes differences, as far as is known.
+    """
+
+    encoding: str
+    differences: bool = True
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether differences may be sent."""
+        return self.differences and self.encoding in (DIFFERENCES, AUTO)
+
+    def of_values(self) -> Manner:
+        """The same without differences."""
+        return replace(self, differences=False)
+
+    @property
+    def empty(self) -> str:
+        """The encoding of a sync of nothing."""
+        return "gap8_exp" if self.encoding in (DIFFERENCES, AUTO) else self.encoding
+
+    def pick(self, facts: Facts, dense: bool, speed: float) -> Pick:
+        """How a param travels.
+
+        Args:
+            facts: about it.
+            dense: whether it can only go dense.
+            speed: the link's, bytes a second.
+        """
+        if self.encoding != AUTO:
+            as_values = dense or facts.escaped is None or not self.may_differ
+            return Pick(self.empty if as_values else self.encoding, dense)
+        if not self.differences:
+            facts = replace(facts, escaped=None)
+        times = {pick: seconds for pick, seconds in _times(facts, speed) if pick.dense or not dense}
+        return min(times, key=lambda pick: times[pick])
+
+
+def sparse_encoding(encoding: str) -> str:
+    """By whose bytes a change is kept sparse or dense."""
+    return "gap8_exp" if encoding == AUTO else encoding
+
+
+def escaped_share(old: NDArray[Any], new: NDArray[Any]) -> float:
+    """The share of differences that do not fit a nibble, from a sample.
+
+    Args:
+        old, new: bit patterns, unsigned ints of one width, [nnz].
+    """
+    step = max(1, new.size // _SAMPLE)
+    differences = new[::step] - old[::step]
+    zigzag = differences << 1 ^ (0 - (differences >> (8 * differences.itemsize - 1)))
+    return float(np.mean(zigzag >= _NIBBLES)) if zigzag.size else 0.0
+
+
+def _times(facts: Facts, speed: float) -> Iterator[tuple[Pick, float]]:
+    """Seconds of every way in which a param can go."""
+    for pick, nbytes in _sizes(facts):
+        coding, applying = (_DENSE_CODING, _DENSE_APPLYING) if pick.dense else (_CODING, _APPLYING)
+        elements = facts.numel if pick.dense else facts.nnz
+        yield pick, nbytes / speed + elements * (coding[pick.encoding] + applying) / 1e9
+
+
+def _sizes(facts: Facts) -> Iterator[tuple[Pick, float]]:
+    """Bytes of every way in which a param can go, about."""
+    width, nnz = facts.width, facts.nnz
+    # Weights have few exponents, and a byte that is none hardly compresses.
+    value = width - (0.65 if facts.floating and width > 1 else 0.1)
+    yield Pick("deltas", True), facts.numel * width
+    yield Pick("gap8_exp", True), facts.numel * value
+    if not nnz:
+        return
+    density = nnz / facts.numel
+    rest = 1 - density
+    # Bits, of gaps between elements that change independently.
+    gap = -math.log2(density) - (rest / density * math.log2(rest) if rest else 0.0)
+    # A gap above 65535 somewhere, and the param's gaps are of four bytes.
+    wide = nnz * rest**65536 > 0.5
+    yield Pick("deltas", False), nnz * ((4 if wide else 2) + width)
+    yield Pick("gap8_exp", False), nnz * (gap / 8 + value)
+    if facts.escaped is not None:
+        yield Pick("gap8_ulp", False), nnz * (gap / 8 + 0.25 + facts.escaped * width)

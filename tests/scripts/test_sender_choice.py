@@ -1,0 +1,211 @@
+"""What ``auto`` picks, and that engines take it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+import bench_codec
+from engine_ext.wire import encode_part
+from reference_sender import DeltaSender, MultiSender
+from sender_choice import Facts, LinkSpeed, Manner, Pick, _sizes, escaped_share
+from tests.scripts.fakes import Engine, Handler, Model, model_of, train
+
+BF16 = Facts(numel=1_000_000, nnz=20_000, width=2, floating=True, escaped=0.01)
+SLOW, FAST = 20e6, 20e9
+
+
+def auto(facts: Facts, speed: float, *, dense: bool = False, differences: bool = True) -> Pick:
+    return Manner("auto", differences).pick(facts, dense, speed)
+
+
+def test_few_bytes_on_a_slow_link_and_little_work_on_a_fast_one() -> None:
+    assert auto(BF16, SLOW) == Pick("gap8_ulp", False)
+    assert auto(BF16, FAST) == Pick("deltas", False)
+    assert auto(replace(BF16, escaped=None), SLOW) == Pick("gap8_exp", False)
+    assert auto(BF16, SLOW, differences=False) == Pick("gap8_exp", False)
+    assert auto(BF16, SLOW, dense=True) == Pick("gap8_exp", True)
+    assert auto(BF16, FAST, dense=True) == Pick("deltas", True)
+
+
+def test_differences_that_are_large_go_as_values() -> None:
+    wide = replace(BF16, width=4, escaped=0.95)
+    assert auto(wide, SLOW) == Pick("gap8_exp", False)
+    assert auto(replace(wide, escaped=0.01), SLOW) == Pick("gap8_ulp", False)
+
+
+def test_a_param_goes_dense_sooner_on_a_faster_link() -> None:
+    def dense_from(speed: float) -> float:
+        densities = [0.01 * percent for percent in range(1, 101)]
+        facts = [replace(BF16, nnz=int(d * BF16.numel), escaped=None) for d in densities]
+        picks = [auto(one, speed) for one in facts]
+        first = next(number for number, pick in enumerate(picks) if pick.dense)
+        assert all(pick.dense for pick in picks[first:])
+        return densities[first]
+
+    limits = [dense_from(speed) for speed in (SLOW, 125e6, 1e9, FAST)]
+    assert limits == sorted(limits, reverse=True)
+    assert limits[0] > 0.6
+    assert limits[-1] < 0.3
+
+
+@pytest.mark.parametrize("density", [0.001, 0.02, 0.1, 0.5])
+@pytest.mark.parametrize("encoding", ["deltas", "gap8_exp", "gap8_ulp"])
+def test_the_reckoned_bytes_are_those_of_the_parts(density: float, encoding: str) -> None:
+    rng = np.random.default_rng(0)
+    old = bench_codec.make_weights(2_000_000, rng)
+    new = bench_codec.change(old, density, rng)
+    deltas = bench_codec.deltas_of(old, new, 1)
+    if encoding == "gap8_ulp":
+        deltas = bench_codec.as_differences(deltas, old)
+    part = encode_part(deltas, encoding=encoding, current_version=1, digest_part="0" * 32)
+    moved = old != new
+    facts = Facts(old.size, int(moved.sum()), 2, True, escaped_share(old[moved], new[moved]))
+    reckoned = dict(_sizes(facts))[Pick(encoding, False)]
+    header = 8 + int.from_bytes(part[:8], "little")
+    assert reckoned == pytest.approx(len(part) - header, rel=0.12)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_the_share_of_large_differences(width: int) -> None:
+    small = np.array([1, 7, -7, -1], np.int64).astype(f"u{width}")
+    large = np.array([8, -8, 100, -100], np.int64).astype(f"u{width}")
+    for old in (0, 3, 2 ** (8 * width) - 3):
+        base = np.full(4, old, f"u{width}")
+        assert escaped_share(base, base + small) == 0.0
+        both = np.concatenate([base + small, base + large])
+        assert escaped_share(np.tile(base, 2), both) == 0.5
+    assert escaped_share(small[:0], small[:0]) == 0.0
+
+
+def test_any_param_has_a_way() -> None:
+    for numel, nnz in ((1, 1), (1 << 34, 1), (10, 10), (5, 0)):
+        for width in (1, 2, 4, 8):
+            for speed in (SLOW, FAST):
+                facts = Facts(numel, nnz, width, True, 1.0)
+                assert auto(facts, speed, dense=True).dense
+                assert nnz in (0, numel) or not auto(facts, speed).dense
+    assert dict(_sizes(Facts(1 << 34, 1000, 2, True)))[Pick("deltas", False)] == 6000
+
+
+def test_the_speed_of_the_link_is_that_of_the_bytes() -> None:
+    link = LinkSpeed()
+    link.note(100, 5.0, {})  # too small to tell
+    assert link.measured is None
+    assert link.bytes_per_s == 125e6
+    link.note(1_000_000, 1.5, {"timings_ms": {"stage_ms": 400.0, "pause_ms": 100.0}})
+    assert link.measured == pytest.approx(1e6)
+    link.note(1_000_000, 0.5, {"timings_ms": "none"})
+    assert link.measured == pytest.approx(1.5e6)
+    link.note(1_000_000, 0.5, {"timings_ms": {"stage_ms": 900.0}})
+    assert link.measured == pytest.approx(1.5e6)
+
+
+# ---- with engines --------------------------------------------------------------------------------
+
+
+def sender_of(engine: Engine, base: Model, **options: object) -> DeltaSender:
+    options = {"encoding": "auto", **options}
+    return DeltaSender("http://engine/", base.items(), client=engine.client(), **options)
+
+
+def set_speed(sender: DeltaSender, speed: float) -> None:
+    sender._sender._links[0].server.speed.measured = speed
+
+
+def encodings(engine: Engine) -> set[str]:
+    return {part.manifest.encoding for part in engine.log}
+
+
+def test_what_was_picked_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    model = model_of(torch.bfloat16, numel=4000)
+    engine = Engine.of(model, undigested={"layers.1.weight"})
+    sender = sender_of(engine, model)
+    assert sender.sync(model.items()).picked == {}
+    train(model)
+    report = sender.sync(model.items())
+    assert report.picked == {"gap8_ulp": 5, "gap8_exp": 1}
+    assert engine.holds(model)
+    assert "gap8_exp: 1, gap8_ulp: 5" in caplog.text
+    set_speed(sender, FAST)
+    train(model, 1)
+    assert sender.sync(model.items()).picked == {"deltas": 6}
+    train(model, 2, density=0.5)
+    assert sender.sync(model.items()).picked == {"deltas, dense": 6}
+    set_speed(sender, SLOW)
+    train(model, 3, density=0.5)
+    assert sender.sync(model.items()).picked == {"gap8_ulp": 5, "gap8_exp": 1}
+    assert sender.sync_full(model.items()).picked == {"gap8_exp, dense": 6}
+    assert engine.holds(model)
+
+
+@pytest.mark.parametrize("speed", [SLOW, 125e6, 1e9, FAST])
+@pytest.mark.parametrize("has_plan", [True, False])
+def test_an_engine_follows_whatever_is_picked(speed: float, has_plan: bool) -> None:
+    model = model_of(torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int8)
+    engine = Engine.of(model, has_plan=has_plan)
+    sender = sender_of(engine, model, bucket_bytes=500)
+    for step, density in enumerate([0.0, 0.01, 0.3, 0.9, 1.0]):
+        set_speed(sender, speed)
+        train(model, step, density)
+        report = sender.sync(model.items())
+        assert not report.full
+        assert engine.holds(model)
+    assert sender.sync_full(model.items()).full
+    assert engine.holds(model)
+
+
+def test_an_engine_that_refuses_differences_gets_values_from_then_on() -> None:
+    model = model_of()
+    engine = Engine.of(model, cast={"layers.2.weight"})
+    sender = sender_of(engine, model)
+    for step in range(2):
+        train(model, step)
+        report = sender.sync(model.items())
+        assert not report.full
+        assert engine.holds(model)
+        assert report.picked == {"gap8_exp": 6}
+    assert encodings(engine) == {"gap8_ulp", "gap8_exp"}
+    assert engine.log[-1].manifest.encoding == "gap8_exp"
+
+
+def test_each_link_is_measured_for_itself() -> None:
+    model = model_of(numel=200_000)
+    hosts = {"a": Engine.of(model), "b": Engine.of(model)}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return hosts[request.url.host].answer(request)
+
+    client = httpx.Client(transport=httpx.MockTransport(answer))
+    urls = ["http://a:1", "http://b:2"]
+    sender = MultiSender(urls, model.items(), client=client, encoding="auto")
+    for link, speed in zip(sender._links, (SLOW, FAST), strict=True):
+        link.server.speed.measured = speed
+    train(model)
+    reports = sender.sync(model.items())
+    assert [set(report.picked) for report in reports.values()] == [{"gap8_ulp"}, {"deltas"}]
+    assert all(engine.holds(model) for engine in hosts.values())
+
+
+def test_posts_are_measured(naps: list[float]) -> None:
+    model = model_of(numel=400_000)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model)
+
+    def fails(take: Handler, request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused", request=request)
+
+    engine.faults[0] = fails
+    train(model)
+    report = sender.sync(model.items())
+    measured = sender._sender._links[0].server.speed.measured
+    assert measured is not None
+    assert report.link_bytes_per_s == measured
+    # Of the request that was answered, not of the wait before it.
+    assert measured >= report.wire_bytes / (report.post_ms / 1e3) / 2
