@@ -31,7 +31,7 @@ from engine_ext.settings import Settings
 from engine_ext.storage_index import StorageIndex
 from engine_ext.tracing import LoadWeights, trace_placement
 from engine_ext.transaction import Applier
-from engine_ext.wire import Limits, gaps
+from engine_ext.wire import Limits, differences, gaps, planes
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,8 @@ def make_receiver(loaded: LoadedModel, chosen: Settings) -> Receiver:
 
 def _receiver(loaded: LoadedModel, chosen: Settings, applier: Applier) -> Receiver:
     warm_up()
-    gaps.warm_up()
+    for streams in (gaps, planes, differences):
+        streams.warm_up()
     return Receiver(
         applier,
         loaded.ranks,

@@ -7,12 +7,13 @@ any other the nibble is 15, and it stands whole behind all nibbles.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_ext.compiled import array, compile_loop, made_once
 from engine_ext.dtypes import bits_dtype
 from engine_ext.errors import MalformedPart
 from engine_ext.wire.frame import deflate, inflate
@@ -63,20 +64,99 @@ def read_differences(raw: NDArray[np.uint8], params: Sequence[ParamEntry]) -> li
         bits = bits_dtype(entry.dtype)
         pairs = content[start : start + (entry.nnz + 1) // 2]
         start += pairs.size
-        small = np.empty(2 * pairs.size, np.uint8)
-        small[::2], small[1::2] = pairs & 15, pairs >> 4
-        if small[entry.nnz :].any():
+        if entry.nnz % 2 and pairs[-1] >> 4:
             raise MalformedPart("the last nibble is padding and not 0", tensor=entry.name)
-        large = np.flatnonzero(small[: entry.nnz] == _ESCAPE)
+        large = _escapes(pairs)
         whole = content[escaped : escaped + large.size * bits.itemsize]
         escaped += large.size * bits.itemsize
-        zigzag = small[: entry.nnz].astype(bits)
         if whole.size != large.size * bits.itemsize:
             raise MalformedPart("differences that are escaped are missing", tensor=entry.name)
-        zigzag[large] = whole.view(bits)
-        if (zigzag[large] < _ESCAPE).any():
+        zigzag = whole.view(bits)
+        if (zigzag < _ESCAPE).any():
             raise MalformedPart("a difference is escaped and fits a nibble", tensor=entry.name)
-        found.append(zigzag >> 1 ^ (0 - (zigzag & 1)))
+        own = _unzigzag_nibbles(pairs, entry.nnz, bits)
+        own[large] = zigzag >> 1 ^ (0 - (zigzag & 1))
+        found.append(own)
     if escaped != content.size:
         raise MalformedPart(f"{content.size - escaped} bytes behind the differences")
     return found
+
+
+def _escapes(pairs: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Which of the nibbles are 15, ascending."""
+    loops = _loops(1)
+    if loops is not None:
+        found = np.empty(loops.count(pairs), np.int64)
+        loops.find(pairs, found)
+        return found
+    low = np.flatnonzero(pairs & 15 == _ESCAPE)
+    high = np.flatnonzero(pairs >= _ESCAPE << 4)
+    return np.sort(np.concatenate([2 * low, 2 * high + 1]))
+
+
+def _unzigzag_nibbles(pairs: NDArray[np.uint8], number: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """The differences [number] of nibbles, two a byte."""
+    out: NDArray[Any] = np.empty(2 * pairs.size, dtype)
+    loops = _loops(dtype.itemsize)
+    if loops is not None:
+        loops.join(pairs, out)
+    else:
+        out[::2], out[1::2] = pairs & 15, pairs >> 4
+        out = out >> 1 ^ (0 - (out & 1))
+    return out[:number]
+
+
+def _count_loop(pairs: Any) -> Any:
+    """What numba compiles; returns how many nibbles are 15."""
+    count: Any = 0
+    for k in range(pairs.size):
+        count += np.int64(pairs[k] >= 240) + np.int64(pairs[k] & 15 == 15)
+    return count
+
+
+def _find_loop(pairs: Any, found: Any) -> None:
+    """What numba compiles; `found` has room for as many as there are."""
+    count = 0
+    for k in range(pairs.size):
+        if pairs[k] & 15 == 15:
+            found[count] = 2 * k
+            count += 1
+        if pairs[k] >= 240:
+            found[count] = 2 * k + 1
+            count += 1
+
+
+def _join_loop(pairs: Any, out: Any) -> None:
+    """What numba compiles."""
+    for pair in range(pairs.size):
+        low, high = np.int64(pairs[pair]) & 15, np.int64(pairs[pair]) >> 4
+        out[2 * pair] = low >> 1 ^ -(low & 1)
+        out[2 * pair + 1] = high >> 1 ^ -(high & 1)
+
+
+class _Loops(NamedTuple):
+    count: Callable[[Any], int]
+    find: Callable[[Any, Any], None]
+    join: Callable[[Any, Any], None]
+
+
+@made_once
+def _loops(width: int) -> _Loops | None:
+    """The loops for differences of `width` bytes; None without numba."""
+    try:
+        from numba import types
+    except ImportError:
+        return None
+    nibbles, found = array(types, "uint8"), array(types, "int64", readonly=False)
+    out = array(types, f"uint{8 * width}", readonly=False)
+    return _Loops(
+        compile_loop(_count_loop, types.int64(nibbles)),
+        compile_loop(_find_loop, types.void(nibbles, found)),
+        compile_loop(_join_loop, types.void(nibbles, out)),
+    )
+
+
+def warm_up() -> None:
+    """Compile the loops now, so that the first sync does not wait for it."""
+    for width in (1, 2, 4, 8):
+        _loops(width)

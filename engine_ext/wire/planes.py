@@ -8,12 +8,13 @@ bytes below do not compress. Nothing is lost by this, whatever the dtype.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_ext.compiled import array, compile_loop, made_once
 from engine_ext.dtypes import bits_dtype, itemsize
 from engine_ext.errors import MalformedPart
 from engine_ext.wire.frame import deflate, inflate
@@ -63,12 +64,43 @@ def read_planes(raw: _Bytes, params: Sequence[ParamEntry]) -> list[NDArray[Any]]
     start = 0
     for entry in params:
         bits = bits_dtype(entry.dtype)
-        width = bits.itemsize
-        stop = start + entry.nnz * (width - 1)
-        rotated = np.empty((entry.nnz, width), np.uint8)
-        rotated[:, width - 1] = highest[entry.val_start : entry.val_end]
-        rotated[:, : width - 1] = raw[start:stop].reshape(width - 1, entry.nnz)[::-1].T
-        whole = rotated.view(bits).reshape(-1)
-        found.append(whole >> 1 | whole << (8 * width - 1))
+        stop = start + entry.nnz * (bits.itemsize - 1)
+        found.append(_join(highest[entry.val_start : entry.val_end], raw[start:stop], bits))
         start = stop
     return found
+
+
+def _join(highest: _Bytes, lower: _Bytes, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Bit patterns [n] of their highest bytes [n] and their lower planes [(width - 1) * n]."""
+    out: NDArray[Any] = np.empty(highest.size, dtype)
+    loop = _loop() if dtype.itemsize == 2 else None
+    if loop is not None:
+        loop(highest, lower, out)
+        return out
+    rotated = out.view(np.uint8).reshape(-1, dtype.itemsize)
+    rotated[:, -1] = highest
+    rotated[:, :-1] = lower.reshape(dtype.itemsize - 1, highest.size)[::-1].T
+    return out >> 1 | out << (8 * dtype.itemsize - 1)
+
+
+def _join_loop(highest: Any, lower: Any, out: Any) -> None:
+    """What numba compiles, for patterns of two bytes."""
+    for k in range(out.size):
+        rotated = np.uint16(highest[k]) << np.uint16(8) | np.uint16(lower[k])
+        out[k] = rotated >> np.uint16(1) | rotated << np.uint16(15)
+
+
+@made_once
+def _loop() -> Callable[..., None] | None:
+    """The loop for patterns of two bytes; None without numba."""
+    try:
+        from numba import types
+    except ImportError:
+        return None
+    planes, out = array(types, "uint8"), array(types, "uint16", readonly=False)
+    return compile_loop(_join_loop, types.void(planes, planes, out))
+
+
+def warm_up() -> None:
+    """Compile the loop now, so that the first sync does not wait for it."""
+    _loop()

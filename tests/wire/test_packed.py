@@ -87,6 +87,7 @@ def changed(at: int, **changes: Any) -> list[dict[str, Any]]:
     return [{**entry, **changes} if k == at else entry for k, entry in enumerate(PARAMS)]
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_a_part_built_without_our_encoder() -> None:
     part = decode_part(packed())
     assert_same(part, EXP_DELTAS)
@@ -116,6 +117,7 @@ def test_high_bytes_lie_behind_the_bytes_of_all_params() -> None:
     assert again.endswith(bytes.fromhex(frame("00 fd") + frame("ff 03  01")))
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_ours_is_the_same_to_the_byte() -> None:
     again = encode_part(
         EXP_DELTAS, encoding="gap8_exp", current_version=8, with_manifest_checksum=False
@@ -150,12 +152,14 @@ def ulp(values: str = frame(NIBBLES + ESCAPED), **changes: Any) -> bytes:
     return packed(values=values, **given)
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_differences_built_without_our_encoder() -> None:
     part = decode_part(ulp())
     assert_same(part, ULP_DELTAS)
     assert_well_formed(part)
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_our_differences_are_the_same_to_the_byte() -> None:
     wanted = bytes.fromhex(frame(NIBBLES, ESCAPED) + frame(GAPS))
     again = encode_part(ULP_DELTAS, encoding="gap8_ulp", current_version=8, digest_part="0" * 32)
@@ -185,6 +189,7 @@ BROKEN_ULP: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize(
     ("broken", "message"), [case[1:] for case in BROKEN_ULP], ids=[case[0] for case in BROKEN_ULP]
 )
@@ -271,6 +276,7 @@ BROKEN: list[tuple[str, dict[str, Any], type[DeltaError], str]] = [
 ]
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize(
     ("broken", "error", "message"),
     [case[1:] for case in BROKEN],

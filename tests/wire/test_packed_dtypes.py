@@ -10,6 +10,8 @@ from engine_ext.wire import ParamDelta, decode_part, encode_part
 
 from .forge import assert_same, assert_well_formed, bits16, sendable
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 
 @pytest.mark.parametrize("dtype", sorted(TORCH_DTYPE))
 def test_odd_patterns_of_every_dtype(dtype: str) -> None:
