@@ -2,11 +2,17 @@
 
     python scripts/bench_codec.py            # 200M elements; about 2 GB of memory
     python scripts/bench_codec.py --json     # the last line is JSON
+    python scripts/bench_codec.py --real-steps 0     # needs no transformers
 
 The weights are bfloat16, N(0, 0.02). Each changes with the same probability, by one unit in the
 last place (89 %), two (5 %) or 2 + k with probability 2**-k, up or down; the seed is fixed. Sizes
 are of whole parts, so with all framing. The floors are entropies of the same data: of positions
-that are drawn independently, plus of the new values, or of the differences to the old ones.
+that are drawn independently, plus of the new values, or of the differences to the old ones. "apply"
+is the time of decoding and scattering, in times of scattering alone, both in one thread.
+
+Real deltas come from a few steps of REINFORCE on the demo's policy (3M bf16 weights with fp32
+masters, AdamW), at learning rates that change more or less of them; the floor of their positions is
+per tensor, since tensors differ much in density.
 
 The speed of `gap8_exp`, from two snapshots to the part, is compared with `deltas_zstd` made the
 plain way: torch's `!=`, `nonzero` and indexing, numpy's differences, zstd. Both may use as many
@@ -30,10 +36,12 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from engine_ext import kernels
 from engine_ext.compare import compare
 from engine_ext.wire import ENCODINGS, FrameReader, ParamDelta, decode_part, encode_part
 
 DENSITIES = (0.001, 0.006, 0.02, 0.03, 0.1)
+LEARNING_RATES = (3e-7, 1e-6, 3e-6)
 TIMED_AT = 0.02
 SIGMA = 0.02
 PARAM = 1 << 24  # elements of one param
@@ -42,7 +50,10 @@ _Bits = NDArray[np.uint16]
 
 @dataclass(frozen=True)
 class Size:
-    """One encoding at one density: bytes per changed element, and milliseconds."""
+    """One encoding at one density: bytes per changed element, and milliseconds.
+
+    `scatter_ms` is for writing the decoded elements into flat weights, without a single check.
+    """
 
     encoding: str
     density: float
@@ -50,6 +61,12 @@ class Size:
     floor: float
     encode_ms: float
     decode_ms: float
+    scatter_ms: float
+
+    @property
+    def apply_ratio(self) -> float:
+        """Decoding and scattering in times of scattering."""
+        return (self.decode_ms + self.scatter_ms) / self.scatter_ms
 
 
 def params(weights: _Bits) -> Iterator[slice]:
@@ -127,14 +144,29 @@ def counts_of(bits: _Bits) -> NDArray[Any]:
     )
 
 
-def floors(new: _Bits, differences: Sequence[ParamDelta]) -> dict[bool, float]:
-    """Least bytes per changed element; the key says whether values travel as differences."""
-    nnz = sum(delta.nnz for delta in differences)
-    positions = entropy(np.array([nnz, new.size - nnz])) * new.size / nnz
-    moved = sum(counts_of(delta.values) for delta in differences)
+def floors(
+    values: Sequence[ParamDelta], differences: Sequence[ParamDelta], model: NDArray[Any] | None
+) -> dict[bool, float]:
+    """Least bytes per changed element; the key says whether values travel as differences.
+
+    Args:
+        values, differences: the same changes.
+        model: how often each pattern comes in the whole model, where the values are drawn from it
+            and positions with one density everywhere; None: the values' own counts, and each
+            tensor's own density.
+    """
+    nnz = sum(delta.nnz for delta in values)
+    if model is not None:
+        numel = sum(delta.numel for delta in values)
+        positions = entropy(np.array([nnz, numel - nnz])) * numel / nnz
+    else:
+        own = ([delta.nnz, delta.numel - delta.nnz] for delta in values)
+        positions = sum(entropy(np.array(counts)) * sum(counts) for counts in own) / nnz
+        model = sum((counts_of(delta.values) for delta in values), np.zeros(1 << 16, np.int64))
+    moved = sum((counts_of(d.values) for d in differences), np.zeros(1 << 16, np.int64))
     return {
-        False: (positions + entropy(counts_of(new))) / 8,
-        True: (positions + entropy(np.asarray(moved))) / 8,
+        False: (positions + entropy(model)) / 8,
+        True: (positions + entropy(moved)) / 8,
     }
 
 
@@ -148,23 +180,39 @@ def fastest(call: Callable[[], object], repeats: int) -> float:
     return min(times)
 
 
+def scatter_time(deltas: Sequence[ParamDelta], repeats: int) -> float:
+    """Seconds of writing the new values into weights, in one thread."""
+    live = [np.zeros(delta.numel, np.uint16) for delta in deltas]
+
+    def scatter() -> None:
+        for delta, weights in zip(deltas, live, strict=True):
+            kernels.write(weights, np.asarray(delta.indices), delta.values)
+
+    scatter()
+    return fastest(scatter, repeats)
+
+
 def unwrap(body: bytes) -> bytes:
     reader = FrameReader(1 << 32)
     return b"".join(reader.feed(body)) if body.startswith(b"\x28\xb5\x2f\xfd") else body
 
 
-def measure(old: _Bits, new: _Bits, density: float, threads: int, repeats: int) -> list[Size]:
-    """All encodings at one density."""
-    values = deltas_of(old, new, threads)
-    differences = as_differences(values, old)
-    floor = floors(new, differences)
+def measure(
+    values: Sequence[ParamDelta],
+    differences: Sequence[ParamDelta],
+    floor: dict[bool, float],
+    density: float,
+    repeats: int,
+) -> list[Size]:
+    """All encodings of some changes; `floor` is of `floors`."""
     nnz = sum(delta.nnz for delta in values)
+    scatter_ms = 1e3 * scatter_time(values, repeats)
     sizes = []
     for encoding in ENCODINGS:
         ulp = encoding == "gap8_ulp"
         deltas = differences if ulp else values
 
-        def encode(encoding: str = encoding, deltas: list[ParamDelta] = deltas) -> bytes:
+        def encode(encoding: str = encoding, deltas: Sequence[ParamDelta] = deltas) -> bytes:
             return encode_part(deltas, encoding=encoding, current_version=1, digest_part="0" * 32)
 
         def decode(body: bytes) -> None:
@@ -186,9 +234,37 @@ def measure(old: _Bits, new: _Bits, density: float, threads: int, repeats: int) 
                 floor[ulp],
                 1e3 * fastest(encode, repeats),
                 1e3 * fastest(lambda body=body: decode(body), repeats),  # type: ignore[misc]
+                scatter_ms,
             )
         )
     return sizes
+
+
+def measure_synthetic(
+    old: _Bits, new: _Bits, density: float, threads: int, repeats: int
+) -> list[Size]:
+    """All encodings of a synthetic change."""
+    values = deltas_of(old, new, threads)
+    differences = as_differences(values, old)
+    return measure(
+        values, differences, floors(values, differences, counts_of(new)), density, repeats
+    )
+
+
+def measure_real(learning_rate: float, steps: int, repeats: int) -> list[Size]:
+    """All encodings of the last step of a training run."""
+    from bench_training import train
+
+    training = train(learning_rate, steps)
+    values, differences = [], []
+    for name, old in training.old.items():
+        found = compare(old, training.new[name])
+        if found.indices.size:
+            sparse = ParamDelta(name, "bfloat16", old.shape, found.indices, found.new)
+            values.append(sparse)
+            differences.append(replace(sparse, values=found.new - found.old, differences=True))
+    floor = floors(values, differences, None)
+    return measure(values, differences, floor, training.density, repeats)
 
 
 def compare_speed(old: _Bits, new: _Bits, threads: int, repeats: int) -> tuple[float, float]:
@@ -204,17 +280,19 @@ def compare_speed(old: _Bits, new: _Bits, threads: int, repeats: int) -> tuple[f
     return fastest(ours, repeats), fastest(lambda: plain_torch(before, after), repeats)
 
 
-def show(sizes: Sequence[Size], console: Console) -> None:
-    table = Table("density", "encoding", "bytes", "floor", "ratio", "encode ms", "decode ms")
+def show(title: str, sizes: Sequence[Size], console: Console) -> None:
+    columns = "density", "encoding", "bytes", "floor", "ratio", "encode ms", "decode ms", "apply"
+    table = Table(*columns, title=title)
     for size in sizes:
         table.add_row(
-            f"{size.density:.1%}",
+            f"{size.density:.2%}",
             size.encoding,
             f"{size.nbytes:.3f}",
             f"{size.floor:.3f}",
             f"{size.nbytes / size.floor:.3f}",
             f"{size.encode_ms:.0f}",
             f"{size.decode_ms:.0f}",
+            f"{size.apply_ratio:.2f}",
         )
     console.print(table)
 
@@ -225,6 +303,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--elements", type=int, default=200_000_000, help="weights (default: %(default)s)")
     add("--threads", type=int, default=os.cpu_count(), help="threads (default: all cores)")
     add("--repeats", type=int, default=3, help="the fastest of so many is taken (%(default)s)")
+    steps_help = "steps of the real training runs, 0 for none (default: %(default)s)"
+    add("--real-steps", type=int, default=5, help=steps_help)
     add("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args(arguments)
 
@@ -233,12 +313,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ours = plain = 0.0
     for number, density in enumerate(DENSITIES):
         new = change(weights, density, np.random.default_rng([0, number]))
-        sizes += measure(weights, new, density, options.threads, options.repeats)
+        sizes += measure_synthetic(weights, new, density, options.threads, options.repeats)
         if density == TIMED_AT:
             ours, plain = compare_speed(weights, new, options.threads, options.repeats)
 
     console = Console(width=100)
-    show(sizes, console)
+    show(f"synthetic, {options.elements:,} elements", sizes, console)
+    real: list[Size] = []
+    for learning_rate in LEARNING_RATES if options.real_steps else ():
+        real += measure_real(learning_rate, options.real_steps, options.repeats)
+    if real:
+        show("real, by learning rate", real, console)
     rate = 2 * weights.nbytes / 1e9
     console.print(
         f"{options.elements:,} elements, {options.threads} thread(s), {TIMED_AT:.0%} changed: diff "
@@ -246,10 +331,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"the plain torch way {plain * 1e3:.0f} ms: {plain / ours:.2f} times as fast"
     )
     if options.json:
-        found: dict[str, Any] = {"bytes_per_element": {}, "floor": {}}
-        for size in sizes:
-            for key, value in (("bytes_per_element", size.nbytes), ("floor", size.floor)):
-                found[key].setdefault(size.encoding, {})[str(size.density)] = round(value, 4)
+        found: dict[str, Any] = {}
+        for prefix, some in (("", sizes), ("real_", real)):
+            for size in some:
+                columns = {
+                    "bytes_per_element": size.nbytes,
+                    "floor": size.floor,
+                    "decode_and_scatter_vs_scatter": size.apply_ratio,
+                }
+                for key, value in columns.items():
+                    row = found.setdefault(prefix + key, {}).setdefault(size.encoding, {})
+                    row[f"{size.density:.4g}"] = round(value, 4)
         print(json.dumps({**found, "encode_vs_plain_torch": round(plain / ours, 3)}))
     return 0
 

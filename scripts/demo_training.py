@@ -77,6 +77,11 @@ class Trainer:
             self._masters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )
 
+    @property
+    def model(self) -> Any:
+        """The live bf16 model, to sample from."""
+        return self._model
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """The bf16 weights by their checkpoint names; views of the live model."""
         return dict(self._model.state_dict())

@@ -13,14 +13,20 @@ from engine_ext.wire import ENCODINGS
 
 def test_the_last_line_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--elements", "3000000", "--threads", "1", "--repeats", "1", "--json"]
+    arguments += ["--real-steps", "2"]
     assert bench_codec.main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     found = json.loads(lines[-1])
     densities = [str(density) for density in bench_codec.DENSITIES]
-    for what in ("bytes_per_element", "floor"):
+    for what in ("bytes_per_element", "floor", "decode_and_scatter_vs_scatter"):
         assert list(found[what]) == list(ENCODINGS)
         assert all(list(row) == densities for row in found[what].values())
     assert found["encode_vs_plain_torch"] > 0
+    real, floor = found["real_bytes_per_element"], found["real_floor"]
+    for encoding in ("gap8_exp", "gap8_ulp"):
+        assert len(real[encoding]) == len(bench_codec.LEARNING_RATES)
+        # The header of a small model is some percent.
+        assert all(1 < real[encoding][d] / floor[encoding][d] < 1.4 for d in real[encoding])
     for encoding in ENCODINGS:
         for density in densities:
             ratio = (
