@@ -101,12 +101,16 @@ def decode_positions(
 def position_bytes(encoding: str, indices: NDArray[np.int64]) -> int:
     """Bytes of the positions before any compression; of a gap stream about so many.
 
-    Raises:
-        ValueError: As `encode_positions`, where that would have to be called.
+    Args:
+        encoding: One of `ENCODINGS`.
+        indices: int64 [nnz], ascending, unique, from 0.
     """
     if encoding in PACKED_ENCODINGS:
         return stream_bytes(indices)
-    return encode_positions(encoding, indices)[0].nbytes
+    if encoding == "indices":
+        return 4 * indices.size
+    largest = max(int(indices[0]), int(np.diff(indices).max(initial=0)) - 1) if indices.size else 0
+    return (2 if largest < 2**16 else 4) * indices.size
 
 
 def _bad_index(numel: int) -> NotUpdatable:

@@ -1,0 +1,264 @@
+"""Speed of the sender: its pass over two copies of the weights, and whole syncs over slow links.
+
+    python scripts/bench_sender.py                     # 200M elements; about 2 GB of memory
+    python scripts/bench_sender.py --json              # the last line is JSON
+    python scripts/bench_sender.py --engine vllm       # syncs to a live engine too
+
+The data is that of `bench_codec.py`. "read" is the time of reading both copies once and nothing
+else, by as many threads, in the same run. "diff" finds the changed elements, copies their places,
+old and new bits and digests the change, params side by side, as a sync does; "refresh" writes them
+into the snapshot, as a sync does once the engine has committed.
+
+The syncs are whole ones, from the trainer's tensors to the moved snapshot. The link is simulated:
+a part is answered once its bytes would have crossed it, and the engine behind it does nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+import bench_codec
+from engine_ext import kernels
+from engine_ext.compare import Difference, begin_compare
+from sender_engines import MultiSender
+from sender_http import Server
+from sender_link import SyncReport
+
+LINKS = {"1 Gbit/s": 125e6, "300 MB/s": 300e6, "10 Gbit/s": 1.25e9}
+SENT_AT = 0.02
+SENT_AS = ("deltas", "deltas_zstd", "gap8_exp", "gap8_ulp", "auto")
+_CHUNK = 1 << 18  # words of a thread's turn at reading
+_Bits = NDArray[np.uint16]
+
+
+class SimulatedServer(Server):
+    """Takes what it is sent, as fast as a link of so many bytes a second would carry it."""
+
+    def __init__(self, url: str, options: Any, speed: float) -> None:
+        super().__init__(url, options)
+        self._bytes_per_s = speed
+
+    def plan(self) -> Any:
+        return None
+
+    def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:
+        start = time.perf_counter()
+        time.sleep(len(body) / self._bytes_per_s)
+        answer = {"status": "committed" if last else "staged", "version": version}
+        self.speed.note(len(body), time.perf_counter() - start, answer)
+        return answer
+
+
+class SimulatedSender(MultiSender):
+    """Sends into a simulated link."""
+
+    def __init__(self, base: dict[str, torch.Tensor], speed: float, **options: Any) -> None:
+        self._link_speed = speed
+        super().__init__(["http://nobody"], base.items(), **options)
+
+    def _make_server(self, url: str) -> Server:
+        return SimulatedServer(url, self._options, self._link_speed)
+
+
+def _read(first: Any, second: Any) -> Any:
+    """What numba compiles."""
+    differs = np.uint64(0)
+    for k in range(first.size):
+        differs |= first[k] ^ second[k]
+    return differs
+
+
+def reader() -> Callable[[Any, Any], Any]:
+    """A loop that reads two arrays of words; without numba numpy's reductions of each."""
+    try:
+        from numba import njit
+    except ImportError:
+        return lambda first, second: (np.bitwise_or.reduce(first), np.bitwise_or.reduce(second))
+    compiled: Callable[[Any, Any], Any] = njit(nogil=True)(_read)
+    return compiled
+
+
+def read_time(old: _Bits, new: _Bits, pool: ThreadPoolExecutor, repeats: int) -> float:
+    """Seconds of reading both."""
+    loop = reader()
+    words = old.view(np.uint64), new.view(np.uint64)
+    shares = [slice(start, start + _CHUNK) for start in range(0, words[0].size, _CHUNK)]
+
+    def read() -> None:
+        for _ in pool.map(lambda share: loop(words[0][share], words[1][share]), shares):
+            pass
+
+    read()
+    return bench_codec.fastest(read, repeats)
+
+
+def diff(old: _Bits, new: _Bits, pool: ThreadPoolExecutor) -> list[Difference]:
+    """What a sync finds."""
+    begun = [
+        begin_compare(old[where], new[where], f"model.layers.{number}.weight", pool)
+        for number, where in enumerate(bench_codec.params(old))
+    ]
+    return [wait() for wait in begun]
+
+
+def refresh(snapshot: _Bits, found: Sequence[Difference], pool: ThreadPoolExecutor) -> None:
+    """What a sync does with it in the end."""
+
+    def write(item: tuple[slice, Difference]) -> None:
+        kernels.write(snapshot[item[0]], item[1].indices, item[1].new)
+
+    params = bench_codec.params(snapshot)
+    for _ in pool.map(write, zip(params, found, strict=True)):
+        pass
+
+
+def measure(old: _Bits, density: float, threads: int, repeats: int) -> dict[str, float]:
+    """Seconds at one density."""
+    number = bench_codec.DENSITIES.index(density)
+    new = bench_codec.change(old, density, np.random.default_rng([0, number]))
+    with ThreadPoolExecutor(threads) as pool:
+        found = diff(old, new, pool)
+        if sum(one.indices.size for one in found) != np.count_nonzero(old != new):
+            raise AssertionError("the diff has not found what changed")
+        snapshot = old.copy()
+        refresh(snapshot, found, pool)
+        if not np.array_equal(snapshot, new):
+            raise AssertionError("the snapshot is not what it should be")
+        return {
+            "read": read_time(old, new, pool, repeats),
+            "diff": bench_codec.fastest(lambda: diff(old, new, pool), repeats),
+            "refresh": bench_codec.fastest(lambda: refresh(snapshot, found, pool), repeats),
+        }
+
+
+def tensors(weights: _Bits) -> dict[str, torch.Tensor]:
+    """The weights as a trainer has them."""
+    return {
+        f"model.layers.{number}.weight": torch.from_numpy(weights[where].view(np.int16)).view(
+            torch.bfloat16
+        )
+        for number, where in enumerate(bench_codec.params(weights))
+    }
+
+
+def sync_over(
+    link: float, encoding: str, old: _Bits, steps: Sequence[_Bits], bucket_bytes: int
+) -> tuple[float, SyncReport]:
+    """Seconds of the last sync of some, and its report; the first ones show `auto` the link."""
+    seconds, report = 0.0, None
+    options = {"encoding": encoding, "bucket_bytes": bucket_bytes}
+    with SimulatedSender(tensors(old), link, **options) as sender:
+        for new in steps:
+            start = time.perf_counter()
+            (report,) = sender.sync(tensors(new).items()).values()
+            seconds = time.perf_counter() - start
+    assert report is not None
+    return seconds, report
+
+
+def show_passes(rows: dict[float, dict[str, float]], numel: int, console: Console) -> None:
+    table = Table("density", "read ms", "diff ms", "diff / read", "refresh ms", "refresh / read")
+    for density, times in rows.items():
+        table.add_row(
+            f"{density:.1%}",
+            f"{times['read'] * 1e3:.1f}",
+            f"{times['diff'] * 1e3:.1f}",
+            f"{times['diff'] / times['read']:.2f}",
+            f"{times['refresh'] * 1e3:.1f}",
+            f"{times['refresh'] / times['read']:.2f}",
+        )
+    console.print(table)
+    rate = 4 * numel / min(times["read"] for times in rows.values()) / 1e9
+    console.print(f"both copies are read at {rate:.1f} GB/s")
+
+
+def show_syncs(
+    found: dict[str, dict[str, tuple[float, SyncReport]]], full_bytes: int, console: Console
+) -> None:
+    table = Table("encoding", *(f"{link}: ms" for link in found), "bytes", "picked on each link")
+    for encoding in SENT_AS:
+        cells = [found[link][encoding] for link in found]
+        picked = ["+".join(report.picked) for _, report in cells]
+        times = [f"{seconds * 1e3:.0f}" for seconds, _ in cells]
+        nbytes = sorted({report.wire_bytes for _, report in cells})
+        sizes = ", ".join(f"{size:,}" for size in nbytes)
+        table.add_row(encoding, *times, sizes, ", ".join(picked) if encoding == "auto" else "")
+    times = [f"{full_bytes / LINKS[link] * 1e3:.0f}" for link in found]
+    table.add_row("all weights", *times, f"{full_bytes:,}", "reckoned, the link alone")
+    console.print(table)
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--elements", type=int, default=200_000_000, help="weights (default: %(default)s)")
+    add("--threads", type=int, default=os.cpu_count(), help="threads (default: all cores)")
+    add("--repeats", type=int, default=5, help="the fastest of so many is taken (%(default)s)")
+    bucket_help = "bytes of a part before compression, of the syncs (default: %(default)s)"
+    add("--bucket-bytes", type=int, default=4 << 20, help=bucket_help)
+    add("--engine", choices=("vllm", "sglang"), help="sync to a live engine too")
+    add("--engine-layers", type=int, default=8, help="layers of its model (%(default)s)")
+    add("--json", action="store_true", help="end with one line of JSON")
+    options = parser.parse_args(arguments)
+    options.elements -= options.elements % 4  # whole words
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    options = parse_arguments(arguments)
+    console = Console(width=120)
+    old = bench_codec.make_weights(options.elements, np.random.default_rng(0))
+    rows = {
+        density: measure(old, density, options.threads, options.repeats)
+        for density in bench_codec.DENSITIES
+    }
+    console.print(f"{options.elements:,} elements, {options.threads} thread(s)")
+    show_passes(rows, options.elements, console)
+
+    first = bench_codec.change(old, SENT_AT, np.random.default_rng(1))
+    steps = first, bench_codec.change(first, SENT_AT, np.random.default_rng(2))
+    syncs = {
+        link: {
+            encoding: sync_over(speed, encoding, old, steps, options.bucket_bytes)
+            for encoding in SENT_AS
+        }
+        for link, speed in LINKS.items()
+    }
+    console.print(f"whole syncs, {SENT_AT:.0%} changed, parts of {options.bucket_bytes:,} bytes")
+    show_syncs(syncs, old.nbytes, console)
+    found: dict[str, Any] = {
+        f"{what}_vs_read": {
+            str(density): round(times[what] / times["read"], 3) for density, times in rows.items()
+        }
+        for what in ("diff", "refresh")
+    }
+    found["sync_ms"] = {
+        link: {encoding: round(cell[0] * 1e3, 1) for encoding, cell in cells.items()}
+        for link, cells in syncs.items()
+    }
+    if options.engine:
+        from bench_end_to_end import measure_engine
+
+        found["end_to_end_ms"] = measure_engine(
+            options.engine, options.engine_layers, LINKS, SENT_AS, SENT_AT, console
+        )
+    if options.json:
+        print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

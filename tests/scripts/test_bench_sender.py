@@ -1,0 +1,48 @@
+"""The sender benchmark on little data: what it prints, and that its links are so slow."""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import bench_codec
+import bench_sender
+
+
+def test_the_last_line_is_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_codec, "PARAM", 1 << 20)
+    arguments = ["--elements", "2500001", "--threads", "2", "--repeats", "1", "--json"]
+    assert bench_sender.main(arguments) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    densities = [str(density) for density in bench_codec.DENSITIES]
+    for what in ("diff_vs_read", "refresh_vs_read"):
+        assert list(found[what]) == densities
+        assert all(ratio > 0 for ratio in found[what].values())
+    assert list(found["sync_ms"]) == list(bench_sender.LINKS)
+    for times in found["sync_ms"].values():
+        assert list(times) == list(bench_sender.SENT_AS)
+
+
+@pytest.mark.parametrize("speed", [1e6, 1e9])
+def test_a_simulated_link(speed: float) -> None:
+    old = bench_codec.make_weights(100_000, np.random.default_rng(0))
+    new = bench_codec.change(old, 0.1, np.random.default_rng(1))
+    start = time.perf_counter()
+    seconds, report = bench_sender.sync_over(speed, "auto", old, [new, old], 1 << 20)
+    assert report.wire_bytes / speed <= seconds <= time.perf_counter() - start
+    assert report.nnz == np.count_nonzero(old != new)
+    assert report.version == 2
+
+
+def test_the_read_is_of_all_words() -> None:
+    old = np.zeros(4_000_000, np.uint16)
+    read = bench_sender.reader()
+    assert read(old.view(np.uint64), old.view(np.uint64)) == 0
+    with ThreadPoolExecutor(1) as pool:
+        assert bench_sender.read_time(old, old, pool, 1) > 0
