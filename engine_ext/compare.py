@@ -27,12 +27,12 @@ class Difference(NamedTuple):
     """The elements that differ.
 
     Attributes:
-        indices: their flat indices, int64 [nnz], ascending.
+        indices: their flat indices, ascending; int32 [nnz], of 2**31 elements or more int64.
         old, new: their bits, unsigned ints [nnz], copies.
         change: what they add to the tensor's digest; None where no name was given.
     """
 
-    indices: NDArray[np.int64]
+    indices: NDArray[Any]
     old: NDArray[Any]
     new: NDArray[Any]
     change: Digest | None
@@ -86,7 +86,7 @@ def _joined(found: Sequence[Difference], dtype: np.dtype[Any], name: str | None)
     if len(found) == 1:
         return found[0]
     return Difference(
-        np.concatenate([np.empty(0, np.int64), *(one.indices for one in found)]),
+        np.concatenate([np.empty(0, np.int32), *(one.indices for one in found)]),
         np.concatenate([np.empty(0, dtype), *(one.old for one in found)]),
         np.concatenate([np.empty(0, dtype), *(one.new for one in found)]),
         None if name is None else sum((d for one in found if (d := one.change)), Digest.ZERO),
@@ -111,17 +111,18 @@ def _compare_chunk(
     before, after = old[start : start + _CHUNK], new[start : start + _CHUNK]
     loop = _loop(old.itemsize)
     if loop is None:
-        indices = np.flatnonzero(before != after)
-        was, now = before[indices], after[indices]
-        indices += start
+        places = np.flatnonzero(before != after)
+        was, now = before[places], after[places]
+        places += start
     else:
         before, after = np.ascontiguousarray(before), np.ascontiguousarray(after)
         out = _scratch.old.view(old.dtype), _scratch.new.view(new.dtype)
         count = loop(before, after, start, _scratch.indices, *out)
-        indices = _scratch.indices[:count].copy()
+        places = _scratch.indices[:count]
         was, now = out[0][:count].copy(), out[1][:count].copy()
-    change = None if name is None else change_digest(name, indices, was, now)
-    return Difference(indices, was, now, change)
+    change = None if name is None else change_digest(name, places, was, now)
+    narrow = np.int32 if old.size < 1 << 31 else np.int64
+    return Difference(places.astype(narrow), was, now, change)
 
 
 def _compare(old: Any, new: Any, start: Any, found: Any, was: Any, now: Any) -> Any:

@@ -33,6 +33,7 @@ import numpy as np
 import torch
 import zstandard
 from numpy.typing import NDArray
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -104,8 +105,8 @@ def deltas_of(old: _Bits, new: _Bits, threads: int) -> list[ParamDelta]:
     for number, where in enumerate(params(old)):
         after = new[where]
         difference = compare(old[where], after, threads=threads)
-        name, shape = f"model.layers.{number}.weight", (after.size,)
-        found.append(ParamDelta(name, "bfloat16", shape, difference.indices, difference.new))
+        name, indices = f"model.layers.{number}.weight", difference.indices.astype(np.int64)
+        found.append(ParamDelta(name, "bfloat16", (after.size,), indices, difference.new))
     return found
 
 
@@ -260,7 +261,8 @@ def measure_real(learning_rate: float, steps: int, repeats: int) -> list[Size]:
     for name, old in training.old.items():
         found = compare(old, training.new[name])
         if found.indices.size:
-            sparse = ParamDelta(name, "bfloat16", old.shape, found.indices, found.new)
+            indices = found.indices.astype(np.int64)
+            sparse = ParamDelta(name, "bfloat16", old.shape, indices, found.new)
             values.append(sparse)
             differences.append(replace(sparse, values=found.new - found.old, differences=True))
     floor = floors(values, differences, None)
@@ -282,7 +284,8 @@ def compare_speed(old: _Bits, new: _Bits, threads: int, repeats: int) -> tuple[f
 
 def show(title: str, sizes: Sequence[Size], console: Console) -> None:
     columns = "density", "encoding", "bytes", "floor", "ratio", "encode ms", "decode ms", "apply"
-    table = Table(*columns, title=title)
+    console.print(f"\n{title}\n")
+    table = Table(*columns, box=box.MARKDOWN)
     for size in sizes:
         table.add_row(
             f"{size.density:.2%}",

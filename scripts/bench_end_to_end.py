@@ -11,6 +11,7 @@ from typing import Any, Final
 import httpx
 import numpy as np
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -81,7 +82,8 @@ def measure_engine(
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     for link, speed in links.items():
         found[link]["reload"] = round(reload_ms + nbytes / speed * 1e3, 1)
-    table = Table("encoding", *links, title=f"{engine}, {nbytes:,} bytes, ms")
+    table = Table("encoding", *links, box=box.MARKDOWN)
+    console.print(f"{engine}, {nbytes:,} bytes, ms")
     for encoding in (*encodings, "reload"):
         table.add_row(encoding, *(f"{found[link][encoding]:.0f}" for link in links))
     console.print(table)

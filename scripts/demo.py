@@ -26,10 +26,10 @@ from rich.live import Live
 from rich.table import Table
 
 from demo_training import Sample, Trainer, build_policy, reward
-from engine_ext.wire.positions import ENCODINGS
 from engine_kinds import ENGINES
 from engine_process import EngineError, EngineProcess
 from reference_sender import DeltaSender, SyncFailed, SyncReport
+from sender_choice import CHOICES
 from tiny_models import load_tensors, save_checkpoint
 
 PROMPTS: Final = (
@@ -104,7 +104,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     keep_help = "keep the checkpoints and the engines' logs in this new or empty folder"
     add("--keep", type=Path, metavar="DIR", help=keep_help)
     encoding_help = "how changes travel (%(default)s)"
-    add("--encoding", choices=ENCODINGS, default="deltas_zstd", help=encoding_help)
+    add("--encoding", choices=CHOICES, default="deltas_zstd", help=encoding_help)
     options = parser.parse_args(arguments)
     if options.keep and options.keep.exists() and any(options.keep.iterdir()):
         parser.error(f"--keep: {options.keep} is not empty")

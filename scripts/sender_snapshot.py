@@ -216,9 +216,7 @@ class Snapshot:
             return None
         sparse = replace(old, indices=found.indices, values=found.new)
         if payload_bytes(self._encoding, sparse) < old.values.nbytes:
-            narrow = np.int32 if old.values.size < 1 << 31 else np.int64
-            places = found.indices.astype(narrow, copy=False)
-            return Change(old.dtype, old.shape, places, found.old, found.new, found.change)
+            return Change(old.dtype, old.shape, found.indices, found.old, found.new, found.change)
         new = old.values.copy()
         kernels.write(new, found.indices, found.new)
         return Change(old.dtype, old.shape, None, old.values, new, found.change)

@@ -187,6 +187,21 @@ def test_saved_parts_are_signed(
         assert part.with_name(part.name + ".sig").read_text() == signature(part.read_bytes())
 
 
+def test_auto_says_what_it_picked(
+    base: Path,
+    target: Path,
+    serve: Callable[..., list[httpx.Request]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    requests = serve(accept)
+    arguments = ["--base", str(base), "--target", str(target), "--url", URL]
+    assert reference_sender.main([*arguments, "--encoding", "auto"]) == 0
+    parts = [decoded(request.content) for request in requests]
+    sent = sorted(part.manifest.encoding for part in parts for _ in part.deltas)
+    said = ", ".join(f"{sent.count(encoding)} {encoding}" for encoding in sorted(set(sent)))
+    assert f"{len(parts)} part(s) ({said}), encode" in capsys.readouterr().out
+
+
 def test_full_needs_no_base(
     target: Path,
     serve: Callable[..., list[httpx.Request]],
