@@ -99,7 +99,8 @@ class Link:
 
     Attributes:
         version: the version that the engine acknowledged last.
-        behind: from the snapshot to what the engine holds; what it has missed, reversed.
+        behind: from the snapshot to what the engine holds; what it has missed, reversed. Without
+            old bits.
         suspect: the engine may hold other bytes; the next sync is a full one.
     """
 
@@ -150,7 +151,9 @@ class Link:
         behind = self._snapshot.between(changes, self.behind)
         if sum(change.nbytes for change in behind.values()) > self._snapshot.nbytes // 2:
             behind, self.suspect = {}, True
-        self.behind = behind
+        # Old bits are of use only while a change is sent.
+        none = np.empty(0)
+        self.behind = {kept: replace(change, old=none) for kept, change in behind.items()}
 
     def _learn_plan(self) -> None:
         """Ask for the engine's plan; choose what is sent, and compute the digest of what it holds.
