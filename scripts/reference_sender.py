@@ -18,7 +18,8 @@ The engine's plan, read before the first sync and before every full one, says wh
 engine ignores and which its digest covers. Ignored ones are left out of every sync. The digests
 let engine and sender find out that they do not hold the same bytes.
 
-What lies where: `sender_snapshot` compares, `sender_http` posts, `sender_link` makes one engine's
+What lies where: `sender_snapshot` compares, `sender_step` hands what is read to whoever sends it,
+`sender_choice` says how a param travels, `sender_http` posts, `sender_link` makes one engine's
 parts, `sender_engines` has the two classes, `sender_cli` the program.
 """
 
