@@ -12,10 +12,10 @@ import torch
 
 from engine_ext import settings
 from engine_ext.adapters.sglang.channel import Call
-from engine_ext.adapters.sglang.constants import ConstantsWatch
 from engine_ext.adapters.sglang.others import OtherChanges
 from engine_ext.adapters.sglang.recomputations import recomputations
 from engine_ext.assemble import LoadedModel, make_receiver
+from engine_ext.constants import ConstantsWatch
 from engine_ext.errors import Conflict, DeltaError, NotUpdatable, SyncInProgress, from_wire
 from engine_ext.receiver import Receiver
 from engine_ext.tracing import LoadWeights
@@ -37,9 +37,11 @@ def equip(runner: Any, chosen: settings.Settings, load: Callable[[], None]) -> N
     Raises:
         RuntimeError: nothing can be certified. SGLang then does not start.
     """
-    with ConstantsWatch() as constants:
-        load()
+    from sglang.srt.model_loader import loader
     from sglang.srt.runtime_context import get_parallel
+
+    with ConstantsWatch(loader, "_initialize_model") as constants:
+        load()
 
     ranks = TensorRanks(get_parallel().tp_group.cpu_group)
     receiver = build_receiver(runner, chosen, constants, ranks)

@@ -12,11 +12,11 @@ import torch
 
 from engine_ext import settings
 from engine_ext.adapters.vllm import hooks
-from engine_ext.adapters.vllm.constants import ConstantsWatch
 from engine_ext.adapters.vllm.recomputations import recomputations
 from engine_ext.adapters.vllm.reload import active_wrapper
 from engine_ext.adapters.vllm.repacks import RepackLearner
 from engine_ext.assemble import LoadedModel, make_receiver
+from engine_ext.constants import ConstantsWatch
 from engine_ext.receiver import Receiver
 from engine_ext.tracing import LoadWeights
 
@@ -47,11 +47,14 @@ def equip(worker: Any, chosen: settings.Settings) -> None:
         worker: is about to end its constructor.
         chosen: the user's flags.
     """
+    from vllm.model_executor.model_loader import base_loader
+
     load_model, sleep, wake_up = worker.load_model, worker.sleep, worker.wake_up
 
     def loaded(*args: Any, **kwargs: Any) -> None:
         _keep_checkpoint_layout()
-        with RepackLearner() as learner, ConstantsWatch() as constants:
+        watch = ConstantsWatch(base_loader, "initialize_model")
+        with RepackLearner() as learner, watch as constants:
             load_model(*args, **kwargs)
         worker.delta_receiver = build_receiver(worker, chosen, learner, constants)
 

@@ -1,9 +1,10 @@
-"""Which tensors of a vLLM model were there before its weights, and so are not made of them."""
+"""What hangs on a model before its weights are loaded: none of it is made of them."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,35 +13,36 @@ from engine_ext.derived import Constants, is_constant
 
 
 class ConstantsWatch:
-    """Remembers a model's constants between its making and its loading; use it around `load_model`.
+    """Remembers a model's constants between its making and its loading; use it around the loading.
 
     Only the first model that is made meanwhile counts (a draft model is made after it).
+
+    Args:
+        module: the engine's module whose function makes the model.
+        name: that function's name; it is replaced for the time of the watch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, module: ModuleType, name: str) -> None:
+        self._module = module
+        self._name = name
+        self._original: Callable[..., Any] = getattr(module, name)
         self._constants: Constants | None = None
-        self._original: Callable[..., Any] | None = None
 
     def __enter__(self) -> ConstantsWatch:
-        from vllm.model_executor.model_loader import base_loader
-
-        original = base_loader.initialize_model
-        self._original = original
+        original = self._original
 
         @functools.wraps(original)
-        def initialize_model(*args: Any, **kwargs: Any) -> Any:
+        def make_model(*args: Any, **kwargs: Any) -> Any:
             model = original(*args, **kwargs)
             if self._constants is None:
                 self._constants = Constants(model)
             return model
 
-        base_loader.initialize_model = initialize_model
+        setattr(self._module, self._name, make_model)
         return self
 
     def __exit__(self, *error: object) -> None:
-        from vllm.model_executor.model_loader import base_loader
-
-        base_loader.initialize_model = self._original
+        setattr(self._module, self._name, self._original)
 
     def known(self, path: str, tensor: torch.Tensor) -> bool:
         """Whether a tensor, by its path in the model, is known not to be made of weights.

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+from engine_ext.constants import ConstantsWatch
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.arange(4.0)
+
+
+def engine() -> ModuleType:
+    module = ModuleType("engine")
+    module.make = Model  # type: ignore[attr-defined]
+    return module
+
+
+def fails() -> Model:
+    raise RuntimeError("no memory")
+
+
+def test_what_was_there_before_the_weights_is_known() -> None:
+    module = engine()
+    with ConstantsWatch(module, "make") as constants:
+        model = module.make()
+    assert constants.known("table", model.table)
+    assert not constants.known("product", torch.arange(4.0) * 2)
+
+
+def test_only_the_first_model_counts() -> None:
+    module = engine()
+    with ConstantsWatch(module, "make") as constants:
+        first, draft = module.make(), module.make()
+    draft.table.add_(1)
+    assert constants.known("table", first.table)
+    assert not constants.known("table", draft.table)
+
+
+def test_the_function_is_put_back_when_loading_fails() -> None:
+    module = engine()
+    with ConstantsWatch(module, "make"):
+        assert module.make is not Model
+    assert module.make is Model
+    module.make = fails  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="no memory"), ConstantsWatch(module, "make"):
+        module.make()
+    assert module.make is fails
+
+
+def test_a_loader_that_makes_its_model_by_other_means_leaves_the_constants_unknown() -> None:
+    with ConstantsWatch(engine(), "make") as constants:
+        model = Model()
+    assert not constants.known("table", model.table * 3)
