@@ -49,6 +49,7 @@ class LoadedModel:
         ranks: this rank among the engine's.
         repacks: moves of live tensors after loading, by the live tensor's name.
         refusals: live tensors whose moves cannot be followed, with the reason.
+        learned: whether these two tell of everything that the engine does to weights after loading.
         constants: which tensors beside the weights are known not to be made of them.
         recomputations: the engine's functions for what it keeps beside the weights.
         refuse_while: as of `trace_placement`.
@@ -61,6 +62,7 @@ class LoadedModel:
     ranks: Ranks
     repacks: Mapping[str, Repack] = field(default_factory=dict)
     refusals: Mapping[str, str] = field(default_factory=dict)
+    learned: bool = True
     constants: Known = is_constant
     recomputations: Sequence[Recomputation] = ()
     refuse_while: Callable[[torch.nn.Module], str | None] | None = None
@@ -90,7 +92,12 @@ def make_receiver(loaded: LoadedModel, chosen: Settings) -> Receiver:
     specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in loaded.checkpoint()]
     traced = _trace(loaded, specs)
     traced_s = time.perf_counter() - start
-    certify(traced.placement, loaded.checkpoint(), chosen.certify_sample)
+    certify(
+        traced.placement,
+        loaded.checkpoint(),
+        chosen.certify_sample,
+        moves_known=loaded.learned,
+    )
     certified_s = time.perf_counter() - start - traced_s
     applier = _applier(loaded, chosen, traced)
     logger.info("traced in %.2f s, certified in %.2f s", traced_s, certified_s)

@@ -30,6 +30,8 @@ def certify(
     placement: Placement,
     checkpoint: Iterable[tuple[str, torch.Tensor]],
     sample: float = 1.0,
+    *,
+    moves_known: bool = True,
 ) -> None:
     """Judge every placed tensor by the checkpoint's bytes.
 
@@ -38,23 +40,31 @@ def certify(
         checkpoint: (name, tensor) pairs of the checkpoint that the engine was loaded from.
         sample: which share of a large tensor's elements is compared, above 0; 1 is all of them.
             Below 1, a difference between elements that are not in the sample goes unseen.
+        moves_known: whether the placement has all that the engine does after loading. If not, a
+            tensor whose elements are all the same is refused: its bytes look right in any order.
 
     The model is only read. A tensor that `checkpoint` does not hold stays uncertified.
     """
     for name, tensor in checkpoint:
         placed = placement.get(name)
         if placed is not None and placed.status is Status.UNJUDGED:
-            _judge(placed, tensor, sample)
+            _judge(placed, tensor, sample, moves_known)
     for placed in placement.values():
         if placed.status is Status.UNJUDGED:
             placed.refuse("its bytes were not among the checkpoint's")
 
 
-def _judge(placed: Placed, tensor: torch.Tensor, sample: float) -> None:
+def _judge(placed: Placed, tensor: torch.Tensor, sample: float, moves_known: bool) -> None:
     if tuple(tensor.shape) != placed.spec.shape or tensor.dtype != placed.spec.dtype:
         placed.refuse("the checkpoint changed while the engine was starting")
         return
     source = tensor.detach().contiguous()
+    if not moves_known and _constant(source):
+        placed.refuse(
+            "all its elements are the same, and what the engine does after loading was not seen: "
+            "the bytes cannot show where each of them lies"
+        )
+        return
     if all(s.live.tensor.dtype == source.dtype for s in placed.segments):
         status = Status.EXACT
     else:
@@ -79,6 +89,11 @@ def _judge(placed: Placed, tensor: torch.Tensor, sample: float) -> None:
             f"the bytes in {wrong.live.name} are not the checkpoint's: the engine moved or "
             "changed them after loading"
         )
+
+
+def _constant(source: torch.Tensor) -> bool:
+    bits = bits_of(source.view(-1))
+    return bits.numel() > 1 and bool((bits == bits[0]).all())
 
 
 def holds(segment: Segment, source: torch.Tensor) -> bool:

@@ -83,10 +83,10 @@ def start(folder: Path) -> tuple[Any, Any]:
     from vllm import LLM
 
     from engine_ext.adapters.vllm import worker as adapter
-    from engine_ext.adapters.vllm.repacks import RepackLearner
+    from engine_ext.adapters.vllm.repacks import repack_learner
 
     adapter._keep_checkpoint_layout()
-    with RepackLearner() as learner:
+    with repack_learner() as learner:
         llm = LLM(
             str(folder),
             dtype="bfloat16",

@@ -194,3 +194,19 @@ def test_a_sample_judges_boxes_of_every_shape_alike(
     whole = {name: tensor.status for name, tensor in serve(model, base).placement.items()}
     monkeypatch.setattr("engine_ext.certify._sampled", lambda spec, share: np.arange(spec.numel))
     assert {n: t.status for n, t in serve(model, base).placement.items()} == whole
+
+
+@pytest.mark.parametrize("sample", [1.0, 1e-6])
+@pytest.mark.parametrize(("rows", "accepted"), [(3, False), (1, True)])
+def test_where_moves_are_unknown_a_constant_shows_no_order(
+    sample: float, rows: int, accepted: bool
+) -> None:
+    """A transposed matrix of ones looks like itself; a single element has one order only."""
+    source = torch.full((rows, rows), float("nan"), dtype=torch.bfloat16)
+    tensor = placed(source.clone(), source)
+    certify({"w": tensor}, [("w", source)], sample, moves_known=False)
+    assert tensor.status is (Status.EXACT if accepted else Status.UNCERTIFIED)
+    assert accepted or "all its elements are the same" in tensor.reason
+    known = placed(source.clone(), source)
+    certify({"w": known}, [("w", source)], sample)
+    assert known.status is Status.EXACT

@@ -69,7 +69,7 @@ def main(model: str, out: str, *options: str) -> None:
     from vllm import LLM
 
     from engine_ext.adapters.vllm import worker as adapter
-    from engine_ext.adapters.vllm.repacks import RepackLearner
+    from engine_ext.adapters.vllm.repacks import repack_learner
     from engine_ext.certify import certify
     from engine_ext.placement import TensorSpec
     from engine_ext.repack import compose, fingerprint
@@ -80,7 +80,7 @@ def main(model: str, out: str, *options: str) -> None:
         _pack_convolutions()
     else:
         adapter._keep_checkpoint_layout()
-    learner = RepackLearner()
+    learner = repack_learner()
     with learner if "--learn" in options else contextlib.nullcontext():
         llm = LLM(model, dtype="bfloat16", enforce_eager=True, max_model_len=256)
     worker = llm.llm_engine.model_executor.driver_worker.worker

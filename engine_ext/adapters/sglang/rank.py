@@ -14,9 +14,11 @@ from engine_ext import settings
 from engine_ext.adapters.sglang.channel import Call
 from engine_ext.adapters.sglang.others import OtherChanges
 from engine_ext.adapters.sglang.recomputations import recomputations
+from engine_ext.adapters.sglang.repacks import repack_learner
 from engine_ext.assemble import LoadedModel, make_receiver
 from engine_ext.constants import ConstantsWatch
 from engine_ext.errors import Conflict, DeltaError, NotUpdatable, SyncInProgress, from_wire
+from engine_ext.learner import RepackLearner
 from engine_ext.receiver import Receiver
 from engine_ext.tracing import LoadWeights
 from engine_ext.transaction import as_delta_error
@@ -40,17 +42,22 @@ def equip(runner: Any, chosen: settings.Settings, load: Callable[[], None]) -> N
     from sglang.srt.model_loader import loader
     from sglang.srt.runtime_context import get_parallel
 
-    with ConstantsWatch(loader, "_initialize_model") as constants:
+    watch = ConstantsWatch(loader, "_initialize_model")
+    with repack_learner() as learner, watch as constants:
         load()
 
     ranks = TensorRanks(get_parallel().tp_group.cpu_group)
-    receiver = build_receiver(runner, chosen, constants, ranks)
+    receiver = build_receiver(runner, chosen, learner, constants, ranks)
     OtherChanges(receiver).watch()
     runner.delta_receiver = receiver
 
 
 def build_receiver(
-    runner: Any, chosen: settings.Settings, constants: ConstantsWatch, ranks: TensorRanks
+    runner: Any,
+    chosen: settings.Settings,
+    learner: RepackLearner,
+    constants: ConstantsWatch,
+    ranks: TensorRanks,
 ) -> Receiver:
     """Trace and certify the runner's model and make its receiver."""
     from sglang.srt.runtime_context import get_parallel
@@ -71,6 +78,9 @@ def build_receiver(
         checkpoint=functools.partial(checkpoint, runner) if _reads(runner) else None,
         reload=functools.partial(_reload, runner),
         ranks=ranks,
+        repacks=learner.repacks,
+        refusals=learner.refusals,
+        learned=learner.complete,
         constants=constants.known,
         recomputations=recomputations(runner.model),
     )

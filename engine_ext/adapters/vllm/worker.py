@@ -14,9 +14,10 @@ from engine_ext import settings
 from engine_ext.adapters.vllm import hooks
 from engine_ext.adapters.vllm.recomputations import recomputations
 from engine_ext.adapters.vllm.reload import active_wrapper
-from engine_ext.adapters.vllm.repacks import RepackLearner
+from engine_ext.adapters.vllm.repacks import repack_learner
 from engine_ext.assemble import LoadedModel, make_receiver
 from engine_ext.constants import ConstantsWatch
+from engine_ext.learner import RepackLearner
 from engine_ext.receiver import Receiver
 from engine_ext.tracing import LoadWeights
 
@@ -54,7 +55,7 @@ def equip(worker: Any, chosen: settings.Settings) -> None:
     def loaded(*args: Any, **kwargs: Any) -> None:
         _keep_checkpoint_layout()
         watch = ConstantsWatch(base_loader, "initialize_model")
-        with RepackLearner() as learner, watch as constants:
+        with repack_learner() as learner, watch as constants:
             load_model(*args, **kwargs)
         worker.delta_receiver = build_receiver(worker, chosen, learner, constants)
 
@@ -142,6 +143,7 @@ def build_receiver(
         ranks=WorldRanks(),
         repacks=learner.repacks,
         refusals=learner.refusals,
+        learned=learner.complete,
         constants=constants.known,
         recomputations=recomputations(model, config),
         refuse_while=active_wrapper,

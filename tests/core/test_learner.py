@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from engine_ext.learner import LearningError, Processing, RepackLearner
+
+
+class Method:
+    """A toy quant method; it processes a layer by the function that it is made with."""
+
+    def __init__(self, function: Callable[[Any], None]) -> None:
+        self.function = function
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        self.function(layer)
+
+
+class Layer(nn.Module):
+    def __init__(self, method: Method) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 6, dtype=torch.bfloat16), requires_grad=False)
+        self.quant_method = method
+
+
+def transpose(layer: Any) -> None:
+    layer.weight.copy_(layer.weight.t().contiguous().view(4, 6))
+
+
+def double(layer: Any) -> None:
+    layer.weight.mul_(2)
+
+
+def walk(model: nn.Module, *args: Any) -> Iterator[Processing]:
+    for module in model.children():
+        yield Processing(
+            module,
+            module.quant_method,
+            lambda twin: twin.quant_method.process_weights_after_loading(twin),
+        )
+
+
+def process(model: nn.Module, device: str) -> str:
+    for module in model.children():
+        module.quant_method.process_weights_after_loading(module)  # type: ignore[operator, union-attr]
+    return device
+
+
+def engine() -> Any:
+    module = ModuleType("engine")
+    module.process = process  # type: ignore[attr-defined]
+    return module
+
+
+def learned_of(*functions: Callable[[Any], None]) -> RepackLearner:
+    model = nn.Sequential(*[Layer(Method(function)) for function in functions])
+    owner = engine()
+    with RepackLearner(owner, "process", walk) as learner:
+        assert owner.process(model, "cpu") == "cpu"
+    assert owner.process is process
+    return learner
+
+
+def test_a_move_is_learned_though_all_elements_are_the_same() -> None:
+    learner = learned_of(transpose)
+    assert learner.repacks.keys() == {"0.weight"}
+    assert not learner.refusals
+    assert learner.complete
+
+
+def test_modules_that_are_alike_share_what_was_learned() -> None:
+    learner = learned_of(transpose, transpose, transpose)
+    assert len(learner.repacks) == 3
+    assert len({id(repack) for repack in learner.repacks.values()}) == 1
+
+
+def test_what_computes_is_refused() -> None:
+    learner = learned_of(double)
+    assert learner.refusals.keys() == {"0.weight"}
+    assert not learner.repacks
+
+
+def test_what_fails_is_refused() -> None:
+    def fail(layer: Any) -> None:
+        if layer.weight.sum() != 24:
+            raise ValueError("no kernel for that")
+
+    assert "no kernel for that" in learned_of(fail).refusals["0.weight"]
+
+
+def test_what_writes_to_the_live_module_stops_the_start() -> None:
+    live: list[Layer] = []
+
+    def leak(layer: Any) -> None:
+        live[0].weight.add_(1)
+
+    model = nn.Sequential(Layer(Method(leak)))
+    live.append(model[0])  # type: ignore[arg-type]
+    owner = engine()
+    with (
+        pytest.raises(LearningError, match="changed a live Layer"),
+        RepackLearner(owner, "process", walk),
+    ):
+        owner.process(model, "cpu")
+    assert owner.process is process
+
+
+def test_only_the_first_model_counts() -> None:
+    owner = engine()
+    with RepackLearner(owner, "process", walk) as learner:
+        owner.process(nn.Sequential(Layer(Method(transpose))), "cpu")
+        owner.process(nn.Sequential(nn.Sequential(), Layer(Method(double)))[1:], "cpu")
+    assert learner.repacks.keys() == {"0.weight"}
+    assert not learner.refusals
+
+
+def test_a_static_method_stays_one() -> None:
+    class Loader:
+        postprocess = staticmethod(process)
+
+    model = nn.Sequential(Layer(Method(transpose)))
+    with RepackLearner(Loader, "postprocess", walk) as learner:
+        assert Loader().postprocess(model, "cpu") == "cpu"
+    assert learner.repacks.keys() == {"0.weight"}
+    assert isinstance(vars(Loader)["postprocess"], staticmethod)
+    assert Loader.postprocess is process
+
+
+def test_what_is_not_called_is_not_learned() -> None:
+    with RepackLearner(engine(), "process", walk) as learner:
+        pass
+    assert not learner.complete
+
+
+def test_a_model_with_a_hook_of_its_own_is_not_learned_completely() -> None:
+    class Model(nn.Sequential):
+        def process_weights_after_loading(self) -> None:
+            """Moves what it likes."""
+
+    owner = engine()
+    with RepackLearner(owner, "process", walk) as learner:
+        owner.process(Model(Layer(Method(transpose))), "cpu")
+    assert learner.repacks.keys() == {"0.weight"}
+    assert not learner.complete
