@@ -34,6 +34,7 @@ def process(
 
     async def apply(broadcast: Any) -> None:
         happened.append("pause" if broadcast.is_pause else "continue")
+        manager.is_pause = broadcast.is_pause
 
     manager = SimpleNamespace(
         pause_generation=None,
@@ -42,7 +43,7 @@ def process(
         _update_weight_version_if_provided=happened.append,
     )
     monkeypatch.setattr(frontend, "Channel", lambda manager: ranks)
-    OneOfSeveral(manager)
+    manager.engine = OneOfSeveral(manager)
     return manager, ranks, happened
 
 
@@ -70,3 +71,26 @@ def test_the_weight_version_is_learnt_before_requests_go_on(
     before, happened = asyncio.run(scenario())
     assert before == ["pause"]
     assert happened == ["pause", *([] if fails else ["7"]), "continue", "pause"]
+
+
+def test_a_process_that_has_yet_to_learn_of_the_end_of_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It does not take another process's pause for the caller's."""
+
+    async def scenario() -> tuple[bool, bool]:
+        ok = {"ok": {"idle": True, "weight_version": "7"}}
+        manager, ranks, _ = process(ok, monkeypatch)
+        manager.is_pause = True
+        before = await manager.engine.is_paused()
+        told = asyncio.create_task(
+            manager._apply_pause_continue_broadcast(SimpleNamespace(is_pause=False))
+        )
+        await asyncio.sleep(0)
+        asking = asyncio.create_task(manager.engine.is_paused())
+        await asyncio.sleep(0.01)
+        ranks.let.set()
+        await told
+        return before, await asking
+
+    assert asyncio.run(scenario()) == (True, False)

@@ -39,6 +39,13 @@ class OneOfSeveral(SglangEngine):
         self._apply_theirs = manager._apply_pause_continue_broadcast
         manager._apply_pause_continue_broadcast = self._apply_broadcast
 
+    async def is_paused(self) -> bool:
+        """Whether it is, once what this process was told of that is applied."""
+        # The end of another process's pause waits for the ranks' weight version here. Taken for
+        # the caller's, that pause would be renewed by a commit, and never end.
+        async with self._in_order:
+            return await super().is_paused()
+
     async def get_weight_version(self) -> str:
         """The ranks' weight version; this process answers with it from now on."""
         version = str((await self._serving())["weight_version"])
