@@ -126,10 +126,12 @@ class MultiSender:
             except BaseException as error:
                 outcomes[link] = error
 
-        self._threads = [Thread(target=bring, args=(link,), daemon=True) for link in self._links]
-        for thread in self._threads:
-            thread.start()
+        self._threads = []
         try:
+            for link in self._links:
+                thread = Thread(target=bring, args=(link,), daemon=True)
+                thread.start()
+                self._threads.append(thread)
             step.read(self._snapshot.read(tensors, digests=self._digests))
             for thread in self._threads:
                 thread.join()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import sender_engines
 import sender_snapshot
 from engine_ext import compare, digest, kernels
 from reference_sender import DeltaSender, MultiSender, SomeFailed, SyncFailed
@@ -146,6 +147,35 @@ def test_reading_that_is_interrupted(kind: type[BaseException]) -> None:
     assert len(engine.requests) == 1 + 4
     assert (report.full, report.version) == (False, 1)
     assert engine.holds(model)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError])
+def test_threads_that_do_not_all_start(
+    kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that did are not waited for for ever."""
+    model = model_of(tensors=2)
+    hosts = {"a": Engine.of(model), "b": Engine.of(model)}
+    client = httpx.Client(transport=httpx.MockTransport(lambda r: hosts[r.url.host].answer(r)))
+    sender = MultiSender([A, B], model.items(), client=client)
+    started: list[threading.Thread] = []
+
+    class OneOnly(threading.Thread):
+        def start(self) -> None:
+            if started:
+                raise kind
+            started.append(self)
+            super().start()
+
+    train(model)
+    with monkeypatch.context() as patched:
+        patched.setattr(sender_engines, "Thread", OneOnly)
+        with pytest.raises(kind):
+            sender.sync(iter(model.items()))
+    started[0].join(10)
+    assert not started[0].is_alive()
+    assert not any(report.full for report in sender.sync(iter(model.items())).values())
+    assert all(engine.holds(model) for engine in hosts.values())
 
 
 def test_one_engine_that_fails_early_does_not_stop_the_other() -> None:
