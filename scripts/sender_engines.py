@@ -76,6 +76,7 @@ class MultiSender:
             for url in urls
         ]
         self._threads: list[Thread] = []
+        self._torn = False  # the snapshot or the links were moving on, and were interrupted
 
     def __enter__(self) -> Self:
         return self
@@ -117,6 +118,13 @@ class MultiSender:
             thread.join()  # of a sync that was interrupted
         started = time.perf_counter()
         version = max(link.version for link in self._links) + 1
+        if self._torn:
+            # What an engine has missed is kept beside a snapshot that did not come, and others are
+            # at this version already.
+            version += 1
+            for link in self._links:
+                link.suspect = True
+            self._torn = False
         step = Step(version, full=full, engines=len(self._links), started=started)
         outcomes: dict[Link, Committed | BaseException] = {}
 
@@ -147,9 +155,10 @@ class MultiSender:
         self, step: Step, outcomes: dict[Link, Committed | BaseException]
     ) -> dict[str, SyncReport]:
         """Let the snapshot and the links move on, as far as the engines have."""
-        # In this order an interruption leaves engines that are ahead of their links: they answer
-        # that to the next sync, which is full then. No link is ever ahead of its engine.
+        # An interruption in here makes the next sync a full one. No link is ever ahead of its
+        # engine.
         if any(isinstance(outcome, Committed) for outcome in outcomes.values()):
+            self._torn = True
             for link, outcome in outcomes.items():
                 if not isinstance(outcome, Committed):
                     link.miss(step.changes)
@@ -167,6 +176,7 @@ class MultiSender:
                 failures[url] = failed
             except BaseException as error:
                 others.append(error)
+        self._torn = False
         if others:
             raise others[0]
         if failures:

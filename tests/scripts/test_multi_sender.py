@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import sender_link
 from reference_sender import MultiSender, SomeFailed
+from sender_snapshot import Changes
 from tests.scripts.fakes import (
     Engine,
     Handler,
@@ -119,6 +120,39 @@ def test_who_missed_much_gets_all() -> None:
     assert a.holds(model)
     assert b.holds(model)
     train(model, 2)
+    assert not any(report.full for report in sender.sync(model.items()).values())
+
+
+@pytest.mark.parametrize("moved", [0, 1, 3])
+def test_a_snapshot_interrupted_while_one_engine_is_behind(
+    moved: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the step that was interrupted goes back to what that engine holds."""
+    model = model_of(tensors=3)
+    base = {name: tensor.clone() for name, tensor in model.items()}
+    a, b = two(model)
+    sender = sender_of(a, b, model)
+    b.faults = {0: refuse(), 1: refuse()}
+    train(model)
+    with pytest.raises(SomeFailed):
+        sender.sync(model.items())
+    for name in model:
+        model[name].copy_(base[name])
+    advance = sender._snapshot.advance
+
+    def interrupted(changes: Changes) -> None:
+        advance(dict([*changes.items()][:moved]))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sender._snapshot, "advance", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sender.sync(model.items())
+    train(model)
+    assert all(report.full for report in sender.sync(model.items()).values())
+    assert a.holds(model)
+    assert b.holds(model)
+    train(model, 1)
     assert not any(report.full for report in sender.sync(model.items()).values())
 
 
