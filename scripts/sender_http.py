@@ -73,6 +73,7 @@ class Server:
 
     Attributes:
         speed: Of the link, as the posts show it.
+        tried: The highest version of which the last part was posted.
     """
 
     def __init__(self, url: str, options: Options) -> None:
@@ -87,6 +88,7 @@ class Server:
             self._headers["Authorization"] = f"Bearer {options.api_key}"
         self._hmac_key = options.hmac_key
         self.speed = LinkSpeed()
+        self.tried = 0
         self._owns_client = options.client is None
         self.client = options.client or httpx.Client(timeout=options.timeout)
 
@@ -112,6 +114,8 @@ class Server:
             stop=stop_before_delay(self._timeout),
             reraise=True,
         )
+        if last:
+            self.tried = max(self.tried, version)
         signed = {} if self._hmac_key is None else {SIGNATURE_HEADER: sign(self._hmac_key, body)}
         post = when_free(self._request)
         answer = post("POST", "/update_weights_delta", self._query, body, signed)

@@ -126,7 +126,9 @@ class Link:
         Raises:
             SyncFailed: The engine refused or could not be reached.
         """
-        full, version, manner = step.full or self.suspect, step.version, self._manner
+        # Without a digest, what was committed unnoticed would be taken for a part of this.
+        least = self.server.tried + 1 if self._digest is None else 0
+        full, version, manner = step.full or self.suspect, max(step.version, least), self._manner
         while True:
             try:
                 return self._send(step, version, manner, full=full)
@@ -192,9 +194,7 @@ class Link:
         return sum((piece.digest for piece in counted), start=Digest.ZERO)
 
     def _parts(self, step: Step, manner: Manner, *, full: bool) -> Iterator[tuple[Filling, bool]]:
-        """Parts of one encoding, one dtype and at most `bucket_bytes`, or of one param; and which
-        is the last.
-        """
+        """Parts of one encoding and dtype, of `bucket_bytes` or one param; and which is last."""
         filling: dict[tuple[str, str], Filling] = {}
         for piece in self._pieces(step, manner, full=full):
             delta, own = piece.delta, piece.pick.encoding

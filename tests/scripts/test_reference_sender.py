@@ -799,6 +799,31 @@ def test_less_than_was_committed_is_not_taken_for_the_same(naps: list[float]) ->
     assert engine.holds(model)
 
 
+@pytest.mark.parametrize("first_full", [False, True])
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("changed", [0, 1])
+@pytest.mark.parametrize("kept", ["digest", "plan", "neither"])
+def test_without_digests_nothing_is_taken_for_what_was_committed_unnoticed(
+    first_full: bool, full: bool, changed: int, kept: str, naps: list[float]
+) -> None:
+    """The trainer goes back on one tensor after a lost answer."""
+    model = model_of(tensors=2)
+    old = model[f"layers.{changed}.weight"].clone()
+    engine = Engine.of(model, has_plan=kept == "plan")
+    sender = sender_of(engine, model, bucket_bytes=1, digest=kept == "digest")
+    engine.faults = dict.fromkeys(range(1, 9), loses)
+    train(model)
+    with pytest.raises(SyncFailed, match="ReadTimeout"):
+        (sender.sync_full if first_full else sender.sync)(model.items())
+    model[f"layers.{changed}.weight"].copy_(old)
+    report = (sender.sync_full if full else sender.sync)(model.items())
+    assert report.version == sender.version == engine.version
+    assert engine.holds(model)
+    train(model, 1)
+    assert not sender.sync(model.items()).full
+    assert engine.holds(model)
+
+
 @pytest.mark.parametrize("failing", [0, 2])
 def test_a_failed_sync_does_not_advance_the_digest(failing: int) -> None:
     model = model_of(tensors=3)
