@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 
 import tiny_models
+from delta_server.app import attach
 from engine_kinds import ENGINES
 from engine_process import EngineProcess
 
@@ -50,6 +52,13 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., En
     yield launch
     for process in running:
         process.stop()
+
+
+def delta_routes() -> list[tuple[str, str]]:
+    """Method and path of every route that the package adds to an engine's server."""
+    app = FastAPI(openapi_url=None)
+    attach(app)
+    return sorted((m, r.path) for r in app.routes for m in r.methods)  # type: ignore[attr-defined]
 
 
 def fingerprint(engine: EngineProcess) -> dict[str, Any]:

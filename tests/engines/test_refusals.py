@@ -6,7 +6,6 @@ taken.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
@@ -22,7 +21,8 @@ import zstandard
 
 import tiny_models
 from engine_process import EngineProcess
-from tests.engines.trainer import Trainer, container, xxh3_of
+from tests.engines.conftest import delta_routes
+from tests.engines.trainer import Trainer, container, edited, xxh3_of
 
 OCTETS = {"Content-Type": "application/octet-stream"}
 STAGE_TIMEOUT = 2
@@ -112,19 +112,6 @@ def refused(response: httpx.Response, status: int, kind: str) -> dict[str, Any]:
     return error
 
 
-def edited(part: bytes, **metadata: str | None) -> bytes:
-    """The same container with other metadata; None removes a key."""
-    length = int.from_bytes(part[:8], "little")
-    header = json.loads(part[8 : 8 + length])
-    for key, value in metadata.items():
-        header["__metadata__"].pop(key, None)
-        if value is not None:
-            header["__metadata__"][key] = value
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + part[8 + length :]
-
-
 def test_400_truncated(server: Server) -> None:
     part = server.next()
     for length in (0, 7, 100, len(part) - 1):
@@ -180,9 +167,20 @@ def test_400_bad_parameters(server: Server) -> None:
     assert answer.json()["success"] is False
 
 
+@pytest.mark.parametrize(("method", "path"), delta_routes())
+def test_403_forwarded(server: Server, method: str, path: str) -> None:
+    """There is no token, and a proxy on this host speaks for somebody else."""
+    headers = {"X-Forwarded-For": "192.0.2.7"}
+    disk = {"model_path": "/", "load_format": "delta"}
+    body = {} if method == "GET" else {"json": disk}
+    call = server.engine.get if method == "GET" else server.engine.post
+    refused(call(path, headers=headers, **body), 403, "LoopbackOnly")
+
+
 def test_403_paths(server: Server, tmp_path: Path) -> None:
     (tmp_path / "outside.safetensors").write_bytes(server.next())
     (server.root / "link").symlink_to(tmp_path)
+    (server.root / "device").symlink_to("/dev/zero")
     inside, outside = str(server.root), str(tmp_path)
     for model_path, name in [
         (outside, "outside.safetensors"),
@@ -191,6 +189,8 @@ def test_403_paths(server: Server, tmp_path: Path) -> None:
         (inside, "link/outside.safetensors"),
         (f"{inside}/link", "outside.safetensors"),
         ("/etc", "passwd"),
+        (inside, "/dev/zero"),
+        (inside, "device"),
     ]:
         answer = server.json({"model_path": model_path, "files": [name], "weight_version": "1"})
         refused(answer, 403, "PathForbidden")

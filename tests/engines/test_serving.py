@@ -13,6 +13,7 @@ import pytest
 import tiny_models
 from engine_process import EngineProcess
 from reference_sender import DeltaSender, SyncFailed
+from tests.engines.conftest import delta_routes
 from tests.engines.trainer import Trainer, container, model_digest
 
 TOKEN = "a-secret-token"
@@ -65,16 +66,7 @@ def test_token_is_not_logged(server: Server) -> None:
 
 
 @pytest.mark.parametrize("authorization", [None, "Bearer wrong", "Bearer", f"Basic {TOKEN}"])
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("POST", "/update_weights_delta"),
-        ("POST", "/update_weights_from_disk"),
-        ("POST", "/delta_rollback"),
-        ("GET", "/delta_status"),
-        ("GET", "/delta_digest"),
-    ],
-)
+@pytest.mark.parametrize(("method", "path"), delta_routes())
 def test_401(server: Server, method: str, path: str, authorization: str | None) -> None:
     headers = {} if authorization is None else {"Authorization": authorization}
     if method == "GET":

@@ -142,6 +142,19 @@ def container(
     return zstandard.compress(file, 1) if encoding == "deltas_zstd" else file
 
 
+def edited(part: bytes, **metadata: str | None) -> bytes:
+    """The same container with other metadata; None removes a key."""
+    length = int.from_bytes(part[:8], "little")
+    header = json.loads(part[8 : 8 + length])
+    for key, value in metadata.items():
+        header["__metadata__"].pop(key, None)
+        if value is not None:
+            header["__metadata__"][key] = value
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + part[8 + length :]
+
+
 def as_tensor(data: bytes) -> torch.Tensor:
     """uint8 [bytes]."""
     return torch.from_numpy(np.frombuffer(data, np.uint8).copy())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from delta_server.files import open_file, resolve_files
 from delta_server.requests import DiskRequest
 from engine_ext.errors import DeltaError, MalformedPart, PathForbidden, TooLarge
 
-from .rig import DELTA, Rig, assert_error, delta_part
+from .rig import DELTA, FROM_DISK, Rig, assert_error, delta_part
 
 # Which files ---------------------------------------------------------------------------------
 
@@ -248,3 +249,90 @@ def test_a_folder_that_is_swapped_is_not_listed(
     monkeypatch.setattr(files, "_open_below", open_below)
     with pytest.raises(PathForbidden):
         resolve(root / "step", None, root)
+
+
+# By HTTP -------------------------------------------------------------------------------------
+
+
+def _nothing(root: Path, outside: Path) -> None:
+    pass
+
+
+def _link(name: str, target: str) -> Swap:
+    """Puts a link below the root; OUTSIDE in the target is the path of that folder."""
+
+    def make(root: Path, outside: Path) -> None:
+        (root / name).symlink_to(target.replace("OUTSIDE", str(outside)))
+
+    return make
+
+
+def _links_of_links(root: Path, outside: Path) -> None:
+    (root / "l").symlink_to("m")
+    (root / "m").symlink_to(outside / "a.safetensors")
+
+
+def _made(name: str, make: Callable[[Path], object]) -> Swap:
+    def there(root: Path, outside: Path) -> None:
+        make(root / name)
+
+    return there
+
+
+# What lies below the root, the folder and the files that are asked for, and the answer. OUTSIDE has
+# a good part, a.safetensors; without files, all of the folder is asked for.
+GOOD = "a.safetensors"
+HOSTILE: dict[str, tuple[Swap, str, list[str], int]] = {
+    "a folder above": (_nothing, "..", [f"root-of-another/{GOOD}"], 403),
+    "all of a folder above": (_nothing, "../root-of-another", [], 403),
+    "a file above": (_nothing, ".", [f"../root-of-another/{GOOD}"], 403),
+    "above and down": (_made("x", Path.mkdir), "x/../..", [f"root-of-another/{GOOD}"], 403),
+    "an absolute folder": (_nothing, "OUTSIDE", [GOOD], 403),
+    "an absolute file": (_nothing, ".", [f"OUTSIDE/{GOOD}"], 403),
+    "an absolute device": (_nothing, ".", ["/dev/zero"], 403),
+    "a folder of devices": (_nothing, "/", ["dev/zero"], 403),
+    "the process": (_nothing, "/proc/self", ["environ"], 403),
+    "a link to a file": (_link("l", f"OUTSIDE/{GOOD}"), ".", ["l"], 403),
+    "a link to a file among all": (_link("l.safetensors", f"OUTSIDE/{GOOD}"), ".", [], 403),
+    "a link to a folder": (_link("l", "OUTSIDE"), "l", [GOOD], 403),
+    "a relative link": (_link("l", "../root-of-another"), ".", [f"l/{GOOD}"], 403),
+    "links of links": (_links_of_links, ".", ["l"], 403),
+    "a link to a device": (_link("l", "/dev/zero"), ".", ["l"], 403),
+    "a link to itself": (_link("l", "l"), ".", ["l"], 403),
+    "a link to nothing": (_link("l", "gone"), ".", ["l"], 400),
+    "a fifo": (_made("f", os.mkfifo), ".", ["f"], 400),
+    "a socket": (_made("s", _socket), ".", ["s"], 400),
+    "a folder as a file": (_made("d", Path.mkdir), ".", ["d"], 400),
+    "the folder itself": (_nothing, ".", ["."], 400),
+    "a file as a folder": (_made("f", Path.touch), "f", [GOOD], 400),
+    "nothing there": (_nothing, ".", [GOOD], 400),
+    "a name too long": (_nothing, ".", ["a" * 5000], 400),
+    "a path too long": (_nothing, ".", ["a/" * 5000], 400),
+    "a NUL": (_nothing, ".", ["a\0.safetensors"], 400),
+    "no Unicode": (_nothing, ".", ["\ud800.safetensors"], 400),
+    "a folder of no Unicode": (_nothing, "\udcff\ud800", ["a"], 400),
+}
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a good one"])
+@pytest.mark.parametrize("route", [DELTA, FROM_DISK])
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_paths(
+    disk_rig: Rig, root: Path, outside: Path, case: str, route: str, beside: bool
+) -> None:
+    """Refused at once, without a word of what lies outside."""
+    make, folder, names, status = HOSTILE[case]
+    for path in (outside / GOOD, root / "good"):
+        path.write_bytes(delta_part())
+    make(root, outside)
+    folder = folder.replace("OUTSIDE", str(outside))
+    names = [name.replace("OUTSIDE", str(outside)) for name in names]
+    body: dict[str, Any] = {"model_path": os.path.join(str(root), folder), "load_format": "delta"}
+    if names:
+        body["files"] = [*([str(root / "good")] if beside else []), *names]
+    # Lone surrogates as JSON writes them.
+    headers = {"Content-Type": "application/json"}
+    response = disk_rig.post(route, content=json.dumps(body), headers=headers)
+    assert_error(response, status, "PathForbidden" if status == 403 else "MalformedPart")
+    assert str(outside) not in response.text
+    disk_rig.assert_untouched()
