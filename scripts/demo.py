@@ -14,6 +14,7 @@ import json
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,11 +152,11 @@ def train(
         SyncFailed: The engine refused a delta, or could not tell where it stood.
     """
     reports: list[SyncReport] = []
-    base_tensors = load_tensors(base).items()
-    with (
-        DeltaSender(engine.url, base_tensors, encoding=options.encoding) as sender,
-        Progress(console) as progress,
-    ):
+    started = time.perf_counter()
+    sender = DeltaSender(engine.url, load_tensors(base).items(), encoding=options.encoding)
+    seconds = time.perf_counter() - started
+    console.print(f"the sender is ready after {seconds:.1f} s: it has compiled or loaded its loops")
+    with sender, Progress(console) as progress:
         for step in range(1, options.steps + 1):
             samples = sample(engine, seed=options.seed * 1_000_003 + step)
             trainer.step(samples)

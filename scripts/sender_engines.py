@@ -15,6 +15,7 @@ from sender_http import Options, Server, SyncFailed
 from sender_link import Committed, Link, SyncReport
 from sender_snapshot import NamedTensors, Snapshot
 from sender_step import Step
+from sender_warm import warm_up
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -71,6 +72,7 @@ class MultiSender:
         self._urls = list(urls)
         self._digests = self._options.digest or Manner(self._options.encoding).may_differ
         self._snapshot = self._make_snapshot(base)
+        warm_up(self._snapshot.dtypes, self._options.encoding)
         self._links = [
             Link(self._make_server(url), self._snapshot, self._options, base_version)
             for url in urls
@@ -200,6 +202,9 @@ class DeltaSender:
     Of tied tensors (one storage, several names) one copy is kept; if they ever differ, that is a
     ValueError. So do not yield views of a buffer that is refilled in between. They are sent under
     every name that the engine holds; if it has no plan, under the first.
+
+    Where numba is installed, making the first one compiles the loops of a sync: seconds once on a
+    machine, then half a second to load them.
 
     Host memory: the snapshot (the model's size), the changes until they are committed (4 bytes
     plus twice the itemsize for each element), about two parts, and 128 MiB of gathered tensors.

@@ -93,6 +93,10 @@ class Snapshot:
         return name in self._dense
 
     @property
+    def dtypes(self) -> set[str]:
+        return {dense.dtype for dense in self._dense.values()}
+
+    @property
     def nbytes(self) -> int:
         return sum(dense.values.nbytes for dense in self._dense.values())
 

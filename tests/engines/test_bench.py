@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,16 @@ def test_every_way_leaves_the_bits_of_a_load(tmp_path: Path) -> None:
     assert left_in(tmp_path) == []
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A job in a shell's background ignores SIGINT, and what it starts would too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.full
+@pytest.mark.usefixtures("interruptible")
 def test_interrupted_it_cleans_up(tmp_path: Path) -> None:
     process = start(tmp_path, "--layers", "1")
     deadline = time.monotonic() + 120

@@ -139,6 +139,23 @@ def test_parts_out_of_order_by_http(run: Run, encoding: str) -> None:
     run.committed(run.post(bodies[1]))
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)], ids=["in-order", "last-first"])
+def test_only_the_last_part_says_how_many(run: Run, order: tuple[int, ...]) -> None:
+    """What a sender posts that does not know it before; the encodings may differ."""
+    encodings = "gap8_exp", "gap8_ulp", "deltas_zstd"
+    changed = split(run.trainer.step(), 3)
+    shared = run.trainer.metadata()
+    metadata = [{**shared, "part": str(number)} for number in range(3)]
+    metadata[-1]["num_parts"] = "3"
+    bodies = [
+        run.part(some, encoding, metadata=own)
+        for some, encoding, own in zip(changed, encodings, metadata, strict=True)
+    ]
+    for number in order[:-1]:
+        assert run.post(bodies[number]).json()["status"] == "staged"
+    run.committed(run.post(bodies[order[-1]]))
+
+
 @pytest.mark.parametrize("encoding", ["indices", "gap8_exp"])
 def test_files(run: Run, encoding: str) -> None:
     changed = split(run.trainer.step(), 2)
@@ -228,9 +245,12 @@ def test_full_sync_to_any_version(run: Run) -> None:
     run.committed(run.post(container(run.trainer.tensors, dense, metadata=metadata)))
 
 
-@pytest.mark.parametrize("encoding", ["deltas_zstd", "gap8_ulp"])
+@pytest.mark.parametrize("encoding", ["deltas_zstd", "gap8_ulp", "auto"])
 def test_reference_sender(run: Run, encoding: str) -> None:
-    """Differences that the masked apply refuses go as values by the sender's own fallback."""
+    """It posts while it reads on, so that only the last part says how many there are.
+
+    Differences that the masked apply refuses go as values by the sender's own fallback.
+    """
     with DeltaSender(
         run.engine.url,
         run.trainer.tensors.items(),
@@ -242,6 +262,8 @@ def test_reference_sender(run: Run, encoding: str) -> None:
         report = sender.sync(run.trainer.tensors.items())
         assert report.status == "committed"
         assert report.parts > 1
+        if encoding == "auto":
+            assert sum(report.picked.values()) == len(run.trainer.tensors)
         run.trainer.step()
         report = sender.sync(run.trainer.tensors.items())
         assert (report.version, report.full) == (run.trainer.version, False)

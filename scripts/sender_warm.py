@@ -1,0 +1,45 @@
+"""What numba compiles for a sync, compiled before the first one: seconds once on a machine, and
+half a second in every later process, which loads it from numba's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+
+from engine_ext import kernels
+from engine_ext.compare import compare
+from engine_ext.digest import tensor_digest
+from engine_ext.dtypes import bits_dtype
+from engine_ext.wire.manifest import DIFFERENCES
+from engine_ext.wire.part import ParamDelta, encode_part
+from sender_choice import AUTO
+
+_NUMEL: Final = 1 << 20
+# Near each other and far apart: their gaps are symbols of one byte and of two.
+_PLACES: Final = {"near": [1, 2], "far": [1, _NUMEL - 1]}
+
+
+def warm_up(dtypes: Iterable[str], encoding: str) -> None:
+    """Do with a few elements all that a sync does on this side.
+
+    Args:
+        dtypes: The model's, by their manifest names.
+        encoding: One of `sender_choice.CHOICES`.
+    """
+    encodings = {
+        AUTO: ("deltas", "gap8_exp", DIFFERENCES),
+        DIFFERENCES: ("gap8_exp", DIFFERENCES),
+    }.get(encoding, (encoding,))
+    for dtype in sorted(set(dtypes)):
+        snapshot = np.zeros(2, bits_dtype(dtype))
+        found = compare(snapshot, snapshot + snapshot.dtype.type(1), "weight")
+        kernels.write(snapshot, found.indices, found.new)
+        tensor_digest("weight", snapshot)
+        for name in encodings:
+            deltas = [
+                ParamDelta(param, dtype, (_NUMEL,), np.array(at), found.new, name == DIFFERENCES)
+                for param, at in _PLACES.items()
+            ]
+            encode_part(deltas, encoding=name, current_version=0, digest_part="0" * 32)

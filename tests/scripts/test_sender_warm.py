@@ -1,0 +1,60 @@
+"""Nothing is left to compile for a sync once the sender is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from engine_ext import compare, digest, kernels
+from engine_ext.wire import differences, gaps, planes
+from reference_sender import DeltaSender
+from sender_choice import CHOICES
+
+LOOPS = {
+    compare: compare._loop,
+    digest: digest._kernel,
+    kernels: kernels._loops,
+    gaps: gaps._loops,
+    planes: planes._loop,
+    differences: differences._loops,
+}
+
+
+def engine(request: httpx.Request) -> httpx.Response:
+    """It has no plan, takes whatever comes, and has nothing compiled for itself."""
+    if request.method == "GET":
+        return httpx.Response(200, json={"version": 0, "digest": None})
+    return httpx.Response(200, json={"status": "committed", "version": 1, "digest": None})
+
+
+@pytest.mark.parametrize("encoding", CHOICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_no_sync_waits_for_the_compiler(
+    encoding: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("numba")
+    made: list[str] = []
+
+    def counted(compile_loop: Callable[..., Any]) -> Callable[..., Any]:
+        def count(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
+            made.append(function.__name__)
+            return compile_loop(function, signature)
+
+        return count
+
+    for module, known in LOOPS.items():
+        monkeypatch.setattr(module, "compile_loop", counted(module.compile_loop))
+        known.cache_clear()
+    base = {"near": torch.zeros(4000, dtype=dtype), "far": torch.zeros(300_000, dtype=dtype)}
+    client = httpx.Client(transport=httpx.MockTransport(engine))
+    with DeltaSender("http://engine", base.items(), encoding=encoding, client=client) as sender:
+        assert made
+        made.clear()
+        base["near"][::50] += 1
+        base["far"][::9000] += 1
+        assert sender.sync(base.items()).nnz == 80 + 34
+    assert not made
