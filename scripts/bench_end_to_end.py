@@ -1,10 +1,30 @@
-"""Syncs to a live engine over a simulated link, beside a reload of the whole checkpoint."""
+"""Syncs to a live engine over a simulated link, beside a reload of the whole checkpoint.
+
+    python scripts/bench_end_to_end.py                        # vLLM; about 2 GB of memory
+    python scripts/bench_end_to_end.py --engine sglang --json  # the last line is JSON
+
+Starts an engine with a random Qwen3 and syncs it with every encoding over every link. The time is
+that of the whole `sync`, from the trainer's tensors to the answer that the engine has committed;
+"pause" is what generation felt of it. The engine is on this machine: a link is simulated by letting
+each part through only once its bytes would have crossed it.
+
+"full" is a sync that sends every tensor dense. "reload" is the engine's own way: the checkpoint's
+bytes on the link, reckoned, and then its loading of the folder, measured (vLLM's `reload_weights`,
+SGLang's `/update_weights_from_disk`). That the checkpoint must first be written here, and then
+there, is not counted.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
+import signal
+import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,12 +33,14 @@ import numpy as np
 import torch
 from rich import box
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 import bench_codec
+from bench_sender import LINKS, SENT_AS
 from engine_kinds import ENGINES
 from engine_process import EngineError, EngineProcess
-from reference_sender import DeltaSender
+from reference_sender import DeltaSender, SyncFailed, SyncReport
 from tiny_models import build, load_tensors, save_checkpoint
 
 _WIDTHS: Final = {
@@ -29,8 +51,12 @@ _WIDTHS: Final = {
     "num_key_value_heads": 8,
     "head_dim": 64,
 }
-_RUNS: Final = 3  # syncs of which the fastest is taken; each starts from the one before
+_BUCKET_BYTES: Final = 4 << 20
 _TIMEOUT_S: Final = 600.0
+_RELOADS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "vllm": ("/collective_rpc", {"method": "reload_weights"}),
+    "sglang": ("/update_weights_from_disk", {}),
+}
 
 Tensors = dict[str, torch.Tensor]
 
@@ -47,103 +73,182 @@ class SlowTransport(httpx.HTTPTransport):
         return super().handle_request(request)
 
 
-def measure_engine(
-    engine: str,
-    layers: int,
-    links: Mapping[str, float],
-    encodings: Sequence[str],
-    density: float,
-    console: Console,
-) -> dict[str, dict[str, float]]:
-    """Milliseconds of a sync, by link and encoding; "reload" is the whole checkpoint.
+@dataclass(frozen=True)
+class Measured:
+    """One way to bring an engine new weights: milliseconds in all, and of pause; bytes sent."""
 
-    A reload is reckoned as the checkpoint's bytes on the link, and measured as the engine's own
-    loading of it from the local disk.
+    ms: float
+    pause_ms: float
+    nbytes: int
+
+    @classmethod
+    def of(cls, seconds: float, report: SyncReport) -> Measured:
+        pause_ms = report.engine["timings_ms"]["pause_ms"]
+        return cls(round(seconds * 1e3, 1), round(pause_ms, 1), report.wire_bytes)
+
+
+@dataclass
+class Run:
+    """A live engine, and what it holds."""
+
+    process: EngineProcess
+    tensors: Tensors
+    density: float
+    runs: int
+    version: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def syncs(self, encoding: str, speed: float, *, full: bool = False) -> Measured:
+        """The fastest of some syncs, each from the one before.
+
+        Raises:
+            EngineError: The engine did not hold what it had been sent.
+            SyncFailed: It refused a sync.
+        """
+        found = []
+        transport = SlowTransport(speed)
+        with (
+            httpx.Client(transport=transport, timeout=_TIMEOUT_S) as client,
+            DeltaSender(
+                self.process.url,
+                self.tensors.items(),
+                base_version=self.version,
+                encoding=encoding,
+                client=client,
+                bucket_bytes=_BUCKET_BYTES,
+            ) as sender,
+        ):
+            sender.sync(self.tensors.items())  # asks for the plan, and digests all
+            for _ in range(self.runs):
+                self.version = sender.version
+                self.tensors = self._changed()
+                send = sender.sync_full if full else sender.sync
+                start = time.perf_counter()
+                report = send(self.tensors.items())
+                found.append(Measured.of(time.perf_counter() - start, report))
+                if report.full != full:
+                    raise EngineError("the engine did not hold what it was sent")
+            self.version = sender.version
+        return min(found, key=lambda one: one.ms)
+
+    def reload(self, engine: str, checkpoint: Path) -> float:
+        """Milliseconds of the engine's own loading of a whole checkpoint.
+
+        The engine takes no deltas afterwards.
+        """
+        path, body = _RELOADS[engine]
+        where: dict[str, Any] = {"model_path": str(checkpoint)}
+        if engine == "vllm":
+            where = {"kwargs": {"weights_path": str(checkpoint)}}
+        start = time.perf_counter()
+        answer = self.process.post(path, json={**body, **where}, timeout=_TIMEOUT_S)
+        if answer.status_code != httpx.codes.OK:
+            raise EngineError(f"{path}: HTTP {answer.status_code}: {answer.text[:500]}")
+        return (time.perf_counter() - start) * 1e3
+
+    def _changed(self) -> Tensors:
+        """The tensors with some elements moved, as in `bench_codec`."""
+        rng, changed = np.random.default_rng(self.version), {}
+        for name, tensor in self.tensors.items():
+            bits = tensor.contiguous().view(-1).view(torch.int16).numpy().view(np.uint16)
+            moved = bench_codec.change(bits, self.density, rng).view(np.int16)
+            changed[name] = torch.from_numpy(moved).view(torch.bfloat16).view(tensor.shape)
+        return changed
+
+
+def measure(
+    options: argparse.Namespace, scratch: Path, console: Console
+) -> dict[str, dict[str, Measured]]:
+    """All ways over all links, by link and way.
 
     Raises:
         EngineError: The engine did not start or refused.
         SyncFailed: It refused a sync.
     """
-    with tempfile.TemporaryDirectory() as scratch:
-        base = build("qwen3", Path(scratch) / "base", num_hidden_layers=layers, **_WIDTHS)
-        tensors = load_tensors(base)
-        with ENGINES[engine](base, enable_delta=True) as process:
-            found: dict[str, dict[str, float]] = {link: {} for link in links}
-            version = 0
-            for encoding in encodings:
-                for link, speed in links.items():
-                    milliseconds, tensors, version = _syncs(
-                        process, tensors, version, encoding, speed, density
-                    )
-                    found[link][encoding] = milliseconds
-            # Last, because the engine takes only full syncs afterwards.
-            changed = save_checkpoint(base, Path(scratch) / "changed", tensors)
-            reload_ms = _reload(process, engine, changed)
-    nbytes = sum(tensor.nbytes for tensor in tensors.values())
-    for link, speed in links.items():
-        found[link]["reload"] = round(reload_ms + nbytes / speed * 1e3, 1)
-    table = Table("encoding", *links, box=box.MARKDOWN)
-    console.print(f"{engine}, {nbytes:,} bytes, ms")
-    for encoding in (*encodings, "reload"):
-        table.add_row(encoding, *(f"{found[link][encoding]:.0f}" for link in links))
-    console.print(table)
+    base = build("qwen3", scratch / "base", num_hidden_layers=options.layers, **_WIDTHS)
+    kind = ENGINES[options.engine]
+    console.print(f"starting {kind.name}")
+    threads = {"OMP_NUM_THREADS": str(options.threads)}
+    with kind(
+        base, enable_delta=True, extra_env=threads, log_path=scratch / "engine.log"
+    ) as process:
+        run = Run(process, load_tensors(base), options.density, options.runs)
+        found: dict[str, dict[str, Measured]] = {link: {} for link in LINKS}
+        for way, link in _progress([*SENT_AS, "full"], console):
+            encoding = "gap8_exp" if way == "full" else way
+            found[link][way] = run.syncs(encoding, LINKS[link], full=way == "full")
+        changed = save_checkpoint(base, scratch / "changed", run.tensors)
+        reload_ms = min(run.reload(options.engine, changed) for _ in range(options.runs))
+    for link, speed in LINKS.items():
+        total = round(reload_ms + run.nbytes / speed * 1e3, 1)
+        found[link]["reload"] = Measured(total, round(reload_ms, 1), run.nbytes)
     return found
 
 
-def _syncs(
-    process: EngineProcess,
-    tensors: Tensors,
-    version: int,
-    encoding: str,
-    speed: float,
-    density: float,
-) -> tuple[float, Tensors, int]:
-    """Milliseconds of the fastest of some syncs; what the engine holds then, and its version."""
-    times = []
-    with httpx.Client(transport=SlowTransport(speed), timeout=_TIMEOUT_S) as client:
-        with DeltaSender(
-            process.url,
-            tensors.items(),
-            base_version=version,
-            encoding=encoding,
-            client=client,
-            bucket_bytes=16 << 20,
-        ) as sender:
-            sender.sync(tensors.items())  # asks for the plan, and digests all
-            for run in range(_RUNS):
-                tensors = _changed(tensors, density, np.random.default_rng([version, run]))
-                start = time.perf_counter()
-                report = sender.sync(tensors.items())
-                times.append(time.perf_counter() - start)
-                if report.full:
-                    raise EngineError("the engine did not hold what it was sent")
-            return round(min(times) * 1e3, 1), tensors, sender.version
+def _progress(ways: Sequence[str], console: Console) -> Iterator[tuple[str, str]]:
+    rounds = [(way, link) for way in ways for link in LINKS]
+    return iter(track(rounds, "syncing", console=console, transient=True))
 
 
-def _changed(tensors: Tensors, density: float, rng: np.random.Generator) -> Tensors:
-    """The tensors with some elements moved, as in `bench_codec`."""
-    changed = {}
-    for name, tensor in tensors.items():
-        bits = tensor.contiguous().view(-1).view(torch.int16).numpy().view(np.uint16)
-        moved = bench_codec.change(bits, density, rng).view(np.int16)
-        changed[name] = torch.from_numpy(moved).view(torch.bfloat16).view(tensor.shape)
-    return changed
+def show(found: Mapping[str, Mapping[str, Measured]], console: Console) -> None:
+    table = Table("", *(f"{link}: ms" for link in found), "pause ms", "bytes", box=box.MARKDOWN)
+    first = next(iter(found.values()))
+    for way in first:
+        cells = [of_link[way] for of_link in found.values()]
+        pause = min(cell.pause_ms for cell in cells)
+        sizes = ", ".join(f"{size:,}" for size in sorted({cell.nbytes for cell in cells}))
+        sizes = sizes if way == "auto" else f"{cells[-1].nbytes:,}"
+        table.add_row(way, *(f"{cell.ms:.0f}" for cell in cells), f"{pause:.0f}", sizes)
+    console.print(table)
 
 
-def _reload(process: EngineProcess, engine: str, checkpoint: Path) -> float:
-    """Milliseconds of the engine's own loading of a whole checkpoint."""
-    path, body = _RELOADS[engine]
-    start = time.perf_counter()
-    answer = process.post(path, json=body(str(checkpoint)), timeout=_TIMEOUT_S)
-    if answer.status_code != 200:
-        raise EngineError(f"HTTP {answer.status_code}: {answer.text[:500]}")
-    return (time.perf_counter() - start) * 1e3
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--engine", choices=sorted(ENGINES), default="vllm", help="which (default: %(default)s)")
+    add("--layers", type=int, default=8, help="layers of its model (default: %(default)s)")
+    add("--density", type=float, default=0.02, help="share that changes (default: %(default)s)")
+    add("--runs", type=int, default=3, help="the fastest of so many is taken (%(default)s)")
+    cores = len(os.sched_getaffinity(0))
+    add("--threads", type=int, default=cores, help="the engine's OMP_NUM_THREADS (%(default)s)")
+    add("--json", action="store_true", help="end with one line of JSON")
+    return parser.parse_args(arguments)
 
 
-_RELOADS: Final[dict[str, Any]] = {
-    "vllm": (
-        "/collective_rpc",
-        lambda folder: {"method": "reload_weights", "kwargs": {"weights_path": folder}},
-    ),
-    "sglang": ("/update_weights_from_disk", lambda folder: {"model_path": folder}),
-}
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status: 1 where the engine failed, 130 interrupted."""
+    options = parse_arguments(arguments)
+    signal.signal(signal.SIGTERM, _terminate)
+    console = Console(width=120, markup=False, highlight=False)
+    errors = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix="delta-bench-") as scratch:
+            found = measure(options, Path(scratch), console)
+    except (EngineError, SyncFailed, httpx.HTTPError) as error:
+        errors.print(f"{type(error).__name__}: {error}")
+        return 1
+    except KeyboardInterrupt:
+        errors.print("interrupted; the engine is stopped")
+        return 130
+    nbytes = next(iter(found.values()))["reload"].nbytes
+    kind = ENGINES[options.engine].name
+    console.print(f"{kind}, {nbytes:,} bytes of weights, {options.density:.1%} changed")
+    show(found, console)
+    if options.json:
+        rows = {link: {way: asdict(one) for way, one in row.items()} for link, row in found.items()}
+        print(json.dumps({"engine": options.engine, "syncs": rows}))
+    return 0
+
+
+def _terminate(number: int, frame: object) -> None:
+    """SIGTERM: leave through the ``with`` blocks, so that the engine is stopped."""
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,7 +2,6 @@
 
     python scripts/bench_sender.py                     # 200M elements; about 2 GB of memory
     python scripts/bench_sender.py --json              # the last line is JSON
-    python scripts/bench_sender.py --engine vllm       # syncs to a live engine too
 
 The data is that of `bench_codec.py`. "read" is the time of reading both copies once and nothing
 else, by as many threads, in the same run. "diff" finds the changed elements, copies their places,
@@ -10,7 +9,8 @@ old and new bits and digests the change, params side by side, as a sync does; "r
 into the snapshot, as a sync does once the engine has committed.
 
 The syncs are whole ones, from the trainer's tensors to the moved snapshot. The link is simulated:
-a part is answered once its bytes would have crossed it, and the engine behind it does nothing.
+a part is answered once its bytes would have crossed it, and the engine behind it does nothing;
+`bench_end_to_end.py` syncs to a live one.
 """
 
 from __future__ import annotations
@@ -223,8 +223,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--repeats", type=int, default=5, help="the fastest of so many is taken (%(default)s)")
     bucket_help = "bytes of a part before compression, of the syncs (default: %(default)s)"
     add("--bucket-bytes", type=int, default=4 << 20, help=bucket_help)
-    add("--engine", choices=("vllm", "sglang"), help="sync to a live engine too")
-    add("--engine-layers", type=int, default=8, help="layers of its model (%(default)s)")
     add("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args(arguments)
     options.elements -= options.elements % 4  # whole words
@@ -264,12 +262,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         link: {encoding: round(cell[0] * 1e3, 1) for encoding, cell in cells.items()}
         for link, cells in syncs.items()
     }
-    if options.engine:
-        from bench_end_to_end import measure_engine
-
-        found["end_to_end_ms"] = measure_engine(
-            options.engine, options.engine_layers, LINKS, SENT_AS, SENT_AT, console
-        )
     if options.json:
         print(json.dumps(found))
     return 0
