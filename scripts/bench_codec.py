@@ -2,13 +2,13 @@
 
     python scripts/bench_codec.py            # 200M elements; about 2 GB of memory
     python scripts/bench_codec.py --json     # the last line is JSON
+    python scripts/bench_codec.py --plot docs/bytes_per_element.png      # needs matplotlib
     python scripts/bench_codec.py --real-steps 0     # needs no transformers
 
-The weights are bfloat16, N(0, 0.02). Each changes with the same probability, by one unit in the
-last place (89 %), two (5 %) or 2 + k with probability 2**-k, up or down; the seed is fixed. Sizes
-are of whole parts, so with all framing. The floors are entropies of the same data: of positions
-that are drawn independently, plus of the new values, or of the differences to the old ones. "apply"
-is the time of decoding and scattering, in times of scattering alone, both in one thread.
+`bench_data.py` says how the weights and their changes are drawn. Sizes are of whole parts, so with
+all framing. The floors are entropies of the same data: of positions that are drawn independently,
+plus of the new values, or of the differences to the old ones. "apply" is the time of decoding and
+scattering, in times of scattering alone, both in one thread.
 
 Real deltas come from a few steps of REINFORCE on the demo's policy (3M bf16 weights with fp32
 masters, AdamW), at learning rates that change more or less of them; the floor of their positions is
@@ -22,31 +22,39 @@ threads.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import zstandard
-from numpy.typing import NDArray
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from bench_data import (
+    DENSITIES,
+    PARAM,
+    Bits,
+    as_differences,
+    change,
+    counts_of,
+    deltas_of,
+    floors,
+    make_weights,
+)
 from engine_ext import kernels
 from engine_ext.compare import compare
 from engine_ext.wire import ENCODINGS, FrameReader, ParamDelta, decode_part, encode_part
 
-DENSITIES = (0.001, 0.006, 0.02, 0.03, 0.1)
 LEARNING_RATES = (3e-7, 1e-6, 3e-6)
 TIMED_AT = 0.02
-SIGMA = 0.02
-PARAM = 1 << 24  # elements of one param
-_Bits = NDArray[np.uint16]
 
 
 @dataclass(frozen=True)
@@ -70,54 +78,6 @@ class Size:
         return (self.decode_ms + self.scatter_ms) / self.scatter_ms
 
 
-def params(weights: _Bits) -> Iterator[slice]:
-    """Where the params lie in the weights."""
-    return (slice(start, start + PARAM) for start in range(0, weights.size, PARAM))
-
-
-def make_weights(elements: int, rng: np.random.Generator) -> _Bits:
-    """bfloat16 patterns [elements]."""
-    weights = np.empty(elements, np.uint16)
-    for where in params(weights):
-        normal = rng.standard_normal(weights[where].size, np.float32) * np.float32(SIGMA)
-        bits = torch.from_numpy(normal).bfloat16().view(torch.int16)
-        weights[where] = bits.numpy().view(np.uint16)
-    return weights
-
-
-def change(weights: _Bits, density: float, rng: np.random.Generator) -> _Bits:
-    """A copy of the weights with some changed."""
-    changed = weights.copy()
-    for where in params(weights):
-        chosen = np.flatnonzero(rng.random(weights[where].size, np.float32) < density)
-        kind = rng.random(chosen.size)
-        steps = np.where(
-            kind < 0.94, np.where(kind < 0.89, 1, 2), 2 + rng.geometric(0.5, kind.size)
-        )
-        steps = np.where(rng.random(kind.size) < 0.5, steps, -steps)
-        changed[where][chosen] += steps.astype(np.int16).view(np.uint16)
-    return changed
-
-
-def deltas_of(old: _Bits, new: _Bits, threads: int) -> list[ParamDelta]:
-    """What a sender finds in two snapshots."""
-    found = []
-    for number, where in enumerate(params(old)):
-        after = new[where]
-        difference = compare(old[where], after, threads=threads)
-        name, indices = f"model.layers.{number}.weight", difference.indices.astype(np.int64)
-        found.append(ParamDelta(name, "bfloat16", (after.size,), indices, difference.new))
-    return found
-
-
-def as_differences(deltas: Sequence[ParamDelta], old: _Bits) -> list[ParamDelta]:
-    """The same deltas with new less old patterns."""
-    return [
-        replace(delta, values=delta.values - old[where][delta.indices], differences=True)
-        for delta, where in zip(deltas, params(old), strict=True)
-    ]
-
-
 def plain_torch(old: torch.Tensor, new: torch.Tensor) -> bytes:
     """`deltas_zstd` without this package, less the header of some kilobytes."""
     pieces: list[Any] = []
@@ -129,46 +89,6 @@ def plain_torch(old: torch.Tensor, new: torch.Tensor) -> bytes:
         wide = gaps.size and gaps.max() > 65535
         pieces += [gaps.astype("<u4" if wide else "<u2"), values.view(torch.int16).numpy()]
     return zstandard.ZstdCompressor(level=1).compress(b"".join(pieces))
-
-
-def entropy(counts: NDArray[Any]) -> float:
-    """Bits per symbol of symbols that come so often."""
-    shares = counts[counts > 0] / counts.sum()
-    return float(-(shares * np.log2(shares)).sum())
-
-
-def counts_of(bits: _Bits) -> NDArray[Any]:
-    """How often each pattern comes."""
-    return sum(
-        (np.bincount(bits[where], minlength=1 << 16) for where in params(bits)),
-        np.zeros(1 << 16, np.int64),
-    )
-
-
-def floors(
-    values: Sequence[ParamDelta], differences: Sequence[ParamDelta], model: NDArray[Any] | None
-) -> dict[bool, float]:
-    """Least bytes per changed element; the key says whether values travel as differences.
-
-    Args:
-        values, differences: the same changes.
-        model: how often each pattern comes in the whole model, where the values are drawn from it
-            and positions with one density everywhere; None: the values' own counts, and each
-            tensor's own density.
-    """
-    nnz = sum(delta.nnz for delta in values)
-    if model is not None:
-        numel = sum(delta.numel for delta in values)
-        positions = entropy(np.array([nnz, numel - nnz])) * numel / nnz
-    else:
-        own = ([delta.nnz, delta.numel - delta.nnz] for delta in values)
-        positions = sum(entropy(np.array(counts)) * sum(counts) for counts in own) / nnz
-        model = sum((counts_of(delta.values) for delta in values), np.zeros(1 << 16, np.int64))
-    moved = sum((counts_of(d.values) for d in differences), np.zeros(1 << 16, np.int64))
-    return {
-        False: (positions + entropy(model)) / 8,
-        True: (positions + entropy(moved)) / 8,
-    }
 
 
 def fastest(call: Callable[[], object], repeats: int) -> float:
@@ -242,7 +162,7 @@ def measure(
 
 
 def measure_synthetic(
-    old: _Bits, new: _Bits, density: float, threads: int, repeats: int
+    old: Bits, new: Bits, density: float, threads: int, repeats: int
 ) -> list[Size]:
     """All encodings of a synthetic change."""
     values = deltas_of(old, new, threads)
@@ -269,7 +189,7 @@ def measure_real(learning_rate: float, steps: int, repeats: int) -> list[Size]:
     return measure(values, differences, floor, training.density, repeats)
 
 
-def compare_speed(old: _Bits, new: _Bits, threads: int, repeats: int) -> tuple[float, float]:
+def compare_speed(old: Bits, new: Bits, threads: int, repeats: int) -> tuple[float, float]:
     """Seconds from two snapshots to a part: ours, and the plain way."""
     torch.set_num_threads(threads)
     before, after = (torch.from_numpy(w.view(np.int16)).view(torch.bfloat16) for w in (old, new))
@@ -308,8 +228,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--repeats", type=int, default=3, help="the fastest of so many is taken (%(default)s)")
     steps_help = "steps of the real training runs, 0 for none (default: %(default)s)"
     add("--real-steps", type=int, default=5, help=steps_help)
+    add("--plot", type=Path, metavar="FILE", help="draw the sizes, as PNG or SVG")
     add("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args(arguments)
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install matplotlib")
 
     weights = make_weights(options.elements, np.random.default_rng(0))
     sizes: list[Size] = []
@@ -327,6 +250,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         real += measure_real(learning_rate, options.real_steps, options.repeats)
     if real:
         show("real, by learning rate", real, console)
+    if options.plot:
+        from bench_plot import plot
+
+        plot(sizes, real, options.plot)
     rate = 2 * weights.nbytes / 1e9
     console.print(
         f"{options.elements:,} elements, {options.threads} thread(s), {TIMED_AT:.0%} changed: diff "

@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-import bench_codec
+import bench_data
 from bench_sender import LINKS, SENT_AS
 from engine_kinds import ENGINES
 from engine_process import EngineError, EngineProcess
@@ -150,11 +150,11 @@ class Run:
         return (time.perf_counter() - start) * 1e3
 
     def _changed(self) -> Tensors:
-        """The tensors with some elements moved, as in `bench_codec`."""
+        """The tensors with some elements moved, as in `bench_data`."""
         rng, changed = np.random.default_rng(self.version), {}
         for name, tensor in self.tensors.items():
             bits = tensor.contiguous().view(-1).view(torch.int16).numpy().view(np.uint16)
-            moved = bench_codec.change(bits, self.density, rng).view(np.int16)
+            moved = bench_data.change(bits, self.density, rng).view(np.int16)
             changed[name] = torch.from_numpy(moved).view(torch.bfloat16).view(tensor.shape)
         return changed
 

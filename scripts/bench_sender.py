@@ -3,7 +3,7 @@
     python scripts/bench_sender.py                     # 200M elements; about 2 GB of memory
     python scripts/bench_sender.py --json              # the last line is JSON
 
-The data is that of `bench_codec.py`. "read" is the time of reading both copies once and nothing
+The data is that of `bench_data.py`. "read" is the time of reading both copies once and nothing
 else, by as many threads, in the same run. "diff" finds the changed elements, copies their places,
 old and new bits and digests the change, params side by side, as a sync does; "refresh" writes them
 into the snapshot, as a sync does once the engine has committed.
@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 import bench_codec
+import bench_data
 from engine_ext import kernels
 from engine_ext.compare import Difference, begin_compare
 from sender_engines import MultiSender
@@ -109,7 +110,7 @@ def diff(old: _Bits, new: _Bits, pool: ThreadPoolExecutor) -> list[Difference]:
     """What a sync finds."""
     begun = [
         begin_compare(old[where], new[where], f"model.layers.{number}.weight", pool)
-        for number, where in enumerate(bench_codec.params(old))
+        for number, where in enumerate(bench_data.params(old))
     ]
     return [wait() for wait in begun]
 
@@ -120,15 +121,15 @@ def refresh(snapshot: _Bits, found: Sequence[Difference], pool: ThreadPoolExecut
     def write(item: tuple[slice, Difference]) -> None:
         kernels.write(snapshot[item[0]], item[1].indices, item[1].new)
 
-    params = bench_codec.params(snapshot)
+    params = bench_data.params(snapshot)
     for _ in pool.map(write, zip(params, found, strict=True)):
         pass
 
 
 def measure(old: _Bits, density: float, threads: int, repeats: int) -> dict[str, float]:
     """Seconds at one density."""
-    number = bench_codec.DENSITIES.index(density)
-    new = bench_codec.change(old, density, np.random.default_rng([0, number]))
+    number = bench_data.DENSITIES.index(density)
+    new = bench_data.change(old, density, np.random.default_rng([0, number]))
     with ThreadPoolExecutor(threads) as pool:
         found = diff(old, new, pool)
         if sum(one.indices.size for one in found) != np.count_nonzero(old != new):
@@ -150,7 +151,7 @@ def tensors(weights: _Bits) -> dict[str, torch.Tensor]:
         f"model.layers.{number}.weight": torch.from_numpy(weights[where].view(np.int16)).view(
             torch.bfloat16
         )
-        for number, where in enumerate(bench_codec.params(weights))
+        for number, where in enumerate(bench_data.params(weights))
     }
 
 
@@ -233,15 +234,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     options = parse_arguments(arguments)
     console = Console(width=120)
-    old = bench_codec.make_weights(options.elements, np.random.default_rng(0))
+    old = bench_data.make_weights(options.elements, np.random.default_rng(0))
     rows = {
         density: measure(old, density, options.threads, options.repeats)
-        for density in bench_codec.DENSITIES
+        for density in bench_data.DENSITIES
     }
     console.print(f"{options.elements:,} elements, {options.threads} thread(s)")
     show_passes(rows, options.elements, console)
 
-    first = bench_codec.change(old, SENT_AT, np.random.default_rng(1))
+    first = bench_data.change(old, SENT_AT, np.random.default_rng(1))
     steps = [first, old] * (1 + options.repeats // 2)
     syncs = {
         link: {

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import bench_codec
+import bench_data
 from engine_ext.wire import ENCODINGS
 
 
-def test_the_last_line_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_line_is_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     arguments = ["--elements", "3000000", "--threads", "1", "--repeats", "1", "--json"]
-    arguments += ["--real-steps", "2"]
+    arguments += ["--real-steps", "2", "--plot", str(tmp_path / "sizes.png")]
     assert bench_codec.main(arguments) == 0
+    assert (tmp_path / "sizes.png").read_bytes().startswith(b"\x89PNG")
     lines = capsys.readouterr().out.splitlines()
     found = json.loads(lines[-1])
-    densities = [str(density) for density in bench_codec.DENSITIES]
+    densities = [str(density) for density in bench_data.DENSITIES]
     for what in ("bytes_per_element", "floor", "decode_and_scatter_vs_scatter"):
         assert list(found[what]) == list(ENCODINGS)
         assert all(list(row) == densities for row in found[what].values())
@@ -39,8 +42,8 @@ def test_the_last_line_is_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_data_is_what_it_says() -> None:
     rng = np.random.default_rng(0)
-    old = bench_codec.make_weights(1_000_000, rng)
-    new = bench_codec.change(old, 0.02, rng)
+    old = bench_data.make_weights(1_000_000, rng)
+    new = bench_data.change(old, 0.02, rng)
     steps = (new - old)[new != old].view(np.int16)
     assert abs(steps.size / old.size - 0.02) < 0.001
     shares = [np.mean(abs(steps) == size) for size in (1, 2, 3, 4)]

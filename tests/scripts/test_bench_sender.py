@@ -9,18 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-import bench_codec
+import bench_data
 import bench_sender
 
 
 def test_the_last_line_is_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_codec, "PARAM", 1 << 20)
+    monkeypatch.setattr(bench_data, "PARAM", 1 << 20)
     arguments = ["--elements", "2500001", "--threads", "2", "--repeats", "1", "--json"]
     assert bench_sender.main(arguments) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    densities = [str(density) for density in bench_codec.DENSITIES]
+    densities = [str(density) for density in bench_data.DENSITIES]
     for what in ("diff_vs_read", "refresh_vs_read"):
         assert list(found[what]) == densities
         assert all(ratio > 0 for ratio in found[what].values())
@@ -31,8 +31,8 @@ def test_the_last_line_is_json(
 
 @pytest.mark.parametrize("speed", [1e6, 1e9])
 def test_a_simulated_link(speed: float) -> None:
-    old = bench_codec.make_weights(100_000, np.random.default_rng(0))
-    new = bench_codec.change(old, 0.1, np.random.default_rng(1))
+    old = bench_data.make_weights(100_000, np.random.default_rng(0))
+    new = bench_data.change(old, 0.1, np.random.default_rng(1))
     start = time.perf_counter()
     seconds, report = bench_sender.sync_over(speed, "auto", old, [new, old], 1 << 20)
     assert report.wire_bytes / speed <= seconds <= time.perf_counter() - start

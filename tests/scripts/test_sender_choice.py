@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-import bench_codec
+import bench_data
 from engine_ext.wire import encode_part
 from reference_sender import DeltaSender, MultiSender
 from sender_choice import Facts, LinkSpeed, Manner, Pick, _sizes, escaped_share
@@ -58,11 +58,11 @@ def test_a_param_goes_dense_sooner_on_a_faster_link() -> None:
 @pytest.mark.parametrize("encoding", ["deltas", "gap8_exp", "gap8_ulp"])
 def test_the_reckoned_bytes_are_those_of_the_parts(density: float, encoding: str) -> None:
     rng = np.random.default_rng(0)
-    old = bench_codec.make_weights(2_000_000, rng)
-    new = bench_codec.change(old, density, rng)
-    deltas = bench_codec.deltas_of(old, new, 1)
+    old = bench_data.make_weights(2_000_000, rng)
+    new = bench_data.change(old, density, rng)
+    deltas = bench_data.deltas_of(old, new, 1)
     if encoding == "gap8_ulp":
-        deltas = bench_codec.as_differences(deltas, old)
+        deltas = bench_data.as_differences(deltas, old)
     part = encode_part(deltas, encoding=encoding, current_version=1, digest_part="0" * 32)
     moved = old != new
     facts = Facts(old.size, int(moved.sum()), 2, True, escaped_share(old[moved], new[moved]))
