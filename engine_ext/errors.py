@@ -14,7 +14,8 @@ answered with and the state the engine is in afterwards::
     │   ├── VersionConflict    409  the engine is not at the sync's base version
     │   ├── BaseMismatch       409  the engine's old bytes are not the sender's
     │   ├── SyncInProgress     409  another sync has parts staged; retry later
-    │   └── WeightsAsleep      409  the engine has released its weights
+    │   ├── WeightsAsleep      409  the engine has released its weights
+    │   └── LogDamaged         409  the delta log has nothing sound that leads on from here
     ├── TooLarge               413  body or declared size over a limit
     ├── UnsupportedMedia       415  content type or content encoding
     ├── NotUpdatable           422  unknown tensor, wrong shape or dtype, bad index, inexact tensor
@@ -118,6 +119,10 @@ class SyncInProgress(Conflict):
 
 class WeightsAsleep(Conflict):
     """The engine has released its weights' memory (sleep mode)."""
+
+
+class LogDamaged(Conflict):
+    """A version in the delta log is damaged or missing; the engine stays where it is."""
 
 
 class TooLarge(DeltaError):

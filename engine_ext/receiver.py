@@ -56,6 +56,7 @@ class Receiver:
     ) -> None:
         self.state = SyncState(base_version, stage_timeout)
         self._hold = Hold()
+        self._log_hold = Hold()
         self._ranks = ranks
         self.adopt(applier)
         self._limits = limits
@@ -71,6 +72,8 @@ class Receiver:
             "state": self._state,
             "hold": self._take_hold,
             "release": self._release_hold,
+            "hold_log": self._take_log,
+            "release_log": self._release_log,
             "unseen": self._unseen,
             "begin": self._begin,
             "poll": self._poll,
@@ -134,10 +137,19 @@ class Receiver:
         self._hold.release(holder, owed=owed)
         return {}
 
+    def _take_log(self, holder: str, instead_of: str | None) -> dict[str, Any]:
+        """Let one HTTP process replay the delta log, and no other."""
+        return self._log_hold.take(holder, resumes=False, instead_of=instead_of)
+
+    def _release_log(self, holder: str) -> dict[str, Any]:
+        self._log_hold.release(holder, owed=False)
+        return {}
+
     def _status(self) -> dict[str, Any]:
         return {
             **self._state(),
             "asleep": self.state.asleep,
+            "foreign": self.state.foreign,
             "staged": self.state.describe(),
             "last_sync": self._last_sync,
             "can_roll_back": bool(self._undo),

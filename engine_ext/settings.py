@@ -28,6 +28,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         chunk_bytes: full-shape bytes that one call of the engine's loader gets at most.
         read_workers: threads per rank that read and decode parts, and files read at once.
         roots: folders below which disk requests may read.
+        log: the delta log whose versions are replayed at start-up, or None.
         spool_dir: where bodies are kept while they are staged; None picks one.
         max_body_bytes: largest decompressed part.
         max_uploads: updates that one HTTP process takes at once.
@@ -42,6 +43,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     chunk_bytes: int = 512 << 20
     read_workers: int = 4
     roots: tuple[str, ...] = ()
+    log: str | None = None
     spool_dir: str | None = None
     max_body_bytes: int = 4 << 30
     max_uploads: int = 16
@@ -182,6 +184,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="A folder below which disk requests may read; repeatable. Without any, disk "
         "requests are refused.",
+    )
+    group.add_argument(
+        "--delta-log",
+        type=_parse_directory,
+        default=argparse.SUPPRESS,
+        metavar="DIR",
+        help="A folder that a sender writes its versions into (its --delta-log). Those that are "
+        "newer than the loaded weights are replayed before the engine serves, each verified as if "
+        "it came by HTTP, and later by POST /delta_catch_up. At a damaged or missing one the "
+        "engine stays on the last good version and says so.",
     )
     group.add_argument(
         "--delta-spool-dir",

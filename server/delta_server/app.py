@@ -21,6 +21,7 @@ from delta_server.uploads import arriving
 from engine_ext.errors import (
     DeltaError,
     EngineUncertain,
+    LogDamaged,
     MalformedPart,
     TooLarge,
     UnsupportedMedia,
@@ -48,6 +49,7 @@ def attach(app: FastAPI) -> None:
     app.add_api_route("/delta_status", delta_status, methods=["GET"])
     app.add_api_route("/delta_digest", delta_digest, methods=["GET"])
     app.add_api_route("/delta_rollback", delta_rollback, methods=["POST"])
+    app.add_api_route("/delta_catch_up", delta_catch_up, methods=["POST"])
     if app.middleware_stack is None:
         app.add_middleware(UncertainGuard, state=app.state)
     else:
@@ -102,6 +104,19 @@ async def delta_rollback(request: Request) -> JSONResponse:
         return await asyncio.shield(asyncio.ensure_future(service.roll_back(options)))
 
     return await _answered(rollback())
+
+
+async def delta_catch_up(request: Request) -> JSONResponse:
+    """Replay what the delta log has and the engine lacks."""
+
+    async def catch_up() -> dict[str, Any]:
+        service = _service(request)
+        options = parse_query(request.query_params)
+        if service.log is None:
+            raise LogDamaged("the engine was started without --delta-log")
+        return await asyncio.shield(asyncio.ensure_future(service.log.run(options)))
+
+    return await _answered(catch_up())
 
 
 def _flag(request: Request, name: str) -> bool:

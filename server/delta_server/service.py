@@ -18,8 +18,10 @@ from typing import Any
 import msgspec
 import xxhash
 
+from delta_server.catch_up import CatchUp
 from delta_server.commits import Commits, Engine, call, sum_by_name, total_digest
 from delta_server.files import open_file, verifier_of
+from delta_server.outcome import Outcome
 from delta_server.requests import Options, part_id
 from delta_server.spool import Spool, Spooled
 from delta_server.uploads import Pace, Slots
@@ -46,6 +48,7 @@ class DeltaService:
         spool: where bodies are kept.
         pace: how slowly bodies may come.
         slots: how many updates are taken at once.
+        log: brings the engine up to the delta log; None without ``--delta-log``.
     """
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
@@ -55,12 +58,16 @@ class DeltaService:
         self.spool = Spool(settings.spool_dir, Limits(max_part_bytes=settings.max_body_bytes))
         self.pace = Pace(settings.stage_timeout, settings.min_upload_rate)
         self.slots = Slots(settings.max_uploads)
+        self.log = None if settings.log is None else CatchUp(self, engine, Path(settings.log))
         self._handling: weakref.WeakValueDictionary[str, asyncio.Lock] = (
             weakref.WeakValueDictionary()
         )
 
     async def start(self) -> None:
-        """Make sure that every rank has a receiver, and publish the base version.
+        """Make sure that every rank has a receiver, publish the base version, replay the log.
+
+        The server does not serve before the end. What is wrong with the log is reported, and then
+        the engine serves the last good version.
 
         Raises:
             DeltaError: some rank has none, or they disagree. The server must not start.
@@ -69,6 +76,8 @@ class DeltaService:
         if len(set(versions)) != 1:
             raise DeltaError(f"the ranks are at different versions: {versions}")
         await self._engine.set_weight_version(str(versions[0]))
+        if self.log is not None:
+            await self.log.at_start()
 
     async def status(self) -> dict[str, Any]:
         """The state of the engine's receivers, as JSON."""
@@ -82,6 +91,9 @@ class DeltaService:
             "uncertified": {k: v for answer in answers for k, v in answer["uncertified"].items()},
             "weight_version": await self._engine.get_weight_version(),
             "digest": total_digest(answers),
+            "delta_log": None
+            if self.log is None
+            else self.log.describe(int(answers[0]["version"])),
         }
 
     async def plan(self) -> list[list[dict[str, Any]]] | None:
@@ -152,23 +164,30 @@ class DeltaService:
         """
         try:
             part = part_id(spooled.header.manifest, spooled.identity, options)
-            outcome = _Outcome([spooled])
+            outcome = Outcome([spooled])
             outcome.timings["receive_ms"] = receive_ms
             async with self._one_by_one([spooled]):
                 return await self._apply([(part, spooled)], options, outcome)
         finally:
             spooled.remove()
 
-    async def apply_files(self, paths: Sequence[Path], options: Options) -> Any:
+    async def apply_files(
+        self, paths: Sequence[Path], options: Options, roots: Sequence[str] | None = None
+    ) -> Any:
         """Stage the parts in some files, and commit if they complete their sync.
+
+        Args:
+            paths: real paths, below `roots`.
+            options: the request's.
+            roots: folders below which files may be read; those of disk requests if None.
 
         Files whose metadata number no parts are one transaction of their own. If they name the
         version the engine is at, those not seen before are applied as its continuation.
         """
         start = time.perf_counter()
-        spooled = await self._read_files(paths)
+        spooled = await self._read_files(paths, self.settings.roots if roots is None else roots)
         try:
-            outcome = _Outcome(spooled)
+            outcome = Outcome(spooled)
             outcome.timings["receive_ms"] = _ms_since(start)
             parts = [part_id(s.header.manifest, s.identity, options) for s in spooled]
             versions = sorted({part.version for part in parts})
@@ -184,12 +203,12 @@ class DeltaService:
             for part_file in outcome.spooled:
                 part_file.remove()
 
-    async def _read_files(self, paths: Sequence[Path]) -> list[Spooled]:
+    async def _read_files(self, paths: Sequence[Path], roots: Sequence[str]) -> list[Spooled]:
         gate = asyncio.Semaphore(self.settings.read_workers)
 
         async def read(path: Path) -> Spooled:
             async with gate:
-                return await asyncio.to_thread(self._read_file, path)
+                return await asyncio.to_thread(self._read_file, path, roots)
 
         results = await asyncio.gather(*map(read, paths), return_exceptions=True)
         failures = [r for r in results if isinstance(r, BaseException)]
@@ -200,9 +219,9 @@ class DeltaService:
             raise failures[0]
         return spooled
 
-    def _read_file(self, path: Path) -> Spooled:
-        verifier = verifier_of(path, self.settings.roots)
-        with open_file(path, self.settings.roots) as source:
+    def _read_file(self, path: Path, roots: Sequence[str]) -> Spooled:
+        verifier = verifier_of(path, roots)
+        with open_file(path, roots) as source:
             return self.spool.read(source, verifier)
 
     async def _as_transaction(
@@ -240,7 +259,7 @@ class DeltaService:
         self,
         pairs: list[tuple[PartId, Spooled]],
         options: Options,
-        outcome: _Outcome,
+        outcome: Outcome,
         *,
         whole: bool = False,
     ) -> Any:
@@ -301,7 +320,7 @@ class DeltaService:
             await asyncio.sleep(wait)
             wait = min(wait * 2, _POLL_MOST_S)
 
-    async def _commit(self, part: PartId, options: Options, outcome: _Outcome) -> dict[str, Any]:
+    async def _commit(self, part: PartId, options: Options, outcome: Outcome) -> dict[str, Any]:
         try:
             committed, outcome.timings["pause_ms"] = await self.commits.run(
                 "commit", {"version": part.version, "sync_id": part.sync_id}, options
@@ -318,31 +337,6 @@ class DeltaService:
 
     async def _call(self, operation: str, **arguments: Any) -> list[dict[str, Any]]:
         return await call(self._engine, operation, arguments)
-
-
-class _Outcome:
-    """What one request brought and how long its steps took."""
-
-    def __init__(self, spooled: list[Spooled]) -> None:
-        self.spooled = spooled
-        self.admissions: set[str] = set()
-        self.timings: dict[str, float] = {}
-
-    def answer(self, status: str, facts: dict[str, Any]) -> dict[str, Any]:
-        """The JSON object of a successful answer."""
-        entries = [entry for s in self.spooled for entry in s.header.manifest.params]
-        return {
-            "status": status,
-            "version": facts["version"],
-            "base_version": facts.get("base_version"),
-            "nnz": facts.get("nnz", sum(entry.nnz for entry in entries)),
-            "tensors": facts.get("tensors", len({entry.name for entry in entries})),
-            "bytes": sum(s.wire_bytes for s in self.spooled),
-            "apply": facts.get("apply"),
-            "rollback": facts.get("rollback"),
-            "timings_ms": {name: round(value, 3) for name, value in self.timings.items()},
-            "digest": facts.get("digest"),
-        }
 
 
 def _ms_since(start: float) -> float:

@@ -26,6 +26,7 @@ STATUS = {
     "BaseMismatch": 409,
     "SyncInProgress": 409,
     "WeightsAsleep": 409,
+    "LogDamaged": 409,
     "TooLarge": 413,
     "UnsupportedMedia": 415,
     "NotUpdatable": 422,

@@ -98,9 +98,10 @@ def worker_made(worker: Any) -> None:
 
 def _log_as_vllm() -> None:
     """Let what this package logs come out where vLLM's own log does."""
-    ours, theirs = logging.getLogger("engine_ext"), logging.getLogger("vllm")
-    ours.handlers, ours.propagate = list(theirs.handlers), False
-    ours.setLevel(theirs.level)
+    theirs = logging.getLogger("vllm")
+    for ours in (logging.getLogger("engine_ext"), logging.getLogger("delta_server")):
+        ours.handlers, ours.propagate = list(theirs.handlers), False
+        ours.setLevel(theirs.level)
 
 
 def _is_delta(load_format: Any) -> bool:

@@ -1,0 +1,250 @@
+"""The delta log: a folder that keeps every version a sender has published, to be replayed.
+
+::
+
+    LOG/weight_v000012/rank0_flush000.safetensors   part 0 of the sync to version 12, as it is sent
+    LOG/weight_v000012/rank0_flush001.safetensors   part 1
+    LOG/weight_v000012/DONE                         all parts are there
+    LOG/weight_v000012_from_v000003/                versions 4 to 12 folded into one delta
+    LOG/weight_v000013/REFUSED                      no engine took it; its number stays used
+
+A folder gets its name when all in it is on disk, so that a reader sees all of a version or
+nothing. ``DONE`` holds JSON (`Done`) with the versions and the files; an empty one, as other
+senders write it, says that the folder's version follows the one before it.
+
+A version number stands for one content for ever: a sync that every engine refused is marked, and
+the next one has another number. So an engine that replayed it is found out by its version. What
+leads where is read from ``DONE`` alone. That the parts say the same, and that their bytes are the
+sender's, is checked when they are applied, by the same code that takes them by HTTP.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from engine_ext.errors import LogDamaged
+from engine_ext.wire.manifest import MAX_VERSION
+
+DONE: Final = "DONE"
+REFUSED: Final = "REFUSED"
+PART_SUFFIX: Final = ".safetensors"
+_MAX_DONE_BYTES: Final = 16 << 20
+
+_FOLDER: Final = re.compile(r"weight_v([0-9]{1,19})(?:_from_v([0-9]{1,19}))?")
+
+
+class FileFacts(msgspec.Struct, frozen=True):
+    """What ``DONE`` says of one part: its length, and xxh3_128 of its bytes in hex."""
+
+    bytes: int
+    xxh3_128: str
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of ``DONE``.
+
+    Attributes:
+        version, base_version: where the delta leads to, and from; no base for a full one.
+        files: the parts, by name.
+    """
+
+    version: int
+    base_version: int | None
+    files: dict[str, FileFacts]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A delta in the log.
+
+    Attributes:
+        folder: its folder.
+        version, base_version: where it leads to, and from; no base for a full one.
+        files: the names of its parts; with their facts where ``DONE`` has them.
+        nbytes: of all parts.
+    """
+
+    folder: Path
+    version: int
+    base_version: int | None
+    files: dict[str, FileFacts | None]
+    nbytes: int
+
+    @property
+    def full(self) -> bool:
+        """It is the whole model, and leads there from any version."""
+        return self.base_version is None
+
+    @property
+    def paths(self) -> list[Path]:
+        """Its parts, in order."""
+        return [self.folder / name for name in sorted(self.files)]
+
+    def require_files(self) -> None:
+        """Refuse a version whose parts are not all there, at their full length.
+
+        Raises:
+            LogDamaged: one is missing, or has another length; or there is none.
+        """
+        if not self.files:
+            raise self.damaged("it has no parts")
+        for name, facts in self.files.items():
+            try:
+                size = (self.folder / name).stat().st_size
+            except OSError as error:
+                raise self.damaged(f"{name}: {error.strerror}", file=name) from error
+            if facts is not None and size != facts.bytes:
+                raise self.damaged(f"{name} has {size} bytes of {facts.bytes}", file=name)
+
+    def damaged(self, why: str, **operands: object) -> LogDamaged:
+        """The error that says that this version is of no use."""
+        message = f"version {self.version} of the delta log is damaged: {why}"
+        return LogDamaged(message, version=self.version, folder=self.folder.name, **operands)
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What lies in a log.
+
+    Attributes:
+        entries: what can be replayed, by version; the folded ones behind the others.
+        refused: folders of versions that no engine took.
+        damaged: why a folder is of no use, by its name.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    refused: list[Path] = field(default_factory=list)
+    damaged: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def newest(self) -> int | None:
+        """The newest version that can be replayed, or is damaged; None in an empty log."""
+        known = [entry.version for entry in self.entries]
+        known += [version for name in self.damaged if (version := version_of(name)) is not None]
+        return max(known, default=None)
+
+
+def version_of(name: str) -> int | None:
+    """The version that a folder of this name leads to; None if it is not one of a log's."""
+    match = _FOLDER.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def folder_name(version: int, folded_from: int | None = None) -> str:
+    """The name of a version's folder; of versions folded into one, with their base."""
+    name = f"weight_v{version:06d}"
+    return name if folded_from is None else f"{name}_from_v{folded_from:06d}"
+
+
+def list_log(folder: Path) -> Listing:
+    """Read what lies in a log; of its parts only the lengths.
+
+    Raises:
+        LogDamaged: the folder cannot be read.
+    """
+    listing = Listing()
+    try:
+        names = sorted(path.name for path in folder.iterdir())
+    except OSError as error:
+        raise LogDamaged(f"cannot read the delta log: {error.strerror}") from error
+    for name in names:
+        if version_of(name) is None:
+            continue
+        if (folder / name / REFUSED).exists():
+            listing.refused.append(folder / name)
+            continue
+        try:
+            listing.entries.append(_read_entry(folder / name))
+        except LogDamaged as damaged:
+            listing.damaged[name] = damaged.message
+        except FileNotFoundError:
+            continue  # pruned meanwhile
+    listing.entries.sort(key=lambda entry: (entry.version, entry.folder.name))
+    return listing
+
+
+def route(entries: Iterable[Entry], version: int | None) -> list[Entry]:
+    """The way with the fewest bytes from a version to the newest one that can be reached.
+
+    Args:
+        entries: what may be used.
+        version: where it begins; None where the weights are of no known version, so that only a
+            full one can be the first.
+    """
+    ways: dict[int, tuple[int, list[Entry]]] = {} if version is None else {version: (0, [])}
+    for entry in sorted(entries, key=lambda entry: entry.version):
+        if version is not None and entry.version <= version:
+            continue
+        before = (0, []) if entry.base_version is None else ways.get(entry.base_version)
+        if before is None or (entry.base_version or 0) > entry.version:
+            continue
+        way = (before[0] + entry.nbytes, [*before[1], entry])
+        if entry.version not in ways or way[0] < ways[entry.version][0]:
+            ways[entry.version] = way
+    return ways[max(ways)][1] if ways else []
+
+
+def why_not_newer(listing: Listing, version: int | None, bad: Collection[str] = ()) -> str | None:
+    """Why the log leads to nothing newer than a version; None where it holds nothing newer.
+
+    Args:
+        listing: what lies in the log.
+        version: the newest that can be reached, None if none.
+        bad: names of folders that were found to be of no use, beside those in the listing.
+    """
+    newest = listing.newest
+    if newest is None or (version is not None and newest <= version):
+        return None
+    broken = sorted({*listing.damaged, *bad})
+    behind = f"the delta log has version {newest}, but nothing in it that leads on from "
+    behind += "here" if version is None else f"version {version}"
+    return behind + (f"; damaged: {', '.join(broken)}" if broken else "")
+
+
+def _read_entry(folder: Path) -> Entry:
+    version = version_of(folder.name)
+    assert version is not None
+    text = _read_done(folder)
+    names = sorted(p.name for p in folder.iterdir() if p.name.endswith(PART_SUFFIX))
+    if not text:
+        files: dict[str, FileFacts | None] = dict.fromkeys(names)
+        nbytes = sum((folder / name).stat().st_size for name in names)
+        return Entry(folder, version, version - 1, files, nbytes)
+    try:
+        done = msgspec.json.decode(text, type=Done)
+    except msgspec.MsgspecError as error:
+        raise LogDamaged(f"its {DONE} cannot be read: {error}") from error
+    base = done.base_version
+    if done.version != version or version > MAX_VERSION or (base is not None and base >= version):
+        raise LogDamaged(f"its {DONE} says that it leads from {base} to {done.version}")
+    if any(Path(name).name != name for name in done.files):
+        raise LogDamaged(f"its {DONE} names a file outside the folder")
+    nbytes = sum(facts.bytes for facts in done.files.values())
+    return Entry(folder, version, base, {**done.files}, nbytes)
+
+
+def _read_done(folder: Path) -> bytes:
+    try:
+        # A fifo that nobody writes to must not keep the reader waiting.
+        descriptor = os.open(folder / DONE, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise LogDamaged(f"its {DONE} is not a regular file")
+            text = file.read(_MAX_DONE_BYTES + 1)
+    except FileNotFoundError:
+        if not folder.exists():
+            raise
+        raise LogDamaged(f"it has no {DONE}: it was not written to its end") from None
+    except OSError as error:
+        raise LogDamaged(f"its {DONE} cannot be read: {error.strerror}") from error
+    if len(text) > _MAX_DONE_BYTES:
+        raise LogDamaged(f"its {DONE} has over {_MAX_DONE_BYTES} bytes")
+    return text.strip()

@@ -1,0 +1,204 @@
+"""Writing a delta log: a version is there whole, and on disk, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import xxhash
+
+from engine_ext.delta_log import (
+    DONE,
+    PART_SUFFIX,
+    REFUSED,
+    Done,
+    FileFacts,
+    folder_name,
+    version_of,
+)
+from engine_ext.wire import FrameReader, Limits, Manifest, PartGate
+from engine_ext.wire.signature import SIGNATURE_SUFFIX
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_HEADER_CHUNK = 1 << 16
+
+
+class LogWriter:
+    """The one writer of a log, for as long as it lives.
+
+    Args:
+        folder: made where it is missing.
+
+    Raises:
+        BlockingIOError: another sender writes into it.
+        OSError: it cannot be made, or read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            # A file system that knows no locks lets everybody in.
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                os.close(self._lock)
+                raise BlockingIOError(f"another sender writes into the log {folder}") from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let another sender write."""
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = -1
+
+    @property
+    def last_number(self) -> int:
+        """The highest version that was ever used here, refused ones too; -1 in an empty log."""
+        used = (version_of(path.name) for path in self.folder.iterdir())
+        return max((version for version in used if version is not None), default=-1)
+
+    def begin(self, version: int) -> Draft:
+        """Begin to write a version.
+
+        Raises:
+            FileExistsError: the number was used before.
+            OSError: there is no room, or no right.
+        """
+        return Draft(self.folder, folder_name(version))
+
+    def refuse(self, version: int) -> None:
+        """Note that no engine took a version; its parts are deleted, its number stays used."""
+        folder = self.folder / folder_name(version)
+        os.rename(folder / DONE, folder / REFUSED)
+        _sync_folder(folder)
+        for path in folder.iterdir():
+            if path.name != REFUSED:
+                path.unlink()
+
+    def refuse_after(self, version: int) -> list[int]:
+        """`refuse` every version above one: the trainer goes on from there, another way."""
+        names = (path.name for path in self.folder.iterdir() if (path / DONE).exists())
+        later = {name: v for name in names if (v := version_of(name)) is not None and v > version}
+        for name, number in later.items():
+            if name == folder_name(number):
+                self.refuse(number)
+            else:
+                discard(self.folder / name)
+        return sorted(set(later.values()))
+
+
+class Draft:
+    """A version that is being written, under another name.
+
+    Args:
+        log: the log's folder.
+        name: the folder's, once it is complete.
+    """
+
+    def __init__(self, log: Path, name: str) -> None:
+        self._final = log / name
+        if self._final.exists():
+            raise FileExistsError(f"{self._final} exists")
+        self._partial = log / f".{name}.partial"
+        shutil.rmtree(self._partial, ignore_errors=True)
+        self._partial.mkdir(parents=True)
+        self._files: dict[str, FileFacts] = {}
+        self._manifest: Manifest | None = None
+
+    def add(self, part: bytes, signature: str | None = None) -> None:
+        """Write the next part.
+
+        Args:
+            part: as it is sent, compressed where it is.
+            signature: in hex, for readers that ask for one.
+
+        Raises:
+            MalformedPart: it is none.
+            OSError: there is no room.
+        """
+        self._manifest = self._manifest or manifest_of(part)
+        name = f"rank0_flush{len(self._files):03d}{PART_SUFFIX}"
+        _write(self._partial / name, part)
+        if signature is not None:
+            _write(self._partial / (name + SIGNATURE_SUFFIX), signature.encode())
+        self._files[name] = FileFacts(len(part), xxhash.xxh3_128_hexdigest(part))
+
+    def finish(self) -> Path:
+        """Let readers see the version, once all of it is on disk; returns its folder."""
+        assert self._manifest is not None
+        assert self._manifest.current_version is not None
+        version, base = self._manifest.current_version, self._manifest.base_version
+        if not self._manifest.full and base is None:
+            base = version - 1  # as a receiver reads it
+        done = Done(
+            version=version,
+            base_version=None if self._manifest.full else base,
+            files=self._files,
+        )
+        _write(self._partial / DONE, msgspec.json.format(msgspec.json.encode(done)) + b"\n")
+        _sync_folder(self._partial)
+        os.rename(self._partial, self._final)
+        _sync_folder(self._final.parent)
+        return self._final
+
+    def drop(self) -> None:
+        """Leave nothing behind."""
+        shutil.rmtree(self._partial, ignore_errors=True)
+
+
+def discard(folder: Path) -> None:
+    """Delete a version's folder; a reader sees all of it or nothing."""
+    gone = folder.with_name(f".{folder.name}.gone")
+    shutil.rmtree(gone, ignore_errors=True)
+    os.rename(folder, gone)
+    _sync_folder(folder.parent)
+    shutil.rmtree(gone)
+
+
+def manifest_of(part: bytes) -> Manifest:
+    """The manifest of a part as it is sent; its data is not looked at.
+
+    Raises:
+        MalformedPart: there is none.
+    """
+    limits = Limits()
+    frame, gate = FrameReader(limits.max_part_bytes), PartGate(limits)
+    with memoryview(part) as view:
+        for start in range(0, len(view), _HEADER_CHUNK):
+            for piece in frame.feed(view[start : start + _HEADER_CHUNK]):
+                gate.feed(piece)
+            if gate.header is not None:
+                return gate.header.manifest
+    return gate.finish().manifest
+
+
+def _write(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # Some network file systems know no fsync of a folder.
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

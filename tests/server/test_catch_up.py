@@ -1,0 +1,282 @@
+"""Replaying a delta log: at start-up, when asked for, and around what is damaged."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from delta_server.service import DeltaService
+from engine_ext.delta_log import DONE, folder_name
+from engine_ext.delta_log_writer import LogWriter
+from engine_ext.wire.signature import SIGNATURE_SUFFIX, sign
+
+from .rig import (
+    OTHER_STEP,
+    STEP,
+    VERSION,
+    Rig,
+    after,
+    assert_error,
+    delta_part,
+    fresh_weights,
+    full_part,
+    same,
+)
+
+CATCH_UP = "/delta_catch_up"
+THIRD_STEP = {"norm.weight": {0: 0x7777, 7: 0x8888}}
+STEPS = (STEP, OTHER_STEP, THIRD_STEP)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    folder = tmp_path / "log"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def started(tmp_path: Path, log: Path) -> Iterator[Callable[..., Rig]]:
+    rigs: list[Rig] = []
+
+    def start(**settings: Any) -> Rig:
+        rigs.append(Rig(tmp_path / f"spool{len(rigs)}", **{"log": str(log), **settings}))
+        return rigs[-1]
+
+    yield start
+    for rig in rigs:
+        rig.close()
+
+
+def write(log: Path, *bodies: bytes, number: int) -> Path:
+    with LogWriter(log) as writer:
+        draft = writer.begin(number)
+        for body in bodies:
+            draft.add(body)
+        return draft.finish()
+
+
+def write_steps(log: Path, count: int = 3, first: int = VERSION) -> list[Path]:
+    return [
+        write(log, delta_part(step, first + k + 1, base_version=first + k), number=first + k + 1)
+        for k, step in enumerate(STEPS[:count])
+    ]
+
+
+def problem(rig: Rig) -> dict[str, Any]:
+    found = rig.status()["delta_log"]["problem"]
+    assert found["type"] == "LogDamaged"
+    return found
+
+
+def test_an_engine_starts_at_the_newest_version(log: Path, started: Callable[..., Rig]) -> None:
+    write_steps(log)
+    rig = started()
+    assert rig.status()["version"] == VERSION + 3
+    assert rig.engine.weight_version == str(VERSION + 3)
+    assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
+    assert rig.status()["delta_log"] == {
+        "folder": str(log), "newest": VERSION + 3, "problem": None
+    }  # fmt: skip
+    assert rig.spooled() == []
+    assert not rig.engine.paused
+    last = delta_part(STEPS[2], VERSION + 3, base_version=VERSION + 2)
+    assert rig.send(last).json()["status"] == "already_applied"
+    rig.assert_committed(
+        rig.send(delta_part({"norm.weight": {1: 5}}, VERSION + 4)),
+        after(fresh_weights(), *STEPS, {"norm.weight": {1: 5}}),
+        VERSION + 4,
+    )
+
+
+def test_versions_of_several_parts(log: Path, started: Callable[..., Rig]) -> None:
+    numbers = {"sync_id": "one", "num_parts": 2}
+    parts = [delta_part(STEPS[k], VERSION + 1, part=k, **numbers) for k in range(2)]
+    write(log, *parts, number=VERSION + 1)
+    assert same(started().engine.weights, after(fresh_weights(), *STEPS[:2]))
+
+
+def test_an_empty_log(started: Callable[..., Rig]) -> None:
+    rig = started()
+    assert rig.status()["version"] == VERSION
+    assert rig.status()["delta_log"]["problem"] is None
+    answer = rig.post(CATCH_UP).json()
+    assert answer == {"status": "caught_up", "version": VERSION, "applied": [], "newest": None}
+
+
+def test_without_a_log(started: Callable[..., Rig]) -> None:
+    rig = started(log=None)
+    assert rig.status()["delta_log"] is None
+    assert_error(rig.post(CATCH_UP), 409, "LogDamaged")
+
+
+def test_catching_up_when_asked(log: Path, started: Callable[..., Rig]) -> None:
+    rig = started()
+    write_steps(log)
+    answer = rig.post(CATCH_UP, params={"pause_mode": "wait", "flush_cache": "false"}).json()
+    assert answer["applied"] == [VERSION + 1, VERSION + 2, VERSION + 3]
+    assert rig.engine.events.count(("pause", "wait", False)) == 3
+    assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
+
+
+def test_catching_up_needs_the_token(
+    started: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = started()
+    monkeypatch.setenv("DELTA_API_KEY", "secret")
+    assert_error(rig.post(CATCH_UP), 401, "Unauthorized")
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def garble_done(path: Path) -> None:
+    (path.parent / DONE).write_text("{")
+
+
+def remove_folder(path: Path) -> None:
+    path.parent.rename(path.parent.with_name("elsewhere"))
+
+
+@pytest.mark.parametrize("damage", [flip, cut, Path.unlink, garble_done, remove_folder])
+def test_a_damaged_version_is_where_it_ends(
+    log: Path, started: Callable[..., Rig], damage: Callable[[Path], None]
+) -> None:
+    folders = write_steps(log)
+    damage(folders[1] / "rank0_flush000.safetensors")
+    rig = started()
+    assert same(rig.engine.weights, after(fresh_weights(), STEPS[0]))
+    assert rig.engine.weight_version == str(VERSION + 1)
+    assert rig.spooled() == []
+    assert problem(rig)["newest"] == VERSION + 3
+    assert problem(rig)["version"] == VERSION + 1
+    assert_error(rig.post(CATCH_UP), 409, "LogDamaged", newest=VERSION + 3)
+    rig.assert_committed(
+        rig.send(delta_part(STEPS[2], VERSION + 2, sync_id="by HTTP")),
+        after(fresh_weights(), STEPS[0], STEPS[2]),
+        VERSION + 2,
+    )
+
+
+def test_a_missing_part_keeps_nobody_out(log: Path, started: Callable[..., Rig]) -> None:
+    part = delta_part(STEP, VERSION + 1, sync_id="one", part=0, num_parts=2)
+    write(log, part, number=VERSION + 1)
+    rig = started()
+    assert "not all of a sync" in str(problem(rig)["damaged"])
+    assert rig.status()["staged"] is None
+    rig.assert_untouched()
+
+
+def test_what_leads_from_other_weights_is_refused(log: Path, started: Callable[..., Rig]) -> None:
+    """`DONE` says that it leads on from here, and the part says otherwise."""
+    folder = write(log, delta_part(STEP, VERSION + 5, base_version=VERSION + 4), number=VERSION + 5)
+    done = folder / DONE
+    done.write_text(done.read_text().replace(str(VERSION + 4), str(VERSION)))
+    rig = started()
+    assert problem(rig)["version"] == VERSION
+    rig.assert_untouched()
+
+
+def test_a_folded_delta_leads_around_a_damaged_one(log: Path, started: Callable[..., Rig]) -> None:
+    folders = write_steps(log)
+    flip(folders[1] / "rank0_flush000.safetensors")
+    both = after({n: b.copy() for n, b in fresh_weights().items()}, *STEPS[:2])
+    changes = {
+        name: {int(i): int(both[name][i]) for i in (both[name] != bits).nonzero()[0]}
+        for name, bits in fresh_weights().items()
+    }
+    folded = write(log, delta_part(changes, VERSION + 2, base_version=VERSION), number=99)
+    folded.rename(log / folder_name(VERSION + 2, VERSION))
+    rig = started()
+    assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
+    assert rig.status()["version"] == VERSION + 3
+
+
+def test_a_full_version_leads_on_from_anywhere(log: Path, started: Callable[..., Rig]) -> None:
+    target = after(fresh_weights(), *STEPS)
+    write(log, full_part(target, VERSION + 9), number=VERSION + 9)
+    rig = started()
+    assert same(rig.engine.weights, target)
+    assert rig.status()["version"] == VERSION + 9
+
+
+def test_uncertain_weights_need_a_full_version(log: Path, started: Callable[..., Rig]) -> None:
+    rig = started()
+    assert_error(rig.fail_commit(), 500, "CommitFailed", "uncertain", version=VERSION)
+    write_steps(log)
+    assert_error(rig.post(CATCH_UP), 409, "LogDamaged")
+    target = after(fresh_weights(), *STEPS)
+    write(log, full_part(target, VERSION + 9), number=VERSION + 9)
+    assert rig.post(CATCH_UP).json()["applied"] == [VERSION + 9]
+    assert same(rig.engine.weights, target)
+
+
+def test_signed_versions(
+    log: Path, started: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DELTA_HMAC_KEY", "key")
+    [first, second] = write_steps(log, 2)
+    for folder, key in ((first, "key"), (second, "another")):
+        part = folder / "rank0_flush000.safetensors"
+        part.with_name(part.name + SIGNATURE_SUFFIX).write_text(sign(key, part.read_bytes()))
+    rig = started()
+    assert rig.status()["version"] == VERSION + 1
+    assert "signature" in str(problem(rig)["damaged"])
+
+
+def test_another_writers_folder(log: Path, started: Callable[..., Rig]) -> None:
+    """An empty `DONE`: the version is the folder's, its base the one before."""
+    folder = log / folder_name(VERSION + 1)
+    folder.mkdir()
+    (folder / "rank0_flush000.safetensors").write_bytes(delta_part(STEP, None))
+    (folder / DONE).touch()
+    assert same(started().engine.weights, after(fresh_weights(), STEP))
+
+
+def test_a_failed_write_is_no_fault_of_the_log(log: Path, started: Callable[..., Rig]) -> None:
+    rig = started()
+    write_steps(log, 1)
+    for shard in rig.engine.shards:
+        shard.breaks = shard.undoes = True
+    assert_error(rig.post(CATCH_UP), 500, "WriteUndone")
+    for shard in rig.engine.shards:
+        shard.breaks = False
+    assert rig.post(CATCH_UP).json()["applied"] == [VERSION + 1]
+
+
+def test_only_one_process_replays(log: Path, started: Callable[..., Rig]) -> None:
+    rig = started()
+    write_steps(log)
+    other = DeltaService(rig.engine, rig.settings)
+    assert other.log is not None
+    assert rig.service.log is not None
+
+    async def both() -> None:
+        assert other.log is not None
+        await asyncio.gather(rig.request("POST", CATCH_UP), other.log.at_start())
+
+    try:
+        rig.run(both())
+    finally:
+        other.spool.close()
+    assert rig.engine.writes == [3, 3]
+    assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
+
+
+def test_a_dead_process_does_not_keep_others_out(log: Path, started: Callable[..., Rig]) -> None:
+    rig = started()
+    write_steps(log)
+    dead = {"holder": "999999999:1:x", "instead_of": None}
+    rig.run(rig.engine.call("hold_log", dead))
+    assert rig.post(CATCH_UP).json()["version"] == VERSION + 3
