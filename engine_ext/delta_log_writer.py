@@ -90,17 +90,6 @@ class LogWriter:
             if path.name != REFUSED:
                 path.unlink()
 
-    def refuse_after(self, version: int) -> list[int]:
-        """`refuse` every version above one: the trainer goes on from there, another way."""
-        names = (path.name for path in self.folder.iterdir() if (path / DONE).exists())
-        later = {name: v for name in names if (v := version_of(name)) is not None and v > version}
-        for name, number in later.items():
-            if name == folder_name(number):
-                self.refuse(number)
-            else:
-                discard(self.folder / name)
-        return sorted(set(later.values()))
-
 
 class Draft:
     """A version that is being written, under another name.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -17,48 +16,35 @@ from rich.console import Console
 from rich.progress import Progress
 from safetensors import SafetensorError, safe_open
 
-from engine_ext.wire.signature import HMAC_KEY_ENVIRONMENT, SIGNATURE_SUFFIX, sign
-from sender_choice import CHOICES, sparse_encoding
+from engine_ext.wire.signature import HMAC_KEY_ENVIRONMENT
+from sender_choice import CHOICES, LinkSpeed, sparse_encoding
 from sender_engines import MultiSender, SomeFailed
-from sender_http import Options, Server
+from sender_http import Place, Server
 from sender_link import SyncReport
+from sender_log import LogServer
 from sender_snapshot import MappedSnapshot, NamedTensors, Snapshot
 
 
-class FolderServer(Server):
-    """Writes the parts into a folder, or nothing at all, in an engine's stead.
+class DryServer:
+    """Counts what an engine would be sent.
 
     Args:
-        url: An engine that is only asked for its plan; "" for none.
-        options: How to ask.
-        save: The parts are written to ``weight_v000012/rank0_flush000.safetensors`` below it;
-            None writes nothing.
+        engine: is only asked for its plan; None where there is none.
     """
 
-    def __init__(self, url: str, options: Options, save: Path | None) -> None:
-        super().__init__(url, options)
-        self._save = save
+    def __init__(self, engine: Server | None) -> None:
+        self.speed = LinkSpeed()
+        self._engine = engine
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
 
     def plan(self) -> Any:
-        return super().plan() if self._url else None
+        return None if self._engine is None else self._engine.plan()
 
     def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:
-        if self._save is None:
-            return {"status": "dry run"}
-        final = self._save / f"weight_v{version:06d}"
-        partial = final.with_name(f".{final.name}.partial")
-        if final.exists():
-            raise FileExistsError(f"{final} exists")
-        if part == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        file = partial / f"rank0_flush{part:03d}.safetensors"
-        file.write_bytes(body)
-        if self._hmac_key is not None:
-            file.with_name(file.name + SIGNATURE_SUFFIX).write_text(sign(self._hmac_key, body))
-        if last:
-            partial.rename(final)  # a reader of the folder sees all parts or none
-        return {"status": f"saved in {final}"}
+        return {"status": "dry run"}
 
 
 class CheckpointSender(MultiSender):
@@ -75,6 +61,7 @@ class CheckpointSender(MultiSender):
             arguments.url or [""],
             base,
             base_version=arguments.base_version,
+            delta_log=None if arguments.dry_run else arguments.delta_log,
             encoding=arguments.encoding,
             bucket_bytes=arguments.bucket_bytes,
             digest=not arguments.no_digest,
@@ -87,11 +74,14 @@ class CheckpointSender(MultiSender):
     def _make_snapshot(self, base: NamedTensors) -> Snapshot:
         return MappedSnapshot(base, sparse_encoding(self._options.encoding))
 
-    def _make_server(self, url: str) -> Server:
-        save: Path | None = None if self._arguments.dry_run else self._arguments.save
-        if save is None and not self._arguments.dry_run:
-            return super()._make_server(url)
-        return FolderServer(url, self._options, save)
+    def _make_server(self, url: str) -> Place:
+        engine = Server(url, self._options) if url else None
+        if self._arguments.dry_run:
+            return DryServer(engine)
+        if self._arguments.save is not None:
+            asked = [] if engine is None else [engine]
+            return LogServer(self._arguments.save, asked, self._options.hmac_key)
+        return super()._make_server(url)
 
 
 def checkpoint_entries(folder: Path) -> list[tuple[Path, str]]:
@@ -143,9 +133,15 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     pause_help = "requests in flight go on with the new weights (default), finish first, or end"
     add("--pause-mode", choices=("keep", "wait", "abort"), default="keep", help=pause_help)
     add("--no-flush-cache", action="store_true", help="keep KV entries of the old weights")
+    log_help = (
+        "a folder that gets every version before an engine commits it, for engines that are "
+        "started with --delta-log; see also the command delta-log"
+    )
+    add("--delta-log", type=Path, metavar="DIR", help=log_help)
     save_help = (
-        "write the parts to DIR/weight_v<version>/, for the disk endpoint, and post nothing; with "
-        "--url the engine is only asked which tensors it ignores and what its digest covers"
+        "write the parts to DIR/weight_v<version>/, as a delta log or for the disk endpoint, and "
+        "post nothing; with --url the engine is only asked which tensors it ignores and what its "
+        "digest covers"
     )
     add("--save", type=Path, metavar="DIR", help=save_help)
     add("--dry-run", action="store_true", help="tell what would be sent; post and write nothing")
@@ -156,6 +152,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--base is needed, except with --full")
     if options.url is None and options.save is None and not options.dry_run:
         parser.error("--url is needed, except with --save or --dry-run")
+    if options.save is not None and options.delta_log is not None:
+        parser.error("--save and --delta-log do not go together: --save posts nothing")
     if options.save is not None and options.url is not None and len(options.url) > 1:
         parser.error("--save writes for one engine: give one --url at most")
     return options

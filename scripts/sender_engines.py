@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from threading import Thread
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from engine_ext.delta_log_writer import LogWriter
 from sender_choice import CHOICES, Manner, sparse_encoding
-from sender_http import Options, Server, SyncFailed
+from sender_http import Options, Place, Server, SyncFailed
 from sender_link import Committed, Link, SyncReport
+from sender_log import LogServer
 from sender_snapshot import NamedTensors, Snapshot
 from sender_step import Step
 from sender_warm import warm_up
@@ -54,14 +57,25 @@ class MultiSender:
         urls: The engines' roots, ``http://host:port``, each once.
         base: What every engine holds now; copied.
         base_version: The version that they are at.
+        delta_log: A folder. Every version is written there, durably, before an engine commits it,
+            so that an engine that starts with ``--delta-log`` reaches it by itself. Version numbers
+            go on from the highest in there. A version that no engine took is marked as refused,
+            and its number is not used again.
         options: As of `DeltaSender`.
 
     Raises:
         ValueError: An option is unknown, or no url is given, or one twice.
+        BlockingIOError: Another sender writes into the log.
     """
 
     def __init__(
-        self, urls: Sequence[str], base: NamedTensors, *, base_version: int = 0, **options: Any
+        self,
+        urls: Sequence[str],
+        base: NamedTensors,
+        *,
+        base_version: int = 0,
+        delta_log: str | Path | None = None,
+        **options: Any,
     ) -> None:
         self._options = Options(**options)
         if self._options.encoding not in CHOICES:
@@ -77,6 +91,13 @@ class MultiSender:
             Link(self._make_server(url), self._snapshot, self._options, base_version)
             for url in urls
         ]
+        self._log: Link | None = None
+        self._writer: LogWriter | None = None
+        if delta_log is not None:
+            engines = [link.server for link in self._links]
+            log = LogServer(Path(delta_log), engines, self._options.hmac_key)
+            self._writer = log.writer
+            self._log = Link(log, self._snapshot, self._options, base_version, is_log=True)
         self._threads: list[Thread] = []
         self._torn = False  # the snapshot or the links were moving on, and were interrupted
 
@@ -97,9 +118,13 @@ class MultiSender:
         return {url: link.version for url, link in zip(self._urls, self._links, strict=True)}
 
     def close(self) -> None:
-        """Close the HTTP clients, if they are own ones."""
-        for link in self._links:
+        """Close the HTTP clients, if they are own ones, and the log."""
+        for link in self._all:
             link.server.close()
+
+    @property
+    def _all(self) -> list[Link]:
+        return self._links if self._log is None else [*self._links, self._log]
 
     def sync(self, tensors: NamedTensors) -> dict[str, SyncReport]:
         """Send what changed since the last sync; the reports, by url.
@@ -119,26 +144,33 @@ class MultiSender:
         for thread in self._threads:
             thread.join()  # of a sync that was interrupted
         started = time.perf_counter()
-        version = max(link.version for link in self._links) + 1
+        version = max(link.version for link in self._all) + 1
         if self._torn:
             # What an engine has missed is kept beside a snapshot that did not come, and others are
             # at this version already.
             version += 1
-            for link in self._links:
+            for link in self._all:
                 link.suspect = True
             self._torn = False
-        step = Step(version, full=full, engines=len(self._links), started=started)
+        if self._writer is not None:
+            version = max(version, self._writer.last_number + 1)
+        places, unlogged = len(self._all), self._log is None
+        step = Step(version, full=full, engines=places, started=started, is_logged=unlogged)
         outcomes: dict[Link, Committed | BaseException] = {}
 
         def bring(link: Link) -> None:
             try:
                 outcomes[link] = link.bring(step)
+                if link is self._log:
+                    step.note_logged()
             except BaseException as error:
                 outcomes[link] = error
+                if link is self._log:
+                    step.fail(_not_logged(error))
 
         self._threads = []
         try:
-            for link in self._links:
+            for link in self._all:
                 thread = Thread(target=bring, args=(link,), daemon=True)
                 thread.start()
                 self._threads.append(thread)
@@ -159,12 +191,15 @@ class MultiSender:
         """Let the snapshot and the links move on, as far as the engines have."""
         # An interruption in here makes the next sync a full one. No link is ever ahead of its
         # engine.
-        if any(isinstance(outcome, Committed) for outcome in outcomes.values()):
+        if any(isinstance(outcomes[link], Committed) for link in self._links):
             self._torn = True
             for link, outcome in outcomes.items():
                 if not isinstance(outcome, Committed):
                     link.miss(step.changes)
             self._snapshot.advance(step.changes)
+            self._acknowledge_log(outcomes)
+        elif self._writer is not None and step.is_logged:
+            self._writer.refuse(step.version)
         reports: dict[str, SyncReport] = {}
         failures: dict[str, SyncFailed] = {}
         others: list[BaseException] = []
@@ -185,11 +220,24 @@ class MultiSender:
             raise SomeFailed(failures, reports)
         return reports
 
+    def _acknowledge_log(self, outcomes: Mapping[Link, Committed | BaseException]) -> None:
+        if self._log is not None:
+            logged = outcomes[self._log]
+            assert isinstance(logged, Committed)  # or no engine would have committed
+            logged.acknowledge()
+
     def _make_snapshot(self, base: NamedTensors) -> Snapshot:
         return Snapshot(base, sparse_encoding(self._options.encoding))
 
-    def _make_server(self, url: str) -> Server:
+    def _make_server(self, url: str) -> Place:
         return Server(url, self._options)
+
+
+def _not_logged(error: BaseException) -> BaseException:
+    """What the engines' links fail with when the delta log has not got a version."""
+    if isinstance(error, SyncFailed):
+        return error
+    return SyncFailed(f"not sent, as it could not be written to the delta log: {error}")
 
 
 class DeltaSender:
@@ -213,6 +261,7 @@ class DeltaSender:
         url: The engine's root, ``http://host:port``.
         base: What the engine holds now; copied.
         base_version: The version the engine is at.
+        delta_log: As of `MultiSender`.
         encoding: One of `ENCODINGS`. With ``gap8_ulp`` full syncs, dense params and those that the
             engine's digest does not cover go as ``gap8_exp``; so does everything once the engine
             has refused differences and taken values. Or ``auto``: for each param the fastest of
@@ -234,6 +283,7 @@ class DeltaSender:
         base: NamedTensors,
         *,
         base_version: int = 0,
+        delta_log: str | Path | None = None,
         encoding: str = "deltas_zstd",
         bucket_bytes: int = 256 << 20,
         digest: bool = True,
@@ -249,6 +299,7 @@ class DeltaSender:
             [url],
             base,
             base_version=base_version,
+            delta_log=delta_log,
             encoding=encoding,
             bucket_bytes=bucket_bytes,
             digest=digest,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 from tenacity import RetryCallState, retry, retry_if_exception_type
@@ -62,6 +62,18 @@ class Options:
     flush_cache: bool = True
     timeout: float = 600.0
     client: httpx.Client | None = None
+
+
+class Place(Protocol):
+    """Where a link's parts go: to an engine, or to what stands for one."""
+
+    speed: LinkSpeed
+
+    def close(self) -> None: ...
+
+    def plan(self) -> Any: ...
+
+    def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]: ...
 
 
 class Server:

@@ -8,17 +8,18 @@ import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from engine_ext.digest import Digest, change_digest, tensor_digest
+from engine_ext.digest import Digest, tensor_digest
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.wire.manifest import DIFFERENCES
-from engine_ext.wire.part import ParamDelta, encode_part
+from engine_ext.wire.part import encode_part
 from sender_choice import AUTO, Facts, Manner, Pick, escaped_share
-from sender_http import Options, Server, SyncFailed
+from sender_http import Options, Place, SyncFailed
+from sender_parts import Filling, Piece
 from sender_snapshot import Change, Changes, Snapshot, payload_bytes
 from sender_step import Step
 
@@ -50,52 +51,16 @@ class SyncReport:
         return self.nnz / max(1, self.numel)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What one param adds to a part.
-
-    Attributes:
-        name: that it is sent under.
-        delta: what is sent; differences are made of it when it is encoded.
-        change: from what the engine holds; None in a full sync that leaves the tensor as it is.
-        own: whether `change` is of the name in the snapshot, so that its digest is.
-        pick: how it travels.
-    """
-
-    name: str
-    delta: ParamDelta
-    change: Change | None
-    own: bool
-    pick: Pick
-
-    @property
-    def digest(self) -> Digest:
-        """What it adds to the digest."""
-        if self.change is None:
-            return Digest.ZERO
-        if self.own and self.change.digest is not None:
-            return self.change.digest
-        delta = self.change.delta(self.name)
-        return change_digest(self.name, delta.indices, self.change.old, delta.values)
-
-
-@dataclass(slots=True)
-class Filling:
-    """A part that params are still added to."""
-
-    encoding: str
-    pieces: list[Piece] = field(default_factory=list)
-    nbytes: int = 0
-
-
 class Link:
     """One engine. It holds the snapshot, but for `behind`, at `version`.
 
     Args:
-        server: the engine's endpoints.
+        server: the engine's endpoints, or a delta log.
         snapshot: shared by all links; not changed here.
         options: how parts are made.
         version: the version the engine is at.
+        is_log: it is a delta log: no engine commits before it has the version, and it gets values
+            only, which every engine takes.
 
     Attributes:
         version: the version that the engine acknowledged last.
@@ -104,12 +69,22 @@ class Link:
         suspect: the engine may hold other bytes; the next sync is a full one.
     """
 
-    def __init__(self, server: Server, snapshot: Snapshot, options: Options, version: int) -> None:
-        self.server, self.version = server, version
+    def __init__(
+        self,
+        server: Place,
+        snapshot: Snapshot,
+        options: Options,
+        version: int,
+        *,
+        is_log: bool = False,
+    ) -> None:
+        self.server, self.version, self._is_log = server, version, is_log
         self.behind: Changes = {}
         self.suspect = False
         self._snapshot, self._options = snapshot, options
         self._manner = Manner(options.encoding)  # without differences once they were refused
+        if is_log and self._manner.may_differ:
+            self._manner = self._manner.of_values()
         self._names: list[str] = []  # what is sent when all is sent; empty until the plan is read
         self._digested: set[str] = set()  # names that the digest covers
         self._digest: Digest | None = None  # of what the engine holds
@@ -281,6 +256,8 @@ class Link:
             wire_bytes += len(body)
             part.pieces.clear()  # while it is posted, the following is read
             step.check()
+            if last and not self._is_log:
+                step.wait_until_logged()
             post_start = time.perf_counter()
             answer = self.server.deliver(body, version, number, last)
             post_s += time.perf_counter() - post_start

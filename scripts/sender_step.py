@@ -24,13 +24,16 @@ class Step:
 
     Attributes:
         changes: from the snapshot to what every engine is to hold; all of them once it was read.
+        is_logged: it is in the delta log, or there is none.
     """
 
-    def __init__(self, version: int, *, full: bool, engines: int, started: float) -> None:
+    def __init__(
+        self, version: int, *, full: bool, engines: int, started: float, is_logged: bool = True
+    ) -> None:
         self.version, self.full, self.started = version, full, started
         self.changes: Changes = {}
         self._read: list[tuple[str, Change | None]] = []
-        self._complete = False
+        self._complete, self.is_logged = False, is_logged
         self._failure: BaseException | None = None
         self._news = threading.Condition()
         self._keep = _KEPT_BODIES if engines > 1 else 0
@@ -55,6 +58,19 @@ class Step:
         with self._news:
             self._failure = error
             self._news.notify_all()
+
+    def note_logged(self) -> None:
+        """Let engines commit."""
+        with self._news:
+            self.is_logged = True
+            self._news.notify_all()
+
+    def wait_until_logged(self) -> None:
+        """Wait until the delta log has all of the step; raises the error it has failed with."""
+        with self._news:
+            while not self.is_logged:
+                self.check()
+                self._news.wait()
 
     def check(self) -> None:
         """Raise the error that the step has failed with, if it has."""

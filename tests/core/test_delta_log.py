@@ -122,17 +122,6 @@ def test_a_number_is_used_once(tmp_path: Path) -> None:
     assert list_log(tmp_path).newest is None
 
 
-def test_the_versions_after_one_are_refused(tmp_path: Path) -> None:
-    for version in (1, 2, 3):
-        write(tmp_path, version)
-    write(tmp_path, 9, part(3, 1)).rename(tmp_path / folder_name(3, 1))
-    with LogWriter(tmp_path) as writer:
-        assert writer.refuse_after(1) == [2, 3]
-        assert writer.last_number == 3
-    assert versions(tmp_path) == [(0, 1)]
-    assert list_log(tmp_path).damaged == {}
-
-
 def test_one_writer(tmp_path: Path) -> None:
     with LogWriter(tmp_path):
         with pytest.raises(BlockingIOError):

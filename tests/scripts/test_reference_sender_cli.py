@@ -231,7 +231,8 @@ def test_save_writes_all_parts_at_once(
     arguments += ["--save", str(root)]
     assert reference_sender.main(arguments) == 0
     assert [path.name for path in root.iterdir()] == ["weight_v000012"]
-    files = sorted((root / "weight_v000012").iterdir())
+    [done, *files] = sorted((root / "weight_v000012").iterdir())
+    assert done.name == "DONE"
     assert [f.name for f in files] == ["rank0_flush000.safetensors", "rank0_flush001.safetensors"]
     assert changes_of([decoded(file.read_bytes()) for file in files]) == CHANGES
     assert "saved in" in capsys.readouterr().out
@@ -360,7 +361,7 @@ def test_save_asks_an_engine_that_is_named(
     requests = serve(accept, plan(ignored="c.scale"))
     arguments = ["--base", str(base), "--target", str(target), "--url", URL]
     assert reference_sender.main([*arguments, "--save", str(tmp_path / "updates")]) == 0
-    (file,) = (tmp_path / "updates" / "weight_v000001").iterdir()
+    (file,) = (tmp_path / "updates" / "weight_v000001").glob("*.safetensors")
     part = decoded(file.read_bytes())
     assert [delta.name for delta in part.deltas] == ["a.weight"]
     assert part.manifest.digest_before == digest_of(tensors(), "c.scale")

@@ -1,0 +1,73 @@
+"""The delta log as the reference sender sees it: one more place that gets every version."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from engine_ext.delta_log_writer import Draft, LogWriter
+from engine_ext.wire.signature import sign
+from sender_choice import LinkSpeed
+from sender_http import Place, SyncFailed
+
+
+class LogServer:
+    """Takes parts in an engine's stead, and writes them into a delta log.
+
+    What it is sent must be of use to any engine, so it takes no differences.
+
+    Args:
+        folder: the log; made where it is missing.
+        engines: are asked which tensors there are and what their digest covers, until one answers;
+            without any there is no plan.
+        hmac_key: signs the parts.
+
+    Raises:
+        BlockingIOError: another sender writes into the log.
+    """
+
+    def __init__(self, folder: Path, engines: Sequence[Place], hmac_key: str | None) -> None:
+        self.speed = LinkSpeed()
+        self.writer = LogWriter(folder)
+        self._engines, self._hmac_key = engines, hmac_key
+        self._draft: Draft | None = None
+
+    def close(self) -> None:
+        """Let another sender write."""
+        if self._draft is not None:
+            self._draft.drop()
+        self.writer.close()
+
+    def plan(self) -> Any:
+        """The first engine's that answers.
+
+        Raises:
+            SyncFailed: none does.
+        """
+        failure: SyncFailed | None = None
+        for engine in self._engines:
+            try:
+                return engine.plan()
+            except SyncFailed as failed:
+                failure = failed
+        if failure is not None:
+            raise failure
+        return None
+
+    def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:
+        """Write one part; with the last one the version is there.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if part == 0:
+            if self._draft is not None:
+                self._draft.drop()
+            self._draft = self.writer.begin(version)
+        assert self._draft is not None
+        self._draft.add(body, None if self._hmac_key is None else sign(self._hmac_key, body))
+        if not last:
+            return {"status": "staged"}
+        folder, self._draft = self._draft.finish(), None
+        return {"status": f"saved in {folder}"}

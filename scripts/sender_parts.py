@@ -1,0 +1,48 @@
+"""Of what the reference sender makes a part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine_ext.digest import Digest, change_digest
+from engine_ext.wire.part import ParamDelta
+from sender_choice import Pick
+from sender_snapshot import Change
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one param adds to a part.
+
+    Attributes:
+        name: that it is sent under.
+        delta: what is sent; differences are made of it when it is encoded.
+        change: from what the engine holds; None in a full sync that leaves the tensor as it is.
+        own: whether `change` is of the name in the snapshot, so that its digest is.
+        pick: how it travels.
+    """
+
+    name: str
+    delta: ParamDelta
+    change: Change | None
+    own: bool
+    pick: Pick
+
+    @property
+    def digest(self) -> Digest:
+        """What it adds to the digest."""
+        if self.change is None:
+            return Digest.ZERO
+        if self.own and self.change.digest is not None:
+            return self.change.digest
+        delta = self.change.delta(self.name)
+        return change_digest(self.name, delta.indices, self.change.old, delta.values)
+
+
+@dataclass(slots=True)
+class Filling:
+    """A part that params are still added to."""
+
+    encoding: str
+    pieces: list[Piece] = field(default_factory=list)
+    nbytes: int = 0

@@ -1,0 +1,218 @@
+"""The delta log that the reference sender writes."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+import reference_sender
+from engine_ext.delta_log import DONE, REFUSED, list_log, route
+from engine_ext.delta_log_writer import Draft, manifest_of
+from reference_sender import DeltaSender, MultiSender, SomeFailed, SyncFailed
+from tests.scripts.fakes import Engine, Handler, Model, breaks, error, model_of, sends, train
+from tests.scripts.test_multi_sender import A, B, client_of, sender_of, two
+
+Fault = Callable[[Handler, httpx.Request], httpx.Response]
+
+
+def copied(model: Model) -> Model:
+    return {name: tensor.clone() for name, tensor in model.items()}
+
+
+def replayed(log: Path, base: Model, version: int = 0) -> Engine:
+    """An engine that was started with the base and the log."""
+    engine = Engine.of(base, version=version)
+    for entry in route(list_log(log).entries, version):
+        for path in entry.paths:
+            request = httpx.Request("POST", "http://engine/", content=path.read_bytes())
+            assert engine.take(request).status_code == 200
+        assert engine.version == entry.version
+    return engine
+
+
+def chain(log: Path) -> list[tuple[int | None, int]]:
+    return [(entry.base_version, entry.version) for entry in list_log(log).entries]
+
+
+@pytest.mark.parametrize("encoding", ["deltas_zstd", "gap8_ulp", "auto"])
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+def test_an_engine_that_starts_reaches_what_the_others_hold(
+    tmp_path: Path, encoding: str, bucket_bytes: int
+) -> None:
+    model = model_of(torch.bfloat16, torch.float32, tensors=4)
+    base = copied(model)
+    a, b = two(model)
+    options = {"encoding": encoding, "bucket_bytes": bucket_bytes}
+    with sender_of(a, b, model, delta_log=tmp_path / "log", **options) as sender:
+        for step, density in enumerate([0.02, 0.0, 0.9, 0.05]):
+            train(model, step, density)
+            (sender.sync_full if step == 2 else sender.sync)(model.items())
+    assert chain(tmp_path / "log") == [(0, 1), (1, 2), (None, 3), (3, 4)]
+    # Differences are not for engines of every kind.
+    for part in (tmp_path / "log").glob("*/*.safetensors"):
+        assert manifest_of(part.read_bytes()).encoding != "gap8_ulp"
+    late = replayed(tmp_path / "log", base)
+    assert late.holds(model)
+    assert a.holds(model)
+    assert b.holds(model)
+    assert late.version == a.version == b.version == 4
+
+
+def test_the_log_has_the_bytes_that_were_sent(tmp_path: Path) -> None:
+    """So an engine that has replayed a version says to the sender's repeat that it has it."""
+    model = model_of(torch.bfloat16, torch.float32)
+    engine = Engine.of(model)
+    with DeltaSender(A, model.items(), client=engine.client(), delta_log=tmp_path) as sender:
+        train(model)
+        sender.sync(model.items())
+    parts = sorted((tmp_path / "weight_v000001").glob("*.safetensors"))
+    assert [part.read_bytes() for part in parts] == engine.bodies
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+def test_no_engine_commits_before_the_version_is_in_the_log(
+    tmp_path: Path, bucket_bytes: int
+) -> None:
+    model = model_of(tensors=3)
+    a, b = two(model)
+    seen = []
+
+    def note(take: Handler, request: httpx.Request) -> httpx.Response:
+        response = take(request)
+        if json.loads(response.content)["status"] == "committed":
+            seen.append((tmp_path / "weight_v000001" / DONE).exists())
+        return response
+
+    for engine in (a, b):
+        engine.faults = dict.fromkeys(range(9), note)
+    with sender_of(a, b, model, delta_log=tmp_path, bucket_bytes=bucket_bytes) as sender:
+        train(model)
+        sender.sync(model.items())
+    assert seen == [True, True]
+
+
+def test_a_log_that_cannot_be_written_stops_the_sync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(tensors=3)
+    base = copied(model)
+    a, b = two(model)
+    with sender_of(a, b, model, delta_log=tmp_path) as sender:
+        train(model)
+
+        def full(*arguments: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Draft, "add", full)
+            with pytest.raises(SomeFailed, match="No space left") as caught:
+                sender.sync(model.items())
+        assert set(caught.value.failures) == {A, B}
+        assert (a.version, b.version) == (0, 0)
+        assert chain(tmp_path) == []
+        sender.sync(model.items())
+    assert (a.version, b.version) == (1, 1)
+    assert replayed(tmp_path, base).holds(model)
+
+
+@pytest.mark.parametrize("fault", [sends(error(507, "SpoolFull")), breaks])
+def test_what_no_engine_took_is_refused_in_the_log(
+    tmp_path: Path, naps: list[float], fault: Fault
+) -> None:
+    model = model_of(tensors=3)
+    base = copied(model)
+    engine = Engine.of(model)
+    engine.faults = dict.fromkeys(range(8), fault)
+    with DeltaSender(A, model.items(), client=engine.client(), delta_log=tmp_path) as sender:
+        train(model, 0)
+        with pytest.raises(SyncFailed):
+            sender.sync(model.items())
+        engine.faults = {}
+        assert sender.version == 0
+        assert [path.name for path in (tmp_path / "weight_v000001").iterdir()] == [REFUSED]
+        train(model, 1)
+        assert sender.sync(model.items()).version == 2
+        assert chain(tmp_path) == [(0, 2)]
+        train(model, 2)
+        sender.sync(model.items())
+    assert chain(tmp_path) == [(0, 2), (2, 3)]
+    assert replayed(tmp_path, base).holds(model)
+
+
+def test_an_engine_that_replayed_a_refused_version_is_found_out(tmp_path: Path) -> None:
+    model = model_of(tensors=3)
+    engine = Engine.of(model)
+
+    def restart(take: Handler, request: httpx.Request) -> httpx.Response:
+        late = replayed(tmp_path, copied(before))
+        engine.weights, engine.version = late.weights, late.version
+        return error(507, "SpoolFull")
+
+    before = copied(model)
+    engine.faults = {0: restart}
+    with DeltaSender(A, model.items(), client=engine.client(), delta_log=tmp_path) as sender:
+        train(model, 0)
+        with pytest.raises(SyncFailed):
+            sender.sync(model.items())
+        assert engine.version == 1
+        train(model, 1)
+        report = sender.sync(model.items())
+    assert report.full
+    assert engine.holds(model)
+
+
+def test_one_that_fails_keeps_nothing_out_of_the_log(tmp_path: Path) -> None:
+    model = model_of(tensors=3)
+    base = copied(model)
+    a, b = two(model)
+    a.faults = {0: sends(error(507, "SpoolFull"))}
+    with sender_of(a, b, model, delta_log=tmp_path) as sender:
+        train(model, 0)
+        with pytest.raises(SomeFailed):
+            sender.sync(model.items())
+        train(model, 1)
+        sender.sync(model.items())
+    assert chain(tmp_path) == [(0, 1), (1, 2)]
+    assert replayed(tmp_path, base).holds(model)
+    assert a.holds(model)
+
+
+def test_another_sender_goes_on_in_the_same_log(tmp_path: Path) -> None:
+    """From the newest version, or, as a trainer that went back to an earlier step, from there."""
+    model = model_of(tensors=3)
+    first = copied(model)
+    engine = Engine.of(model)
+    for base_version, kept in ((0, None), (1, None), (0, first)):
+        if kept is not None:
+            model = copied(kept)
+        with DeltaSender(
+            A, model.items(), base_version=base_version, client=engine.client(), delta_log=tmp_path
+        ) as sender:
+            train(model, base_version + 5)
+            report = sender.sync(model.items())
+        assert engine.holds(model)
+    assert report.full  # the engine was at version 2
+    assert chain(tmp_path) == [(0, 1), (1, 2), (0, 3)]
+    assert replayed(tmp_path, first).holds(model)
+
+
+def test_one_sender_at_a_time(tmp_path: Path) -> None:
+    model = model_of(tensors=1)
+    a, b = two(model)
+    with sender_of(a, b, model, delta_log=tmp_path):
+        with pytest.raises(BlockingIOError):
+            MultiSender([A, B], model.items(), client=client_of(a, b), delta_log=tmp_path)
+
+
+def test_the_program_takes_one_or_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--base", "b", "--target", "t", "--url", A]
+    with pytest.raises(SystemExit) as exit:
+        reference_sender.main([*arguments, "--save", "s", "--delta-log", "l"])
+    assert exit.value.code == 2
+    assert "do not go together" in capsys.readouterr().err
