@@ -34,6 +34,7 @@ class DryServer:
 
     def __init__(self, engine: Server | None) -> None:
         self.speed = LinkSpeed()
+        self.tried = 0  # nothing is delivered
         self._engine = engine
 
     def close(self) -> None:

@@ -65,9 +65,15 @@ class Options:
 
 
 class Place(Protocol):
-    """Where a link's parts go: to an engine, or to what stands for one."""
+    """Where a link's parts go: to an engine, or to what stands for one.
+
+    Attributes:
+        speed: as the deliveries show it.
+        tried: the highest version of which the last part was delivered, answered or not.
+    """
 
     speed: LinkSpeed
+    tried: int
 
     def close(self) -> None: ...
 

@@ -29,6 +29,7 @@ class LogServer:
 
     def __init__(self, folder: Path, engines: Sequence[Place], hmac_key: str | None) -> None:
         self.speed = LinkSpeed()
+        self.tried = 0
         self.writer = LogWriter(folder)
         self._engines, self._hmac_key = engines, hmac_key
         self._draft: Draft | None = None
@@ -70,4 +71,5 @@ class LogServer:
         if not last:
             return {"status": "staged"}
         folder, self._draft = self._draft.finish(), None
+        self.tried = version
         return {"status": f"saved in {folder}"}

@@ -1,4 +1,4 @@
-"""Every encoding on every dtype; of those that compress, every bit pattern and gaps of any length."""
+"""Every encoding on every dtype; of those that compress, every bit pattern and any gap."""
 
 from __future__ import annotations
 
