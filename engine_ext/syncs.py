@@ -110,14 +110,16 @@ class SyncState:
 
         Returns:
             ``new``: stage it, then call `settle`. ``staged``: it is staged or being staged
-            already. ``already_applied``: it belongs to the committed sync; nothing to do.
+            already. ``already_applied``: it belongs to the committed sync; nothing to do. A part of
+            the staged sync does not, also if it has the bytes of a committed one: another ``full``
+            sync may lead to the same version.
 
         Raises:
             EngineUncertain, WeightsAsleep, SyncInProgress, VersionConflict, Conflict,
             MalformedPart: as their docstrings say; the state is unchanged, but for a stale sync
             that was dropped.
         """
-        if self.seen(part.version, part.identity):
+        if self.seen(part.version, part.identity) and not self._is_of(self.sync, part):
             return "already_applied"
         self.check_writable(full=part.full)
         if self.sync is not None and not self._stale(self.sync, part, now):
@@ -211,11 +213,15 @@ class SyncState:
 
         A slow sender's own next part still finds its sync, however long it took.
         """
-        same = (part.version, part.sync_id) == (sync.version, sync.sync_id)
-        return not same and now - sync.last_part_at >= self.stage_timeout
+        return not self._is_of(sync, part) and now - sync.last_part_at >= self.stage_timeout
+
+    @staticmethod
+    def _is_of(sync: Sync | None, part: PartId) -> bool:
+        """Whether a part says that it belongs to the staged sync."""
+        return sync is not None and (part.version, part.sync_id) == (sync.version, sync.sync_id)
 
     def _join(self, sync: Sync, part: PartId, now: float) -> Admission:
-        if (part.version, part.sync_id) != (sync.version, sync.sync_id):
+        if not self._is_of(sync, part):
             wait = max(1, math.ceil(self.stage_timeout - (now - sync.last_part_at)))
             raise SyncInProgress(
                 f"a sync to version {sync.version} has staged parts; retry in {wait} s",

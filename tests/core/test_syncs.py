@@ -160,6 +160,20 @@ def test_a_repeat_is_known_by_its_bytes_not_by_its_sync_id(state: SyncState) -> 
     assert state.admit(part(sync_id="second try"), 0) == "already_applied"
 
 
+def test_a_full_sync_to_the_same_version_has_parts_of_its_own(state: SyncState) -> None:
+    """Also those that have not changed since the committed one."""
+    first = [full(6, part=n, num_parts=2, identity=str(n), sync_id="a") for n in (0, 1)]
+    commit(state, *first)
+    commit(
+        state,
+        full(6, part=0, num_parts=None, identity="changed", sync_id="b"),
+        full(6, part=1, num_parts=2, identity="1", sync_id="b"),
+    )
+    assert state.admit(full(6, part=1, num_parts=2, identity="1", sync_id="b"), 0) == (
+        "already_applied"
+    )
+
+
 def test_only_the_last_committed_sync_is_remembered(state: SyncState) -> None:
     commit(state, part(6, 5))
     commit(state, part(7, 6))
@@ -506,7 +520,10 @@ class SyncMachine(RuleBasedStateMachine):
     def arrive(self, one: PartId) -> None:
         staged = self.staged
         applied = (
-            not self.uncertain and one.version == self.version and one.identity in self.committed
+            not self.uncertain
+            and one.version == self.version
+            and one.identity in self.committed
+            and not (staged is not None and staged.is_of(one))
         )
         stale = staged is not None and self.now - staged.last >= TIMEOUT and not staged.is_of(one)
         reasons = set() if applied else self.reasons(one, None if stale else staged)

@@ -156,6 +156,18 @@ def test_a_full_sync_in_parts_to_any_version(rig: Rig) -> None:
     rig.assert_committed(rig.send(delta_part(version=4)), after(RESYNCED, STEP), 4)
 
 
+def test_another_full_sync_to_the_same_version_is_not_half_applied(rig: Rig) -> None:
+    """Its last part is that of the one before; the first is not, and no digest tells."""
+    for weights, sync_id in ((NEXT, "f"), (after(NEXT, {"embed.weight": {0: 0x7777}}), "g")):
+        bodies = [
+            full_part(weights, 8, [name], part=number, num_parts=len(weights), sync_id=sync_id)
+            for number, name in enumerate(weights)
+        ]
+        responses = [rig.send(body) for body in bodies]
+        assert statuses(responses) == ["staged", "staged", "committed"]
+        rig.assert_committed(responses[-1], weights, 8)
+
+
 def test_a_refused_part_may_be_sent_again(rig: Rig) -> None:
     first, second, third = split_parts()
     rig.send(first)
