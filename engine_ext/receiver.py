@@ -204,8 +204,13 @@ class Receiver:
             self._transaction.agree(self._checked)
         return {"complete": self._complete()}
 
-    def _drop(self) -> dict[str, Any]:
-        """Forget the staged sync."""
+    def _drop(self, version: int | None = None, sync_id: str | None = None) -> dict[str, Any]:
+        """Forget the staged sync; where a version is given, only that one."""
+        sync = self.state.sync
+        if version is not None and (
+            sync is None or (sync.version, sync.sync_id) != (version, sync_id)
+        ):
+            return {}
         self.state.drop()
         self._staging.clear()
         return {}

@@ -1,4 +1,4 @@
-"""What one request brought, and its successful answer."""
+"""What a request that was taken is answered."""
 
 from __future__ import annotations
 
@@ -8,12 +8,21 @@ from delta_server.spool import Spooled
 
 
 class Outcome:
-    """What one request brought and how long its steps took."""
+    """What one request brought and how long its steps took.
 
-    def __init__(self, spooled: list[Spooled]) -> None:
+    Args:
+        spooled: its parts.
+        receive_ms: how long they took to arrive.
+
+    Attributes:
+        admissions: what became of each part; see `engine_ext.syncs.SyncState.admit`.
+        timings: milliseconds, by step.
+    """
+
+    def __init__(self, spooled: list[Spooled], receive_ms: float) -> None:
         self.spooled = spooled
         self.admissions: set[str] = set()
-        self.timings: dict[str, float] = {}
+        self.timings = {"receive_ms": receive_ms}
 
     def answer(self, status: str, facts: dict[str, Any]) -> dict[str, Any]:
         """The JSON object of a successful answer."""

@@ -26,7 +26,7 @@ from delta_server.requests import Options, part_id
 from delta_server.spool import Spool, Spooled
 from delta_server.uploads import Pace, Slots
 from engine_ext.digest import Digest
-from engine_ext.errors import CommitFailed, DeltaError, MalformedPart, NotUpdatable
+from engine_ext.errors import CommitFailed, Conflict, DeltaError, MalformedPart, NotUpdatable
 from engine_ext.settings import Settings
 from engine_ext.syncs import PartId
 from engine_ext.wire import Limits
@@ -164,8 +164,7 @@ class DeltaService:
         """
         try:
             part = part_id(spooled.header.manifest, spooled.identity, options)
-            outcome = Outcome([spooled])
-            outcome.timings["receive_ms"] = receive_ms
+            outcome = Outcome([spooled], receive_ms)
             async with self._one_by_one([spooled]):
                 return await self._apply([(part, spooled)], options, outcome)
         finally:
@@ -187,8 +186,7 @@ class DeltaService:
         start = time.perf_counter()
         spooled = await self._read_files(paths, self.settings.roots if roots is None else roots)
         try:
-            outcome = Outcome(spooled)
-            outcome.timings["receive_ms"] = _ms_since(start)
+            outcome = Outcome(spooled, _ms_since(start))
             parts = [part_id(s.header.manifest, s.identity, options) for s in spooled]
             versions = sorted({part.version for part in parts})
             if len(versions) > 1:
@@ -264,6 +262,29 @@ class DeltaService:
         whole: bool = False,
     ) -> Any:
         """Stage some parts and commit; `whole` says that they are all of their sync."""
+        last = pairs[-1][0]
+        try:
+            if await self._stage_all(pairs, outcome, whole=whole):
+                return outcome.answer("committed", await self._commit(last, options, outcome))
+        except Conflict:
+            # Another HTTP process, to which they came too, may have committed them meanwhile. Of a
+            # full sync that would not be certain: another one may have led to its version.
+            asked = {"version": last.version, "identities": [part.identity for part, _ in pairs]}
+            answers = await self._call("unseen", **asked)
+            if last.full or any(answer["unseen"] for answer in answers):
+                raise
+            outcome.admissions = {"already_applied"}
+        facts: dict[str, Any] = {"version": last.version, "base_version": last.base_version}
+        if outcome.admissions != {"already_applied"}:
+            return outcome.answer("staged", facts)
+        # A sender that sends less again than was committed sees by it that more was.
+        facts["digest"] = await self.commits.publish()
+        return outcome.answer("already_applied", facts)
+
+    async def _stage_all(
+        self, pairs: list[tuple[PartId, Spooled]], outcome: Outcome, *, whole: bool
+    ) -> bool:
+        """Stage some parts; returns whether their sync is complete."""
         start = time.perf_counter()
         complete = False
         for part, spooled in pairs:
@@ -272,20 +293,11 @@ class DeltaService:
             except DeltaError:
                 # Nobody else sends the rest; what is staged would only keep other syncs out.
                 if whole and outcome.admissions - {"already_applied"}:
-                    await self._call("drop")
+                    await self._drop(part)
                 raise
             outcome.admissions.add(admission)
         outcome.timings["stage_ms"] = _ms_since(start)
-        last = pairs[-1][0]
-        if complete:
-            committed = await self._commit(last, options, outcome)
-            return outcome.answer("committed", committed)
-        facts: dict[str, Any] = {"version": last.version, "base_version": last.base_version}
-        if outcome.admissions != {"already_applied"}:
-            return outcome.answer("staged", facts)
-        # A sender that sends less again than was committed sees by it that more was.
-        facts["digest"] = await self.commits.publish()
-        return outcome.answer("already_applied", facts)
+        return complete
 
     async def _stage(self, part: PartId, spooled: Spooled) -> tuple[str, bool]:
         """Stage one part on every rank; returns its admission and whether the sync is complete."""
@@ -302,7 +314,7 @@ class DeltaService:
         try:
             await self._staged_everywhere(part.part)
         except NotUpdatable:
-            await self._call("drop")
+            await self._drop(part)
             raise
         except DeltaError:
             await self._call("settle", part=part.part, staged=False)
@@ -310,7 +322,7 @@ class DeltaService:
         try:
             answers = await self._call("settle", part=part.part, staged=True)
         except DeltaError:
-            await self._call("drop")
+            await self._drop(part)
             raise
         return "new" if "new" in admissions else "staged", bool(answers[0]["complete"])
 
@@ -330,10 +342,14 @@ class DeltaService:
         except Exception:
             # Nothing was written. What stays staged would keep the next sync out.
             with contextlib.suppress(Exception):
-                await self._call("drop")
+                await self._drop(part)
             raise
         outcome.timings["commit_ms"] = committed["commit_ms"]
         return committed
+
+    async def _drop(self, part: PartId) -> None:
+        """Have the ranks forget the sync of a part, if it is the one that is staged."""
+        await self._call("drop", version=part.version, sync_id=part.sync_id)
 
     async def _call(self, operation: str, **arguments: Any) -> list[dict[str, Any]]:
         return await call(self._engine, operation, arguments)

@@ -12,6 +12,7 @@ import pytest
 from delta_server import commits as commits_module
 from delta_server.commits import Commits, heeded
 from delta_server.service import DeltaService
+from engine_ext.errors import Conflict
 
 from .rig import (
     COMPLETIONS,
@@ -31,6 +32,7 @@ from .rig import (
 BASE = fresh_weights()
 NEXT = after(BASE, STEP)
 RESYNCED = after(BASE, OTHER_STEP)
+OTHER = {"layer.weight": {2: 0x1234}}
 
 
 class Process:
@@ -219,6 +221,81 @@ def test_two_processes_do_not_pause_the_engine_at_once(rig: Rig, other: Process)
     assert rig.engine.events == one + two
     assert not rig.engine.paused
     assert same(rig.engine.weights, after(NEXT, OTHER_STEP))
+
+
+@pytest.mark.parametrize("moment", ["poll", "hold"])
+def test_a_repeat_that_another_process_gets_meanwhile(
+    rig: Rig, other: Process, moment: str
+) -> None:
+    """It is answered as such, and what is staged since then stays."""
+    parts = [
+        delta_part({name: {0: 9}}, version=9, sync_id="next", part=number, num_parts=2)
+        for number, name in enumerate(BASE)
+        if number < 2
+    ]
+    original = rig.engine.call
+    waits, go_on = asyncio.Event(), asyncio.Event()
+
+    async def late(operation: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        if operation == moment and not waits.is_set():
+            waits.set()
+            await go_on.wait()
+        return await original(operation, arguments)
+
+    async def scenario() -> list[httpx.Response]:
+        assert (await rig.sending(delta_part(STEP, part=0, sync_id="s"))).status_code == 200
+        last = delta_part(OTHER, part=1, num_parts=2, sync_id="s")
+        rig.engine.call = late  # type: ignore[method-assign]
+        repeat = asyncio.ensure_future(other.sending(last))
+        await waits.wait()
+        first = await rig.sending(last)
+        staged = await rig.sending(parts[0]) if moment == "hold" else first
+        go_on.set()
+        return [first, await repeat, staged]
+
+    first, repeat, staged = rig.run(scenario())
+    assert first.json()["status"] == "committed"
+    assert repeat.json()["status"] == "already_applied"
+    if moment == "poll":
+        assert rig.send(parts[0]).json()["status"] == "staged"
+    else:
+        assert staged.json()["status"] == "staged"
+    assert rig.send(parts[1]).json()["status"] == "committed"
+    steps = [{name: {0: 9}} for name in list(BASE)[:2]]
+    assert same(rig.engine.weights, after(NEXT, OTHER, *steps))
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_conflict_is_no_repeat(rig: Rig, other: Process, is_full: bool) -> None:
+    """Also where the last part of a full sync is that of another to the same version."""
+    names = list(BASE)
+
+    def parts(weights: dict[str, Any], sync_id: str) -> list[bytes]:
+        return [
+            full_part(weights, 8, [name], part=i, num_parts=len(names), sync_id=sync_id)
+            for i, name in enumerate(names)
+        ]
+
+    if is_full:
+        for body in parts(RESYNCED, "one"):
+            rig.send(body)
+        *firsts, last = parts(after(RESYNCED, {names[0]: {5: 0x55}}), "two")
+    else:
+        firsts, last = [], delta_part()
+    before = rig.engine.weights
+    for body in firsts:
+        assert rig.send(body).json()["status"] == "staged"
+    original = rig.engine.call
+
+    async def refuses(operation: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        if operation == "commit":
+            return [{"error": Conflict("not now").to_wire()}] * len(rig.engine.ranks)
+        return await original(operation, arguments)
+
+    rig.engine.call = refuses  # type: ignore[method-assign]
+    assert_error(rig.send(last), 409, "Conflict")
+    assert same(rig.engine.weights, before)
+    assert rig.status()["staged"] is None
 
 
 def test_a_hold_that_could_not_be_given_back_is_taken_again(rig: Rig) -> None:
