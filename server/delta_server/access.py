@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import ipaddress
 import os
+import socket
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
@@ -66,26 +67,46 @@ def check_loopback(client: str | None, headers: Mapping[str, str]) -> None:
     for name in headers:
         if name in _FORWARDED or name.startswith(_FORWARDED_PREFIX):
             raise LoopbackOnly(f"{_SET_A_TOKEN}. A proxy has forwarded this request: {name}")
-    # Only browsers send these. A page may have been told that its own host name is at this address.
+    # Only browsers send these.
     if "origin" in headers or "sec-fetch-site" in headers:
         sites = (headers.get("origin", ""), "//" + headers.get("host", ""))
         if not all(_is_local_site(site) for site in sites if site):
             raise LoopbackOnly(f"{_SET_A_TOKEN}. A page of another site has sent this request")
+    # They send neither with what a page asks of its own host name, which may lead here by now.
+    if "host" in headers and not _may_be_ours(_host_of("//" + headers["host"])):
+        raise LoopbackOnly(f"{_SET_A_TOKEN}. This host has another name than the request's 'Host'")
 
 
 def _is_local_site(origin: str) -> bool:
-    try:
-        host = urlsplit(origin).hostname or ""
-    except ValueError:
-        return False
+    host = _host_of(origin)
     return host == "localhost" or _is_loopback(host)
 
 
-def _is_loopback(host: str) -> bool:
+def _may_be_ours(host: str) -> bool:
+    """Whether a host name is an address, this host's, or one that nobody else can give out."""
+    public = "." in host and not host.endswith(".localhost")
+    return not public or _is_address(host) or host == socket.gethostname().lower()
+
+
+def _host_of(origin: str) -> str:
     try:
-        address = ipaddress.ip_address(host)
+        return urlsplit(origin).hostname or ""
+    except ValueError:
+        return "."  # nobody's
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
     except ValueError:
         return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    if not _is_address(host):
+        return False
+    address = ipaddress.ip_address(host)
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return (mapped or address).is_loopback
 

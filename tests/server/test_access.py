@@ -187,6 +187,11 @@ OTHER_SITES = [
     # The page's own host name resolves to this address now.
     {"Origin": "http://example.org:8000", "Host": "example.org:8000"},
     {"Sec-Fetch-Site": "same-origin", "Host": "example.org:8000"},
+    # What it gets from its own host name is sent with neither.
+    {"Host": "example.org:8000", "User-Agent": "Mozilla/5.0"},
+    {"Host": "127.0.0.1.example.org"},
+    {"Host": "localhost."},
+    {"Host": "["},
 ]
 OWN_PAGES = [
     {"Origin": "http://localhost:8000", "Host": "localhost:8000"},
@@ -198,6 +203,20 @@ OWN_PAGES = [
 @pytest.mark.parametrize("client", HERE)
 def test_without_a_token_clients_on_this_host_may(client: str) -> None:
     check_loopback(client, {"host": "the-name-of-this-host:8000"})
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "127.0.0.1:8000", "[::1]:8000", "10.0.0.1", "engine", "a.localhost:1", ""]
+)
+def test_names_that_no_other_site_can_have(host: str) -> None:
+    check_loopback("127.0.0.1", {"host": host})
+
+
+def test_the_name_of_this_host_may_be_a_full_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "Node7.example.org")
+    check_loopback("127.0.0.1", {"host": "node7.example.org:8000"})
+    with pytest.raises(LoopbackOnly, match="Host"):
+        check_loopback("127.0.0.1", {"host": "node8.example.org:8000"})
 
 
 @pytest.mark.parametrize("client", ELSEWHERE)
