@@ -101,9 +101,9 @@ class Link:
         Raises:
             SyncFailed: The engine refused or could not be reached.
         """
-        # Without a digest, what was committed unnoticed would be taken for a part of this.
-        least = self.server.tried + 1 if self._digest is None else 0
-        full, version, manner = step.full or self.suspect, max(step.version, least), self._manner
+        full, version, manner = step.full or self.suspect, step.version, self._manner
+        if full or self._digest is None:  # it would not be seen that another sync led there
+            version = max(version, self.server.tried + 1)
         while True:
             try:
                 return self._send(step, version, manner, full=full)

@@ -744,7 +744,7 @@ def test_an_engine_that_commits_other_bytes_is_told_of_and_gets_a_full_sync(full
     with pytest.raises(SyncFailed, match="DeltaError"):
         sender.sync(model.items())
     report = sender.sync(model.items())  # unchanged: as a delta it would be empty
-    assert (report.full, report.version) == (True, 2)
+    assert (report.full, report.version) == (True, 3)  # 2 was tried
     assert engine.holds(model)
     assert not sender.sync(model.items()).full
 
@@ -821,6 +821,22 @@ def test_without_digests_nothing_is_taken_for_what_was_committed_unnoticed(
     assert engine.holds(model)
     train(model, 1)
     assert not sender.sync(model.items()).full
+    assert engine.holds(model)
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+def test_a_full_sync_after_one_whose_answer_was_lost(changed: int, naps: list[float]) -> None:
+    """Some of its parts are those of that one."""
+    model = model_of(tensors=2)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, bucket_bytes=1)
+    engine.faults = dict.fromkeys(range(1, 9), loses)
+    train(model)
+    with pytest.raises(SyncFailed, match="ReadTimeout"):
+        sender.sync_full(model.items())
+    model[f"layers.{changed}.weight"].view(-1)[3] += 1
+    report = sender.sync_full(model.items())
+    assert (report.status, report.version) == ("committed", 2)
     assert engine.holds(model)
 
 
