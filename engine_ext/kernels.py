@@ -1,8 +1,9 @@
 """Gather and scatter of single elements, as integers: the only code that writes a live weight.
 
 In host memory the loops are compiled by numba where it is installed, and run without the GIL;
-otherwise they are numpy's indexing. On other devices they are PyTorch's index operators. Each
-element is a cache line of its own, so the compiled loops ask for the lines ahead of their use.
+otherwise they are numpy's indexing. On other devices they are PyTorch's index operators, or Triton
+kernels (see `engine_ext.device`). Each element is a cache line of its own, so the compiled loops
+ask for the lines ahead of their use.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine_ext.compiled import array, compile_loop, made_once
+from engine_ext.device import runs_kernels
 from engine_ext.dtypes import torch_bits_dtype
 
 Bits = NDArray[Any]  # unsigned integers [n]
@@ -210,7 +212,26 @@ def scatter(flat: torch.Tensor, offsets: torch.Tensor, bits: torch.Tensor) -> No
         offsets: int32 or int64 [k] on the same device, each below n, unique.
         bits: [k], dtype and device of `flat`.
     """
-    flat.index_copy_(0, offsets.to(torch.int64), bits)
+    if runs_kernels(flat.device):
+        from engine_ext.device import elements
+
+        elements.put(flat, offsets, bits)
+    else:
+        flat.index_copy_(0, offsets.to(torch.int64), bits)
+
+
+def exchange(flat: torch.Tensor, offsets: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """`scatter`, and the old elements: [k], a copy in host memory."""
+    # Before anything is written: from there on only the device itself can fail.
+    kept = torch.empty(bits.shape, dtype=bits.dtype)
+    if runs_kernels(flat.device):
+        from engine_ext.device import elements
+
+        old = elements.swap(flat, offsets, bits)
+    else:
+        old = flat.index_select(0, offsets)
+        scatter(flat, offsets, bits)
+    return kept.copy_(old)
 
 
 def warm_up() -> None:

@@ -19,11 +19,12 @@ from engine_ext.digest import Digest, change_digest
 from engine_ext.dtypes import NAME_OF_TORCH, TORCH_DTYPE, bits_dtype
 from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.placement import Status
+from engine_ext.places import Place
 from engine_ext.plan import Plan
 from engine_ext.recompute import Recomputed, triggered
 from engine_ext.storage_index import StorageIndex
 from engine_ext.wire import Manifest, ParamDelta, Part
-from engine_ext.writes import Place, StagedParam, Stager, Target, Write, spans
+from engine_ext.writes import StagedParam, Stager, Target, Write, spans
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")

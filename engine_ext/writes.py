@@ -9,113 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine_ext import kernels
+from engine_ext.device import prepare, runs_kernels
 from engine_ext.digest import Digest, change_digest
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.errors import BaseMismatch
 from engine_ext.holders import Box, box_of
-from engine_ext.kernels import Bits, Offsets, bits_of, host_bits
-from engine_ext.locate import Locator
+from engine_ext.kernels import Bits, bits_of, host_bits
+from engine_ext.locate import Locator, offset_dtype
 from engine_ext.placement import Segment
+from engine_ext.places import DeviceElements, HostElements, Place, WholeBox
 from engine_ext.wire import ParamDelta
+from engine_ext.wire.positions import Positions
 
 # Elements that are staged and written at a time by one thread. On the CPU the temporaries stay in
 # a core's cache, and the threads' shares come out even; elsewhere each piece costs some launches.
 _HOST_SPAN = 1 << 16
 _DEVICE_SPAN = 1 << 22
-
-
-class Place(Protocol):
-    """Some elements of live memory."""
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that it takes to know where they lie."""
-
-    def read(self) -> Any:
-        """Their bits, a copy in host memory."""
-
-    def holds(self, bits: Any) -> bool:
-        """Whether these are their bits."""
-
-    def put(self, bits: Any) -> None:
-        """Overwrite them; takes what `read` gives."""
-
-
-@dataclass(slots=True)
-class HostElements:
-    """Single elements of a live tensor in host memory; arguments as of `engine_ext.kernels`."""
-
-    flat: Bits
-    offsets: Offsets
-    shift: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        return self.offsets.nbytes
-
-    def read(self) -> Bits:
-        return kernels.read(self.flat, self.offsets, self.shift)
-
-    def holds(self, bits: Bits) -> bool:
-        return kernels.holds(self.flat, self.offsets, bits, self.shift)
-
-    def put(self, bits: Bits) -> None:
-        kernels.write(self.flat, self.offsets, bits, self.shift)
-
-    def swap(self, bits: Bits) -> Bits:
-        """`read` and `put` in one pass, which does not fail half-way."""
-        return kernels.swap(self.flat, self.offsets, bits, self.shift)
-
-
-@dataclass(slots=True)
-class DeviceElements:
-    """Single elements of a live tensor on another device, where bits may lie too."""
-
-    flat: torch.Tensor
-    offsets: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.offsets.nbytes
-
-    def read(self) -> torch.Tensor:
-        return kernels.gather(self.flat, self.offsets).cpu()
-
-    def holds(self, bits: torch.Tensor) -> bool:
-        return torch.equal(kernels.gather(self.flat, self.offsets), bits.to(self.flat.device))
-
-    def put(self, bits: torch.Tensor) -> None:
-        kernels.scatter(self.flat, self.offsets, bits.to(self.flat.device))
-
-
-@dataclass(slots=True)
-class WholeBox:
-    """All of a segment whose elements lie as the loader wrote them; bits have its shape."""
-
-    segment: Segment
-
-    @property
-    def nbytes(self) -> int:
-        return 0
-
-    def _box(self) -> torch.Tensor:
-        return bits_of(self.segment.live_view())
-
-    def read(self) -> torch.Tensor:
-        return self._box().cpu().clone()
-
-    def holds(self, bits: torch.Tensor) -> bool:
-        return torch.equal(self._box(), bits.to(self.segment.live.tensor.device))
-
-    def put(self, bits: torch.Tensor) -> None:
-        self._box().copy_(bits)
 
 
 @dataclass(slots=True)
@@ -154,11 +69,12 @@ class Write:
 
     def put(self) -> None:
         """Write the new bits."""
-        if self.keep and self.old is None and isinstance(self.place, HostElements):
-            self.old = self.place.swap(self.new)
+        place = self.place
+        if self.keep and self.old is None and isinstance(place, (HostElements, DeviceElements)):
+            self.old = place.swap(self.new)
         else:
             self.remember()
-            self.place.put(self.new)
+            place.put(self.new)
 
     def undo(self) -> None:
         """Write the old bits; before `put` that may be nothing to do."""
@@ -220,17 +136,31 @@ class Target:
     flat: torch.Tensor
     host: Bits | None
 
-    def find(self, indices: NDArray[np.int64]) -> tuple[Any, HostElements | DeviceElements]:
-        """Which of some ascending indices lie here, and where; see `Locator`."""
-        shift = self.locator.shift
+    def find(
+        self, indices: NDArray[np.int64], sent: Positions | None = None
+    ) -> tuple[Any, HostElements | DeviceElements]:
+        """Which of some ascending indices lie here, and where; see `Locator`.
+
+        Args:
+            indices: int64 [n].
+            sent: what all of them were decoded from, if that is known.
+        """
+        shift, device = self.locator.shift, self.flat.device
         if self.host is not None and shift is not None:
             # As they are: offsets of their own would only cost memory.
             within = self.locator.within(indices)
             return within, HostElements(self.host, indices[within], shift)
+        gaps = sent.gaps() if sent and shift is not None and runs_kernels(device) else None
+        if gaps is not None and shift is not None:
+            from engine_ext.device.gaps import decode
+
+            within = self.locator.within(indices)
+            decoded = decode(*gaps, within, shift, _offset_dtype(self.flat), device)
+            return within, DeviceElements(self.flat, decoded)
         chosen, offsets = self.locator(indices)
         if self.host is not None:
             return chosen, HostElements(self.host, offsets)
-        return chosen, DeviceElements(self.flat, torch.from_numpy(offsets).to(self.flat.device))
+        return chosen, DeviceElements(self.flat, torch.from_numpy(offsets).to(device))
 
 
 def make_targets(
@@ -247,9 +177,14 @@ def make_targets(
     for segment, box in zip(segments, found, strict=True):
         flat = bits_of(segment.live.flat())
         host = host_bits(flat) if flat.device.type == "cpu" else None
+        prepare(flat.dtype, _offset_dtype(flat), flat.device)
         first, dtype = found.index(box), segment.live.tensor.dtype
         targets.append(Target(segment, Locator(segment), holders[box], first, dtype, flat, host))
     return tuple(targets)
+
+
+def _offset_dtype(flat: torch.Tensor) -> torch.dtype:
+    return torch.int32 if offset_dtype(flat.numel()) is np.int32 else torch.int64
 
 
 @dataclass(slots=True)
@@ -323,9 +258,10 @@ class Stager:
             staged.writes += [self._box(delta, target) for target in targets if _in_boxes(target)]
         indices = np.arange(start, stop) if delta.indices is None else delta.indices[start:stop]
         values = delta.values[start:stop]
+        sent = delta.positions if stop - start == delta.nnz else None
         firsts: dict[int, Bits] = {}
         for number, target in enumerate(targets):
-            chosen, place = target.find(indices)
+            chosen, place = target.find(indices, sent)
             new = values[chosen]
             if not new.size:
                 continue
@@ -335,7 +271,7 @@ class Stager:
                 new = new + checkpoint_bits(as_host(gathered), target.dtype, delta.dtype)
             write = _element_write(place, live_bits(new, delta.dtype, target.dtype))
             write.old = gathered
-            if digested or target.host is None:
+            if digested:
                 write.remember()
             if delta.indices is not None or not _in_boxes(target):
                 staged.writes.append(write)

@@ -129,11 +129,7 @@ def decode_gaps(stream: NDArray[np.uint8], width: int, numel: int) -> NDArray[np
     """
     if not stream.size:
         return np.empty(0, np.int64)
-    symbols: NDArray[Any] = stream
-    if width == 2:
-        low, high = stream.reshape(2, -1)
-        symbols = low | high.astype(np.uint16) << 8
-    longest = longest_symbol(width)
+    symbols, longest = joined(stream, width), longest_symbol(width)
     if symbols[-1] == longest:
         raise MalformedPart("the gap stream ends within a gap")
     nnz = int(np.count_nonzero(symbols != longest))
@@ -147,6 +143,15 @@ def decode_gaps(stream: NDArray[np.uint8], width: int, numel: int) -> NDArray[np
     if indices[-1] >= numel:
         raise NotUpdatable("the gaps run past the tensor", numel=numel)
     return indices
+
+
+def joined(stream: NDArray[np.uint8], width: int) -> NDArray[Any]:
+    """The symbols of a stream, unsigned ints of `width` bytes; no copy of single bytes."""
+    if width == 1:
+        return stream
+    low, high = stream.reshape(2, -1)
+    symbols: NDArray[Any] = low | high.astype(np.uint16) << 8
+    return symbols
 
 
 def _symbols(indices: NDArray[np.int64], width: int, largest: int) -> NDArray[Any]:

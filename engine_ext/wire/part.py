@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -29,7 +29,7 @@ from engine_ext.wire.manifest import (
 )
 from engine_ext.wire.narrow import narrow_values
 from engine_ext.wire.planes import read_planes, write_planes
-from engine_ext.wire.positions import decode_positions, encode_positions
+from engine_ext.wire.positions import Positions, decode_positions, encode_positions
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -47,6 +47,7 @@ class ParamDelta:
         values: The new elements' bit patterns, unsigned ints of the dtype's width; [nnz], or
             [numel] where dense. May be a read-only view of the part's buffer.
         differences: The values are new less old bit patterns, modulo the width, and never dense.
+        positions: What `indices` were decoded from, where they were; may be such a view too.
     """
 
     name: str
@@ -55,6 +56,7 @@ class ParamDelta:
     indices: NDArray[np.int64] | None
     values: NDArray[Any]
     differences: bool = False
+    positions: Positions | None = field(default=None, compare=False, repr=False)
 
     @property
     def numel(self) -> int:
@@ -114,6 +116,7 @@ def decode_part(buffer: Buffer, limits: Limits = _DEFAULT_LIMITS) -> Part:
                 _indices(entry, manifest.encoding, stream),
                 own,
                 manifest.encoding == DIFFERENCES,
+                _positions(entry, manifest.encoding, stream),
             )
             for entry, stream, own in zip(manifest.params, streams, own_values, strict=True)
         ),
@@ -127,6 +130,10 @@ def _own_values(header: Header, raw: NDArray[np.uint8]) -> Iterator[NDArray[Any]
     for entry in header.manifest.params:
         own = values[entry.val_start : entry.val_end]
         yield narrow_values(own, wide, entry.dtype, entry.name)
+
+
+def _positions(entry: ParamEntry, encoding: str, raw: NDArray[np.uint8]) -> Positions | None:
+    return None if entry.is_dense else Positions(encoding, raw, entry.pos_width)
 
 
 def _indices(entry: ParamEntry, encoding: str, raw: NDArray[np.uint8]) -> NDArray[np.int64] | None:

@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine_ext.errors import MalformedPart, NotUpdatable
-from engine_ext.wire.gaps import decode_gaps, encode_gaps, stream_bytes
-from engine_ext.wire.manifest import ENCODINGS, PACKED_ENCODINGS, POSITION_WIDTHS
+from engine_ext.wire.gaps import decode_gaps, encode_gaps, joined, stream_bytes
+from engine_ext.wire.manifest import (
+    ENCODINGS,
+    PACKED_ENCODINGS,
+    POSITION_WIDTHS,
+    longest_symbol,
+)
 
-__all__ = ["ENCODINGS", "decode_positions", "encode_positions", "position_bytes"]
+__all__ = ["ENCODINGS", "Positions", "decode_positions", "encode_positions", "position_bytes"]
 
 _GAP_DTYPE: Final[dict[int, np.dtype[Any]]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 # so many gaps of up to 2**32 - 1 cannot overflow the int64 of their running sum
 _MAX_POSITIONS: Final = 2**31 - 1
+
+
+class Positions(NamedTuple):
+    """One param's positions as they travelled, decompressed; arguments of `decode_positions`."""
+
+    encoding: str
+    raw: NDArray[np.uint8]
+    width: int
+
+    def gaps(self) -> tuple[NDArray[Any], int] | None:
+        """What is added up to the indices.
+
+        Returns:
+            Symbols, unsigned ints [n], and the one that skips as many elements with the gap going
+            on, -1 where none does; None where the positions are absolute.
+        """
+        if self.encoding in PACKED_ENCODINGS:
+            return joined(self.raw, self.width), longest_symbol(self.width)
+        return None if self.encoding == "indices" else (self.raw.view(_GAP_DTYPE[self.width]), -1)
 
 
 def encode_positions(encoding: str, indices: NDArray[np.int64]) -> tuple[NDArray[np.uint8], int]:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_ext import kernels
-from engine_ext.writes import DeviceElements
+from engine_ext.places import DeviceElements
 
 from .harness import PROPERTY
 
@@ -78,6 +78,8 @@ def test_elements_by_torch(dtype: torch.dtype) -> None:
     assert flat[[3, 1, 17, 4]].tolist() == [100, 101, 102, 4]
     assert place.holds(new)
     assert not place.holds(old)
+    assert place.swap(old).tolist() == new.tolist()
+    assert flat.tolist() == list(range(20))
 
 
 def test_bits_are_unsigned_and_the_same_memory() -> None:

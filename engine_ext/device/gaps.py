@@ -1,0 +1,119 @@
+"""Gaps to offsets in live memory, on an accelerator: the positions cross the bus as they came.
+
+That is one or two bytes for most elements, where offsets are four or eight. Decoding and writing
+are kernels of their own, because between them lie the old values, the ranks' vote, and an undo that
+needs the offsets too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+
+from engine_ext.device import current
+
+BLOCK: Final = 1024  # symbols of a program
+_SIGNED: Final = {1: np.uint8, 2: np.int16, 4: np.int32}  # the integers that torch works with
+
+
+@triton.jit
+def _symbols(symbols, skip, size, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """A block's symbols, and whether each ends a gap; int64, none beyond the last."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    symbol = tl.load(symbols + at, mask=inside, other=0).to(tl.int64) & ((1 << (8 * WIDTH)) - 1)
+    return symbol, (inside & (symbol != skip)).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["skip", "size"], do_not_specialize_on_alignment=["symbols"])
+def sum_gaps(
+    symbols,
+    skip,
+    size,
+    moves,
+    ends,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """By how much each block moves the index on, and how many gaps end in it."""
+    symbol, ending = _symbols(symbols, skip, size, WIDTH, BLOCK)
+    tl.store(moves + tl.program_id(0), tl.sum(symbol + ending, 0))
+    tl.store(ends + tl.program_id(0), tl.sum(ending, 0))
+
+
+@triton.jit(
+    do_not_specialize=["skip", "size", "first", "last", "shift"],
+    do_not_specialize_on_alignment=["symbols", "offsets"],
+)
+def write_offsets(
+    symbols,
+    skip,
+    size,
+    moves,
+    ends,
+    first,
+    last,
+    shift,
+    offsets,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The offset of each gap's end, of those numbered `first` to below `last`."""
+    symbol, ending = _symbols(symbols, skip, size, WIDTH, BLOCK)
+    moved = symbol + ending
+    block = tl.program_id(0)
+    index = tl.load(moves + block) - tl.sum(moved, 0) + tl.cumsum(moved, 0) - 1
+    number = tl.load(ends + block) - tl.sum(ending, 0) + tl.cumsum(ending, 0) - 1
+    wanted = (ending != 0) & (number >= first) & (number < last)
+    tl.store(offsets + (number - first), (index - shift).to(offsets.dtype.element_ty), mask=wanted)
+
+
+def decode(
+    symbols: NDArray[Any],
+    skip: int,
+    chosen: slice,
+    shift: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """Offsets of the elements that gaps lead to.
+
+    Args:
+        symbols: unsigned ints [n] of 1, 2 or 4 bytes, in host memory, any alignment; checked
+            before: the last one ends a gap, and no index is beyond the tensor.
+        skip: The symbol that skips as many elements, with the gap going on; -1: none does.
+        chosen: Which elements are wanted, by their number; start and stop.
+        shift: Taken from every index.
+        dtype: int32 or int64, that the wanted offsets fit.
+        device: Where they are wanted.
+
+    Returns:
+        [stop - start].
+    """
+    offsets = torch.empty(chosen.stop - chosen.start, dtype=dtype, device=device)
+    if not offsets.numel():
+        return offsets
+    size, width = symbols.size, symbols.itemsize
+    # A copy, because the wire's buffers are read-only and torch has no read-only tensors.
+    sent = torch.from_numpy(symbols.view(_SIGNED[width]).copy()).to(device)
+    grid = (triton.cdiv(size, BLOCK),)
+    sums = torch.empty((2, *grid), dtype=torch.int64, device=device)
+    with current(device):
+        sum_gaps[grid](sent, skip, size, sums[0], sums[1], WIDTH=width, BLOCK=BLOCK)
+        moves, ends = sums.cumsum(1)
+        bounds = chosen.start, chosen.stop, shift
+        write_offsets[grid](
+            sent, skip, size, moves, ends, *bounds, offsets, WIDTH=width, BLOCK=BLOCK
+        )
+    return offsets
+
+
+def warm_up(offsets: torch.dtype, device: torch.device) -> None:
+    """Compile for symbols of every width, and offsets of a dtype."""
+    for width in _SIGNED:
+        decode(np.zeros(1, f"u{width}"), -1, slice(0, 1), 0, offsets, device)

@@ -1,0 +1,103 @@
+"""Where elements of live memory lie: what is read, compared and overwritten there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from engine_ext import kernels
+from engine_ext.kernels import Bits, Offsets, bits_of
+from engine_ext.placement import Segment
+
+
+class Place(Protocol):
+    """Some elements of live memory."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes to know where they lie."""
+
+    def read(self) -> Any:
+        """Their bits, a copy in host memory."""
+
+    def holds(self, bits: Any) -> bool:
+        """Whether these are their bits."""
+
+    def put(self, bits: Any) -> None:
+        """Overwrite them; takes what `read` gives."""
+
+
+@dataclass(slots=True)
+class HostElements:
+    """Single elements of a live tensor in host memory; arguments as of `engine_ext.kernels`."""
+
+    flat: Bits
+    offsets: Offsets
+    shift: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.offsets.nbytes
+
+    def read(self) -> Bits:
+        return kernels.read(self.flat, self.offsets, self.shift)
+
+    def holds(self, bits: Bits) -> bool:
+        return kernels.holds(self.flat, self.offsets, bits, self.shift)
+
+    def put(self, bits: Bits) -> None:
+        kernels.write(self.flat, self.offsets, bits, self.shift)
+
+    def swap(self, bits: Bits) -> Bits:
+        """`read` and `put` in one pass, which does not fail half-way."""
+        return kernels.swap(self.flat, self.offsets, bits, self.shift)
+
+
+@dataclass(slots=True)
+class DeviceElements:
+    """Single elements of a live tensor on another device, where bits may lie too."""
+
+    flat: torch.Tensor
+    offsets: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.offsets.nbytes
+
+    def read(self) -> torch.Tensor:
+        return kernels.gather(self.flat, self.offsets).cpu()
+
+    def holds(self, bits: torch.Tensor) -> bool:
+        return torch.equal(kernels.gather(self.flat, self.offsets), bits.to(self.flat.device))
+
+    def put(self, bits: torch.Tensor) -> None:
+        kernels.scatter(self.flat, self.offsets, bits.to(self.flat.device))
+
+    def swap(self, bits: torch.Tensor) -> torch.Tensor:
+        """`read` and `put` in one pass."""
+        return kernels.exchange(self.flat, self.offsets, bits.to(self.flat.device))
+
+
+@dataclass(slots=True)
+class WholeBox:
+    """All of a segment whose elements lie as the loader wrote them; bits have its shape."""
+
+    segment: Segment
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+    def _box(self) -> torch.Tensor:
+        return bits_of(self.segment.live_view())
+
+    def read(self) -> torch.Tensor:
+        return self._box().cpu().clone()
+
+    def holds(self, bits: torch.Tensor) -> bool:
+        return torch.equal(self._box(), bits.to(self.segment.live.tensor.device))
+
+    def put(self, bits: torch.Tensor) -> None:
+        self._box().copy_(bits)

@@ -1,0 +1,95 @@
+"""The Triton kernels: what they compute, and that they compile.
+
+What they compute is tested in a process of its own, because Triton's interpreter must be chosen
+before Triton is imported; it needs no accelerator. Where there is one, the same tests run on it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine_ext.device import compact, elements, gaps, runs_kernels
+
+ROOT = Path(__file__).parents[2]
+PLACES = ["interpreter", *(["cuda"] if torch.cuda.is_available() else [])]
+BITS = ("*u8", "*i16", "*i32", "*i64")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_kernels_do_what_the_operators_do(place: str) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1" if place == "interpreter" else "0"}
+    options = "-q", "-p", "no:cacheprovider", "-W", "ignore"
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "tests/device/kernels_alone.py"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert " passed" in run.stdout
+
+
+def variants() -> list[Any]:
+    """Each kernel for one kind of tensors here, and for all kinds in the full run."""
+    block = {"BLOCK": 1024}
+    quick, rest = [], []
+    for bits in BITS:
+        for places in ("*i32", "*i64"):
+            elsewhere = {"offsets": places, "count": "i64"}
+            live = dict.fromkeys(("live", "new", "old"), bits)
+            exchange = elements.exchange_elements, {**live, **elsewhere}
+            pair = {"old": bits, "new": bits, "size": "i64"}
+            found = {"ends": "*i64", "start": "i64", "places": places, "was": bits, "now": bits}
+            cases = [
+                (*exchange, {"KEEP": True, **block}),
+                (compact.write_differing, {**pair, **found}, block),
+            ]
+            (quick if (bits, places) == ("*i16", "*i32") else rest).extend(cases)
+            rest.append((*exchange, {"KEEP": False, **block}))
+        counts = {"old": bits, "new": bits, "size": "i64", "counts": "*i32"}
+        (quick if bits == "*i16" else rest).append((compact.count_differing, counts, block))
+    for width, symbols in zip((1, 2, 4), BITS, strict=False):
+        common = {"symbols": symbols, "skip": "i32", "size": "i64", "moves": "*i64", "ends": "*i64"}
+        wide = {"WIDTH": width, **block}
+        written = {**common, **dict.fromkeys(("first", "last", "shift"), "i64"), "offsets": "*i32"}
+        cases = [(gaps.sum_gaps, common, wide), (gaps.write_offsets, written, wide)]
+        (quick if width == 1 else rest).extend(cases)
+    marked = [pytest.param(*case, marks=pytest.mark.full) for case in rest]
+    return [*(pytest.param(*case) for case in quick), *marked]
+
+
+@pytest.mark.parametrize(("kernel", "types", "constants"), variants())
+@pytest.mark.parametrize("capability", [80, pytest.param(90, marks=pytest.mark.full)])
+def test_they_compile_for_a_gpu(
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    capability: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To machine code, by Triton's own compiler and assembler, which need no GPU."""
+    from triton import compile as compile_kernel
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    signature = {n: types.get(n, "constexpr") for n in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    assert compile_kernel(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
+
+
+def test_nothing_else_runs_kernels() -> None:
+    for kind in ("cpu", "meta", "xpu"):
+        assert not runs_kernels(torch.device(kind))
+    assert runs_kernels(torch.device("cuda"))
