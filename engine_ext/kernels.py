@@ -188,6 +188,11 @@ def host_bits(flat: torch.Tensor) -> Bits:
     return found.view(f"u{found.itemsize}")
 
 
+def signed(bits: Bits) -> torch.Tensor:
+    """Unsigned integers in host memory as the integers of the same width that torch works with."""
+    return torch.from_numpy(bits.view(f"i{bits.itemsize}") if bits.itemsize > 1 else bits)
+
+
 def gather(flat: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Elements of a 1-D integer tensor.
 
@@ -200,8 +205,7 @@ def gather(flat: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """
     if flat.device.type != "cpu":
         return flat.index_select(0, offsets)
-    found = read(host_bits(flat), offsets.numpy())
-    return torch.from_numpy(found.view(f"i{found.itemsize}" if found.itemsize > 1 else "u1"))
+    return signed(read(host_bits(flat), offsets.numpy()))
 
 
 def scatter(flat: torch.Tensor, offsets: torch.Tensor, bits: torch.Tensor) -> None:

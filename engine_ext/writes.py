@@ -20,7 +20,7 @@ from engine_ext.digest import Digest, change_digest
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.errors import BaseMismatch
 from engine_ext.holders import Box, box_of
-from engine_ext.kernels import Bits, bits_of, host_bits
+from engine_ext.kernels import Bits, bits_of, host_bits, signed
 from engine_ext.locate import Locator, offset_dtype
 from engine_ext.placement import Segment
 from engine_ext.places import DeviceElements, HostElements, Place, WholeBox
@@ -328,8 +328,7 @@ def _in_boxes(target: Target) -> bool:
 def _element_write(place: HostElements | DeviceElements, new: Bits) -> Write:
     if isinstance(place, HostElements):
         return Write(place, new)
-    signed = np.dtype(f"i{new.itemsize}") if new.itemsize > 1 else new.dtype
-    return Write(place, torch.from_numpy(new.view(signed).copy()).to(place.flat.device))
+    return Write(place, signed(new.copy()).to(place.flat.device))
 
 
 def as_host(bits: Any) -> Bits:

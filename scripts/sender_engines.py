@@ -227,7 +227,8 @@ class MultiSender:
             logged.acknowledge()
 
     def _make_snapshot(self, base: NamedTensors) -> Snapshot:
-        return Snapshot(base, sparse_encoding(self._options.encoding))
+        options = self._options
+        return Snapshot(base, sparse_encoding(options.encoding), options.snapshot_on)
 
     def _make_server(self, url: str) -> Place:
         return Server(url, self._options)
@@ -246,7 +247,7 @@ class DeltaSender:
     Tensors come as (name, tensor) in checkpoint coordinates: unsharded, and named as in the
     Hugging Face checkpoint. They are taken one by one, so a generator that gathers each when asked
     will do; some are compared while others are posted, and none may change before the sync ends.
-    CUDA tensors are brought to the CPU whole and compared there: simple, not fastest.
+    CUDA tensors are compared where they lie (`snapshot_on`); only what differs is brought here.
     Of tied tensors (one storage, several names) one copy is kept; if they ever differ, that is a
     ValueError. So do not yield views of a buffer that is refilled in between. They are sent under
     every name that the engine holds; if it has no plan, under the first.
@@ -275,6 +276,13 @@ class DeltaSender:
         pause_mode, flush_cache: As the endpoint takes them.
         timeout: Seconds, for one request and for waiting until another sync is out of the way.
         client: Used in place of an own one, and not closed.
+        snapshot_on: What CUDA tensors are compared with: a copy of the snapshot that is kept on
+            their ``device``, which takes the model's size there, or the snapshot on the ``host``,
+            in pinned memory, brought up in chunks. ``auto``: on the device where that takes at
+            most half of the memory that is free there at the first sync.
+
+    Raises:
+        ValueError: An option is unknown.
     """
 
     def __init__(
@@ -293,6 +301,7 @@ class DeltaSender:
         flush_cache: bool = True,
         timeout: float = 600.0,
         client: httpx.Client | None = None,
+        snapshot_on: str = "auto",
     ) -> None:
         self._url = url
         self._sender = MultiSender(
@@ -309,6 +318,7 @@ class DeltaSender:
             flush_cache=flush_cache,
             timeout=timeout,
             client=client,
+            snapshot_on=snapshot_on,
         )
 
     def __enter__(self) -> Self:

@@ -62,6 +62,7 @@ class Options:
     flush_cache: bool = True
     timeout: float = 600.0
     client: httpx.Client | None = None
+    snapshot_on: str = "auto"
 
 
 class Place(Protocol):

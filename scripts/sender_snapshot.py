@@ -1,4 +1,7 @@
-"""What the reference sender knows of the weights that engines hold, and how new ones differ."""
+"""What the reference sender knows of the weights that engines hold, and how new ones differ.
+
+Tensors in host memory are compared here, those on a device by `sender_device`.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from engine_ext.digest import Digest
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
 from engine_ext.wire.part import ParamDelta
 from engine_ext.wire.positions import position_bytes
+from sender_device import DeviceSide, is_elsewhere
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Bits = NDArray[Any]  # unsigned ints [n]
@@ -63,20 +67,22 @@ Changes = dict[str, Change]  # by name in the snapshot
 
 
 class Snapshot:
-    """A model, kept as bit patterns on the CPU.
+    """A model, kept as bit patterns in host memory; for tensors on a device maybe there too.
 
     Args:
         base: Tensors in checkpoint coordinates; copied. Of tied ones (one storage, several names)
             one copy is kept, under the first name.
         encoding: One of `engine_ext.wire.positions.ENCODINGS`; where a sparse param would take
             more bytes than a dense one, it is dense.
+        kept_on: One of `sender_device.KEPT_ON`.
 
     Attributes:
         tied: further name -> name in the snapshot.
     """
 
-    def __init__(self, base: NamedTensors, encoding: str) -> None:
+    def __init__(self, base: NamedTensors, encoding: str, kept_on: str = "auto") -> None:
         self._encoding = encoding
+        self._devices = DeviceSide(kept_on)
         self._dense: dict[str, ParamDelta] = {}
         self._threads = os.cpu_count() or 1
         self.tied: dict[str, str] = {}
@@ -133,7 +139,7 @@ class Snapshot:
         self, tensors: NamedTensors, pool: Executor, digests: bool
     ) -> Iterator[tuple[str, Change | None]]:
         changes: dict[str, Change | None] = {}
-        begun: deque[tuple[str, ParamDelta, Callable[[], Difference]]] = deque()
+        begun: deque[tuple[str, int, Callable[[], Difference]]] = deque()
         seen: set[str] = set()
 
         def finish() -> tuple[str, Change | None]:
@@ -142,22 +148,34 @@ class Snapshot:
             return kept, changes[kept]
 
         for name, tensor, first in _with_ties(tensors):
-            kept, new = self._known(name, tensor, first), _to_bits(name, tensor)
+            kept = self._known(name, tensor, first)
             if kept in seen:
                 while kept not in changes:
                     yield finish()
+                new = _to_bits(name, tensor)
                 if not np.array_equal(new.values, self.image(kept, changes[kept]).values):
                     raise ValueError(f"{name}: differs from {kept}, which it is tied to or repeats")
                 continue
             seen.add(kept)
-            digested = kept if digests else None
-            wait = begin_compare(self._dense[kept].values, new.values, digested, pool)
-            begun.append((kept, new, wait))
-            while sum(waiting.values.nbytes for _, waiting, _ in begun) > _AHEAD:
+            wait = self._begin(kept, name, tensor, kept if digests else None, pool)
+            begun.append((kept, tensor.nbytes, wait))
+            while sum(nbytes for _, nbytes, _ in begun) > _AHEAD:
                 yield finish()
         while begun:
             yield finish()
         self._refuse_missing(seen)
+
+    def _begin(
+        self, kept: str, name: str, tensor: torch.Tensor, digested: str | None, pool: Executor
+    ) -> Callable[[], Difference]:
+        """Have a tensor compared, where it lies."""
+        old = self._dense[kept]
+        if not is_elsewhere(tensor):
+            return begin_compare(old.values, _to_bits(name, tensor).values, digested, pool)
+        held = self._devices.hold(kept, old.values, tensor.device, self.nbytes)
+        if held is not old.values:
+            self._dense[kept] = replace(old, values=held)
+        return self._devices.begin(kept, held, _flat_bits(tensor), digested)
 
     def _known(self, name: str, tensor: torch.Tensor, first: str | None) -> str:
         """The name in the snapshot of a tensor that is to be like the base's."""
@@ -200,7 +218,7 @@ class Snapshot:
 
     def advance(self, changes: Changes) -> None:
         """Make the committed `changes`."""
-        with ThreadPoolExecutor(self._threads) as pool:
+        with self._devices.following(changes), ThreadPoolExecutor(self._threads) as pool:
             for _ in pool.map(self._make, changes.items()):
                 pass
 
@@ -269,5 +287,10 @@ def _to_bits(name: str, tensor: torch.Tensor) -> ParamDelta:
     A contiguous CPU tensor is not copied.
     """
     dtype = _dtype_name(name, tensor)
-    bits = tensor.detach().cpu().contiguous().view(-1).view(torch_bits_dtype(tensor.dtype))
-    return ParamDelta(name, dtype, tuple(tensor.shape), None, bits.numpy().view(bits_dtype(dtype)))
+    bits = _flat_bits(tensor.cpu()).numpy().view(bits_dtype(dtype))
+    return ParamDelta(name, dtype, tuple(tensor.shape), None, bits)
+
+
+def _flat_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as integers of its width, [numel], row-major, where it lies; no copy if it can."""
+    return tensor.detach().contiguous().view(-1).view(torch_bits_dtype(tensor.dtype))

@@ -70,20 +70,26 @@ def count(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 
 def write(
-    old: torch.Tensor, new: torch.Tensor, ends: torch.Tensor, start: int, dtype: torch.dtype
+    old: torch.Tensor,
+    new: torch.Tensor,
+    ends: torch.Tensor,
+    nnz: int,
+    start: int,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The elements that differ; the host waits for their number.
+    """The elements that differ; nothing is waited for.
 
     Args:
         old, new: as of `count`, and unchanged since.
         ends: what it gave.
+        nnz: the last of `ends`, 0 without any.
         start: the number of the first element.
         dtype: int32 or int64, that the last one's number fits.
 
     Returns:
         Their numbers, ascending, and their old and new bits, [nnz] each.
     """
-    nnz, device = int(ends[-1]) if ends.numel() else 0, old.device
+    device = old.device
     places = torch.empty(nnz, dtype=dtype, device=device)
     was, now = (torch.empty(nnz, dtype=old.dtype, device=device) for _ in range(2))
     if nnz:

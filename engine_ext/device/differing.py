@@ -23,8 +23,16 @@ class Differing(NamedTuple):
     new: torch.Tensor
 
 
+def _at_once(there: torch.Tensor) -> Callable[[], torch.Tensor]:
+    return lambda: there
+
+
 def begin_differing(
-    old: torch.Tensor, new: torch.Tensor, start: int, dtype: torch.dtype
+    old: torch.Tensor,
+    new: torch.Tensor,
+    start: int,
+    dtype: torch.dtype,
+    bring: Callable[[torch.Tensor], Callable[[], torch.Tensor]] = _at_once,
 ) -> Callable[[], Differing]:
     """Have two tensors compared on the thread's current stream of their device.
 
@@ -33,6 +41,8 @@ def begin_differing(
             until the result has been used.
         start: the number of the first element.
         dtype: of the places; int32 where the last element's number allows it.
+        bring: begins to copy to host memory, as of `engine_ext.device.streams.Copies`; where it
+            does, what is launched after this call is not waited for.
 
     Returns:
         What waits for the number of those that differ, and has them written down.
@@ -47,7 +57,8 @@ def begin_differing(
     from engine_ext.device import compact
 
     ends = compact.count(old, new)
-    return lambda: Differing(*compact.write(old, new, ends, start, dtype))
+    nnz = bring(ends[-1:])
+    return lambda: Differing(*compact.write(old, new, ends, int(nnz().sum()), start, dtype))
 
 
 def _by_operators(

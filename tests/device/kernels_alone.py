@@ -6,8 +6,8 @@ Under Triton's interpreter on the CPU (``TRITON_INTERPRET=1``), else on the CUDA
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from unittest import mock
 
@@ -17,6 +17,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import sender_device
+import sender_snapshot
 from engine_ext import device, kernels, writes
 from engine_ext.device import compact, differing, elements, gaps
 from engine_ext.device.differing import begin_differing
@@ -24,6 +26,7 @@ from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.wire import decode_part, encode_part
 from engine_ext.wire.gaps import encode_gaps
 from engine_ext.wire.positions import Positions, decode_positions, encode_positions
+from sender_snapshot import Snapshot
 from tests.core.harness import (
     attempt,
     base_checkpoint,
@@ -38,18 +41,22 @@ from tests.core.toy import ColumnShard, FusedQkv, PlainCopy, RowShard, ToyModel
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda:0")
 BLOCK = 16
-QUICK = settings(deadline=None, database=None, max_examples=12)
+QUICK = settings(deadline=None, database=None, max_examples=10)
 BITS = [torch.uint8, torch.int16, torch.int32, torch.int64]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _small_blocks() -> Iterator[None]:
-    """Borders of blocks in little data; and the kernels, whatever the tensors are on."""
-    with ExitStack() as stack:
+    """Borders of blocks in little data; and the kernels, whatever the tensors are on.
+
+    The host's loops are numpy's: they are not what is tested, and numba takes its time to start.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "numba", None)
         for module in (compact, gaps, elements):
-            stack.enter_context(mock.patch.object(module, "BLOCK", BLOCK))
+            patch.setattr(module, "BLOCK", BLOCK)
         for module in (device, differing, kernels, writes):
-            stack.enter_context(mock.patch.object(module, "runs_kernels", return_value=True))
+            patch.setattr(module, "runs_kernels", lambda device: True)
         yield
 
 
@@ -227,3 +234,24 @@ def test_applied_and_taken_back(model: type[ToyModel], encoding: str, digested: 
     # What is not one run in the checkpoint, as a column shard, is located on the host.
     runs = sum(t.locator.shift is not None for ts in targets.values() for t in ts)
     assert decode.call_count == (0 if encoding == "indices" else runs)
+
+
+@pytest.mark.parametrize("kept_on", ["device", "host"])
+def test_as_a_sender_uses_them(kept_on: str) -> None:
+    held = {"w": torch.arange(99, dtype=torch.int32, device=DEVICE).to(torch.bfloat16)}
+    snapshot = Snapshot(held.items(), "gap8_exp", kept_on)
+    with (
+        mock.patch.object(sender_snapshot, "is_elsewhere", return_value=True),
+        mock.patch.object(sender_device, "_CHUNK_BYTES", 64),
+    ):
+        for places in ([0, 31, 32, 50, 98], [1, 31, 97]):
+            new = held["w"].clone()
+            new[places] = -1 - new[places]
+            new[50] = float("nan")  # the second time it stays
+            ((_, change),) = snapshot.read([("w", new)])
+            assert change is not None
+            assert change.places is not None
+            assert change.places.tolist() == places
+            snapshot.advance({"w": change})
+            held = {"w": new}
+        assert list(snapshot.read(held.items())) == [("w", None)]

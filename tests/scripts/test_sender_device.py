@@ -1,0 +1,215 @@
+"""Tensors compared where they lie: what is found is what the comparison in host memory finds.
+
+The tensors here are in host memory and taken for a device's; operators stand for the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sender_device
+import sender_snapshot
+from engine_ext import kernels
+from reference_sender import DeltaSender
+from sender_device import KEPT_ON, DeviceSide
+from sender_snapshot import Change, Snapshot
+from tests.core.harness import changed, random_tensor
+
+Tensors = dict[str, torch.Tensor]
+DTYPES = [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.bool]
+CPU = torch.device("cpu")
+FREE = 1 << 20
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _elsewhere() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sender_snapshot, "is_elsewhere", lambda tensor: True)
+        patch.setattr(sender_device, "free_bytes", lambda device: FREE)
+        patch.setattr(sender_device, "_CHUNK_BYTES", 64)
+        yield
+
+
+def found(snapshot: Snapshot, tensors: Tensors) -> dict[str, Any]:
+    def plain(change: Change | None) -> Any:
+        if change is None:
+            return None
+        arrays = change.places, change.old, change.new
+        shown = [None if a is None else (a.dtype, a.tolist()) for a in arrays]
+        return change.dtype, change.shape, shown, change.digest
+
+    return {kept: plain(change) for kept, change in snapshot.read(tensors.items())}
+
+
+def in_host_memory(old: Tensors, new: Tensors) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sender_snapshot, "is_elsewhere", lambda tensor: False)
+        return found(Snapshot(old.items(), "deltas"), new)
+
+
+def model(size: int, seed: int, *, transposed: bool = False) -> Tensors:
+    made = {f"w{n}": random_tensor((size, 3), d, seed + n) for n, d in enumerate(DTYPES)}
+    return {name: tensor.T if transposed else tensor for name, tensor in made.items()}
+
+
+def step(tensors: Tensors, seed: int, density: float) -> Tensors:
+    return {name: changed(tensor, seed, density) for name, tensor in tensors.items()}
+
+
+@settings(deadline=None, database=None, max_examples=25)
+@given(
+    kept_on=st.sampled_from(KEPT_ON),
+    size=st.sampled_from([1, 2, 11, 22, 43]),
+    density=st.sampled_from([0.0, 0.1, 0.9, 1.0]),
+    transposed=st.booleans(),
+    seed=st.integers(0, 1 << 20),
+)
+def test_syncs_in_a_row(
+    kept_on: str, size: int, density: float, transposed: bool, seed: int
+) -> None:
+    """Each finds what differs from the last that was acknowledged, and not from the last read."""
+    held = model(size, seed, transposed=transposed)
+    snapshot = Snapshot(held.items(), "deltas", kept_on)
+    for number in range(4):
+        new = step(held, seed + number, density)
+        assert found(snapshot, new) == in_host_memory(held, new)
+        if number % 2:
+            changes = {k: c for k, c in snapshot.read(new.items()) if c is not None}
+            snapshot.advance(changes)
+            held = new
+
+
+@pytest.mark.parametrize("kept_on", KEPT_ON)
+def test_nothing_and_a_tensor_without_elements(kept_on: str) -> None:
+    held = {"empty": torch.empty(0, 3, dtype=torch.bfloat16), "w": torch.zeros(40)}
+    snapshot = Snapshot(held.items(), "deltas", kept_on)
+    assert found(snapshot, held) == {"empty": None, "w": None}
+
+
+@pytest.mark.parametrize("kept_on", KEPT_ON)
+def test_bits_and_not_values(kept_on: str) -> None:
+    """A NaN that stays is no change, another NaN is one, and so is -0.0."""
+    held = {"w": torch.tensor([0x7FC0, 0x7FC0, 0, 1], dtype=torch.int16).view(torch.bfloat16)}
+    new = {"w": torch.tensor([0x7FC0, 0x7FC1, -32768, 1], dtype=torch.int16).view(torch.bfloat16)}
+    ((_, change),) = Snapshot(held.items(), "indices", kept_on).read(new.items())
+    assert change is not None
+    assert change.new.tolist()[:3] == [0x7FC0, 0x7FC1, 0x8000]  # too much of it to be sparse
+    assert change.old.tolist() == [0x7FC0, 0x7FC0, 0, 1]
+
+
+@pytest.mark.parametrize("kept_on", KEPT_ON)
+def test_tied_tensors(kept_on: str) -> None:
+    weight = random_tensor((40,), torch.bfloat16, 0)
+    snapshot = Snapshot([("w", weight), ("head", weight)], "deltas", kept_on)
+    new = changed(weight, 1, 0.1)
+    assert found(snapshot, {"w": new, "head": new}) == in_host_memory({"w": weight}, {"w": new})
+    with pytest.raises(ValueError, match="head: differs from w"):
+        found(snapshot, {"w": new, "head": changed(new, 2, 0.1)})
+
+
+# --- where the copy is ---
+
+
+def made_ready(kept_on: str, nbytes: int) -> tuple[DeviceSide, np.ndarray[Any, Any]]:
+    side, held = DeviceSide(kept_on), np.zeros(40, np.uint16)
+    assert side.hold("w", held, CPU, nbytes) is held
+    return side, held
+
+
+@pytest.mark.parametrize(
+    ("kept_on", "nbytes", "mirrored"),
+    [
+        ("device", 100 * FREE, True),
+        ("host", 1, False),
+        ("auto", FREE // 2, True),
+        ("auto", FREE // 2 + 1, False),
+    ],
+)
+def test_a_copy_is_kept_where_it_was_asked_for(kept_on: str, nbytes: int, mirrored: bool) -> None:
+    side, held = made_ready(kept_on, nbytes)
+    held[3] = 1  # seen only where the device looks at the snapshot itself
+    difference = side.begin("w", held, torch.zeros(40, dtype=torch.int16), None)()
+    assert difference.indices.tolist() == ([] if mirrored else [3])
+    assert difference.change is None
+
+
+def test_the_snapshot_moves_into_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[np.ndarray[Any, Any]] = []
+
+    def pinned(held: np.ndarray[Any, Any], device: torch.device) -> np.ndarray[Any, Any]:
+        if not any(held is one for one in moved):
+            moved.append(held.copy())
+        return moved[-1]
+
+    monkeypatch.setattr(sender_device, "pinned", pinned)
+    held = {"w": torch.zeros(40, dtype=torch.bfloat16)}
+    snapshot = Snapshot(held.items(), "deltas", "host")
+    for number in range(1, 4):
+        new = held["w"].clone()
+        new[number] = 1
+        ((kept, change),) = snapshot.read([("w", new)])
+        assert change is not None
+        snapshot.advance({kept: change})
+        assert snapshot.image("w").values is moved[0]
+        held = {"w": new}
+    assert len(moved) == 1
+
+
+def out_of_memory(*arguments: Any, **options: Any) -> Any:
+    raise torch.OutOfMemoryError("no")
+
+
+def test_a_device_that_is_full_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, new = np.zeros(40, np.uint16), torch.zeros(40, dtype=torch.int16)
+    new[7] = 1
+    sides = {kept_on: DeviceSide(kept_on) for kept_on in ("auto", "device")}
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            sides["device"].hold("w", held, CPU, 1)
+        assert sides["auto"].hold("w", held, CPU, 1) is held
+    assert sides["auto"].begin("w", held, new, None)().indices.tolist() == [7]
+
+
+@pytest.mark.parametrize("broken", ["_make", "_write"])
+def test_a_copy_that_could_not_follow_is_made_anew(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the snapshot was left half-way or its copy was, they are one again."""
+    held = {name: torch.zeros(40, dtype=torch.bfloat16) for name in ("a", "b")}
+    snapshot = Snapshot(held.items(), "deltas", "device")
+    new = step(held, 1, 0.2)
+    changes = {kept: change for kept, change in snapshot.read(new.items()) if change is not None}
+    where: Any = snapshot if broken == "_make" else sender_device
+    whole: Callable[..., None] = getattr(where, broken)
+    calls: list[int] = []
+
+    def second_fails(*arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("cut short")
+        whole(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(where, broken, second_fails)
+        with pytest.raises(RuntimeError, match="cut short"):
+            snapshot.advance(changes)
+    images = {name: snapshot.image(name).values for name in held}
+    for target in (held, new):
+        for kept, change in snapshot.read(target.items()):
+            bits = kernels.host_bits(kernels.bits_of(target[kept]))
+            places = np.flatnonzero(images[kept] != bits)
+            assert (change is None) == (not places.size)
+            assert np.array_equal(snapshot.image(kept, change).values, bits)
+
+
+def test_an_unknown_place() -> None:
+    with pytest.raises(ValueError, match="'gpu'; it is one of auto, device, host"):
+        DeltaSender("http://nobody", [], snapshot_on="gpu")
