@@ -35,12 +35,9 @@ def write_differences(values: Sequence[NDArray[Any]]) -> NDArray[np.uint8]:
     nibbles: list[NDArray[np.uint8]] = [np.empty(0, np.uint8)]
     escaped: list[NDArray[np.uint8]] = [np.empty(0, np.uint8)]
     for differences in values:
-        sign = differences >> (8 * differences.itemsize - 1)
-        zigzag = differences << 1 ^ (0 - sign)
-        small: NDArray[np.uint8] = np.zeros(zigzag.size + zigzag.size % 2, np.uint8)
-        small[: zigzag.size] = np.minimum(zigzag, _ESCAPE)
-        nibbles.append(small[::2] | np.left_shift(small[1::2], 4))
-        escaped.append(zigzag[zigzag >= _ESCAPE].view(np.uint8))
+        pairs, whole = _zigzag_nibbles(differences)
+        nibbles.append(pairs)
+        escaped.append(whole.view(np.uint8))
     return deflate(np.concatenate(nibbles), np.concatenate(escaped), search=False)
 
 
@@ -82,6 +79,21 @@ def read_differences(raw: NDArray[np.uint8], params: Sequence[ParamEntry]) -> li
     return found
 
 
+def _zigzag_nibbles(differences: NDArray[Any]) -> tuple[NDArray[np.uint8], NDArray[Any]]:
+    """Nibbles, two a byte, and the zigzagged differences that are escaped."""
+    size, width = differences.size, differences.itemsize
+    loops = _loops(width)
+    if loops is not None:
+        pairs: NDArray[np.uint8] = np.empty((size + 1) // 2, np.uint8)
+        whole = np.empty(size, differences.dtype)
+        signed = np.ascontiguousarray(differences).view(f"i{width}")
+        return pairs, whole[: loops.split(signed, pairs, whole)]
+    zigzag = differences << 1 ^ (0 - (differences >> (8 * width - 1)))
+    small: NDArray[np.uint8] = np.zeros(size + size % 2, np.uint8)
+    small[:size] = np.minimum(zigzag, _ESCAPE)
+    return small[::2] | np.left_shift(small[1::2], 4), zigzag[zigzag >= _ESCAPE]
+
+
 def _escapes(pairs: NDArray[np.uint8]) -> NDArray[np.int64]:
     """Which of the nibbles are 15, ascending."""
     loops = _loops(1)
@@ -104,6 +116,23 @@ def _unzigzag_nibbles(pairs: NDArray[np.uint8], number: int, dtype: np.dtype[Any
         out[::2], out[1::2] = pairs & 15, pairs >> 4
         out = out >> 1 ^ (0 - (out & 1))
     return out[:number]
+
+
+def _split_loop(differences: Any, pairs: Any, whole: Any) -> Any:
+    """What numba compiles; returns how many are escaped. `whole` has room for all."""
+    count = 0
+    for k in range(differences.size):
+        signed = np.int64(differences[k])
+        zigzag = np.uint64(signed << 1 ^ signed >> 63)
+        if zigzag >= np.uint64(15):
+            whole[count] = zigzag
+            count += 1
+            zigzag = np.uint64(15)
+        if k % 2:
+            pairs[k // 2] |= np.uint8(zigzag << np.uint64(4))
+        else:
+            pairs[k // 2] = np.uint8(zigzag)
+    return count
 
 
 def _count_loop(pairs: Any) -> Any:
@@ -135,6 +164,7 @@ def _join_loop(pairs: Any, out: Any) -> None:
 
 
 class _Loops(NamedTuple):
+    split: Callable[[Any, Any, Any], int]
     count: Callable[[Any], int]
     find: Callable[[Any, Any], None]
     join: Callable[[Any, Any], None]
@@ -148,8 +178,10 @@ def _loops(width: int) -> _Loops | None:
     except ImportError:
         return None
     nibbles, found = array(types, "uint8"), array(types, "int64", readonly=False)
+    written = array(types, "uint8", readonly=False)
     out = array(types, f"uint{8 * width}", readonly=False)
     return _Loops(
+        compile_loop(_split_loop, types.int64(array(types, f"int{8 * width}"), written, out)),
         compile_loop(_count_loop, types.int64(nibbles)),
         compile_loop(_find_loop, types.void(nibbles, found)),
         compile_loop(_join_loop, types.void(nibbles, out)),

@@ -9,7 +9,7 @@ bytes below do not compress. Nothing is lost by this, whatever the dtype.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,11 +37,9 @@ def write_planes(values: Sequence[NDArray[Any]]) -> _Bytes:
     highest: list[_Bytes] = [none]
     lower: list[_Bytes] = [none]
     for bits in values:
-        width = bits.itemsize
-        rotated = bits << 1 | bits >> (8 * width - 1)
-        planes = rotated.view(np.uint8).reshape(-1, width).T[::-1]
-        highest.append(planes[0])
-        lower.append(planes[1:].reshape(-1))
+        own_highest, own_lower = _split(bits)
+        highest.append(own_highest)
+        lower.append(own_lower)
     return np.concatenate([*lower, deflate(np.concatenate(highest), search=False)])
 
 
@@ -70,17 +68,38 @@ def read_planes(raw: _Bytes, params: Sequence[ParamEntry]) -> list[NDArray[Any]]
     return found
 
 
+def _split(bits: NDArray[Any]) -> tuple[_Bytes, _Bytes]:
+    """The highest bytes [n] of bit patterns [n], and their lower planes [(width - 1) * n]."""
+    width = bits.itemsize
+    loops = _loops() if width == 2 else None
+    if loops is not None:
+        highest, lower = np.empty(bits.size, np.uint8), np.empty(bits.size, np.uint8)
+        loops.split(np.ascontiguousarray(bits), highest, lower)
+        return highest, lower
+    rotated = bits << 1 | bits >> (8 * width - 1)
+    planes = rotated.view(np.uint8).reshape(-1, width).T[::-1]
+    return planes[0], planes[1:].reshape(-1)
+
+
 def _join(highest: _Bytes, lower: _Bytes, dtype: np.dtype[Any]) -> NDArray[Any]:
     """Bit patterns [n] of their highest bytes [n] and their lower planes [(width - 1) * n]."""
     out: NDArray[Any] = np.empty(highest.size, dtype)
-    loop = _loop() if dtype.itemsize == 2 else None
-    if loop is not None:
-        loop(highest, lower, out)
+    loops = _loops() if dtype.itemsize == 2 else None
+    if loops is not None:
+        loops.join(highest, lower, out)
         return out
     rotated = out.view(np.uint8).reshape(-1, dtype.itemsize)
     rotated[:, -1] = highest
     rotated[:, :-1] = lower.reshape(dtype.itemsize - 1, highest.size)[::-1].T
     return out >> 1 | out << (8 * dtype.itemsize - 1)
+
+
+def _split_loop(bits: Any, highest: Any, lower: Any) -> None:
+    """What numba compiles, for patterns of two bytes."""
+    for k in range(bits.size):
+        rotated = bits[k] << np.uint16(1) | bits[k] >> np.uint16(15)
+        highest[k] = rotated >> np.uint16(8) & np.uint16(255)
+        lower[k] = rotated & np.uint16(255)
 
 
 def _join_loop(highest: Any, lower: Any, out: Any) -> None:
@@ -90,17 +109,26 @@ def _join_loop(highest: Any, lower: Any, out: Any) -> None:
         out[k] = rotated >> np.uint16(1) | rotated << np.uint16(15)
 
 
+class _Loops(NamedTuple):
+    split: Callable[[Any, Any, Any], None]
+    join: Callable[[Any, Any, Any], None]
+
+
 @made_once
-def _loop() -> Callable[..., None] | None:
-    """The loop for patterns of two bytes; None without numba."""
+def _loops() -> _Loops | None:
+    """The loops for patterns of two bytes; None without numba."""
     try:
         from numba import types
     except ImportError:
         return None
-    planes, out = array(types, "uint8"), array(types, "uint16", readonly=False)
-    return compile_loop(_join_loop, types.void(planes, planes, out))
+    bits, planes = array(types, "uint16"), array(types, "uint8")
+    written, out = (array(types, kind, readonly=False) for kind in ("uint8", "uint16"))
+    return _Loops(
+        compile_loop(_split_loop, types.void(bits, written, written)),
+        compile_loop(_join_loop, types.void(planes, planes, out)),
+    )
 
 
 def warm_up() -> None:
-    """Compile the loop now, so that the first sync does not wait for it."""
-    _loop()
+    """Compile the loops now, so that the first sync does not wait for it."""
+    _loops()

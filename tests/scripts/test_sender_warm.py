@@ -19,7 +19,7 @@ LOOPS = {
     digest: digest._kernel,
     kernels: kernels._loops,
     gaps: gaps._loops,
-    planes: planes._loop,
+    planes: planes._loops,
     differences: differences._loops,
 }
 

@@ -13,4 +13,4 @@ def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if request.param == "numpy":
         monkeypatch.setattr(gaps, "_loops", lambda width: None)
         monkeypatch.setattr(differences, "_loops", lambda width: None)
-        monkeypatch.setattr(planes, "_loop", lambda: None)
+        monkeypatch.setattr(planes, "_loops", lambda: None)
