@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from engine_ext.compiled import array, compile_loop, made_once
 from engine_ext.dtypes import bits_dtype
 from engine_ext.errors import MalformedPart
+from engine_ext.lines import lowest, ones, teach
 from engine_ext.wire.frame import deflate, inflate
 from engine_ext.wire.manifest import ParamEntry
 
@@ -98,8 +99,10 @@ def _escapes(pairs: NDArray[np.uint8]) -> NDArray[np.int64]:
     """Which of the nibbles are 15, ascending."""
     loops = _loops(1)
     if loops is not None:
-        found = np.empty(loops.count(pairs), np.int64)
-        loops.find(pairs, found)
+        whole = pairs.size // 8 * 8
+        words, rest = pairs[:whole].view(np.uint64), pairs[whole:]
+        found = np.empty(loops.number(words, rest), np.int64)
+        loops.find(words, rest, found)
         return found
     low = np.flatnonzero(pairs & 15 == _ESCAPE)
     high = np.flatnonzero(pairs >= _ESCAPE << 4)
@@ -135,24 +138,35 @@ def _split_loop(differences: Any, pairs: Any, whole: Any) -> Any:
     return count
 
 
-def _count_loop(pairs: Any) -> Any:
+def _escaped(word: Any) -> Any:
+    """The lowest bit of each of 16 nibbles that is 15."""
+    both = word & word >> np.uint64(1)
+    return both & both >> np.uint64(2) & np.uint64(0x1111111111111111)
+
+
+def _count_loop(words: Any, rest: Any) -> Any:
     """What numba compiles; returns how many nibbles are 15."""
     count: Any = 0
-    for k in range(pairs.size):
-        count += np.int64(pairs[k] >= 240) + np.int64(pairs[k] & 15 == 15)
+    for k in range(words.size):
+        count += ones(_escaped(words[k]))
+    for k in range(rest.size):
+        count += ones(_escaped(np.uint64(rest[k])))
     return count
 
 
-def _find_loop(pairs: Any, found: Any) -> None:
+def _find_loop(words: Any, rest: Any, found: Any) -> None:
     """What numba compiles; `found` has room for as many as there are."""
     count = 0
-    for k in range(pairs.size):
-        if pairs[k] & 15 == 15:
-            found[count] = 2 * k
+    for k in range(words.size + rest.size):
+        if k < words.size:
+            first, mask = 16 * k, _escaped(words[k])
+        else:
+            first = 16 * words.size + 2 * (k - words.size)
+            mask = _escaped(np.uint64(rest[k - words.size]))
+        while mask != 0:
+            found[count] = first + lowest(mask) // 4
             count += 1
-        if pairs[k] >= 240:
-            found[count] = 2 * k + 1
-            count += 1
+            mask &= mask - np.uint64(1)
 
 
 def _join_loop(pairs: Any, out: Any) -> None:
@@ -165,8 +179,8 @@ def _join_loop(pairs: Any, out: Any) -> None:
 
 class _Loops(NamedTuple):
     split: Callable[[Any, Any, Any], int]
-    count: Callable[[Any], int]
-    find: Callable[[Any, Any], None]
+    number: Callable[[Any, Any], int]
+    find: Callable[[Any, Any, Any], None]
     join: Callable[[Any, Any], None]
 
 
@@ -175,15 +189,19 @@ def _loops(width: int) -> _Loops | None:
     """The loops for differences of `width` bytes; None without numba."""
     try:
         from numba import types
+        from numba.extending import register_jitable
     except ImportError:
         return None
+    teach()
+    register_jitable(_escaped)
+    words = array(types, "uint64")
     nibbles, found = array(types, "uint8"), array(types, "int64", readonly=False)
     written = array(types, "uint8", readonly=False)
     out = array(types, f"uint{8 * width}", readonly=False)
     return _Loops(
         compile_loop(_split_loop, types.int64(array(types, f"int{8 * width}"), written, out)),
-        compile_loop(_count_loop, types.int64(nibbles)),
-        compile_loop(_find_loop, types.void(nibbles, found)),
+        compile_loop(_count_loop, types.int64(words, nibbles)),
+        compile_loop(_find_loop, types.void(words, nibbles, found)),
         compile_loop(_join_loop, types.void(nibbles, out)),
     )
 
