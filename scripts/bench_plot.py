@@ -20,7 +20,7 @@ _COLOURS = {
     "gap8_exp": "#1f6fb4",
     "gap8_ulp": "#b5338a",
 }
-_FLOORS = {"gap8_exp": "least possible, new values", "gap8_ulp": "least possible, differences"}
+_FLOORS = {"gap8_exp": "--", "gap8_ulp": ":"}
 
 
 def positions_floor(density: Any) -> Any:
@@ -50,12 +50,14 @@ def plot(synthetic: Sequence[Size], real: Sequence[Size], file: Path) -> None:
             values = np.mean([size.floor for size in sizes] - positions_floor(densities))
             grid = np.geomspace(densities.min(), densities.max(), 100)
             floor = values + positions_floor(grid)
-            axes.plot(grid, floor, "--", c=colour, lw=1, label=_FLOORS[encoding])
+            axes.plot(grid, floor, _FLOORS[encoding], c="black", lw=1, zorder=3)
+    axes.plot([], [], "--", c="black", lw=1, label="entropy, new values")
+    axes.plot([], [], ":", c="black", lw=1, label="entropy, differences")
     if real:
         axes.plot([], [], "D", c="black", mfc="none", label="real training steps, small model")
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(ticker.PercentFormatter(1, decimals=1))
     axes.set(xlabel="changed elements", ylabel="bytes per changed element", ylim=(0, None))
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small", ncols=2, loc="upper center", bbox_to_anchor=(0.5, 1.24))
+    figure.legend(fontsize="small", ncols=3, loc="outside upper center")
     figure.savefig(file, dpi=120)
