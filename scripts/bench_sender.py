@@ -36,7 +36,7 @@ from engine_ext import kernels
 from engine_ext.compare import Difference, begin_compare
 from sender_engines import MultiSender
 from sender_http import Server
-from sender_link import SyncReport
+from sender_report import SyncReport
 
 LINKS = {"1 Gbit/s": 125e6, "300 MB/s": 300e6, "10 Gbit/s": 1.25e9}
 SENT_AT = 0.02

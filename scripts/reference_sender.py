@@ -19,9 +19,9 @@ engine ignores and which its digest covers. Ignored ones are left out of every s
 let engine and sender find out that they do not hold the same bytes.
 
 What lies where: `sender_snapshot` compares, `sender_step` hands what is read to whoever sends it,
-`sender_choice` says how a param travels, `sender_http` posts, `sender_link` makes one engine's
-parts (`sender_parts`), `sender_log` writes them into a delta log, `sender_warm` compiles what they
-use, `sender_engines` has the two classes, `sender_cli` the program.
+`sender_choice` says how a param travels, `sender_http` and `sender_poster` post, `sender_link`
+makes one engine's parts (`sender_parts`), `sender_log` writes them into a delta log, `sender_warm`
+compiles what they use, `sender_engines` has the two classes, `sender_cli` the program.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import sys
 from sender_cli import main
 from sender_engines import DeltaSender, MultiSender, SomeFailed
 from sender_http import SyncFailed
-from sender_link import SyncReport
+from sender_report import SyncReport
 from sender_snapshot import NamedTensors
 
 __all__ = [

@@ -20,8 +20,8 @@ from engine_ext.wire.signature import HMAC_KEY_ENVIRONMENT
 from sender_choice import CHOICES, LinkSpeed, sparse_encoding
 from sender_engines import MultiSender, SomeFailed
 from sender_http import Place, Server
-from sender_link import SyncReport
 from sender_log import LogServer
+from sender_report import SyncReport
 from sender_snapshot import MappedSnapshot, NamedTensors, Snapshot
 
 

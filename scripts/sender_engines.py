@@ -14,8 +14,9 @@ import httpx
 from engine_ext.delta_log_writer import LogWriter
 from sender_choice import CHOICES, Manner, sparse_encoding
 from sender_http import Options, Place, Server, SyncFailed
-from sender_link import Committed, Link, SyncReport
+from sender_link import Committed, Link
 from sender_log import LogServer
+from sender_report import SyncReport
 from sender_snapshot import NamedTensors, Snapshot
 from sender_step import Step
 from sender_warm import warm_up
@@ -256,7 +257,7 @@ class DeltaSender:
     machine, then half a second to load them.
 
     Host memory: the snapshot (the model's size), the changes until they are committed (4 bytes
-    plus twice the itemsize for each element), about two parts, and 128 MiB of gathered tensors.
+    plus twice the itemsize for each element), about three parts, and 128 MiB of gathered tensors.
 
     Args:
         url: The engine's root, ``http://host:port``.

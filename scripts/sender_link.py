@@ -20,35 +20,12 @@ from engine_ext.wire.part import encode_part
 from sender_choice import AUTO, Facts, Manner, Pick, escaped_share
 from sender_http import Options, Place, SyncFailed
 from sender_parts import Filling, Piece
+from sender_poster import Poster
+from sender_report import SyncReport
 from sender_snapshot import Change, Changes, Snapshot, payload_bytes
 from sender_step import Step
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SyncReport:
-    """One sync. The model is what is sent when all is sent, so without the ignored tensors."""
-
-    version: int
-    base_version: int
-    nnz: int  # elements sent; a dense param counts with all of its elements
-    numel: int  # elements of the model
-    full_bytes: int  # bytes of the model
-    wire_bytes: int  # bytes of the request bodies, each counted once
-    parts: int
-    encode_ms: float  # everything but posting: reading tensors, comparing, hashing, encoding
-    post_ms: float  # posting the parts, with retries and waits
-    status: str  # "committed" or "already_applied"
-    full: bool
-    digest: str | None  # of the model, now; None where no digest is kept
-    engine: dict[str, Any]  # the engine's last answer
-    picked: dict[str, int]  # params by how they travelled: "gap8_exp" or "gap8_exp, dense", ...
-    link_bytes_per_s: float | None  # as the posts so far have shown it
-
-    @property
-    def density(self) -> float:
-        return self.nnz / max(1, self.numel)
 
 
 class Link:
@@ -213,7 +190,7 @@ class Link:
         return manner.pick(facts, dense, self.server.speed.bytes_per_s)
 
     def _send(self, step: Step, version: int, manner: Manner, *, full: bool) -> Committed:
-        """Encode and post part by part."""
+        """Encode part by part, and post each while the next is encoded."""
         # Before a full sync again: the engine may be another, and our digest may be wrong.
         # Without a plan too: an engine that has no checkpoint gets one with its first sync.
         if full or not self._planned:
@@ -222,45 +199,44 @@ class Link:
         picked: Counter[str] = Counter()
         before, after = self._digest, self._digest or Digest.ZERO
         nnz = wire_bytes = count = 0
-        post_s = 0.0
-        answer: dict[str, Any] = {}
-        for number, (part, last) in enumerate(self._parts(step, manner, full=full)):
-            digests: dict[str, Any] = {}
-            if before is not None:
-                change = self._change(part.pieces)
-                after += change
-                if not full:  # where it is, nobody knows what the engine holds
-                    digests.update(digest_part=change.hex(), digest_before=before.hex())
-                if last:
-                    digests.update(digest_after=after.hex())
-            elif part.encoding == DIFFERENCES:  # they are not taken without
-                digests.update(digest_part=self._change(part.pieces).hex())
-            count += 1
-            metadata = {
-                "encoding": part.encoding,
-                "sync_id": step.sync_id(attempt),
-                "current_version": version,
-                "base_version": None if full else self.version,
-                "part": number,
-                "num_parts": count if last else None,  # nobody knows before all is read
-                "full": full,
-                **digests,
-            }
-            encode = functools.partial(_encode, part.pieces, **metadata)
-            # Engines of which none has missed anything get the same bytes under the same metadata.
-            names = [(piece.name, piece.pick) for piece in part.pieces]
-            owner = id(self) if self.behind and not full else None
-            body = step.body(attempt, (*metadata.items(), *names, owner), encode)
-            nnz += sum(piece.delta.nnz for piece in part.pieces)
-            picked.update(str(piece.pick) for piece in part.pieces)
-            wire_bytes += len(body)
-            part.pieces.clear()  # while it is posted, the following is read
-            step.check()
-            if last and not self._is_log:
-                step.wait_until_logged()
-            post_start = time.perf_counter()
-            answer = self.server.deliver(body, version, number, last)
-            post_s += time.perf_counter() - post_start
+        with Poster(self.server) as poster:
+            for number, (part, last) in enumerate(self._parts(step, manner, full=full)):
+                digests: dict[str, Any] = {}
+                if before is not None:
+                    change = self._change(part.pieces)
+                    after += change
+                    if not full:  # where it is, nobody knows what the engine holds
+                        digests.update(digest_part=change.hex(), digest_before=before.hex())
+                    if last:
+                        digests.update(digest_after=after.hex())
+                elif part.encoding == DIFFERENCES:  # they are not taken without
+                    digests.update(digest_part=self._change(part.pieces).hex())
+                count += 1
+                metadata = {
+                    "encoding": part.encoding,
+                    "sync_id": step.sync_id(attempt),
+                    "current_version": version,
+                    "base_version": None if full else self.version,
+                    "part": number,
+                    "num_parts": count if last else None,  # nobody knows before all is read
+                    "full": full,
+                    **digests,
+                }
+                encode = functools.partial(_encode, part.pieces, **metadata)
+                # Of the same metadata, engines that have missed nothing get the same bytes.
+                names = [(piece.name, piece.pick) for piece in part.pieces]
+                owner = id(self) if self.behind and not full else None
+                body = step.body(attempt, (*metadata.items(), *names, owner), encode)
+                nnz += sum(piece.delta.nnz for piece in part.pieces)
+                picked.update(str(piece.pick) for piece in part.pieces)
+                wire_bytes += len(body)
+                part.pieces.clear()  # while it is posted, the following is read
+                poster.wait()
+                step.check()
+                if last and not self._is_log:
+                    step.wait_until_logged()
+                poster.post(body, version, number, last)
+            answer = poster.wait()
         images = [self._snapshot.image(self._snapshot.kept(name)).values for name in self._names]
         report = SyncReport(
             version=version,
@@ -270,8 +246,8 @@ class Link:
             full_bytes=sum(image.nbytes for image in images),
             wire_bytes=wire_bytes,
             parts=count,
-            encode_ms=(time.perf_counter() - step.started - post_s) * 1e3,
-            post_ms=post_s * 1e3,
+            encode_ms=(time.perf_counter() - step.started - poster.waited_s) * 1e3,
+            post_ms=poster.posting_s * 1e3,
             status=answer["status"],
             full=full,
             digest=None if before is None else after.hex(),

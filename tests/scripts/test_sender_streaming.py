@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import httpx
 import numpy as np
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import sender_engines
+import sender_link
 import sender_snapshot
 from engine_ext import compare, digest, kernels
 from reference_sender import DeltaSender, MultiSender, SomeFailed, SyncFailed
@@ -53,6 +54,36 @@ def test_parts_are_posted_before_all_is_read(full: bool) -> None:
     report = (sender.sync_full if full else sender.sync)(read())
     assert report.parts == 4
     assert engine.holds(model)
+
+
+def test_a_part_is_encoded_while_the_one_before_is_posted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = model_of(tensors=4)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model)
+    encoded = [threading.Event() for _ in range(4)]
+    encode, numbers = sender_link._encode, iter(range(4))
+
+    def tells(*pieces: object, **metadata: object) -> bytes:
+        body = encode(*pieces, **metadata)
+        encoded[next(numbers)].set()
+        return body
+
+    def lingers(number: int) -> Callable[[Handler, httpx.Request], httpx.Response]:
+        def wait(take: Handler, request: httpx.Request) -> httpx.Response:
+            assert encoded[number + 1].wait(30)
+            return take(request)
+
+        return wait
+
+    monkeypatch.setattr(sender_link, "_encode", tells)
+    engine.faults = {number: lingers(number) for number in range(3)}
+    train(model)
+    report = sender.sync(model.items())
+    assert engine.holds(model)
+    assert [part.manifest.part for part in engine.log] == [0, 1, 2, 3]
+    assert report.post_ms > 0
 
 
 def test_the_snapshot_stays_until_the_engine_has_committed() -> None:
