@@ -89,11 +89,11 @@ class Measured:
 
 @dataclass
 class Run:
-    """A live engine, and what it holds."""
+    """A live engine, what it holds, and what it is to hold next; a sync swaps the two."""
 
     process: EngineProcess
     tensors: Tensors
-    density: float
+    other: Tensors
     runs: int
     version: int = 0
 
@@ -102,7 +102,7 @@ class Run:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def syncs(self, encoding: str, speed: float, *, full: bool = False) -> Measured:
-        """The fastest of some syncs, each from the one before.
+        """The fastest of some syncs.
 
         Raises:
             EngineError: The engine did not hold what it had been sent.
@@ -123,8 +123,7 @@ class Run:
         ):
             sender.sync(self.tensors.items())  # asks for the plan, and digests all
             for _ in range(self.runs):
-                self.version = sender.version
-                self.tensors = self._changed()
+                self.tensors, self.other = self.other, self.tensors
                 send = sender.sync_full if full else sender.sync
                 start = time.perf_counter()
                 report = send(self.tensors.items())
@@ -149,14 +148,15 @@ class Run:
             raise EngineError(f"{path}: HTTP {answer.status_code}: {answer.text[:500]}")
         return (time.perf_counter() - start) * 1e3
 
-    def _changed(self) -> Tensors:
-        """The tensors with some elements moved, as in `bench_data`."""
-        rng, changed = np.random.default_rng(self.version), {}
-        for name, tensor in self.tensors.items():
-            bits = tensor.contiguous().view(-1).view(torch.int16).numpy().view(np.uint16)
-            moved = bench_data.change(bits, self.density, rng).view(np.int16)
-            changed[name] = torch.from_numpy(moved).view(torch.bfloat16).view(tensor.shape)
-        return changed
+
+def change(tensors: Tensors, density: float) -> Tensors:
+    """The tensors with some elements moved, as in `bench_data`."""
+    rng, changed = np.random.default_rng(0), {}
+    for name, tensor in tensors.items():
+        bits = tensor.contiguous().view(-1).view(torch.int16).numpy().view(np.uint16)
+        moved = bench_data.change(bits, density, rng).view(np.int16)
+        changed[name] = torch.from_numpy(moved).view(torch.bfloat16).view(tensor.shape)
+    return changed
 
 
 def measure(
@@ -175,7 +175,8 @@ def measure(
     with kind(
         base, enable_delta=True, extra_env=threads, log_path=scratch / "engine.log"
     ) as process:
-        run = Run(process, load_tensors(base), options.density, options.runs)
+        tensors = load_tensors(base)
+        run = Run(process, tensors, change(tensors, options.density), options.runs)
         found: dict[str, dict[str, Measured]] = {link: {} for link in LINKS}
         for way, link in _progress([*SENT_AS, "full"], console):
             encoding = "gap8_exp" if way == "full" else way
