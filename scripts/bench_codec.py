@@ -12,7 +12,8 @@ scattering, in times of scattering alone, both in one thread.
 
 Real deltas come from a few steps of REINFORCE on the demo's policy (3M bf16 weights with fp32
 masters, AdamW), at learning rates that change more or less of them; the floor of their positions is
-per tensor, since tensors differ much in density.
+per tensor, since tensors differ much in density. What positions would cost beside the exponents of
+the old weights, which say how likely an element is to move, is printed too.
 
 The speed of `gap8_exp`, from two snapshots to the part, is compared with `deltas_zstd` made the
 plain way: torch's `!=`, `nonzero` and indexing, numpy's differences, zstd. Both may use as many
@@ -48,6 +49,7 @@ from bench_data import (
     deltas_of,
     floors,
     make_weights,
+    positions_by_exponent,
 )
 from engine_ext import kernels
 from engine_ext.compare import compare
@@ -172,8 +174,10 @@ def measure_synthetic(
     )
 
 
-def measure_real(learning_rate: float, steps: int, repeats: int) -> list[Size]:
-    """All encodings of the last step of a training run."""
+def measure_real(
+    learning_rate: float, steps: int, repeats: int
+) -> tuple[list[Size], tuple[float, float]]:
+    """All encodings of the last step of a training run; `positions_by_exponent`."""
     from bench_training import train
 
     training = train(learning_rate, steps)
@@ -186,7 +190,9 @@ def measure_real(learning_rate: float, steps: int, repeats: int) -> list[Size]:
             values.append(sparse)
             differences.append(replace(sparse, values=found.new - found.old, differences=True))
     floor = floors(values, differences, None)
-    return measure(values, differences, floor, training.density, repeats)
+    pairs = [(old, training.new[name]) for name, old in training.old.items()]
+    sizes = measure(values, differences, floor, training.density, repeats)
+    return sizes, positions_by_exponent(pairs)
 
 
 def compare_speed(old: Bits, new: Bits, threads: int, repeats: int) -> tuple[float, float]:
@@ -246,10 +252,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=100)
     show(f"synthetic, {options.elements:,} elements", sizes, console)
     real: list[Size] = []
+    positions: list[tuple[float, float]] = []
     for learning_rate in LEARNING_RATES if options.real_steps else ():
-        real += measure_real(learning_rate, options.real_steps, options.repeats)
+        some, bits = measure_real(learning_rate, options.real_steps, options.repeats)
+        real += some
+        positions.append(bits)
     if real:
         show("real, by learning rate", real, console)
+        saved = ", ".join(f"{plain:.2f} and {known:.2f}" for plain, known in positions)
+        console.print(f"bits of a position, without and with the old exponents: {saved}")
     if options.plot:
         from bench_plot import plot
 

@@ -109,3 +109,22 @@ def floors(
         False: (positions + entropy(model)) / 8,
         True: (positions + entropy(moved)) / 8,
     }
+
+
+def positions_by_exponent(pairs: Sequence[tuple[Bits, Bits]]) -> tuple[float, float]:
+    """Bits of one changed element's position: by each tensor's density, and by that of the elements
+    with the same exponent, which who holds the old weights may know.
+
+    Args:
+        pairs: the bfloat16 patterns of each tensor before and after.
+    """
+    plain = known = nnz = 0.0
+    for old, new in pairs:
+        exponents, changed = old >> 7 & 255, old != new
+        moved = np.bincount(exponents[changed], minlength=256)
+        kept = np.bincount(exponents[~changed], minlength=256)
+        nnz += moved.sum()
+        plain += entropy(np.array([moved.sum(), kept.sum()])) * old.size
+        present = np.stack([moved, kept], 1)[moved + kept > 0]
+        known += sum(entropy(counts) * counts.sum() for counts in present)
+    return plain / nnz, known / nnz
