@@ -23,7 +23,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -190,6 +190,31 @@ def route(entries: Iterable[Entry], version: int | None) -> list[Entry]:
         if entry.version not in ways or way[0] < ways[entry.version][0]:
             ways[entry.version] = way
     return ways[max(ways)][1] if ways else []
+
+
+def removable(
+    entries: Sequence[Entry], candidates: Iterable[Entry], starts: Iterable[int], newest: int
+) -> tuple[list[Entry], list[int]]:
+    """What nobody needs.
+
+    Args:
+        entries: all of the log.
+        candidates: those that may go.
+        starts: versions from which the newest one must stay reachable.
+        newest: that version.
+
+    Returns:
+        Of the candidates those that are on no way that is needed, and the starts from which there
+        is none even now.
+    """
+    needed: set[Path] = set()
+    stranded = []
+    for start in sorted(set(starts)):
+        way = route(entries, start)
+        if start < newest and (not way or way[-1].version != newest):
+            stranded.append(start)
+        needed.update(entry.folder for entry in way)
+    return [entry for entry in candidates if entry.folder not in needed], stranded
 
 
 def why_not_newer(listing: Listing, version: int | None, bad: Collection[str] = ()) -> str | None:

@@ -19,6 +19,7 @@ FLAGS = [
     "--delta-chunk-bytes",
     "--delta-read-workers",
     "--delta-root",
+    "--delta-log",
     "--delta-spool-dir",
     "--delta-max-body-bytes",
     "--delta-max-uploads",
@@ -30,6 +31,7 @@ FLAGS = [
 ENDPOINTS = [
     ("POST", "/update_weights_delta"),
     ("POST", "/delta_rollback"),
+    ("POST", "/delta_catch_up"),
     ("GET", "/delta_status"),
     ("GET", "/delta_digest"),
 ]

@@ -1,0 +1,309 @@
+"""``delta-log``: list, verify, fold and prune the versions in a delta log."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine_ext.delta_log import (
+    Entry,
+    Listing,
+    list_log,
+    removable,
+    route,
+    version_of,
+    why_not_newer,
+)
+from engine_ext.delta_log_fold import CannotFold, digests_of, fold, read_version
+from engine_ext.delta_log_writer import discard
+from engine_ext.errors import LogDamaged
+from engine_ext.settings import API_KEY_ENVIRONMENT
+from engine_ext.wire.signature import HMAC_KEY_ENVIRONMENT
+
+OK, DAMAGED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    run: Callable[[argparse.Namespace], int] = options.run
+    try:
+        return run(options)
+    except (LogDamaged, CannotFold, FileExistsError) as error:
+        print(f"delta-log: {error}", file=sys.stderr)
+        return DAMAGED
+    except (OSError, ValueError) as error:
+        print(f"delta-log: {type(error).__name__}: {error}", file=sys.stderr)
+        return USAGE
+    except KeyboardInterrupt:
+        print("delta-log: interrupted; every version is there whole or not at all", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="delta-log",
+        description="Look after a delta log: the folder that a sender writes its versions into "
+        "(--delta-log), and that engines replay when they start.",
+        epilog="Exit status: 0 done, 1 something is damaged or cannot be done (it is named), "
+        "2 wrong usage, an unreadable folder or an engine that does not answer, 130 interrupted. "
+        "All commands are safe beside a sender and engines that use the log.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], help: str) -> Any:
+        added = commands.add_parser(name, help=help, description=help)
+        added.add_argument("log", type=Path, metavar="LOG", help="the log's folder")
+        added.set_defaults(run=run)
+        return added
+
+    add = command("list", _list, "Show what lies in a log, from the file names and sizes alone.")
+    add.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+    add = command(
+        "verify",
+        _verify,
+        "Read every part, check and decode it as an engine would (with a key in "
+        f"{HMAC_KEY_ENVIRONMENT} its signature too), and check that the versions join on to each "
+        "other.",
+    )
+    add.add_argument("versions", nargs="*", type=int, metavar="VERSION", help="only these")
+
+    add = command(
+        "fold",
+        _fold,
+        "Write one delta that leads from version FROM to version TO, beside those in between; "
+        "engines take it where it has fewer bytes. Of an element that several versions write, the "
+        "last value counts. Refused where a version sends differences (gap8_ulp).",
+    )
+    add.add_argument("base", type=int, metavar="FROM", help="the version that it begins at")
+    add.add_argument("target", type=int, metavar="TO", help="the version that it leads to")
+
+    add = command(
+        "prune",
+        _prune,
+        "Delete old versions. The newest one stays reachable from the version that engines start "
+        "with, and from that of every engine that is named: nothing on those ways goes. Fold first "
+        "to make a way short.",
+    )
+    add.add_argument("--keep", type=_count, metavar="N", help="leave the newest N versions alone")
+    add.add_argument(
+        "--before", type=int, metavar="VERSION", help="delete only versions older than this one"
+    )
+    add.add_argument(
+        "--base-version",
+        type=int,
+        metavar="N",
+        help="the version of the checkpoint that engines start with (default: the oldest that the "
+        "log leads on from)",
+    )
+    add.add_argument(
+        "--url", action="append", default=[], help="root of a running engine's server; repeatable"
+    )
+    add.add_argument(
+        "--api-key", metavar="TOKEN", help=f"bearer token (default: that in {API_KEY_ENVIRONMENT})"
+    )
+    add.add_argument("--dry-run", action="store_true", help="tell what would go; delete nothing")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"not a positive number: {text!r}")
+    return int(text)
+
+
+def _list(options: argparse.Namespace) -> int:
+    listing = list_log(options.log)
+    rows = [
+        {
+            "folder": entry.folder.name,
+            "version": entry.version,
+            "base_version": entry.base_version,
+            "parts": len(entry.files),
+            "bytes": entry.nbytes,
+            "state": "full" if entry.full else "delta",
+        }
+        for entry in listing.entries
+    ]
+    rows += [{"folder": folder.name, "state": "refused"} for folder in listing.refused]
+    rows += [
+        {"folder": name, "state": "damaged", "reason": why}
+        for name, why in sorted(listing.damaged.items())
+    ]
+    start = _oldest_base(listing)
+    way = route(listing.entries, start)
+    reached = way[-1].version if way else start
+    if options.json:
+        facts = {"base_version": start, "reached": reached, "newest": listing.newest}
+        print(json.dumps({**facts, "folders": rows}, indent=2))
+    else:
+        _print_table(rows)
+        if way:
+            size = sum(entry.nbytes for entry in way)
+            print(f"version {start} leads to {reached} in {len(way)} step(s) of {size:,} bytes")
+    why = why_not_newer(listing, reached)
+    if why is not None:
+        print(f"delta-log: {why}", file=sys.stderr)
+    return DAMAGED if listing.damaged or why else OK
+
+
+def _print_table(rows: Iterable[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("folder", "from", "to", "parts", "bytes", "state")
+    colours = {"damaged": "red", "refused": "dim", "full": "cyan"}
+    for row in rows:
+        state = row["state"] + (f": {row['reason']}" if "reason" in row else "")
+        cells = [row.get(key) for key in ("base_version", "version", "parts")]
+        table.add_row(
+            row["folder"],
+            *("" if cell is None else str(cell) for cell in cells),
+            f"{row['bytes']:,}" if "bytes" in row else "",
+            f"[{colours.get(row['state'], 'green')}]{state}[/]",
+        )
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    listing = list_log(options.log)
+    wanted = set(options.versions)
+    entries = [entry for entry in listing.entries if not wanted or entry.version in wanted]
+    if missing := wanted - {entry.version for entry in entries}:
+        raise LogDamaged(f"not in the log: version {', '.join(map(str, sorted(missing)))}")
+    problems = [] if wanted else [f"{name}: {why}" for name, why in listing.damaged.items()]
+    sound: list[Entry] = []
+    after: dict[int, set[str]] = {}
+    before: list[tuple[Entry, str]] = []
+    for entry in _followed(entries, "verifying"):
+        try:
+            digests = digests_of(read_version(entry))
+        except LogDamaged as damaged:
+            problems.append(f"{entry.folder.name}: {damaged.message}")
+            continue
+        sound.append(entry)
+        if digests.after is not None:
+            after.setdefault(entry.version, set()).add(digests.after)
+        if digests.before is not None:
+            before.append((entry, digests.before))
+    for entry, digest in before:
+        known = after.get(entry.base_version if entry.base_version is not None else -1)
+        if known and digest not in known:
+            problems.append(f"{entry.folder.name}: begins at other weights than the log leads to")
+    if not wanted:
+        start = _oldest_base(listing)
+        way = route(sound, start)
+        why = why_not_newer(listing, way[-1].version if way else start)
+        problems += [] if why is None else [why]
+    for problem in problems:
+        print(problem)
+    print(f"{len(sound)} of {len(entries)} folder(s) are sound")
+    return DAMAGED if problems else OK
+
+
+def _fold(options: argparse.Namespace) -> int:
+    base, target = options.base, options.target
+    if base >= target:
+        raise ValueError(f"FROM must be below TO: {base}, {target}")
+    listing = list_log(options.log)
+    between = [entry for entry in listing.entries if entry.version <= target]
+    way = route(between, base)
+    if not way or way[-1].version != target:
+        raise CannotFold(
+            f"the log does not lead from version {base} to {target}"
+            + (f", only to {way[-1].version}" if way else "")
+        )
+    folder = fold(options.log, way, base, follow=lambda way: _followed(way, "reading"))
+    read_version(next(entry for entry in list_log(options.log).entries if entry.folder == folder))
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    old = sum(entry.nbytes for entry in way)
+    print(f"{folder.name}: {len(way)} version(s) of {old:,} bytes are one of {size:,}")
+    return OK
+
+
+def _prune(options: argparse.Namespace) -> int:
+    if options.keep is None and options.before is None and not options.url:
+        raise ValueError("say what may go: --keep, --before or --url")
+    listing = list_log(options.log)
+    versions = sorted({entry.version for entry in listing.entries})
+    if not versions:
+        print("the log is empty")
+        return OK
+    start = options.base_version if options.base_version is not None else _oldest_base(listing)
+    engines = {url: _engine_version(url, options.api_key) for url in options.url}
+    limits = [version for version in (options.before,) if version is not None]
+    limits += [versions[-options.keep]] if options.keep and options.keep <= len(versions) else []
+    limits += [versions[0]] if options.keep and options.keep > len(versions) else []
+    # What an engine has yet to take is newer than it; everything older is for those that start.
+    limits += [version + 1 for version in engines.values()]
+    candidates = [entry for entry in listing.entries if entry.version < min(limits)]
+    starts = [*engines.values(), *([] if start is None else [start])]
+    gone, stranded = removable(listing.entries, candidates, starts, versions[-1])
+    if start in stranded:
+        newest = versions[-1]
+        raise LogDamaged(f"nothing is deleted: version {start} does not lead to {newest} even now")
+    for url, version in engines.items():
+        if version in stranded:
+            print(f"delta-log: {url} is at {version}: the log has no use for it", file=sys.stderr)
+    for entry in _followed([] if options.dry_run else gone, "deleting"):
+        discard(entry.folder)
+    _tidy(options, listing)
+    size = sum(entry.nbytes for entry in gone)
+    verb = "would be deleted" if options.dry_run else "deleted"
+    print(f"{len(gone)} of {len(listing.entries)} version(s) {verb}, {size:,} bytes")
+    if len(gone) < len(candidates):
+        print(
+            f"{len(candidates) - len(gone)} more are on the way from version {start}; fold them "
+            "first, or say with --base-version which version engines start with"
+        )
+    return OK
+
+
+def _tidy(options: argparse.Namespace, listing: Listing) -> None:
+    """Delete the marks of refused numbers below the newest version, and interrupted deletions."""
+    if options.dry_run:
+        return
+    for folder in listing.refused:
+        if (version_of(folder.name) or 0) < (listing.newest or 0):
+            discard(folder)
+    for folder in options.log.glob(".weight_v*.gone"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _oldest_base(listing: Listing) -> int | None:
+    """The oldest version that the log leads on from; None where it begins with a full one."""
+    bases = [entry.base_version for entry in listing.entries if entry.base_version is not None]
+    return min(bases, default=None)
+
+
+def _engine_version(url: str, api_key: str | None) -> int:
+    import httpx
+
+    token = api_key or os.environ.get(API_KEY_ENVIRONMENT)
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        answer = httpx.get(f"{url.rstrip('/')}/delta_status", headers=headers, timeout=60)
+        answer.raise_for_status()
+        return int(answer.json()["version"])
+    except (httpx.HTTPError, httpx.InvalidURL, KeyError, ValueError) as error:
+        raise OSError(f"{url} does not say its version: {error}") from error
+
+
+def _followed(entries: Sequence[Entry], what: str) -> Iterable[Entry]:
+    """The entries, with a progress bar on a terminal."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return track(entries, what, console=console, transient=True, disable=not console.is_terminal)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,227 @@
+"""The command ``delta-log``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+
+from engine_ext import delta_log_tool
+from engine_ext.delta_log import DONE, list_log, route
+from engine_ext.delta_log_tool import DAMAGED, INTERRUPTED, OK, USAGE, main
+from engine_ext.delta_log_writer import LogWriter
+
+from .test_delta_log_fold import apply, model, same, sparse, write
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """Six versions, each with a change of its own and one of all."""
+    for version in range(1, 7):
+        write(tmp_path, version, [sparse("a", {version: 7 * version, 0: version})])
+    return tmp_path
+
+
+def folders(log: Path) -> list[str]:
+    return sorted(path.name for path in log.iterdir())
+
+
+def reached(log: Path, start: int) -> int | None:
+    way = route(list_log(log).entries, start)
+    return way[-1].version if way else None
+
+
+def flip(log: Path, version: int) -> None:
+    path = log / f"weight_v{version:06d}" / "rank0_flush000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def engines(monkeypatch: pytest.MonkeyPatch, **versions: int) -> list[str | None]:
+    """Engines at these hosts; the tokens that they were asked with."""
+    tokens: list[str | None] = []
+
+    def get(url: str, headers: dict[str, str], **options: object) -> httpx.Response:
+        host = httpx.URL(url).host
+        tokens.append(headers.get("Authorization"))
+        if host not in versions:
+            raise httpx.ConnectError("refused")
+        request = httpx.Request("GET", url)
+        return httpx.Response(200, json={"version": versions[host]}, request=request)
+
+    monkeypatch.setattr(httpx, "get", get)
+    return tokens
+
+
+def test_list(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with LogWriter(log) as writer:
+        writer.refuse(6)
+    assert main(["list", str(log)]) == OK
+    out = capsys.readouterr().out
+    assert "weight_v000003" in out
+    assert "refused" in out
+    assert "version 0 leads to 5 in 5 step(s)" in out
+    assert main(["list", str(log), "--json"]) == OK
+    found = json.loads(capsys.readouterr().out)
+    assert (found["base_version"], found["reached"], found["newest"]) == (0, 5, 5)
+    assert [row["state"] for row in found["folders"]] == ["delta"] * 5 + ["refused"]
+
+
+def test_list_tells_of_a_gap(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (log / "weight_v000003" / DONE).unlink()
+    assert main(["list", str(log)]) == DAMAGED
+    out, err = capsys.readouterr()
+    assert "damaged: it has no DONE" in out
+    assert "leads on from version 2" in err
+
+
+def test_an_empty_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", str(tmp_path)]) == OK
+    assert main(["verify", str(tmp_path)]) == OK
+    assert main(["prune", str(tmp_path), "--keep", "1"]) == OK
+    assert main(["list", str(tmp_path / "nowhere")]) == DAMAGED
+    assert "cannot read" in capsys.readouterr().err
+
+
+def test_verify(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(log)]) == OK
+    assert "6 of 6 folder(s) are sound" in capsys.readouterr().out
+    flip(log, 3)
+    assert main(["verify", str(log)]) == DAMAGED
+    out = capsys.readouterr().out
+    assert "weight_v000003: version 3 of the delta log is damaged" in out
+    assert "leads on from version 2" in out
+    assert "5 of 6" in out
+    assert main(["verify", str(log), "1", "2"]) == OK
+    assert main(["verify", str(log), "3"]) == DAMAGED
+    assert main(["verify", str(log), "9"]) == DAMAGED
+
+
+def test_verify_sees_versions_that_do_not_join(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, 1, [sparse("a", {1: 1})], digest_before="1" * 32, digest_after="2" * 32)
+    write(tmp_path, 2, [sparse("a", {1: 2})], digest_before="2" * 32, digest_after="3" * 32)
+    assert main(["verify", str(tmp_path)]) == OK
+    write(tmp_path, 3, [sparse("a", {1: 3})], digest_before="4" * 32)
+    assert main(["verify", str(tmp_path)]) == DAMAGED
+    assert "weight_v000003: begins at other weights" in capsys.readouterr().out
+
+
+def test_fold(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    singles = [log / f"weight_v{version:06d}" for version in range(2, 6)]
+    expected = apply(model(), log, singles)
+    assert main(["fold", str(log), "1", "5"]) == OK
+    assert "4 version(s)" in capsys.readouterr().out
+    one = log / "weight_v000005_from_v000001"
+    assert same(apply(model(), log, [one]), expected)
+    assert main(["verify", str(log)]) == OK
+    assert main(["fold", str(log), "1", "5"]) == DAMAGED
+    assert "exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ends", "status", "message"),
+    [
+        (("5", "5"), USAGE, "FROM must be below TO"),
+        (("5", "9"), DAMAGED, "only to 6"),
+        (("9", "10"), DAMAGED, "does not lead from version 9"),
+    ],
+)
+def test_fold_says_why_not(
+    log: Path,
+    ends: tuple[str, str],
+    status: int,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["fold", str(log), *ends]) == status
+    assert message in capsys.readouterr().err
+
+
+def test_fold_of_a_damaged_version(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flip(log, 3)
+    before = folders(log)
+    assert main(["fold", str(log), "0", "6"]) == DAMAGED
+    assert "version 3 of the delta log is damaged" in capsys.readouterr().err
+    assert folders(log) == before
+
+
+def test_prune_keeps_the_way_from_the_base(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prune", str(log), "--keep", "2"]) == OK
+    out = capsys.readouterr().out
+    assert "0 of 6 version(s) deleted" in out
+    assert "4 more are on the way from version 0" in out
+    assert main(["fold", str(log), "0", "5"]) == OK
+    assert main(["prune", str(log), "--keep", "2", "--dry-run"]) == OK
+    assert len(folders(log)) == 7
+    assert main(["prune", str(log), "--keep", "2"]) == OK
+    assert folders(log) == ["weight_v000005", "weight_v000005_from_v000000", "weight_v000006"]
+    assert reached(log, 0) == reached(log, 5) == 6
+
+
+def test_prune_below_a_newer_checkpoint(log: Path) -> None:
+    (log / ".weight_v000009.gone").mkdir()  # of an interrupted one
+    assert main(["prune", str(log), "--before", "4", "--base-version", "3"]) == OK
+    assert folders(log) == [f"weight_v{version:06d}" for version in (4, 5, 6)]
+
+
+def test_prune_keeps_what_engines_need(
+    log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = engines(monkeypatch, one=4, two=2)
+    monkeypatch.setenv("DELTA_API_KEY", "secret")
+    urls = ["--url", "http://one:1", "--url", "http://two:1/"]
+    assert main(["prune", str(log), *urls, "--base-version", "6"]) == OK
+    assert folders(log) == [f"weight_v{version:06d}" for version in (3, 4, 5, 6)]
+    assert tokens == ["Bearer secret"] * 2
+    assert main(["prune", str(log), "--url", "http://gone:1", "--keep", "1"]) == USAGE
+    assert "http://gone:1 does not say its version" in capsys.readouterr().err
+    assert len(folders(log)) == 4
+
+
+def test_prune_of_a_broken_log(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (log / "weight_v000003" / DONE).unlink()
+    assert main(["prune", str(log), "--keep", "1"]) == DAMAGED
+    assert "nothing is deleted" in capsys.readouterr().err
+    assert len(folders(log)) == 6
+
+
+def test_prune_removes_old_marks(log: Path) -> None:
+    with LogWriter(log) as writer:
+        writer.refuse(6)
+    assert main(["prune", str(log), "--keep", "3"]) == OK
+    assert "weight_v000006" in folders(log)  # the highest number must stay used
+    write(log, 7, [sparse("a", {1: 2})], base_version=5)
+    assert main(["prune", str(log), "--keep", "3"]) == OK
+    assert "weight_v000006" not in folders(log)
+    assert reached(log, 0) == 7
+
+
+def test_prune_must_be_told_what(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prune", str(log)]) == USAGE
+    assert "--keep, --before or --url" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as exit:
+        main(["prune", str(log), "--keep", "0"])
+    assert exit.value.code == USAGE
+
+
+def test_interrupted(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(delta_log_tool, "discard", interrupted)
+    assert main(["prune", str(log), "--before", "4", "--base-version", "3"]) == INTERRUPTED
+    assert len(folders(log)) == 6
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["prune", "--help"])
+    assert exit.value.code == OK
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--base-version" in shown
+    assert "stays reachable" in shown

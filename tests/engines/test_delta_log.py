@@ -1,0 +1,117 @@
+"""Engines that start from a base checkpoint and a delta log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import tiny_models
+from engine_ext.delta_log_writer import LogWriter
+from engine_process import EngineProcess
+from reference_sender import DeltaSender
+from tests.engines.conftest import fingerprint
+from tests.engines.trainer import Trainer, container, model_digest, split
+
+KINDS = ["vllm", "sglang"]
+
+
+def write_log(log: Path, trainer: Trainer, versions: int) -> None:
+    """What a trainer has published, in parts of several encodings, with the models' digests."""
+    encodings = ("deltas_zstd", "gap8_ulp", "indices")
+    for number in range(versions):
+        before = model_digest(trainer.tensors).hex()
+        groups = split(trainer.step(), 2)
+        metadata = {**trainer.metadata(), "num_parts": "2", "digest_before": before}
+        metadata["digest_after"] = model_digest(trainer.tensors).hex()
+        with LogWriter(log) as writer:
+            draft = writer.begin(trainer.version)
+            for part, changed in enumerate(groups):
+                draft.add(
+                    container(
+                        trainer.tensors,
+                        changed,
+                        encoding=encodings[number % 3],
+                        metadata={**metadata, "part": str(part)},
+                        manifest_checksum=True,
+                        old=trainer.old,
+                    )
+                )
+            draft.finish()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_engine_starts_where_the_log_ends(
+    kind: str,
+    checkpoint: Callable[[str], Path],
+    start: Callable[..., EngineProcess],
+    tmp_path: Path,
+) -> None:
+    log, base = tmp_path / "log", checkpoint("qwen3")
+    trainer = Trainer(tiny_models.load_tensors(base))
+    write_log(log, trainer, 3)
+    fresh = start(kind, tiny_models.save_checkpoint(base, tmp_path / "final", trainer.tensors))
+    expected = fingerprint(fresh)
+    fresh.stop()
+
+    engine = start(kind, base, extra_args=["--delta-log", str(log)])
+    status = engine.delta_status()
+    assert (status["version"], engine.weight_version()) == (3, "3")
+    assert status["delta_log"] == {"folder": str(log), "newest": 3, "problem": None}
+    assert status["staged"] is None
+    assert fingerprint(engine) == expected
+    assert "3 versions replayed" in engine.log_path.read_text()
+
+    tensors = trainer.tensors
+    with DeltaSender(engine.url, tensors.items(), base_version=3, delta_log=log) as sender:
+        trainer.step()
+        report = sender.sync(trainer.tensors.items())
+    assert (report.version, report.full) == (4, False)
+    assert report.digest == model_digest(trainer.tensors).hex()
+    assert engine.get("/delta_digest", params={"scan": "true"}).json()["corrupted"] == []
+
+    # An engine that has fallen behind is brought up by the log.
+    assert engine.post("/delta_rollback").json()["version"] == 3
+    assert engine.post("/delta_catch_up").json()["applied"] == [4]
+    assert engine.delta_status()["digest"] == model_digest(trainer.tensors).hex()
+    assert (engine.delta_status()["version"], engine.weight_version()) == (4, "4")
+    engine.stop()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_engine_stays_before_a_damaged_version(
+    kind: str,
+    tp: int,
+    checkpoint: Callable[[str], Path],
+    start: Callable[..., EngineProcess],
+    tmp_path: Path,
+) -> None:
+    log, base = tmp_path / "log", checkpoint("qwen3")
+    trainer = Trainer(tiny_models.load_tensors(base))
+    write_log(log, trainer, 1)
+    good = dict(trainer.tensors)
+    write_log(log, trainer, 2)
+    damaged = log / "weight_v000002" / "rank0_flush001.safetensors"
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+
+    engine = start(kind, base, tp=tp, extra_args=["--delta-log", str(log)])
+    status = engine.delta_status()
+    assert (status["version"], engine.weight_version()) == (1, "1")
+    assert status["digest"] == model_digest(good).hex()
+    problem = status["delta_log"]["problem"]
+    assert (problem["type"], problem["newest"]) == ("LogDamaged", 3)
+    assert "weight_v000002" in problem["message"]
+    assert "weight_v000002 is of no use" in engine.log_path.read_text()
+    assert engine.complete("the quick", max_tokens=4)["choices"][0]["text"] is not None
+    assert engine.post("/delta_catch_up").status_code == 409
+
+    with DeltaSender(engine.url, good.items(), base_version=1) as sender:
+        assert not sender.sync(trainer.tensors.items()).full
+    assert engine.get("/delta_digest", params={"scan": "true"}).json()["corrupted"] == []
+    assert engine.delta_status()["digest"] == model_digest(trainer.tensors).hex()
+    engine.stop()
