@@ -23,6 +23,7 @@ from engine_ext.errors import (
     WeightsAsleep,
     WriteUndone,
 )
+from engine_ext.history import History
 from engine_ext.hold import Hold
 from engine_ext.ranks import Ranks
 from engine_ext.scatter import StagedPart, UndoLog
@@ -57,6 +58,7 @@ class Receiver:
         self.state = SyncState(base_version, stage_timeout)
         self._hold = Hold()
         self._log_hold = Hold()
+        history = History()
         self._ranks = ranks
         self.adopt(applier)
         self._limits = limits
@@ -83,6 +85,8 @@ class Receiver:
             "rollback": self._rollback,
             "plan": self._plan,
             "digest": self._digest,
+            "note": history.note,
+            "history": history.show,
         }
 
     def adopt(self, applier: Applier) -> None:
@@ -251,6 +255,7 @@ class Receiver:
         earlier = self._undo if continued else []
         self._undo = [*earlier, log] if log is not None and (earlier or not continued) else []
         self.state.commit(uncertain=False)
+        elements = {e.name: e.numel for part in staged for e in part.manifest.params}
         self._last_sync = {
             "version": sync.version,
             "base_version": base,
@@ -259,7 +264,8 @@ class Receiver:
             "apply": apply,
             "parts": len(staged),
             "nnz": sum(part.nnz for part in staged),
-            "tensors": len(set().union(*(part.names for part in staged))),
+            "tensors": len(elements),
+            "elements": sum(elements.values()),
             "commit_ms": round(commit_ms, 3),
             "rollback": bool(self._undo),
             "digest": self._applier.digest.hex(),

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from delta_server.access import check_access
 from delta_server.files import resolve_files
+from delta_server.ledger import as_delta_error
+from delta_server.outcomes import Outcome
 from delta_server.requests import DiskRequest, parse_disk_request, parse_query
 from delta_server.service import DeltaService
 from delta_server.uploads import arriving
@@ -66,7 +66,7 @@ async def update_weights_from_disk(request: Request) -> JSONResponse:
     try:
         response = await _update_from_disk(request)
     except Exception as error:
-        failure = _as_delta_error(error)
+        failure = _known(error)
         return error_response(failure, success=False, message=failure.message)
     response["success"] = True
     response["message"] = f"{response['status']} version {response['version']}"
@@ -74,13 +74,18 @@ async def update_weights_from_disk(request: Request) -> JSONResponse:
 
 
 async def delta_status(request: Request) -> JSONResponse:
-    """Versions, staged parts, certification, last sync; with ``plan=true`` every tensor."""
+    """Versions, staged parts, certification, last sync.
+
+    With ``plan=true`` every tensor; with ``history=true`` what became of the last syncs.
+    """
 
     async def status() -> dict[str, Any]:
         service = _service(request)
         found = await service.status()
         if _flag(request, "plan"):
             found["plan"] = await service.plan()
+        if _flag(request, "history"):
+            found["history"] = await service.ledger.history()
         return found
 
     return await _answered(status())
@@ -127,55 +132,68 @@ def _flag(request: Request, name: str) -> bool:
 
 
 async def _update(request: Request) -> dict[str, Any]:
-    service = _service(request)
-    if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise UnsupportedMedia("a Content-Encoding is not taken; use the encoding deltas_zstd")
-    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type == "application/json":
+    service, outcome = _service(request), Outcome()
+    async with service.ledger.follow(outcome):
+        if request.headers.get("content-encoding", "identity").lower() != "identity":
+            raise UnsupportedMedia("a Content-Encoding is not taken; use the encoding deltas_zstd")
+        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content_type == "application/json":
+            with service.slots.one():
+                disk_request = parse_disk_request(await _json_body(request, service))
+                return await _apply_files(service, disk_request, request, outcome)
+        if content_type != "application/octet-stream":
+            raise UnsupportedMedia(
+                "Content-Type is application/octet-stream or application/json, not "
+                f"{content_type!r}"
+            )
         with service.slots.one():
-            disk_request = parse_disk_request(await _json_body(request, service))
-            return await _apply_files(service, disk_request, request)
-    if content_type != "application/octet-stream":
-        raise UnsupportedMedia(
-            f"Content-Type is application/octet-stream or application/json, not {content_type!r}"
-        )
+            return await _apply_body(service, request, outcome)
+
+
+async def _apply_body(service: DeltaService, request: Request, outcome: Outcome) -> dict[str, Any]:
     options = parse_query(request.query_params)
     key = signing_key()
     verifier = None if key is None else Verifier(key, request.headers.get(SIGNATURE_HEADER))
-    with service.slots.one():
-        start = time.perf_counter()
-        length = _content_length(request)
-        spooled = await service.spool.receive(request.stream(), length, service.pace, verifier)
-        receive_ms = (time.perf_counter() - start) * 1e3
-        # A sender that hangs up must not stop a commit half-way.
-        return await asyncio.shield(
-            asyncio.ensure_future(service.apply_body(spooled, options, receive_ms))
-        )
+    outcome.expected = _content_length(request)
+    spooled = await service.spool.receive(
+        outcome.counted(request.stream()), outcome.expected, service.pace, verifier
+    )
+    outcome.timings["receive_ms"] = outcome.seconds * 1e3
+    # A sender that hangs up must not stop a commit half-way.
+    work = service.apply_body(spooled, options, outcome)
+    done: dict[str, Any] = await asyncio.shield(asyncio.ensure_future(work))
+    return done
 
 
 async def _update_from_disk(request: Request) -> dict[str, Any]:
-    service = _service(request)
-    with service.slots.one():
-        disk_request = parse_disk_request(await _json_body(request, service))
-        if disk_request.load_format != "delta":
-            raise MalformedPart(
-                f"load_format {disk_request.load_format!r} is not served here; use 'delta'"
-            )
-        return await _apply_files(service, disk_request, request)
+    service, outcome = _service(request), Outcome()
+    async with service.ledger.follow(outcome):
+        with service.slots.one():
+            disk_request = parse_disk_request(await _json_body(request, service))
+            if disk_request.load_format != "delta":
+                raise MalformedPart(
+                    f"load_format {disk_request.load_format!r} is not served here; use 'delta'"
+                )
+            return await _apply_files(service, disk_request, request, outcome)
 
 
 async def _apply_files(
-    service: DeltaService, disk_request: DiskRequest, request: Request
+    service: DeltaService, disk_request: DiskRequest, request: Request, outcome: Outcome
 ) -> dict[str, Any]:
     options = disk_request.options(request.query_params)
     paths = resolve_files(disk_request, service.settings.roots)
-    return await asyncio.shield(asyncio.ensure_future(service.apply_files(paths, options)))
+    work = service.apply_files(paths, options, outcome)
+    return await asyncio.shield(asyncio.ensure_future(work))
 
 
 def _service(request: Request) -> DeltaService:
     """The service, for a request that may use it."""
-    check_access(request)
     service: DeltaService = request.app.state.delta_service
+    try:
+        check_access(request)
+    except DeltaError as error:
+        service.ledger.denied(error)
+        raise
     return service
 
 
@@ -197,17 +215,15 @@ async def _answered(work: Awaitable[dict[str, Any]]) -> JSONResponse:
     try:
         return JSONResponse(await work)
     except Exception as error:
-        return error_response(_as_delta_error(error))
+        return error_response(_known(error))
 
 
-def _as_delta_error(error: Exception) -> DeltaError:
-    if isinstance(error, ClientDisconnect):
-        error = MalformedPart("the connection was closed before the body was complete")
-    if isinstance(error, DeltaError):
-        logger.warning("delta update refused: %s: %s", type(error).__name__, error)
-        return error
-    logger.exception("delta update failed", exc_info=error)
-    return DeltaError(f"{type(error).__name__}: {error}")
+def _known(error: Exception) -> DeltaError:
+    """The error as one of the tree; what is none of it is a fault of this program, and logged."""
+    known = as_delta_error(error)
+    if type(known) is DeltaError:
+        logger.error("delta updates: a request failed", exc_info=error)
+    return known
 
 
 def error_response(error: DeltaError, **beside: Any) -> JSONResponse:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from delta_server.commits import Engine, call
+from delta_server.outcomes import Outcome
 from delta_server.processes import is_alive, new_name
 from delta_server.requests import Options
 from engine_ext.delta_log import Entry, Listing, list_log, route, why_not_newer
@@ -173,7 +174,7 @@ class CatchUp:
             flush_cache=options.flush_cache,
         )
         real = [Path(os.path.realpath(path)) for path in entry.paths]
-        answer = await self._service.apply_files(real, at, [str(self._folder)])
+        answer = await self._service.apply_files(real, at, Outcome(), [str(self._folder)])
         if answer["status"] != "committed":
             if answer["status"] == "staged":
                 await call(self._engine, "drop", {})

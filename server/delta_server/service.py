@@ -18,10 +18,12 @@ from typing import Any
 import msgspec
 import xxhash
 
+from delta_server import metrics
 from delta_server.catch_up import CatchUp
 from delta_server.commits import Commits, Engine, call, sum_by_name, total_digest
 from delta_server.files import open_file, verifier_of
-from delta_server.outcome import Outcome
+from delta_server.ledger import Ledger
+from delta_server.outcomes import Outcome
 from delta_server.requests import Options, part_id
 from delta_server.spool import Spool, Spooled
 from delta_server.uploads import Pace, Slots
@@ -45,6 +47,7 @@ class DeltaService:
 
     Attributes:
         commits: what pauses the engine; knows whether generation may be served.
+        ledger: tells of every update.
         spool: where bodies are kept.
         pace: how slowly bodies may come.
         slots: how many updates are taken at once.
@@ -54,6 +57,7 @@ class DeltaService:
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self.settings = settings
         self.commits = Commits(engine)
+        self.ledger = Ledger(engine)
         self._engine = engine
         self.spool = Spool(settings.spool_dir, Limits(max_part_bytes=settings.max_body_bytes))
         self.pace = Pace(settings.stage_timeout, settings.min_upload_rate)
@@ -76,6 +80,7 @@ class DeltaService:
         if len(set(versions)) != 1:
             raise DeltaError(f"the ranks are at different versions: {versions}")
         await self._engine.set_weight_version(str(versions[0]))
+        metrics.set_version(versions[0])
         if self.log is not None:
             await self.log.at_start()
 
@@ -127,6 +132,8 @@ class DeltaService:
         }
         if scan:
             found["corrupted"] = sorted(n for n in tracked if tracked[n] != tensors.get(n))
+            if found["corrupted"]:
+                metrics.count_mismatch()
         return found
 
     async def roll_back(self, options: Options) -> dict[str, Any]:
@@ -136,25 +143,27 @@ class DeltaService:
             Conflict: the old values were not kept. The engine is unchanged.
             CommitFailed: the rollback failed half-way.
         """
-        restored, pause_ms = await self.commits.run("rollback", {}, options)
-        return {
-            "status": "rolled_back",
-            "version": restored["version"],
-            "rolled_back": restored["rolled_back"],
-            "digest": restored["digest"],
-            "timings_ms": {
-                "pause_ms": round(pause_ms, 3),
-                "commit_ms": restored["commit_ms"],
-            },
-        }
+        outcome = Outcome()
+        async with self.ledger.follow(outcome):
+            outcome.phase = "rollback"
+            restored, pause_ms = await self.commits.run("rollback", {}, options)
+            outcome.timings |= {"pause_ms": pause_ms, "commit_ms": restored["commit_ms"]}
+            outcome.ended("rolled_back", {**restored, "base_version": restored["rolled_back"]})
+            return {
+                "status": "rolled_back",
+                "version": restored["version"],
+                "rolled_back": restored["rolled_back"],
+                "digest": restored["digest"],
+                "timings_ms": {k: round(value, 3) for k, value in outcome.timings.items()},
+            }
 
-    async def apply_body(self, spooled: Spooled, options: Options, receive_ms: float) -> Any:
+    async def apply_body(self, spooled: Spooled, options: Options, outcome: Outcome) -> Any:
         """Stage one part, and commit if it completes its sync.
 
         Args:
             spooled: the part; removed from the spool afterwards.
             options: the request's query parameters.
-            receive_ms: how long the body took to arrive.
+            outcome: the request's; it has the time that the body took to arrive.
 
         Returns:
             The JSON object of a successful answer.
@@ -163,43 +172,60 @@ class DeltaService:
             DeltaError: as its class says.
         """
         try:
-            part = part_id(spooled.header.manifest, spooled.identity, options)
-            outcome = Outcome([spooled], receive_ms)
-            async with self._one_by_one([spooled]):
-                return await self._apply([(part, spooled)], options, outcome)
+            async with self.ledger.follow(outcome):
+                outcome.brought([], [spooled])
+                part = part_id(spooled.header.manifest, spooled.identity, options)
+                outcome.brought([part], [spooled])
+                async with self._one_by_one([spooled]):
+                    return await self._apply([(part, spooled)], options, outcome)
         finally:
             spooled.remove()
 
     async def apply_files(
-        self, paths: Sequence[Path], options: Options, roots: Sequence[str] | None = None
-    ) -> Any:
+        self,
+        paths: Sequence[Path],
+        options: Options,
+        outcome: Outcome,
+        roots: Sequence[str] | None = None,
+    ) -> dict[str, Any]:
         """Stage the parts in some files, and commit if they complete their sync.
 
         Args:
             paths: real paths, below `roots`.
             options: the request's.
+            outcome: the request's.
             roots: folders below which files may be read; those of disk requests if None.
 
         Files whose metadata number no parts are one transaction of their own. If they name the
         version the engine is at, those not seen before are applied as its continuation.
         """
-        start = time.perf_counter()
-        spooled = await self._read_files(paths, self.settings.roots if roots is None else roots)
         try:
-            outcome = Outcome(spooled, _ms_since(start))
-            parts = [part_id(s.header.manifest, s.identity, options) for s in spooled]
-            versions = sorted({part.version for part in parts})
-            if len(versions) > 1:
-                raise MalformedPart(f"the files of one request lead to versions {versions}")
-            whole = all(s.header.manifest.part is None for s in spooled)
-            async with self._one_by_one(spooled):
-                if whole:
-                    parts, spooled = await self._as_transaction(parts, spooled)
-                pairs = list(zip(parts, spooled, strict=True))
-                return await self._apply(pairs, options, outcome, whole=whole)
+            async with self.ledger.follow(outcome):
+                start = time.perf_counter()
+                chosen = self.settings.roots if roots is None else roots
+                spooled = await self._read_files(paths, chosen)
+                outcome.brought([], spooled)
+                outcome.timings["receive_ms"] = _ms_since(start)
+                return await self._apply_spooled(spooled, options, outcome)
         finally:
             for part_file in outcome.spooled:
                 part_file.remove()
+
+    async def _apply_spooled(
+        self, spooled: list[Spooled], options: Options, outcome: Outcome
+    ) -> dict[str, Any]:
+        parts = [part_id(s.header.manifest, s.identity, options) for s in spooled]
+        outcome.brought(parts, spooled)
+        versions = sorted({part.version for part in parts})
+        if len(versions) > 1:
+            raise MalformedPart(f"the files of one request lead to versions {versions}")
+        whole = all(s.header.manifest.part is None for s in spooled)
+        async with self._one_by_one(spooled):
+            if whole:
+                parts, spooled = await self._as_transaction(parts, spooled)
+                outcome.parts = parts
+            pairs = list(zip(parts, spooled, strict=True))
+            return await self._apply(pairs, options, outcome, whole=whole)
 
     async def _read_files(self, paths: Sequence[Path], roots: Sequence[str]) -> list[Spooled]:
         gate = asyncio.Semaphore(self.settings.read_workers)
@@ -260,11 +286,12 @@ class DeltaService:
         outcome: Outcome,
         *,
         whole: bool = False,
-    ) -> Any:
+    ) -> dict[str, Any]:
         """Stage some parts and commit; `whole` says that they are all of their sync."""
         last = pairs[-1][0]
         try:
             if await self._stage_all(pairs, outcome, whole=whole):
+                outcome.phase = "commit"
                 return outcome.answer("committed", await self._commit(last, options, outcome))
         except Conflict:
             # Another HTTP process, to which they came too, may have committed them meanwhile. Of a
@@ -286,6 +313,7 @@ class DeltaService:
     ) -> bool:
         """Stage some parts; returns whether their sync is complete."""
         start = time.perf_counter()
+        outcome.phase = "stage"
         complete = False
         for part, spooled in pairs:
             try:
@@ -296,6 +324,7 @@ class DeltaService:
                     await self._drop(part)
                 raise
             outcome.admissions.add(admission)
+            outcome.staged += 1
         outcome.timings["stage_ms"] = _ms_since(start)
         return complete
 

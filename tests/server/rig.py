@@ -413,6 +413,7 @@ class Rig:
         self.engine.events.clear()
 
     def close(self) -> None:
+        self.run(self.service.ledger.settled())
         self.service.spool.close()
         self.engine.close()
         self._loop.run_until_complete(self._loop.shutdown_default_executor())

@@ -736,6 +736,7 @@ def test_status(rig: Rig) -> None:
         "parts": 2,
         "nnz": 3,
         "tensors": 2,
+        "elements": 32,
         "rollback": True,
         "digest": rig.engine.shards[0].digest.hex(),
     }

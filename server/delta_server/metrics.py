@@ -1,0 +1,90 @@
+"""What Prometheus is told of the syncs; it stands in the engine's own ``/metrics``.
+
+The metrics go to the process's default registry, which is the one that the engines serve. An engine
+that has several processes has set ``PROMETHEUS_MULTIPROC_DIR`` before this module is imported (as
+prometheus_client wants it), and adds up what all of them have counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from engine_ext.errors import BaseMismatch, DeltaError
+
+_SECONDS: Final = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300,
+)  # fmt: skip
+_SHARES: Final = (1e-5, 1e-4, 1e-3, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0)
+
+_SYNCS: Final = Counter(
+    "delta_updates_syncs",
+    "Requests to update the weights, by what became of them: committed, staged (parts are "
+    "missing), already_applied, rolled_back, refused, undone, uncertain, unpublished. "
+    "'error' is the type that the answer named.",
+    ["outcome", "error"],
+)
+_DENIED: Final = Counter(
+    "delta_updates_denied", "Requests without the right to use the endpoints.", ["error"]
+)
+_BYTES: Final = Counter("delta_updates_bytes", "Bytes of the parts that have arrived whole.")
+_ELEMENTS: Final = Counter("delta_updates_elements", "Elements that committed syncs have sent.")
+_DENSITY: Final = Histogram(
+    "delta_updates_density",
+    "Elements that a committed sync has sent, of those of the tensors that it names.",
+    buckets=_SHARES,
+)
+_PHASES: Final = Histogram(
+    "delta_updates_phase_seconds",
+    "Seconds of a request, by phase: receive, stage, pause (what generation felt), commit (the "
+    "writes, within the pause).",
+    ["phase"],
+    buckets=_SECONDS,
+)
+_MISMATCHES: Final = Counter(
+    "delta_updates_digest_mismatches",
+    "Syncs and scans that have found other bits in the engine than there should be.",
+)
+_VERSION: Final = Gauge(
+    "delta_updates_version",
+    "The version of the live weights.",
+    multiprocess_mode="mostrecent",
+)
+
+
+def count(record: Mapping[str, Any], error: Exception | None) -> None:
+    """Count what became of one request.
+
+    Args:
+        record: as `delta_server.outcomes.Outcome.record` makes it.
+        error: what it was refused with, or None.
+    """
+    _SYNCS.labels(record["outcome"], record.get("error") or "").inc()
+    _BYTES.inc(record["bytes"])
+    for phase, milliseconds in record["timings_ms"].items():
+        _PHASES.labels(phase.removesuffix("_ms")).observe(milliseconds / 1e3)
+    if record["outcome"] == "committed":
+        _ELEMENTS.inc(record["nnz"])
+        if record["elements"]:
+            _DENSITY.observe(record["nnz"] / record["elements"])
+    if record["outcome"] in ("committed", "rolled_back"):
+        set_version(record["version"])
+    if isinstance(error, BaseMismatch) and "actual" in error.operands:
+        count_mismatch()
+
+
+def count_denied(error: DeltaError) -> None:
+    """Count a request that may not use the endpoints."""
+    _DENIED.labels(type(error).__name__).inc()
+
+
+def count_mismatch() -> None:
+    """Count bits that were not the expected ones."""
+    _MISMATCHES.inc()
+
+
+def set_version(version: int) -> None:
+    """Tell the version of the live weights."""
+    _VERSION.set(version)
