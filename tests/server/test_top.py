@@ -1,0 +1,221 @@
+"""``delta-top``: what it asks, what it shows, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+import pytest
+from rich.console import Console
+
+from delta_server import top
+from engine_ext.settings import API_KEY_ENVIRONMENT
+
+from .rig import VERSION, Rig, app_of, delta_part
+
+
+class FakeEngine(ThreadingHTTPServer):
+    """Answers every request with one body.
+
+    Attributes:
+        answer: status and body.
+        asked: path and Authorization header of every request.
+    """
+
+    def __init__(self) -> None:
+        self.answer: tuple[int, bytes] = (200, b"{}")
+        self.asked: list[tuple[str, str | None]] = []
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: FakeEngine
+
+    def do_GET(self) -> None:
+        self.server.asked.append((self.path, self.headers["Authorization"]))
+        status, body = self.server.answer
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Not on standard error."""
+
+
+@pytest.fixture
+def status(rig: Rig) -> dict[str, Any]:
+    """What a server answers after a sync and a refusal."""
+    rig.send(delta_part(sync_id="a"))
+    rig.send(delta_part(version=VERSION + 5, base_version=VERSION + 4))
+    found: dict[str, Any] = rig.get("/delta_status", params={"history": "true"}).json()
+    return found
+
+
+@pytest.fixture
+def engine(status: dict[str, Any]) -> Iterator[FakeEngine]:
+    with FakeEngine() as server:
+        server.answer = (200, json.dumps(status).encode())
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def shown(seen: list[top.Seen], syncs: int = 10) -> str:
+    console = Console(width=250)
+    with console.capture() as capture:
+        console.print(top.table(seen, syncs))
+    return capture.get()
+
+
+def test_a_real_server(rig: Rig) -> None:
+    rig.send(delta_part(sync_id="a"))
+
+    async def ask() -> top.Seen:
+        transport = httpx.ASGITransport(app_of(rig.service), client=("127.0.0.1", 9))
+        async with httpx.AsyncClient(transport=transport) as client:
+            return await top.ask(client, "http://engine")
+
+    seen = rig.run(ask())
+    assert (seen.state, seen.error) == ("certain", None)
+    [row] = [line for line in shown([seen]).splitlines() if "committed" in line]
+    for cell in ("7 -> 8", " 3 ", "9.38 %"):
+        assert cell in row
+
+
+def test_the_table(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    assert top.main([engine.url, "--once"]) == 0
+    printed = capsys.readouterr().out
+    assert engine.asked == [("/delta_status?history=true", None)]
+    for text in ("in-memory", "certain", "committed", "refused", "VersionConflict: the delta"):
+        assert text in printed
+    assert printed.index("refused") < printed.index("committed")
+    assert top.main([engine.url, "--once", "--syncs", "1"]) == 0
+    assert "committed" not in capsys.readouterr().out
+
+
+def test_json_for_scripts(
+    engine: FakeEngine, status: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    dead = "http://127.0.0.1:9"
+    assert top.main([engine.url + "/", dead, "--json"]) == 1
+    one, other = json.loads(capsys.readouterr().out)
+    assert one == {"url": engine.url, "status": status, "error": None}
+    assert (other["url"], other["status"]) == (dead, None)
+    assert other["error"]
+
+
+def test_the_token(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(API_KEY_ENVIRONMENT, "secret")
+    assert top.main([engine.url, "--once"]) == 0
+    assert [authorization for _, authorization in engine.asked] == ["Bearer secret"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ((401, b'{"error": {"message": "it needs a token"}}'), "401: it needs a token"),
+        ((404, b'{"detail": "Not Found"}'), "404: Not Found"),
+        ((500, b"<html>"), "no delta endpoints"),
+        ((200, b'{"version": 1}'), "no delta endpoints"),
+        ((200, b"[]"), "no delta endpoints"),
+    ],
+)
+def test_what_is_no_engine(
+    engine: FakeEngine,
+    answer: tuple[int, bytes],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    engine.answer = answer
+    assert top.main([engine.url, "--once"]) == 1
+    printed = capsys.readouterr().out
+    assert "unreachable" in printed
+    assert says in printed
+
+
+def test_an_engine_that_does_not_answer_in_time(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.shutdown()
+    assert top.main([engine.url, "--once", "--timeout", "0.05"]) == 1
+    assert "ReadTimeout" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "state", "code"),
+    [
+        ({}, "certain", 0),
+        ({"asleep": True}, "asleep", 0),
+        ({"engine_state": "uncertain"}, "uncertain", 3),
+    ],
+)
+def test_the_state(status: dict[str, Any], changes: Any, state: str, code: int) -> None:
+    seen = [top.Seen("http://engine", {**status, **changes})]
+    assert (seen[0].state, top.exit_status(seen)) == (state, code)
+    assert state in shown(seen)
+    assert top.exit_status([*seen, top.Seen("http://other", None, "gone")]) == 1
+
+
+def test_an_engine_cannot_steer_the_terminal(status: dict[str, Any]) -> None:
+    status["engine"] = "\x1b]0;title\x07[red]x\nnext"
+    printed = shown([top.Seen("http://engine", status)])
+    assert "\x1b" not in printed
+    assert "\x07" not in printed
+    assert "[red]x" in printed
+
+
+@pytest.mark.parametrize(
+    "wrong", [[], ["host:8000"], ["http://h", "--interval", "0"], ["http://h", "--syncs", "-1"]]
+)
+def test_wrong_usage(wrong: list[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        top.main(wrong)
+    assert stopped.value.code == 2
+
+
+def test_it_refreshes_until_ctrl_c(engine: FakeEngine) -> None:
+    terminal, end = pty.openpty()
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "TERM": "xterm",
+        "COLUMNS": "200",
+    }
+    command = [sys.executable, "-m", "delta_server.top", engine.url, "--interval", "0.02"]
+    process = subprocess.Popen(command, stdin=end, stdout=end, stderr=end, env=environment)
+    os.close(end)
+    printed = bytearray()
+    deadline = time.monotonic() + 20
+    try:
+        while len(engine.asked) < 3 and time.monotonic() < deadline:
+            if select.select([terminal], [], [], 0.05)[0]:
+                printed += os.read(terminal, 1 << 16)
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # how a terminal without a program ends
+            while more := os.read(terminal, 1 << 16):
+                printed += more
+        assert process.wait(10) == 0, printed
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+    assert len(engine.asked) >= 3
+    assert b"committed" in printed
+    assert b"Traceback" not in printed
+    assert b"\x1b[?1049l" in printed  # the terminal is as it was
