@@ -114,6 +114,7 @@ def _receiver(loaded: LoadedModel, chosen: Settings, applier: Applier) -> Receiv
         base_version=chosen.base_version,
         stage_timeout=chosen.stage_timeout,
         read_workers=chosen.read_workers,
+        undo_bytes=chosen.undo_bytes,
         limits=Limits(max_part_bytes=chosen.max_body_bytes),
     )
 

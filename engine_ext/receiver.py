@@ -43,6 +43,8 @@ class Receiver:
         stage_timeout: seconds for which a staged sync keeps others out.
         read_workers: threads that read, verify and decode parts.
         limits: bounds for what is decoded.
+        undo_bytes: host memory that the old values of one version may take, its continuations'
+            included.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Receiver:
         stage_timeout: float,
         read_workers: int,
         limits: Limits,
+        undo_bytes: int = 4 << 30,
     ) -> None:
         self.state = SyncState(base_version, stage_timeout)
         self._hold = Hold()
@@ -62,6 +65,7 @@ class Receiver:
         self._ranks = ranks
         self.adopt(applier)
         self._limits = limits
+        self._undo_bytes = undo_bytes
         self._threads = ThreadPoolExecutor(read_workers, thread_name_prefix="delta-stage")
         self._staging: dict[int, Future[StagedPart]] = {}
         # Those of dropped syncs too.
@@ -253,7 +257,8 @@ class Receiver:
             log = None
         continued = sync.continues and sync.version == base
         earlier = self._undo if continued else []
-        self._undo = [*earlier, log] if log is not None and (earlier or not continued) else []
+        kept = [*earlier, log] if log is not None and (earlier or not continued) else []
+        self._undo = kept if sum(one.nbytes for one in kept) <= self._undo_bytes else []
         self.state.commit(uncertain=False)
         elements = {e.name: e.numel for part in staged for e in part.manifest.params}
         self._last_sync = {

@@ -71,6 +71,11 @@ class UndoLog:
     changes: dict[str, Digest]
     live: frozenset[str] = frozenset()
 
+    @property
+    def nbytes(self) -> int:
+        """Host memory that it takes."""
+        return sum(int(old.nbytes) + place.nbytes for place, old in self.writes)
+
 
 class ScatterApplier:
     """Stages and writes deltas on one rank.

@@ -387,6 +387,7 @@ class RecordingApplier:
 
     Attributes:
         undoes: whether a write that failed can be taken back.
+        log: what takes a sync back.
     """
 
     name = "recording"
@@ -397,6 +398,7 @@ class RecordingApplier:
         self.fail: dict[str, Exception] = {}
         self.before_check: Callable[[], object] = lambda: None
         self.undoes = False
+        self.log = UndoLog([], {})
 
     def _step(self, name: str) -> None:
         if name in self.fail:
@@ -435,7 +437,7 @@ class RecordingApplier:
 
     def finish(self, staged: Sequence[StagedPart]) -> UndoLog:
         self._step("finish")
-        return UndoLog([], {})
+        return self.log
 
     def roll_back(self, log: UndoLog) -> None:
         self._step("roll_back")
@@ -448,7 +450,13 @@ class Engine:
     """The receivers of several ranks, called together as an executor calls its workers."""
 
     def __init__(
-        self, appliers: Sequence[Any], folder: Path, *, version: int = 0, timeout: float = 60.0
+        self,
+        appliers: Sequence[Any],
+        folder: Path,
+        *,
+        version: int = 0,
+        timeout: float = 60.0,
+        undo_bytes: int = 1 << 30,
     ) -> None:
         group = Group(len(appliers))
         self.folder = folder
@@ -460,6 +468,7 @@ class Engine:
                 stage_timeout=timeout,
                 read_workers=2,
                 limits=Limits(),
+                undo_bytes=undo_bytes,
             )
             for rank, applier in enumerate(appliers)
         ]

@@ -4,9 +4,11 @@ import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from engine_ext.digest import Digest, tensor_digest
 from engine_ext.errors import NotUpdatable
 from engine_ext.receiver import Receiver
+from engine_ext.scatter import UndoLog
 from engine_ext.wire import Limits, ParamDelta
 
 from . import toy
@@ -247,6 +250,21 @@ def test_handle_never_raises_whatever_it_is_told(calls: list[tuple[str, dict[str
         assert set(answer) in ({"ok"}, {"error"})
         json.dumps(answer)
     assert applier.committed == []
+
+
+def test_continuations_keep_no_more_old_values_than_they_may(tmp_path: Path) -> None:
+    """A version may be continued without end; what takes it back must not grow with that."""
+    ranks = Ranks(tmp_path, undo_bytes=250)
+    for applier in ranks.appliers:
+        place: Any = SimpleNamespace(nbytes=60)
+        applier.log = UndoLog([(place, np.zeros(40, np.uint8))], {})
+    for number, expected in enumerate([True, True, False, False]):
+        data = body(value=number, sync_id=str(number))
+        errors_of(ranks.engine.apply(part_id(data, continues=True), data), none=True)
+        assert {status["can_roll_back"] for status in ranks.engine.status()} == {expected}
+    data = body(2, sync_id="next")
+    errors_of(ranks.engine.apply(part_id(data), data), none=True)
+    assert {status["can_roll_back"] for status in ranks.engine.status()} == {True}
 
 
 # --- what staging refuses ---
