@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -37,6 +38,7 @@ _COLOURS = {
     "refused": "yellow",
 }
 _PHASES = ("receive_ms", "stage_ms", "pause_ms", "commit_ms")
+_TIMES = "ms r/s/p/c"  # of _PHASES
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Seen:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Show the engines until Ctrl-C, or once; returns the exit status."""
-    options = _parser().parse_args(argv)
+    options = _parser().parse_intermixed_args(argv)
     seen: list[Seen] = []
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_show(options, seen))
@@ -102,20 +104,25 @@ def table(seen: Sequence[Seen], syncs: int) -> RenderableType:
         seen: what they answered.
         syncs: how many syncs of each engine.
     """
-    engines = Table("engine", "kind", "ranks", "version", "state", "staged", "digest", "note")
-    history = Table("engine", "at", "outcome", "version", "nnz", "density", "bytes", "parts")
-    for name in _PHASES:
-        history.add_column(name.removesuffix("_ms") + " ms", justify="right")
-    history.add_column("why")
+    engines = _table("engine", "kind", "ranks", "version", "state", "staged", "digest", "note")
+    history = _table("engine", "at", "outcome", "version", "nnz", "density", "bytes", _TIMES, "why")
     for one in seen:
         state = _text(one.state, _COLOURS.get(one.state, "red"))
         if one.status is None:
-            engines.add_row(_text(one.url), *[""] * 3, state, "", "", _text(one.error))
+            engines.add_row(_host(one), *[""] * 3, state, "", "", _text(one.error))
             continue
-        engines.add_row(_text(one.url), *_engine_cells(one.status, state))
+        engines.add_row(_host(one), *_engine_cells(one.status, state))
         for record in one.status["history"][: -syncs - 1 : -1]:
-            history.add_row(_text(one.url), *_sync_cells(record))
+            history.add_row(_host(one), *_sync_cells(record))
     return Group(engines, history) if history.row_count else engines
+
+
+def _table(*names: str) -> Table:
+    """Narrow terminals take from the last column first."""
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in names:
+        made.add_column(name, no_wrap=name != names[-1])
+    return made
 
 
 def _engine_cells(status: dict[str, Any], state: Text) -> list[Text]:
@@ -147,10 +154,13 @@ def _sync_cells(record: dict[str, Any]) -> list[Text]:
         _text(nnz),
         _text(density),
         _text(_size(record["bytes"])),
-        _text(record["parts"]),
-        *(_text(f"{timings[p]:.1f}" if p in timings else "") for p in _PHASES),
+        _text("/".join(_milliseconds(timings.get(phase)) for phase in _PHASES)),
         _text(f"{record['error']}: {record['message']}" if record["error"] else ""),
     ]
+
+
+def _host(one: Seen) -> Text:
+    return _text(one.url.partition("://")[2])
 
 
 def _text(value: Any, style: str = "") -> Text:
@@ -159,6 +169,12 @@ def _text(value: Any, style: str = "") -> Text:
     return Text(
         "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in shown), style
     )
+
+
+def _milliseconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _size(count: float) -> str:
@@ -205,7 +221,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="delta-top",
         description="Show the live weight version of engines with delta updates, and what became "
-        "of their last syncs. Ctrl-C ends it.",
+        "of their last syncs; 'ms r/s/p/c' are the milliseconds in which a sync was received, was "
+        "staged, paused generation, and was written. Ctrl-C ends it.",
         epilog=f"The bearer token is read from {_TOKEN}. Exit status: 0 every engine has answered, "
         "1 some engine has not, 3 the weights of one are uncertain, 2 wrong usage.",
     )

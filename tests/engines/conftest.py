@@ -43,8 +43,8 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., En
 
     def launch(engine: str, model: Path, **options: Any) -> EngineProcess:
         log = tmp_path_factory.mktemp("log") / "engine.log"
-        options = {"enable_delta": True, **options}
-        process = ENGINES[engine](model, log_path=log, **options)
+        options = {"enable_delta": True, "log_path": log, **options}
+        process = ENGINES[engine](model, **options)
         process.__enter__()
         running.append(process)
         return process

@@ -90,7 +90,7 @@ def live(patched: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Li
     base = tiny_models.build("qwen3", folder / "model")
     root = folder / "deltas"
     root.mkdir()
-    arguments = ["--load-format", "delta", "--tokenizer-worker-num", "2"]
+    arguments = ["--load-format", "delta", "--tokenizer-worker-num", "2", "--enable-metrics"]
     engine = SglangProcess(
         base,
         extra_args=[*arguments, "--delta-root", str(root)],
@@ -106,6 +106,23 @@ def live(patched: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Li
 def test_every_http_process_commits(live: Live) -> None:
     for client in [*live.clients, *live.clients]:
         live.post(client)
+
+
+def test_every_http_process_tells_of_all_syncs(live: Live) -> None:
+    query = {"history": "true"}
+    before = len(live.clients[0].get("/delta_status", params=query).json()["history"])
+    for client in live.clients:
+        live.post(client)
+    versions = [live.trainer.version - 1, live.trainer.version]
+    for client in live.clients:
+        history = client.get("/delta_status", params=query).json()["history"]
+        assert len(history) == before + 2
+        assert [sync["version"] for sync in history[-2:]] == versions
+        committed = 'delta_updates_syncs_total{error="",outcome="committed"} '
+        lines = client.get("/metrics").text.splitlines()
+        [counted] = [line for line in lines if line.startswith(committed)]
+        assert float(counted.removeprefix(committed)) == live.trainer.version
+        assert f"delta_updates_version {float(live.trainer.version)}" in lines
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])

@@ -10,12 +10,15 @@ rank is asked next takes the file away. Faults:
 - ``raise_commit``: the next commit raises before it begins, where nothing should.
 - ``flip_a_bit``: of one element of a live parameter, now, as a cosmic ray would. The file has the
   parameter's name and the element's offset.
+- ``show_memory``: no fault. A file ``memory-RANK`` gets what the rank's process keeps, as JSON: see
+  `_memory`.
 - ``hash_model``: no fault. A file ``hashed-RANK`` gets a hash of every tensor that hangs on the
   model, also of those that no checksum of the engine's covers, as JSON by path.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
@@ -68,6 +71,8 @@ def _arm(receiver: Any) -> None:
         _flip(applier, name, int(offset))
     if armed("hash_model") is not None:
         _leave(folder / f"hashed-{rank}", json.dumps(_hashes(applier._model)))
+    if armed("show_memory") is not None:
+        _leave(folder / f"memory-{rank}", json.dumps(_memory(receiver)))
     if armed("raise_commit") is not None:
         _raise_once(receiver)
 
@@ -87,6 +92,29 @@ def _hashes(model: Any) -> dict[str, str]:
         f"{path}.{attribute}": fingerprint(tensor)
         for path, _, attribute, tensor in hanging(model)
         if not tensor.is_meta
+    }
+
+
+def _memory(receiver: Any) -> dict[str, Any]:
+    """What this process keeps: bytes of private memory, spool files that it has mapped, threads,
+    bytes of old values, staged parts, and the address of every tensor that hangs on the model."""
+    from engine_ext.hanging import hanging
+
+    gc.collect()
+    rollup = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    private = sum(int(line.split()[1]) << 10 for line in rollup if line.startswith("Private_"))
+    maps = Path("/proc/self/maps").read_text()
+    return {
+        "private": private,
+        "mapped": maps.count("delta-updates-spool-"),
+        "threads": len(os.listdir("/proc/self/task")),
+        "undo": sum(log.nbytes for log in receiver._undo),
+        "staged": len(receiver._staging) + sum(not one.done() for one in receiver._running),
+        "addresses": {
+            f"{path}.{attribute}": tensor.data_ptr()
+            for path, _, attribute, tensor in hanging(receiver._applier._model)
+            if not tensor.is_meta
+        },
     }
 
 
