@@ -79,7 +79,8 @@ class Link:
             SyncFailed: The engine refused or could not be reached.
         """
         full, version, manner = step.full or self.suspect, step.version, self._manner
-        if full or self._digest is None:  # it would not be seen that another sync led there
+        if full or self._digest is None or self._digested != {*self._names}:
+            # It would not be seen that a sync whose answer was lost led there.
             version = max(version, self.server.tried + 1)
         while True:
             try:

@@ -802,15 +802,16 @@ def test_less_than_was_committed_is_not_taken_for_the_same(naps: list[float]) ->
 @pytest.mark.parametrize("first_full", [False, True])
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("changed", [0, 1])
-@pytest.mark.parametrize("kept", ["digest", "plan", "neither"])
+@pytest.mark.parametrize("kept", ["digest", "plan", "neither", "some"])
 def test_without_digests_nothing_is_taken_for_what_was_committed_unnoticed(
     first_full: bool, full: bool, changed: int, kept: str, naps: list[float]
 ) -> None:
     """The trainer goes back on one tensor after a lost answer."""
     model = model_of(tensors=2)
     old = model[f"layers.{changed}.weight"].clone()
-    engine = Engine.of(model, has_plan=kept == "plan")
-    sender = sender_of(engine, model, bucket_bytes=1, digest=kept == "digest")
+    some = {f"layers.{changed}.weight"} if kept == "some" else set()
+    engine = Engine.of(model, has_plan=kept in ("plan", "some"), undigested=some)
+    sender = sender_of(engine, model, bucket_bytes=1, digest=kept in ("digest", "some"))
     engine.faults = dict.fromkeys(range(1, 9), loses)
     train(model)
     with pytest.raises(SyncFailed, match="ReadTimeout"):
