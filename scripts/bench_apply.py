@@ -136,10 +136,16 @@ def _models(options: argparse.Namespace, folder: Path, step: Any) -> list[LiveMo
     import torch
 
     import tiny_models
+    from bench_device import missing_device
     from bench_model import equip, start
 
-    if (options.device == "cuda") != torch.cuda.is_available():
-        raise RuntimeError(f"--device {options.device}, but CUDA is the other way round here")
+    if missing := missing_device(options.device):
+        raise RuntimeError(missing)
+    if options.device == "cpu" and torch.cuda.is_available():
+        raise RuntimeError(
+            "--device cpu, but vLLM would take the CUDA device that is here: measure it with "
+            "--device cuda, or hide it with CUDA_VISIBLE_DEVICES= and a vLLM built for CPUs"
+        )
     started = []
     for layers in (options.layers, 2 * options.layers):
         step(f"building a model of {layers} layers")

@@ -8,6 +8,9 @@ else, by as many threads, in the same run. "diff" finds the changed elements, co
 old and new bits and digests the change, params side by side, as a sync does; "refresh" writes them
 into the snapshot, as a sync does once the engine has committed.
 
+With --device cuda the trainer's tensors lie there: "read" and "diff" are the device's, and what
+differs is brought back. With --snapshot-on host the snapshot is brought up in every diff.
+
 The syncs are whole ones, from the trainer's tensors to the moved snapshot. The link is simulated:
 a part is answered once its bytes would have crossed it, and the engine behind it does nothing;
 `bench_end_to_end.py` syncs to a live one.
@@ -32,8 +35,10 @@ from rich.table import Table
 
 import bench_codec
 import bench_data
+import bench_device
 from engine_ext import kernels
 from engine_ext.compare import Difference, begin_compare
+from sender_device import KEPT_ON
 from sender_engines import MultiSender
 from sender_http import Server
 from sender_report import SyncReport
@@ -126,10 +131,19 @@ def refresh(snapshot: _Bits, found: Sequence[Difference], pool: ThreadPoolExecut
         pass
 
 
-def measure(old: _Bits, density: float, threads: int, repeats: int) -> dict[str, float]:
+def measure(old: _Bits, density: float, options: argparse.Namespace) -> dict[str, float]:
     """Seconds at one density."""
+    threads, repeats = options.threads, options.repeats
     number = bench_data.DENSITIES.index(density)
     new = bench_data.change(old, density, np.random.default_rng([0, number]))
+    if options.device != "cpu":
+        return bench_device.measure(
+            tensors(old, options.device),
+            tensors(new, options.device),
+            options.snapshot_on,
+            int(np.count_nonzero(old != new)),
+            lambda do: bench_codec.fastest(do, repeats),
+        )
     with ThreadPoolExecutor(threads) as pool:
         found = diff(old, new, pool)
         if sum(one.indices.size for one in found) != np.count_nonzero(old != new):
@@ -145,26 +159,33 @@ def measure(old: _Bits, density: float, threads: int, repeats: int) -> dict[str,
         }
 
 
-def tensors(weights: _Bits) -> dict[str, torch.Tensor]:
+def tensors(weights: _Bits, device: str = "cpu") -> dict[str, torch.Tensor]:
     """The weights as a trainer has them."""
     return {
-        f"model.layers.{number}.weight": torch.from_numpy(weights[where].view(np.int16)).view(
-            torch.bfloat16
-        )
+        f"model.layers.{number}.weight": torch.from_numpy(weights[where].view(np.int16))
+        .view(torch.bfloat16)
+        .to(device)
         for number, where in enumerate(bench_data.params(weights))
     }
 
 
 def sync_over(
-    link: float, encoding: str, old: _Bits, steps: Sequence[_Bits], bucket_bytes: int
+    link: float,
+    encoding: str,
+    old: _Bits,
+    steps: Sequence[_Bits],
+    bucket_bytes: int,
+    device: str = "cpu",
+    snapshot_on: str = "auto",
 ) -> tuple[float, SyncReport]:
     """Seconds of the fastest sync but the first, which shows `auto` the link; and its report."""
     syncs: list[tuple[float, SyncReport]] = []
-    options = {"encoding": encoding, "bucket_bytes": bucket_bytes}
+    options = {"encoding": encoding, "bucket_bytes": bucket_bytes, "snapshot_on": snapshot_on}
     with SimulatedSender(tensors(old), link, **options) as sender:
         for new in steps:
+            trained = tensors(new, device)
             start = time.perf_counter()
-            (report,) = sender.sync(tensors(new).items()).values()
+            (report,) = sender.sync(trained.items()).values()
             syncs.append((time.perf_counter() - start, report))
     return min(syncs[1:], key=lambda sync: sync[0])
 
@@ -224,8 +245,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--repeats", type=int, default=5, help="the fastest of so many is taken (%(default)s)")
     bucket_help = "bytes of a part before compression, of the syncs (default: %(default)s)"
     add("--bucket-bytes", type=int, default=4 << 20, help=bucket_help)
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="of the tensors (%(default)s)")
+    on_help = "what CUDA tensors are compared with, as of DeltaSender (default: %(default)s)"
+    add("--snapshot-on", choices=KEPT_ON, default="auto", help=on_help)
     add("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args(arguments)
+    if missing := bench_device.missing_device(options.device):
+        parser.error(missing)
     options.elements -= options.elements % 4  # whole words
     return options
 
@@ -235,10 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     console = Console(width=120)
     old = bench_data.make_weights(options.elements, np.random.default_rng(0))
-    rows = {
-        density: measure(old, density, options.threads, options.repeats)
-        for density in bench_data.DENSITIES
-    }
+    rows = {density: measure(old, density, options) for density in bench_data.DENSITIES}
     console.print(f"{options.elements:,} elements, {options.threads} thread(s)")
     show_passes(rows, options.elements, console)
 
@@ -246,7 +269,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     steps = [first, old] * (1 + options.repeats // 2)
     syncs = {
         link: {
-            encoding: sync_over(speed, encoding, old, steps, options.bucket_bytes)
+            encoding: sync_over(
+                speed,
+                encoding,
+                old,
+                steps,
+                options.bucket_bytes,
+                options.device,
+                options.snapshot_on,
+            )
             for encoding in SENT_AS
         }
         for link, speed in LINKS.items()

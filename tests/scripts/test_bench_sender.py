@@ -8,9 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import torch
 
+import bench_codec
 import bench_data
+import bench_device
 import bench_sender
+import sender_snapshot
 
 
 def test_the_last_line_is_json(
@@ -38,6 +42,31 @@ def test_a_simulated_link(speed: float) -> None:
     assert report.wire_bytes / speed <= seconds <= time.perf_counter() - start
     assert report.nnz == np.count_nonzero(old != new)
     assert report.version == 2  # the first is not counted
+
+
+@pytest.mark.parametrize("kept_on", ["device", "host"])
+def test_the_passes_on_a_device(kept_on: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here on the CPU, taken for a device."""
+    monkeypatch.setattr(sender_snapshot, "is_elsewhere", lambda tensor: True)
+    bits = bench_data.make_weights(10_000, np.random.default_rng(0))
+    old, new = (bench_sender.tensors(side) for side in (bits, bits ^ np.uint16(1)))
+    times = bench_device.measure(
+        old, new, kept_on, bits.size, lambda do: bench_codec.fastest(do, 2)
+    )
+    assert list(times) == ["read", "diff", "refresh"]
+    assert min(times.values()) > 0
+    with pytest.raises(AssertionError, match="has not found"):
+        bench_device.measure(old, new, kept_on, 1, lambda do: 0.0)
+
+
+def test_a_device_that_is_not_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as exit_status:
+        bench_sender.main(["--device", "cuda"])
+    assert exit_status.value.code == 2
+    assert "finds no CUDA device; run this on a machine that has one" in capsys.readouterr().err
 
 
 def test_the_read_is_of_all_words() -> None:

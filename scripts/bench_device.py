@@ -1,0 +1,64 @@
+"""The sender's passes on an accelerator, for `bench_sender --device cuda`.
+
+Not run by its authors: no accelerator was at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from sender_snapshot import Snapshot
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def missing_device(device: str) -> str | None:
+    """Why nothing can be measured on ``cpu`` or ``cuda``, and what to do; None if it can be."""
+    if device == "cpu" or torch.cuda.is_available():
+        return None
+    built = "has CUDA" if torch.version.cuda else "was built without CUDA"
+    return (
+        f"--device cuda: PyTorch {torch.__version__} {built} and finds no CUDA device; run this on "
+        "a machine that has one, with a PyTorch built for it, or leave --device out"
+    )
+
+
+def measure(
+    old: Tensors,
+    new: Tensors,
+    kept_on: str,
+    nnz: int,
+    fastest: Callable[[Callable[[], object]], float],
+) -> dict[str, float]:
+    """Seconds of each pass.
+
+    Args:
+        old, new: on the device.
+        kept_on: of `sender_device.KEPT_ON`.
+        nnz: how many elements differ.
+        fastest: times something.
+
+    Raises:
+        AssertionError: the passes did not do what they are to do.
+    """
+    device = next(iter(old.values())).device
+    words = [tensor.view(-1).view(torch.int16) for side in (old, new) for tensor in side.values()]
+    snapshot = Snapshot(old.items(), "gap8_exp", kept_on)
+
+    def read() -> None:
+        for tensor in words:
+            tensor.amax()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    read()
+    changes = {kept: change for kept, change in snapshot.read(new.items()) if change is not None}
+    if sum(change.new.size for change in changes.values()) != nnz:
+        raise AssertionError("the diff has not found what changed")
+    times = {"read": fastest(read), "diff": fastest(lambda: list(snapshot.read(new.items())))}
+    times["refresh"] = fastest(lambda: snapshot.advance(changes))
+    if any(change is not None for _, change in snapshot.read(new.items())):
+        raise AssertionError("the snapshot is not what it should be")
+    return times
