@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine_ext.device import prepare, runs_kernels
+from engine_ext.device import runs_kernels
 from engine_ext.digest import Digest, change_digest
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.errors import BaseMismatch
@@ -177,7 +177,7 @@ def make_targets(
     for segment, box in zip(segments, found, strict=True):
         flat = bits_of(segment.live.flat())
         host = host_bits(flat) if flat.device.type == "cpu" else None
-        prepare(flat.dtype, _offset_dtype(flat), flat.device)
+        runs_kernels(flat.device)  # they are compiled now, and not when the first sync waits for it
         first, dtype = found.index(box), segment.live.tensor.dtype
         targets.append(Target(segment, Locator(segment), holders[box], first, dtype, flat, host))
     return tuple(targets)

@@ -6,37 +6,28 @@ same, and the tests hold the kernels against them.
 
 No accelerator was at hand when this was written. The kernels are run by Triton's interpreter, on
 the CPU, and compiled to machine code for NVIDIA GPUs, which says that they compile and what they
-compute, and nothing of how fast they are or of what only a real device shows.
+compute, and nothing of how fast they are or of what only a real device shows. So they are tried on
+each device before they are used on it, and left alone where they fail.
 """
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from engine_ext.compiled import made_once
 
+logger = logging.getLogger(__name__)
+
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether tensors on this device are handled by the Triton kernels."""
-    return device.type == "cuda" and _has_triton()
+    """Whether tensors on this device are handled by the Triton kernels.
 
-
-@made_once
-def prepare(live: torch.dtype, offsets: torch.dtype, device: torch.device) -> None:
-    """Compile now what the first sync would wait for, where there are kernels.
-
-    Args:
-        live: of the live tensors, as integers.
-        offsets: int32 or int64.
-        device: where they lie.
+    The first call for a device compiles them, and tries them on it (`engine_ext.device.trial`).
     """
-    if runs_kernels(device):
-        from engine_ext.device import elements, gaps
-
-        elements.warm_up(live, offsets, device)
-        gaps.warm_up(offsets, device)
+    return device.type == "cuda" and _proven(device)
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
@@ -45,9 +36,16 @@ def current(device: torch.device) -> AbstractContextManager[object]:
 
 
 @made_once
-def _has_triton() -> bool:
+def _proven(device: torch.device) -> bool:
     try:
-        import triton  # noqa: F401
+        from engine_ext.device import trial
     except ImportError:
         return False
-    return True
+    try:
+        wrong = trial.wrong(device)
+    except Exception as error:  # whatever it is, the operators do without
+        wrong = [f"{type(error).__name__}: {error}"]
+    if wrong:
+        problem = "; ".join(wrong)
+        logger.warning("no Triton kernels on %s, PyTorch's operators instead: %s", device, problem)
+    return not wrong

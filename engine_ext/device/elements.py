@@ -58,9 +58,3 @@ def _launch(
     with current(flat.device):
         grid = (triton.cdiv(count, BLOCK),)
         exchange_elements[grid](flat, offsets, bits, kept, count, KEEP=old is not None, BLOCK=BLOCK)
-
-
-def warm_up(live: torch.dtype, offsets: torch.dtype, device: torch.device) -> None:
-    """Compile for live tensors of an integer dtype, and offsets of one."""
-    flat, first = (torch.zeros(1, dtype=dtype, device=device) for dtype in (live, offsets))
-    put(flat, first, swap(flat, first, flat.clone()))

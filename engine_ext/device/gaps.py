@@ -30,7 +30,9 @@ def _symbols(symbols, skip, size, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     return symbol, (inside & (symbol != skip)).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["skip", "size"], do_not_specialize_on_alignment=["symbols"])
+@triton.jit(
+    do_not_specialize=["skip", "size"], do_not_specialize_on_alignment=["symbols", "moves", "ends"]
+)
 def sum_gaps(
     symbols,
     skip,
@@ -48,7 +50,7 @@ def sum_gaps(
 
 @triton.jit(
     do_not_specialize=["skip", "size", "first", "last", "shift"],
-    do_not_specialize_on_alignment=["symbols", "offsets"],
+    do_not_specialize_on_alignment=["symbols", "moves", "ends", "offsets"],
 )
 def write_offsets(
     symbols,
@@ -111,9 +113,3 @@ def decode(
             sent, skip, size, moves, ends, *bounds, offsets, WIDTH=width, BLOCK=BLOCK
         )
     return offsets
-
-
-def warm_up(offsets: torch.dtype, device: torch.device) -> None:
-    """Compile for symbols of every width, and offsets of a dtype."""
-    for width in _SIGNED:
-        decode(np.zeros(1, f"u{width}"), -1, slice(0, 1), 0, offsets, device)

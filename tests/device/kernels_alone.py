@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -20,7 +22,7 @@ from hypothesis import strategies as st
 import sender_device
 import sender_snapshot
 from engine_ext import device, kernels, writes
-from engine_ext.device import compact, differing, elements, gaps
+from engine_ext.device import compact, differing, elements, gaps, trial
 from engine_ext.device.differing import begin_differing
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.wire import decode_part, encode_part
@@ -36,7 +38,7 @@ from tests.core.harness import (
     memory,
     serve,
 )
-from tests.core.toy import ColumnShard, FusedQkv, PlainCopy, RowShard, ToyModel
+from tests.core.toy import ColumnShard, FusedQkv, RowShard, ToyModel
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda:0")
@@ -57,6 +59,15 @@ def _small_blocks() -> Iterator[None]:
             patch.setattr(module, "BLOCK", BLOCK)
         for module in (device, differing, kernels, writes):
             patch.setattr(module, "runs_kernels", lambda device: True)
+        yield
+
+
+@contextmanager
+def blocks(size: int) -> Iterator[None]:
+    """The interpreter takes its time for each."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (compact, gaps, elements):
+            patch.setattr(module, "BLOCK", size)
         yield
 
 
@@ -204,19 +215,56 @@ def test_symbols_of_two_bytes_and_far_offsets() -> None:
     stream, width = encode_gaps(np.array(far))
     assert width == 2
     symbols, skip = Positions("gap8_ulp", stream, width).gaps() or pytest.fail("these are gaps")
-    with mock.patch.object(gaps, "BLOCK", 1 << 15):  # the interpreter takes its time for each
+    with blocks(1 << 15):
         found = gaps.decode(symbols, skip, slice(0, 5), 0, torch.int64, DEVICE)
         near = gaps.decode(symbols, skip, slice(3, 5), 1 << 33, torch.int32, DEVICE)
     assert found.tolist() == far
     assert near.tolist() == [5, 7]
 
 
+# --- the trial ---
+
+
+def test_the_trial_is_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_SIZE", 150)
+    with blocks(64):
+        assert trial.wrong(DEVICE) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "named"),
+    [
+        (compact, "write", "compare of"),
+        (elements, "swap", "exchange of"),
+        (gaps, "decode", "decode"),
+    ],
+)
+def test_the_trial_sees_what_is_wrong(
+    module: Any, function: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = getattr(module, function)
+
+    def off_by_one_bit(*arguments: Any) -> Any:
+        result = whole(*arguments)
+        (result if isinstance(result, torch.Tensor) else result[2])[-1] ^= 1
+        return result
+
+    monkeypatch.setattr(module, function, off_by_one_bit)
+    monkeypatch.setattr(trial, "_SIZE", 50)
+    with blocks(64):
+        found = trial.wrong(DEVICE)
+    assert found
+    assert all(one.startswith(named) for one in found)
+
+
 # --- as a receiver uses them ---
 
 
 @pytest.mark.parametrize("digested", [True, False])
-@pytest.mark.parametrize("encoding", ["gap8_exp", "deltas", "indices"])
-@pytest.mark.parametrize("model", [PlainCopy, RowShard, ColumnShard, FusedQkv])
+@pytest.mark.parametrize(
+    ("model", "encoding"),
+    [(RowShard, "gap8_exp"), (RowShard, "indices"), (ColumnShard, "deltas"), (FusedQkv, "deltas")],
+)
 def test_applied_and_taken_back(model: type[ToyModel], encoding: str, digested: bool) -> None:
     base = base_checkpoint(model)
     served = serve(model, base, apply="scatter")

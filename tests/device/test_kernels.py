@@ -9,16 +9,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from engine_ext.device import compact, elements, gaps, runs_kernels
+from engine_ext import device
+from engine_ext.device import compact, elements, gaps, runs_kernels, trial
 
 ROOT = Path(__file__).parents[2]
 PLACES = ["interpreter", *(["cuda"] if torch.cuda.is_available() else [])]
+KERNEL_MODULES = "compact", "elements", "gaps"
 BITS = ("*u8", "*i16", "*i32", "*i64")
 
 
@@ -89,7 +92,39 @@ def test_they_compile_for_a_gpu(
     assert compile_kernel(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
 
 
-def test_nothing_else_runs_kernels() -> None:
-    for kind in ("cpu", "meta", "xpu"):
-        assert not runs_kernels(torch.device(kind))
-    assert runs_kernels(torch.device("cuda"))
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """No device was tried yet, nor will have been."""
+    device._proven.cache_clear()
+    yield
+    device._proven.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_only_where_they_were_proven(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried: list[torch.device] = []
+
+    def wrong(where: torch.device) -> list[str]:
+        tried.append(where)
+        if where.index == 2:
+            raise RuntimeError("no compiler")
+        return ["decode of 1 byte(s)"] if where.index else []
+
+    monkeypatch.setattr(trial, "wrong", wrong)
+    names = ["cuda:0", "cuda:0", "cuda:1", "cuda:2", "cpu", "meta", "xpu"]
+    assert [runs_kernels(torch.device(name)) for name in names] == [True, True, *[False] * 5]
+    assert tried == [torch.device(name) for name in ("cuda:0", "cuda:1", "cuda:2")]
+    assert "no Triton kernels on cuda:1" in caplog.text
+    assert "RuntimeError: no compiler" in caplog.text
+
+
+@pytest.mark.usefixtures("fresh")
+def test_triton_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("triton", *(f"engine_ext.device.{n}" for n in ("trial", *KERNEL_MODULES))):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in ("trial", *KERNEL_MODULES):
+        monkeypatch.delattr(device, name, raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert not runs_kernels(torch.device("cuda:0"))
