@@ -179,7 +179,7 @@ def measure(
         run = Run(process, tensors, change(tensors, options.density), options.runs)
         found: dict[str, dict[str, Measured]] = {link: {} for link in LINKS}
         for way, link in _progress([*SENT_AS, "full"], console):
-            encoding = "gap8_exp" if way == "full" else way
+            encoding = "auto" if way == "full" else way
             found[link][way] = run.syncs(encoding, LINKS[link], full=way == "full")
         changed = save_checkpoint(base, scratch / "changed", run.tensors)
         reload_ms = min(run.reload(options.engine, changed) for _ in range(options.runs))
