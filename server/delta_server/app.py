@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from delta_server.access import check_access
 from delta_server.files import resolve_files
 from delta_server.ledger import as_delta_error
-from delta_server.outcomes import Outcome
+from delta_server.outcome import Outcome
 from delta_server.requests import DiskRequest, parse_disk_request, parse_query
 from delta_server.service import DeltaService
 from delta_server.uploads import arriving

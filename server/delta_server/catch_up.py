@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from delta_server.commits import Engine, call
-from delta_server.outcomes import Outcome
+from delta_server.outcome import Outcome
 from delta_server.processes import is_alive, new_name
 from delta_server.requests import Options
 from engine_ext.delta_log import Entry, Listing, list_log, route, why_not_newer

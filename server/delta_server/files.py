@@ -7,6 +7,7 @@ was checked leads nowhere.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from delta_server.requests import DiskRequest
+from delta_server.spool import Spool, Spooled
 from engine_ext.errors import MalformedPart, PathForbidden, TooLarge
 from engine_ext.wire import Limits
 from engine_ext.wire.signature import SIGNATURE_SUFFIX, Verifier, signing_key
@@ -92,6 +94,41 @@ def verifier_of(path: Path, roots: Sequence[str]) -> Verifier | None:
         with open_file(path.with_name(path.name + SIGNATURE_SUFFIX), roots) as file:
             given = file.read(_MAX_SIGNATURE_BYTES).decode("ascii", "replace")
     return Verifier(key, given)
+
+
+async def spool_files(
+    spool: Spool, paths: Sequence[Path], roots: Sequence[str], at_once: int
+) -> list[Spooled]:
+    """Keep copies of some files of `resolve_files`.
+
+    Args:
+        spool: keeps them.
+        paths: real paths of the files.
+        roots: as of `resolve_files`.
+        at_once: how many are read at the same time.
+
+    Raises:
+        DeltaError: as of `open_file` and `Spool.read`; none is kept then.
+    """
+    gate = asyncio.Semaphore(at_once)
+
+    def copy(path: Path) -> Spooled:
+        verifier = verifier_of(path, roots)
+        with open_file(path, roots) as source:
+            return spool.read(source, verifier)
+
+    async def read(path: Path) -> Spooled:
+        async with gate:
+            return await asyncio.to_thread(copy, path)
+
+    results = await asyncio.gather(*map(read, paths), return_exceptions=True)
+    failures = [r for r in results if isinstance(r, BaseException)]
+    spooled = [r for r in results if isinstance(r, Spooled)]
+    if failures:
+        for part_file in spooled:
+            part_file.remove()
+        raise failures[0]
+    return spooled
 
 
 def _names_in(folder: Path, roots: Sequence[str]) -> list[str]:

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 
 from delta_server import metrics
 from delta_server.commits import Engine, call
-from delta_server.outcomes import Outcome
+from delta_server.outcome import Outcome
 from engine_ext.errors import DeltaError, MalformedPart
 
 logger = logging.getLogger(__name__)

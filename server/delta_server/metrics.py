@@ -22,7 +22,7 @@ _SHARES: Final = (1e-5, 1e-4, 1e-3, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 
 _SYNCS: Final = Counter(
     "delta_updates_syncs",
     "Requests to update the weights, by what became of them: committed, staged (parts are "
-    "missing), already_applied, rolled_back, refused, undone, uncertain, unpublished. "
+    "missing), already_applied, rolled_back, refused, undone, uncertain, unpublished, failed. "
     "'error' is the type that the answer named.",
     ["outcome", "error"],
 )
@@ -58,7 +58,7 @@ def count(record: Mapping[str, Any], error: Exception | None) -> None:
     """Count what became of one request.
 
     Args:
-        record: as `delta_server.outcomes.Outcome.record` makes it.
+        record: as `delta_server.outcome.Outcome.record` makes it.
         error: what it was refused with, or None.
     """
     _SYNCS.labels(record["outcome"], record.get("error") or "").inc()

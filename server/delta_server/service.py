@@ -21,9 +21,9 @@ import xxhash
 from delta_server import metrics
 from delta_server.catch_up import CatchUp
 from delta_server.commits import Commits, Engine, call, sum_by_name, total_digest
-from delta_server.files import open_file, verifier_of
+from delta_server.files import spool_files
 from delta_server.ledger import Ledger
-from delta_server.outcomes import Outcome
+from delta_server.outcome import Outcome
 from delta_server.requests import Options, part_id
 from delta_server.spool import Spool, Spooled
 from delta_server.uploads import Pace, Slots
@@ -202,8 +202,8 @@ class DeltaService:
         try:
             async with self.ledger.follow(outcome):
                 start = time.perf_counter()
-                chosen = self.settings.roots if roots is None else roots
-                spooled = await self._read_files(paths, chosen)
+                allowed = self.settings.roots if roots is None else roots
+                spooled = await spool_files(self.spool, paths, allowed, self.settings.read_workers)
                 outcome.brought([], spooled)
                 outcome.timings["receive_ms"] = _ms_since(start)
                 return await self._apply_spooled(spooled, options, outcome)
@@ -226,27 +226,6 @@ class DeltaService:
                 outcome.parts = parts
             pairs = list(zip(parts, spooled, strict=True))
             return await self._apply(pairs, options, outcome, whole=whole)
-
-    async def _read_files(self, paths: Sequence[Path], roots: Sequence[str]) -> list[Spooled]:
-        gate = asyncio.Semaphore(self.settings.read_workers)
-
-        async def read(path: Path) -> Spooled:
-            async with gate:
-                return await asyncio.to_thread(self._read_file, path, roots)
-
-        results = await asyncio.gather(*map(read, paths), return_exceptions=True)
-        failures = [r for r in results if isinstance(r, BaseException)]
-        spooled = [r for r in results if isinstance(r, Spooled)]
-        if failures:
-            for part_file in spooled:
-                part_file.remove()
-            raise failures[0]
-        return spooled
-
-    def _read_file(self, path: Path, roots: Sequence[str]) -> Spooled:
-        verifier = verifier_of(path, roots)
-        with open_file(path, roots) as source:
-            return self.spool.read(source, verifier)
 
     async def _as_transaction(
         self, parts: list[PartId], spooled: list[Spooled]
