@@ -5,6 +5,8 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 
 BIN := .venv/bin
+# Engines want all cores for themselves; what starts none takes turns on two.
+PARALLEL := -n 2 --dist worksteal
 ENGINES := vllm sglang
 
 # No hub, no usage statistics: tests and demo make their own small models.
@@ -41,17 +43,17 @@ setup-sglang: ## make .venv-sglang with SGLang's pinned packages; nothing to do 
 demo: setup $(if $(filter sglang,$(ENGINE)),setup-sglang) ## update a live engine and check every weight
 	@$(BIN)/python scripts/demo.py --engine $(ENGINE) $(DEMO_ARGS)
 
-test: setup setup-sglang lint ## lint, and every test but those marked full (this is what CI runs)
-	@echo "test: all but the full tests"
-	@$(BIN)/python -m pytest -m "not full" $(PYTEST_ARGS)
+test: setup setup-sglang lint test-fast ## lint, and every test but those marked full (this is what CI runs)
+	@echo "test: the tests that start engines, but for the full ones"
+	@$(BIN)/python -m pytest -m "engine and not full" $(PYTEST_ARGS)
 
 test-fast: setup ## the tests that start no engine
 	@echo "test-fast: the tests that start no engine"
-	@$(BIN)/python -m pytest -m "not engine and not full" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m "not engine and not full" $(PARALLEL) $(PYTEST_ARGS)
 
-test-all: setup setup-sglang lint ## lint, and every test
-	@echo "test-all: every test"
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+test-all: setup setup-sglang lint test-fast ## lint, and every test
+	@echo "test-all: the tests that start engines, and the full ones"
+	@$(BIN)/python -m pytest -m "engine or full" $(PYTEST_ARGS)
 
 lint: setup ## ruff and mypy
 	@echo "lint: ruff check"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from engine_ext.digest import tensor_digest
 from engine_ext.errors import BaseMismatch
-from engine_ext.holders import resolve
+from engine_ext.holders import box_of, resolve
 from engine_ext.locate import Locator
 from engine_ext.placement import Placed, Repack, Segment, Status, TensorSpec
 from engine_ext.plan import make_plan
@@ -210,7 +210,7 @@ def test_locator_finds_what_the_box_says(
     repacked: bool,
     chosen: set[int],
 ) -> None:
-    """Against a walk over every element of the box."""
+    """Against a walk over every element of the box. Of one that does not nest, some are not found."""
     offset, sizes, source, live = box
     model = torch.nn.Module()
     model.w = torch.nn.Parameter(torch.zeros(64), requires_grad=False)
@@ -218,18 +218,18 @@ def test_locator_finds_what_the_box_says(
     repack = Repack(permutation.astype(np.int32)) if repacked else None
     entry = StorageIndex(model).by_name["w"]
     segment = Segment(entry, 0, live, sizes, offset, source, True, repack)
-    expected = set()
     flat = [
         (offset + sum(map(np.multiply, at, source)), sum(map(np.multiply, at, live)))
         for at in np.ndindex(*sizes)
     ]
-    if len({where for where, _ in flat}) * Locator(segment).copies != len(flat):
-        return  # a box that holds an element twice by accident comes from no loader
     expected = {(int(i), int(permutation[o])) for i, o in flat if int(i) in chosen}
     indices = np.array(sorted(chosen), np.int64)
-    found, offsets = Locator(segment)(indices)
-    assert {(int(i), int(o)) for i, o in zip(indices[found], offsets, strict=True)} == expected
-    assert len(offsets) == len(expected)
+    chosen_here, offsets = Locator(segment)(indices)
+    found = {(int(i), int(o)) for i, o in zip(indices[chosen_here], offsets, strict=True)}
+    assert found <= expected
+    if box_of(segment).nested:
+        assert found == expected
+        assert len(offsets) == len(expected)
 
 
 # --- holders ---
