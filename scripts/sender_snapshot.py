@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from engine_ext import kernels
 from engine_ext.compare import Difference, begin_compare, compare
+from engine_ext.device import runs_kernels
 from engine_ext.digest import Digest
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
 from engine_ext.wire.part import ParamDelta
@@ -87,6 +88,8 @@ class Snapshot:
         self._threads = os.cpu_count() or 1
         self.tied: dict[str, str] = {}
         for name, tensor, first in _with_ties(base):
+            if is_elsewhere(tensor):
+                runs_kernels(tensor.device)  # they are compiled now, and not in the first sync
             if first is None:
                 self._dense[name] = self._keep(_to_bits(name, tensor))
             else:

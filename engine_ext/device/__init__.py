@@ -38,10 +38,12 @@ def current(device: torch.device) -> AbstractContextManager[object]:
 @made_once
 def _proven(device: torch.device) -> bool:
     try:
-        from engine_ext.device import trial
+        import triton  # noqa: F401
     except ImportError:
         return False
     try:
+        from engine_ext.device import trial
+
         wrong = trial.wrong(device)
     except Exception as error:  # whatever it is, the operators do without
         wrong = [f"{type(error).__name__}: {error}"]

@@ -222,6 +222,13 @@ def test_symbols_of_two_bytes_and_far_offsets() -> None:
     assert near.tolist() == [5, 7]
 
 
+def test_symbols_of_four_bytes_have_no_sign() -> None:
+    far = [3, (1 << 31) + 9, (1 << 31) + 9 + (1 << 32) - 1]
+    symbols, skip = sent(far, "deltas").gaps() or pytest.fail("these are gaps")
+    assert symbols.itemsize == 4
+    assert gaps.decode(symbols, skip, slice(0, 3), 0, torch.int64, DEVICE).tolist() == far
+
+
 # --- the trial ---
 
 
