@@ -41,6 +41,7 @@ def _proven(device: torch.device) -> bool:
         import triton  # noqa: F401
     except ImportError:
         return False
+    logger.info("trying the Triton kernels on %s; seconds, once on a machine", device)
     try:
         from engine_ext.device import trial
 
