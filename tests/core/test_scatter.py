@@ -210,7 +210,7 @@ def test_locator_finds_what_the_box_says(
     repacked: bool,
     chosen: set[int],
 ) -> None:
-    """Against a walk over every element of the box. Of one that does not nest, some are not found."""
+    """Against a walk over every element. Of a box that does not nest, some are not found."""
     offset, sizes, source, live = box
     model = torch.nn.Module()
     model.w = torch.nn.Parameter(torch.zeros(64), requires_grad=False)
