@@ -73,13 +73,16 @@ class CatchUp:
         return {"folder": str(self._folder), "newest": self._newest, "problem": problem}
 
     async def at_start(self) -> None:
-        """Replay before the engine serves. What goes wrong is reported, not raised.
+        """Publish the engine's version, and replay before it serves. What goes wrong with that is
+        reported, not raised.
 
         Raises:
             Exception: the engine itself failed.
         """
         try:
-            await self.run(Options())
+            async with self._lock, self._alone():
+                await self._service.commits.publish()
+                await self._run(Options())
         except DeltaError as error:
             self._problem = self._problem or error.to_wire()
             logger.error(

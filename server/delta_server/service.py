@@ -79,9 +79,10 @@ class DeltaService:
         versions = [answer["version"] for answer in await self._call("status")]
         if len(set(versions)) != 1:
             raise DeltaError(f"the ranks are at different versions: {versions}")
-        await self._engine.set_weight_version(str(versions[0]))
         metrics.set_version(versions[0])
-        if self.log is not None:
+        if self.log is None:
+            await self._engine.set_weight_version(str(versions[0]))
+        else:  # another process may be replaying, so that the version moves
             await self.log.at_start()
 
     async def status(self) -> dict[str, Any]:
