@@ -8,37 +8,12 @@ from pathlib import Path
 import pytest
 
 import tiny_models
-from engine_ext.delta_log_writer import LogWriter
 from engine_process import EngineProcess
 from reference_sender import DeltaSender
 from tests.engines.conftest import fingerprint
-from tests.engines.trainer import Trainer, container, model_digest, split
+from tests.engines.trainer import Trainer, model_digest, write_log
 
 KINDS = ["vllm", "sglang"]
-
-
-def write_log(log: Path, trainer: Trainer, versions: int) -> None:
-    """What a trainer has published, in parts of several encodings, with the models' digests."""
-    encodings = ("deltas_zstd", "gap8_ulp", "indices")
-    for number in range(versions):
-        before = model_digest(trainer.tensors).hex()
-        groups = split(trainer.step(), 2)
-        metadata = {**trainer.metadata(), "num_parts": "2", "digest_before": before}
-        metadata["digest_after"] = model_digest(trainer.tensors).hex()
-        with LogWriter(log) as writer:
-            draft = writer.begin(trainer.version)
-            for part, changed in enumerate(groups):
-                draft.add(
-                    container(
-                        trainer.tensors,
-                        changed,
-                        encoding=encodings[number % 3],
-                        metadata={**metadata, "part": str(part)},
-                        manifest_checksum=True,
-                        old=trainer.old,
-                    )
-                )
-            draft.finish()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,6 +10,7 @@ import json
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import xxhash
 import zstandard
 from safetensors.torch import save
 
+from engine_ext.delta_log_writer import LogWriter
 from engine_ext.digest import Digest, change_digest, tensor_digest
 from tests.engines import gap8
 
@@ -192,6 +194,30 @@ def bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """Bit patterns, flat, unsigned."""
     flat = tensor.reshape(-1).view(BITS[tensor.element_size()]).numpy()
     return flat.view(f"u{tensor.element_size()}")
+
+
+def write_log(log: Path, trainer: Trainer, versions: int) -> None:
+    """What a trainer has published, in parts of several encodings, with the models' digests."""
+    encodings = ("deltas_zstd", "gap8_ulp", "indices")
+    for number in range(versions):
+        before = model_digest(trainer.tensors).hex()
+        groups = split(trainer.step(), 2)
+        metadata = {**trainer.metadata(), "num_parts": "2", "digest_before": before}
+        metadata["digest_after"] = model_digest(trainer.tensors).hex()
+        with LogWriter(log) as writer:
+            draft = writer.begin(trainer.version)
+            for part, changed in enumerate(groups):
+                draft.add(
+                    container(
+                        trainer.tensors,
+                        changed,
+                        encoding=encodings[number % 3],
+                        metadata={**metadata, "part": str(part)},
+                        manifest_checksum=True,
+                        old=trainer.old,
+                    )
+                )
+            draft.finish()
 
 
 def model_digest(tensors: Mapping[str, torch.Tensor]) -> Digest:

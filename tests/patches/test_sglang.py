@@ -13,7 +13,7 @@ import pytest
 
 import tiny_models
 from sglang_process import SglangProcess
-from tests.engines.trainer import Trainer, container, model_digest, split
+from tests.engines.trainer import Trainer, container, model_digest, split, write_log
 from tests.patches import copies, sglang_facts
 from tests.patches.copies import ROOT
 from tests.patches.http_processes import one_client_each
@@ -51,11 +51,11 @@ def test_everything_is_there_and_only_once(
 class Live:
     """A patched SGLang with two HTTP processes, and the trainer that it follows."""
 
-    def __init__(self, engine: SglangProcess, base: Path, root: Path) -> None:
+    def __init__(self, engine: SglangProcess, base: Path, root: Path, trainer: Trainer) -> None:
         self.engine = engine
         self.base = base
         self.root = root
-        self.trainer = Trainer(tiny_models.load_tensors(base))
+        self.trainer = trainer
         self.clients: list[httpx.Client] = []
 
     def next(self) -> bytes:
@@ -85,12 +85,15 @@ class Live:
 
 @pytest.fixture(scope="module")
 def live(patched: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """No plugin is loaded, and the load format is all that asks for deltas."""
+    """No plugin is loaded, and the load format is all that asks for deltas; with a delta log."""
     folder = tmp_path_factory.mktemp("live")
     base = tiny_models.build("qwen3", folder / "model")
     root = folder / "deltas"
     root.mkdir()
+    trainer = Trainer(tiny_models.load_tensors(base))
+    write_log(folder / "log", trainer, 2)
     arguments = ["--load-format", "delta", "--tokenizer-worker-num", "2", "--enable-metrics"]
+    arguments += ["--delta-log", str(folder / "log")]
     engine = SglangProcess(
         base,
         extra_args=[*arguments, "--delta-root", str(root)],
@@ -98,9 +101,16 @@ def live(patched: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Li
         log_path=folder / "engine.log",
     )
     with engine, one_client_each(engine, 2) as clients:
-        found = Live(engine, base, root)
+        found = Live(engine, base, root, trainer)
         found.clients = clients
         yield found
+
+
+def test_one_http_process_replays_and_all_know_it(live: Live) -> None:
+    live.at_one_version()
+    assert live.engine.log_path.read_text().count("versions replayed") == 1
+    for client in live.clients:
+        assert client.get("/delta_status").json()["delta_log"]["newest"] == 2
 
 
 def test_every_http_process_commits(live: Live) -> None:
