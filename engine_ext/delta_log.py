@@ -179,17 +179,22 @@ def route(entries: Iterable[Entry], version: int | None) -> list[Entry]:
         version: where it begins; None where the weights are of no known version, so that only a
             full one can be the first.
     """
-    ways: dict[int, tuple[int, list[Entry]]] = {} if version is None else {version: (0, [])}
+    costs: dict[int, int] = {} if version is None else {version: 0}
+    steps: dict[int, Entry] = {}  # the last one of the way to a version
     for entry in sorted(entries, key=lambda entry: entry.version):
         if version is not None and entry.version <= version:
             continue
-        before = (0, []) if entry.base_version is None else ways.get(entry.base_version)
+        before = 0 if entry.base_version is None else costs.get(entry.base_version)
         if before is None or (entry.base_version or 0) > entry.version:
             continue
-        way = (before[0] + entry.nbytes, [*before[1], entry])
-        if entry.version not in ways or way[0] < ways[entry.version][0]:
-            ways[entry.version] = way
-    return ways[max(ways)][1] if ways else []
+        if entry.version not in costs or before + entry.nbytes < costs[entry.version]:
+            costs[entry.version], steps[entry.version] = before + entry.nbytes, entry
+    way: list[Entry] = []
+    at = max(steps, default=None)
+    while at is not None and at in steps:
+        way.append(steps[at])
+        at = steps[at].base_version
+    return way[::-1]
 
 
 def removable(

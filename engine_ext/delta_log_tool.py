@@ -35,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run: Callable[[argparse.Namespace], int] = options.run
     try:
         return run(options)
+    except ModuleNotFoundError as error:
+        print(f"delta-log: {error}; pip install 'delta-updates[sender]'", file=sys.stderr)
+        return USAGE
     except (LogDamaged, CannotFold, FileExistsError) as error:
         print(f"delta-log: {error}", file=sys.stderr)
         return DAMAGED

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +111,7 @@ class CatchUp:
     async def _run(self, options: Options) -> dict[str, Any]:
         applied: list[int] = []
         bad: dict[str, DeltaError] = {}
-        begun = told = time.monotonic()
+        begun = time.monotonic()
         while True:
             listing = await asyncio.to_thread(list_log, self._folder)
             self._newest = listing.newest
@@ -120,22 +120,7 @@ class CatchUp:
             way = route(usable, version if known else None)
             if not way:
                 break
-            try:
-                await self._apply(way[0], options)
-            except VersionConflict:
-                if (await self._version())[0] == version:
-                    raise
-                continue  # a sender was faster
-            except _NOT_THE_LOGS_FAULT:
-                raise
-            except DeltaError as error:
-                bad[way[0].folder.name] = error
-                logger.error("delta log: %s is of no use: %s", way[0].folder.name, error.message)
-                continue
-            applied.append(way[0].version)
-            if time.monotonic() - told > _TELL_EVERY_S:
-                told = time.monotonic()
-                logger.info("delta log: at version %d of %d", way[0].version, way[-1].version)
+            await self._follow(way, options, applied, bad)
         if applied:
             seconds = time.monotonic() - begun
             logger.info("delta log: %d versions replayed in %.1f s", len(applied), seconds)
@@ -147,6 +132,44 @@ class CatchUp:
             "applied": applied,
             "newest": listing.newest,
         }
+
+    async def _follow(
+        self,
+        way: Sequence[Entry],
+        options: Options,
+        applied: list[int],
+        bad: dict[str, DeltaError],
+    ) -> None:
+        """Apply one version after another, up to one that is of no use or was overtaken.
+
+        Args:
+            way: from the engine's version on.
+            options: as of `run`.
+            applied: gets the versions that were.
+            bad: gets the folder that is of no use, and why.
+
+        Raises:
+            DeltaError: the engine could not take a version, for reasons of its own.
+        """
+        told = time.monotonic()
+        for entry in way:
+            before = await self._version()
+            try:
+                await self._apply(entry, options)
+            except VersionConflict:
+                if await self._version() == before:
+                    raise
+                return  # a sender was faster
+            except _NOT_THE_LOGS_FAULT:
+                raise
+            except DeltaError as error:
+                bad[entry.folder.name] = error
+                logger.error("delta log: %s is of no use: %s", entry.folder.name, error.message)
+                return
+            applied.append(entry.version)
+            if time.monotonic() - told > _TELL_EVERY_S:
+                told = time.monotonic()
+                logger.info("delta log: at version %d of %d", entry.version, way[-1].version)
 
     def _report(self, listing: Listing, version: int | None, bad: Mapping[str, DeltaError]) -> None:
         """Say what keeps the engine from the newest version.
