@@ -18,10 +18,11 @@ The engine's plan, read before the first sync and before every full one, says wh
 engine ignores and which its digest covers. Ignored ones are left out of every sync. The digests
 let engine and sender find out that they do not hold the same bytes.
 
-What lies where: `sender_snapshot` compares, `sender_step` hands what is read to whoever sends it,
-`sender_choice` says how a param travels, `sender_http` and `sender_poster` post, `sender_link`
-makes one engine's parts (`sender_parts`), `sender_log` writes them into a delta log, `sender_warm`
-compiles what they use, `sender_engines` has the two classes, `sender_cli` the program.
+What lies where: `sender_snapshot` compares (`sender_device` what lies on an accelerator),
+`sender_step` hands what is read to whoever sends it, `sender_choice` says how a param travels,
+`sender_http` and `sender_poster` post, `sender_link` makes one engine's parts (`sender_parts`),
+`sender_log` writes them into a delta log, `sender_warm` compiles what they use, `sender_engines` has
+the two classes, `sender_cli` the program.
 """
 
 from __future__ import annotations
