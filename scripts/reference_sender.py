@@ -21,8 +21,8 @@ let engine and sender find out that they do not hold the same bytes.
 What lies where: `sender_snapshot` compares (`sender_device` what lies on an accelerator),
 `sender_step` hands what is read to whoever sends it, `sender_choice` says how a param travels,
 `sender_http` and `sender_poster` post, `sender_link` makes one engine's parts (`sender_parts`),
-`sender_log` writes them into a delta log, `sender_warm` compiles what they use, `sender_engines` has
-the two classes, `sender_cli` the program.
+`sender_log` writes them into a delta log, `sender_warm` compiles what they use, `sender_engines`
+has the two classes, `sender_cli` the program.
 """
 
 from __future__ import annotations
