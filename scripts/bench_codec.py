@@ -129,7 +129,6 @@ def measure(
 ) -> list[Size]:
     """All encodings of some changes; `floor` is of `floors`."""
     nnz = sum(delta.nnz for delta in values)
-    scatter_ms = 1e3 * scatter_time(values, repeats)
     sizes = []
     for encoding in ENCODINGS:
         ulp = encoding == "gap8_ulp"
@@ -157,7 +156,7 @@ def measure(
                 floor[ulp],
                 1e3 * fastest(encode, repeats),
                 1e3 * fastest(lambda body=body: decode(body), repeats),  # type: ignore[misc]
-                scatter_ms,
+                1e3 * scatter_time(values, repeats),
             )
         )
     return sizes
