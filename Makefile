@@ -3,6 +3,8 @@ PYTHON ?= python3.11
 ENGINE ?= vllm
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+FUZZ_SECONDS ?= 600
+FUZZ_SEED := $(or $(FUZZ_SEED),$(shell date +%s))
 
 BIN := .venv/bin
 # Engines want all cores for themselves; what starts none takes turns on two.
@@ -19,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-sglang demo test test-fast test-all lint format clean clean-all
+.PHONY: help setup setup-sglang demo test test-fast test-all fuzz lint format clean clean-all
 
 ifneq ($(filter demo,$(MAKECMDGOALS)),)
 ifeq ($(filter $(ENGINES),$(ENGINE)),)
@@ -33,6 +35,7 @@ help: ## list the targets
 	@echo "  PYTHON=python3.11   the interpreter that setup makes .venv with"
 	@echo "  ENGINE=vllm         the engine of make demo, vllm or sglang; DEMO_ARGS=... goes to scripts/demo.py"
 	@echo "  PYTEST_ARGS=...     goes to pytest"
+	@echo "  FUZZ_SECONDS=600    how long make fuzz takes; FUZZ_SEED=... repeats one"
 
 setup: ## make .venv with the pinned packages; nothing to do when it is current
 	@PYTHON="$(PYTHON)" scripts/setup_env.sh
@@ -54,6 +57,11 @@ test-fast: setup ## the tests that start no engine
 test-all: setup setup-sglang lint test-fast ## lint, and every test
 	@echo "test-all: the tests that start engines, and the full ones"
 	@$(BIN)/python -m pytest -m "engine or full" $(PYTEST_ARGS)
+
+fuzz: setup ## throw broken parts and requests at the receiver, for FUZZ_SECONDS=600
+	@echo "fuzz: $(FUZZ_SECONDS) s, beginning with seed $(FUZZ_SEED)"
+	@FUZZ_SECONDS=$(FUZZ_SECONDS) FUZZ_SEED=$(FUZZ_SEED) \
+		$(BIN)/python -m pytest -s tests/fuzz $(PYTEST_ARGS)
 
 lint: setup ## ruff and mypy
 	@echo "lint: ruff check"

@@ -1,0 +1,169 @@
+"""Whatever comes is taken exactly, or refused with an error of the tree; bounded in time and room.
+
+`make fuzz` runs this for ten minutes, the tests for some seconds. A failure shows the smallest
+example; what it found becomes a test of its own beside the code that was wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from engine_ext.errors import DeltaError
+from engine_ext.wire import FrameReader, Limits, Part, PartGate, decode_part
+from engine_ext.wire.manifest import parse_manifest
+from tests.fuzz.bodies import TEXTS, any_json, bodies, chunks, good
+from tests.fuzz.hammer import SECONDS, hammer
+from tests.fuzz.requests import REQUESTS
+from tests.server.rig import DELTA, FROM_DISK, SHAPES, Rig, Weights, after, delta_part, same
+from tests.wire.forge import assert_well_formed, header_of, unwrap
+
+LIMITS = Limits(max_part_bytes=1 << 18, max_header_bytes=1 << 20)
+# Every value of a part becomes 8 bytes of an index at most, and JSON its objects.
+MOST_BYTES = 32 << 20
+RSS_BYTES = 512 << 20
+
+REFUSALS = {400, 403, 405, 409, 413, 415, 422}
+
+pytestmark = pytest.mark.timeout(SECONDS + 300)
+
+
+@pytest.fixture(autouse=True)
+def resident() -> Any:
+    """What no tracing sees: zstd's own memory, for one."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    yield
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown << 10 < RSS_BYTES
+
+
+def test_container() -> None:
+    """Bytes in chunks, through the frame and the gate, to a decoded part."""
+
+    def check(example: tuple[bytes, list[int]]) -> None:
+        body, sizes = example
+        reader, gate, kept = FrameReader(LIMITS.max_part_bytes), PartGate(LIMITS), bytearray()
+        try:
+            for chunk in chunks(body, sizes):
+                for piece in reader.feed(chunk):
+                    gate.feed(piece)
+                    kept += piece
+            reader.finish()
+            header = gate.finish()
+            part = decode_part(kept, LIMITS)
+        except DeltaError as error:
+            check_refusal(error)
+            return
+        assert part.header == header
+        assert_well_formed(part)
+
+    sizes = st.lists(st.integers(0, 300), max_size=5)
+    count = hammer(check, st.tuples(bodies(SHAPES), sizes), 0.35, MOST_BYTES)
+    print(f"container: {count} examples")
+
+
+def test_manifest() -> None:
+    """Metadata of any strings, most of them of a good part."""
+    known = good(SHAPES).map(metadata_of)
+    strings = st.text(max_size=30) | st.sampled_from(TEXTS) | any_json().map(json.dumps)
+    keys = st.sampled_from(sorted(metadata_of(delta_part()))) | st.text(max_size=9)
+
+    def check(example: tuple[dict[str, str], dict[str, str]]) -> None:
+        metadata, changes = example
+        try:
+            manifest = parse_manifest({**metadata, **changes}, LIMITS)
+        except DeltaError as error:
+            check_refusal(error)
+            return
+        assert all(entry.nnz <= entry.numel for entry in manifest.params)
+
+    changes = st.dictionaries(keys, strings, max_size=3)
+    count = hammer(check, st.tuples(known, changes), 0.15, MOST_BYTES)
+    print(f"manifest: {count} examples")
+
+
+def check_refusal(error: DeltaError) -> None:
+    """It can be sent."""
+    wire = json.loads(json.dumps(error.to_wire()))
+    assert wire["message"]
+    assert error.status in REFUSALS
+
+
+def metadata_of(body: bytes) -> dict[str, str]:
+    found: dict[str, str] = header_of(unwrap(body))[0]["__metadata__"]
+    return found
+
+
+def test_http(tmp_path: Path) -> None:
+    """Requests to every route: an answer of the table, and weights that it tells the truth of."""
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "a").write_bytes(delta_part())
+    (root / "a.safetensors").write_bytes(delta_part())
+    (root / "b").write_bytes(delta_part()[:-1])
+    os.mkfifo(root / "pipe")
+
+    def check(requests: list[dict[str, Any]]) -> None:
+        rig = Rig(tmp_path / "spool", roots=(str(root.resolve()),))
+        try:
+            for request in requests:
+                check_one(rig, request, str(root))
+            rig.run(rig.engine.call("drop", {}))
+            version = rig.status()["version"]
+            step = {"norm.weight": {3: 0x7777}}
+            expected = after(rig.engine.weights, step)
+            answer = rig.send(delta_part(step, version + 1, base_version=version, sync_id="last"))
+            rig.assert_committed(answer, expected, version + 1)
+        finally:
+            rig.close()
+
+    count = hammer(check, st.lists(REQUESTS, min_size=1, max_size=4), 0.5, MOST_BYTES)
+    print(f"http: {count} sequences of requests")
+
+
+def check_one(rig: Rig, request: dict[str, Any], root: str) -> None:
+    before, version = rig.engine.weights, rig.status()["version"]
+    is_json = request["type"] == "application/json"
+    text = request["json"].replace("ROOT", root).encode("utf-8", "surrogatepass")
+    response = rig.run(
+        rig.request(
+            request["method"],
+            request["path"],
+            params=request["params"],
+            headers={"Content-Type": request["type"], **request["headers"]},
+            content=text if is_json or request["path"] == FROM_DISK else request["body"],
+        )
+    )
+    answer = response.json()
+    assert rig.spooled() == []
+    if response.status_code != 200:
+        assert response.status_code in REFUSALS, response.text
+        assert response.status_code == 405 or answer["error"]["engine_state"] == "unchanged"
+        assert same(rig.engine.weights, before)
+        return
+    moved = rig.status()["version"]
+    if answer.get("status") not in ("committed", "rolled_back"):
+        assert same(rig.engine.weights, before)
+        assert moved == version
+        return
+    assert moved == answer["version"]
+    assert rig.engine.weight_version == str(moved)
+    if answer["status"] == "committed" and request["path"] == DELTA and not is_json:
+        check_exact(rig, before, decode_part(unwrap(request["body"])))
+
+
+def check_exact(rig: Rig, before: Weights, part: Part) -> None:
+    """The weights are what a part makes of them that is all of its sync, and not differences."""
+    if (part.manifest.num_parts or 1) > 1 or part.manifest.encoding == "gap8_ulp":
+        return
+    for delta in part.deltas:
+        where = np.arange(delta.numel) if delta.indices is None else delta.indices
+        before[delta.name][where] = delta.values
+    assert same(rig.engine.weights, before)
