@@ -144,7 +144,7 @@ def container(
     return zstandard.compress(file, 1) if encoding == "deltas_zstd" else file
 
 
-def edited(part: bytes, **metadata: str | None) -> bytes:
+def edited(part: bytes, /, **metadata: str | None) -> bytes:
     """The same container with other metadata; None removes a key."""
     length = int.from_bytes(part[:8], "little")
     header = json.loads(part[8 : 8 + length])

@@ -7,13 +7,15 @@ rank is asked next takes the file away. Faults:
   fails has made one of its writes.
 - ``stall_write``: the next commit hangs after one of its writes. A file ``stalled-RANK`` with the
   rank's process id says so.
+- ``slow_write``: the next commit waits for a second before its writes; it leaves that file too.
+- ``fail_stage``, ``stall_stage``, ``slow_stage``: the same of the next part's staging.
 - ``raise_commit``: the next commit raises before it begins, where nothing should.
 - ``flip_a_bit``: of one element of a live parameter, now, as a cosmic ray would. The file has the
   parameter's name and the element's offset.
 - ``show_memory``: no fault. A file ``memory-RANK`` gets what the rank's process keeps, as JSON: see
   `_memory`.
 - ``hash_model``: no fault. A file ``hashed-RANK`` gets a hash of every tensor that hangs on the
-  model, also of those that no checksum of the engine's covers, as JSON by path.
+  model, also of those that no checksum of the engine's covers, as JSON by path; KV apart.
 """
 
 from __future__ import annotations
@@ -55,16 +57,19 @@ def _arm(receiver: Any) -> None:
         file.unlink()
         return text
 
-    def stall() -> None:
+    def stall(seconds: float = 600) -> None:
         _leave(folder / f"stalled-{rank}", str(os.getpid()))
-        time.sleep(600)
+        time.sleep(seconds)
 
     if armed("fail_undo") is not None:
         _once(applier, "undo", _fail)
-    if armed("fail_write") is not None:
-        _once(applier, "write", _fail)
-    if armed("stall_write") is not None:
-        _once(applier, "write", stall)
+    for method in ("write", "stage"):
+        if armed(f"fail_{method}") is not None:
+            _once(applier, method, _fail)
+        if armed(f"stall_{method}") is not None:
+            _once(applier, method, stall)
+        if armed(f"slow_{method}") is not None:
+            _late(applier, method, lambda: stall(1))
     flip = armed("flip_a_bit")
     if flip is not None:
         name, offset = flip.split()
@@ -91,7 +96,7 @@ def _hashes(model: Any) -> dict[str, str]:
     return {
         f"{path}.{attribute}": fingerprint(tensor)
         for path, _, attribute, tensor in hanging(model)
-        if not tensor.is_meta
+        if not tensor.is_meta and attribute != "kv_cache"
     }
 
 
@@ -137,6 +142,18 @@ def _flip(applier: Any, name: str, offset: int) -> None:
     from engine_ext.kernels import bits_of
 
     bits_of(applier._index.by_name[name].flat())[offset] ^= 1
+
+
+def _late(applier: Any, method: str, first: Callable[[], None]) -> None:
+    """Let this come before the next call of a method."""
+    original = getattr(applier, method)
+
+    def call(argument: Any) -> Any:
+        setattr(applier, method, original)
+        first()
+        return original(argument)
+
+    setattr(applier, method, call)
 
 
 def _once(applier: Any, method: str, then: Callable[[], None]) -> None:

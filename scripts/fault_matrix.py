@@ -1,0 +1,42 @@
+"""Print what faults an engine is tested with and what comes of them, as Markdown.
+
+The rows are those of tests/faults, where each is met by live engines.
+
+    python scripts/fault_matrix.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+ENDS: Final = {
+    "old": "old version",
+    "new": "new version",
+    "either": "one of the two",
+    "uncertain": "uncertain: 503 until a full sync, which the sender sends",
+}
+
+
+def markdown() -> str:
+    """One row per kind of fault: what it is, what the sender is told, what the engine holds."""
+    faults = importlib.import_module("tests.faults.alive").FAULTS
+    rows = dict.fromkeys((fault.what, fault.told, ENDS[fault.ends]) for fault in faults)
+    lines = ["| fault | the sender is told | the engine holds |", "| --- " * 3 + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.parse_args(argv)
+    print(markdown())
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main()

@@ -1,0 +1,260 @@
+"""A live engine with two ranks, its trainer and its sender; and what must hold after a fault."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+import tiny_models
+from engine_process import HOST, EngineProcess
+from reference_sender import DeltaSender
+from tests.engines.trainer import Trainer, container, model_digest, split
+
+ROUTE = "/update_weights_delta"
+OCTETS = {"Content-Type": "application/octet-stream"}
+PLUGIN = Path(__file__).parents[1] / "shims" / "faults"
+RANKS = 2
+FIRST = 5  # version of the checkpoint
+STAGE_TIMEOUT = 2
+SPOOL = 2 << 20
+
+# A sender in a process of its own: it sends, reads an answer or does not, and waits to be killed.
+CHILD = """
+import socket, sys, time
+connection = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+connection.sendall(open(sys.argv[2], "rb").read())
+if sys.argv[3] == "reads":
+    assert b"200 OK" in connection.recv(1 << 16)
+print("sent", flush=True)
+time.sleep(600)
+"""
+
+
+class Scene:
+    """One engine; the sender knows what the engine acknowledged last, as a real one does.
+
+    Attributes:
+        base_version: what the engine is at before the fault.
+        changed: what the step under way changes, by name.
+        sent: the parts of the sync that were made last.
+    """
+
+    def __init__(self, engine: EngineProcess, base: Path, folder: Path, spool: Path) -> None:
+        self.engine = engine
+        self.folder = folder
+        self.trainer = Trainer(tiny_models.load_tensors(base), version=FIRST)
+        self.sender = DeltaSender(engine.url, self.trainer.tensors.items(), base_version=FIRST)
+        self.base_version = FIRST
+        self.changed: dict[str, torch.Tensor] = {}
+        self.sent: list[bytes] = []
+        self._spool = spool
+
+    # What is sent ----------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """The trainer goes on; the sync to its weights is what the fault meets."""
+        self.base_version = self.trainer.version = self.version()
+        self.changed = self.trainer.step()
+        self.sent = []
+
+    def parts(
+        self,
+        count: int = 1,
+        *,
+        encoding: str = "deltas",
+        manifest_checksum: bool = False,
+        **metadata: str,
+    ) -> list[bytes]:
+        """The sync to the trainer's weights."""
+        common = {**self.trainer.metadata(), "num_parts": str(count), **metadata}
+        self.sent = [
+            container(
+                self.trainer.tensors,
+                some,
+                encoding=encoding,
+                metadata={**common, "part": str(number)},
+                manifest_checksum=manifest_checksum,
+            )
+            for number, some in enumerate(split(self.changed, count))
+        ]
+        return self.sent
+
+    def post(self, body: bytes, **params: str) -> httpx.Response:
+        return self.engine.post(ROUTE, content=body, headers=OCTETS, params=params)
+
+    def told(self, response: httpx.Response) -> str:
+        """``staged``, ``committed``, ``already_applied``, or status and type of the error."""
+        answer = response.json()
+        if response.status_code == 200:
+            return str(answer["status"])
+        return f"{response.status_code} {answer['error']['type']}"
+
+    def is_told(self, body: bytes, expected: str, **params: str) -> httpx.Response:
+        """Post a part; the answer must be this."""
+        response = self.post(body, **params)
+        assert self.told(response) == expected, response.text
+        return response
+
+    def raw(self, body: bytes, *, chunked: bool = False) -> bytes:
+        """A part as the request that carries it."""
+        kind = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {len(body)}"
+        if chunked:
+            pieces = [body[k : k + 4096] for k in range(0, len(body), 4096)]
+            body = b"".join(b"%x\r\n%b\r\n" % (len(p), p) for p in pieces) + b"0\r\n\r\n"
+        head = f"POST {ROUTE} HTTP/1.1\r\nHost: x\r\nContent-Type: {OCTETS['Content-Type']}\r\n"
+        return f"{head}{kind}\r\n\r\n".encode() + body
+
+    def cut(self, tenths: int, *, reset: bool = False) -> None:
+        """Send so many tenths of a sync's body, then end the connection, or reset it.
+
+        The one that is reset sends its body in chunks.
+        """
+        [body] = self.parts()
+        request = self.raw(body, chunked=reset)
+        head = request.index(b"\r\n\r\n") + 4
+        with socket.create_connection((HOST, self.engine.port)) as connection:
+            connection.sendall(request[: head + (len(request) - head) * tenths // 10])
+            if reset:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    def killed_sender(self, data: bytes, *, reads: bool, when: Callable[[], bool]) -> None:
+        """Let another process send this, and kill it once something is so."""
+        file = self.folder / "request"
+        file.write_bytes(data)
+        command = [sys.executable, "-c", CHILD, str(self.engine.port), str(file)]
+        child = subprocess.Popen(
+            [*command, "reads" if reads else "deaf"], stdout=subprocess.PIPE, text=True
+        )
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "sent\n"
+            wait_until(when)
+        finally:
+            child.send_signal(signal.SIGKILL)
+            child.communicate()
+
+    # What goes wrong -------------------------------------------------------------------------
+
+    def arm(self, fault: str, rank: int, text: str = "") -> None:
+        """Let something happen in a rank; see ``tests/shims/faults``."""
+        (self.folder / f"{fault}-{rank}").write_text(text)
+
+    def sleep(self) -> None:
+        """The engine gives its weights' memory back, by its own route."""
+        if self.engine.name == "vLLM":
+            answer = self.engine.post("/sleep", params={"level": "1"})
+        else:
+            answer = self.engine.post("/release_memory_occupation", json={"tags": ["weights"]})
+        assert answer.status_code == 200
+
+    def wake(self) -> None:
+        """And takes it again."""
+        if self.engine.name == "vLLM":
+            answer = self.engine.post("/wake_up")
+        else:
+            answer = self.engine.post("/resume_memory_occupation", json={"tags": ["weights"]})
+        assert answer.status_code == 200
+
+    def spool(self) -> Path:
+        """The engine's spool folder, which is mounted for the engine alone."""
+        assert self.engine._process is not None
+        return Path(f"/proc/{self.engine._process.pid}/root{self._spool}")
+
+    # What is there ---------------------------------------------------------------------------
+
+    def version(self) -> int:
+        return int(self.engine.delta_status()["version"])
+
+    def prints(self) -> dict[str, Any]:
+        """Checksums of everything on every rank: the engine's own, and of all of the model."""
+        for rank in range(RANKS):
+            self.arm("hash_model", rank)
+        self.engine.delta_status()
+        hashed = [self.folder / f"hashed-{rank}" for rank in range(RANKS)]
+        return {
+            "engine": self.engine.checksums(),
+            "buffers": self.engine.buffer_checksums(),
+            "model": [json.loads(file.read_text()) for file in hashed],
+        }
+
+    def holds(self, tensors: dict[str, torch.Tensor]) -> bool:
+        """Whether the digest of live memory is that of these tensors."""
+        found = self.engine.get("/delta_digest", params={"scan": "true"}).json()
+        return (found["digest"], found["corrupted"]) == (model_digest(tensors).hex(), [])
+
+    def generates(self) -> int:
+        """The status of a small completion."""
+        request = {"prompt": "a", "max_tokens": 2}
+        return self.engine.post("/v1/completions", json=request, timeout=60).status_code
+
+    def next_sync(self) -> None:
+        """The sender goes on, from what it knows; nobody helps."""
+        self.trainer.step()
+        report = self.sender.sync(self.trainer.tensors.items())
+        status = self.engine.delta_status()
+        assert (status["version"], status["engine_state"]) == (report.version, "certain")
+        assert self.engine.weight_version() == str(report.version)
+        assert self.holds(self.trainer.tensors)
+        assert self.generates() == 200
+
+    def spooled(self) -> list[str]:
+        """Parts that are left in the spool."""
+        return [str(file) for file in self.spool().rglob("*.safetensors")]
+
+
+def launch(
+    start: Callable[..., EngineProcess], kind: str, base: Path, folder: Path, *arguments: str
+) -> Scene:
+    """Start an engine of a kind, with two ranks and a small spool on a mount of its own."""
+    spool = folder / "spool"
+    spool.mkdir(exist_ok=True)
+    engine = start(
+        kind,
+        base,
+        tp=RANKS,
+        python_path=[PLUGIN],
+        extra_env={"DELTA_FAULTS": str(folder)},
+        extra_args=[
+            *("--delta-spool-dir", str(spool)),
+            *("--delta-stage-timeout", str(STAGE_TIMEOUT)),
+            *("--delta-base-version", str(FIRST)),
+            *arguments,
+        ],
+        command_prefix=[
+            *("unshare", "--user", "--map-root-user", "--mount", "sh", "-c"),
+            f'mount -t tmpfs -o size={SPOOL} tmpfs "{spool}" && exec "$@"',
+            "sh",
+        ],
+    )
+    return Scene(engine, base, folder, spool)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    """Wait until something is so."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never was so"
+        time.sleep(0.05)
+
+
+def fill(folder: Path) -> Path:
+    """Take all the room that is left in a file system; returns the file that has it."""
+    file = folder / "of somebody else"
+    with file.open("wb", buffering=0) as out:
+        try:
+            while True:
+                out.write(os.urandom(1 << 16))
+        except OSError:
+            return file
