@@ -15,7 +15,7 @@ from tests.faults.scene import Scene, launch, wait_until
 SETTLED_S = 3
 
 
-@pytest.fixture(scope="module", params=["vllm", "sglang"])
+@pytest.fixture(scope="module", params=["vllm", pytest.param("sglang", marks=pytest.mark.full)])
 def scene(
     request: pytest.FixtureRequest,
     checkpoint: Callable[[str], Path],
