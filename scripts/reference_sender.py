@@ -20,9 +20,10 @@ let engine and sender find out that they do not hold the same bytes.
 
 What lies where: `sender_snapshot` compares (`sender_device` what lies on an accelerator),
 `sender_step` hands what is read to whoever sends it, `sender_choice` says how a param travels,
-`sender_http` and `sender_poster` post, `sender_link` makes one engine's parts (`sender_parts`),
-`sender_log` writes them into a delta log, `sender_warm` compiles what they use, `sender_engines`
-has the two classes, `sender_cli` the program.
+`sender_http` posts, `sender_link` makes one engine's parts (`sender_parts`), `sender_outbox` posts
+them beside that, `sender_log` writes them into a delta log, `sender_warm` compiles what they use,
+`sender_standing` and `sender_state` keep what engines hold, now and over a restart,
+`sender_engines` and `sender_one` have the two classes, `sender_cli` the program.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ from __future__ import annotations
 import sys
 
 from sender_cli import main
-from sender_engines import DeltaSender, MultiSender, SomeFailed
+from sender_engines import MultiSender
 from sender_http import SyncFailed
-from sender_report import SyncReport
+from sender_one import DeltaSender
+from sender_report import SomeFailed, SyncReport
 from sender_snapshot import NamedTensors
 
 __all__ = [

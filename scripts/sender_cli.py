@@ -18,10 +18,10 @@ from safetensors import SafetensorError, safe_open
 
 from engine_ext.wire.signature import HMAC_KEY_ENVIRONMENT
 from sender_choice import CHOICES, LinkSpeed, sparse_encoding
-from sender_engines import MultiSender, SomeFailed
+from sender_engines import MultiSender
 from sender_http import Place, Server
 from sender_log import LogServer
-from sender_report import SyncReport
+from sender_report import SomeFailed, SyncReport
 from sender_snapshot import MappedSnapshot, NamedTensors, Snapshot
 
 
@@ -44,6 +44,12 @@ class DryServer:
     def plan(self) -> Any:
         return None if self._engine is None else self._engine.plan()
 
+    def status(self) -> dict[str, Any]:
+        return {}
+
+    def catch_up(self) -> int | None:
+        return None
+
     def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:
         return {"status": "dry run"}
 
@@ -63,6 +69,8 @@ class CheckpointSender(MultiSender):
             base,
             base_version=arguments.base_version,
             delta_log=None if arguments.dry_run else arguments.delta_log,
+            state=None if arguments.dry_run else arguments.state,
+            lag_limit=arguments.lag_limit,
             encoding=arguments.encoding,
             bucket_bytes=arguments.bucket_bytes,
             digest=not arguments.no_digest,
@@ -139,6 +147,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "started with --delta-log; see also the command delta-log"
     )
     add("--delta-log", type=Path, metavar="DIR", help=log_help)
+    state_help = (
+        "remember in FILE what each engine has acknowledged; where --base is what it is at, that "
+        "version counts and not --base-version"
+    )
+    add("--state", type=Path, metavar="FILE", help=state_help)
+    lag_help = "go on without engines that need longer than the first and SECONDS (default: wait)"
+    add("--lag-limit", type=float, metavar="SECONDS", help=lag_help)
     save_help = (
         "write the parts to DIR/weight_v<version>/, as a delta log or for the disk endpoint, and "
         "post nothing; with --url the engine is only asked which tensors it ignores and what its "
@@ -153,8 +168,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--base is needed, except with --full")
     if options.url is None and options.save is None and not options.dry_run:
         parser.error("--url is needed, except with --save or --dry-run")
-    if options.save is not None and options.delta_log is not None:
-        parser.error("--save and --delta-log do not go together: --save posts nothing")
+    if options.save is not None and (options.delta_log or options.state) is not None:
+        parser.error("--save does not go with --delta-log or --state: it posts nothing")
     if options.save is not None and options.url is not None and len(options.url) > 1:
         parser.error("--save writes for one engine: give one --url at most")
     return options

@@ -1,42 +1,32 @@
-"""The reference sender's two classes: for one engine, and for several at once."""
+"""The reference sender's class for several engines at once."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from threading import Thread
+from threading import Condition
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import httpx
-
-from engine_ext.delta_log_writer import LogWriter
+from engine_ext.digest import Digest
 from sender_choice import CHOICES, Manner, sparse_encoding
-from sender_http import Options, Place, Server, SyncFailed
+from sender_http import Options, Place, Server
 from sender_link import Committed, Link
 from sender_log import LogServer
-from sender_report import SyncReport
+from sender_report import SomeFailed, SyncReport
+from sender_run import Run, outcomes
 from sender_snapshot import NamedTensors, Snapshot
+from sender_standing import without_old
+from sender_state import Known, StateFile
 from sender_step import Step
 from sender_warm import warm_up
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-
-class SomeFailed(SyncFailed):
-    """Some engines did not commit; the others have, and go on.
-
-    Attributes:
-        failures: Why, by the engine's url.
-        reports: Of the engines that have committed, by url.
-    """
-
-    def __init__(self, failures: dict[str, SyncFailed], reports: dict[str, SyncReport]) -> None:
-        super().__init__("; ".join(f"{url}: {failed}" for url, failed in failures.items()))
-        self.failures = failures
-        self.reports = reports
+logger = logging.getLogger(__name__)
 
 
 class MultiSender:
@@ -52,7 +42,13 @@ class MultiSender:
     that too; or the whole model, where more than half of that was missed or it holds something
     else by then. A sync returns when the slowest engine is done or has failed.
 
-    Host memory: as for `DeltaSender`, and for an engine that failed what it missed.
+    With a `lag_limit` it returns that many seconds after the first engine has committed. Those that
+    are not done go on by themselves with the parts that they are being sent. They have no report,
+    are in `lagging`, are left out of the following syncs until they are done, and get what they
+    missed then. An engine that is dead is waited for no longer than that either.
+
+    Host memory: as for `DeltaSender`, and for an engine that failed what it missed; for one that
+    lags, twice that and the parts that it has yet to get.
 
     Args:
         urls: The engines' roots, ``http://host:port``, each once.
@@ -62,10 +58,13 @@ class MultiSender:
             so that an engine that starts with ``--delta-log`` reaches it by itself. Version numbers
             go on from the highest in there. A version that no engine took is marked as refused,
             and its number is not used again.
-        options: As of `DeltaSender`.
+        state: A file that remembers over a restart of the sender what each engine has
+            acknowledged. If `base` is what an engine acknowledged, or was just being sent, it goes
+            on from there, whatever `base_version` says; otherwise its next sync is a full one.
+        options: As of `DeltaSender`, and `lag_limit`, seconds; None waits for every engine.
 
     Raises:
-        ValueError: An option is unknown, or no url is given, or one twice.
+        ValueError: An option is unknown, no url is given, or one twice; or the state is none.
         BlockingIOError: Another sender writes into the log.
     """
 
@@ -76,6 +75,7 @@ class MultiSender:
         *,
         base_version: int = 0,
         delta_log: str | Path | None = None,
+        state: str | Path | None = None,
         **options: Any,
     ) -> None:
         self._options = Options(**options)
@@ -85,22 +85,41 @@ class MultiSender:
         if not urls or len({url.rstrip("/") for url in urls}) < len(urls):
             raise ValueError("give every engine's url, each once")
         self._urls = list(urls)
+        self._file = None if state is None else StateFile(Path(state))
         self._digests = self._options.digest or Manner(self._options.encoding).may_differ
+        self._digests = self._digests or self._file is not None
         self._snapshot = self._make_snapshot(base)
         warm_up(self._snapshot.dtypes, self._options.encoding)
+        self._digest = Digest.ZERO if self._file is None else self._snapshot.digest()
+        self._known = {} if self._file is None else dict(self._file.state.engines)
+        logs = delta_log is not None
         self._links = [
-            Link(self._make_server(url), self._snapshot, self._options, base_version)
+            Link(
+                self._make_server(url), self._snapshot, self._options,
+                self._start(url, base_version), has_log=logs,
+            )
             for url in urls
-        ]
+        ]  # fmt: skip
+        if self._file is not None:
+            for url, link in zip(self._urls, self._links, strict=True):
+                link.suspect = self._file.state.is_elsewhere(url, self._digest.hex())
         self._log: Link | None = None
-        self._writer: LogWriter | None = None
         if delta_log is not None:
             engines = [link.server for link in self._links]
-            log = LogServer(Path(delta_log), engines, self._options.hmac_key)
-            self._writer = log.writer
-            self._log = Link(log, self._snapshot, self._options, base_version, is_log=True)
-        self._threads: list[Thread] = []
+            self._log_server = LogServer(Path(delta_log), engines, self._options.hmac_key)
+            at = self._start(None, base_version)
+            self._log = Link(self._log_server, self._snapshot, self._options, at, is_log=True)
+            self._log.suspect = not self._log_server.leads_on_from(at)
+        self._begun: tuple[Step, list[Run]] | None = None  # a sync that has not ended
         self._torn = False  # the snapshot or the links were moving on, and were interrupted
+        self._alone: dict[Link, Run] = {}  # what goes on by itself
+        self._news = Condition()
+
+    def _start(self, url: str | None, base_version: int) -> int:
+        """The version at which an engine holds the base, as far as is known."""
+        if self._file is None:
+            return base_version
+        return self._file.state.version_of(url, self._digest.hex(), base_version)
 
     def __enter__(self) -> Self:
         return self
@@ -119,9 +138,21 @@ class MultiSender:
         return {url: link.version for url, link in zip(self._urls, self._links, strict=True)}
 
     def close(self) -> None:
-        """Close the HTTP clients, if they are own ones, and the log."""
+        """Close the HTTP clients, if they are own ones, and the log.
+
+        Engines that lag are waited for once more, up to the limit.
+        """
+        for run in self._alone.values():
+            run.thread.join(self._options.lag_limit)
+        self._settle(wait=False)
+        self._remember([], "")
         for link in self._all:
             link.server.close()
+
+    @property
+    def lagging(self) -> list[str]:
+        """Engines that are still being sent a step that the others went on from."""
+        return [self._url_of(link) for link, run in self._alone.items() if run.outcome is None]
 
     @property
     def _all(self) -> list[Link]:
@@ -142,90 +173,167 @@ class MultiSender:
         return self._sync(tensors, full=True)
 
     def _sync(self, tensors: NamedTensors, *, full: bool) -> dict[str, SyncReport]:
-        for thread in self._threads:
-            thread.join()  # of a sync that was interrupted
+        self._pick_up()
         started = time.perf_counter()
-        version = max(link.version for link in self._all) + 1
-        if self._torn:
-            # What an engine has missed is kept beside a snapshot that did not come, and others are
-            # at this version already.
-            version += 1
-            for link in self._all:
-                link.suspect = True
-            self._torn = False
-        if self._writer is not None:
-            version = max(version, self._writer.last_number + 1)
-        places, unlogged = len(self._all), self._log is None
-        step = Step(version, full=full, engines=places, started=started, is_logged=unlogged)
-        outcomes: dict[Link, Committed | BaseException] = {}
-
-        def bring(link: Link) -> None:
-            try:
-                outcomes[link] = link.bring(step)
-                if link is self._log:
-                    step.note_logged()
-            except BaseException as error:
-                outcomes[link] = error
-                if link is self._log:
-                    step.fail(_not_logged(error))
-
-        self._threads = []
+        self._settle()
+        links = [link for link in self._all if link not in self._alone]
+        keepers = (self._log is not None) + (self._file is not None)
+        version = self._next_version(full=full)
+        step = Step(version, full=full, engines=len(links), started=started, keepers=keepers)
+        runs = [Run(link, step, self._news, is_log=link is self._log) for link in links]
+        self._begun = step, runs
         try:
-            for link in self._all:
-                thread = Thread(target=bring, args=(link,), daemon=True)
-                thread.start()
-                self._threads.append(thread)
+            for run in runs:
+                run.thread.start()
             step.read(self._snapshot.read(tensors, digests=self._digests))
-            for thread in self._threads:
-                thread.join()
+            if self._file is not None:
+                self._file.begin(step.version, self._digest_after(step).hex())
+                step.note_kept()
+            self._wait(runs)
+            step.release()
         except BaseException as error:
             step.fail(error)
             if isinstance(error, Exception):  # who interrupts is not kept waiting for an answer
-                for thread in self._threads:
-                    thread.join()
+                self._pick_up()
             raise
-        return self._acknowledge(step, outcomes)
+        return self._acknowledge(step, runs)
 
-    def _acknowledge(
-        self, step: Step, outcomes: dict[Link, Committed | BaseException]
-    ) -> dict[str, SyncReport]:
+    def _pick_up(self) -> None:
+        """Take in what came of a sync that was interrupted; waits for its last answers."""
+        if self._begun is not None:
+            step, runs = self._begun
+            for run in runs:
+                if run.thread.ident is not None:
+                    run.thread.join()
+                self._alone.pop(run.link, None)
+            doubts = [run.link.is_left_in_doubt(step.changes) for run in runs]
+            log = next((run.outcome for run in runs if run.link is self._log), None)
+            if isinstance(log, Committed) and not self._torn:
+                self._drop_from_log(log, step, in_doubt=any(doubts))
+            self._begun = None
+        if self._torn:
+            # What an engine has missed is kept beside a snapshot that did not come.
+            for link in self._all:
+                link.loses_track()
+            self._digest = Digest.ZERO if self._file is None else self._snapshot.digest()
+            self._torn = False
+
+    def _next_version(self, *, full: bool) -> int:
+        """Above all that some engine may be at: a number stands for one content.
+
+        Where no digest proves what a sync led to, above all that were tried.
+        """
+        version = max(link.newest for link in self._all)
+        for link in self._all:
+            if full or link.suspect or not link.is_proven:
+                version = max(version, link.server.tried)
+        if self._log is not None:
+            version = max(version, self._log_server.writer.last_number)
+        if self._file is not None:
+            version = max(version, self._file.state.highest)
+        return version + 1
+
+    def _wait(self, runs: Sequence[Run]) -> None:
+        """Until every engine is done, or some have been for as long as the others may lag."""
+        deadline: float | None = None
+        with self._news:
+            while late := [run.link for run in runs if run.outcome is None]:
+                if deadline is None and any(run.has_committed for run in runs):
+                    limit = self._options.lag_limit
+                    deadline = None if limit is None else time.monotonic() + limit
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0 and self._log not in late:
+                    return
+                self._news.wait(None if self._log in late else left)
+
+    def _settle(self, *, wait: bool = True) -> None:
+        """Take in how the steps ended that had gone on alone; waits if all engines have one."""
+        with self._news:
+            while (
+                wait
+                and len(self._alone) == len(self._links)
+                and all(run.outcome is None for run in self._alone.values())
+            ):
+                self._news.wait()
+            ended = {link: run for link, run in self._alone.items() if run.outcome is not None}
+        for link, run in ended.items():
+            url = self._url_of(link)
+            try:
+                assert run.outcome is not None
+                link.settle(run.outcome)
+            except Exception as failed:
+                logger.warning("%s: what had gone on alone has failed: %s", url, failed)
+            else:
+                logger.info("%s has committed version %d", url, link.version)
+                self._known[url] = Known(link.version, run.content)
+            del self._alone[link]
+
+    def _acknowledge(self, step: Step, runs: Sequence[Run]) -> dict[str, SyncReport]:
         """Let the snapshot and the links move on, as far as the engines have."""
+        content = self._digest_after(step)
+        late = [run for run in runs if run.outcome is None]
+        done = [run for run in runs if run not in late]
+        moves = any(run.has_committed for run in done)
         # An interruption in here makes the next sync a full one. No link is ever ahead of its
         # engine.
-        if any(isinstance(outcomes[link], Committed) for link in self._links):
-            self._torn = True
-            for link, outcome in outcomes.items():
-                if not isinstance(outcome, Committed):
+        self._torn = moves
+        for run in late:
+            run.content = content.hex()
+            run.link.goes_on_alone(step.changes)
+            self._alone[run.link] = run
+            logger.warning("%s lags behind; the others go on", self._url_of(run.link))
+        failed = [run for run in done if not isinstance(run.outcome, Committed)]
+        doubts = [run.link.is_left_in_doubt(step.changes) for run in failed]
+        log = next((run.outcome for run in done if run.link is self._log), None)
+        if moves:
+            for link in self._all:
+                if link not in [run.link for run in done if run not in failed]:
                     link.miss(step.changes)
             self._snapshot.advance(step.changes)
-            self._acknowledge_log(outcomes)
-        elif self._writer is not None and step.is_logged:
-            self._writer.refuse(step.version)
-        reports: dict[str, SyncReport] = {}
-        failures: dict[str, SyncFailed] = {}
-        others: list[BaseException] = []
-        for url, link in zip(self._urls, self._links, strict=True):
-            outcome = outcomes[link]
-            try:
-                if isinstance(outcome, BaseException):
-                    raise outcome
-                reports[url] = outcome.acknowledge()
-            except SyncFailed as failed:
-                failures[url] = failed
-            except BaseException as error:
-                others.append(error)
+            self._digest = content
+            if isinstance(log, Committed):
+                log.acknowledge()
+        elif isinstance(log, Committed):
+            self._drop_from_log(log, step, in_doubt=any(doubts))
+        runs_by_url = {self._url_of(run.link): run for run in done if run.link is not self._log}
+        reports, failures, others = outcomes(runs_by_url)
+        self._begun = None
         self._torn = False
+        self._remember(done, content.hex())
         if others:
             raise others[0]
         if failures:
             raise SomeFailed(failures, reports)
         return reports
 
-    def _acknowledge_log(self, outcomes: Mapping[Link, Committed | BaseException]) -> None:
-        if self._log is not None:
-            logged = outcomes[self._log]
-            assert isinstance(logged, Committed)  # or no engine would have committed
+    def _drop_from_log(self, logged: Committed, step: Step, *, in_doubt: bool) -> None:
+        """No engine has acknowledged what is in the log."""
+        self._begun = None
+        if in_doubt:  # some may have it, and must find it there when it starts again
             logged.acknowledge()
+            logged.link.behind = without_old(step.changes)
+        else:
+            self._log_server.writer.refuse(step.version)
+
+    def _remember(self, runs: Sequence[Run], content: str) -> None:
+        """Write the state file."""
+        if self._file is None:
+            return
+        for run in runs:
+            if run.has_committed and not run.link.suspect:
+                self._known[self._url_of(run.link)] = Known(run.link.version, content)
+        in_doubt = self._begun is not None or any(link.doubt for link in self._links)
+        self._file.end(self._known, in_doubt=in_doubt)
+
+    def _digest_after(self, step: Step) -> Digest:
+        """Of every tensor of the snapshot, once it has moved; ZERO where nobody asks for it."""
+        if self._file is None:
+            return Digest.ZERO
+        changes = (change.digest or Digest.ZERO for change in step.changes.values())
+        return sum(changes, start=self._digest)
+
+    def _url_of(self, link: Link) -> str:
+        return self._urls[self._links.index(link)]
 
     def _make_snapshot(self, base: NamedTensors) -> Snapshot:
         options = self._options
@@ -233,129 +341,3 @@ class MultiSender:
 
     def _make_server(self, url: str) -> Place:
         return Server(url, self._options)
-
-
-def _not_logged(error: BaseException) -> BaseException:
-    """What the engines' links fail with when the delta log has not got a version."""
-    if isinstance(error, SyncFailed):
-        return error
-    return SyncFailed(f"not sent, as it could not be written to the delta log: {error}")
-
-
-class DeltaSender:
-    """Keeps an engine's weights in step with a trainer's. Not thread-safe.
-
-    Tensors come as (name, tensor) in checkpoint coordinates: unsharded, and named as in the
-    Hugging Face checkpoint. They are taken one by one, so a generator that gathers each when asked
-    will do; some are compared while others are posted, and none may change before the sync ends.
-    CUDA tensors are compared where they lie (`snapshot_on`); only what differs is brought here.
-    Of tied tensors (one storage, several names) one copy is kept; if they ever differ, that is a
-    ValueError. So do not yield views of a buffer that is refilled in between. They are sent under
-    every name that the engine holds; if it has no plan, under the first.
-
-    Where numba is installed, making the first one compiles the loops of a sync: seconds once on a
-    machine, then half a second to load them.
-
-    Host memory: the snapshot (the model's size), the changes until they are committed (4 bytes
-    plus twice the itemsize for each element), about three parts, and 128 MiB of gathered tensors.
-
-    Args:
-        url: The engine's root, ``http://host:port``.
-        base: What the engine holds now; copied.
-        base_version: The version the engine is at.
-        delta_log: As of `MultiSender`.
-        encoding: One of `ENCODINGS`. With ``gap8_ulp`` full syncs, dense params and those that the
-            engine's digest does not cover go as ``gap8_exp``; so does everything once the engine
-            has refused differences and taken values. Or ``auto``: for each param the fastest of
-            ``gap8_ulp``, ``gap8_exp`` and ``deltas``, sparse or dense, by its density and by the
-            speed of the link that the posts have shown; `SyncReport.picked` says which.
-        bucket_bytes: Most bytes of positions and values in one part, before compression. A param
-            is never split: a larger one travels alone.
-        digest: Keep the model's digest, and send digests along if the engine has a plan.
-        api_key: Bearer token.
-        hmac_key: Sign the parts with it, as an engine with ``DELTA_HMAC_KEY`` asks for.
-        pause_mode, flush_cache: As the endpoint takes them.
-        timeout: Seconds, for one request and for waiting until another sync is out of the way.
-        client: Used in place of an own one, and not closed.
-        snapshot_on: What CUDA tensors are compared with: a copy of the snapshot that is kept on
-            their ``device``, which takes the model's size there, or the snapshot on the ``host``,
-            in pinned memory, brought up in chunks. ``auto``: on the device where that takes at
-            most half of the memory that is free there at the first sync.
-
-    Raises:
-        ValueError: An option is unknown.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        base: NamedTensors,
-        *,
-        base_version: int = 0,
-        delta_log: str | Path | None = None,
-        encoding: str = "deltas_zstd",
-        bucket_bytes: int = 256 << 20,
-        digest: bool = True,
-        api_key: str | None = None,
-        hmac_key: str | None = None,
-        pause_mode: str = "keep",
-        flush_cache: bool = True,
-        timeout: float = 600.0,
-        client: httpx.Client | None = None,
-        snapshot_on: str = "auto",
-    ) -> None:
-        self._url = url
-        self._sender = MultiSender(
-            [url],
-            base,
-            base_version=base_version,
-            delta_log=delta_log,
-            encoding=encoding,
-            bucket_bytes=bucket_bytes,
-            digest=digest,
-            api_key=api_key,
-            hmac_key=hmac_key,
-            pause_mode=pause_mode,
-            flush_cache=flush_cache,
-            timeout=timeout,
-            client=client,
-            snapshot_on=snapshot_on,
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    @property
-    def version(self) -> int:
-        """The version that the engine acknowledged last."""
-        return self._sender.versions[self._url]
-
-    def close(self) -> None:
-        """Close the HTTP client, if it is an own one."""
-        self._sender.close()
-
-    def sync(self, tensors: NamedTensors) -> SyncReport:
-        """Send what changed since the last sync; if nothing did, one empty part.
-
-        If the engine turns out to hold something else (it was restarted, a digest disagrees, it
-        committed a sync whose answer was lost) or to be ``uncertain``, the whole model is sent
-        instead, once.
-
-        Raises:
-            SyncFailed: The engine refused, could not be reached, or holds other bytes afterwards.
-            ValueError: As of `MultiSender.sync`.
-        """
-        return self._one(tensors, full=False)
-
-    def sync_full(self, tensors: NamedTensors) -> SyncReport:
-        """Send every tensor dense, whatever the engine holds. Raises as `sync`."""
-        return self._one(tensors, full=True)
-
-    def _one(self, tensors: NamedTensors, *, full: bool) -> SyncReport:
-        try:
-            return self._sender._sync(tensors, full=full)[self._url]
-        except SomeFailed as some:
-            raise some.failures[self._url] from None

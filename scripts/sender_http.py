@@ -25,6 +25,7 @@ class SyncFailed(Exception):
         status: HTTP status of the last answer, None if none came. Where no answer to the last
             part came, the engine may have committed; the next sync finds out and sets it right.
         error: The engine's ``error`` object, {} if the answer was not the engine's.
+        unanswered: The part had been posted before, and that had no answer.
     """
 
     def __init__(
@@ -33,6 +34,13 @@ class SyncFailed(Exception):
         super().__init__(message)
         self.status = status
         self.error = error or {}
+        self.unanswered = False
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the engine itself has said that it did not commit, whenever it was posted."""
+        told = self.error.get("engine_state") in ("unchanged", "uncertain")
+        return told and not self.unanswered
 
     @property
     def calls_for_full(self) -> bool:
@@ -63,6 +71,7 @@ class Options:
     timeout: float = 600.0
     client: httpx.Client | None = None
     snapshot_on: str = "auto"
+    lag_limit: float | None = None
 
 
 class Place(Protocol):
@@ -79,6 +88,10 @@ class Place(Protocol):
     def close(self) -> None: ...
 
     def plan(self) -> Any: ...
+
+    def status(self) -> dict[str, Any]: ...
+
+    def catch_up(self) -> int | None: ...
 
     def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]: ...
 
@@ -108,6 +121,7 @@ class Server:
         self._hmac_key = options.hmac_key
         self.speed = LinkSpeed()
         self.tried = 0
+        self._unanswered = False
         self._owns_client = options.client is None
         self.client = options.client or httpx.Client(timeout=options.timeout)
 
@@ -118,12 +132,20 @@ class Server:
 
     def plan(self) -> Any:
         """For each rank a list of rows, one per checkpoint tensor; None if there is no plan."""
-        try:
-            return self._request("GET", "/delta_status", {"plan": "true"}).get("plan")
-        except SyncFailed as failed:
-            if failed.status != 404:
-                raise
-            return None
+        return self._status({"plan": "true"}).get("plan")
+
+    def status(self) -> dict[str, Any]:
+        """The engine's version and what it says beside it; {} if it does not."""
+        return self._status({})
+
+    def catch_up(self) -> int | None:
+        """Let the engine replay the delta log that it was started with; the version it is at then.
+
+        Raises:
+            SyncFailed: it has none, or does not reach the newest version.
+        """
+        version = self._request("POST", "/delta_catch_up", self._query).get("version")
+        return version if isinstance(version, int) else None
 
     def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:
         """Post one part until it is taken or refused; returns the engine's answer."""
@@ -137,12 +159,25 @@ class Server:
             self.tried = max(self.tried, version)
         signed = {} if self._hmac_key is None else {SIGNATURE_HEADER: sign(self._hmac_key, body)}
         post = when_free(self._request)
-        answer = post("POST", "/update_weights_delta", self._query, body, signed)
+        self._unanswered = False
+        try:
+            answer = post("POST", "/update_weights_delta", self._query, body, signed)
+        except SyncFailed as failed:
+            failed.unanswered = self._unanswered
+            raise
         # A part may be that of an earlier sync whose answer was lost.
         expected = ("committed" if last else "staged", "already_applied")
         if answer.get("status") not in expected or (last and answer.get("version") != version):
             raise SyncFailed(f"part {part} of version {version} was answered {answer}", 200)
         return answer
+
+    def _status(self, query: dict[str, str]) -> dict[str, Any]:
+        try:
+            return self._request("GET", "/delta_status", query)
+        except SyncFailed as failed:
+            if failed.status != 404:
+                raise
+            return {}
 
     @retry(
         retry=retry_if_exception_type(_Unreachable),
@@ -163,9 +198,12 @@ class Server:
         try:
             answer = self.client.request(method, url, params=query, headers=headers, content=body)
         except httpx.TransportError as error:
+            self._unanswered = True
             raise _Unreachable(f"{url}: {type(error).__name__}: {error}") from error
         if answer.status_code != 200:
-            raise _refusal(answer)
+            refusal = _refusal(answer)
+            self._unanswered |= isinstance(refusal, _Unreachable)
+            raise refusal
         found = _json_object(answer)
         if body is not None:
             self.speed.note(len(body), time.perf_counter() - start, found)

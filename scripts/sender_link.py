@@ -19,16 +19,17 @@ from engine_ext.wire.manifest import DIFFERENCES
 from engine_ext.wire.part import encode_part
 from sender_choice import AUTO, Facts, Manner, Pick, escaped_share
 from sender_http import Options, Place, SyncFailed
-from sender_parts import Filling, Piece
-from sender_poster import Poster
+from sender_outbox import Outbox
+from sender_parts import Filling, Piece, Sent
 from sender_report import SyncReport
-from sender_snapshot import Change, Changes, Snapshot, payload_bytes
+from sender_snapshot import Change, Snapshot, payload_bytes
+from sender_standing import Posted, Standing
 from sender_step import Step
 
 logger = logging.getLogger(__name__)
 
 
-class Link:
+class Link(Standing):
     """One engine. It holds the snapshot, but for `behind`, at `version`.
 
     Args:
@@ -38,12 +39,7 @@ class Link:
         version: the version the engine is at.
         is_log: it is a delta log: no engine commits before it has the version, and it gets values
             only, which every engine takes.
-
-    Attributes:
-        version: the version that the engine acknowledged last.
-        behind: from the snapshot to what the engine holds; what it has missed, reversed. Without
-            old bits.
-        suspect: the engine may hold other bytes; the next sync is a full one.
+        has_log: what the engine lacks may be in a delta log.
     """
 
     def __init__(
@@ -54,34 +50,34 @@ class Link:
         version: int,
         *,
         is_log: bool = False,
+        has_log: bool = False,
     ) -> None:
-        self.server, self.version, self._is_log = server, version, is_log
-        self.behind: Changes = {}
-        self.suspect = False
-        self._snapshot, self._options = snapshot, options
+        super().__init__(snapshot, version)
+        self.server, self._is_log, self._has_log = server, is_log, has_log
+        self._options = options
         self._manner = Manner(options.encoding)  # without differences once they were refused
         if is_log and self._manner.may_differ:
             self._manner = self._manner.of_values()
-        self._names: list[str] = []  # what is sent when all is sent; empty until the plan is read
-        self._digested: set[str] = set()  # names that the digest covers
-        self._digest: Digest | None = None  # of what the engine holds
         self._planned = False  # the engine had a plan when it was last asked
 
     def bring(self, step: Step) -> Committed:
         """Send one step. The link is as before it, until `Committed.acknowledge` is called.
 
-        If the engine turns out to hold something else (it was restarted, a digest disagrees, it
-        committed a sync whose answer was lost) or to be ``uncertain``, the whole model is sent
-        instead, once. If it refuses differences (it casts a tensor, or writes by another way), it
-        is sent values, and from then on if it takes them.
+        If an earlier answer was lost, the engine is asked first whether it has committed. If it
+        turns out to hold something else (it was restarted, a digest disagrees) or to be
+        ``uncertain``, the delta log is replayed if it is behind in it; otherwise the whole model is
+        sent instead, once. If it refuses differences (it casts a tensor, or writes by another way),
+        it is sent values, and from then on if it takes them.
 
         Raises:
             SyncFailed: The engine refused or could not be reached.
         """
+        self._posted = None
+        self._resolve(step)
         full, version, manner = step.full or self.suspect, step.version, self._manner
-        if full or self._digest is None or self._digested != {*self._names}:
-            # It would not be seen that a sync whose answer was lost led there.
+        if full or not self.is_proven:  # it would not be seen that another sync led there
             version = max(version, self.server.tried + 1)
+        may_catch_up = self._has_log
         while True:
             try:
                 return self._send(step, version, manner, full=full)
@@ -89,8 +85,9 @@ class Link:
                 if full:
                     raise
                 if failed.calls_for_full:
-                    full = True
-                    if isinstance(actual := failed.error.get("actual"), int):
+                    full = not (may_catch_up and self._is_brought_up(failed))
+                    may_catch_up = False
+                    if full and isinstance(actual := failed.error.get("actual"), int):
                         version = max(version, actual + 1)
                 elif manner.may_differ and failed.error.get("type") == "NotUpdatable":
                     logger.warning("values in place of differences, as these met: %s", failed)
@@ -98,25 +95,51 @@ class Link:
                 else:
                     raise
 
-    def miss(self, changes: Changes) -> None:
-        """The snapshot is about to move on by `changes`, which this engine does not have.
+    def settle(self, outcome: Committed | BaseException) -> None:
+        """Take in how a step ended that had gone on alone.
 
-        What is more than half of the model is not kept: the next sync is a full one then.
+        Raises:
+            BaseException: what it has failed with.
         """
-        behind = self._snapshot.between(changes, self.behind)
-        if sum(change.nbytes for change in behind.values()) > self._snapshot.nbytes // 2:
-            behind, self.suspect = {}, True
-        # Old bits are of use only while a change is sent.
-        none = np.empty(0)
-        self.behind = {kept: replace(change, old=none) for kept, change in behind.items()}
+        doubt = self.doubt
+        assert doubt is not None
+        if isinstance(outcome, Committed):
+            try:
+                outcome.acknowledge()
+            finally:
+                self.behind = doubt.behind or {}
+                self.suspect = self.suspect or doubt.behind is None
+                self.doubt = None
+            return
+        if doubt.posted is None:
+            posted = self._posted
+            self.doubt = None if posted is None else replace(doubt, posted=posted)
+        raise outcome
 
-    def _learn_plan(self) -> None:
-        """Ask for the engine's plan; choose what is sent, and compute the digest of what it holds.
+    def _resolve(self, step: Step) -> None:
+        """Ask the engine whether it has committed the sync whose answer was lost."""
+        if self.doubt is not None and self.doubt.posted is not None:
+            state = self.server.status()
+            with step.reading():
+                self.decide(state)
+
+    def _is_brought_up(self, failed: SyncFailed) -> bool:
+        """Whether the delta log has led the engine here, or to what it is to be sent by now."""
+        actual = failed.error.get("actual")
+        if not isinstance(actual, int) or actual >= self.version:
+            return False
+        try:
+            return (self.server.catch_up() or 0) >= self.version
+        except SyncFailed as failure:
+            logger.warning("not brought up by the delta log: %s", failure)
+            return False
+
+    def _learn_plan(self, plan: Any) -> None:
+        """Choose by the engine's plan what is sent, and compute the digest of what it holds.
 
         A name that the plan lacks is sent all the same, for the engine to refuse it, unless it is
         tied to one that the plan has.
         """
-        plan = self.server.plan()
         first_time, self._planned = not self._names, plan is not None
         snapshot = self._snapshot
         rows = [row for rank in plan or [] for row in rank]
@@ -191,76 +214,98 @@ class Link:
         return manner.pick(facts, dense, self.server.speed.bytes_per_s)
 
     def _send(self, step: Step, version: int, manner: Manner, *, full: bool) -> Committed:
-        """Encode part by part, and post each while the next is encoded."""
+        """Encode part by part, and have them posted."""
         # Before a full sync again: the engine may be another, and our digest may be wrong.
         # Without a plan too: an engine that has no checkpoint gets one with its first sync.
-        if full or not self._planned:
-            self._learn_plan()
+        learns = full or not self._planned
+        plan = self.server.plan() if learns else None
+        outbox = Outbox(self.server, step, waits=not self._is_log)
+        try:
+            with step.reading():
+                if learns:
+                    self._learn_plan(plan)
+                sent = self._make(step, version, manner, outbox, full=full)
+            answer = outbox.finish()
+        except BaseException as error:
+            outbox.abandon()
+            refused = isinstance(error, SyncFailed) and error.is_refusal
+            if refused or not outbox.posting_last:
+                self._posted = None
+            raise
+        report = SyncReport(
+            version=version,
+            base_version=self.version,
+            full=full,
+            encode_ms=(time.perf_counter() - step.started - outbox.waited_s) * 1e3,
+            post_ms=outbox.posting_s * 1e3,
+            status=answer["status"],
+            engine=answer,
+            link_bytes_per_s=self.server.speed.measured,
+            **sent.counts,
+        )
+        if manner.encoding == AUTO and report.picked:
+            how = ", ".join(f"{pick}: {count}" for pick, count in sorted(report.picked.items()))
+            rate = self.server.speed.bytes_per_s / 1e6
+            logger.info("version %d, by a link of %.0f MB/s: params as %s", version, rate, how)
+        return Committed(self, report, sent.digest, manner)
+
+    def _make(
+        self, step: Step, version: int, manner: Manner, outbox: Outbox, *, full: bool
+    ) -> Sent:
+        """Encode part by part."""
         attempt = "full" if full else str(manner)
         picked: Counter[str] = Counter()
         before, after = self._digest, self._digest or Digest.ZERO
         nnz = wire_bytes = count = 0
-        with Poster(self.server) as poster:
-            for number, (part, last) in enumerate(self._parts(step, manner, full=full)):
-                digests: dict[str, Any] = {}
-                if before is not None:
-                    change = self._change(part.pieces)
-                    after += change
-                    if not full:  # where it is, nobody knows what the engine holds
-                        digests.update(digest_part=change.hex(), digest_before=before.hex())
-                    if last:
-                        digests.update(digest_after=after.hex())
-                elif part.encoding == DIFFERENCES:  # they are not taken without
-                    digests.update(digest_part=self._change(part.pieces).hex())
-                count += 1
-                metadata = {
-                    "encoding": part.encoding,
-                    "sync_id": step.sync_id(attempt),
-                    "current_version": version,
-                    "base_version": None if full else self.version,
-                    "part": number,
-                    "num_parts": count if last else None,  # nobody knows before all is read
-                    "full": full,
-                    **digests,
-                }
-                encode = functools.partial(_encode, part.pieces, **metadata)
-                # Of the same metadata, engines that have missed nothing get the same bytes.
-                names = [(piece.name, piece.pick) for piece in part.pieces]
-                owner = id(self) if self.behind and not full else None
-                body = step.body(attempt, (*metadata.items(), *names, owner), encode)
-                nnz += sum(piece.delta.nnz for piece in part.pieces)
-                picked.update(str(piece.pick) for piece in part.pieces)
-                wire_bytes += len(body)
-                part.pieces.clear()  # while it is posted, the following is read
-                poster.wait()
-                step.check()
-                if last and not self._is_log:
-                    step.wait_until_logged()
-                poster.post(body, version, number, last)
-            answer = poster.wait()
+        for number, (part, last) in enumerate(self._parts(step, manner, full=full)):
+            digests: dict[str, Any] = {}
+            if before is not None:
+                change = self._change(part.pieces)
+                after += change
+                if not full:  # where it is, nobody knows what the engine holds
+                    digests.update(digest_part=change.hex(), digest_before=before.hex())
+                if last:
+                    digests.update(digest_after=after.hex())
+            elif part.encoding == DIFFERENCES:  # they are not taken without
+                digests.update(digest_part=self._change(part.pieces).hex())
+            count += 1
+            metadata = {
+                "encoding": part.encoding,
+                "sync_id": step.sync_id(attempt),
+                "current_version": version,
+                "base_version": None if full else self.version,
+                "part": number,
+                "num_parts": count if last else None,  # nobody knows before all is read
+                "full": full,
+                **digests,
+            }
+            encode = functools.partial(_encode, part.pieces, **metadata)
+            # Of the same metadata, engines that have missed nothing get the same bytes.
+            names = [(piece.name, piece.pick) for piece in part.pieces]
+            owner = id(self) if self.behind and not full else None
+            body = step.body(attempt, (*metadata.items(), *names, owner), encode)
+            nnz += sum(piece.delta.nnz for piece in part.pieces)
+            picked.update(str(piece.pick) for piece in part.pieces)
+            wire_bytes += len(body)
+            part.pieces.clear()  # while it is posted, the following is read
+            step.check()
+            if last and not self._is_log:
+                leads_to = None if before is None else after
+                self._posted = Posted(version, step.sync_id(attempt), leads_to, self.is_proven)
+            outbox.put(body, version, number, last)
         images = [self._snapshot.image(self._snapshot.kept(name)).values for name in self._names]
-        report = SyncReport(
-            version=version,
-            base_version=self.version,
-            nnz=nnz,
-            numel=sum(image.size for image in images),
-            full_bytes=sum(image.nbytes for image in images),
-            wire_bytes=wire_bytes,
-            parts=count,
-            encode_ms=(time.perf_counter() - step.started - poster.waited_s) * 1e3,
-            post_ms=poster.posting_s * 1e3,
-            status=answer["status"],
-            full=full,
-            digest=None if before is None else after.hex(),
-            engine=answer,
-            picked=dict(picked),
-            link_bytes_per_s=self.server.speed.measured,
+        return Sent(
+            digest=None if before is None else after,
+            counts={
+                "nnz": nnz,
+                "numel": sum(image.size for image in images),
+                "full_bytes": sum(image.nbytes for image in images),
+                "wire_bytes": wire_bytes,
+                "parts": count,
+                "digest": None if before is None else after.hex(),
+                "picked": dict(picked),
+            },
         )
-        if manner.encoding == AUTO and picked:
-            how = ", ".join(f"{pick}: {picked[pick]}" for pick in sorted(picked))
-            rate = self.server.speed.bytes_per_s / 1e6
-            logger.info("version %d, by a link of %.0f MB/s: params as %s", version, rate, how)
-        return Committed(self, report, None if before is None else after, manner)
 
 
 @dataclass(frozen=True)

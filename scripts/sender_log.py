@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from engine_ext.delta_log import list_log
 from engine_ext.delta_log_writer import Draft, LogWriter
 from engine_ext.wire.signature import sign
 from sender_choice import LinkSpeed
@@ -34,6 +35,11 @@ class LogServer:
         self._engines, self._hmac_key = engines, hmac_key
         self._draft: Draft | None = None
 
+    def leads_on_from(self, version: int) -> bool:
+        """Whether a delta from a version continues the log, or begins it."""
+        entries = list_log(self.writer.folder).entries
+        return not entries or any(version in (e.version, e.base_version) for e in entries)
+
     def close(self) -> None:
         """Let another sender write."""
         if self._draft is not None:
@@ -54,6 +60,14 @@ class LogServer:
                 failure = failed
         if failure is not None:
             raise failure
+        return None
+
+    def status(self) -> dict[str, Any]:
+        """A log has none."""
+        return {}
+
+    def catch_up(self) -> int | None:
+        """Nothing is newer than a log."""
         return None
 
     def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:

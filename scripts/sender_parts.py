@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from engine_ext.digest import Digest, change_digest
 from engine_ext.wire.part import ParamDelta
@@ -46,3 +47,11 @@ class Filling:
     encoding: str
     pieces: list[Piece] = field(default_factory=list)
     nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What was made of a step: the digest that it leads to, and what a report counts."""
+
+    digest: Digest | None
+    counts: dict[str, Any]

@@ -1,9 +1,11 @@
-"""What the reference sender says of a sync."""
+"""What the reference sender tells of a sync."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+
+from sender_http import SyncFailed
 
 
 @dataclass(frozen=True)
@@ -29,3 +31,17 @@ class SyncReport:
     @property
     def density(self) -> float:
         return self.nnz / max(1, self.numel)
+
+
+class SomeFailed(SyncFailed):
+    """Some engines did not commit; the others have, and go on.
+
+    Attributes:
+        failures: Why, by the engine's url.
+        reports: Of the engines that have committed, by url.
+    """
+
+    def __init__(self, failures: dict[str, SyncFailed], reports: dict[str, SyncReport]) -> None:
+        super().__init__("; ".join(f"{url}: {failed}" for url, failed in failures.items()))
+        self.failures = failures
+        self.reports = reports

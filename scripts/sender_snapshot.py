@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from engine_ext import kernels
 from engine_ext.compare import Difference, begin_compare, compare
 from engine_ext.device import runs_kernels
-from engine_ext.digest import Digest
+from engine_ext.digest import Digest, tensor_digest
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
 from engine_ext.wire.part import ParamDelta
 from engine_ext.wire.positions import position_bytes
@@ -218,6 +218,14 @@ class Snapshot:
         names = {**before, **after}
         turns = {kept: self.turn(kept, before.get(kept), after.get(kept)) for kept in names}
         return {kept: change for kept, change in turns.items() if change is not None}
+
+    def digest(self) -> Digest:
+        """Of every tensor, under its name in the snapshot."""
+        digests = (
+            tensor_digest(name, dense.values, threads=self._threads)
+            for name, dense in self._dense.items()
+        )
+        return sum(digests, start=Digest.ZERO)
 
     def advance(self, changes: Changes) -> None:
         """Make the committed `changes`."""

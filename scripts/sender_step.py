@@ -6,7 +6,9 @@ import threading
 import uuid
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 
+from sender_http import SyncFailed
 from sender_snapshot import Change, Changes
 
 _KEPT_BODIES = 2
@@ -21,19 +23,21 @@ class Step:
         full: send every tensor dense.
         engines: how many share it.
         started: when it began, by `time.perf_counter`.
+        keepers: how many must have it on disk before an engine commits it, see `note_kept`.
 
     Attributes:
         changes: from the snapshot to what every engine is to hold; all of them once it was read.
-        is_logged: it is in the delta log, or there is none.
+        hurried: who sends it is to be done with reading soon, see `release`.
     """
 
     def __init__(
-        self, version: int, *, full: bool, engines: int, started: float, is_logged: bool = True
+        self, version: int, *, full: bool, engines: int, started: float, keepers: int = 0
     ) -> None:
         self.version, self.full, self.started = version, full, started
         self.changes: Changes = {}
         self._read: list[tuple[str, Change | None]] = []
-        self._complete, self.is_logged = False, is_logged
+        self._complete, self._keepers = False, keepers
+        self.hurried, self._readers, self._released = False, 0, False
         self._failure: BaseException | None = None
         self._news = threading.Condition()
         self._keep = _KEPT_BODIES if engines > 1 else 0
@@ -59,18 +63,49 @@ class Step:
             self._failure = error
             self._news.notify_all()
 
-    def note_logged(self) -> None:
-        """Let engines commit."""
+    def note_kept(self) -> None:
+        """One of the keepers has all of it on disk; after the last, engines may commit."""
         with self._news:
-            self.is_logged = True
+            self._keepers -= 1
             self._news.notify_all()
 
-    def wait_until_logged(self) -> None:
-        """Wait until the delta log has all of the step; raises the error it has failed with."""
+    def wait_until_kept(self) -> None:
+        """Wait until engines may commit; raises the error that the step has failed with."""
         with self._news:
-            while not self.is_logged:
+            while self._keepers > 0:
                 self.check()
                 self._news.wait()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """The snapshot and what links know beside it stay as they are within.
+
+        Raises:
+            SyncFailed: They have moved on.
+        """
+        with self._news:
+            if self._released:
+                raise SyncFailed(
+                    "the others went on without this engine; it gets all in the next sync"
+                )
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._news:
+                self._readers -= 1
+                self._news.notify_all()
+
+    def release(self) -> None:
+        """Wait until nobody reads, and let nobody begin: the snapshot is about to move on.
+
+        Who has not posted all by then goes on with what it has made.
+        """
+        with self._news:
+            self.hurried = True
+            while self._readers > 0:
+                self._news.wait()
+            self._released = True
 
     def check(self) -> None:
         """Raise the error that the step has failed with, if it has."""

@@ -15,7 +15,17 @@ import reference_sender
 from engine_ext.delta_log import DONE, REFUSED, list_log, route
 from engine_ext.delta_log_writer import Draft, manifest_of
 from reference_sender import DeltaSender, MultiSender, SomeFailed, SyncFailed
-from tests.scripts.fakes import Engine, Handler, Model, breaks, error, model_of, sends, train
+from tests.scripts.fakes import (
+    Engine,
+    Handler,
+    Model,
+    breaks,
+    error,
+    loses,
+    model_of,
+    sends,
+    train,
+)
 from tests.scripts.test_multi_sender import A, B, client_of, sender_of, two
 
 Fault = Callable[[Handler, httpx.Request], httpx.Response]
@@ -121,14 +131,11 @@ def test_a_log_that_cannot_be_written_stops_the_sync(
     assert replayed(tmp_path, base).holds(model)
 
 
-@pytest.mark.parametrize("fault", [sends(error(507, "SpoolFull")), breaks])
-def test_what_no_engine_took_is_refused_in_the_log(
-    tmp_path: Path, naps: list[float], fault: Fault
-) -> None:
+def test_what_no_engine_took_is_refused_in_the_log(tmp_path: Path) -> None:
     model = model_of(tensors=3)
     base = copied(model)
     engine = Engine.of(model)
-    engine.faults = dict.fromkeys(range(8), fault)
+    engine.faults = {0: sends(error(507, "SpoolFull"))}
     with DeltaSender(A, model.items(), client=engine.client(), delta_log=tmp_path) as sender:
         train(model, 0)
         with pytest.raises(SyncFailed):
@@ -143,6 +150,38 @@ def test_what_no_engine_took_is_refused_in_the_log(
         sender.sync(model.items())
     assert chain(tmp_path) == [(0, 2), (2, 3)]
     assert replayed(tmp_path, base).holds(model)
+
+
+@pytest.mark.parametrize("fault", [breaks, loses])
+@pytest.mark.parametrize("restarts", [False, True])
+def test_what_an_engine_may_have_taken_stays_in_the_log(
+    tmp_path: Path, naps: list[float], fault: Fault, restarts: bool
+) -> None:
+    """It has, or has not; or it starts again, and replays it."""
+    model = model_of(tensors=3)
+    base = copied(model)
+    engine = Engine.of(model)
+    engine.faults = dict.fromkeys(range(8), fault)
+    with DeltaSender(A, model.items(), client=engine.client(), delta_log=tmp_path) as sender:
+        train(model, 0)
+        with pytest.raises(SyncFailed):
+            sender.sync(model.items())
+        assert sender.version == 0
+        assert chain(tmp_path) == [(0, 1)]
+        if restarts:
+            late = replayed(tmp_path, base)
+            engine.weights, engine.version = late.weights, late.version
+        has_it = engine.version
+        assert has_it == (fault is loses or restarts)
+        train(model, 1)
+        report = sender.sync(model.items())
+        assert (report.full, report.base_version, report.version) == (False, has_it, 2)
+        assert engine.holds(model)
+        train(model, 2)
+        sender.sync(model.items())
+    assert chain(tmp_path) == [(0, 1), (1, 2), (2, 3)]
+    assert replayed(tmp_path, base).holds(model)
+    assert engine.holds(model)
 
 
 def test_an_engine_that_replayed_a_refused_version_is_found_out(tmp_path: Path) -> None:
@@ -215,4 +254,4 @@ def test_the_program_takes_one_or_the_other(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit) as exit:
         reference_sender.main([*arguments, "--save", "s", "--delta-log", "l"])
     assert exit.value.code == 2
-    assert "do not go together" in capsys.readouterr().err
+    assert "does not go with" in capsys.readouterr().err

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-import sender_engines
 import sender_link
+import sender_run
 import sender_snapshot
 from engine_ext import compare, digest, kernels
 from reference_sender import DeltaSender, MultiSender, SomeFailed, SyncFailed
@@ -200,7 +200,7 @@ def test_threads_that_do_not_all_start(
 
     train(model)
     with monkeypatch.context() as patched:
-        patched.setattr(sender_engines, "Thread", OneOnly)
+        patched.setattr(sender_run, "Thread", OneOnly)
         with pytest.raises(kind):
             sender.sync(iter(model.items()))
     started[0].join(10)

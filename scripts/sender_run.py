@@ -1,0 +1,87 @@
+"""One engine's share of one sync, in a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from threading import Condition, Thread
+
+from sender_http import SyncFailed
+from sender_link import Committed, Link
+from sender_report import SyncReport
+from sender_step import Step
+
+
+class Run:
+    """A link that brings its engine one step.
+
+    Args:
+        link: the link.
+        step: the step.
+        news: notified when it has ended.
+        is_log: the link is the delta log's; engines wait for it.
+
+    Attributes:
+        thread: to be started.
+        outcome: how it ended; None as long as it has not.
+        content: the digest of what the step leads to, in hex, where that is remembered.
+    """
+
+    def __init__(self, link: Link, step: Step, news: Condition, *, is_log: bool) -> None:
+        self.link = link
+        self.outcome: Committed | BaseException | None = None
+        self.content = ""
+        self.thread = Thread(target=self._run, name="delta-bring", daemon=True)
+        self._step, self._news, self._is_log = step, news, is_log
+
+    @property
+    def has_committed(self) -> bool:
+        """Whether it ended, and is an engine that has committed."""
+        return isinstance(self.outcome, Committed) and not self._is_log
+
+    def _run(self) -> None:
+        outcome: Committed | BaseException
+        try:
+            outcome = self.link.bring(self._step)
+            if self._is_log:
+                self._step.note_kept()
+        except BaseException as error:
+            outcome = error
+            if self._is_log:
+                self._step.fail(_not_logged(error))
+        with self._news:
+            self.outcome = outcome
+            self._news.notify_all()
+
+
+def outcomes(
+    runs: Mapping[str, Run],
+) -> tuple[dict[str, SyncReport], dict[str, SyncFailed], list[BaseException]]:
+    """Let links move on whose engines have committed.
+
+    Args:
+        runs: that have ended, by url.
+
+    Returns:
+        The reports, the failures, and what is none of a sync's.
+    """
+    reports: dict[str, SyncReport] = {}
+    failures: dict[str, SyncFailed] = {}
+    others: list[BaseException] = []
+    for url, run in runs.items():
+        try:
+            if isinstance(run.outcome, Committed):
+                reports[url] = run.outcome.acknowledge()
+            elif run.outcome is not None:
+                raise run.outcome
+        except SyncFailed as failed:
+            failures[url] = failed
+        except BaseException as error:
+            others.append(error)
+    return reports, failures, others
+
+
+def _not_logged(error: BaseException) -> BaseException:
+    """What the engines' links fail with when the delta log has not got a version."""
+    if isinstance(error, SyncFailed):
+        return error
+    return SyncFailed(f"not sent, as it could not be written to the delta log: {error}")

@@ -1,0 +1,152 @@
+"""What is known of the weights that one engine holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from engine_ext.digest import Digest
+from sender_snapshot import Changes, Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """A sync that was posted to its end.
+
+    Attributes:
+        version, sync_id: that its parts have.
+        digest: of what the engine holds after it; None where no digest is kept.
+        is_whole: the digest leaves no tensor out.
+    """
+
+    version: int
+    sync_id: str
+    digest: Digest | None
+    is_whole: bool
+
+    def is_what_is_held(self, state: dict[str, Any]) -> bool:
+        """Whether an engine with this status has committed it."""
+        last = state.get("last_sync")
+        if state.get("version") != self.version or state.get("engine_state") == "uncertain":
+            return False
+        if state.get("foreign") is not None:  # weights that came by another way
+            return False
+        if isinstance(last, dict):
+            return last.get("version") == self.version and last.get("sync_id") == self.sync_id
+        digest = self.digest if self.is_whole else None
+        return digest is not None and state.get("digest") == digest.hex()
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """What an engine holds if it has committed a sync.
+
+    Attributes:
+        behind: from the snapshot to that; without old bits. None: too much was missed since.
+        posted: that sync; None while it is still being posted.
+    """
+
+    behind: Changes | None
+    posted: Posted | None
+
+
+class Standing:
+    """An engine holds the snapshot, but for `behind`, at `version`.
+
+    Args:
+        snapshot: shared by all engines; not changed here.
+        version: the version the engine is at.
+
+    Attributes:
+        version: the version that the engine acknowledged last.
+        behind: from the snapshot to what the engine holds; what it has missed, reversed. Without
+            old bits.
+        doubt: what the engine holds in place of that, if it has committed a sync without an answer.
+        suspect: the engine may hold other bytes; the next sync is a full one.
+    """
+
+    def __init__(self, snapshot: Snapshot, version: int) -> None:
+        self.version = version
+        self.behind: Changes = {}
+        self.doubt: Doubt | None = None
+        self.suspect = False
+        self._snapshot = snapshot
+        self._names: list[str] = []  # what is sent when all is sent; empty until the plan is read
+        self._digested: set[str] = set()  # names that the digest covers
+        self._digest: Digest | None = None  # of what the engine holds
+        self._posted: Posted | None = None  # what it may be committing
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether every sync is proven by a digest that leaves no tensor out."""
+        return self._digest is not None and self._digested == {*self._names}
+
+    @property
+    def newest(self) -> int:
+        """The newest version that the engine may be at, as far as is known here."""
+        posted = None if self.doubt is None else self.doubt.posted
+        return self.version if posted is None else max(self.version, posted.version)
+
+    def miss(self, changes: Changes) -> None:
+        """The snapshot is about to move on by `changes`, which this engine does not have.
+
+        What is more than half of the model is not kept: the next sync is a full one then.
+        """
+        behind = self._moved(changes, self.behind)
+        self.behind, self.suspect = behind or {}, self.suspect or behind is None
+        if self.doubt is not None and self.doubt.behind is not None:
+            behind = self._moved(changes, self.doubt.behind)
+            self.doubt = replace(self.doubt, behind=behind)
+
+    def is_left_in_doubt(self, changes: Changes) -> bool:
+        """Note that the engine may have committed a step all the same; the snapshot has not moved.
+
+        Args:
+            changes: of that step, which is sent no more.
+
+        Returns:
+            Whether it may; not if it has refused, or has not got the last part.
+        """
+        if self._posted is not None:
+            self.doubt = Doubt(without_old(changes), self._posted)
+        elif self.doubt is not None and self.doubt.posted is None:
+            self.doubt = None
+        return self._posted is not None
+
+    def goes_on_alone(self, changes: Changes) -> None:
+        """Note that a step is still being sent, and its end is not waited for; see `settle`.
+
+        Where an earlier doubt has not been ended yet, nothing of the step will be sent.
+        """
+        if self.doubt is None:
+            self.doubt = Doubt(without_old(changes), None)
+
+    def loses_track(self) -> None:
+        """Note that the snapshot is not what others are known by: the next sync is a full one."""
+        self.behind, self.suspect = {}, True
+        if self.doubt is not None:
+            self.doubt = replace(self.doubt, behind=None)
+
+    def decide(self, state: dict[str, Any]) -> None:
+        """End the doubt by what the engine says of itself."""
+        doubt, self.doubt = self.doubt, None
+        if doubt is None or doubt.posted is None or not doubt.posted.is_what_is_held(state):
+            return
+        self.version, self._digest = doubt.posted.version, doubt.posted.digest
+        self.behind = doubt.behind or {}
+        self.suspect = self.suspect or doubt.behind is None
+
+    def _moved(self, changes: Changes, behind: Changes) -> Changes | None:
+        """`behind` once the snapshot has moved by `changes`; None if it is too much to keep."""
+        moved = self._snapshot.between(changes, behind)
+        if sum(change.nbytes for change in moved.values()) > self._snapshot.nbytes // 2:
+            return None
+        return without_old(moved)
+
+
+def without_old(changes: Changes) -> Changes:
+    """The same without old bits, which are of use only while a change is sent."""
+    none = np.empty(0)
+    return {kept: replace(change, old=none) for kept, change in changes.items()}

@@ -1,0 +1,310 @@
+"""Engines that lag, and connections that are cut."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from reference_sender import DeltaSender, MultiSender, SomeFailed
+from sender_state import StateFile
+from tests.scripts.fakes import Engine, Handler, Model, error, model_of, train
+from tests.scripts.test_multi_sender import A, B, refuse, sender_of, two
+from tests.scripts.test_sender_log import chain, copied, replayed
+
+SOON = 0.05
+
+
+class Slow:
+    """A fault: answers when it is let go.
+
+    Attributes:
+        begun: a request has come.
+        go: lets it be taken.
+    """
+
+    def __init__(self) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def __call__(self, take: Handler, request: httpx.Request) -> httpx.Response:
+        self.begun.set()
+        assert self.go.wait(20)
+        return take(request)
+
+
+def ended(sender: MultiSender) -> None:
+    """Wait until no engine lags; from now on every engine is waited for."""
+    sender._options = replace(sender._options, lag_limit=None)
+    deadline = time.monotonic() + 20
+    while sender.lagging:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def lagging(model: Model, **options: object) -> tuple[Engine, Engine, MultiSender, Slow]:
+    a, b = two(model)
+    slow = Slow()
+    b.faults = {0: slow}
+    return a, b, sender_of(a, b, model, lag_limit=SOON, **options), slow
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("meanwhile", [0, 1, 3])
+def test_one_that_lags_holds_up_nobody(bucket_bytes: int, meanwhile: int) -> None:
+    """It goes on with what it was being sent, and is brought the rest afterwards."""
+    model = model_of(torch.bfloat16, torch.float32, tensors=3)
+    a, b, sender, slow = lagging(model, bucket_bytes=bucket_bytes)
+    with sender:
+        for step in range(1 + meanwhile):
+            train(model, step, 0.01)
+            reports = sender.sync(model.items())
+            assert list(reports) == [A]
+            assert sender.lagging == [B]
+            assert sender.versions == {A: step + 1, B: 0}
+            assert a.holds(model)
+        slow.go.set()
+        ended(sender)
+        assert b.version == 1
+        train(model, 9)
+        reports = sender.sync(model.items())
+        assert [reports[url].full for url in (A, B)] == [False, False]
+        assert reports[B].base_version == 1
+        assert a.version == b.version == meanwhile + 2
+        assert a.holds(model)
+        assert b.holds(model)
+
+
+def test_one_that_lags_and_then_fails_gets_all_that_it_missed() -> None:
+    model = model_of(tensors=3)
+    a, b, sender, slow = lagging(model)
+    b.faults = {0: lambda take, request: (slow(take, request), error(507, "SpoolFull"))[1]}
+    b.take = lambda request: error(507, "SpoolFull")  # type: ignore[method-assign]
+    with sender:
+        train(model, 0, 0.01)
+        sender.sync(model.items())
+        slow.go.set()
+        ended(sender)
+        del b.take
+        train(model, 1, 0.01)
+        reports = sender.sync(model.items())
+    assert (reports[B].full, reports[B].base_version, reports[B].version) == (False, 0, 2)
+    assert a.holds(model)
+    assert b.holds(model)
+
+
+def test_one_that_missed_too_much_meanwhile_gets_all() -> None:
+    model = model_of(tensors=3)
+    a, b, sender, slow = lagging(model)
+    with sender:
+        for step in range(2):
+            train(model, step, 0.9)
+            sender.sync(model.items())
+        slow.go.set()
+        ended(sender)
+        train(model, 7)
+        reports = sender.sync(model.items())
+    assert reports[B].full
+    assert a.holds(model)
+    assert b.holds(model)
+
+
+def test_without_a_limit_all_are_waited_for() -> None:
+    model = model_of(tensors=2)
+    a, b = two(model)
+    slow = Slow()
+    b.faults = {0: slow}
+    threading.Timer(0.2, slow.go.set).start()
+    with sender_of(a, b, model) as sender:
+        train(model)
+        assert set(sender.sync(model.items())) == {A, B}
+    assert b.holds(model)
+
+
+def test_where_all_lag_one_is_waited_for() -> None:
+    """The other has failed, so that nobody is held up; and then both lag."""
+    model = model_of(tensors=2)
+    a, b, sender, slow = lagging(model)
+    with sender:
+        a.faults = {0: refuse()}
+        train(model, 0)
+        threading.Timer(0.2, slow.go.set).start()
+        with pytest.raises(SomeFailed) as caught:
+            sender.sync(model.items())
+        assert list(caught.value.reports) == [B]
+        ended(sender)
+        train(model, 1)
+        assert set(sender.sync(model.items())) == {A, B}
+    assert a.holds(model)
+    assert b.holds(model)
+
+
+def test_a_dead_one_is_waited_for_no_longer(naps: list[float]) -> None:
+    model = model_of(tensors=2)
+    a, b = two(model)
+    gone = Slow()
+
+    def dies(take: Handler, request: httpx.Request) -> httpx.Response:
+        gone(take, request)
+        raise httpx.ConnectError("refused", request=request)
+
+    take = b.take
+    b.faults = dict.fromkeys(range(8), dies)
+    b.take = lambda request: httpx.Response(200)  # type: ignore[method-assign]
+    with sender_of(a, b, model, lag_limit=SOON) as sender:
+        train(model, 0, 0.01)
+        assert list(sender.sync(model.items())) == [A]
+        gone.go.set()
+        ended(sender)
+        b.take, b.faults = take, {}  # type: ignore[method-assign]
+        train(model, 1, 0.01)
+        reports = sender.sync(model.items())
+    assert not reports[B].full
+    assert b.holds(model)
+
+
+def test_the_log_and_the_state_go_on_too(tmp_path: Path) -> None:
+    model = model_of(tensors=3)
+    base, log, file = copied(model), tmp_path / "log", tmp_path / "state"
+    a, _, sender, slow = lagging(model, delta_log=log, state=file)
+    with sender:
+        for step in range(3):
+            train(model, step, 0.01)
+            sender.sync(model.items())
+        state = StateFile(file).state
+        assert (state.engines[A].version, B in state.engines) == (3, False)
+        slow.go.set()
+        ended(sender)
+    # What it was found to have committed at the end is remembered.
+    assert StateFile(file).state.engines[B].version == 1
+    assert chain(log) == [(0, 1), (1, 2), (2, 3)]
+    assert replayed(log, base).holds(model)
+    assert a.holds(model)
+
+
+def test_closing_does_not_wait_for_ever() -> None:
+    model = model_of(tensors=2)
+    _, _, sender, slow = lagging(model)
+    train(model)
+    sender.sync(model.items())
+    start = time.monotonic()
+    sender.close()
+    assert time.monotonic() - start < 5
+    slow.go.set()
+
+
+# Connections that are cut ------------------------------------------------------------------------
+
+
+class Cutting:
+    """A real server before an engine, which cuts connections in tenths of a request or an answer.
+
+    Attributes:
+        url: its root.
+        cuts: for each POST to come, after how many tenths of its body the connection is cut; 11:
+            the engine takes it, and its answer is cut; None: neither.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.cuts: list[int | None] = []
+        outer = self
+
+        class Request(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                self.pass_on(b"")
+
+            def do_POST(self) -> None:
+                length = int(self.headers["Content-Length"])
+                cut = outer.cuts.pop(0) if outer.cuts else None
+                if cut is not None and cut <= 10:
+                    self.rfile.read(length * cut // 10)
+                    return self.hang_up()
+                body = self.rfile.read(length)
+                return self.pass_on(body, cut=cut is not None)
+
+            def pass_on(self, body: bytes, *, cut: bool = False) -> None:
+                request = httpx.Request(self.command, f"http://e{self.path}", content=body)
+                answer = engine.answer(request)
+                self.send_response(answer.status_code)
+                self.send_header("Content-Length", str(len(answer.content)))
+                self.end_headers()
+                if cut:
+                    self.wfile.write(answer.content[:7])
+                    return self.hang_up()
+                self.wfile.write(answer.content)
+                return None
+
+            def hang_up(self) -> None:
+                self.close_connection = True
+                self.connection.shutdown(socket.SHUT_RDWR)
+
+            def log_message(self, format: str, *arguments: object) -> None:
+                """Nothing."""
+
+        self._server = HTTPServer(("127.0.0.1", 0), Request)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def cutting() -> Iterator[Callable[[Engine], Cutting]]:
+    servers: list[Cutting] = []
+
+    def start(engine: Engine) -> Cutting:
+        servers.append(Cutting(engine))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("part", "cut"), [*((1, cut) for cut in range(12)), (0, 5), (2, 5), (2, 10), (2, 11)]
+)
+def test_a_connection_that_is_cut_anywhere(
+    cutting: Callable[[Engine], Cutting], naps: list[float], part: int, cut: int
+) -> None:
+    """At every tenth of a part's body, and in the answer; twice in a row."""
+    model = model_of(tensors=3, numel=4000)
+    engine = Engine.of(model)
+    server = cutting(engine)
+    with DeltaSender(server.url, model.items(), bucket_bytes=1) as sender:
+        server.cuts = [None] * part + [cut, cut]
+        train(model)
+        report = sender.sync(model.items())
+        assert (report.full, report.version) == (False, 1)
+        assert engine.holds(model)
+        train(model, 1)
+        assert not sender.sync(model.items()).full
+    assert engine.holds(model)
+    assert naps
+
+
+def test_a_server_that_cuts_every_time(
+    cutting: Callable[[Engine], Cutting], naps: list[float]
+) -> None:
+    model = model_of(tensors=2)
+    engine = Engine.of(model)
+    server = cutting(engine)
+    with DeltaSender(server.url, model.items()) as sender:
+        server.cuts = list(range(2, 10))
+        train(model)
+        with pytest.raises(Exception, match="Error"):
+            sender.sync(model.items())
+        assert (sender.version, engine.version) == (0, 0)
+        assert not sender.sync(model.items()).full
+    assert engine.holds(model)

@@ -1,0 +1,209 @@
+"""What the reference sender remembers over its own restart."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from reference_sender import DeltaSender, MultiSender, SomeFailed
+from sender_state import Known, State, StateFile
+from tests.scripts.fakes import Engine, Handler, Model, error, model_of, sends, train
+from tests.scripts.test_multi_sender import A, B, client_of, two
+from tests.scripts.test_sender_log import chain, copied, replayed
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "state.json"
+
+
+def sender_of(engine: Engine, base: Model, file: Path, **options: Any) -> DeltaSender:
+    return DeltaSender(A, base.items(), client=engine.client(), state=file, **options)
+
+
+def synced(engine: Engine, model: Model, file: Path, count: int = 2, **options: Any) -> None:
+    """What a sender did that has ended since."""
+    with sender_of(engine, model, file, **options) as sender:
+        for step in range(count):
+            train(model, step)
+            sender.sync(model.items())
+
+
+# The file --------------------------------------------------------------------------------------
+
+
+def test_the_file_is_never_half_written(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    StateFile(file).begin(3, "a" * 32)
+    before = file.read_bytes()
+
+    def killed(source: object, target: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            StateFile(file).begin(4, "b" * 32)
+    assert file.read_bytes() == before
+    assert StateFile(file).state == State(in_flight=Known(3, "a" * 32), highest=3)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"engines": {"u": 3}}'])
+def test_a_file_that_is_no_state(file: Path, text: str) -> None:
+    file.write_text(text)
+    with pytest.raises(ValueError, match="not a sender's state"):
+        StateFile(file)
+
+
+def test_what_it_holds(file: Path) -> None:
+    model = model_of(tensors=2)
+    engine = Engine.of(model)
+    synced(engine, model, file)
+    found = json.loads(file.read_bytes())
+    assert found["highest"] == 2
+    assert found["in_flight"] is None
+    assert found["engines"] == {A: {"version": 2, "digest": engine.digest().hex()}}
+
+
+# Restarts --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("digest", [True, False])
+def test_it_goes_on_from_what_was_acknowledged(file: Path, digest: bool) -> None:
+    model = model_of(tensors=3)
+    engine = Engine.of(model)
+    synced(engine, model, file, digest=digest)
+    with sender_of(engine, model, file, digest=digest) as sender:
+        assert sender.version == 2
+        train(model, 7)
+        report = sender.sync(model.items())
+    assert (report.full, report.base_version, report.version) == (False, 2, 3)
+    assert engine.holds(model)
+
+
+def test_from_other_weights_it_sends_all(file: Path) -> None:
+    """The trainer goes back to a checkpoint that is older than what the engine holds."""
+    model = model_of(tensors=3)
+    engine = Engine.of(model)
+    synced(engine, model, file, 1)
+    checkpoint = copied(model)
+    synced(engine, model, file, 2)
+    with sender_of(engine, checkpoint, file) as sender:
+        train(checkpoint, 7)
+        report = sender.sync(checkpoint.items())
+    assert report.full
+    assert report.version == 4
+    assert engine.holds(checkpoint)
+
+
+@pytest.mark.parametrize("committed", [False, True])
+@pytest.mark.parametrize("went_on", [False, True])
+def test_killed_while_the_last_part_was_posted(file: Path, committed: bool, went_on: bool) -> None:
+    """The engine has committed or not, and the trainer's checkpoint is from before or after."""
+    model = model_of(tensors=3)
+    engine = Engine.of(model)
+    synced(engine, model, file, 1)
+    before = copied(model)
+
+    def killed(take: Handler, request: httpx.Request) -> httpx.Response:
+        if committed:
+            take(request)
+        raise KeyboardInterrupt
+
+    engine.faults = {1: killed}
+    sender = sender_of(engine, model, file)
+    train(model, 5)
+    wrote = StateFile.end
+    try:
+        StateFile.end = lambda *arguments, **named: None  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            sender.sync(model.items())
+    finally:
+        StateFile.end = wrote  # type: ignore[method-assign]
+    engine.faults = {}
+    assert StateFile(file).state.in_flight is not None
+
+    base = model if went_on else before
+    with sender_of(engine, base, file) as sender:
+        train(base, 6)
+        report = sender.sync(base.items())
+    assert report.full is (committed is not went_on)
+    assert report.version == engine.version
+    assert report.version >= 3
+    assert engine.holds(base)
+
+
+def test_the_number_of_a_refused_sync_is_not_used_again(file: Path) -> None:
+    model = model_of(tensors=2)
+    engine = Engine.of(model)
+    engine.faults = {0: sends(error(507, "SpoolFull"))}
+    with sender_of(engine, model, file) as sender:
+        train(model, 0)
+        with pytest.raises(Exception, match="SpoolFull"):
+            sender.sync(model.items())
+        assert StateFile(file).state.in_flight is None
+        assert sender.sync(model.items()).version == 2
+
+
+def test_each_engine_goes_on_from_its_own_version(file: Path) -> None:
+    model = model_of(tensors=3)
+    a, b = two(model)
+    client = client_of(a, b)
+    with MultiSender([A, B], model.items(), client=client, state=file) as sender:
+        train(model, 0)
+        sender.sync(model.items())
+        b.faults = {1: sends(error(507, "SpoolFull"))}
+        train(model, 1)
+        with pytest.raises(SomeFailed):
+            sender.sync(model.items())
+        b.faults = {}
+    with MultiSender([A, B], model.items(), client=client, state=file) as sender:
+        train(model, 2)
+        reports = sender.sync(model.items())
+    assert [reports[url].full for url in (A, B)] == [False, True]
+    assert a.holds(model)
+    assert b.holds(model)
+    assert a.version == b.version == 3
+
+
+def test_an_engine_that_is_behind_is_brought_up_by_its_log(file: Path, tmp_path: Path) -> None:
+    """It has started from the base. What it is being sent may be in the log already."""
+    model = model_of(tensors=3)
+    base, log = copied(model), tmp_path / "log"
+    engine = Engine.of(model)
+    synced(engine, model, file, 3, delta_log=log)
+    engine.weights, engine.version = Engine.of(base).weights, 0
+    answer = engine.answer
+
+    def answers(request: httpx.Request) -> httpx.Response:
+        if request.url.path != "/delta_catch_up":
+            return answer(request)
+        late = replayed(log, base)
+        engine.weights, engine.version = late.weights, late.version
+        engine.committed = late.committed
+        return httpx.Response(200, json={"status": "caught_up", "version": late.version})
+
+    engine.answer = answers  # type: ignore[method-assign]
+    with sender_of(engine, model, file, delta_log=log) as sender:
+        train(model, 8)
+        report = sender.sync(model.items())
+    assert (report.full, report.base_version, report.version) == (False, 3, 4)
+    assert report.status in ("committed", "already_applied")
+    assert engine.holds(model)
+    assert chain(log) == [(0, 1), (1, 2), (2, 3), (3, 4)]
+
+
+def test_a_log_that_lacks_the_version_gets_all_of_it(file: Path, tmp_path: Path) -> None:
+    model = model_of(tensors=3)
+    base, log = copied(model), tmp_path / "log"
+    engine = Engine.of(model)
+    synced(engine, model, file, 1, delta_log=log)
+    synced(engine, model, file, 2)  # without the log
+    synced(engine, model, file, 1, delta_log=log)
+    assert chain(log) == [(0, 1), (None, 4)]
+    assert replayed(log, base).holds(model)
+    assert engine.holds(model)
