@@ -16,7 +16,7 @@ from sender_http import Options, Place, Server
 from sender_link import Committed, Link
 from sender_log import LogServer
 from sender_report import SomeFailed, SyncReport
-from sender_run import Run, outcomes
+from sender_run import Run, latest, outcomes
 from sender_snapshot import NamedTensors, Snapshot
 from sender_standing import without_old
 from sender_state import Known, StateFile
@@ -138,10 +138,7 @@ class MultiSender:
         return {url: link.version for url, link in zip(self._urls, self._links, strict=True)}
 
     def close(self) -> None:
-        """Close the HTTP clients, if they are own ones, and the log.
-
-        Engines that lag are waited for once more, up to the limit.
-        """
+        """Close own HTTP clients and the log; engines that lag are waited for up to the limit."""
         for run in self._alone.values():
             run.thread.join(self._options.lag_limit)
         self._settle(wait=False)
@@ -291,6 +288,8 @@ class MultiSender:
                     link.miss(step.changes)
             self._snapshot.advance(step.changes)
             self._digest = content
+            for link in self._links:
+                link.latest = latest(step, done)
             if isinstance(log, Committed):
                 log.acknowledge()
         elif isinstance(log, Committed):

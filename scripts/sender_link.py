@@ -34,12 +34,11 @@ class Link(Standing):
 
     Args:
         server: the engine's endpoints, or a delta log.
-        snapshot: shared by all links; not changed here.
+        snapshot: shared by all links.
         options: how parts are made.
         version: the version the engine is at.
-        is_log: it is a delta log: no engine commits before it has the version, and it gets values
-            only, which every engine takes.
-        has_log: what the engine lacks may be in a delta log.
+        is_log: it is a delta log, which gets values only.
+        has_log: what the engine lacks may be in one.
     """
 
     def __init__(
@@ -73,7 +72,10 @@ class Link(Standing):
             SyncFailed: The engine refused or could not be reached.
         """
         self._posted = None
-        self._resolve(step)
+        if self.doubt is not None and self.doubt.posted is not None:
+            state = self.server.status()
+            with step.reading():
+                self.decide(state)
         full, version, manner = step.full or self.suspect, step.version, self._manner
         if full or not self.is_proven:  # it would not be seen that another sync led there
             version = max(version, self.server.tried + 1)
@@ -85,7 +87,7 @@ class Link(Standing):
                 if full:
                     raise
                 if failed.calls_for_full:
-                    full = not (may_catch_up and self._is_brought_up(failed))
+                    full = not (may_catch_up and self._is_brought_up(step, failed))
                     may_catch_up = False
                     if full and isinstance(actual := failed.error.get("actual"), int):
                         version = max(version, actual + 1)
@@ -116,19 +118,16 @@ class Link(Standing):
             self.doubt = None if posted is None else replace(doubt, posted=posted)
         raise outcome
 
-    def _resolve(self, step: Step) -> None:
-        """Ask the engine whether it has committed the sync whose answer was lost."""
-        if self.doubt is not None and self.doubt.posted is not None:
-            state = self.server.status()
-            with step.reading():
-                self.decide(state)
-
-    def _is_brought_up(self, failed: SyncFailed) -> bool:
+    def _is_brought_up(self, step: Step, failed: SyncFailed) -> bool:
         """Whether the delta log has led the engine here, or to what it is to be sent by now."""
-        actual = failed.error.get("actual")
-        if not isinstance(actual, int) or actual >= self.version:
+        if not isinstance(actual := failed.error.get("actual"), int):
             return False
+        self._planned = False  # it may be another by now
         try:
+            if actual > self.version:  # it has started again, and found it there
+                state = self.server.status()
+                with step.reading():
+                    return self.is_at_the_snapshot(state)
             return (self.server.catch_up() or 0) >= self.version
         except SyncFailed as failure:
             logger.warning("not brought up by the delta log: %s", failure)
@@ -215,8 +214,8 @@ class Link(Standing):
 
     def _send(self, step: Step, version: int, manner: Manner, *, full: bool) -> Committed:
         """Encode part by part, and have them posted."""
-        # Before a full sync again: the engine may be another, and our digest may be wrong.
-        # Without a plan too: an engine that has no checkpoint gets one with its first sync.
+        # Before a full sync again: the engine may be another, and our digest may be wrong. Without
+        # a plan too: an engine that has no checkpoint gets one with its first sync.
         learns = full or not self._planned
         plan = self.server.plan() if learns else None
         outbox = Outbox(self.server, step, waits=not self._is_log)
@@ -291,7 +290,8 @@ class Link(Standing):
             step.check()
             if last and not self._is_log:
                 leads_to = None if before is None else after
-                self._posted = Posted(version, step.sync_id(attempt), leads_to, self.is_proven)
+                sync_ids = frozenset([step.sync_id(attempt)])
+                self._posted = Posted(version, sync_ids, leads_to, self.is_proven)
             outbox.put(body, version, number, last)
         images = [self._snapshot.image(self._snapshot.kept(name)).values for name in self._names]
         return Sent(

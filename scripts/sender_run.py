@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from threading import Condition, Thread
 
 from sender_http import SyncFailed
 from sender_link import Committed, Link
 from sender_report import SyncReport
+from sender_standing import Posted
 from sender_step import Step
 
 
@@ -78,6 +79,23 @@ def outcomes(
         except BaseException as error:
             others.append(error)
     return reports, failures, others
+
+
+def latest(step: Step, runs: Iterable[Run]) -> Posted:
+    """What leads to where a step does.
+
+    Args:
+        step: that some engine has committed.
+        runs: of it, that have ended.
+    """
+    committed = [
+        (run.outcome.digest, run.link.is_proven)
+        for run in runs
+        if isinstance(run.outcome, Committed) and run.outcome.report.version == step.version
+    ]
+    digests = {digest for digest, _ in committed}  # several, where engines leave tensors out
+    digest = digests.pop() if len(digests) == 1 else None
+    return Posted(step.version, step.sync_ids(), digest, all(proven for _, proven in committed))
 
 
 def _not_logged(error: BaseException) -> BaseException:

@@ -16,13 +16,14 @@ class Posted:
     """A sync that was posted to its end.
 
     Attributes:
-        version, sync_id: that its parts have.
+        version: that its parts have.
+        sync_ids: one of which they have.
         digest: of what the engine holds after it; None where no digest is kept.
         is_whole: the digest leaves no tensor out.
     """
 
     version: int
-    sync_id: str
+    sync_ids: frozenset[str]
     digest: Digest | None
     is_whole: bool
 
@@ -34,7 +35,7 @@ class Posted:
         if state.get("foreign") is not None:  # weights that came by another way
             return False
         if isinstance(last, dict):
-            return last.get("version") == self.version and last.get("sync_id") == self.sync_id
+            return last.get("version") == self.version and last.get("sync_id") in self.sync_ids
         digest = self.digest if self.is_whole else None
         return digest is not None and state.get("digest") == digest.hex()
 
@@ -65,6 +66,7 @@ class Standing:
             old bits.
         doubt: what the engine holds in place of that, if it has committed a sync without an answer.
         suspect: the engine may hold other bytes; the next sync is a full one.
+        latest: what led to the snapshot; None where that is not known.
     """
 
     def __init__(self, snapshot: Snapshot, version: int) -> None:
@@ -72,6 +74,7 @@ class Standing:
         self.behind: Changes = {}
         self.doubt: Doubt | None = None
         self.suspect = False
+        self.latest: Posted | None = None
         self._snapshot = snapshot
         self._names: list[str] = []  # what is sent when all is sent; empty until the plan is read
         self._digested: set[str] = set()  # names that the digest covers
@@ -125,7 +128,7 @@ class Standing:
 
     def loses_track(self) -> None:
         """Note that the snapshot is not what others are known by: the next sync is a full one."""
-        self.behind, self.suspect = {}, True
+        self.behind, self.suspect, self.latest = {}, True, None
         if self.doubt is not None:
             self.doubt = replace(self.doubt, behind=None)
 
@@ -137,6 +140,15 @@ class Standing:
         self.version, self._digest = doubt.posted.version, doubt.posted.digest
         self.behind = doubt.behind or {}
         self.suspect = self.suspect or doubt.behind is None
+
+    def is_at_the_snapshot(self, state: dict[str, Any]) -> bool:
+        """Whether the engine says that it has what led to the snapshot; it has then: a delta log
+        has brought it there.
+        """
+        if self.latest is None or not self.latest.is_what_is_held(state):
+            return False
+        self.version, self._digest, self.behind = self.latest.version, self.latest.digest, {}
+        return True
 
     def _moved(self, changes: Changes, behind: Changes) -> Changes | None:
         """`behind` once the snapshot has moved by `changes`; None if it is too much to keep."""

@@ -130,6 +130,11 @@ class Step:
         with self._lock:
             return self._sync_ids.setdefault(attempt, uuid.uuid4().hex)
 
+    def sync_ids(self) -> frozenset[str]:
+        """All that were given."""
+        with self._lock:
+            return frozenset(self._sync_ids.values())
+
     def body(self, attempt: str, key: Hashable, encode: Callable[[], bytes]) -> bytes:
         """A part that one engine gets. The last of an attempt are kept for who follows."""
         with self._lock:

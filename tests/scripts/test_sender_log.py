@@ -206,6 +206,27 @@ def test_an_engine_that_replayed_a_refused_version_is_found_out(tmp_path: Path) 
     assert engine.holds(model)
 
 
+def test_one_that_was_down_for_some_syncs_has_them_from_the_log(
+    tmp_path: Path, naps: list[float]
+) -> None:
+    model = model_of(tensors=3)
+    base = copied(model)
+    a, b = two(model)
+    b.faults = dict.fromkeys(range(99), breaks)
+    with sender_of(a, b, model, delta_log=tmp_path) as sender:
+        for step in range(3):
+            train(model, step)
+            with pytest.raises(SomeFailed):
+                sender.sync(model.items())
+        late = replayed(tmp_path, base)
+        b.weights, b.version, b.faults = late.weights, late.version, {}
+        train(model, 7)
+        reports = sender.sync(model.items())
+    assert [(r.full, r.base_version) for r in reports.values()] == [(False, 3), (False, 3)]
+    assert a.holds(model)
+    assert b.holds(model)
+
+
 def test_one_that_fails_keeps_nothing_out_of_the_log(tmp_path: Path) -> None:
     model = model_of(tensors=3)
     base = copied(model)
