@@ -240,6 +240,27 @@ def test_save_writes_all_parts_at_once(
     assert "exists" in capsys.readouterr().err
 
 
+def test_the_state_and_the_log_go_on_with_the_next_run(
+    base: Path,
+    target: Path,
+    tmp_path: Path,
+    serve: Callable[..., list[httpx.Request]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The second run is told no version, and its base is what the first one sent."""
+    requests = serve(accept)
+    state, log = tmp_path / "state.json", tmp_path / "log"
+    kept = ["--url", URL, "--state", str(state), "--delta-log", str(log), "--lag-limit", "9"]
+    for one, other in ((base, target), (target, base)):
+        arguments = ["--base", str(one), "--target", str(other), *kept]
+        assert reference_sender.main(arguments) == 0
+    assert decoded(requests[-1].content).manifest.current_version == 2
+    assert "version 1 -> 2: committed" in capsys.readouterr().out
+    saved = sorted(log.glob("*/*.safetensors"))
+    assert [path.read_bytes() for path in saved] == [request.content for request in requests]
+    assert [path.name for path in sorted(log.iterdir())] == ["weight_v000001", "weight_v000002"]
+
+
 def test_the_engine_refuses(
     base: Path,
     target: Path,
