@@ -1,0 +1,180 @@
+"""What an engine may have committed, where interruptions, lags and lost answers meet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from reference_sender import DeltaSender, MultiSender, SomeFailed, SyncFailed
+from sender_run import Run
+from sender_snapshot import Changes
+from sender_state import StateFile
+from tests.scripts.fakes import Engine, error, loses, model_of, sends, train
+from tests.scripts.test_multi_sender import A, B, refuse, sender_of, two
+from tests.scripts.test_sender_lag import SOON, Slow, ended, lagging
+from tests.scripts.test_sender_log import chain, copied, replayed
+
+
+def interrupt_at_the_end(sender: MultiSender, patch: pytest.MonkeyPatch) -> None:
+    """Every engine is done, and who waits for them is interrupted."""
+
+    def wait(runs: Sequence[Run]) -> None:
+        for run in runs:
+            run.thread.join()
+        raise KeyboardInterrupt
+
+    patch.setattr(sender, "_wait", wait)
+
+
+@pytest.mark.parametrize("commits", [True, False])
+@pytest.mark.parametrize("digest", [True, False])
+def test_a_wait_that_is_interrupted(
+    commits: bool, digest: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an engine has committed stays in the log; what none has is refused there."""
+    model = model_of(tensors=3)
+    base, log = copied(model), tmp_path / "log"
+    a, b = two(model)
+    b.faults = {0: refuse()}
+    a.faults = {} if commits else {0: refuse()}
+    sender = sender_of(a, b, model, delta_log=log, digest=digest)
+    train(model)
+    with monkeypatch.context() as patch:
+        interrupt_at_the_end(sender, patch)
+        with pytest.raises(KeyboardInterrupt):
+            sender.sync(model.items())
+    model["layers.1.weight"].copy_(base["layers.1.weight"])  # less than was committed
+    reports = sender.sync(model.items())
+    assert [report.version for report in reports.values()] == [2, 2]
+    assert reports[A].full is (commits and not digest)
+    assert not reports[B].full
+    assert chain(log) == ([(0, 1), (1, 2)] if commits else [(0, 2)])
+    assert a.holds(model)
+    assert b.holds(model)
+    assert replayed(log, base).holds(model)
+    train(model, 1)
+    assert not any(report.full for report in sender.sync(model.items()).values())
+
+
+def test_closed_after_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another sender goes on from what had been in flight."""
+    model = model_of(tensors=2)
+    engine, file = Engine.of(model), tmp_path / "state"
+    with DeltaSender(A, model.items(), client=engine.client(), state=file) as sender:
+        train(model)
+        interrupt_at_the_end(sender._sender, monkeypatch)
+        with pytest.raises(KeyboardInterrupt):
+            sender.sync(model.items())
+    assert StateFile(file).state.in_flight is not None
+    with DeltaSender(A, model.items(), client=engine.client(), state=file) as sender:
+        train(model, 1)
+        report = sender.sync(model.items())
+    assert (report.full, report.base_version, report.version) == (False, 1, 2)
+    assert engine.holds(model)
+
+
+@pytest.mark.parametrize("moved", [0, 1, 3])
+@pytest.mark.parametrize("when", ["before", "then"])
+def test_a_snapshot_interrupted_while_one_lags(
+    moved: int, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lags since the step before, or in the one that is interrupted."""
+    model = model_of(tensors=3)
+    file = tmp_path / "state"
+    a, b, sender, slow = lagging(model, state=file)
+    with sender:
+        if when == "before":
+            train(model, 5, 0.01)
+            sender.sync(model.items())
+            assert sender.lagging == [B]
+        advance = sender._snapshot.advance
+
+        def interrupted(changes: Changes) -> None:
+            advance(dict([*changes.items()][:moved]))
+            slow.go.set()
+            raise KeyboardInterrupt
+
+        train(model, 6, 0.01)
+        with monkeypatch.context() as patch:
+            patch.setattr(sender._snapshot, "advance", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                sender.sync(model.items())
+        ended(sender)
+        train(model, 7, 0.01)
+        reports = sender.sync(model.items())
+        assert [reports[url].full for url in (A, B)] == [True, True]
+        assert a.holds(model)
+        assert b.holds(model)
+        train(model, 8, 0.01)
+        assert not any(report.full for report in sender.sync(model.items()).values())
+        assert a.holds(model)
+        assert b.holds(model)
+    assert StateFile(file).state.engines[A].digest == a.digest().hex()
+
+
+def test_others_go_on_while_one_is_asked_what_it_holds(naps: list[float]) -> None:
+    model = model_of(tensors=3)
+    a, b = two(model)
+    b.faults = dict.fromkeys(range(8), loses)
+    asked, answer = Slow(), b.status
+
+    def status() -> httpx.Response:
+        return asked(lambda request: answer(), httpx.Request("GET", B))
+
+    with sender_of(a, b, model) as sender:
+        train(model, 0, 0.01)
+        with pytest.raises(SomeFailed):
+            sender.sync(model.items())
+        assert b.version == 1
+        sender._options = replace(sender._options, lag_limit=SOON)
+        b.status = status  # type: ignore[method-assign]
+        for step in (1, 2):
+            train(model, step, 0.01)
+            assert list(sender.sync(model.items())) == [A]
+            assert sender.lagging == [B]
+        asked.go.set()
+        ended(sender)
+        train(model, 3, 0.01)
+        reports = sender.sync(model.items())
+    assert (reports[B].full, reports[B].base_version) == (False, 1)
+    assert a.holds(model)
+    assert b.holds(model)
+
+
+def test_a_refusal_after_a_lost_answer_is_none(tmp_path: Path, naps: list[float]) -> None:
+    """The engine has committed what it refuses to take again."""
+    model = model_of(tensors=2)
+    base = copied(model)
+    engine = Engine.of(model)
+    engine.faults = {0: loses, 1: sends(error(507, "SpoolFull"))}
+    with DeltaSender(A, model.items(), client=engine.client(), delta_log=tmp_path) as sender:
+        train(model)
+        with pytest.raises(SyncFailed, match="SpoolFull"):
+            sender.sync(model.items())
+        assert engine.version == 1
+        train(model, 1)
+        report = sender.sync(model.items())
+    assert (report.full, report.base_version, report.version) == (False, 1, 2)
+    assert chain(tmp_path) == [(0, 1), (1, 2)]
+    assert replayed(tmp_path, base).holds(model)
+
+
+def test_without_any_patience(tmp_path: Path) -> None:
+    """The log is waited for all the same."""
+    model = model_of(tensors=3)
+    base = copied(model)
+    a, b = two(model)
+    with sender_of(a, b, model, lag_limit=0.0, delta_log=tmp_path) as sender:
+        for step in range(5):
+            train(model, step, 0.01)
+            sender.sync(model.items())
+        ended(sender)
+        train(model, 9, 0.01)
+        sender.sync(model.items())
+    assert a.holds(model)
+    assert b.holds(model)
+    assert replayed(tmp_path, base).holds(model)
