@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from engine_ext.compiled import array, compile_loop, made_once
 from engine_ext.digest import Digest, change_digest
-from engine_ext.lines import LINE, differing, lowest, ones, teach
+from engine_ext.lines import LINE, differing, fetch_to_read, lowest, ones, teach
 
 _CHUNK: Final = 1 << 20  # elements that a thread compares at a time; a multiple of any line's
+_AHEAD: Final = 64  # lines that are asked for before they are compared; a core's own guess is fewer
 
 
 class Difference(NamedTuple):
@@ -57,10 +58,22 @@ def begin_compare(
     """
     _check(old, new)
     starts = range(0, old.size, _CHUNK)
-    futures = [pool.submit(_compare_chunk, old, new, start, name) for start in starts]
+    found: dict[int, Difference] = {}
+    ending = threading.Lock()
+
+    def compare_one(start: int) -> Difference | None:
+        chunk = _compare_chunk(old, new, start, name)
+        with ending:
+            found[start] = chunk
+            last = len(found) == len(starts)
+        # Whoever ends last joins them: the caller has the next tensors to read.
+        return _joined([found[each] for each in starts], new.dtype, name) if last else None
+
+    futures = [pool.submit(compare_one, start) for start in starts]
 
     def wait() -> Difference:
-        return _joined([future.result() for future in futures], new.dtype, name)
+        joined = [result for future in futures if (result := future.result()) is not None]
+        return joined[0] if joined else _joined([], new.dtype, name)
 
     return wait
 
@@ -131,6 +144,8 @@ def _compare(old: Any, new: Any, start: Any, found: Any, was: Any, now: Any) -> 
     elements = LINE // old.itemsize
     whole = old.size // elements * elements
     for first in range(0, whole, elements):
+        fetch_to_read(old, first + _AHEAD * elements)
+        fetch_to_read(new, first + _AHEAD * elements)
         mask = differing(old, new, first)
         following = mask & (mask - np.uint64(1))
         number = ones(mask)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from engine_ext.compiled import array, compile_loop, made_once
 from engine_ext.device import runs_kernels
 from engine_ext.dtypes import torch_bits_dtype
+from engine_ext.lines import fetch_to_write, teach
 
 Bits = NDArray[Any]  # unsigned integers [n]
 Offsets = NDArray[Any]  # int32 or int64 [n]
@@ -32,28 +33,24 @@ class _Loops(NamedTuple):
     differs: Callable[[Any, Any, int, Any], int]
 
 
-def _fetch(live: Any, offset: Any) -> None:
-    """Ask for the cache line of an element, to read and write it; means something to numba only."""
-
-
 def _gather(live: Any, offsets: Any, shift: Any, out: Any) -> None:
     last = offsets.size - 1
     for k in range(offsets.size):
-        _fetch(live, offsets[min(k + _AHEAD, last)] - shift)
+        fetch_to_write(live, offsets[min(k + _AHEAD, last)] - shift)
         out[k] = live[offsets[k] - shift]
 
 
 def _scatter(live: Any, offsets: Any, shift: Any, bits: Any) -> None:
     last = offsets.size - 1
     for k in range(offsets.size):
-        _fetch(live, offsets[min(k + _AHEAD, last)] - shift)
+        fetch_to_write(live, offsets[min(k + _AHEAD, last)] - shift)
         live[offsets[k] - shift] = bits[k]
 
 
 def _swap(live: Any, offsets: Any, shift: Any, bits: Any, out: Any) -> None:
     last = offsets.size - 1
     for k in range(offsets.size):
-        _fetch(live, offsets[min(k + _AHEAD, last)] - shift)
+        fetch_to_write(live, offsets[min(k + _AHEAD, last)] - shift)
         where = offsets[k] - shift
         out[k] = live[where]
         live[where] = bits[k]
@@ -63,41 +60,9 @@ def _differs(live: Any, offsets: Any, shift: Any, bits: Any) -> Any:
     last = offsets.size - 1
     found = bits.dtype.type(0)
     for k in range(offsets.size):
-        _fetch(live, offsets[min(k + _AHEAD, last)] - shift)
+        fetch_to_write(live, offsets[min(k + _AHEAD, last)] - shift)
         found |= live[offsets[k] - shift] ^ bits[k]
     return found
-
-
-@made_once
-def _teach_fetch() -> None:
-    """Tell numba what `_fetch` is: the prefetch instruction."""
-    from numba import types
-    from numba.core import cgutils
-    from numba.extending import intrinsic, overload
-
-    ir = cgutils.ir
-    word, byte = ir.IntType(32), ir.IntType(8)
-
-    @intrinsic  # type: ignore[untyped-decorator]
-    def prefetch(typing: Any, live: Any, offset: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            memory = context.make_array(signature.args[0])(context, builder, arguments[0])
-            address = builder.gep(memory.data, [arguments[1]])
-            kind = ir.FunctionType(ir.VoidType(), [byte.as_pointer(), word, word, word])
-            function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch")
-            # To write, into all caches, data.
-            flags = [word(1), word(3), word(1)]
-            builder.call(function, [builder.bitcast(address, byte.as_pointer()), *flags])
-            return context.get_dummy_value()
-
-        return types.void(live, offset), generate
-
-    @overload(_fetch, strict=False)  # type: ignore[untyped-decorator]
-    def fetch(live: Any, offset: Any) -> Any:
-        def implementation(live: Any, offset: Any) -> None:
-            prefetch(live, offset)
-
-        return implementation
 
 
 @made_once
@@ -107,7 +72,7 @@ def _loops(width: int, index: int) -> _Loops | None:
         from numba import types
     except ImportError:
         return None
-    _teach_fetch()
+    teach()
     bits, offsets = array(types, f"uint{8 * width}"), array(types, f"int{8 * index}")
     live = array(types, f"uint{8 * width}", readonly=False)
     return _Loops(

@@ -1,4 +1,4 @@
-"""Cache lines compared in vector registers: what numba has no words for, taught to it.
+"""Cache lines fetched early, and compared in vector registers: what numba has no words for.
 
 The functions here mean something in compiled loops only, after `teach`.
 """
@@ -27,6 +27,14 @@ def lowest(mask: Any) -> Any:
 
 def ones(mask: Any) -> Any:
     """How many bits are set, int64."""
+
+
+def fetch_to_read(array: Any, offset: Any) -> None:
+    """Ask for the cache line of an element; it may lie beyond the array's end."""
+
+
+def fetch_to_write(array: Any, offset: Any) -> None:
+    """Ask for the cache line of an element, to read and write it; it may lie beyond the end."""
 
 
 @made_once
@@ -69,6 +77,40 @@ def teach() -> None:
             return builder.ctpop(arguments[0])
 
         return types.int64(types.uint64), generate
+
+    def prefetching(to_write: int) -> Any:
+        word, byte = ir.IntType(32), ir.IntType(8)
+        kind = ir.FunctionType(ir.VoidType(), [byte.as_pointer(), word, word, word])
+        flags = [word(to_write), word(3), word(1)]  # into all caches; data
+
+        @intrinsic  # type: ignore[untyped-decorator]
+        def prefetch(typing: Any, array: Any, offset: Any) -> Any:
+            def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+                memory = context.make_array(signature.args[0])(context, builder, arguments[0])
+                address = builder.gep(memory.data, [arguments[1]])
+                function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch")
+                builder.call(function, [builder.bitcast(address, byte.as_pointer()), *flags])
+                return context.get_dummy_value()
+
+            return types.void(array, offset), generate
+
+        return prefetch
+
+    prefetch_to_read, prefetch_to_write = prefetching(0), prefetching(1)
+
+    @overload(fetch_to_read, strict=False)  # type: ignore[untyped-decorator]
+    def _fetch_to_read(array: Any, offset: Any) -> Any:
+        def implementation(array: Any, offset: Any) -> None:
+            prefetch_to_read(array, offset)
+
+        return implementation
+
+    @overload(fetch_to_write, strict=False)  # type: ignore[untyped-decorator]
+    def _fetch_to_write(array: Any, offset: Any) -> Any:
+        def implementation(array: Any, offset: Any) -> None:
+            prefetch_to_write(array, offset)
+
+        return implementation
 
     @overload(differing, strict=False)  # type: ignore[untyped-decorator]
     def _differing(old: Any, new: Any, first: Any) -> Any:
