@@ -132,14 +132,12 @@ def decode_gaps(stream: NDArray[np.uint8], width: int, numel: int) -> NDArray[np
     symbols, longest = joined(stream, width), longest_symbol(width)
     if symbols[-1] == longest:
         raise MalformedPart("the gap stream ends within a gap")
-    nnz = int(np.count_nonzero(symbols != longest))
     loops = _loops(width)
     if loops is None:
         indices = _read_by_numpy(symbols, longest)
     else:
-        out = np.empty(nnz, np.int64)
-        loops.read(symbols, longest, out)
-        indices = out
+        out = np.empty(symbols.size, np.int64)  # what stays unwritten takes no memory
+        indices = out[: loops.read(symbols, longest, out)]
     if indices[-1] >= numel:
         raise NotUpdatable("the gaps run past the tensor", numel=numel)
     return indices
