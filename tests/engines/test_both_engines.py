@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import tiny_models
 from engine_process import EngineProcess
 from reference_sender import MultiSender, SomeFailed
 from sglang_process import SglangProcess
+from tests.engines.relay import Relay
 from tests.engines.trainer import Trainer, model_digest
 from vllm_process import VllmProcess
 
@@ -83,6 +86,36 @@ def test_one_sender_two_engines(both: Both) -> None:
         assert both.versions() == [5, 5]
         assert both.hold_the_trainers_bytes()
     trainer.version = 5
+
+
+def test_one_that_lags_holds_up_nobody(both: Both) -> None:
+    """What it is sent is lost on the way; it is brought up once there is a way again."""
+    trainer = both.trainer
+    version = trainer.version
+    vllm, sglang = both.engines
+    with Relay(sglang.port) as relay:
+        urls = [vllm.url, relay.url]
+        base = trainer.tensors.items()
+        with MultiSender(urls, base, base_version=version, lag_limit=0.5) as sender:
+            relay.lose("requests", 1)
+            for step in (1, 2):
+                trainer.step()
+                assert list(sender.sync(trainer.tensors.items())) == [vllm.url]
+                assert sender.lagging == [relay.url]
+                assert both.versions() == [version + step, version]
+            relay.let_go()
+            deadline = time.monotonic() + 60
+            while sender.lagging:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            assert both.versions() == [version + 2, version + 1]
+            sender._options = replace(sender._options, lag_limit=None)
+            trainer.step()
+            reports = sender.sync(trainer.tensors.items())
+            assert [report.full for report in reports.values()] == [False, False]
+            assert both.versions() == [version + 3] * 2
+            assert both.hold_the_trainers_bytes()
+    trainer.version = version + 3
 
 
 def test_the_program_sends_to_both(both: Both, tmp_path: Path) -> None:

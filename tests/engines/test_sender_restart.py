@@ -1,0 +1,115 @@
+"""The reference sender as a program that remembers: it is killed, and goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import reference_sender
+import tiny_models
+from engine_process import EngineProcess
+from tests.engines.relay import Relay
+from tests.engines.trainer import Trainer, model_digest
+
+KINDS = ["vllm", pytest.param("sglang", marks=pytest.mark.full)]
+SCRIPT = Path(reference_sender.__file__)
+
+
+class Program:
+    """Runs it between the trainer's checkpoints, through a relay."""
+
+    def __init__(self, engine: EngineProcess, relay: Relay, base: Path, folder: Path) -> None:
+        self.engine, self.relay = engine, relay
+        self.trainer = Trainer(tiny_models.load_tensors(base))
+        self.state = folder / "state.json"
+        self._model, self._folder, self._saved = base, folder, 0
+
+    def save(self) -> Path:
+        """The trainer's weights as a checkpoint."""
+        self._saved += 1
+        folder = self._folder / f"step{self._saved}"
+        return tiny_models.save_checkpoint(self._model, folder, self.trainer.tensors)
+
+    def step(self) -> Path:
+        """The next checkpoint."""
+        self.trainer.step()
+        return self.save()
+
+    def start(self, base: Path, target: Path, *more: str) -> subprocess.Popen[str]:
+        command = [sys.executable, str(SCRIPT), "--base", str(base), "--target", str(target)]
+        command += ["--url", self.relay.url, "--state", str(self.state), *more]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
+
+    def says(self, base: Path, target: Path) -> str:
+        """What it says of a sync that went well."""
+        self.relay.let_go()
+        program = self.start(base, target)
+        said, errors = program.communicate(timeout=120)
+        assert program.returncode == 0, errors
+        assert self.known()["engines"][self.relay.url]["version"] == self.version()
+        return said
+
+    def is_killed(self, base: Path, target: Path, lost: str, *more: str, part: int = 1) -> None:
+        """Let the relay lose something, and kill the program once it has."""
+        self.relay.lose(lost, part)
+        program = self.start(base, target, *more)
+        try:
+            assert self.relay.lost.wait(120)
+        finally:
+            program.send_signal(signal.SIGKILL)
+            program.communicate()
+
+    def known(self) -> dict[str, Any]:
+        """What the file says."""
+        found: dict[str, Any] = json.loads(self.state.read_bytes())
+        return found
+
+    def version(self) -> int:
+        return int(self.engine.delta_status()["version"])
+
+    def holds(self, tensors: dict[str, torch.Tensor]) -> bool:
+        scan = self.engine.get("/delta_digest", params={"scan": "true"}).json()
+        return (scan["digest"], scan["corrupted"]) == (model_digest(tensors).hex(), [])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_killed_and_goes_on(
+    kind: str,
+    checkpoint: Callable[[str], Path],
+    start: Callable[..., EngineProcess],
+    tmp_path: Path,
+) -> None:
+    """It is told no version, and no sync need be a full one."""
+    timeout = ["--delta-stage-timeout", "2"]  # until what a killed sender has staged is dropped
+    engine = start(kind, checkpoint("qwen3"), extra_args=timeout)
+    with Relay(engine.port) as relay:
+        program = Program(engine, relay, checkpoint("qwen3"), tmp_path)
+        trainer = program.trainer
+        first, second = program.save(), program.step()
+        assert program.says(first, second).startswith("version 0 -> 1: committed; ")
+        assert program.holds(trainer.tensors)
+
+        held = dict(trainer.tensors)
+        third = program.step()
+        program.is_killed(second, third, "requests", "--bucket-bytes", "1", part=3)
+        assert program.version() == program.known()["engines"][relay.url]["version"] == 1
+        assert program.holds(held)
+        # 2 was about to be committed: it stands for those weights, and for no others.
+        assert program.says(second, third).startswith("version 1 -> 3: committed; ")
+        assert program.holds(trainer.tensors)
+
+        fourth, fifth = program.step(), program.step()
+        program.is_killed(third, fourth, "answers")
+        assert (program.version(), program.known()["in_flight"]["version"]) == (4, 4)
+        assert program.says(fourth, fifth).startswith("version 4 -> 5: committed; ")
+        assert program.holds(trainer.tensors)
+    engine.stop()
