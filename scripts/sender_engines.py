@@ -100,16 +100,16 @@ class MultiSender:
             )
             for url in urls
         ]  # fmt: skip
-        if self._file is not None:
-            for url, link in zip(self._urls, self._links, strict=True):
-                link.suspect = self._file.state.is_elsewhere(url, self._digest.hex())
+        for url, link in zip(self._urls, self._links, strict=True):
+            link.suspect = self._is_elsewhere(url, link.version)
         self._log: Link | None = None
         if delta_log is not None:
             engines = [link.server for link in self._links]
             self._log_server = LogServer(Path(delta_log), engines, self._options.hmac_key)
             at = self._start(None, base_version)
             self._log = Link(self._log_server, self._snapshot, self._options, at, is_log=True)
-            self._log.suspect = not self._log_server.leads_on_from(at)
+            self._log.suspect = self._is_elsewhere(None, at)
+            self._log.suspect |= not self._log_server.leads_on_from(at)
         self._begun: tuple[Step, list[Run]] | None = None  # a sync that has not ended
         self._torn = False  # the snapshot or the links were moving on, and were interrupted
         self._alone: dict[Link, Run] = {}  # what goes on by itself
@@ -120,6 +120,12 @@ class MultiSender:
         if self._file is None:
             return base_version
         return self._file.state.version_of(url, self._digest.hex(), base_version)
+
+    def _is_elsewhere(self, url: str | None, version: int) -> bool:
+        """Whether, as far as is known, something else than the base may have that version."""
+        if self._file is None:
+            return False
+        return self._file.state.is_elsewhere(url, self._digest.hex(), version)
 
     def __enter__(self) -> Self:
         return self

@@ -44,13 +44,23 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
                 return known.version
         return otherwise if mine is None else mine.version
 
-    def is_elsewhere(self, url: str, digest: str) -> bool:
-        """Whether an engine is known, and what has this digest is of no known version.
+    def is_elsewhere(self, url: str | None, digest: str, version: int) -> bool:
+        """Whether an engine at this version may hold something else than what has this digest.
 
-        One that is known to be at another version is found out by that.
+        That is so where engines are known, and nothing known has the digest; and where something
+        else has the same number. One that is at another version is found out by that.
+
+        Args:
+            url, digest: as of `version_of`.
+            version: what that has returned.
         """
-        known = [k.digest for k in (self.in_flight, *self.engines.values()) if k is not None]
-        return url in self.engines and digest not in known
+        mine = self.engines.get(url) if url is not None else None
+        if mine is not None and mine.digest == digest:
+            return False
+        known = [each for each in (self.in_flight, *self.engines.values()) if each is not None]
+        if self.engines and digest not in [each.digest for each in known]:
+            return True
+        return any(each.version == version and each.digest != digest for each in known)
 
 
 class StateFile:

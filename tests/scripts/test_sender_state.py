@@ -207,3 +207,78 @@ def test_a_log_that_lacks_the_version_gets_all_of_it(file: Path, tmp_path: Path)
     assert chain(log) == [(0, 1), (None, 4)]
     assert replayed(log, base).holds(model)
     assert engine.holds(model)
+
+
+def known(file: Path, **engines: Engine) -> None:
+    """A state in which engines have acknowledged what they hold."""
+    urls = {"a": A, "b": B}
+    at = {urls[name]: Known(e.version, e.digest().hex()) for name, e in engines.items()}
+    StateFile(file).end(at, in_doubt=False)
+
+
+def test_a_number_that_two_engines_have_for_different_weights(file: Path) -> None:
+    """The one that holds the base goes on; the other is not taken for it by its version."""
+    older = model_of(tensors=3)
+    model = copied(older)
+    train(model)
+    a, b = Engine.of(older, version=5), Engine.of(model, version=5)
+    known(file, a=a, b=b)
+    options = {"client": client_of(a, b), "state": file, "digest": False}
+    with MultiSender([A, B], model.items(), **options) as sender:
+        train(model, 1)
+        reports = sender.sync(model.items())
+    assert [reports[url].full for url in (A, B)] == [True, False]
+    assert a.holds(model)
+    assert b.holds(model)
+
+
+def test_a_new_engine_gets_all_where_the_base_is_of_no_known_version(file: Path) -> None:
+    """It is at the version that nobody has said anything about, but not with these weights."""
+    first = model_of(tensors=3)
+    model = copied(first)
+    train(model)
+    a, b = Engine.of(model, version=3), Engine.of(first)
+    known(file, a=a)
+    train(model, 1)
+    with MultiSender(
+        [A, B], model.items(), client=client_of(a, b), state=file, digest=False
+    ) as sender:
+        train(model, 2)
+        reports = sender.sync(model.items())
+    assert all(report.full for report in reports.values())
+    assert a.holds(model)
+    assert b.holds(model)
+
+
+@pytest.mark.parametrize("digest", [True, False])
+def test_a_log_gets_all_where_the_base_is_of_no_known_version(
+    file: Path, tmp_path: Path, digest: bool
+) -> None:
+    """A delta from it leads on from nothing in the log, least of all from its beginning."""
+    model = model_of(tensors=3)
+    base, log = copied(model), tmp_path / "log"
+    engine = Engine.of(model)
+    options: dict[str, Any] = {"delta_log": log, "digest": digest}
+    synced(engine, model, file, 1, **options)
+    checkpoint = copied(model)
+    synced(engine, model, file, 2, **options)
+    synced(engine, checkpoint, file, 1, **options)
+    assert chain(log)[3:] == [(None, 4)]
+    assert replayed(log, base).holds(checkpoint)
+    assert engine.holds(checkpoint)
+
+
+def test_a_log_whose_number_is_of_other_weights_gets_all(file: Path, tmp_path: Path) -> None:
+    """One engine was given the whole of an older step under a number that the log has too."""
+    older = model_of(tensors=3)
+    base, newer, log = copied(older), copied(older), tmp_path / "log"
+    b = Engine.of(newer)
+    with MultiSender([B], newer.items(), client=client_of(b, b), delta_log=log) as sender:
+        train(newer)
+        sender.sync(newer.items())
+    a = Engine.of(older, version=1)
+    known(file, a=a, b=b)
+    synced(a, older, file, 1, delta_log=log, digest=False)
+    assert chain(log) == [(0, 1), (None, 2)]
+    assert replayed(log, base).holds(older)
+    assert a.holds(older)
