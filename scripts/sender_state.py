@@ -75,6 +75,7 @@ class StateFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._has_begun = False
         self.state = State()
         try:
             self.state = msgspec.json.decode(path.read_bytes(), type=State)
@@ -87,6 +88,7 @@ class StateFile:
 
     def begin(self, version: int, digest: str) -> None:
         """Note what is about to be committed; on disk when this returns."""
+        self._has_begun = True
         self._write(
             State(
                 engines=self.state.engines,
@@ -104,7 +106,8 @@ class StateFile:
         """
         known = {**self.state.engines, **engines}
         highest = max([self.state.highest, *(each.version for each in engines.values())])
-        in_flight = self.state.in_flight if in_doubt else None
+        # What an earlier sender had in flight is as open as before.
+        in_flight = self.state.in_flight if in_doubt or not self._has_begun else None
         self._write(State(engines=known, in_flight=in_flight, highest=highest))
 
     def _write(self, state: State) -> None:

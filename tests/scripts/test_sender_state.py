@@ -69,6 +69,20 @@ def test_what_it_holds(file: Path) -> None:
     assert found["engines"] == {A: {"version": 2, "digest": engine.digest().hex()}}
 
 
+def test_what_was_in_flight_stays_until_something_else_is(file: Path) -> None:
+    """A sender that ends without a sync knows no more of it than the one before."""
+    model = model_of(tensors=2)
+    engine = Engine.of(model)
+    StateFile(file).begin(1, "a" * 32)
+    before = StateFile(file).state
+    with sender_of(engine, model, file) as sender, pytest.raises(ValueError, match="missing"):
+        sender.sync([])
+    assert StateFile(file).state == before
+    with sender_of(engine, model, file) as sender:
+        assert sender.sync(model.items()).version == 2
+    assert StateFile(file).state.in_flight is None
+
+
 # Restarts --------------------------------------------------------------------------------------
 
 
