@@ -92,11 +92,10 @@ class MultiSender:
         warm_up(self._snapshot.dtypes, self._options.encoding)
         self._digest = Digest.ZERO if self._file is None else self._snapshot.digest()
         self._known = {} if self._file is None else dict(self._file.state.engines)
-        logs = delta_log is not None
         self._links = [
             Link(
                 self._make_server(url), self._snapshot, self._options,
-                self._start(url, base_version), has_log=logs,
+                self._start(url, base_version), has_log=delta_log is not None,
             )
             for url in urls
         ]  # fmt: skip
@@ -123,9 +122,8 @@ class MultiSender:
 
     def _is_elsewhere(self, url: str | None, version: int) -> bool:
         """Whether, as far as is known, something else than the base may have that version."""
-        if self._file is None:
-            return False
-        return self._file.state.is_elsewhere(url, self._digest.hex(), version)
+        state = None if self._file is None else self._file.state
+        return state is not None and state.is_elsewhere(url, self._digest.hex(), version)
 
     def __enter__(self) -> Self:
         return self
@@ -146,7 +144,10 @@ class MultiSender:
     def close(self) -> None:
         """Close own HTTP clients and the log; engines that lag are waited for up to the limit."""
         for run in self._alone.values():
-            run.thread.join(self._options.lag_limit)
+            run.join(self._options.lag_limit)
+        for run in self._begun[1] if self._begun is not None else ():
+            if run.link is self._log:  # it may still be writing
+                run.join()
         self._settle(wait=False)
         self._remember([], "")
         for link in self._all:
@@ -206,8 +207,7 @@ class MultiSender:
         if self._begun is not None:
             step, runs = self._begun
             for run in runs:
-                if run.thread.ident is not None:
-                    run.thread.join()
+                run.join()
                 self._alone.pop(run.link, None)
             doubts = [run.link.is_left_in_doubt(step.changes) for run in runs]
             log = next((run.outcome for run in runs if run.link is self._log), None)
@@ -315,8 +315,10 @@ class MultiSender:
         """No engine has acknowledged what is in the log."""
         self._begun = None
         if in_doubt:  # some may have it, and must find it there when it starts again
+            self._torn = True  # until both are noted
             logged.acknowledge()
             logged.link.behind = without_old(step.changes)
+            self._torn = False
         else:
             self._log_server.writer.refuse(step.version)
 

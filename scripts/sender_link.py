@@ -71,7 +71,6 @@ class Link(Standing):
         Raises:
             SyncFailed: The engine refused or could not be reached.
         """
-        self._posted = None
         if self.doubt is not None and self.doubt.posted is not None:
             state = self.server.status()
             with step.reading():

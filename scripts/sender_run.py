@@ -29,6 +29,7 @@ class Run:
 
     def __init__(self, link: Link, step: Step, news: Condition, *, is_log: bool) -> None:
         self.link = link
+        link.begins()
         self.outcome: Committed | BaseException | None = None
         self.content = ""
         self.thread = Thread(target=self._run, name="delta-bring", daemon=True)
@@ -38,6 +39,11 @@ class Run:
     def has_committed(self) -> bool:
         """Whether it ended, and is an engine that has committed."""
         return isinstance(self.outcome, Committed) and not self._is_log
+
+    def join(self, seconds: float | None = None) -> None:
+        """Wait until it has ended, if it was started."""
+        if self.thread.ident is not None:
+            self.thread.join(seconds)
 
     def _run(self) -> None:
         outcome: Committed | BaseException

@@ -89,8 +89,13 @@ class Standing:
     @property
     def newest(self) -> int:
         """The newest version that the engine may be at, as far as is known here."""
-        posted = None if self.doubt is None else self.doubt.posted
-        return self.version if posted is None else max(self.version, posted.version)
+        doubted = None if self.doubt is None else self.doubt.posted
+        posted = [one.version for one in (doubted, self._posted) if one is not None]
+        return max([self.version, *posted])
+
+    def begins(self) -> None:
+        """Note that a step is about to be sent, of which nothing was posted yet."""
+        self._posted = None
 
     def miss(self, changes: Changes) -> None:
         """The snapshot is about to move on by `changes`, which this engine does not have.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +11,14 @@ from pathlib import Path
 import httpx
 import pytest
 
+import sender_engines
+from engine_ext.delta_log import list_log
+from engine_ext.delta_log_writer import Draft
 from reference_sender import DeltaSender, MultiSender, SomeFailed, SyncFailed
 from sender_run import Run
 from sender_snapshot import Changes
 from sender_state import StateFile
-from tests.scripts.fakes import Engine, error, loses, model_of, sends, train
+from tests.scripts.fakes import Engine, Handler, breaks, error, loses, model_of, sends, train
 from tests.scripts.test_multi_sender import A, B, refuse, sender_of, two
 from tests.scripts.test_sender_lag import SOON, Slow, ended, lagging
 from tests.scripts.test_sender_log import chain, copied, replayed
@@ -178,3 +183,139 @@ def test_without_any_patience(tmp_path: Path) -> None:
     assert a.holds(model)
     assert b.holds(model)
     assert replayed(tmp_path, base).holds(model)
+
+
+def tells_its_last_sync(engine: Engine) -> None:
+    """Its status names the sync that it has committed last, as a real one's does."""
+    status, take = engine.status, engine.take
+    last: dict[str, object] = {}
+
+    def takes(request: httpx.Request) -> httpx.Response:
+        answer = take(request)
+        if json.loads(answer.content).get("status") == "committed":
+            sync_id = engine.log[-1].manifest.sync_id
+            last.update(version=engine.version, sync_id=sync_id)
+        return answer
+
+    def tells() -> httpx.Response:
+        return httpx.Response(200, json={**json.loads(status().content), "last_sync": last})
+
+    engine.take, engine.status = takes, tells  # type: ignore[method-assign]
+
+
+def test_a_doubt_outlives_a_step_that_was_never_begun(
+    naps: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted before its thread had started; nothing of it is taken for the one in doubt."""
+    model = model_of(tensors=3)
+    base = copied(model)
+    engine = Engine.of(model)
+    tells_its_last_sync(engine)
+    engine.faults = dict.fromkeys(range(8), loses)
+    with DeltaSender(A, model.items(), client=engine.client(), digest=False) as sender:
+        train(model)
+        with pytest.raises(SyncFailed):
+            sender.sync(model.items())
+        assert engine.version == 1
+
+        def interrupted(thread: threading.Thread) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                sender.sync(model.items())
+        model["layers.1.weight"].copy_(base["layers.1.weight"])
+        report = sender.sync(model.items())
+    assert (report.full, report.base_version) == (False, 1)
+    assert engine.holds(model)
+
+
+def test_a_log_that_moves_on_alone_is_interrupted(
+    tmp_path: Path, naps: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the version that engines may have; its next one leads on from that."""
+    model = model_of(tensors=3)
+    base = copied(model)
+    engine = Engine.of(model)
+    engine.faults = dict.fromkeys(range(8), breaks)
+    options = {"client": engine.client(), "delta_log": tmp_path, "digest": False}
+    with DeltaSender(A, model.items(), **options) as sender:
+        train(model)
+
+        def interrupted(changes: Changes) -> Changes:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(sender_engines, "without_old", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                sender.sync(model.items())
+        model["layers.1.weight"].copy_(base["layers.1.weight"])
+        sender.sync(model.items())
+    assert engine.holds(model)
+    assert replayed(tmp_path, base).holds(model)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+def test_the_number_of_a_full_sync_that_lags_is_not_used_for_others(bucket_bytes: int) -> None:
+    """The engine was one version further, so that its full sync has the number of the next step."""
+    model = model_of(tensors=3)
+    a, b = two(model)
+    b.version, slow = 1, Slow()
+    b.faults = {1: slow}
+
+    def patient(take: Handler, request: httpx.Request) -> httpx.Response:
+        assert slow.begun.wait(20)
+        return take(request)
+
+    a.faults = {0: patient}
+    options = {"lag_limit": SOON, "digest": False, "bucket_bytes": bucket_bytes}
+    with sender_of(a, b, model, **options) as sender:
+        train(model, 0, 0.01)
+        assert list(sender.sync(model.items())) == [A]
+        train(model, 1, 0.01)
+        assert list(sender.sync(model.items())) == [A]
+        assert a.version == 3
+        slow.go.set()
+        ended(sender)
+        assert b.version == 2
+        train(model, 2, 0.01)
+        reports = sender.sync(model.items())
+    assert not any(report.full for report in reports.values())
+    assert a.version == b.version == 4
+    assert a.holds(model)
+    assert b.holds(model)
+
+
+def test_closed_while_the_log_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another sender may write only when the thread of this one is done."""
+    model = model_of(tensors=3)
+    base, log = copied(model), tmp_path / "log"
+    engine = Engine.of(model)
+    writing, go = threading.Event(), threading.Event()
+    finish = Draft.finish
+
+    def slow(draft: Draft) -> Path:
+        writing.set()
+        assert go.wait(20)
+        return finish(draft)
+
+    def interrupted(*arguments: object) -> None:
+        assert writing.wait(20)
+        raise KeyboardInterrupt
+
+    sender = DeltaSender(A, model.items(), client=engine.client(), delta_log=log)
+    train(model)
+    monkeypatch.setattr(sender._sender, "_wait", interrupted)
+    with monkeypatch.context() as patch:
+        patch.setattr(Draft, "finish", slow)
+        with pytest.raises(KeyboardInterrupt):
+            sender.sync(model.items())
+        threading.Timer(0.1, go.set).start()
+        sender.close()
+    assert (list_log(log).damaged, chain(log)) == ({}, [(0, 1)])
+    with DeltaSender(A, base.items(), client=engine.client(), delta_log=log) as sender:
+        assert sender.sync(model.items()).version == 2
+    assert chain(log) == [(0, 1), (0, 2)]
+    assert replayed(log, base).holds(model)
+    assert engine.holds(model)
