@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from engine_ext.wire.signature import HMAC_KEY_ENVIRONMENT
 from sender_choice import CHOICES, LinkSpeed, sparse_encoding
 from sender_engines import MultiSender
-from sender_http import Place, Server
+from sender_http import Place, Server, SyncFailed
 from sender_log import LogServer
 from sender_report import SomeFailed, SyncReport
 from sender_snapshot import MappedSnapshot, NamedTensors, Snapshot
@@ -121,9 +121,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Send the difference between two Hugging Face checkpoints (safetensors) to "
         "engines that hold the first one, as a sparse weight update.",
-        epilog="Exit status: 0 done, 1 an engine refused or could not be reached (the others have "
-        "committed), 2 bad usage or unreadable or unlike checkpoints, 130 interrupted. With a key "
-        f"in {HMAC_KEY_ENVIRONMENT} the parts are signed.",
+        epilog="Exit status: 0 done, 1 an engine refused, could not be reached or was too late "
+        "(the others have committed), 2 bad usage or unreadable or unlike checkpoints, 130 "
+        f"interrupted. With a key in {HMAC_KEY_ENVIRONMENT} the parts are signed.",
     )
     add = parser.add_argument
     add("--base", type=Path, metavar="DIR", help="checkpoint that the engine holds now")
@@ -181,16 +181,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(stderr=True, markup=False, soft_wrap=True)
     several = len(options.url or []) > 1
     reports: dict[str, SyncReport] = {}
-    status = 0
+    failures: dict[str, SyncFailed] = {}
     try:
         with Progress(console=console) as progress:
             with CheckpointSender(options, read_checkpoint(options.base, progress)) as sender:
                 send = sender.sync_full if options.full else sender.sync
-                reports = send(read_checkpoint(options.target, progress))
-    except SomeFailed as some:
-        reports, status = some.reports, 1
-        for url, failed in some.failures.items():
-            console.print(f"{url}: failed: {failed}" if several else f"failed: {failed}")
+                try:
+                    reports = send(read_checkpoint(options.target, progress))
+                except SomeFailed as some:
+                    reports, failures = some.reports, some.failures
+        versions = sender.versions  # those that lagged were waited for once more
     except (ValueError, KeyError, OSError, SafetensorError, httpx.InvalidURL) as error:
         console.print(f"{type(error).__name__}: {error}")
         return 2
@@ -199,7 +199,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     for url, report in reports.items():
         print((f"{url}: " if several else "") + describe(report))
-    return status
+    for url in set(options.url or ()) - reports.keys() - failures.keys():
+        if (version := versions[url]) >= max(r.version for r in reports.values()):
+            console.print(f"{url}: version {version}: committed late")
+        else:
+            failures[url] = SyncFailed("not done within the lag limit; it may have committed")
+    for url, failed in failures.items():
+        console.print(f"{url}: failed: {failed}" if several else f"failed: {failed}")
+    return 1 if failures else 0
 
 
 def describe(report: SyncReport) -> str:

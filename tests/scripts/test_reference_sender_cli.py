@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,10 +19,12 @@ import torch
 from safetensors.torch import save_file
 
 import reference_sender
+import sender_cli
 from engine_ext.digest import Digest, tensor_digest
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.wire.frame import FrameReader
 from engine_ext.wire.part import Part, decode_part
+from reference_sender import MultiSender
 
 SCRIPT = Path(reference_sender.__file__)
 URL = "http://engine:8000"
@@ -334,6 +337,44 @@ def test_one_of_several_engines_refuses(
     assert f"{URL}: failed: HTTP 507: SpoolFull: no room" in err
     assert reference_sender.main([*arguments, "--url", URL]) == 2
     assert "each once" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("in_time", [False, True])
+def test_one_of_several_engines_lags(
+    base: Path,
+    target: Path,
+    serve: Callable[..., list[httpx.Request]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    in_time: bool,
+) -> None:
+    """It is waited for once more at the end, and what has become of it then is told."""
+    go = threading.Event()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.host == "other":
+            assert go.wait(20)
+        return accept(request)
+
+    def close(sender: sender_cli.CheckpointSender) -> None:
+        if in_time:
+            go.set()
+        MultiSender.close(sender)
+
+    monkeypatch.setattr(sender_cli.CheckpointSender, "close", close, raising=False)
+    serve(answer)
+    limit = "1" if in_time else "0.02"
+    arguments = ["--base", str(base), "--target", str(target), "--url", URL, "--url", OTHER]
+    status = reference_sender.main([*arguments, "--lag-limit", limit])
+    go.set()
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{URL}: version 0 -> 1: committed")
+    if in_time:
+        assert status == 0
+        assert f"{OTHER}: version 1: committed late" in err
+    else:
+        assert status == 1
+        assert f"{OTHER}: failed: not done within the lag limit" in err
 
 
 @pytest.mark.parametrize("full", [False, True])
