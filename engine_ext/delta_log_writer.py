@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
 import os
 import shutil
 from pathlib import Path
@@ -22,6 +19,7 @@ from engine_ext.delta_log import (
     folder_name,
     version_of,
 )
+from engine_ext.durable import lock, sync_folder, write_file
 from engine_ext.wire import FrameReader, Limits, Manifest, PartGate
 from engine_ext.wire.signature import SIGNATURE_SUFFIX
 
@@ -45,14 +43,8 @@ class LogWriter:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            # A file system that knows no locks lets everybody in.
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                os.close(self._lock)
-                raise BlockingIOError(f"another sender writes into the log {folder}") from None
+        taken = f"another sender writes into the log {folder}"
+        self._lock = lock(folder, os.O_RDONLY | os.O_DIRECTORY, taken)
 
     def __enter__(self) -> Self:
         return self
@@ -85,7 +77,7 @@ class LogWriter:
         """Note that no engine took a version; its parts are deleted, its number stays used."""
         folder = self.folder / folder_name(version)
         os.rename(folder / DONE, folder / REFUSED)
-        _sync_folder(folder)
+        sync_folder(folder)
         for path in folder.iterdir():
             if path.name != REFUSED:
                 path.unlink()
@@ -122,9 +114,9 @@ class Draft:
         """
         self._manifest = self._manifest or manifest_of(part)
         name = f"rank0_flush{len(self._files):03d}{PART_SUFFIX}"
-        _write(self._partial / name, part)
+        write_file(self._partial / name, part)
         if signature is not None:
-            _write(self._partial / (name + SIGNATURE_SUFFIX), signature.encode())
+            write_file(self._partial / (name + SIGNATURE_SUFFIX), signature.encode())
         self._files[name] = FileFacts(len(part), xxhash.xxh3_128_hexdigest(part))
 
     def finish(self) -> Path:
@@ -139,10 +131,10 @@ class Draft:
             base_version=None if self._manifest.full else base,
             files=self._files,
         )
-        _write(self._partial / DONE, msgspec.json.format(msgspec.json.encode(done)) + b"\n")
-        _sync_folder(self._partial)
+        write_file(self._partial / DONE, msgspec.json.format(msgspec.json.encode(done)) + b"\n")
+        sync_folder(self._partial)
         os.rename(self._partial, self._final)
-        _sync_folder(self._final.parent)
+        sync_folder(self._final.parent)
         return self._final
 
     def drop(self) -> None:
@@ -155,7 +147,7 @@ def discard(folder: Path) -> None:
     gone = folder.with_name(f".{folder.name}.gone")
     shutil.rmtree(gone, ignore_errors=True)
     os.rename(folder, gone)
-    _sync_folder(folder.parent)
+    sync_folder(folder.parent)
     shutil.rmtree(gone)
 
 
@@ -174,20 +166,3 @@ def manifest_of(part: bytes) -> Manifest:
             if gate.header is not None:
                 return gate.header.manifest
     return gate.finish().manifest
-
-
-def _write(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        # Some network file systems know no fsync of a folder.
-        with contextlib.suppress(OSError):
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -59,13 +59,14 @@ class MultiSender:
             go on from the highest in there. A version that no engine took is marked as refused,
             and its number is not used again.
         state: A file that remembers over a restart of the sender what each engine has
-            acknowledged. If `base` is what an engine acknowledged, or was just being sent, it goes
-            on from there, whatever `base_version` says; otherwise its next sync is a full one.
+            acknowledged; for one sender at a time. If `base` is what an engine acknowledged, or was
+            just being sent, it goes on from there, whatever `base_version` says; otherwise its next
+            sync is a full one.
         options: As of `DeltaSender`, and `lag_limit`, seconds; None waits for every engine.
 
     Raises:
         ValueError: An option is unknown, no url is given, or one twice; or the state is none.
-        BlockingIOError: Another sender writes into the log.
+        BlockingIOError: Another sender writes into the log, or uses the state.
     """
 
     def __init__(
@@ -85,45 +86,36 @@ class MultiSender:
         if not urls or len({url.rstrip("/") for url in urls}) < len(urls):
             raise ValueError("give every engine's url, each once")
         self._urls = list(urls)
-        self._file = None if state is None else StateFile(Path(state))
+        self._file = None if state is None else StateFile.taken(Path(state))
         self._digests = self._options.digest or Manner(self._options.encoding).may_differ
         self._digests = self._digests or self._file is not None
         self._snapshot = self._make_snapshot(base)
         warm_up(self._snapshot.dtypes, self._options.encoding)
         self._digest = Digest.ZERO if self._file is None else self._snapshot.digest()
         self._known = {} if self._file is None else dict(self._file.state.engines)
-        self._links = [
-            Link(
-                self._make_server(url), self._snapshot, self._options,
-                self._start(url, base_version), has_log=delta_log is not None,
-            )
-            for url in urls
-        ]  # fmt: skip
-        for url, link in zip(self._urls, self._links, strict=True):
-            link.suspect = self._is_elsewhere(url, link.version)
+        self._links: list[Link] = []
+        for url in urls:
+            at, suspect = self._start(url, base_version)
+            server, logs = self._make_server(url), delta_log is not None
+            self._links.append(Link(server, self._snapshot, self._options, at, has_log=logs))
+            self._links[-1].suspect = suspect
         self._log: Link | None = None
         if delta_log is not None:
             engines = [link.server for link in self._links]
             self._log_server = LogServer(Path(delta_log), engines, self._options.hmac_key)
-            at = self._start(None, base_version)
+            at, suspect = self._start(None, base_version)
             self._log = Link(self._log_server, self._snapshot, self._options, at, is_log=True)
-            self._log.suspect = self._is_elsewhere(None, at)
-            self._log.suspect |= not self._log_server.leads_on_from(at)
+            self._log.suspect = suspect or not self._log_server.leads_on_from(at)
         self._begun: tuple[Step, list[Run]] | None = None  # a sync that has not ended
         self._torn = False  # the snapshot or the links were moving on, and were interrupted
         self._alone: dict[Link, Run] = {}  # what goes on by itself
         self._news = Condition()
 
-    def _start(self, url: str | None, base_version: int) -> int:
-        """The version at which an engine holds the base, as far as is known."""
+    def _start(self, url: str | None, base_version: int) -> tuple[int, bool]:
+        """The version at which an engine holds the base, and whether that is doubtful."""
         if self._file is None:
-            return base_version
-        return self._file.state.version_of(url, self._digest.hex(), base_version)
-
-    def _is_elsewhere(self, url: str | None, version: int) -> bool:
-        """Whether, as far as is known, something else than the base may have that version."""
-        state = None if self._file is None else self._file.state
-        return state is not None and state.is_elsewhere(url, self._digest.hex(), version)
+            return base_version, False
+        return self._file.state.standing_of(url, self._digest.hex(), base_version)
 
     def __enter__(self) -> Self:
         return self
@@ -152,6 +144,8 @@ class MultiSender:
         self._remember([], "")
         for link in self._all:
             link.server.close()
+        if self._file is not None:
+            self._file.close()
 
     @property
     def lagging(self) -> list[str]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO
 
 import msgspec
+
+from engine_ext.durable import lock, sync_folder, write_file
 
 
 class Known(msgspec.Struct, frozen=True):
@@ -30,37 +34,30 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: Known | None = None
     highest: int = 0
 
-    def version_of(self, url: str | None, digest: str, otherwise: int) -> int:
-        """The version that has this digest.
+    def standing_of(self, url: str | None, digest: str, otherwise: int) -> tuple[int, bool]:
+        """Where an engine stands if it holds what has this digest.
 
         Args:
-            url: of the engine that it is asked for; None for no certain one.
+            url: of the engine; None for one that is not known.
             digest: of every tensor.
             otherwise: the version of weights that are not known here.
-        """
-        mine = self.engines.get(url) if url is not None else None
-        for known in (mine, self.in_flight, *self.engines.values()):
-            if known is not None and known.digest == digest:
-                return known.version
-        return otherwise if mine is None else mine.version
 
-    def is_elsewhere(self, url: str | None, digest: str, version: int) -> bool:
-        """Whether an engine at this version may hold something else than what has this digest.
-
-        That is so where engines are known, and nothing known has the digest; and where something
-        else has the same number. One that is at another version is found out by that.
-
-        Args:
-            url, digest: as of `version_of`.
-            version: what that has returned.
+        Returns:
+            The version that has the digest, and whether an engine at this version may hold
+            something else. That is so where engines are known, and nothing known has the digest;
+            and where something else has the same number. One that is at another version is found
+            out by that.
         """
         mine = self.engines.get(url) if url is not None else None
         if mine is not None and mine.digest == digest:
-            return False
+            return mine.version, False
         known = [each for each in (self.in_flight, *self.engines.values()) if each is not None]
-        if self.engines and digest not in [each.digest for each in known]:
-            return True
-        return any(each.version == version and each.digest != digest for each in known)
+        for each in known:
+            if each.digest == digest:
+                others = [one for one in known if one.version == each.version]
+                return each.version, any(one.digest != digest for one in others)
+        version = otherwise if mine is None else mine.version
+        return version, bool(self.engines) or any(each.version == version for each in known)
 
 
 class StateFile:
@@ -76,6 +73,7 @@ class StateFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._has_begun = False
+        self._lock: IO[str] | None = None
         self.state = State()
         try:
             self.state = msgspec.json.decode(path.read_bytes(), type=State)
@@ -85,6 +83,29 @@ class StateFile:
             raise ValueError(
                 f"{path} is not a sender's state: {error}; without it the next sync is full"
             ) from error
+
+    @classmethod
+    def taken(cls, path: Path) -> StateFile:
+        """The file, of which no other sender may make use until `close`.
+
+        Raises:
+            BlockingIOError: another one does.
+            OSError: its folder cannot be written.
+        """
+        beside = path.with_name(f".{path.name}.lock")
+        taken = f"another sender uses the state {path}"
+        # An object, so that it is closed with a sender that was never finished.
+        with contextlib.ExitStack() as stack:
+            held = stack.enter_context(os.fdopen(lock(beside, os.O_RDWR | os.O_CREAT, taken)))
+            file = cls(path)
+            file._lock = held
+            stack.pop_all()
+        return file
+
+    def close(self) -> None:
+        """Let another sender use it."""
+        if self._lock is not None:
+            self._lock.close()
 
     def begin(self, version: int, digest: str) -> None:
         """Note what is about to be committed; on disk when this returns."""
@@ -112,14 +133,7 @@ class StateFile:
 
     def _write(self, state: State) -> None:
         partial = self._path.with_name(f".{self._path.name}.partial")
-        with open(partial, "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(state)) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        write_file(partial, msgspec.json.format(msgspec.json.encode(state)) + b"\n")
         os.replace(partial, self._path)
-        folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(self._path.parent)
         self.state = state

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,41 @@ def test_the_file_is_never_half_written(file: Path, monkeypatch: pytest.MonkeyPa
             StateFile(file).begin(4, "b" * 32)
     assert file.read_bytes() == before
     assert StateFile(file).state == State(in_flight=Known(3, "a" * 32), highest=3)
+
+
+def test_two_senders_do_not_share_it(file: Path) -> None:
+    model = model_of(tensors=2)
+    engine = Engine.of(model)
+    with pytest.raises(ValueError, match="not one of"):
+        sender_of(engine, model, file, encoding="none")
+    file.write_text("{")
+    with pytest.raises(ValueError, match="not a sender's state"):
+        sender_of(engine, model, file)
+    file.unlink()
+    with pytest.raises(AttributeError):
+        DeltaSender(A, [("weight", None)], state=file)  # type: ignore[list-item]
+    with sender_of(engine, model, file) as sender:
+        with pytest.raises(BlockingIOError, match="another sender uses the state"):
+            sender_of(engine, model, file)
+        sender.sync(model.items())
+    with sender_of(engine, model, file) as sender:
+        assert sender.version == 1
+
+
+def test_a_folder_that_cannot_be_synced(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some network file systems know no fsync of a folder."""
+    fsync = os.fsync
+
+    def files_only(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", files_only)
+    model = model_of(tensors=2)
+    engine = Engine.of(model)
+    synced(engine, model, file, 1)
+    assert StateFile(file).state.engines[A].version == 1
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"engines": {"u": 3}}'])
@@ -140,6 +177,8 @@ def test_killed_while_the_last_part_was_posted(file: Path, committed: bool, went
         StateFile.end = wrote  # type: ignore[method-assign]
     engine.faults = {}
     assert StateFile(file).state.in_flight is not None
+    assert sender._sender._file is not None
+    sender._sender._file.close()  # as with every file of a process that is gone
 
     base = model if went_on else before
     with sender_of(engine, base, file) as sender:
