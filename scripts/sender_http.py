@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import httpx
 from tenacity import RetryCallState, retry, retry_if_exception_type
@@ -13,6 +13,8 @@ from tenacity.wait import wait_random_exponential
 
 from engine_ext.wire.signature import SIGNATURE_HEADER, sign
 from sender_choice import LinkSpeed
+
+_CONNECT_S: Final = 10.0
 
 
 class SyncFailed(Exception):
@@ -123,7 +125,9 @@ class Server:
         self.tried = 0
         self._unanswered = False
         self._owns_client = options.client is None
-        self.client = options.client or httpx.Client(timeout=options.timeout)
+        # A host that is gone does not answer: its connection is not waited for as work is.
+        patience = httpx.Timeout(options.timeout, connect=min(options.timeout, _CONNECT_S))
+        self.client = options.client or httpx.Client(timeout=patience)
 
     def close(self) -> None:
         """Close the HTTP client, if it is an own one."""

@@ -48,7 +48,8 @@ class DeltaSender:
         api_key: Bearer token.
         hmac_key: Sign the parts with it, as an engine with ``DELTA_HMAC_KEY`` asks for.
         pause_mode, flush_cache: As the endpoint takes them.
-        timeout: Seconds, for one request and for waiting until another sync is out of the way.
+        timeout: Seconds, for one request and for waiting until another sync is out of the way. A
+            connection is tried for 10 seconds at most.
         client: Used in place of an own one, and not closed.
         snapshot_on: What CUDA tensors are compared with: a copy of the snapshot that is kept on
             their ``device``, which takes the model's size there, or the snapshot on the ``host``,

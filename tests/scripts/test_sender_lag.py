@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from reference_sender import DeltaSender, MultiSender, SomeFailed
+from sender_http import Options, Server
 from sender_state import StateFile
 from tests.scripts.fakes import Engine, Handler, Model, error, model_of, train
 from tests.scripts.test_multi_sender import A, B, refuse, sender_of, two
@@ -168,6 +169,17 @@ def test_a_dead_one_is_waited_for_no_longer(naps: list[float]) -> None:
         reports = sender.sync(model.items())
     assert not reports[B].full
     assert b.holds(model)
+
+
+@pytest.mark.parametrize("timeout", [600.0, 3.0])
+def test_a_host_that_is_gone_is_given_up_soon(timeout: float) -> None:
+    """Work may take long, a connection does not; each is tried several times."""
+    with httpx.Client(timeout=timeout) as given:
+        for client, seconds in ((None, min(timeout, 10.0)), (given, timeout)):
+            server = Server(A, Options(timeout=timeout, client=client))
+            assert server.client.timeout.connect == seconds
+            assert server.client.timeout.read == timeout
+            server.close()
 
 
 def test_the_log_and_the_state_go_on_too(tmp_path: Path) -> None:
