@@ -250,7 +250,7 @@ def _read_entry(folder: Path) -> Entry:
         return Entry(folder, version, version - 1, files, nbytes)
     try:
         done = msgspec.json.decode(text, type=Done)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise LogDamaged(f"its {DONE} cannot be read: {error}") from error
     base = done.base_version
     if done.version != version or version > MAX_VERSION or (base is not None and base >= version):

@@ -92,7 +92,7 @@ def parse_disk_request(body: bytes) -> DiskRequest:
     """
     try:
         return msgspec.json.decode(body, type=DiskRequest)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise MalformedPart(f"bad request body: {error}") from error
 
 

@@ -171,11 +171,12 @@ def test_a_log_that_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "done",
     [
-        "{", "[]", '{"version": 1}',
+        "{", "[]", '{"version": 1}', '{"a":' * 20_000,
         '{"version": 2, "base_version": 0, "files": {}}',
         '{"version": 1, "base_version": 1, "files": {}}',
         '{"version": 1, "base_version": 0, "files": {"../x": {"bytes": 1, "xxh3_128": ""}}}',
     ],
+    ids=lambda done: done[:30],
 )  # fmt: skip
 def test_a_done_that_cannot_be(tmp_path: Path, done: str) -> None:
     (write(tmp_path, 1) / DONE).write_text(done)

@@ -119,7 +119,11 @@ def test_disk_request_types(keys: dict[str, Any]) -> None:
         disk_request(**keys)
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"{}", b"\xff\xfe", b"[" * 100_000])
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b'"x"', b"{}", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000],
+    ids=lambda body: repr(body[:9]),
+)
 def test_what_is_no_disk_request(body: bytes) -> None:
     with pytest.raises(MalformedPart, match="bad request body"):
         parse_disk_request(body)
