@@ -66,7 +66,7 @@ def is_container(body: bytes) -> bool:
     try:
         header, _ = header_of(body)
         params = json.loads(header["__metadata__"]["params"])
-        return bool(params) and isinstance(params, list)
+        return bool(params) and all(isinstance(entry, dict) and entry for entry in params)
     except (ValueError, KeyError, TypeError, RecursionError):
         return False
 

@@ -7,16 +7,20 @@ import signal
 import time
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 # Of all targets together; `make fuzz` takes longer.
-SECONDS = float(os.environ.get("FUZZ_SECONDS", "12"))
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "8"))
 # The same examples every time, as far as the time goes; `make fuzz` begins elsewhere.
 FIRST_SEED = int(os.environ.get("FUZZ_SEED", "0"))
 HANGS_S = 20
+# Of one example, beside what is traced: zstd's own memory, for one.
+_RESIDENT_BYTES = 128 << 20
+_RESET_PEAK = "5"  # to /proc/PID/clear_refs
 ROUND = settings(
     max_examples=30, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
@@ -45,33 +49,47 @@ def hammer(
     def bounded(example: Any) -> None:
         nonlocal count
         count += 1
-        taken = traced(example)
-        if taken > most_bytes:
-            taken = traced(example)  # the first time may have imported something
-        assert taken <= most_bytes, f"{taken} bytes"
+        if not fits(*taken(example)):  # the first time may have imported something
+            traced, resident = taken(example)
+            assert fits(traced, resident), f"{traced} bytes, {resident} resident"
 
-    def traced(example: Any) -> int:
+    def fits(traced: int, resident: int) -> bool:
+        return traced <= most_bytes and resident <= _RESIDENT_BYTES
+
+    def taken(example: Any) -> tuple[int, int]:
         before, _ = tracemalloc.get_traced_memory()
         tracemalloc.reset_peak()
+        Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
+        resident = _peak_resident()
         signal.alarm(HANGS_S)
         try:
             check(example)
         finally:
             signal.alarm(0)
-        return tracemalloc.get_traced_memory()[1] - before
+        return tracemalloc.get_traced_memory()[1] - before, _peak_resident() - resident
 
     def alarmed(number: int, frame: object) -> None:
         raise Hangs(f"longer than {HANGS_S} s")
 
     number = FIRST_SEED
-    deadline = time.monotonic() + SECONDS * share
+    begun = time.monotonic()
+    left = SECONDS * share
     old = signal.signal(signal.SIGALRM, alarmed)
     tracemalloc.start()
     try:
-        while time.monotonic() < deadline:
+        while True:
             seed(number)(ROUND(given(examples)(bounded)))()
             number += 1
+            taken = time.monotonic() - begun
+            if taken + taken / (number - FIRST_SEED) / 2 > left:  # another would not be nearer
+                break
     finally:
         tracemalloc.stop()
         signal.signal(signal.SIGALRM, old)
     return count
+
+
+def _peak_resident() -> int:
+    """Bytes of this process that were in memory at once, since that was last forgotten."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) << 10

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +27,10 @@ from tests.wire.forge import assert_well_formed, header_of, unwrap
 LIMITS = Limits(max_part_bytes=1 << 18, max_header_bytes=1 << 20)
 # Every value of a part becomes 8 bytes of an index at most, and JSON its objects.
 MOST_BYTES = 32 << 20
-RSS_BYTES = 512 << 20
 
 REFUSALS = {400, 403, 405, 409, 413, 415, 422}
 
 pytestmark = pytest.mark.timeout(SECONDS + 300)
-
-
-@pytest.fixture(autouse=True)
-def resident() -> Any:
-    """What no tracing sees: zstd's own memory, for one."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    yield
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert grown << 10 < RSS_BYTES
 
 
 def test_container() -> None:
