@@ -7,7 +7,8 @@ FUZZ_SECONDS ?= 600
 FUZZ_SEED := $(or $(FUZZ_SEED),$(shell date +%s))
 
 BIN := .venv/bin
-# Engines want all cores for themselves; what starts none takes turns on two.
+# Engines want all cores for themselves; what starts none takes turns on two. There each process has
+# one thread: torch's would wait for each other in a loop, and take twice the time of both cores.
 PARALLEL := -n 2 --dist worksteal
 ENGINES := vllm sglang
 
@@ -52,7 +53,7 @@ test: setup setup-sglang lint test-fast ## lint, and every test but those marked
 
 test-fast: setup ## the tests that start no engine
 	@echo "test-fast: the tests that start no engine"
-	@$(BIN)/python -m pytest -m "not engine and not full" $(PARALLEL) $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not engine and not full" $(PARALLEL) $(PYTEST_ARGS)
 
 test-all: setup setup-sglang lint test-fast ## lint, and every test
 	@echo "test-all: the tests that start engines, and the full ones"

@@ -9,23 +9,13 @@ wherever it was put.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
-from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
-from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
-from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
-from transformers.models.llama.configuration_llama import LlamaConfig
-from transformers.models.mamba2.configuration_mamba2 import Mamba2Config
-from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
-from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
-from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
-from transformers.utils import logging as transformers_logging
 
 VOCAB_SIZE: Final = 384
 EOS_TOKEN: Final = "<|endoftext|>"
@@ -110,18 +100,19 @@ _MLA: Final[dict[str, Any]] = {
     "moe_layer_freq": 1,
     "scoring_func": "sigmoid",
 }
-_KINDS: Final[dict[str, tuple[Callable[..., Any], dict[str, Any]]]] = {
-    "qwen3": (Qwen3Config, {**_ATTENTION, "tie_word_embeddings": False}),
-    "llama_tied": (LlamaConfig, {**_ATTENTION, "tie_word_embeddings": True}),
-    "qwen3_moe": (Qwen3MoeConfig, {**_EXPERTS, "tie_word_embeddings": False}),
-    "gemma3": (Gemma3TextConfig, {**_ATTENTION, "sliding_window": 64}),
-    "qwen3_next": (Qwen3NextConfig, {**_EXPERTS, **_GDN}),
-    "mamba2": (Mamba2Config, {**_COMMON, **_MAMBA}),
+# The config's class in transformers, which is imported late: it takes seconds.
+_KINDS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "qwen3": ("Qwen3Config", {**_ATTENTION, "tie_word_embeddings": False}),
+    "llama_tied": ("LlamaConfig", {**_ATTENTION, "tie_word_embeddings": True}),
+    "qwen3_moe": ("Qwen3MoeConfig", {**_EXPERTS, "tie_word_embeddings": False}),
+    "gemma3": ("Gemma3TextConfig", {**_ATTENTION, "sliding_window": 64}),
+    "qwen3_next": ("Qwen3NextConfig", {**_EXPERTS, **_GDN}),
+    "mamba2": ("Mamba2Config", {**_COMMON, **_MAMBA}),
     "gpt_oss": (
-        GptOssConfig,
+        "GptOssConfig",
         {**_ATTENTION, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64},
     ),
-    "deepseek_v3": (DeepseekV3Config, {**_ATTENTION, **_MLA}),
+    "deepseek_v3": ("DeepseekV3Config", {**_ATTENTION, **_MLA}),
 }
 KINDS: Final = tuple(_KINDS)
 
@@ -140,7 +131,9 @@ def build(kind: str, directory: Path, *, seed: int = 0, **overrides: Any) -> Pat
     """
     if kind not in _KINDS:
         raise ValueError(f"unknown kind {kind!r}; known are {', '.join(KINDS)}")
-    make_config, fields = _KINDS[kind]
+    import transformers
+
+    config_class, fields = _KINDS[kind]
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer()
     ids = {
@@ -148,13 +141,13 @@ def build(kind: str, directory: Path, *, seed: int = 0, **overrides: Any) -> Pat
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    config = make_config(**{**fields, **ids, **overrides})
+    config = getattr(transformers, config_class)(**{**fields, **ids, **overrides})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         _jitter_constants(model)
-    model.generation_config = GenerationConfig(**ids)
-    transformers_logging.disable_progress_bar()
+    model.generation_config = transformers.GenerationConfig(**ids)
+    transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
@@ -162,6 +155,8 @@ def build(kind: str, directory: Path, *, seed: int = 0, **overrides: Any) -> Pat
 
 def build_tokenizer() -> Any:
     """A byte-level BPE tokenizer of exactly `VOCAB_SIZE` tokens, the same every time."""
+    from transformers import PreTrainedTokenizerFast
+
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -19,12 +20,12 @@ CHANGES = {path: Change(BEFORE[path].encode(), AFTER[path].encode()) for path in
 
 # Runs the swap and dies, as by SIGKILL, at the n-th call that writes something.
 KILLED = """
-import os, sys
+import json, os, sys
 from pathlib import Path
 import file_swap
-from tests.patches.test_file_swap import CHANGES
 
 left = int(sys.argv[2])
+changes = {p: file_swap.Change(*map(str.encode, c)) for p, c in json.loads(sys.argv[3]).items()}
 
 def deadly(function):
     def call(*args, **kwargs):
@@ -36,7 +37,7 @@ def deadly(function):
     return call
 
 os.fsync, Path.replace, Path.unlink = map(deadly, (os.fsync, Path.replace, Path.unlink))
-file_swap.swap(Path(sys.argv[1]), CHANGES)
+file_swap.swap(Path(sys.argv[1]), changes)
 """
 
 
@@ -150,11 +151,12 @@ def test_what_cannot_be_taken_back_is_finished_later(
 def test_killed_anywhere_the_next_run_finishes(folder: Path) -> None:
     """Before the journal stands nothing has happened; from then on everything will."""
     outcomes = []
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
+    texts = json.dumps({path: [text, AFTER[path]] for path, text in BEFORE.items()})
+    environment = {**os.environ, "PYTHONPATH": str(Path(file_swap.__file__).parent)}
     for at in range(1, 100):
         for path, text in BEFORE.items():
             (folder / path).write_text(text)
-        command = [sys.executable, "-c", KILLED, str(folder), str(at)]
+        command = [sys.executable, "-S", "-c", KILLED, str(folder), str(at), texts]
         code = subprocess.run(command, env=environment, check=False).returncode
         if code == 0:
             break

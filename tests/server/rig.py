@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 import numpy as np
 import zstandard
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
 from numpy.typing import NDArray
 
 from delta_server.app import attach
@@ -499,17 +500,18 @@ class Rig:
         self.assert_committed(response, after(fresh_weights(), OTHER_STEP), VERSION + 1)
 
 
+_SERVED = {COMPLETIONS: "POST", "/generate": "POST", "/v1/models": "GET", "/tokenize": "POST"}
+
+
 def app_of(service: DeltaService) -> FastAPI:
     """An engine's app, with routes that generate, and the endpoints attached."""
     app = FastAPI()
 
-    @app.post(COMPLETIONS)
-    @app.post("/generate")
-    @app.get("/v1/models")
-    @app.post("/tokenize")
-    async def served() -> str:
-        return "served"
+    async def served(request: Request) -> JSONResponse:
+        return JSONResponse("served")
 
+    for path, method in _SERVED.items():
+        app.add_route(path, served, [method])
     attach(app)
     app.state.delta_service = service
     return app

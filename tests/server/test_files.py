@@ -15,6 +15,7 @@ from delta_server import files
 from delta_server.files import open_file, resolve_files
 from delta_server.requests import DiskRequest
 from engine_ext.errors import DeltaError, MalformedPart, PathForbidden, TooLarge
+from engine_ext.wire import Limits
 
 from .rig import DELTA, FROM_DISK, Rig, assert_error, delta_part
 
@@ -121,12 +122,16 @@ def test_what_names_no_files(root: Path, folder: str, files: list[str] | None) -
         resolve(f"{root}/{folder}", files, root)
 
 
-def test_a_request_has_no_more_files_than_a_sync_has_parts(root: Path) -> None:
-    names = [str(number) for number in range(files._MAX_FILES + 1)]
-    assert len(resolve(root, names[1:], root)) == 1 << 16
+def test_a_request_has_no_more_files_than_a_sync_has_parts(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert files._MAX_FILES == Limits().max_parts == 1 << 16
+    monkeypatch.setattr(files, "_MAX_FILES", 20)
+    names = [str(number) for number in range(21)]
+    assert len(resolve(root, names[1:], root)) == 20
     with pytest.raises(TooLarge) as caught:
         resolve(root, names, root)
-    assert caught.value.operands == {"limit": 1 << 16}
+    assert caught.value.operands == {"limit": 20}
 
 
 def test_a_loop_of_links_does_not_hang(root: Path) -> None:

@@ -7,7 +7,6 @@ import errno
 import gc
 import os
 import shutil
-import signal
 import stat
 import subprocess
 import sys
@@ -86,41 +85,47 @@ def test_the_folder_goes_with_the_spool(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-KILLED = """
+SERVERS = """
 import os, signal, sys
 from delta_server.spool import Spool
 from engine_ext.wire import Limits
-spool = Spool(sys.argv[1], Limits())
-(spool.directory / "part.safetensors").write_bytes(b"left behind")
-print(spool.directory, flush=True)
-if sys.argv[2] == "killed":
+
+def start():
+    spool = Spool(sys.argv[1], Limits())
+    (spool.directory / "part.safetensors").write_bytes(b"left behind")
+    print(spool.directory, flush=True)
+    return spool
+
+killed = os.fork()
+if not killed:
+    start()
     os.kill(os.getpid(), signal.SIGKILL)
+assert os.waitpid(killed, 0)[1] == signal.SIGKILL
+assert sys.stdin.readline()
+living = start()
 sys.stdin.read()
 """
 
 
-def another_server(parent: Path, fate: str) -> tuple[subprocess.Popen[str], Path]:
-    """A process with a spool of its own, and that spool."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(parent), fate],
+def test_what_a_killed_server_left_goes_when_the_next_one_starts(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVERS, str(tmp_path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )
-    assert process.stdout is not None
-    return process, Path(process.stdout.readline().strip())
-
-
-def test_what_a_killed_server_left_goes_when_the_next_one_starts(tmp_path: Path) -> None:
-    killed, its = another_server(tmp_path, "killed")
-    assert killed.wait(10) == -signal.SIGKILL
-    assert (its / "part.safetensors").exists()
-    living, other = another_server(tmp_path, "living")
-    assert not its.exists()
-    mine = Spool(str(tmp_path), LIMITS)
-    assert (other / "part.safetensors").exists()
-    living.communicate("", timeout=10)
+    ) as servers:
+        assert servers.stdin is not None
+        assert servers.stdout is not None
+        its = Path(servers.stdout.readline().strip())
+        assert (its / "part.safetensors").exists()
+        print("go on", file=servers.stdin, flush=True)
+        other = Path(servers.stdout.readline().strip())
+        assert not its.exists()
+        mine = Spool(str(tmp_path), LIMITS)
+        assert (other / "part.safetensors").exists()
+        servers.communicate("", timeout=10)
+        assert servers.returncode == 0
     assert not other.exists()  # it has ended in order
     assert list(tmp_path.iterdir()) == [mine.directory]
     mine.close()

@@ -198,7 +198,12 @@ def test_it_refreshes_until_ctrl_c(engine: FakeEngine) -> None:
         "COLUMNS": "200",
     }
     command = [sys.executable, "-m", "delta_server.top", engine.url, "--interval", "0.02"]
-    process = subprocess.Popen(command, stdin=end, stdout=end, stderr=end, env=environment)
+    # A shell's background job ignores the signal, and so would the program.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(command, stdin=end, stdout=end, stderr=end, env=environment)
+    finally:
+        signal.signal(signal.SIGINT, before)
     os.close(end)
     printed = bytearray()
     deadline = time.monotonic() + 20
