@@ -79,6 +79,13 @@ class Locator:
         first, last = np.searchsorted(indices, (self._start, self._end))
         return slice(int(first), int(last))
 
+    def overlap(self, start: int, stop: int) -> tuple[int, int]:
+        """`within` for all indices from `start` to below `stop`: first and end of those."""
+        if self._empty:
+            return start, start
+        first = min(max(start, self._start), stop)
+        return first, max(first, min(stop, self._end))
+
     def __call__(self, indices: _Int64s) -> tuple[slice | _Int64s, Offsets]:
         """Find the elements of a delta that lie in the box.
 

@@ -188,7 +188,8 @@ class Receiver:
     def _stage(self, path: str, identity: str) -> StagedPart:
         """Read, verify, decode and locate one part; runs beside the engine's main loop."""
         with open(path, "rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            # Nothing writes there, but of memory that is read-only torch has no tensors.
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         part = decode_part(data, self._limits)
         if part_identity(part.header, data) != identity:
             raise MalformedPart("the part changed between its arrival and its staging")
@@ -289,9 +290,6 @@ class Receiver:
         # The engine may have gone to sleep since the parts were admitted.
         self.state.check_writable(full=sync.full)
         staged = [self._staging[number].result() for number in sorted(sync.slots)]
-        if self.state.uncertain or sync.full:
-            # A full sync heals whatever lies there, also what no sync has written.
-            self._applier.rescan()
         self._applier.check_sync(staged, full=sync.full)
         return staged
 

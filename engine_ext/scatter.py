@@ -22,9 +22,10 @@ from engine_ext.placement import Status
 from engine_ext.places import Place
 from engine_ext.plan import Plan
 from engine_ext.recompute import Recomputed, triggered
+from engine_ext.stager import Stager
 from engine_ext.storage_index import StorageIndex
 from engine_ext.wire import Manifest, ParamDelta, Part
-from engine_ext.writes import StagedParam, Stager, Target, Write, spans
+from engine_ext.writes import StagedParam, Target, Write, spans
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -125,8 +126,13 @@ class ScatterApplier:
         """
         for delta in part.deltas:
             self._check_param(delta)
-        full = part.manifest.full
-        stager = Stager(self.plan.rank, full, undo=not full or self._full_fits())
+        manifest = part.manifest
+        stager = Stager(
+            self.plan.rank,
+            manifest.full,
+            undo=not manifest.full or self._full_fits(),
+            replaced=manifest.digest_part is not None,
+        )
         pieces: list[_Piece] = []
         counts = []
         for delta in part.deltas:
@@ -175,10 +181,6 @@ class ScatterApplier:
         if moved:
             raise NotUpdatable(f"the engine moved these after start-up: {moved}", tensors=moved)
 
-    def rescan(self) -> None:
-        """Compute the digests from live memory again, where it may not be what syncs made it."""
-        self.digests = self.plan.scan(self._threads)
-
     def check_base(self, staged: Sequence[StagedPart]) -> None:
         """Prove that the old values gathered while staging still hold.
 
@@ -199,7 +201,11 @@ class ScatterApplier:
                     replicas[ranks] = replicas.get(ranks, Digest.ZERO) + change
         return {
             "counted": sum(param.counted for part in staged for param in part.params),
-            "changes": [_sum(param.change for param in part.params).hex() for part in staged],
+            "changes": [
+                _sum(param.change - param.replaced for param in part.params).hex()
+                for part in staged
+            ],
+            "added": _sum(param.change for part in staged for param in part.params).hex(),
             "replicas": [[list(ranks), change.hex()] for ranks, change in replicas.items()],
             "digest": self.digest.hex(),
         }
@@ -215,7 +221,8 @@ class ScatterApplier:
         nnz = sum(part.nnz for part in staged)
         if owned != nnz:
             raise NotUpdatable(f"{nnz - owned} of {nnz} elements are on no rank")
-        if not all(part.manifest.full for part in staged):
+        full = all(part.manifest.full for part in staged)
+        if not full:
             _check_replicas(briefs)
         changes = [
             _sum(Digest.parse(brief["changes"][number]) for brief in briefs)
@@ -226,7 +233,9 @@ class ScatterApplier:
             _expect("the digest of a part's change", part.manifest.digest_part, change, number)
             if not part.manifest.full:
                 _expect("the model's digest", part.manifest.digest_before, before, number)
-        after = before + _sum(changes)
+        # After a full sync nothing of what was there before is left.
+        added = _sum(Digest.parse(brief["added"]) for brief in briefs)
+        after = added if full else before + added
         for number, part in enumerate(staged):
             _expect("the digest after the sync", part.manifest.digest_after, after, number)
 
@@ -255,15 +264,21 @@ class ScatterApplier:
         self._recompute(self._written(staged))
 
     def finish(self, staged: Sequence[StagedPart]) -> UndoLog | None:
-        """Advance the digests after a write; returns what takes it back, if that was kept."""
+        """Advance the digests after a write; returns what takes it back, if that was kept.
+
+        A full sync sets them, as nobody knows what lay there before.
+        """
         changes: dict[str, Digest] = {}
         for part in staged:
             for param in part.params:
                 name = param.delta.name
                 # Of a tensor that other ranks count there is no digest here.
                 if name in self.digests:
-                    self.digests[name] += param.change
-                    changes[name] = changes.get(name, Digest.ZERO) + param.change
+                    change = param.change
+                    if part.manifest.full:
+                        change -= self.digests[name]
+                    self.digests[name] += change
+                    changes[name] = changes.get(name, Digest.ZERO) + change
         writes = [write for part in staged for write in part.writes]
         if not all(write.keep for write in writes):
             return None

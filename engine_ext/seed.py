@@ -130,9 +130,6 @@ class SeedApplier:
     def check_base(self, staged: Sequence[StagedPart]) -> None:
         """No old values were gathered."""
 
-    def rescan(self) -> None:
-        """Nothing is covered yet."""
-
     def brief(self, staged: Sequence[StagedPart]) -> dict[str, Any]:
         """What the other ranks must know, as JSON: who would hold what, and what is covered."""
         placement = self._traced.placement

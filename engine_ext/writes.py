@@ -1,8 +1,8 @@
 """What a staged delta will write on this rank, and how to take it back.
 
-A `Write` is made while staging: flat checkpoint indices have become offsets in live memory, the
-new values have the live dtype, and old values that are to be checked are gathered, so that the
-commit has nothing left to compute. Values move as integers throughout.
+A `Write` is made while staging (see `engine_ext.stager`): flat checkpoint indices have become
+offsets in live memory, the new values have the live dtype, and old values that are to be checked
+are gathered, so that the commit has nothing left to compute. Values move as integers throughout.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ import torch
 from numpy.typing import NDArray
 
 from engine_ext.device import runs_kernels
-from engine_ext.digest import Digest, change_digest
+from engine_ext.digest import Digest
 from engine_ext.dtypes import TORCH_DTYPE
-from engine_ext.errors import BaseMismatch
 from engine_ext.holders import Box, box_of
-from engine_ext.kernels import Bits, bits_of, host_bits, signed
+from engine_ext.kernels import Bits, bits_of, host_bits
 from engine_ext.locate import Locator, offset_dtype
 from engine_ext.placement import Segment
-from engine_ext.places import DeviceElements, HostElements, Place, WholeBox
+from engine_ext.places import DeviceElements, HostElements, Place
 from engine_ext.wire import ParamDelta
 from engine_ext.wire.positions import Positions
 
@@ -31,6 +30,8 @@ from engine_ext.wire.positions import Positions
 # a core's cache, and the threads' shares come out even; elsewhere each piece costs some launches.
 _HOST_SPAN = 1 << 16
 _DEVICE_SPAN = 1 << 22
+# Of a dense param that lies as it came nothing is gathered, so that there are no temporaries.
+_RUN_SPAN = 1 << 20
 
 
 @dataclass(slots=True)
@@ -95,7 +96,7 @@ def live_bits(values: Bits, dtype: str, live: torch.dtype) -> Bits:
     """
     if TORCH_DTYPE[dtype] == live:
         return values
-    return host_bits(bits_of(_typed(values, TORCH_DTYPE[dtype]).to(live)))
+    return host_bits(bits_of(typed(values, TORCH_DTYPE[dtype]).to(live)))
 
 
 def checkpoint_bits(bits: Bits, live: torch.dtype, dtype: str) -> Bits:
@@ -105,12 +106,13 @@ def checkpoint_bits(bits: Bits, live: torch.dtype, dtype: str) -> Bits:
     if (dtype, live) == ("bfloat16", torch.float32):
         # Widening adds zeros; narrowing again would make every NaN the same one.
         return (bits.view(np.uint32) >> 16).astype(np.uint16)
-    return host_bits(bits_of(_typed(bits, live).to(TORCH_DTYPE[dtype])))
+    return host_bits(bits_of(typed(bits, live).to(TORCH_DTYPE[dtype])))
 
 
-def _typed(bits: Bits, dtype: torch.dtype) -> torch.Tensor:
-    # A copy, because the wire's buffers are read-only and torch has no read-only tensors.
-    return torch.from_numpy(bits.view(np.uint8).copy()).view(dtype)
+def typed(bits: Bits, dtype: torch.dtype) -> torch.Tensor:
+    raw = bits.view(np.uint8)
+    # torch has no read-only tensors.
+    return torch.from_numpy(raw if raw.flags.writeable else raw.copy()).view(dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,6 +137,11 @@ class Target:
     dtype: torch.dtype
     flat: torch.Tensor
     host: Bits | None
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the elements lie in host memory as in the checkpoint, in one run."""
+        return self.host is not None and self.locator.shift is not None
 
     def find(
         self, indices: NDArray[np.int64], sent: Positions | None = None
@@ -195,7 +202,8 @@ class StagedParam:
         delta: the decoded param.
         writes: what is written here; empty where this rank holds none of its elements.
         counted: elements of the delta that this rank counts (see `engine_ext.holders`).
-        change: digest of those elements, new minus old.
+        change: digest of those elements, new minus old; in a full sync of the new alone.
+        replaced: in a full sync that of the old, where a part tells how much they change.
         replicas: for each set of ranks that hold the same elements, the digest of this rank's.
     """
 
@@ -203,6 +211,7 @@ class StagedParam:
     writes: list[Write] = field(default_factory=list)
     counted: int = 0
     change: Digest = Digest.ZERO
+    replaced: Digest = Digest.ZERO
     replicas: dict[tuple[int, ...], Digest] = field(default_factory=dict)
 
     def absorb(self, other: StagedParam) -> None:
@@ -211,6 +220,7 @@ class StagedParam:
         self.counted += other.counted
         if other.change is not Digest.ZERO:
             self.change += other.change
+            self.replaced += other.replaced
         for ranks, change in other.replicas.items():
             self.replicas[ranks] = self.replicas.get(ranks, Digest.ZERO) + change
 
@@ -219,116 +229,11 @@ def spans(delta: ParamDelta, targets: Sequence[Target]) -> list[tuple[int, int]]
     """The pieces in which a param is staged: ranges of its values."""
     if not targets:
         return []
-    step = _DEVICE_SPAN if targets[0].host is None else _HOST_SPAN
+    if delta.indices is None and all(target.is_run for target in targets):
+        step = _RUN_SPAN
+    else:
+        step = _DEVICE_SPAN if targets[0].host is None else _HOST_SPAN
     return [(start, min(start + step, delta.nnz)) for start in range(0, delta.nnz, step)]
-
-
-@dataclass(frozen=True, slots=True)
-class Stager:
-    """How the params of one part are staged on this rank. The model is only read.
-
-    Attributes:
-        rank: this rank.
-        full: whether the part belongs to a full sync, which takes the old values as they are.
-        undo: whether the old values of dense params are kept; those of sparse ones always are.
-    """
-
-    rank: int
-    full: bool
-    undo: bool
-
-    def span(
-        self, delta: ParamDelta, targets: Sequence[Target], digested: bool, start: int, stop: int
-    ) -> StagedParam:
-        """Locate a piece of a param's elements, and gather the old values that are checked.
-
-        Args:
-            delta: the decoded param; shape and dtype agree with the tensor's. Differences are
-                added to the old values here; that these are the sender's is seen by the digest
-                of the change, so that only a digested tensor may come so.
-            targets: the tensor's on this rank.
-            digested: whether the digest covers the tensor.
-            start, stop: of `spans`.
-
-        Raises:
-            BaseMismatch: copies of one element differ.
-        """
-        staged = StagedParam(delta)
-        if delta.indices is None and start == 0:
-            staged.writes += [self._box(delta, target) for target in targets if _in_boxes(target)]
-        indices = np.arange(start, stop) if delta.indices is None else delta.indices[start:stop]
-        values = delta.values[start:stop]
-        sent = delta.positions if stop - start == delta.nnz else None
-        firsts: dict[int, Bits] = {}
-        for number, target in enumerate(targets):
-            chosen, place = target.find(indices, sent)
-            new = values[chosen]
-            if not new.size:
-                continue
-            gathered = None
-            if delta.differences:
-                gathered = place.read()
-                new = new + checkpoint_bits(as_host(gathered), target.dtype, delta.dtype)
-            write = _element_write(place, live_bits(new, delta.dtype, target.dtype))
-            write.old = gathered
-            if digested:
-                write.remember()
-            if delta.indices is not None or not _in_boxes(target):
-                staged.writes.append(write)
-            # An element that is broadcast lies there several times, and counts once.
-            copies = target.locator.copies
-            if target.first == number and target.ranks[0] == self.rank:
-                staged.counted += new.size // copies
-            if not digested:
-                continue
-            old = checkpoint_bits(as_host(write.old), target.dtype, delta.dtype)
-            old = old.reshape(-1, copies)
-            expected = old if target.first == number else firsts[target.first]
-            alone = target.first == number and copies == 1
-            if not (alone or self.full) and (old != expected[:, :1]).any():
-                raise BaseMismatch(
-                    f"{delta.name}: the engine holds copies of it that are not the same; send a "
-                    "full sync",
-                    tensor=delta.name,
-                )
-            if target.first == number:
-                firsts[number] = old
-                own = indices[chosen][::copies], old[:, 0], new[::copies]
-                self._count(staged, target, *own)
-        return staged
-
-    def _count(
-        self,
-        staged: StagedParam,
-        target: Target,
-        indices: NDArray[np.int64],
-        old: Bits,
-        new: Bits,
-    ) -> None:
-        change = change_digest(staged.delta.name, indices, old, new)
-        if target.ranks[0] == self.rank:
-            staged.change += change
-        if len(target.ranks) > 1:
-            known = staged.replicas.get(target.ranks, Digest.ZERO)
-            staged.replicas[target.ranks] = known + change
-
-    def _box(self, delta: ParamDelta, target: Target) -> Write:
-        segment = target.segment
-        box = segment.source_view(_typed(delta.values, TORCH_DTYPE[delta.dtype]))
-        write = Write(WholeBox(segment), bits_of(box.to(target.dtype)), self.undo)
-        write.remember()
-        return write
-
-
-def _in_boxes(target: Target) -> bool:
-    """Whether a dense param is written there as a whole."""
-    return target.segment.repack is None
-
-
-def _element_write(place: HostElements | DeviceElements, new: Bits) -> Write:
-    if isinstance(place, HostElements):
-        return Write(place, new)
-    return Write(place, signed(new.copy()).to(place.flat.device))
 
 
 def as_host(bits: Any) -> Bits:

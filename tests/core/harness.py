@@ -184,7 +184,8 @@ class Peer:
             indices = np.arange(delta.numel) if delta.indices is None else delta.indices
             counted += int(np.isin(indices, self.missing.get(delta.name, none)).sum())
         zero = Digest.ZERO.hex()
-        return {"counted": counted, "changes": [zero] * len(parts), "replicas": [], "digest": zero}
+        changes = {"changes": [zero] * len(parts), "added": zero}
+        return {"counted": counted, **changes, "replicas": [], "digest": zero}
 
 
 def _not_held(placed: Placed) -> np.ndarray[Any, Any]:
@@ -417,9 +418,6 @@ class RecordingApplier:
 
     def check_in_place(self) -> None:
         self._step("check_in_place")
-
-    def rescan(self) -> None:
-        self._step("rescan")
 
     def brief(self, staged: Sequence[StagedPart]) -> dict[str, Any]:
         return {}

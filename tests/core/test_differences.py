@@ -85,7 +85,9 @@ def test_applied_and_taken_back(
             return {**brief([part]), "changes": [(digest - here).hex()]}
 
         served.peer.brief = with_change  # type: ignore[method-assign, assignment]
-    with mock.patch.multiple("engine_ext.writes", _HOST_SPAN=span, _DEVICE_SPAN=span):
+    with mock.patch.multiple(
+        "engine_ext.writes", _HOST_SPAN=span, _RUN_SPAN=span, _DEVICE_SPAN=span
+    ):
         assert attempt(served, [part]) is None
     assert memory(served.model) == memory(load(model, target))
 

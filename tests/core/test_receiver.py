@@ -680,6 +680,26 @@ def test_a_full_sync_heals_a_corrupted_weight(sharded: Sharded) -> None:
     assert sum(shares, start=Digest.ZERO).hex() == digest
 
 
+def test_a_full_sync_may_say_how_much_it_changes(sharded: Sharded) -> None:
+    """Then the old values are looked at after all."""
+    target = target_checkpoint(sharded.base, ["weight"])
+    after = tensor_digest("weight", bits(target["weight"]))
+    change = after - tensor_digest("weight", bits(sharded.base["weight"]))
+    before = sharded.memories()
+    for declared in (after, change):
+        digests = {"digest_part": declared.hex(), "digest_after": after.hex()}
+        data = one_part([dense_delta("weight", target["weight"])], full=True, **digests)
+        if declared == after:
+            answers = sharded.engine.stage(part_id(data), data)
+            assert {error["type"] for error in errors_of(answers)} == {"BaseMismatch"}
+            assert sharded.memories() == before
+            errors_of(sharded.engine.call("drop"), none=True)
+    errors_of(sharded.engine.apply(part_id(data), data), none=True)
+    assert sharded.memories() == sharded.fresh(target)
+    errors_of(sharded.engine.call("rollback"), none=True)
+    assert sharded.memories() == before
+
+
 def test_rollback(sharded: Sharded) -> None:
     before = sharded.memories()
     data = sharded.sparse(target_checkpoint(sharded.base, ["weight"]))

@@ -53,6 +53,7 @@ from .toy import CastBefore, PlainCopy, Replicated, ToyModel, Windows
     threads=st.sampled_from([1, 3]),
     digested=st.booleans(),
     host=st.booleans(),
+    full=st.booleans(),
 )
 def test_applied_and_taken_back(
     shard: Shard,
@@ -63,6 +64,7 @@ def test_applied_and_taken_back(
     threads: int,
     digested: bool,
     host: bool,
+    full: bool,
 ) -> None:
     """Any shard, any density, any pieces: live memory ends as a fresh load leaves it.
 
@@ -78,14 +80,18 @@ def test_applied_and_taken_back(
         targets = {n: tuple(replace(t, host=None) for t in ts) for n, ts in plan.targets.items()}
         plan = replace(plan, targets=targets)
     served.applier.plan = plan
-    served.applier.rescan()
+    served.applier.digests = served.applier.plan.scan()
     target = {name: changed(tensor, seed + 7, density) for name, tensor in base.items()}
     deltas = [
-        dense_delta(n, target[n]) if dense and n == "w1" else delta_between(n, base[n], target[n])
+        dense_delta(n, target[n])
+        if full or (dense and n == "w1")
+        else delta_between(n, base[n], target[n])
         for n in base
     ]
-    with mock.patch.multiple("engine_ext.writes", _HOST_SPAN=span, _DEVICE_SPAN=span):
-        assert attempt(served, parts_of(deltas)) is None
+    with mock.patch.multiple(
+        "engine_ext.writes", _HOST_SPAN=span, _RUN_SPAN=span, _DEVICE_SPAN=span
+    ):
+        assert attempt(served, parts_of(deltas), full=full) is None
     assert memory(served.model) == memory(load(model, target))
 
 
@@ -149,7 +155,6 @@ def test_copies_must_agree(model: type[ToyModel], row: int, live: str, dense: bo
         attempt(served, parts_of([dense_delta("weight", target["weight"]) if dense else delta]))
     assert caught.value.operands["tensor"] == "weight"
     assert memory(served.model) == before
-    served.applier.rescan()
     assert attempt(served, parts_of([dense_delta("weight", target["weight"])]), full=True) is None
     assert memory(served.model) == memory(load(model, target))
 

@@ -217,9 +217,6 @@ class Shard:
     def check_in_place(self) -> None:
         """The weights do not move."""
 
-    def rescan(self) -> None:
-        """The digests are always computed anew."""
-
     def brief(self, staged: Sequence[StagedPart]) -> dict[str, Any]:
         return {}
 
