@@ -22,6 +22,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -67,9 +68,12 @@ class SlowTransport(httpx.HTTPTransport):
     def __init__(self, bytes_per_s: float) -> None:
         super().__init__()
         self._bytes_per_s = bytes_per_s
+        self._link = threading.Lock()
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        time.sleep(len(request.read()) / self._bytes_per_s)
+        nbytes = int(request.headers.get("Content-Length", 0))
+        with self._link:
+            time.sleep(nbytes / self._bytes_per_s)
         return super().handle_request(request)
 
 

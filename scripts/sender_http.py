@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -15,6 +16,8 @@ from engine_ext.wire.signature import SIGNATURE_HEADER, sign
 from sender_choice import LinkSpeed
 
 _CONNECT_S: Final = 10.0
+# httpx copies all that is left of a body whenever the socket has taken some of it.
+_PIECE: Final = 1 << 18
 
 
 class SyncFailed(Exception):
@@ -198,9 +201,14 @@ class Server:
         headers: dict[str, str] | None = None,
     ) -> dict[str, Any]:
         url, headers = self._url + path, {**self._headers, **(headers or {})}
+        content = None
+        if body is not None:
+            content, headers["Content-Length"] = _Pieces(body), str(len(body))
         start = time.perf_counter()
         try:
-            answer = self.client.request(method, url, params=query, headers=headers, content=body)
+            answer = self.client.request(
+                method, url, params=query, headers=headers, content=content
+            )
         except httpx.TransportError as error:
             self._unanswered = True
             raise _Unreachable(f"{url}: {type(error).__name__}: {error}") from error
@@ -212,6 +220,17 @@ class Server:
         if body is not None:
             self.speed.note(len(body), time.perf_counter() - start, found)
         return found
+
+
+class _Pieces:
+    """A body in pieces; each iteration begins anew."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+
+    def __iter__(self) -> Iterator[bytes]:
+        for start in range(0, len(self._body), _PIECE):
+            yield self._body[start : start + _PIECE]
 
 
 def _json_object(response: httpx.Response) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -13,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from engine_ext.digest import Digest, tensor_digest
+from engine_ext.digest import Digest
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.wire.manifest import DIFFERENCES
 from engine_ext.wire.part import encode_part
 from sender_choice import AUTO, Facts, Manner, Pick, escaped_share
 from sender_http import Options, Place, SyncFailed
 from sender_outbox import Outbox
-from sender_parts import Filling, Piece, Sent
+from sender_parts import Filling, Piece, Sent, digest_of
 from sender_report import SyncReport
 from sender_snapshot import Change, Snapshot, payload_bytes
 from sender_standing import Posted, Standing
@@ -132,8 +131,9 @@ class Link(Standing):
             logger.warning("not brought up by the delta log: %s", failure)
             return False
 
-    def _learn_plan(self, plan: Any) -> None:
-        """Choose by the engine's plan what is sent, and compute the digest of what it holds.
+    def _learn_plan(self, plan: Any, *, full: bool) -> None:
+        """Choose by the engine's plan what is sent, and compute the digest of what it holds; for a
+        full sync that stays at zero, as nothing of it will be left.
 
         A name that the plan lacks is sent all the same, for the engine to refuse it, unless it is
         tied to one that the plan has.
@@ -149,9 +149,8 @@ class Link(Standing):
         lacking = sorted(self._digested.difference(self._names))
         self._digest = None
         if plan is not None and self._options.digest and not lacking:
-            threads, tensors = os.cpu_count() or 1, ((n, self._old(n)) for n in self._digested)
-            digests = (tensor_digest(name, values, threads=threads) for name, values in tensors)
-            self._digest = sum(digests, start=Digest.ZERO)
+            counted = () if full else self._digested
+            self._digest = digest_of((name, self._old(name)) for name in counted)
         if first_time:
             if ignored := set(snapshot) - set(map(snapshot.kept, self._names)):
                 logger.warning("left out, as the engine ignores them: %s", sorted(ignored))
@@ -162,8 +161,10 @@ class Link(Standing):
         kept = self._snapshot.kept(name)
         return self._snapshot.image(kept, self.behind.get(kept)).values
 
-    def _change(self, pieces: Iterable[Piece]) -> Digest:
+    def _change(self, pieces: Iterable[Piece], *, full: bool) -> Digest:
         """What a part adds to the digest; without a plan, all of it."""
+        if full:  # of the very values that are sent
+            return digest_of((p.name, p.delta.values) for p in pieces if p.name in self._digested)
         counted = (p for p in pieces if not self._planned or p.name in self._digested)
         return sum((piece.digest for piece in counted), start=Digest.ZERO)
 
@@ -221,11 +222,12 @@ class Link(Standing):
         try:
             with step.reading():
                 if learns:
-                    self._learn_plan(plan)
+                    self._learn_plan(plan, full=full)
                 sent = self._make(step, version, manner, outbox, full=full)
             answer = outbox.finish()
         except BaseException as error:
             outbox.abandon()
+            self._planned = self._planned and not full  # what is held was not digested
             refused = isinstance(error, SyncFailed) and error.is_refusal
             if refused or not outbox.posting_last:
                 self._posted = None
@@ -258,14 +260,14 @@ class Link(Standing):
         for number, (part, last) in enumerate(self._parts(step, manner, full=full)):
             digests: dict[str, Any] = {}
             if before is not None:
-                change = self._change(part.pieces)
+                change = self._change(part.pieces, full=full)
                 after += change
                 if not full:  # where it is, nobody knows what the engine holds
                     digests.update(digest_part=change.hex(), digest_before=before.hex())
                 if last:
                     digests.update(digest_after=after.hex())
             elif part.encoding == DIFFERENCES:  # they are not taken without
-                digests.update(digest_part=self._change(part.pieces).hex())
+                digests.update(digest_part=self._change(part.pieces, full=False).hex())
             count += 1
             metadata = {
                 "encoding": part.encoding,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine_ext.digest import Digest, change_digest
+from numpy.typing import NDArray
+
+from engine_ext.digest import Digest, change_digest, tensor_digest
 from engine_ext.wire.part import ParamDelta
 from sender_choice import Pick
 from sender_snapshot import Change
@@ -55,3 +59,10 @@ class Sent:
 
     digest: Digest | None
     counts: dict[str, Any]
+
+
+def digest_of(tensors: Iterable[tuple[str, NDArray[Any]]]) -> Digest:
+    """Of whole tensors; bit patterns by name."""
+    threads = os.cpu_count() or 1
+    digests = (tensor_digest(name, values, threads=threads) for name, values in tensors)
+    return sum(digests, start=Digest.ZERO)

@@ -36,6 +36,7 @@ from engine_ext.wire import Limits
 # Polling costs the engine one message between two steps: short at first, then seldom.
 _POLL_FIRST_S = 0.001
 _POLL_MOST_S = 0.05
+_POLL_SHARE = 0.25  # of the time so far, which is the most that a wait is too long by
 
 
 class DeltaService:
@@ -336,10 +337,10 @@ class DeltaService:
         return "new" if "new" in admissions else "staged", bool(answers[0]["complete"])
 
     async def _staged_everywhere(self, part: int) -> None:
-        wait = _POLL_FIRST_S
+        start = time.perf_counter()
         while not all(answer["done"] for answer in await self._call("poll", part=part)):
-            await asyncio.sleep(wait)
-            wait = min(wait * 2, _POLL_MOST_S)
+            wait = (time.perf_counter() - start) * _POLL_SHARE
+            await asyncio.sleep(min(max(wait, _POLL_FIRST_S), _POLL_MOST_S))
 
     async def _commit(self, part: PartId, options: Options, outcome: Outcome) -> dict[str, Any]:
         try:

@@ -1,0 +1,27 @@
+"""What the reference sender posts, as a server gets it."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from sender_http import _PIECE, Options, Server
+
+
+@pytest.mark.parametrize("size", [0, 1, _PIECE - 1, _PIECE, _PIECE + 1, 3 * _PIECE + 5])
+def test_a_body_comes_whole_and_with_its_length_also_again(size: int, naps: list[float]) -> None:
+    body = bytes(range(256)) * (size // 256 + 1)
+    body = body[:size]
+    seen: list[tuple[int, bytes]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        assert "Transfer-Encoding" not in request.headers
+        seen.append((int(request.headers["Content-Length"]), request.read()))
+        if len(seen) == 1:
+            raise httpx.ReadError("gone", request=request)
+        return httpx.Response(200, json={"status": "committed", "version": 3})
+
+    client = httpx.Client(transport=httpx.MockTransport(answer))
+    server = Server("http://engine", Options(client=client))
+    assert server.deliver(body, 3, 0, last=True)["version"] == 3
+    assert seen == [(size, body)] * 2
