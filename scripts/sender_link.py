@@ -231,6 +231,8 @@ class Link(Standing):
             refused = isinstance(error, SyncFailed) and error.is_refusal
             if refused or not outbox.posting_last:
                 self._posted = None
+            elif self._posted is not None:  # the delta log leads there too, by values
+                self._posted = replace(self._posted, sync_ids=step.sync_ids())
             raise
         report = SyncReport(
             version=version,
@@ -291,8 +293,7 @@ class Link(Standing):
             step.check()
             if last and not self._is_log:
                 leads_to = None if before is None else after
-                sync_ids = frozenset([step.sync_id(attempt)])
-                self._posted = Posted(version, sync_ids, leads_to, self.is_proven)
+                self._posted = Posted(version, step.sync_ids(), leads_to, self.is_proven)
             outbox.put(body, version, number, last)
         images = [self._snapshot.image(self._snapshot.kept(name)).values for name in self._names]
         return Sent(

@@ -51,6 +51,7 @@ class Engine:
     undigested: set[str] = field(default_factory=set)
     cast: set[str] = field(default_factory=set)
     committed: set[str] = field(default_factory=set)
+    last_sync: dict[str, object] | None = None
     uncertain: bool = False
     staged: dict[int, tuple[Part, str]] = field(default_factory=dict)
     staging: str | None = None
@@ -82,6 +83,7 @@ class Engine:
 
     def status(self) -> httpx.Response:
         answer: dict[str, object] = {"version": self.version, "digest": self.digest().hex()}
+        answer["last_sync"] = self.last_sync
         if self.has_plan:
             rows = [
                 {"name": name, "status": self.kind(name), "digested": name in self.digested}
@@ -138,6 +140,7 @@ class Engine:
         if refusal := self.commit(manifest.full):
             return refusal
         self.version = manifest.current_version or 0
+        self.last_sync = {"version": self.version, "sync_id": manifest.sync_id}
         self.uncertain = False
         return self.ok("committed", digest=self.digest().hex())
 

@@ -407,6 +407,7 @@ def test_a_commit_whose_answer_never_came_is_found_out(naps: list[float], anothe
     assert (sender.version, engine.version, len(naps)) == (0, 1, 7)
     if another:
         engine.weights["layers.1.weight"][3] ^= 1
+        engine.last_sync = {"version": 1, "sync_id": "another's"}
     train(model, 1)
     report = sender.sync(model.items())
     assert report.full is another

@@ -154,15 +154,18 @@ def test_what_no_engine_took_is_refused_in_the_log(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", [breaks, loses])
 @pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("encoding", ["deltas_zstd", "gap8_ulp"])
 def test_what_an_engine_may_have_taken_stays_in_the_log(
-    tmp_path: Path, naps: list[float], fault: Fault, restarts: bool
+    tmp_path: Path, naps: list[float], fault: Fault, restarts: bool, encoding: str
 ) -> None:
-    """It has, or has not; or it starts again, and replays it."""
+    """It has, or has not; or it starts again, and replays it, as values."""
     model = model_of(tensors=3)
     base = copied(model)
     engine = Engine.of(model)
     engine.faults = dict.fromkeys(range(8), fault)
-    with DeltaSender(A, model.items(), client=engine.client(), delta_log=tmp_path) as sender:
+    with DeltaSender(
+        A, model.items(), client=engine.client(), delta_log=tmp_path, encoding=encoding
+    ) as sender:
         train(model, 0)
         with pytest.raises(SyncFailed):
             sender.sync(model.items())
@@ -171,6 +174,7 @@ def test_what_an_engine_may_have_taken_stays_in_the_log(
         if restarts:
             late = replayed(tmp_path, base)
             engine.weights, engine.version = late.weights, late.version
+            engine.last_sync = late.last_sync
         has_it = engine.version
         assert has_it == (fault is loses or restarts)
         train(model, 1)
