@@ -2,6 +2,7 @@
 PYTHON ?= python3.11
 ENGINE ?= vllm
 DEMO_ARGS ?=
+SOAK_ARGS ?=
 PYTEST_ARGS ?=
 FUZZ_SECONDS ?= 600
 FUZZ_SEED := $(or $(FUZZ_SEED),$(shell date +%s))
@@ -22,11 +23,11 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-sglang demo test test-fast test-all fuzz lint format clean clean-all
+.PHONY: help setup setup-sglang demo soak test test-fast test-all fuzz lint format clean clean-all
 
-ifneq ($(filter demo,$(MAKECMDGOALS)),)
+ifneq ($(filter demo soak,$(MAKECMDGOALS)),)
 ifeq ($(filter $(ENGINES),$(ENGINE)),)
-$(error make demo: no demo for ENGINE=$(ENGINE) yet; there is one for: $(ENGINES))
+$(error ENGINE=$(ENGINE) is not known; make demo and make soak have: $(ENGINES))
 endif
 endif
 
@@ -34,7 +35,8 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  PYTHON=python3.11   the interpreter that setup makes .venv with"
-	@echo "  ENGINE=vllm         the engine of make demo, vllm or sglang; DEMO_ARGS=... goes to scripts/demo.py"
+	@echo "  ENGINE=vllm         the engine of make demo and make soak, vllm or sglang"
+	@echo "  DEMO_ARGS=...       goes to scripts/demo.py, SOAK_ARGS=... (--syncs 1000) to scripts/soak.py"
 	@echo "  PYTEST_ARGS=...     goes to pytest"
 	@echo "  FUZZ_SECONDS=600    how long make fuzz takes; FUZZ_SEED=... repeats one"
 
@@ -46,6 +48,9 @@ setup-sglang: ## make .venv-sglang with SGLang's pinned packages; nothing to do 
 
 demo: setup $(if $(filter sglang,$(ENGINE)),setup-sglang) ## update a live engine and check every weight
 	@$(BIN)/python scripts/demo.py --engine $(ENGINE) $(DEMO_ARGS)
+
+soak: setup $(if $(filter sglang,$(ENGINE)),setup-sglang) ## 1000 syncs of a live engine under load: figures, and whether all is well
+	@$(BIN)/python scripts/soak.py --engine $(ENGINE) $(SOAK_ARGS)
 
 test: setup setup-sglang lint test-fast ## lint, and every test but those marked full (this is what CI runs)
 	@echo "test: the tests that start engines, but for the full ones"

@@ -161,6 +161,10 @@ class EngineProcess(abc.ABC):
             return False
         return True
 
+    def pids(self) -> list[int]:
+        """Every process of the server that runs now."""
+        return [] if self._process is None else _running(self._process.pid)
+
     def log_tail(self, lines: int = _TAIL_LINES) -> str:
         """The last lines of the server's output."""
         text = self.log_path.read_text(encoding="utf-8", errors="replace")
@@ -289,17 +293,18 @@ def _wait_group(leader: subprocess.Popen[bytes], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         leader.poll()
-        if not _group_runs(leader.pid):
+        if not _running(leader.pid):
             return
         time.sleep(_POLL_S)
 
 
-def _group_runs(group: int) -> bool:
-    """Whether a process of the group is alive; orphaned zombies, which stay where no init reaps
+def _running(group: int) -> list[int]:
+    """The processes of the group that are alive; orphaned zombies, which stay where no init reaps
     them, are not."""
+    found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it ended just now
             state, _, of_group = stat.read_text().rpartition(")")[2].split()[:3]
             if int(of_group) == group and state not in "ZX":
-                return True
-    return False
+                found.append(int(stat.parent.name))
+    return sorted(found)

@@ -1,0 +1,130 @@
+"""The figures of a soak, and how they are shown."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from soak_load import Counts
+from soak_memory import MEMORY, Sample, trends
+from soak_syncs import Record
+
+
+@dataclass
+class Figures:
+    """What a soak has found.
+
+    Attributes:
+        record: of the syncs.
+        names: of the engine's processes, by id.
+        warm_up: syncs before memory is judged.
+        load: what became of all requests; `quiet` of those before the first sync.
+        quiet_s: how long that was.
+        request_s: seconds of every request.
+        problems: why it has failed, in words.
+    """
+
+    record: Record
+    names: dict[int, str]
+    warm_up: int
+    load: Counts
+    quiet: Counts
+    quiet_s: float
+    request_s: list[float]
+    problems: list[str]
+
+    def all(self) -> dict[str, Any]:
+        """All of it, for `--json`."""
+        record, load, quiet = self.record, self.load, self.quiet
+        judged = trends(self.judged())
+        return {
+            "syncs": record.syncs,
+            "seconds": round(record.seconds, 1),
+            "syncs_per_s": round(record.syncs / record.seconds, 2),
+            "by_way": record.by_way,
+            "elements": record.elements,
+            "wire_bytes": record.wire_bytes,
+            "digest_checks": record.checks,
+            "requests": {
+                "finished": load.finished,
+                "aborted_by_policy": load.aborted,
+                "failed": load.failed,
+            },
+            "tokens_per_s": {
+                "without_syncs": round(quiet.tokens / self.quiet_s, 1),
+                "with_syncs": round((load.tokens - quiet.tokens) / record.seconds, 1),
+            },
+            "request_s": _percentiles(self.request_s, 3),
+            "pause_ms": _percentiles(record.pauses_ms, 1),
+            "warm_up": self.warm_up,
+            "processes": {
+                self.names.get(pid, str(pid)): {
+                    what: [trend.first, trend.last, round(trend.per_sync, 1)]
+                    for what, trend in of_process.items()
+                }
+                for pid, of_process in judged.items()
+            },
+            "memory_samples": [
+                [
+                    sample.syncs,
+                    {self.names.get(p, str(p)): u.memory for p, u in sample.processes.items()},
+                ]
+                for sample in record.samples
+            ],
+            "problems": self.problems,
+        }
+
+    def judged(self) -> list[Sample]:
+        """The samples after the warm-up."""
+        return [sample for sample in self.record.samples if sample.syncs >= self.warm_up]
+
+
+def show(found: Figures, console: Console) -> None:
+    """The figures as tables."""
+    figures = found.all()
+    requests, rates = figures["requests"], figures["tokens_per_s"]
+    table = Table("", "", box=box.MARKDOWN, show_header=False)
+    rows = {
+        "syncs": f"{figures['syncs']:,} in {figures['seconds']:,.0f} s",
+        "syncs per second": f"{figures['syncs_per_s']:.2f}",
+        "of them": ", ".join(f"{count} {way}" for way, count in figures["by_way"].items()),
+        "digest of live memory compared": f"{figures['digest_checks']:,} times, equal",
+        "requests finished": f"{requests['finished']:,}",
+        "requests aborted by policy": f"{requests['aborted_by_policy']:,}",
+        "requests failed": f"{requests['failed']:,}",
+        "tokens per second": "without syncs {without_syncs:,.0f}, with {with_syncs:,.0f}".format(
+            **rates
+        ),
+        "request, s": _shown(figures["request_s"]),
+        "pause, ms": _shown(figures["pause_ms"]),
+    }
+    for what, said in rows.items():
+        table.add_row(what, said)
+    console.print(table)
+    after = f"from {found.warm_up} syncs on"
+    memory = Table(
+        f"process, {after}", "memory, MiB", "bytes per sync", "open files", "threads",
+        box=box.MARKDOWN,
+    )  # fmt: skip
+    for name, of_process in figures["processes"].items():
+        first, last, per_sync = of_process[MEMORY]
+        others = [f"{a:g} -> {b:g}" for what, (a, b, _) in of_process.items() if what != MEMORY]
+        sizes = f"{first / 2**20:.1f} -> {last / 2**20:.1f}"
+        memory.add_row(name, sizes, f"{per_sync:,.0f}", *others)
+    console.print(memory)
+
+
+def _percentiles(values: Sequence[float], digits: int) -> dict[str, float]:
+    hundredths = statistics.quantiles(values, n=100, method="inclusive")
+    found = {"p50": hundredths[49], "p99": hundredths[98], "max": max(values)}
+    return {name: round(value, digits) for name, value in found.items()}
+
+
+def _shown(percentiles: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in percentiles.items())

@@ -1,0 +1,295 @@
+"""Generation load for the soak: clients that keep asking, and what became of every request."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import httpx
+
+# A request that takes longer has failed. It is far above what any pause may take.
+_TIMEOUT_S: Final = 60.0
+_AFTER_FAILURE_S: Final = 0.2
+# Engines close a connection on which nothing came for 5 s; nothing is to be sent on one just then.
+_LIMITS: Final = httpx.Limits(keepalive_expiry=1.0)
+_PROBLEMS_KEPT: Final = 5
+_PREFIX_TOKENS: Final = 160  # longer than a block of vLLM's on CPU, so that its cache is of use
+_FIRST_TOKEN, _TOKENS = 3, 250  # ordinary ones of the tiny models' vocabulary
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One completion to ask for: token ids, how many more, and how."""
+
+    prompt: list[int]
+    max_tokens: int
+    temperature: float
+    stream: bool
+
+    def body(self) -> dict[str, Any]:
+        """Of ``/v1/completions``. A whole answer has exactly `max_tokens` tokens."""
+        body = {
+            "prompt": self.prompt,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "ignore_eos": True,
+        }
+        if self.stream:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        return body
+
+
+def asks(seed: int, client: int) -> Iterator[Ask]:
+    """What one client asks for, without end: short and long prompts, and such that share one of a
+    few long beginnings with those of other clients."""
+    beginnings = [_tokens(random.Random(f"{seed} {n}"), _PREFIX_TOKENS) for n in range(3)]
+    rng = random.Random(f"{seed} client {client}")
+    while True:
+        shape = rng.randrange(4)
+        if shape == 0:
+            prompt = _tokens(rng, rng.randint(2, 16))
+        elif shape == 1:
+            prompt = _tokens(rng, rng.randint(100, 180))
+        else:
+            prompt = rng.choice(beginnings) + _tokens(rng, rng.randint(1, 16))
+        yield Ask(
+            prompt,
+            max_tokens=rng.randint(4, 48),
+            temperature=rng.choice((0.0, 1.0)),
+            stream=rng.random() < 0.5,
+        )
+
+
+def _tokens(rng: random.Random, count: int) -> list[int]:
+    return [_FIRST_TOKEN + rng.randrange(_TOKENS) for _ in range(count)]
+
+
+class AbortPolicy:
+    """When requests may end aborted: where a sync that aborts was under way meanwhile."""
+
+    def __init__(self) -> None:
+        self._begun: list[float] = []
+        self._ended: list[float] = []
+
+    @contextlib.contextmanager
+    def aborting(self) -> Iterator[None]:
+        """A sync that aborts is under way within."""
+        self._begun.append(time.monotonic())
+        try:
+            yield
+        finally:
+            self._ended.append(time.monotonic())
+
+    def allows(self, begin: float, end: float) -> bool:
+        """Whether a request may have been aborted that lasted from `begin` to `end`, both by
+        `time.monotonic`, of whatever process."""
+        pairs = itertools.zip_longest(self._begun, self._ended, fillvalue=math.inf)
+        return any(begin <= ended and begun <= end for begun, ended in pairs)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Requests by what became of them, and completion tokens of all of them."""
+
+    finished: int = 0
+    aborted: int = 0
+    failed: int = 0
+    tokens: int = 0
+
+
+@dataclass
+class Tally:
+    """Counts what comes back.
+
+    Attributes:
+        counts: so far.
+        problems: what the first failed ones met.
+        seconds: of every request that did not fail.
+    """
+
+    counts: Counts = field(default_factory=Counts)
+    problems: list[str] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def answered(
+        self, reason: str | None, tokens: int, wanted: int, seconds: float, *, may_abort: bool
+    ) -> None:
+        """Take in an answer: why it ended, after how many tokens of those wanted, and seconds.
+
+        It has failed unless it is whole, or was aborted when that was allowed.
+        """
+        whole = reason == "length" and tokens == wanted
+        aborted = reason == "abort" and may_abort and tokens <= wanted
+        if not whole and not aborted:
+            said = "" if reason != "abort" else ", while no sync aborts"
+            self.failed(f"ended with {reason!r} after {tokens} of {wanted} tokens{said}")
+            return
+        counts = self.counts
+        self.counts = replace(
+            counts,
+            finished=counts.finished + whole,
+            aborted=counts.aborted + (not whole),
+            tokens=counts.tokens + tokens,
+        )
+        self.seconds.append(seconds)
+
+    def failed(self, problem: str) -> None:
+        """Take in one that failed."""
+        self.counts = replace(self.counts, failed=self.counts.failed + 1)
+        if len(self.problems) < _PROBLEMS_KEPT:
+            self.problems.append(problem)
+
+
+class Load:
+    """Clients in a process of their own that send completions, each its next one as soon as the
+    last is answered.
+
+    Within ``with``; at its end every request is answered before it returns.
+
+    Args:
+        url: The engine's root.
+        clients: How many.
+        seed: Of what they ask for.
+
+    Attributes:
+        tally, policy: see there.
+    """
+
+    def __init__(self, url: str, clients: int, seed: int) -> None:
+        self.tally, self.policy = Tally(), AbortPolicy()
+        self._command = [sys.executable, __file__, url, str(clients), str(seed)]
+        self._process: subprocess.Popen[str] | None = None
+        self._reader = threading.Thread(target=self._read, daemon=True)
+
+    def __enter__(self) -> Load:
+        self._process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for this process; it ends the other
+        )
+        self._reader.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.close()  # what it waits for
+        self._reader.join()
+        if self._process.wait() != 0:
+            self.tally.failed("the clients' process failed")
+
+    def _read(self) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.take(json.loads(line))
+
+    def take(self, answer: dict[str, Any]) -> None:
+        """Take in what became of one request, as `main` prints it."""
+        if "problem" in answer:
+            self.tally.failed(answer["problem"])
+            return
+        begin, end = answer["begin"], answer["end"]
+        self.tally.answered(
+            answer["reason"],
+            answer["tokens"],
+            answer["wanted"],
+            end - begin,
+            may_abort=self.policy.allows(begin, end),
+        )
+
+
+def main() -> None:
+    """Be the clients: one line of JSON for every request, until stdin is closed."""
+    url, clients, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    stop = threading.Event()
+    threads = [
+        threading.Thread(target=_ask, args=(f"{url}/v1/completions", asks(seed, client), stop))
+        for client in range(clients)
+    ]
+    for thread in threads:
+        thread.start()
+    sys.stdin.read()
+    stop.set()
+    for thread in threads:
+        thread.join()
+
+
+def _ask(url: str, wanted: Iterator[Ask], stop: threading.Event) -> None:
+    with httpx.Client(timeout=_TIMEOUT_S, limits=_LIMITS, trust_env=False) as client:
+        while not stop.is_set():
+            ask, begin = next(wanted), time.monotonic()
+            try:
+                reason, tokens = _complete(client, url, ask)
+            except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+                answer: dict[str, Any] = {"problem": f"{type(error).__name__}: {error}"}
+                stop.wait(_AFTER_FAILURE_S)
+            else:
+                answer = {"reason": reason, "tokens": tokens, "wanted": ask.max_tokens}
+                answer |= {"begin": begin, "end": time.monotonic()}
+            sys.stdout.write(json.dumps(answer) + "\n")
+            sys.stdout.flush()
+
+
+def _complete(client: httpx.Client, url: str, ask: Ask) -> tuple[str | None, int]:
+    """Why an answer ended, and how many tokens it has.
+
+    Raises:
+        httpx.HTTPError: No answer, or one that is not 200.
+        ValueError, LookupError, TypeError: The answer is not what it should look like.
+    """
+    if not ask.stream:
+        answer = client.post(url, json=ask.body())
+        _check(answer)
+        found = answer.json()
+        return found["choices"][0]["finish_reason"], found["usage"]["completion_tokens"]
+    with client.stream("POST", url, json=ask.body()) as stream:
+        if stream.status_code != httpx.codes.OK:
+            stream.read()
+        _check(stream)
+        return read_stream(stream.iter_lines())
+
+
+def read_stream(lines: Iterator[str]) -> tuple[str | None, int]:
+    """Why a streamed answer ended, and how many tokens it has.
+
+    Raises:
+        ValueError, LookupError, TypeError: It broke off, or is not what it should look like.
+    """
+    reason, tokens, done = None, None, False
+    for line in lines:
+        data = line.removeprefix("data: ")
+        if data == "[DONE]":
+            done = True
+        elif data:
+            chunk = json.loads(data)
+            if "error" in chunk:
+                raise ValueError(f"the stream says {data[:300]}")
+            for choice in chunk["choices"]:
+                reason = choice["finish_reason"] or reason
+            if chunk.get("usage"):
+                tokens = chunk["usage"]["completion_tokens"]
+    if not done or tokens is None:
+        raise ValueError("the stream broke off")
+    return reason, tokens
+
+
+def _check(answer: httpx.Response) -> None:
+    if answer.status_code != httpx.codes.OK:
+        raise httpx.HTTPError(f"HTTP {answer.status_code}: {answer.text[:300]}")
+
+
+if __name__ == "__main__":
+    main()

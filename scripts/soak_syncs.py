@@ -1,0 +1,227 @@
+"""The syncs of the soak: a stand-in for a trainer, the reference sender, and the checks."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import numpy as np
+import torch
+
+from engine_ext.digest import Digest, tensor_digest
+from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
+from engine_process import EngineProcess
+from reference_sender import DeltaSender, SyncReport
+from sender_choice import CHOICES
+from soak_load import Load
+from soak_memory import Sample
+
+PAUSE_MODES: Final = ("keep", "wait", "abort")
+CHECK_EVERY: Final = 10
+_SAMPLE_EVERY: Final = 5
+_ROUND: Final = 3  # syncs of one sender
+_FULL_EVERY: Final = 50
+_TIMEOUT_S: Final = 120.0
+# Shares of elements that change, in turn; no round number of them. One sync in seven is empty.
+_DENSITIES: Final = (0.02, 0.005, 0.0, 0.1, 0.02, 0.3, 0.001)
+# Steps through all ways such that the first six already have every encoding and pause mode.
+_STRIDE: Final = 7
+
+
+class SoakFailed(Exception):
+    """The engine is not where it should be; the soak does not go on."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the syncs of one sender go."""
+
+    encoding: str
+    pause_mode: str
+    flush_cache: bool
+
+
+def ways(pause_modes: tuple[str, ...]) -> Iterator[Way]:
+    """Every encoding with every pause mode, with and without the cache flushed, in turn."""
+    every = [Way(*way) for way in itertools.product(CHOICES, pause_modes, (True, False))]
+    return (every[number * _STRIDE % len(every)] for number in itertools.count())
+
+
+class Trainer:
+    """Checkpoint tensors of which some elements change with every step, by a few units in the last
+    place, so that they stay what they were but for a little.
+
+    Args:
+        tensors: name -> tensor; changed in place.
+        seed: of what changes.
+
+    Attributes:
+        tensors: as given.
+    """
+
+    def __init__(self, tensors: dict[str, torch.Tensor], seed: int) -> None:
+        self.tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        self._rng = np.random.default_rng(seed)
+
+    @property
+    def dtypes(self) -> set[str]:
+        """Of the tensors, by their manifest names."""
+        return {NAME_OF_TORCH[tensor.dtype] for tensor in self.tensors.values()}
+
+    def step(self, density: float) -> None:
+        """Change this share of every tensor's elements."""
+        for tensor in self.tensors.values():
+            bits = _bits(tensor)
+            where = np.flatnonzero(self._rng.random(bits.size, np.float32) < density)
+            bits[where] ^= self._rng.integers(1, 4, where.size, bits.dtype)
+
+    def digest(self) -> str:
+        """Of all tensors, as the endpoint writes it, from their bytes."""
+        digests = (tensor_digest(name, _bits(t)) for name, t in self.tensors.items())
+        return sum(digests, start=Digest.ZERO).hex()
+
+
+def _bits(tensor: torch.Tensor) -> Any:
+    """The tensor's memory as unsigned ints [numel]."""
+    dtype = bits_dtype(NAME_OF_TORCH[tensor.dtype])
+    flat: Any = tensor.view(-1).view(torch.uint8).numpy().view(dtype)
+    return flat
+
+
+@dataclass
+class Record:
+    """What a soak has seen.
+
+    Attributes:
+        syncs: committed.
+        elements, wire_bytes: sent by them.
+        pauses_ms: what generation felt of each.
+        by_way: syncs by encoding, pause mode and so on.
+        checks: of the engine's live memory against the trainer's bytes.
+        samples: of what the engine's processes keep.
+        seconds: that all of it took.
+    """
+
+    syncs: int = 0
+    elements: int = 0
+    wire_bytes: int = 0
+    pauses_ms: list[float] = field(default_factory=list)
+    by_way: dict[str, int] = field(default_factory=dict)
+    checks: int = 0
+    samples: list[Sample] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def add(self, report: SyncReport, way: Way) -> None:
+        self.syncs += 1
+        self.elements += report.nnz
+        self.wire_bytes += report.wire_bytes
+        self.pauses_ms.append(float(report.engine["timings_ms"]["pause_ms"]))
+        flush = "flushed" if way.flush_cache else "not flushed"
+        kinds = [way.encoding, way.pause_mode, flush]
+        kinds += ["full"] * report.full + ["empty"] * (report.nnz == 0)
+        for kind in kinds:
+            self.by_way[kind] = self.by_way.get(kind, 0) + 1
+
+
+@dataclass
+class Syncs:
+    """Syncs of one engine under load.
+
+    Args:
+        engine: at `version`, with the trainer's bytes.
+        trainer: that it follows.
+        load: that goes on meanwhile.
+        spool: the engine's spool folder.
+        pause_modes: that take turns.
+    """
+
+    engine: EngineProcess
+    trainer: Trainer
+    load: Load
+    spool: Path
+    pause_modes: tuple[str, ...] = PAUSE_MODES
+    version: int = 0
+
+    def run(self, count: int, done: Callable[[Record], None]) -> Record:
+        """So many syncs, and `done` after each.
+
+        Raises:
+            SoakFailed: The engine is not where it should be.
+            SyncFailed: It refused a sync.
+            EngineError: One of its own routes failed.
+        """
+        record, start = Record(), time.perf_counter()
+        next_way = ways(self.pause_modes)
+        with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:
+            while record.syncs < count:
+                way = next(next_way)
+                with self._sender(way, client) as sender:
+                    for _ in range(min(_ROUND, count - record.syncs)):
+                        record.add(self._sync(sender, way, record.syncs + 1), way)
+                        record.seconds = time.perf_counter() - start
+                        self._look(record)
+                        done(record)
+        return record
+
+    def check(self, digest: str | None = None) -> None:
+        """Compare the engine's live memory and versions with what they should be.
+
+        Args:
+            digest: the sender's, if it keeps one.
+
+        Raises:
+            SoakFailed: They differ.
+        """
+        expected = self.trainer.digest()
+        scan = self.engine.get("/delta_digest", params={"scan": "true"}).json()
+        status = self.engine.delta_status()
+        found = {
+            "digest of live memory": (scan["digest"], expected),
+            "tensors that something else has changed": (scan["corrupted"], []),
+            "digest that the engine keeps": (status["digest"], expected),
+            "digest that the sender keeps": (digest or expected, expected),
+            "version in /delta_status": (status["version"], self.version),
+            "the engine's own weight version": (self.engine.weight_version(), str(self.version)),
+        }
+        wrong = [f"{what}: {a}, not {b}" for what, (a, b) in found.items() if a != b]
+        if wrong:
+            raise SoakFailed(f"after the sync to version {self.version}: {'; '.join(wrong)}")
+
+    def _sender(self, way: Way, client: httpx.Client) -> DeltaSender:
+        return DeltaSender(
+            self.engine.url,
+            self.trainer.tensors.items(),
+            base_version=self.version,
+            encoding=way.encoding,
+            pause_mode=way.pause_mode,
+            flush_cache=way.flush_cache,
+            client=client,
+        )
+
+    def _sync(self, sender: DeltaSender, way: Way, number: int) -> SyncReport:
+        full = number % _FULL_EVERY == CHECK_EVERY
+        self.trainer.step(_DENSITIES[number % len(_DENSITIES)])
+        send = sender.sync_full if full else sender.sync
+        aborting = way.pause_mode == "abort"
+        with self.load.policy.aborting() if aborting else contextlib.nullcontext():
+            report = send(self.trainer.tensors.items())
+        self.version += 1
+        if (report.status, report.version, report.full) != ("committed", self.version, full):
+            raise SoakFailed(
+                f"the sync to version {self.version} was {report.status} at {report.version}"
+                f"{', and full' if report.full else ''}: the engine did not hold the base version"
+            )
+        if number % CHECK_EVERY == 0:
+            self.check(report.digest)
+        return report
+
+    def _look(self, record: Record) -> None:
+        record.checks = record.syncs // CHECK_EVERY
+        if record.syncs % _SAMPLE_EVERY == 0:
+            record.samples.append(Sample.take(record.syncs, self.engine.pids(), self.spool))

@@ -1,0 +1,257 @@
+"""The soak's judgement: what counts as failed, what counts as flat, and what is sent in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import soak
+from sender_choice import CHOICES
+from soak_load import AbortPolicy, Counts, Load, Tally, asks, read_stream
+from soak_memory import Sample, Trend, Use, grown, memory_bytes, names_of, spooled
+from soak_syncs import PAUSE_MODES, Trainer, ways
+
+MIB = 1 << 20
+
+
+def answered(reason: str | None, tokens: int, *, may_abort: bool = False) -> Tally:
+    tally = Tally()
+    tally.answered(reason, tokens, 8, 0.1, may_abort=may_abort)
+    return tally
+
+
+@pytest.mark.parametrize(
+    ("reason", "tokens", "may_abort", "counts"),
+    [
+        ("length", 8, False, Counts(finished=1, tokens=8)),
+        ("length", 8, True, Counts(finished=1, tokens=8)),
+        ("abort", 3, True, Counts(aborted=1, tokens=3)),
+        ("abort", 0, True, Counts(aborted=1)),
+        ("abort", 3, False, Counts(failed=1)),
+        ("length", 7, True, Counts(failed=1)),
+        ("length", 9, True, Counts(failed=1)),
+        ("abort", 9, True, Counts(failed=1)),
+        ("stop", 8, True, Counts(failed=1)),
+        (None, 8, True, Counts(failed=1)),
+    ],
+)
+def test_what_becomes_of_a_request(
+    reason: str | None, tokens: int, may_abort: bool, counts: Counts
+) -> None:
+    tally = answered(reason, tokens, may_abort=may_abort)
+    assert tally.counts == counts
+    assert bool(tally.problems) == bool(counts.failed)
+
+
+def test_an_abort_out_of_turn_is_named() -> None:
+    assert answered("abort", 3).problems == [
+        "ended with 'abort' after 3 of 8 tokens, while no sync aborts"
+    ]
+
+
+def test_all_failures_are_counted_and_the_first_are_told() -> None:
+    tally = Tally()
+    for number in range(20):
+        tally.failed(f"number {number}")
+    assert tally.counts == Counts(failed=20)
+    assert tally.problems == [f"number {number}" for number in range(5)]
+
+
+def test_only_a_sync_in_its_time_may_abort_a_request() -> None:
+    policy = AbortPolicy()
+    assert not policy.allows(0.0, math.inf)
+    before = time.monotonic()
+    with policy.aborting():
+        within = time.monotonic()
+        assert policy.allows(before, within)
+        assert policy.allows(within, within)
+    after = time.monotonic()
+    assert policy.allows(before, after)
+    assert policy.allows(within, after)
+    assert not policy.allows(after + 0.001, math.inf)
+    assert not policy.allows(0.0, before - 0.001)
+    with policy.aborting():
+        assert policy.allows(after, math.inf)
+
+
+def test_what_the_clients_print_is_taken() -> None:
+    load = Load("http://127.0.0.1:9", clients=1, seed=0)
+    load.take({"reason": "length", "tokens": 4, "wanted": 4, "begin": 1.0, "end": 3.5})
+    load.take({"reason": "abort", "tokens": 1, "wanted": 4, "begin": 1.0, "end": 2.0})
+    load.take({"problem": "ReadTimeout: timed out"})
+    assert load.tally.counts == Counts(finished=1, failed=2, tokens=4)
+    assert load.tally.seconds == [2.5]
+
+
+def test_clients_that_find_no_engine_say_so_and_end() -> None:
+    with Load("http://127.0.0.1:9", clients=2, seed=0) as load:
+        deadline = time.monotonic() + 20
+        while load.tally.counts.failed < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert load.tally.counts.failed >= 2
+    assert load.tally.problems[0].startswith("ConnectError: ")
+
+
+def lines(*chunks: object, end: str = "data: [DONE]") -> list[str]:
+    return [line for c in chunks for line in (f"data: {json.dumps(c)}", "")] + [end]
+
+
+def chunk(reason: str | None = None, **more: object) -> dict[str, object]:
+    return {"choices": [{"text": "a", "finish_reason": reason}], **more}
+
+
+USAGE = {"choices": [], "usage": {"completion_tokens": 8}}
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [chunk(), chunk("length"), USAGE],
+        [chunk(usage=None), chunk("length", usage={"completion_tokens": 8})],
+    ],
+)
+def test_a_stream_is_read(chunks: list[object]) -> None:
+    assert read_stream(iter(lines(*chunks))) == ("length", 8)
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        [],
+        lines(chunk("length"), USAGE, end=""),
+        lines(chunk("length")),
+        lines(chunk(), {"error": {"message": "gone"}}, USAGE),
+        ["data: {"],
+    ],
+)
+def test_a_stream_that_breaks_off_is_no_answer(stream: list[str]) -> None:
+    with pytest.raises(ValueError):
+        read_stream(iter(stream))
+
+
+def test_prompts_are_mixed_and_share_beginnings() -> None:
+    ours, theirs = (list(itertools.islice(asks(0, client), 200)) for client in (0, 1))
+    assert ours == list(itertools.islice(asks(0, 0), 200))
+    assert {tuple(a.prompt[:160]) for a in ours} & {tuple(a.prompt[:160]) for a in theirs}
+    assert min(len(ask.prompt) for ask in ours) < 10
+    assert all(len(ask.prompt) + ask.max_tokens < 256 for ask in ours)
+    assert {ask.stream for ask in ours} == {True, False}
+
+
+def test_six_senders_in_a_row_have_every_encoding_and_pause_mode() -> None:
+    all_ways = list(itertools.islice(ways(PAUSE_MODES), 36))
+    assert len(set(all_ways)) == 36
+    assert {way.encoding for way in all_ways[:6]} == set(CHOICES)
+    assert {way.pause_mode for way in all_ways[:6]} == set(PAUSE_MODES)
+    assert {way.flush_cache for way in all_ways[:6]} == {True, False}
+    assert {way.pause_mode for way in itertools.islice(ways(("keep",)), 12)} == {"keep"}
+
+
+def test_the_trainer_changes_the_share_it_is_told() -> None:
+    base = {"a": torch.randn(100, 200).bfloat16(), "b": torch.randn(50)}
+    trainer = Trainer(base, seed=1)
+    assert trainer.digest() == Trainer(base, seed=2).digest()
+    trainer.step(0.0)
+    assert trainer.digest() == Trainer(base, seed=2).digest()
+    trainer.step(0.1)
+    changed = trainer.tensors["a"] != base["a"]
+    assert changed.float().mean().item() == pytest.approx(0.1, abs=0.01)
+    assert torch.allclose(trainer.tensors["a"], base["a"], rtol=0.05)
+    assert trainer.digest() != Trainer(base, seed=2).digest()
+
+
+def samples(memory: list[int], files: int = 10, spooled: int = 0) -> list[Sample]:
+    return [Sample(5 * n, {7: Use(m, files, 3)}, spooled) for n, m in enumerate(memory)]
+
+
+def test_a_few_high_samples_are_no_growth() -> None:
+    flat = [100 * MIB] * 40
+    flat[-1] = flat[-7] = 900 * MIB
+    assert grown(samples(flat), {7: "rank"}) == []
+
+
+def test_what_each_sync_keeps_is_growth() -> None:
+    """A hundredth of what a sync of the soak brings, over a whole one."""
+    growing = [100 * MIB + 5 * n * 14_000 for n in range(180)]
+    [problem] = grown(samples(growing), {7: "rank"})
+    assert problem.startswith("rank: memory grew from ")
+    assert "14,000.0 per sync" in problem
+
+
+def test_a_trend_is_that_of_the_quarters() -> None:
+    trend = Trend.of([(n, 10.0 * n) for n in range(8)], bound=60.0)
+    assert trend == Trend(5.0, 65.0, 6.0, 60.0)
+    assert trend.is_flat
+    assert trend.per_sync == 10.0
+    assert not Trend(5.0, 65.1, 6.0, 60.0).is_flat
+    assert Trend(65.0, 5.0, 6.0, 0.0).is_flat
+
+
+def test_processes_that_come_and_go_are_named() -> None:
+    use = Use(MIB, 1, 1)
+    before, after = Sample(0, {1: use, 2: use}, 0), Sample(5, {1: use, 3: use}, 0)
+    assert grown([before, after], {1: "server", 2: "rank"}) == [
+        "process 3 was started on the way",
+        "rank was lost",
+    ]
+
+
+def test_open_files_threads_and_the_spool_are_judged() -> None:
+    leaking = [Sample(n, {1: Use(MIB, n, n)}, n) for n in range(40)]
+    assert [problem.split(" grew")[0] for problem in grown(leaking, {1: "rank"})] == [
+        "rank: open files",
+        "rank: threads",
+        "files in the spool",
+    ]
+
+
+def test_memory_is_what_lies_in_no_file() -> None:
+    rollup = """\
+558b3a5a6000-7ffdc941f000 ---p 00000000 00:00 0                          [rollup]
+Rss:                1612 kB
+Pss:                 237 kB
+Pss_Anon:            108 kB
+Pss_File:            129 kB
+Pss_Shmem:             2 kB
+SwapPss:               1 kB
+"""
+    assert memory_bytes(rollup) == 111 << 10
+
+
+def test_only_spool_files_with_something_in_them_are_left(tmp_path: Path) -> None:
+    (tmp_path / "owner").mkdir()
+    (tmp_path / "owner" / "lock").touch()
+    (tmp_path / "owner" / "part").write_bytes(b"part")
+    assert spooled(tmp_path) == [tmp_path / "owner" / "part"]
+    assert Sample.take(0, [], tmp_path).spooled == 1
+
+
+def test_processes_are_named_apart() -> None:
+    child = [sys.executable, "-c", "input()", "::rank"]
+    with contextlib.ExitStack() as stack:
+        ours = [stack.enter_context(subprocess.Popen(child, stdin=subprocess.PIPE)) for _ in "ab"]
+        names = list(names_of(process.pid for process in ours).values())
+    assert names[1] == f"{names[0]} 2"
+
+
+def test_a_process_that_is_gone_is_in_no_sample(tmp_path: Path) -> None:
+    assert Sample.take(0, [2**22 + 1], tmp_path).processes == {}
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--syncs", "19"], ["--clients", "0"], ["--engine", "tgi"], ["more"]]
+)
+def test_bad_usage(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        soak.main(wrong)
+    assert caught.value.code == 2
+    assert "usage" in capsys.readouterr().err
