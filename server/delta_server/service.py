@@ -1,8 +1,8 @@
 """One update from its parts to its commit, over every rank of the engine.
 
 The truth about versions and staged parts is in the engine's workers; this side only carries
-messages, so that several API-server processes may do it at once: stage on every rank, then commit
-(see `delta_server.commits`).
+messages, so that several API-server processes may do it at once: stage on every rank
+(`delta_server.staging`), then commit (`delta_server.commits`).
 """
 
 from __future__ import annotations
@@ -26,17 +26,13 @@ from delta_server.ledger import Ledger
 from delta_server.outcome import Outcome
 from delta_server.requests import Options, part_id
 from delta_server.spool import Spool, Spooled
+from delta_server.staging import Staging
 from delta_server.uploads import Pace, Slots
 from engine_ext.digest import Digest
-from engine_ext.errors import CommitFailed, Conflict, DeltaError, MalformedPart, NotUpdatable
+from engine_ext.errors import CommitFailed, Conflict, DeltaError, MalformedPart
 from engine_ext.settings import Settings
 from engine_ext.syncs import PartId
 from engine_ext.wire import Limits
-
-# Polling costs the engine one message between two steps: short at first, then seldom.
-_POLL_FIRST_S = 0.001
-_POLL_MOST_S = 0.05
-_POLL_SHARE = 0.25  # of the time so far, which is the most that a wait is too long by
 
 
 class DeltaService:
@@ -60,6 +56,7 @@ class DeltaService:
         self.commits = Commits(engine)
         self.ledger = Ledger(engine)
         self._engine = engine
+        self._staging = Staging(engine)
         self.spool = Spool(settings.spool_dir, Limits(max_part_bytes=settings.max_body_bytes))
         self.pace = Pace(settings.stage_timeout, settings.min_upload_rate)
         self.slots = Slots(settings.max_uploads)
@@ -271,7 +268,7 @@ class DeltaService:
         """Stage some parts and commit; `whole` says that they are all of their sync."""
         last = pairs[-1][0]
         try:
-            if await self._stage_all(pairs, outcome, whole=whole):
+            if await self._staging.stage(pairs, outcome, whole=whole):
                 outcome.phase = "commit"
                 return outcome.answer("committed", await self._commit(last, options, outcome))
         except Conflict:
@@ -289,59 +286,6 @@ class DeltaService:
         facts["digest"] = await self.commits.publish()
         return outcome.answer("already_applied", facts)
 
-    async def _stage_all(
-        self, pairs: list[tuple[PartId, Spooled]], outcome: Outcome, *, whole: bool
-    ) -> bool:
-        """Stage some parts; returns whether their sync is complete."""
-        start = time.perf_counter()
-        outcome.phase = "stage"
-        complete = False
-        for part, spooled in pairs:
-            try:
-                admission, complete = await self._stage(part, spooled)
-            except DeltaError:
-                # Nobody else sends the rest; what is staged would only keep other syncs out.
-                if whole and outcome.admissions - {"already_applied"}:
-                    await self._drop(part)
-                raise
-            outcome.admissions.add(admission)
-            outcome.staged += 1
-        outcome.timings["stage_ms"] = _ms_since(start)
-        return complete
-
-    async def _stage(self, part: PartId, spooled: Spooled) -> tuple[str, bool]:
-        """Stage one part on every rank; returns its admission and whether the sync is complete."""
-        answers = await self._call(
-            "begin",
-            part=msgspec.to_builtins(part),
-            path=str(spooled.path),
-            now=time.monotonic(),
-        )
-        admissions = {str(answer["admission"]) for answer in answers}
-        if admissions == {"already_applied"}:
-            return "already_applied", False
-        # A part that is "staged" goes the same way: the request that brought it may have died.
-        try:
-            await self._staged_everywhere(part.part)
-        except NotUpdatable:
-            await self._drop(part)
-            raise
-        except DeltaError:
-            await self._call("settle", part=part.part, staged=False)
-            raise
-        try:
-            answers = await self._call("settle", part=part.part, staged=True)
-        except DeltaError:
-            await self._drop(part)
-            raise
-        return "new" if "new" in admissions else "staged", bool(answers[0]["complete"])
-
-    async def _staged_everywhere(self, part: int) -> None:
-        start = time.perf_counter()
-        while not all(answer["done"] for answer in await self._call("poll", part=part)):
-            wait = (time.perf_counter() - start) * _POLL_SHARE
-            await asyncio.sleep(min(max(wait, _POLL_FIRST_S), _POLL_MOST_S))
-
     async def _commit(self, part: PartId, options: Options, outcome: Outcome) -> dict[str, Any]:
         try:
             committed, outcome.timings["pause_ms"] = await self.commits.run(
@@ -352,14 +296,10 @@ class DeltaService:
         except Exception:
             # Nothing was written. What stays staged would keep the next sync out.
             with contextlib.suppress(Exception):
-                await self._drop(part)
+                await self._staging.drop(part)
             raise
         outcome.timings["commit_ms"] = committed["commit_ms"]
         return committed
-
-    async def _drop(self, part: PartId) -> None:
-        """Have the ranks forget the sync of a part, if it is the one that is staged."""
-        await self._call("drop", version=part.version, sync_id=part.sync_id)
 
     async def _call(self, operation: str, **arguments: Any) -> list[dict[str, Any]]:
         return await call(self._engine, operation, arguments)
