@@ -172,7 +172,8 @@ class Stager:
         segment = target.segment
         box = segment.source_view(typed(delta.values, TORCH_DTYPE[delta.dtype]))
         write = Write(WholeBox(segment), bits_of(box.to(target.dtype)), self.undo)
-        write.remember()
+        if not self.full:  # there they are kept when they are replaced; nothing is checked by them
+            write.remember()
         return write
 
 

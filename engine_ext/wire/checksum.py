@@ -22,11 +22,11 @@ _SLIME: Final = re.compile(r"0|[1-9][0-9]{0,19}")
 _CHUNK: Final = 1 << 20  # elements widened at a time
 
 
-def xxh3_checksum(positions: Buffer, values: Buffer) -> str:
+def xxh3_checksum(positions: Buffer, *values: Buffer) -> str:
     """``xxh3_128:<32 hex digits>`` over the bytes of `positions`, then those of `values`."""
     digest = xxhash.xxh3_128()
-    digest.update(positions)
-    digest.update(values)
+    for piece in (positions, *values):
+        digest.update(piece)
     return f"xxh3_128:{digest.hexdigest()}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -196,7 +197,7 @@ def read_container(
 
 def write_container(
     positions: NDArray[np.uint8],
-    values: NDArray[Any],
+    values: Sequence[NDArray[Any]],
     values_dtype: str,
     metadata: dict[str, str],
 ) -> bytes:
@@ -204,24 +205,26 @@ def write_container(
 
     Args:
         positions: uint8 [bytes].
-        values: 1-d, contiguous; any dtype, only its bytes count.
+        values: each 1-d, contiguous; any dtype, only their bytes count, one after the other.
         values_dtype: Manifest name of the dtype to declare for them.
         metadata: All strings.
     """
     width = itemsize(values_dtype)
+    nbytes = sum(piece.nbytes for piece in values)
     # The values come first: safetensors puts wider dtypes first, which keeps them aligned.
-    offsets = (0, values.nbytes, values.nbytes + positions.nbytes)
+    offsets = (0, nbytes, nbytes + positions.nbytes)
     header = msgspec.json.encode(
         _HeaderJson(
             metadata=metadata,
             positions=_Tensor("U8", (positions.size,), offsets[1:]),
-            values=_Tensor(SAFETENSORS_CODE[values_dtype], (values.nbytes // width,), offsets[:2]),
+            values=_Tensor(SAFETENSORS_CODE[values_dtype], (nbytes // width,), offsets[:2]),
         ),
         order="sorted",
     )
     header += b" " * (-len(header) % _ALIGN)
     length = len(header).to_bytes(_LENGTH, "little")
-    return b"".join((length, header, values.view(np.uint8).data, positions.data))
+    raw = (piece.view(np.uint8).data for piece in values)
+    return b"".join((length, header, *raw, positions.data))
 
 
 def _check_packed(manifest: Manifest, dtype: str, pos_bytes: int, limits: Limits) -> None:

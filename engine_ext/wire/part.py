@@ -211,12 +211,11 @@ def encode_part(
     if encoding in PACKED_ENCODINGS:
         positions = write_streams(pieces, [entry.pos_width for entry in entries])
         write = write_differences if encoding == DIFFERENCES else write_planes
-        values = write([delta.values for delta in deltas])
+        values = [write([delta.values for delta in deltas])]
         values_dtype = "uint8"
     else:
         positions = np.concatenate([np.empty(0, np.uint8), *pieces])
-        bits = bits_dtype(values_dtype)
-        values = np.concatenate([np.empty(0, bits), *(delta.values for delta in deltas)])
+        values = [np.ascontiguousarray(delta.values) for delta in deltas]
 
     optional = {
         "current_version": current_version,
@@ -232,7 +231,7 @@ def encode_part(
     metadata = {
         "encoding": encoding,
         "params": msgspec.json.encode(entries).decode(),
-        "checksum": xxh3_checksum(positions.data, values.data),
+        "checksum": xxh3_checksum(positions.data, *(piece.data for piece in values)),
         **{key: str(value) for key, value in optional.items() if value is not None},
     }
     if with_manifest_checksum:

@@ -92,7 +92,7 @@ def test_positions_may_come_first() -> None:
 @pytest.mark.parametrize("nnz", [0, 1, 3])
 def test_safetensors_reads_what_we_write(dtype: str, nnz: int, tmp_path: Any) -> None:
     values = (np.arange(nnz) % 2).astype(bits_dtype(dtype))
-    body = write_container(POSITIONS[: 4 * nnz], values, dtype, {"key": 'ü "\n', "b": ""})
+    body = write_container(POSITIONS[: 4 * nnz], [values], dtype, {"key": 'ü "\n', "b": ""})
     path = tmp_path / "part.safetensors"
     path.write_bytes(body)
     with safe_open(path, "pt") as file:

@@ -40,7 +40,7 @@ def test_another_encoding_of_the_same_bytes_changes_it() -> None:
     part = encoded(DELTA, with_manifest_checksum=False)
     header, positions, values = read_container(part, Limits())
     metadata = {**header.metadata, "encoding": "deltas"}
-    assert identity(part) != identity(write_container(positions, values, "bfloat16", metadata))
+    assert identity(part) != identity(write_container(positions, [values], "bfloat16", metadata))
 
 
 def test_other_old_values_change_it_for_differences_only() -> None:
