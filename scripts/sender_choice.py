@@ -2,7 +2,8 @@
 
 The time of a param is that of encoding it, of its bytes on the link, and of decoding and applying
 it. The bytes follow from its density and dtype, and for differences from a sample of them; the
-link's speed is what the sender's own posts have shown; the rest is constants of one core.
+link's speed is what the sender's own posts have shown (see `sender_speed`); the rest is constants
+of one core.
 """
 
 from __future__ import annotations
@@ -20,9 +21,6 @@ from engine_ext.wire.manifest import DIFFERENCES, ENCODINGS
 AUTO: Final = "auto"
 CHOICES: Final = (*ENCODINGS, AUTO)
 
-_UNKNOWN_SPEED: Final = 125e6  # bytes a second, of 1 Gbit/s, until a post has been measured
-_LEAST_MEASURED: Final = 1 << 16  # bytes; the time of a smaller post is not that of its bytes
-_SHARE: Final = 0.5  # of the last post in the running mean
 _SAMPLE: Final = 4096  # differences that are looked at
 _NIBBLES: Final = 15  # zigzagged differences below it take a nibble
 
@@ -61,36 +59,6 @@ class Facts:
     width: int
     floating: bool
     escaped: float | None = None
-
-
-class LinkSpeed:
-    """Bytes a second to one engine, as its posts have shown."""
-
-    def __init__(self) -> None:
-        self.measured: float | None = None
-
-    def note(self, nbytes: int, seconds: float, answer: dict[str, Any]) -> None:
-        """Take in a post that was answered.
-
-        Args:
-            nbytes: of its body.
-            seconds: that it took, with the engine's own work.
-            answer: the engine's; what it says of that work is taken off.
-        """
-        timings = answer.get("timings_ms")
-        known = timings if isinstance(timings, dict) else {}
-        work = [known.get(key) for key in ("stage_ms", "pause_ms")]
-        link = seconds - sum(ms for ms in work if isinstance(ms, (int, float))) / 1e3
-        if nbytes < _LEAST_MEASURED or link <= 0:
-            return
-        last = nbytes / link
-        known_speed = last if self.measured is None else self.measured
-        self.measured = (1 - _SHARE) * known_speed + _SHARE * last
-
-    @property
-    def bytes_per_s(self) -> float:
-        """What to reckon with."""
-        return self.measured or _UNKNOWN_SPEED
 
 
 @dataclass(frozen=True, slots=True)

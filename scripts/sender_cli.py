@@ -17,12 +17,13 @@ from rich.progress import Progress
 from safetensors import SafetensorError, safe_open
 
 from engine_ext.wire.signature import HMAC_KEY_ENVIRONMENT
-from sender_choice import CHOICES, LinkSpeed, sparse_encoding
+from sender_choice import CHOICES, sparse_encoding
 from sender_engines import MultiSender
 from sender_http import Place, Server, SyncFailed
 from sender_log import LogServer
 from sender_report import SomeFailed, SyncReport
 from sender_snapshot import MappedSnapshot, NamedTensors, Snapshot
+from sender_speed import LinkSpeed
 
 
 class DryServer:

@@ -13,7 +13,7 @@ from tenacity.stop import stop_after_attempt, stop_before_delay
 from tenacity.wait import wait_random_exponential
 
 from engine_ext.wire.signature import SIGNATURE_HEADER, sign
-from sender_choice import LinkSpeed
+from sender_speed import LinkSpeed
 
 _CONNECT_S: Final = 10.0
 # httpx copies all that is left of a body whenever the socket has taken some of it.
@@ -139,6 +139,7 @@ class Server:
 
     def plan(self) -> Any:
         """For each rank a list of rows, one per checkpoint tensor; None if there is no plan."""
+        self.status()  # what next to nothing takes on the link
         return self._status({"plan": "true"}).get("plan")
 
     def status(self) -> dict[str, Any]:
@@ -217,8 +218,7 @@ class Server:
             self._unanswered |= isinstance(refusal, _Unreachable)
             raise refusal
         found = _json_object(answer)
-        if body is not None:
-            self.speed.note(len(body), time.perf_counter() - start, found)
+        self.speed.note(len(body or b""), time.perf_counter() - start, found)
         return found
 
 

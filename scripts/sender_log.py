@@ -9,8 +9,8 @@ from typing import Any
 from engine_ext.delta_log import list_log
 from engine_ext.delta_log_writer import Draft, LogWriter
 from engine_ext.wire.signature import sign
-from sender_choice import LinkSpeed
 from sender_http import Place, SyncFailed
+from sender_speed import LinkSpeed
 
 
 class LogServer:

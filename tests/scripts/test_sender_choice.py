@@ -13,7 +13,7 @@ import torch
 import bench_data
 from engine_ext.wire import encode_part
 from reference_sender import DeltaSender, MultiSender
-from sender_choice import Facts, LinkSpeed, Manner, Pick, _sizes, escaped_share
+from sender_choice import Facts, Manner, Pick, _sizes, escaped_share
 from tests.scripts.fakes import Engine, Handler, Model, model_of, train
 
 BF16 = Facts(numel=1_000_000, nnz=20_000, width=2, floating=True, escaped=0.01)
@@ -91,19 +91,6 @@ def test_any_param_has_a_way() -> None:
                 assert auto(facts, speed, dense=True).dense
                 assert nnz in (0, numel) or not auto(facts, speed).dense
     assert dict(_sizes(Facts(1 << 34, 1000, 2, True)))[Pick("deltas", False)] == 6000
-
-
-def test_the_speed_of_the_link_is_that_of_the_bytes() -> None:
-    link = LinkSpeed()
-    link.note(100, 5.0, {})  # too small to tell
-    assert link.measured is None
-    assert link.bytes_per_s == 125e6
-    link.note(1_000_000, 1.5, {"timings_ms": {"stage_ms": 400.0, "pause_ms": 100.0}})
-    assert link.measured == pytest.approx(1e6)
-    link.note(1_000_000, 0.5, {"timings_ms": "none"})
-    assert link.measured == pytest.approx(1.5e6)
-    link.note(1_000_000, 0.5, {"timings_ms": {"stage_ms": 900.0}})
-    assert link.measured == pytest.approx(1.5e6)
 
 
 # ---- with engines --------------------------------------------------------------------------------

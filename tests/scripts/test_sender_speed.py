@@ -1,0 +1,93 @@
+"""The speed of simulated links, as posts of parts show it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from sender_speed import LinkSpeed
+
+LINKS = {"1 Gbit/s": 125e6, "300 MB/s": 300e6, "10 Gbit/s": 1.25e9, "loopback": 6e9}
+FAST = 5e9
+
+
+def answer(**seconds: float) -> dict[str, Any]:
+    return {"timings_ms": {f"{name}_ms": value * 1e3 for name, value in seconds.items()}}
+
+
+def shown(
+    speed: float, overhead: float, sizes: list[int], *, kept_back: bool, seed: int = 0
+) -> LinkSpeed:
+    """What a link shows; the overhead is up to a third more than it is said to be.
+
+    Args:
+        kept_back: something on the way hands a body on once it has it whole.
+    """
+    chance, link = random.Random(seed), LinkSpeed()
+
+    def more(seconds: float) -> float:
+        return seconds * (1 + chance.random() / 3)
+
+    link.note(0, more(overhead), {"version": 3})
+    for number, size in enumerate(sizes):
+        crossing, stage = size / speed, chance.random() * 0.05
+        receive = 1e-4 if kept_back else crossing
+        told = answer(receive=receive, stage=stage)
+        seconds = more(overhead) + crossing + stage
+        if number == len(sizes) - 1:
+            told["timings_ms"]["pause_ms"] = 40.0
+            seconds += 0.04
+        link.note(size, seconds, told)
+    return link
+
+
+@pytest.mark.parametrize("kept_back", [True, False])
+@pytest.mark.parametrize("overhead", [0.001, 0.003, 0.02])
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize(
+    "sizes",
+    [[4 << 20] * 8, [1 << 20] * 4, [300_000, 500_000] * 3, [10_000, 4 << 20, 2 << 20, 60_000]],
+)
+def test_simulated(sizes: list[int], link: str, overhead: float, kept_back: bool) -> None:
+    found = shown(LINKS[link], overhead, sizes, kept_back=kept_back).measured
+    assert found is not None
+    crossing = max(sizes) / LINKS[link]
+    if crossing > 2.5 * overhead:
+        assert found == pytest.approx(LINKS[link], rel=0.3)
+    elif crossing < overhead / 2:
+        assert found >= FAST
+
+
+@pytest.mark.parametrize("overhead", [0.001, 0.02])
+def test_small_parts_say_nothing(overhead: float) -> None:
+    link = shown(125e6, overhead, [10_000] * 8, kept_back=False)
+    assert link.measured is None
+    assert link.bytes_per_s == 125e6
+
+
+def test_a_link_that_has_become_slow_is_noticed() -> None:
+    link = shown(6e9, 0.003, [4 << 20] * 30, kept_back=False)
+    for _ in range(9):
+        link.note(4 << 20, 0.003 + (4 << 20) / 125e6, answer(receive=(4 << 20) / 125e6))
+    assert link.measured == pytest.approx(125e6, rel=0.1)
+
+
+def test_a_single_late_answer_is_not_the_links() -> None:
+    link = shown(300e6, 0.003, [4 << 20] * 8, kept_back=False)
+    link.note(4 << 20, 3.0, answer(receive=(4 << 20) / 300e6))
+    assert link.measured == pytest.approx(300e6, rel=0.3)
+
+
+def test_an_engine_that_does_not_tell_of_its_work() -> None:
+    link = LinkSpeed()
+    link.note(100, 5.0, {})  # too small to tell
+    assert link.measured is None
+    assert link.bytes_per_s == 125e6
+    link.note(1_000_000, 1.5, answer(stage=0.4, pause=0.1))
+    assert link.measured == pytest.approx(1e6)
+    link.note(1_000_000, 1.0, {"timings_ms": "none"})
+    assert link.measured == pytest.approx(1e6)
+    link.note(1_000_000, 0.5, answer(stage=0.9))  # its clock is another's
+    assert link.measured == pytest.approx(1e6)
