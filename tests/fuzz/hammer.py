@@ -80,8 +80,8 @@ def hammer(
         while True:
             seed(number)(ROUND(given(examples)(bounded)))()
             number += 1
-            taken = time.monotonic() - begun
-            if taken + taken / (number - FIRST_SEED) / 2 > left:  # another would not be nearer
+            passed = time.monotonic() - begun
+            if passed + passed / (number - FIRST_SEED) / 2 > left:  # another would not be nearer
                 break
     finally:
         tracemalloc.stop()
