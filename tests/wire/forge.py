@@ -17,7 +17,7 @@ from engine_ext.dtypes import bits_dtype
 from engine_ext.wire import FrameReader, ParamDelta, Part
 
 # No example database: a test must leave nothing behind in the working tree.
-PROPERTY = settings(deadline=None, database=None, max_examples=120)
+PROPERTY = settings(deadline=None, database=None, max_examples=80)
 
 BF16_PARAMS: list[dict[str, Any]] = [
     {
