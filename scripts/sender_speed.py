@@ -48,8 +48,11 @@ class LinkSpeed:
         timings = answer.get("timings_ms")
         known = timings if isinstance(timings, dict) else {}
         told = {key: ms / 1e3 for key, ms in known.items() if isinstance(ms, (int, float))}
-        rest = seconds - told.get("stage_ms", 0.0) - told.get("pause_ms", 0.0)
         arriving = told.get("receive_ms")
+        work = told.get("stage_ms", 0.0) + told.get("pause_ms", 0.0)
+        if arriving is not None and "total_ms" in told:
+            work = told["total_ms"] - arriving
+        rest = seconds - work
         if nbytes == 0:
             self._overheads.append(rest)
         elif arriving is not None:

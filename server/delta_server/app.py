@@ -162,6 +162,8 @@ async def _apply_body(service: DeltaService, request: Request, outcome: Outcome)
     # A sender that hangs up must not stop a commit half-way.
     work = service.apply_body(spooled, options, outcome)
     done: dict[str, Any] = await asyncio.shield(asyncio.ensure_future(work))
+    # By this a sender knows what of its time was the link's.
+    done["timings_ms"]["total_ms"] = round(outcome.seconds * 1e3, 3)
     return done
 
 

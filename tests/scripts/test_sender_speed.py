@@ -38,7 +38,9 @@ def shown(
         seconds = more(overhead) + crossing + stage
         if number == len(sizes) - 1:
             told["timings_ms"]["pause_ms"] = 40.0
-            seconds += 0.04
+            # More than that follows a commit, before it is answered.
+            told["timings_ms"]["total_ms"] = (receive + stage + 0.2) * 1e3
+            seconds += 0.2
         link.note(size, seconds, told)
     return link
 

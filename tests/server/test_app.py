@@ -280,7 +280,10 @@ def test_a_body_is_committed(rig: Rig, encoding: str, chunk: int | None) -> None
     response = rig.send(body if chunk is None else pieces(body, chunk))
     rig.assert_committed(response, NEXT, VERSION + 1)
     answer = response.json()
-    assert answer["timings_ms"].keys() == {"receive_ms", "stage_ms", "pause_ms", "commit_ms"}
+    timings = answer["timings_ms"]
+    phases = {"receive_ms", "stage_ms", "pause_ms", "commit_ms"}
+    assert timings.keys() == {*phases, "total_ms"}
+    assert timings["total_ms"] >= timings["receive_ms"] + timings["stage_ms"] + timings["pause_ms"]
     assert all(ms >= 0 for ms in answer.pop("timings_ms").values())
     assert answer == {
         "status": "committed",
