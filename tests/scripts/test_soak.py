@@ -236,9 +236,13 @@ def test_only_spool_files_with_something_in_them_are_left(tmp_path: Path) -> Non
 
 
 def test_processes_are_named_apart() -> None:
-    child = [sys.executable, "-c", "input()", "::rank"]
+    child = [sys.executable, "-c", "print(flush=True); input()", "::rank"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with contextlib.ExitStack() as stack:
-        ours = [stack.enter_context(subprocess.Popen(child, stdin=subprocess.PIPE)) for _ in "ab"]
+        ours = [stack.enter_context(subprocess.Popen(child, **pipes)) for _ in "ab"]
+        for process in ours:  # a process has no name until it runs
+            assert process.stdout is not None
+            process.stdout.readline()
         names = list(names_of(process.pid for process in ours).values())
     assert names[1] == f"{names[0]} 2"
 
