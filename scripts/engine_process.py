@@ -51,6 +51,7 @@ class EngineProcess(abc.ABC):
     Args:
         model: Folder of the model to serve.
         tp: Tensor parallel size, 1 or 2.
+        port: Where it serves; a free one if None. Of a server that starts again, the one it had.
         enable_delta: Add ``--enable-delta-updates``.
         extra_args: Further command line arguments.
         python_path: Folders in which the server's Python looks first.
@@ -72,6 +73,7 @@ class EngineProcess(abc.ABC):
         model: Path,
         *,
         tp: int = 1,
+        port: int | None = None,
         enable_delta: bool = False,
         extra_args: Sequence[str] = (),
         python_path: Sequence[Path] = (),
@@ -80,7 +82,7 @@ class EngineProcess(abc.ABC):
         log_path: Path | None = None,
         start_timeout_s: float = 480.0,
     ) -> None:
-        self.port = _free_port()
+        self.port = port or _free_port()
         self.url = f"http://{HOST}:{self.port}"
         self.log_path = log_path or _temporary_log()
         self.model = model

@@ -21,12 +21,23 @@ ENDS: Final = {
     "either": "one of the two",
     "uncertain": "uncertain: 503 until a full sync, which the sender sends",
 }
+AFTER_DEATH: Final = {
+    "old": "nothing; started again: old version",
+    "new": "nothing; started again: new version",
+    "log": "nothing; started again: the newest that the log has",
+}
 
 
 def markdown() -> str:
     """One row per kind of fault: what it is, what the sender is told, what the engine holds."""
-    faults = importlib.import_module("tests.faults.alive").FAULTS
-    rows = dict.fromkeys((fault.what, fault.told, ENDS[fault.ends]) for fault in faults)
+    deaths = importlib.import_module("tests.faults.deaths")
+    outlived = [*importlib.import_module("tests.faults.alive").FAULTS, *deaths.RESPAWNS]
+    rows = dict.fromkeys(
+        [
+            *((fault.what, fault.told, ENDS[fault.ends]) for fault in outlived),
+            *((death.what, death.told, AFTER_DEATH[death.ends]) for death in deaths.DEATHS),
+        ]
+    )
     lines = ["| fault | the sender is told | the engine holds |", "| --- " * 3 + "|"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 

@@ -19,7 +19,7 @@ import torch
 
 import tiny_models
 from engine_process import HOST, EngineProcess
-from reference_sender import DeltaSender
+from reference_sender import DeltaSender, SyncReport
 from tests.engines.trainer import Trainer, container, model_digest, split
 
 ROUTE = "/update_weights_delta"
@@ -45,17 +45,28 @@ time.sleep(600)
 class Scene:
     """One engine; the sender knows what the engine acknowledged last, as a real one does.
 
+    Args:
+        engine: serves `base`.
+        base: the checkpoint.
+        folder: for the faults that are armed.
+        spool: the engine's.
+        options: the sender's.
+
     Attributes:
         base_version: what the engine is at before the fault.
         changed: what the step under way changes, by name.
         sent: the parts of the sync that were made last.
     """
 
-    def __init__(self, engine: EngineProcess, base: Path, folder: Path, spool: Path) -> None:
+    def __init__(
+        self, engine: EngineProcess, base: Path, folder: Path, spool: Path, **options: Any
+    ) -> None:
         self.engine = engine
         self.folder = folder
         self.trainer = Trainer(tiny_models.load_tensors(base), version=FIRST)
-        self.sender = DeltaSender(engine.url, self.trainer.tensors.items(), base_version=FIRST)
+        self.sender = DeltaSender(
+            engine.url, self.trainer.tensors.items(), base_version=FIRST, **options
+        )
         self.base_version = FIRST
         self.changed: dict[str, torch.Tensor] = {}
         self.sent: list[bytes] = []
@@ -63,10 +74,11 @@ class Scene:
 
     # What is sent ----------------------------------------------------------------------------
 
-    def step(self) -> None:
-        """The trainer goes on; the sync to its weights is what the fault meets."""
+    def step(self, only: str = "") -> None:
+        """The trainer goes on, or some of its tensors do; the sync to its weights is what the fault
+        meets."""
         self.base_version = self.trainer.version = self.version()
-        self.changed = self.trainer.step()
+        self.changed = self.trainer.step(only=only)
         self.sent = []
 
     def parts(
@@ -199,7 +211,7 @@ class Scene:
         request = {"prompt": "a", "max_tokens": 2}
         return self.engine.post("/v1/completions", json=request, timeout=60).status_code
 
-    def next_sync(self) -> None:
+    def next_sync(self) -> SyncReport:
         """The sender goes on, from what it knows; nobody helps."""
         self.trainer.step()
         report = self.sender.sync(self.trainer.tensors.items())
@@ -208,6 +220,7 @@ class Scene:
         assert self.engine.weight_version() == str(report.version)
         assert self.holds(self.trainer.tensors)
         assert self.generates() == 200
+        return report
 
     def spooled(self) -> list[str]:
         """Parts that are left in the spool."""

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import fault_matrix
 from tests.faults.alive import FAULTS
+from tests.faults.deaths import DEATHS, RESPAWNS
 
 
 def test_a_row_per_kind_of_fault() -> None:
     rows = fault_matrix.markdown().splitlines()
-    whats = list(dict.fromkeys(fault.what for fault in FAULTS))
+    faults = [*FAULTS, *RESPAWNS, *DEATHS]
+    whats = list(dict.fromkeys(fault.what for fault in faults))
     assert [row.split(" | ")[0].removeprefix("| ") for row in rows[2:]] == whats
-    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+    assert len({fault.name for fault in faults}) == len(faults)
+
+
+def test_it_stands_in_the_readme() -> None:
+    readme = (fault_matrix.ROOT / "README.md").read_text(encoding="utf-8")
+    assert fault_matrix.markdown() + "\n\n" in readme

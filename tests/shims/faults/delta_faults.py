@@ -8,6 +8,8 @@ rank is asked next takes the file away. Faults:
 - ``stall_write``: the next commit hangs after one of its writes. A file ``stalled-RANK`` with the
   rank's process id says so.
 - ``slow_write``: the next commit waits for a second before its writes; it leaves that file too.
+- ``stall_answer``: the next commit hangs once every rank has committed, before this one says so; it
+  leaves that file too.
 - ``fail_stage``, ``stall_stage``, ``slow_stage``: the same of the next part's staging.
 - ``raise_commit``: the next commit raises before it begins, where nothing should.
 - ``flip_a_bit``: of one element of a live parameter, now, as a cosmic ray would. The file has the
@@ -80,6 +82,8 @@ def _arm(receiver: Any) -> None:
         _leave(folder / f"memory-{rank}", json.dumps(_memory(receiver)))
     if armed("raise_commit") is not None:
         _raise_once(receiver)
+    if armed("stall_answer") is not None:
+        _then(receiver, stall)
 
 
 def _leave(file: Path, text: str) -> None:
@@ -130,6 +134,19 @@ def _raise_once(receiver: Any) -> None:
     def commit(**arguments: Any) -> None:
         receiver._operations["commit"] = original
         raise RuntimeError("the commit went away")
+
+    receiver._operations["commit"] = commit
+
+
+def _then(receiver: Any, last: Callable[[], None]) -> None:
+    """Let this come after the next commit of a receiver."""
+    original = receiver._operations["commit"]
+
+    def commit(**arguments: Any) -> Any:
+        receiver._operations["commit"] = original
+        answer = original(**arguments)
+        last()
+        return answer
 
     receiver._operations["commit"] = commit
 

@@ -1,0 +1,57 @@
+"""SGLang with several HTTP processes: it starts those again that die, and lives on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from engine_process import EngineProcess
+from tests.faults.deaths import HTTP, RESPAWNS, Death
+from tests.faults.lives import Lives
+from tests.faults.scene import wait_until
+from tests.faults.test_deaths import check_version
+from tests.patches.conftest import patched_copy
+
+__all__ = ["patched_copy"]
+
+pytestmark = pytest.mark.full
+
+PROCESSES = 2
+
+
+@pytest.fixture(scope="module")
+def lives(
+    patched_copy: Callable[[str], Path],
+    checkpoint: Callable[[str], Path],
+    start: Callable[..., EngineProcess],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Lives]:
+    """Its hooks are in its source: it loads no plugins in these processes."""
+    lives = Lives(
+        start,
+        "sglang",
+        checkpoint("qwen3"),
+        tmp_path_factory.mktemp("processes"),
+        arguments=["--tokenizer-worker-num", str(PROCESSES)],
+        environment={"SGLANG_PLUGINS": "delta_faults"},
+        python_path=[patched_copy("sglang")],
+        encoding="deltas_zstd",
+    )
+    yield lives
+    lives.close()
+
+
+@pytest.mark.parametrize("death", RESPAWNS, ids=lambda death: death.name)
+def test_respawn(lives: Lives, death: Death) -> None:
+    """The ranks live, keep what was staged, and know that generation is to go on."""
+    before, dead = lives.prints(), lives.titled(HTTP)
+    lives.step()
+    death.do(lives)
+    assert lives.commits()
+    assert lives.answers == {200}
+    wait_until(lambda: len({*lives.titled(HTTP)} - {*dead}) == PROCESSES)
+    assert check_version(lives, before)
+    assert not lives.next_sync().full
+    assert lives.spooled() == []
