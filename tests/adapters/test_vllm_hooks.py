@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,8 +49,16 @@ def test_nothing_happens_where_nobody_asks() -> None:
 
 def test_the_endpoints_are_there_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(settings.ENVIRONMENT, "{}")
+    handler = logging.NullHandler()
+    monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [handler])
+    for name in ("engine_ext", "delta_server"):
+        for attribute in ("handlers", "propagate", "level"):
+            now = getattr(logging.getLogger(name), attribute)
+            monkeypatch.setattr(logging.getLogger(name), attribute, now)
     (plugin,) = hooks.endpoint_plugins()
     assert (plugin.name, plugin.required_tasks) == ("delta_updates", None)
+    # Also in a process that has not read the arguments.
+    assert logging.getLogger("delta_server.ledger").parent.handlers == [handler]
 
 
 @pytest.mark.parametrize("asked", ["by the flag", "by the load format"])

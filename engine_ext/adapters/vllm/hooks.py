@@ -71,6 +71,8 @@ def endpoint_plugins() -> list[Any]:
         return []
     from engine_ext.adapters.vllm.frontend import DeltaEndpoints
 
+    # One of several HTTP processes has not read the arguments itself.
+    _log_as_vllm()
     return [DeltaEndpoints()]
 
 
