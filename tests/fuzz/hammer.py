@@ -22,7 +22,7 @@ HANGS_S = 20
 _RESIDENT_BYTES = 128 << 20
 _RESET_PEAK = "5"  # to /proc/PID/clear_refs
 ROUND = settings(
-    max_examples=30, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=10, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
 
 
