@@ -76,14 +76,19 @@ def test_an_engine_stays_before_a_damaged_version(
 
     engine = start(kind, base, tp=tp, extra_args=["--delta-log", str(log)])
     status = engine.delta_status()
-    assert (status["version"], engine.weight_version()) == (1, "1")
+    assert (status["ranks"], status["version"], engine.weight_version()) == (tp, 1, "1")
     assert status["digest"] == model_digest(good).hex()
+    # Of every rank's live memory.
+    scan = engine.get("/delta_digest", params={"scan": "true"}).json()
+    assert (scan["digest"], scan["corrupted"]) == (status["digest"], [])
+    assert status["staged"] is None
     problem = status["delta_log"]["problem"]
     assert (problem["type"], problem["newest"]) == ("LogDamaged", 3)
     assert "weight_v000002" in problem["message"]
     assert "weight_v000002 is of no use" in engine.log_path.read_text()
     assert engine.complete("the quick", max_tokens=4)["choices"][0]["text"] is not None
     assert engine.post("/delta_catch_up").status_code == 409
+    assert engine.delta_status()["delta_log"]["problem"]["type"] == "LogDamaged"
 
     with DeltaSender(engine.url, good.items(), base_version=1) as sender:
         assert not sender.sync(trainer.tensors.items()).full
