@@ -1,7 +1,11 @@
-"""Which process of a server answers: for servers whose port is shared by several."""
+"""For servers whose port several processes share: which of them answers, and what all tell."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -37,6 +41,30 @@ def one_client_each(engine: EngineProcess, processes: int) -> Iterator[list[http
                 stack.callback(client.close)
                 found[process] = client
         yield list(found.values())
+
+
+def committed(client: httpx.Client) -> float:
+    """How many syncs were committed, as the engine's ``/metrics`` counts them."""
+    start = 'delta_updates_syncs_total{error="",outcome="committed"} '
+    lines = client.get("/metrics").text.splitlines()
+    [value] = [line.removeprefix(start) for line in lines if line.startswith(start)]
+    return float(value)
+
+
+def shown_by_top(url: str) -> tuple[int, int, str]:
+    """The exit status of ``delta-top``, and the version and state that it shows."""
+    command = [sys.executable, "-m", "delta_server.top", "--json", url]
+    paths = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    [seen] = json.loads(done.stdout)
+    return done.returncode, seen["status"]["version"], seen["status"]["engine_state"]
 
 
 def _who_has(engine: EngineProcess, port: int) -> int:

@@ -1,0 +1,250 @@
+"""vLLM with several HTTP processes before two ranks: whichever is asked, one truth."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import tiny_models
+from engine_process import EngineProcess
+from reference_sender import DeltaSender
+from tests.engines.conftest import fingerprint
+from tests.engines.trainer import Trainer, container, edited, model_digest, split, write_log
+from tests.engines.vllm_serve import VllmServe, distribution
+from tests.faults.scene import OCTETS, PLUGIN
+from tests.patches.http_processes import committed, one_client_each, shown_by_top
+
+pytestmark = pytest.mark.full
+
+PROCESSES = 2
+LOGGED = 2
+RANKS = 2
+
+
+class Live:
+    """A vLLM with several HTTP processes, a client of each, and the trainer that it follows."""
+
+    def __init__(
+        self, engine: EngineProcess, base: Path, trainer: Trainer, clients: list[httpx.Client]
+    ) -> None:
+        self.engine = engine
+        self.base = base
+        self.trainer = trainer
+        self.clients = clients
+
+    def next(self) -> bytes:
+        """A part that is all of the sync to the trainer's next weights."""
+        changed = self.trainer.step()
+        return container(self.trainer.tensors, changed, metadata=self.trainer.metadata())
+
+    def full(self) -> bytes:
+        """A part with all that the trainer has."""
+        metadata = {"current_version": str(self.trainer.version), "full": "true"}
+        dense = dict.fromkeys(self.trainer.tensors)
+        return container(self.trainer.tensors, dense, metadata=metadata)
+
+    def generate(self, client: httpx.Client, **options: Any) -> httpx.Response:
+        body = {"model": str(self.base), "prompt": "count", "max_tokens": 2, **options}
+        return client.post("/v1/completions", json=body)
+
+    def at_one_version(self) -> None:
+        """Every process tells the trainer's version, and that the ranks hold its weights."""
+        version = self.trainer.version
+        for client in self.clients:
+            status = client.get("/delta_status").json()
+            assert (status["version"], status["weight_version"]) == (version, str(version))
+            assert (status["ranks"], status["engine_state"]) == (RANKS, "certain")
+            assert status["digest"] == model_digest(self.trainer.tensors).hex()
+            assert client.get("/weight_info").json()["weight_version"] == str(version)
+            assert self.generate(client).status_code == 200
+        found = self.clients[0].get("/delta_digest", params={"scan": "true"}).json()
+        assert (found["digest"], found["corrupted"]) == (status["digest"], [])
+
+
+@pytest.fixture(scope="module")
+def live(
+    checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Live]:
+    folder, base = tmp_path_factory.mktemp("live"), checkpoint("qwen3")
+    trainer = Trainer(tiny_models.load_tensors(base))
+    write_log(folder / "log", trainer, LOGGED)
+    (folder / "faults").mkdir()
+    engine = VllmServe(
+        base,
+        tp=RANKS,
+        enable_delta=True,
+        extra_args=["--api-server-count", str(PROCESSES), "--delta-log", str(folder / "log")],
+        python_path=[distribution(folder / "path"), PLUGIN],
+        extra_env={"DELTA_FAULTS": str(folder / "faults")},
+        log_path=folder / "engine.log",
+    )
+    with engine, one_client_each(engine, PROCESSES) as clients:
+        yield Live(engine, base, trainer, clients)
+
+
+@pytest.fixture
+def arm(live: Live) -> Callable[[str, int], None]:
+    """Lets something happen in a rank; see ``tests/shims/faults``."""
+
+    def one(fault: str, rank: int) -> None:
+        (live.engine.log_path.parent / "faults" / f"{fault}-{rank}").touch()
+
+    return one
+
+
+def test_one_process_replays_and_all_know_it(live: Live) -> None:
+    live.at_one_version()
+    assert live.trainer.version == LOGGED
+    assert live.engine.log_path.read_text().count("versions replayed") == 1
+    for client in live.clients:
+        log = client.get("/delta_status").json()["delta_log"]
+        assert (log["newest"], log["problem"]) == (LOGGED, None)
+
+
+def test_every_process_commits(live: Live) -> None:
+    for client in [*live.clients, *live.clients]:
+        answer = client.post("/update_weights_delta", content=live.next(), headers=OCTETS)
+        assert (answer.status_code, answer.json()["status"]) == (200, "committed"), answer.text
+        live.at_one_version()
+
+
+def test_the_parts_of_one_sync_come_to_several_processes(live: Live) -> None:
+    groups = split(live.trainer.step(), 4)
+    metadata = {**live.trainer.metadata(), "num_parts": "4"}
+    told = []
+    for part, changed in enumerate(groups):
+        body = container(live.trainer.tensors, changed, metadata={**metadata, "part": str(part)})
+        client = live.clients[part % PROCESSES]
+        answer = client.post("/update_weights_delta", content=body, headers=OCTETS)
+        told.append(answer.json()["status"])
+    assert told == ["staged"] * 3 + ["committed"]
+    live.at_one_version()
+
+
+def test_one_part_comes_to_all_processes_at_once(live: Live) -> None:
+    body = live.next()
+
+    def post(client: httpx.Client) -> Any:
+        return client.post("/update_weights_delta", content=body, headers=OCTETS).json()["status"]
+
+    with ThreadPoolExecutor(PROCESSES) as threads:
+        told = sorted(threads.map(post, live.clients))
+    assert told == ["already_applied"] * (PROCESSES - 1) + ["committed"]
+    live.at_one_version()
+
+
+def test_two_senders(live: Live) -> None:
+    """Another sync to the same version, by another process: one of the two."""
+    mine = live.next()
+    theirs = edited(
+        live.full(), full=None, sync_id="theirs", base_version=str(live.trainer.version - 1)
+    )
+
+    def post(client: httpx.Client, body: bytes) -> int:
+        return client.post("/update_weights_delta", content=body, headers=OCTETS).status_code
+
+    with ThreadPoolExecutor(PROCESSES) as threads:
+        told = sorted(threads.map(post, live.clients, [mine, theirs]))
+    assert told == [200, 409]
+    live.at_one_version()
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_requests_of_another_process_in_flight(live: Live, mode: str) -> None:
+    """They end as the pause mode says, whichever process has them."""
+    first, second = live.clients
+    begun, reasons = threading.Event(), []
+
+    def generate() -> None:
+        body = {"model": str(live.base), "prompt": "count", "max_tokens": 200, "stream": True}
+        options = {"ignore_eos": True, "temperature": 0}
+        with second.stream("POST", "/v1/completions", json={**body, **options}) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    reasons.append(json.loads(line[6:])["choices"][0]["finish_reason"])
+                    begun.set()
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    assert begun.wait(60)
+    query = {"pause_mode": mode}
+    answer = first.post("/update_weights_delta", content=live.next(), headers=OCTETS, params=query)
+    assert answer.json()["status"] == "committed", answer.text
+    if mode == "wait":
+        thread.join(1)
+        assert not thread.is_alive()
+    thread.join(60)
+    assert reasons[-1] == ("abort" if mode == "abort" else "length")
+    live.at_one_version()
+
+
+def test_weights_that_one_process_left_uncertain(
+    live: Live, arm: Callable[[str, int], None]
+) -> None:
+    """No process generates from them, and any other one heals them."""
+    first, second = live.clients
+    arm("fail_write", 1)
+    arm("fail_undo", 1)
+    answer = first.post("/update_weights_delta", content=live.next(), headers=OCTETS)
+    assert answer.json()["error"]["type"] == "CommitFailed", answer.text
+    for client in live.clients:
+        assert client.get("/delta_status").json()["engine_state"] == "uncertain"
+        assert live.generate(client).json()["error"]["type"] == "EngineUncertain"
+    assert shown_by_top(live.engine.url) == (3, live.trainer.version - 1, "uncertain")
+    healed = second.post("/update_weights_delta", content=live.full(), headers=OCTETS)
+    assert healed.json()["status"] == "committed", healed.text
+    live.at_one_version()
+
+
+def test_every_process_tells_of_all_syncs(live: Live) -> None:
+    query = {"history": "true"}
+    before = committed(live.clients[0])
+    for client in live.clients:
+        client.post("/update_weights_delta", content=live.next(), headers=OCTETS)
+    versions = [live.trainer.version - 1, live.trainer.version]
+    for client in live.clients:
+        history = client.get("/delta_status", params=query).json()["history"]
+        assert [sync["version"] for sync in history[-2:]] == versions
+        assert committed(client) == before + 2
+        lines = client.get("/metrics").text.splitlines()
+        assert f"delta_updates_version {float(live.trainer.version)}" in lines
+    assert shown_by_top(live.engine.url) == (0, live.trainer.version, "certain")
+    lines = live.engine.log_path.read_text().count("delta sync outcome=committed")
+    assert lines == committed(live.clients[0])
+
+
+def test_a_rollback_by_one_process_and_the_sender_after_it(live: Live) -> None:
+    first, second = live.clients
+    before = dict(live.trainer.tensors)
+    first.post("/update_weights_delta", content=live.next(), headers=OCTETS)
+    assert second.post("/delta_rollback").json()["status"] == "rolled_back"
+    live.trainer.tensors, live.trainer.version = before, live.trainer.version - 1
+    live.at_one_version()
+    url, version = live.engine.url, live.trainer.version
+    with DeltaSender(url, live.trainer.tensors.items(), base_version=version) as sender:
+        for _ in range(4):
+            live.trainer.step()
+            assert not sender.sync(live.trainer.tensors.items()).full
+            live.at_one_version()
+
+
+def test_equals_a_fresh_engine(live: Live, tmp_path: Path) -> None:
+    """Last, because the fresh one takes its place."""
+    updated = fingerprint(live.engine)
+    live.engine.stop()
+    target = tiny_models.save_checkpoint(live.base, tmp_path / "target", live.trainer.tensors)
+    options: dict[str, Any] = {"tp": RANKS, "enable_delta": True}
+    with VllmServe(
+        target,
+        python_path=[distribution(tmp_path / "path")],
+        log_path=tmp_path / "fresh.log",
+        **options,
+    ) as fresh:
+        assert fingerprint(fresh) == updated

