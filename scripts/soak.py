@@ -45,6 +45,8 @@ from tiny_models import build, load_tensors, save_checkpoint
 _WIDTHS: Final = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
 # A small KV cache is soon touched everywhere; a large one grows for as long as the load lasts.
 ARGUMENTS: Final = {"vllm": ["--num-gpu-blocks-override", "64"], "sglang": []}
+# Batches have hundreds of shapes, for each of which torch's CPU kernels would keep a megabyte.
+ENVIRONMENT: Final = {"LRU_CACHE_CAPACITY": "16", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
 _PROMPTS: Final = ("the quick brown fox", "a reward is a number", "def add(a, b):", "In 2024 there")
 _EPILOG: Final = """\
 The last line of stdout with --json is one JSON object of all figures.
@@ -68,7 +70,8 @@ def soak(
     """Sync a live engine under load; the judgement is in `Figures.problems`.
 
     Args:
-        engine: live, with `ARGUMENTS` and this `spool`, at version 0 with the trainer's bytes.
+        engine: live, with `ARGUMENTS`, `ENVIRONMENT` and this `spool`, at version 0 with the
+            trainer's bytes.
         trainer: that it is to follow.
         spool: its spool folder.
         syncs: how many, 20 or more.
@@ -81,7 +84,7 @@ def soak(
     Raises:
         SoakFailed, SyncFailed, EngineError: as of `Syncs.run`.
     """
-    warm_up = min(100, syncs // 4)
+    warm_up = min(100, syncs // 2)
     for encoding in CHOICES:  # or the first sync of each would wait for what numba loads
         compile_for(trainer.dtypes, encoding)
     with Load(engine.url, clients, seed) as load:
@@ -108,8 +111,9 @@ def run(options: argparse.Namespace, folder: Path, console: Console) -> Figures:
     modes = PAUSE_MODES if options.pause_mode == "all" else (options.pause_mode,)
     arguments = [*ARGUMENTS[options.engine], "--delta-spool-dir", str(spool)]
     console.print(f"starting {kind.name}")
+    log = folder / "live-engine.log"
     with kind(
-        base, enable_delta=True, extra_args=arguments, log_path=folder / "live-engine.log"
+        base, enable_delta=True, extra_args=arguments, extra_env=ENVIRONMENT, log_path=log
     ) as engine:
         before = fingerprint(engine)
         with _progress(options.syncs, console) as done:
@@ -128,8 +132,10 @@ def run(options: argparse.Namespace, folder: Path, console: Console) -> Figures:
         live, said = fingerprint(engine), _answers(engine)
     final = save_checkpoint(base, folder / "final", trainer.tensors)
     console.print(f"starting a fresh {kind.name} on the trainer's checkpoint")
-    log = folder / "fresh-engine.log"
-    with kind(final, enable_delta=True, extra_args=ARGUMENTS[options.engine], log_path=log) as one:
+    arguments, log = ARGUMENTS[options.engine], folder / "fresh-engine.log"
+    with kind(
+        final, enable_delta=True, extra_args=arguments, extra_env=ENVIRONMENT, log_path=log
+    ) as one:
         fresh, expected = fingerprint(one), _answers(one)
     if not verify(before, live, fresh, console):
         found.problems.append("the engine's tensors are not those of a fresh one")

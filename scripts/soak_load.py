@@ -259,31 +259,42 @@ def _complete(client: httpx.Client, url: str, ask: Ask) -> tuple[str | None, int
         if stream.status_code != httpx.codes.OK:
             stream.read()
         _check(stream)
-        return read_stream(stream.iter_lines())
+        return read_stream(stream.iter_bytes())
 
 
-def read_stream(lines: Iterator[str]) -> tuple[str | None, int]:
+def read_stream(pieces: Iterator[bytes]) -> tuple[str | None, int]:
     """Why a streamed answer ended, and how many tokens it has.
+
+    vLLM gives no reason where a request is aborted before its first token: that is ``abort``.
 
     Raises:
         ValueError, LookupError, TypeError: It broke off, or is not what it should look like.
     """
     reason, tokens, done = None, None, False
-    for line in lines:
-        data = line.removeprefix("data: ")
-        if data == "[DONE]":
+    for line in _lines(pieces):
+        data = line.removeprefix(b"data: ").strip()
+        if data == b"[DONE]":
             done = True
         elif data:
             chunk = json.loads(data)
             if "error" in chunk:
-                raise ValueError(f"the stream says {data[:300]}")
+                raise ValueError(f"the stream says {data[:300]!r}")
             for choice in chunk["choices"]:
                 reason = choice["finish_reason"] or reason
             if chunk.get("usage"):
                 tokens = chunk["usage"]["completion_tokens"]
     if not done or tokens is None:
         raise ValueError("the stream broke off")
-    return reason, tokens
+    return (reason if reason or tokens else "abort"), tokens
+
+
+def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """Split at line feeds only; httpx's lines also end at what is text here, as U+0085."""
+    rest = b""
+    for piece in pieces:
+        *whole, rest = (rest + piece).split(b"\n")
+        yield from whole
+    yield rest
 
 
 def _check(answer: httpx.Response) -> None:

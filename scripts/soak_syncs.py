@@ -24,7 +24,7 @@ from soak_memory import Sample
 
 PAUSE_MODES: Final = ("keep", "wait", "abort")
 CHECK_EVERY: Final = 10
-_SAMPLE_EVERY: Final = 5
+_SAMPLE_EVERY: Final = 2
 _ROUND: Final = 3  # syncs of one sender
 _FULL_EVERY: Final = 50
 _TIMEOUT_S: Final = 120.0

@@ -101,12 +101,15 @@ def test_clients_that_find_no_engine_say_so_and_end() -> None:
     assert load.tally.problems[0].startswith("ConnectError: ")
 
 
-def lines(*chunks: object, end: str = "data: [DONE]") -> list[str]:
-    return [line for c in chunks for line in (f"data: {json.dumps(c)}", "")] + [end]
+def stream(*chunks: object, end: str = "data: [DONE]\n\n") -> list[bytes]:
+    """In pieces that end anywhere."""
+    lines = [f"data: {json.dumps(c, ensure_ascii=False)}\n\n" for c in chunks]
+    whole = "".join([*lines, end]).encode()
+    return [whole[start : start + 7] for start in range(0, len(whole), 7)]
 
 
 def chunk(reason: str | None = None, **more: object) -> dict[str, object]:
-    return {"choices": [{"text": "a", "finish_reason": reason}], **more}
+    return {"choices": [{"text": "a\x85\u2028b", "finish_reason": reason}], **more}
 
 
 USAGE = {"choices": [], "usage": {"completion_tokens": 8}}
@@ -120,22 +123,27 @@ USAGE = {"choices": [], "usage": {"completion_tokens": 8}}
     ],
 )
 def test_a_stream_is_read(chunks: list[object]) -> None:
-    assert read_stream(iter(lines(*chunks))) == ("length", 8)
+    assert read_stream(iter(stream(*chunks))) == ("length", 8)
 
 
 @pytest.mark.parametrize(
-    "stream",
+    "pieces",
     [
         [],
-        lines(chunk("length"), USAGE, end=""),
-        lines(chunk("length")),
-        lines(chunk(), {"error": {"message": "gone"}}, USAGE),
-        ["data: {"],
+        stream(chunk("length"), USAGE, end=""),
+        stream(chunk("length")),
+        stream(chunk(), {"error": {"message": "gone"}}, USAGE),
+        [b"data: {"],
     ],
 )
-def test_a_stream_that_breaks_off_is_no_answer(stream: list[str]) -> None:
+def test_a_stream_that_breaks_off_is_no_answer(pieces: list[bytes]) -> None:
     with pytest.raises(ValueError):
-        read_stream(iter(stream))
+        read_stream(iter(pieces))
+
+
+def test_a_stream_aborted_before_its_first_token_gives_no_reason() -> None:
+    pieces = stream({"choices": [], "usage": {"completion_tokens": 0}})
+    assert read_stream(iter(pieces)) == ("abort", 0)
 
 
 def test_prompts_are_mixed_and_share_beginnings() -> None:
