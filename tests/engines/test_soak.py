@@ -1,15 +1,25 @@
-"""The soak on a live engine, shorter than ``make soak``: all figures, and no problem in them."""
+"""The soak on live engines, shorter than ``make soak``: all figures, and no problem in them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
 
 import soak
 import tiny_models
 from engine_process import EngineProcess
 from sender_choice import CHOICES
 from soak_syncs import PAUSE_MODES, Trainer
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_syncs_under_load(
@@ -28,3 +38,60 @@ def test_syncs_under_load(
     assert set(figures["by_way"]) == {
         *CHOICES, *PAUSE_MODES, "flushed", "not flushed", "full", "empty",
     }  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_program(engine: str, tmp_path: Path) -> None:
+    """As ``make soak`` runs it, with the fresh engine at the end."""
+    process = run(tmp_path, "--engine", engine, "--syncs", "60", "--quiet-seconds", "1", "--json")
+    out, err = process.communicate(timeout=280)
+    assert process.returncode == 0, err[-4000:]
+    figures = json.loads(out.splitlines()[-1])
+    assert (figures["engine"], figures["problems"], figures["digest_checks"]) == (engine, [], 6)
+    assert "VERIFIED: bit-identical" in out
+    assert left_in(tmp_path) == []
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("interruptible")
+def test_interrupted_it_cleans_up(tmp_path: Path) -> None:
+    """While clients ask and a sync is under way, as likely as not."""
+    process = run(tmp_path, "--syncs", "40", "--quiet-seconds", "1")
+    watchdog = threading.Timer(240, process.kill)
+    watchdog.start()
+    assert process.stdout is not None
+    while "4 syncs in" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    watchdog.cancel()
+    assert process.returncode == 130, err[-4000:]
+    assert "interrupted" in err
+    assert left_in(tmp_path) == []
+
+
+def run(folder: Path, *options: str) -> subprocess.Popen[str]:
+    """The script, with its temporary folders in `folder`."""
+    paths = os.pathsep.join(str(ROOT / name) for name in (".", "server", "scripts"))
+    return subprocess.Popen(
+        [sys.executable, "-u", ROOT / "scripts" / "soak.py", *options],
+        env={**os.environ, "PYTHONPATH": paths, "TMPDIR": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def left_in(folder: Path) -> list[str]:
+    return [path.name for path in folder.glob("delta-soak-*")] + [
+        path.name for path in folder.glob("engine-*")
+    ]
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A job in a shell's background ignores SIGINT, and what it starts would too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
