@@ -206,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the soak; returns the exit status."""
     options = parse_arguments(arguments)
     signal.signal(signal.SIGTERM, _terminate)
-    console = Console(markup=False, highlight=False, soft_wrap=not sys.stdout.isatty())
+    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 120)
     errors = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
     try:
         with tempfile.TemporaryDirectory(prefix="delta-soak-") as folder:
