@@ -20,7 +20,7 @@ from engine_ext.compiled import array, compile_loop, made_once
 from engine_ext.digest import Digest, change_digest
 from engine_ext.lines import LINE, differing, fetch_to_read, lowest, ones, teach
 
-_CHUNK: Final = 1 << 20  # elements that a thread compares at a time; a multiple of any line's
+_CHUNK: Final = 1 << 21  # elements that a thread compares at a time; a multiple of any line's
 _AHEAD: Final = 64  # lines that are asked for before they are compared; a core's own guess is fewer
 
 
