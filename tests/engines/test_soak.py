@@ -45,7 +45,7 @@ def test_syncs_under_load(
 def test_the_program(engine: str, tmp_path: Path) -> None:
     """As ``make soak`` runs it, with the fresh engine at the end."""
     process = run(tmp_path, "--engine", engine, "--syncs", "60", "--quiet-seconds", "1", "--json")
-    out, err = process.communicate(timeout=280)
+    out, err = process.communicate(timeout=580)
     assert process.returncode == 0, err[-4000:]
     figures = json.loads(out.splitlines()[-1])
     assert (figures["engine"], figures["problems"], figures["digest_checks"]) == (engine, [], 6)
@@ -62,7 +62,7 @@ def test_interrupted_it_cleans_up(tmp_path: Path) -> None:
     watchdog.start()
     assert process.stdout is not None
     while "4 syncs in" not in process.stdout.readline():
-        assert process.poll() is None
+        assert process.poll() is None, process.communicate()[1][-4000:]
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=120)
     watchdog.cancel()
