@@ -169,7 +169,8 @@ class Lives(Scene):
         found = []
         for process in self.engine.pids():
             with contextlib.suppress(psutil.Error):  # it ended just now
-                if psutil.Process(process).cmdline()[0].startswith(title):
+                # One that begins just now has no arguments yet.
+                if "".join(psutil.Process(process).cmdline()[:1]).startswith(title):
                     found.append(process)
         assert found
         return found
