@@ -16,7 +16,8 @@ from tests.engines.trainer import Trainer, model_digest, write_log
 KINDS = ["vllm", "sglang"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# SGLang's replay is in the short tests of its patched copy too.
+@pytest.mark.parametrize("kind", ["vllm", pytest.param("sglang", marks=pytest.mark.full)])
 def test_an_engine_starts_where_the_log_ends(
     kind: str,
     checkpoint: Callable[[str], Path],

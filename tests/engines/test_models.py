@@ -34,7 +34,7 @@ REFUSED = {
             for kind in ("qwen3_next", "mamba2", "gpt_oss", "deepseek_v3")
             for tp in (1, 2)
         ),
-        ("sglang", "qwen3_moe", 1),
+        pytest.param("sglang", "qwen3_moe", 1, marks=pytest.mark.full),
         pytest.param("sglang", "gemma3", 1, marks=pytest.mark.full),
     ],
 )
