@@ -49,9 +49,14 @@ def compile_loop(function: Callable[..., Any], signature: Any) -> Callable[..., 
     """
     from numba import njit
 
-    compiled: Callable[..., Any]
+    compiled: Any
     try:
         compiled = njit(signature, nogil=True, cache=True)(function)
     except Exception:  # no folder to cache in, or a spoilt cache
         compiled = njit(signature, nogil=True)(function)
-    return compiled
+    # Processes that write numba's cache at once, as ranks do at their first start, may leave one
+    # signature's code under another's name.
+    if tuple(signature.args) not in compiled.overloads:
+        compiled = njit(signature, nogil=True)(function)
+    loop: Callable[..., Any] = compiled
+    return loop

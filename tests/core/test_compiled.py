@@ -1,0 +1,46 @@
+"""Compiled loops, and numba's cache of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import numpy as np
+
+from engine_ext.compiled import array, compile_loop
+
+SOURCE = """
+def total(values):
+    found = 0
+    for k in range(values.size):
+        found += values[k]
+    return found
+"""
+
+
+def test_a_cache_that_mixes_signatures_up_is_not_believed(tmp_path: Path) -> None:
+    """Two processes that write it at once may do that: both take the same name for their code."""
+    from numba import types
+
+    path = tmp_path / "loops_of_a_test.py"
+    path.write_text(SOURCE)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    kinds = "uint8", "uint16"
+    signatures = {kind: types.int64(array(types, kind)) for kind in kinds}
+
+    def totals() -> list[int]:
+        loops = {kind: compile_loop(module.total, signatures[kind]) for kind in kinds}
+        return [loops[kind](np.arange(5, dtype=kind)) for kind in kinds]
+
+    assert totals() == [10, 10]
+    first, second = sorted((tmp_path / "__pycache__").glob("*.nbc"))
+    aside = tmp_path / "aside"
+    os.rename(first, aside)
+    os.rename(second, first)
+    os.rename(aside, second)
+    assert totals() == [10, 10]
