@@ -68,10 +68,12 @@ class Manner:
     Attributes:
         encoding: one of `CHOICES`.
         differences: whether the engine takes differences, as far as is known.
+        heals: whether new values go whatever the old ones are; what they lead to is proven alone.
     """
 
     encoding: str
     differences: bool = True
+    heals: bool = False
 
     @property
     def may_differ(self) -> bool:
@@ -81,6 +83,10 @@ class Manner:
     def of_values(self) -> Manner:
         """The same without differences."""
         return replace(self, differences=False)
+
+    def healing(self) -> Manner:
+        """For an engine whose old values were found to be others: values, right over any."""
+        return replace(self, differences=False, heals=True)
 
     @property
     def empty(self) -> str:

@@ -61,11 +61,12 @@ class Link(Standing):
     def bring(self, step: Step) -> Committed:
         """Send one step. The link is as before it, until `Committed.acknowledge` is called.
 
-        If an earlier answer was lost, the engine is asked first whether it has committed. If it
-        turns out to hold something else (it was restarted, a digest disagrees) or to be
-        ``uncertain``, the delta log is replayed if it is behind in it; otherwise the whole model is
-        sent instead, once. If it refuses differences (it casts a tensor, or writes by another way),
-        it is sent values, and from then on if it takes them.
+        If an earlier answer was lost, the engine is asked first whether it has committed. If its
+        old values are not those of the differences, it is sent the new values, once, if a digest
+        proves all that they lead to. If it turns out to hold something else (it was restarted, a
+        digest disagrees) or to be ``uncertain``, the delta log is replayed if it is behind in it;
+        otherwise the whole model is sent instead, once. If it refuses differences (it casts a
+        tensor, or writes by another way), it is sent values, and from then on if it takes them.
 
         Raises:
             SyncFailed: The engine refused or could not be reached.
@@ -74,24 +75,29 @@ class Link(Standing):
             state = self.server.status()
             with step.reading():
                 self.decide(state)
-        full, version, manner = step.full or self.suspect, step.version, self._manner
+        full, version = step.full or self.suspect, step.version
+        manner = sends = self._manner
         if full or not self.is_proven:  # it would not be seen that another sync led there
             version = max(version, self.server.tried + 1)
         may_catch_up = self._has_log
         while True:
             try:
-                return self._send(step, version, manner, full=full)
+                return replace(self._send(step, version, sends, full=full), manner=manner)
             except SyncFailed as failed:
                 if full:
                     raise
-                if failed.calls_for_full:
+                kind = failed.error.get("type")
+                if kind == "BaseMismatch" and sends.may_differ and self.is_proven:
+                    logger.warning("values in place of differences, once, as these met: %s", failed)
+                    sends = manner.healing()
+                elif failed.calls_for_full:
                     full = not (may_catch_up and self._is_brought_up(step, failed))
-                    may_catch_up = False
+                    may_catch_up, sends = False, manner
                     if full and isinstance(actual := failed.error.get("actual"), int):
                         version = max(version, actual + 1)
-                elif manner.may_differ and failed.error.get("type") == "NotUpdatable":
+                elif sends.may_differ and kind == "NotUpdatable":
                     logger.warning("values in place of differences, as these met: %s", failed)
-                    manner = manner.of_values()
+                    manner = sends = manner.of_values()
                 else:
                     raise
 
@@ -264,7 +270,7 @@ class Link(Standing):
             if before is not None:
                 change = self._change(part.pieces, full=full)
                 after += change
-                if not full:  # where it is, nobody knows what the engine holds
+                if not (full or manner.heals):  # there nobody knows what the engine holds
                     digests.update(digest_part=change.hex(), digest_before=before.hex())
                 if last:
                     digests.update(digest_after=after.hex())

@@ -269,6 +269,33 @@ def test_reference_sender(run: Run, encoding: str) -> None:
         assert (report.version, report.full) == (run.trainer.version, False)
 
 
+def test_differences_to_other_old_values(run: Run) -> None:
+    """The sender goes over to values, and to all of them where those are not enough.
+
+    The masked apply takes no differences, and has no digest to find the second by.
+    """
+    for elsewhere in (False,) if run.apply == "masked" else (False, True):
+        base = {name: tensor.clone() for name, tensor in run.trainer.tensors.items()}
+        changed = run.trainer.step()
+        for name, where in changed.items():
+            base[name].view(-1).view(torch.int16)[where] ^= 8
+        if elsewhere:  # it believes that the engine has this already, and leaves it out
+            base["model.norm.weight"] = run.trainer.tensors["model.norm.weight"].clone()
+        with DeltaSender(
+            run.engine.url,
+            base.items(),
+            base_version=run.trainer.version - 1,
+            encoding="gap8_ulp",
+            bucket_bytes=4096,
+        ) as sender:
+            report = sender.sync(run.trainer.tensors.items())
+        assert (report.status, report.full) == ("committed", elsewhere)
+        assert set(report.picked) == {"gap8_exp, dense" if elsewhere else "gap8_exp"}
+        assert report.version == run.trainer.version
+        if run.apply != "masked":
+            assert report.digest == model_digest(run.trainer.tensors).hex()
+
+
 def test_command_line_of_the_sender(run: Run, tmp_path: Path) -> None:
     before = tiny_models.save_checkpoint(run.base, tmp_path / "a", run.trainer.tensors)
     base_version = run.trainer.version

@@ -77,6 +77,63 @@ def test_differences_that_do_not_fit_are_healed_by_overwriting() -> None:
     assert engine.holds(model)
 
 
+def spoil(model: Model, engine: Engine) -> None:
+    """Train; the engine holds others of the elements that change."""
+    held = {name: tensor.clone() for name, tensor in model.items()}
+    train(model)
+    for name, values in engine.weights.items():
+        values[(held[name] != model[name]).view(-1).numpy()] ^= 4
+
+
+@pytest.mark.parametrize("encoding", ["gap8_ulp", "auto"])
+@pytest.mark.parametrize("bucket_bytes", [200, 1 << 20])
+def test_new_values_go_where_only_what_changes_was_other(encoding: str, bucket_bytes: int) -> None:
+    """Nothing but the digest after them is claimed, and it proves the rest."""
+    model = model_of()
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, encoding=encoding, bucket_bytes=bucket_bytes)
+    spoil(model, engine)
+    report = sender.sync(model.items())
+    assert (report.full, report.version) == (False, 1)
+    assert engine.holds(model)
+    differing = encodings(engine).count("gap8_ulp")
+    assert differing
+    refused, healing = engine.log[:differing], engine.log[differing:]
+    assert {part.manifest.encoding for part in healing} == {"gap8_exp"}
+    assert {part.manifest.digest_before for part in healing} == {None}
+    assert {part.manifest.digest_part for part in healing} == {None}
+    assert healing[-1].manifest.digest_after == engine.digest().hex()
+    assert not {p.manifest.sync_id for p in refused} & {p.manifest.sync_id for p in healing}
+    train(model, 1)
+    assert not sender.sync(model.items()).full
+    assert encodings(engine)[-1] == "gap8_ulp"
+    assert engine.holds(model)
+
+
+def test_all_of_it_goes_where_other_elements_were_other_too() -> None:
+    model = model_of()
+    engine = Engine.of(model)
+    sender = sender_of(engine, model)
+    spoil(model, engine)
+    engine.weights[ONE][:] ^= 8
+    assert sender.sync(model.items()).full
+    assert engine.holds(model)
+    assert encodings(engine) == ["gap8_ulp", "gap8_exp", "gap8_exp"]
+    assert [part.manifest.full for part in engine.log] == [False, False, True]
+
+
+@pytest.mark.parametrize("state", ["digest off", "a tensor that no digest covers"])
+def test_all_of_it_goes_where_nothing_would_prove_the_rest(state: str) -> None:
+    model = model_of()
+    engine = Engine.of(model, undigested=set() if state == "digest off" else {ONE})
+    sender = sender_of(engine, model, digest=state != "digest off")
+    spoil(model, engine)
+    assert sender.sync(model.items()).full
+    assert engine.holds(model)
+    assert engine.log[-1].manifest.full
+    assert all(part.manifest.full or part.manifest.digest_part for part in engine.log)
+
+
 def test_what_cannot_be_differences_goes_as_values_in_the_same_sync() -> None:
     model = model_of()
     dense = "layers.4.weight"
