@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _DEFAULT_LIMITS: Final = Limits()
+_WORTH_THREADS: Final = 1 << 17  # bytes that take longer to unpack than threads to start
+
+_Place = tuple[NDArray[np.int64] | None, Positions | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +104,11 @@ def decode_part(buffer: Buffer, limits: Limits = _DEFAULT_LIMITS) -> Part:
     manifest = header.manifest
     verify_checksum(manifest.checksum, positions, values, header.values.dtype)
     if manifest.encoding in PACKED_ENCODINGS:
-        streams = read_streams(positions, manifest.params)
-        read = read_differences if manifest.encoding == DIFFERENCES else read_planes
-        own_values = iter(read(values, manifest.params))
+        places, own_values = _unpacked(manifest, positions, values)
     else:
         streams = (positions[entry.pos_start : entry.pos_end] for entry in manifest.params)
-        own_values = _own_values(header, values)
+        places = _places(manifest.encoding, manifest.params, streams)
+        own_values = [*_own_values(header, values)]
     return Part(
         header,
         tuple(
@@ -113,14 +116,42 @@ def decode_part(buffer: Buffer, limits: Limits = _DEFAULT_LIMITS) -> Part:
                 entry.name,
                 entry.dtype,
                 entry.shape,
-                _indices(entry, manifest.encoding, stream),
+                indices,
                 own,
                 manifest.encoding == DIFFERENCES,
-                _positions(entry, manifest.encoding, stream),
+                sent,
             )
-            for entry, stream, own in zip(manifest.params, streams, own_values, strict=True)
+            for entry, (indices, sent), own in zip(manifest.params, places, own_values, strict=True)
         ),
     )
+
+
+def _unpacked(
+    manifest: Manifest, positions: NDArray[np.uint8], values: NDArray[np.uint8]
+) -> tuple[list[_Place], list[NDArray[Any]]]:
+    """Each param's places and values, of tensors that are compressed; large ones by threads."""
+    encoding, params = manifest.encoding, manifest.params
+    read = read_differences if encoding == DIFFERENCES else read_planes
+    if positions.size + values.size < _WORTH_THREADS:
+        streams = read_streams(positions, params)
+        return _places(encoding, params, streams), read(values, params)
+    with ThreadPoolExecutor(2, thread_name_prefix="delta-decode") as pool:
+        own_values = pool.submit(read, values, params)
+        unpacked = [*read_streams(positions, params)]
+        half = sum(2 * entry.pos_end <= params[-1].pos_end for entry in params)
+        first = pool.submit(_places, encoding, params[:half], unpacked[:half])
+        second = _places(encoding, params[half:], unpacked[half:])
+        return first.result() + second, own_values.result()
+
+
+def _places(
+    encoding: str, params: Sequence[ParamEntry], streams: Iterable[NDArray[np.uint8]]
+) -> list[_Place]:
+    """Each param's indices, and what they were decoded from."""
+    return [
+        (_indices(entry, encoding, stream), _positions(entry, encoding, stream))
+        for entry, stream in zip(params, streams, strict=True)
+    ]
 
 
 def _own_values(header: Header, raw: NDArray[np.uint8]) -> Iterator[NDArray[Any]]:
