@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,8 @@ from sender_choice import CHOICES
 from soak_syncs import PAUSE_MODES, Trainer
 
 ROOT = Path(__file__).parents[2]
+# On two cores the engine leaves the sender little time, now and then: 50 syncs take 75 s to 300 s.
+pytestmark = pytest.mark.timeout(660)
 
 
 def test_syncs_under_load(
@@ -29,10 +32,10 @@ def test_syncs_under_load(
     arguments = [*soak.ARGUMENTS["vllm"], "--delta-spool-dir", str(tmp_path)]
     engine = start("vllm", base, extra_args=arguments, extra_env=soak.ENVIRONMENT)
     trainer = Trainer(tiny_models.load_tensors(base), seed=0)
-    found = soak.soak(engine, trainer, tmp_path, syncs=50, quiet_s=1.0)
+    found = soak.soak(engine, trainer, tmp_path, syncs=30, quiet_s=1.0)
     assert found.problems == []
     figures = found.all()
-    assert (figures["syncs"], figures["digest_checks"]) == (50, 5)
+    assert (figures["syncs"], figures["digest_checks"]) == (30, 3)
     assert figures["requests"]["failed"] == 0
     assert figures["requests"]["finished"] >= 20
     assert set(figures["by_way"]) == {
@@ -42,22 +45,22 @@ def test_syncs_under_load(
 
 @pytest.mark.full
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_the_program(engine: str, tmp_path: Path) -> None:
+def test_the_program(engine: str, folder: Path) -> None:
     """As ``make soak`` runs it, with the fresh engine at the end."""
-    process = run(tmp_path, "--engine", engine, "--syncs", "60", "--quiet-seconds", "1", "--json")
+    process = run(folder, "--engine", engine, "--syncs", "60", "--quiet-seconds", "1", "--json")
     out, err = process.communicate(timeout=580)
     assert process.returncode == 0, err[-4000:]
     figures = json.loads(out.splitlines()[-1])
     assert (figures["engine"], figures["problems"], figures["digest_checks"]) == (engine, [], 6)
     assert "VERIFIED: bit-identical" in out
-    assert left_in(tmp_path) == []
+    assert left_in(folder) == []
 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("interruptible")
-def test_interrupted_it_cleans_up(tmp_path: Path) -> None:
+def test_interrupted_it_cleans_up(folder: Path) -> None:
     """While clients ask and a sync is under way, as likely as not."""
-    process = run(tmp_path, "--syncs", "40", "--quiet-seconds", "1")
+    process = run(folder, "--syncs", "40", "--quiet-seconds", "1")
     watchdog = threading.Timer(240, process.kill)
     watchdog.start()
     assert process.stdout is not None
@@ -68,7 +71,14 @@ def test_interrupted_it_cleans_up(tmp_path: Path) -> None:
     watchdog.cancel()
     assert process.returncode == 130, err[-4000:]
     assert "interrupted" in err
-    assert left_in(tmp_path) == []
+    assert left_in(folder) == []
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """With a short name: vLLM has sockets below it, whose paths have at most 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="soak-") as name:
+        yield Path(name)
 
 
 def run(folder: Path, *options: str) -> subprocess.Popen[str]:

@@ -161,9 +161,10 @@ def test_requests_of_another_process_in_flight(live: Live, mode: str) -> None:
     """They end as the pause mode says, whichever process has them."""
     first, second = live.clients
     begun, reasons = threading.Event(), []
+    part = live.next()  # now, so that no time passes between the first token and the sync
 
     def generate() -> None:
-        body = {"model": str(live.base), "prompt": "count", "max_tokens": 200, "stream": True}
+        body = {"model": str(live.base), "prompt": "count", "max_tokens": 240, "stream": True}
         options = {"ignore_eos": True, "temperature": 0}
         with second.stream("POST", "/v1/completions", json={**body, **options}) as response:
             for line in response.iter_lines():
@@ -175,7 +176,7 @@ def test_requests_of_another_process_in_flight(live: Live, mode: str) -> None:
     thread.start()
     assert begun.wait(60)
     query = {"pause_mode": mode}
-    answer = first.post("/update_weights_delta", content=live.next(), headers=OCTETS, params=query)
+    answer = first.post("/update_weights_delta", content=part, headers=OCTETS, params=query)
     assert answer.json()["status"] == "committed", answer.text
     if mode == "wait":
         thread.join(1)
