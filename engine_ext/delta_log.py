@@ -263,8 +263,9 @@ def _read_entry(folder: Path) -> Entry:
 
 def _read_done(folder: Path) -> bytes:
     try:
-        # A fifo that nobody writes to must not keep the reader waiting.
-        descriptor = os.open(folder / DONE, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        # A fifo that nobody writes to must not keep the reader waiting; a link is not followed.
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(folder / DONE, flags)
         with os.fdopen(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise LogDamaged(f"its {DONE} is not a regular file")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -31,18 +31,23 @@ from engine_ext.wire.signature import SIGNATURE_HEADER, Verifier, signing_key
 logger = logging.getLogger(__name__)
 
 _MAX_JSON_BYTES = 1 << 20
-# Paths below which engines generate; they answer 503 while the weights are uncertain.
-_GENERATION = (
-    "/v1", "/v2", "/inference", "/cohere", "/generate", "/invocations", "/pooling", "/score",
-    "/rerank", "/classify", "/encode", "/api", "/vertex_generate",
+# Beginnings of paths where engines generate; they answer 503 while the weights are uncertain.
+GENERATION = (
+    "/v1", "/v2", "/inference", "/cohere", "/generate", "/generative_scoring", "/invocations",
+    "/pooling", "/score", "/rerank", "/classify", "/encode", "/api", "/vertex_generate",
 )  # fmt: skip
+_READS = ("GET", "HEAD", "OPTIONS")
 
 
-def attach(app: FastAPI) -> None:
+def attach(app: FastAPI, generation: Sequence[str] = ()) -> None:
     """Add the endpoints to an app. ``app.state.delta_service`` must be set before it serves.
 
     An app whose lifespan has begun takes no middleware any more: there the guard goes around all
     that it has.
+
+    Args:
+        app: the engine's.
+        generation: beginnings of paths where it generates, besides `GENERATION`.
     """
     app.add_api_route("/update_weights_delta", update_weights_delta, methods=["POST"])
     app.add_api_route("/update_weights_from_disk", update_weights_from_disk, methods=["POST"])
@@ -51,9 +56,11 @@ def attach(app: FastAPI) -> None:
     app.add_api_route("/delta_rollback", delta_rollback, methods=["POST"])
     app.add_api_route("/delta_catch_up", delta_catch_up, methods=["POST"])
     if app.middleware_stack is None:
-        app.add_middleware(UncertainGuard, state=app.state)
+        app.add_middleware(UncertainGuard, state=app.state, generation=generation)
     else:
-        app.middleware_stack = UncertainGuard(app.middleware_stack, state=app.state)
+        app.middleware_stack = UncertainGuard(
+            app.middleware_stack, state=app.state, generation=generation
+        )
 
 
 async def update_weights_delta(request: Request) -> JSONResponse:
@@ -241,14 +248,15 @@ def error_response(error: DeltaError, **beside: Any) -> JSONResponse:
 class UncertainGuard:
     """ASGI middleware: generation answers 503 while the weights are uncertain."""
 
-    def __init__(self, app: ASGIApp, state: Any) -> None:
+    def __init__(self, app: ASGIApp, state: Any, generation: Sequence[str] = ()) -> None:
         self._app = app
         self._state = state
+        self._generation = (*GENERATION, *generation)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if (
-            (scope["type"] == "websocket" or scope.get("method") == "POST")
-            and scope["path"].removeprefix(scope.get("root_path", "")).startswith(_GENERATION)
+            (scope["type"] == "websocket" or scope.get("method", "GET") not in _READS)
+            and scope["path"].removeprefix(scope.get("root_path", "")).startswith(self._generation)
             and await self._state.delta_service.commits.is_uncertain()
         ):
             error = EngineUncertain("a weight update failed half-way; waiting for a full sync")

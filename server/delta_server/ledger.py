@@ -2,7 +2,7 @@
 
 The log has one line for each sync, of ``key=value`` pairs; values that are no plain words are JSON
 strings, so that a sender cannot forge a line. A request that takes long says every few seconds how
-far it is.
+far it is, and of a sync that does, a part of it is told every few seconds.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import re
+import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -46,6 +47,8 @@ class Ledger:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._telling: set[asyncio.Task[None]] = set()
+        self._sync: tuple[Any, Any] | None = None  # of which a part was staged last
+        self._said_at = 0.0
 
     @contextlib.asynccontextmanager
     async def follow(self, outcome: Outcome) -> AsyncIterator[None]:
@@ -85,7 +88,7 @@ class Ledger:
         metrics.count(record, error)
         if error is not None and "retry_after" in error.operands:
             # Whoever was told to wait may come again and again: the ranks need not hear of it.
-            _log(record)
+            self._log(record)
             return
         # Nobody waits for it: an answer is due, and the ranks may have died.
         task = asyncio.ensure_future(self._note(record))
@@ -98,7 +101,25 @@ class Ledger:
             record = answers[0]["record"]
         except Exception:
             logger.debug("the ranks did not hear what became of a sync", exc_info=True)
-        _log(record)
+        self._log(record)
+
+    def _log(self, record: Mapping[str, Any]) -> None:
+        facts = {k: v for k, v in record.items() if k not in ("at", "timings_ms", "message")}
+        facts |= record["timings_ms"]
+        facts["message"] = record["message"]
+        level = _LEVELS.get(record["outcome"], logging.INFO)
+        if record["outcome"] == "staged" and self._is_long(record):
+            level = logging.INFO
+        logger.log(level, "%s", line("sync", facts))
+
+    def _is_long(self, record: Mapping[str, Any]) -> bool:
+        """Whether a sync has had parts staged for long, and nothing was said of it meanwhile."""
+        sync, now = (record["version"], record["sync_id"]), time.monotonic()
+        known, self._sync = sync == self._sync, sync
+        if known and now - self._said_at < _PROGRESS_EVERY_S:
+            return False
+        self._said_at = now
+        return known
 
 
 def as_delta_error(error: Exception) -> DeltaError:
@@ -119,14 +140,6 @@ def line(what: str, facts: Mapping[str, Any]) -> str:
 def _value(value: Any) -> str:
     text = str(value).lower() if isinstance(value, bool) else str(value)
     return text if _PLAIN.fullmatch(text) else json.dumps(text)
-
-
-def _log(record: Mapping[str, Any]) -> None:
-    facts = {k: v for k, v in record.items() if k not in ("at", "timings_ms", "message")}
-    facts |= record["timings_ms"]
-    facts["message"] = record["message"]
-    level = _LEVELS.get(record["outcome"], logging.INFO)
-    logger.log(level, "%s", line("sync", facts))
 
 
 @contextlib.asynccontextmanager

@@ -54,6 +54,10 @@ _VERSION: Final = Gauge(
 )
 
 
+# What leaves the weights at the version that a request names.
+_AT_ITS_VERSION: Final = ("committed", "rolled_back", "already_applied", "unpublished")
+
+
 def count(record: Mapping[str, Any], error: Exception | None) -> None:
     """Count what became of one request.
 
@@ -69,7 +73,7 @@ def count(record: Mapping[str, Any], error: Exception | None) -> None:
         _ELEMENTS.inc(record["nnz"])
         if record["elements"]:
             _DENSITY.observe(record["nnz"] / record["elements"])
-    if record["outcome"] in ("committed", "rolled_back"):
+    if record["outcome"] in _AT_ITS_VERSION and record["version"] is not None:
         set_version(record["version"])
     if isinstance(error, BaseMismatch) and "actual" in error.operands:
         count_mismatch()

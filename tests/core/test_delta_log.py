@@ -193,6 +193,13 @@ def test_a_done_that_is_no_file(tmp_path: Path) -> None:
     assert "not a regular file" in list_log(tmp_path).damaged["weight_v000001"]
 
 
+def test_a_done_that_is_a_link(tmp_path: Path) -> None:
+    done = write(tmp_path, 1) / DONE
+    done.rename(tmp_path / "elsewhere")
+    done.symlink_to(tmp_path / "elsewhere")
+    assert "cannot be read" in list_log(tmp_path).damaged["weight_v000001"]
+
+
 def test_a_folder_without_done(tmp_path: Path) -> None:
     (write(tmp_path, 1) / DONE).unlink()
     assert "no DONE" in list_log(tmp_path).damaged["weight_v000001"]

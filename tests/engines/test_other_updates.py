@@ -93,6 +93,23 @@ def test_vllm_loads_weights_itself(vllm: Server) -> None:
     vllm.refuses_all_but_a_full_sync()
 
 
+@pytest.mark.full
+def test_vllm_sets_its_weights_to_zero(vllm: Server) -> None:
+    vllm.sync()
+    vllm.engine.post("/weight_checker", json={"action": "reset"}).raise_for_status()
+    vllm.refuses_all_but_a_full_sync()
+
+
+@pytest.mark.full
+def test_vllm_throws_its_weights_away(vllm: Server) -> None:
+    """As far as can be known: on a CPU they are there again when it wakes up."""
+    vllm.sync()
+    vllm.engine.post("/sleep", params={"level": "2"}).raise_for_status()
+    vllm.engine.post("/wake_up").raise_for_status()
+    assert vllm.engine.delta_status()["engine_state"] == "certain"
+    vllm.refuses_all_but_a_full_sync()
+
+
 def test_sglang_asleep(sglang: Server) -> None:
     sglang.sync()
     sglang.engine.post("/release_memory_occupation", json={"tags": ["weights"]})

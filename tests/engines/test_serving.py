@@ -11,12 +11,38 @@ import httpx
 import pytest
 
 import tiny_models
+from delta_server.app import GENERATION
 from engine_process import EngineProcess
 from reference_sender import DeltaSender, SyncFailed
 from tests.engines.conftest import delta_routes
 from tests.engines.trainer import Trainer, container, model_digest
 
 TOKEN = "a-secret-token"
+GENERATES_NOTHING = {
+    "vLLM": {
+        "/abort_requests", "/collective_rpc", "/detokenize", "/finish_weight_update",
+        "/init_weight_transfer_engine", "/is_scaling_elastic_ep", "/pause", "/ping",
+        "/release_kv_cache_memory", "/reset_encoder_cache", "/reset_mm_cache",
+        "/reset_prefix_cache", "/resume", "/scale_elastic_ep", "/shutdown_weight_transfer_engine",
+        "/sleep", "/start_draft_weight_update", "/start_weight_update", "/tokenize",
+        "/update_weight_version", "/update_weights", "/wake_up", "/weight_checker",
+    },
+    "SGLang": {
+        "/abort_request", "/add_external_corpus", "/begin_weight_update", "/close_session",
+        "/configure_logging", "/continue_generation", "/destroy_weights_update_group",
+        "/detokenize", "/dump_expert_distribution_record", "/end_weight_update", "/flush_cache",
+        "/freeze_gc", "/get_weights_by_name", "/hicache/storage-backend",
+        "/hicache/storage-backend/clear", "/init_weights_send_group_for_remote_instance",
+        "/init_weights_update_group", "/load_lora_adapter", "/load_lora_adapter_from_tensors",
+        "/open_session", "/parse_function_call", "/pause_generation", "/pd_role_switch",
+        "/release_memory_occupation", "/remove_external_corpus", "/resume_memory_occupation",
+        "/send_weights_to_remote_instance", "/separate_reasoning", "/set_internal_state",
+        "/set_trace_level", "/slow_down", "/start_expert_distribution_record", "/start_profile",
+        "/stop_expert_distribution_record", "/stop_profile", "/tokenize", "/unload_lora_adapter",
+        "/update_weight_version", "/update_weights_from_distributed", "/update_weights_from_ipc",
+        "/update_weights_from_tensor", "/weights_checker",
+    },
+}  # fmt: skip
 TRUSTED = {"Authorization": f"Bearer {TOKEN}"}
 
 
@@ -59,6 +85,16 @@ def server(
     engine = start(request.param, base, tp=2, extra_args=arguments)
     yield Server(engine, Trainer(tiny_models.load_tensors(base), version=5))
     engine.stop()
+
+
+def test_every_route_that_generates_is_guarded(server: Server) -> None:
+    """Of what changes anything, the engine has no path that is neither guarded nor known here."""
+    paths = server.engine.get("/openapi.json").json()["paths"]
+    writes = {path for path, methods in paths.items() if methods.keys() & {"post", "put"}}
+    assert {"/v1/completions", "/update_weights_delta"} <= writes
+    unguarded = {path for path in writes if not path.startswith(GENERATION)}
+    ours = {path for _, path in delta_routes()}
+    assert unguarded - ours <= GENERATES_NOTHING[server.engine.name]
 
 
 def test_token_is_not_logged(server: Server) -> None:

@@ -15,8 +15,10 @@ import httpx
 import numpy as np
 import pytest
 import zstandard
+from starlette.responses import PlainTextResponse
 
 from delta_server import spool as spool_module
+from delta_server.app import UncertainGuard
 from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.wire import xxh3_checksum
 
@@ -773,10 +775,26 @@ def uncertain(rig: Rig) -> Rig:
     "path",
     [COMPLETIONS, "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v2/rerank",
      "/generate", "/inference/v1/generate", "/pooling", "/score", "/rerank", "/classify",
-     "/invocations", "/api/chat", "/api/generate", "/vertex_generate"],
+     "/invocations", "/api/chat", "/api/generate", "/vertex_generate", "/generative_scoring"],
 )  # fmt: skip
-def test_generation_is_unavailable_while_uncertain(uncertain: Rig, path: str) -> None:
-    assert_error(uncertain.post(path), 503, "EngineUncertain", "uncertain")
+@pytest.mark.parametrize("method", ["POST", "PUT"])
+def test_generation_is_unavailable_while_uncertain(uncertain: Rig, method: str, path: str) -> None:
+    answer = uncertain.run(uncertain.request(method, path))
+    assert_error(answer, 503, "EngineUncertain", "uncertain")
+
+
+def test_paths_that_others_choose_are_unavailable_too(uncertain: Rig) -> None:
+    async def served(scope: Any, receive: Any, send: Any) -> None:
+        await PlainTextResponse("generated")(scope, receive, send)
+
+    guarded = UncertainGuard(served, uncertain.app.state, ["/predict"])
+
+    async def post(path: str) -> int:
+        transport = httpx.ASGITransport(guarded)
+        async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+            return (await client.post(path)).status_code
+
+    assert [uncertain.run(post(path)) for path in ("/predict", "/other")] == [503, 200]
 
 
 def test_a_websocket_is_unavailable_while_uncertain(uncertain: Rig) -> None:

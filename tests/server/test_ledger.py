@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -114,6 +115,10 @@ def test_a_commit_that_was_not_published(rig: Rig) -> None:
     rig.engine.fails["set_weight_version"] = RuntimeError("gone")
     assert rig.send(delta_part()).json()["error"]["type"] == "PublishFailed"
     assert samples["delta_updates_syncs_total/PublishFailed/unpublished"] == 1
+    assert REGISTRY.get_sample_value("delta_updates_version") == VERSION + 1
+    rig.run(rig.service.start())
+    assert rig.send(delta_part()).json()["status"] == "already_applied"
+    assert REGISTRY.get_sample_value("delta_updates_version") == VERSION + 1
 
 
 def test_digest_mismatches_are_counted(rig: Rig) -> None:
@@ -208,6 +213,20 @@ def test_a_long_request_says_how_far_it_is(
     told = lines(rig, caplog)
     assert told[0].startswith("delta sync phase=receive bytes=100 seconds=")
     assert told[-1].startswith("delta sync outcome=committed ")
+
+
+def test_a_sync_of_many_parts_says_that_it_goes_on(
+    rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    clock = iter((0.0, 1.0, 6.0, 7.0, 12.0))
+    monkeypatch.setattr(ledger, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    for part in range(5):
+        rig.send(delta_part({"norm.weight": {part: 5}}, sync_id="a", part=part))
+        rig.run(rig.service.ledger.settled())
+    told = lines(rig, caplog)
+    assert len(told) == 2
+    assert told[0].startswith("delta sync outcome=staged version=8 base_version=7 sync_id=a ")
 
 
 def test_files_are_told_of_too(disk_rig: Rig, root: Path) -> None:

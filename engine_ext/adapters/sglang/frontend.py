@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 from typing import Any
 
 from engine_ext.adapters.sglang.channel import Channel
@@ -15,6 +16,12 @@ _DISK_PATH = "/update_weights_from_disk"
 _IDLE_POLL_S = 0.05
 _MAX_BODY_BYTES = 16 << 20
 _MAX_BODY_S = 60.0
+# Variables in which SGLang finds paths for generation that others choose.
+_GENERATION_ROUTES = (
+    "SGLANG_OLLAMA_CHAT_ROUTE",
+    "SGLANG_OLLAMA_GENERATE_ROUTE",
+    "AIP_PREDICT_ROUTE",
+)
 
 
 async def serve(app: Any, manager: Any, chosen: Settings) -> None:
@@ -37,7 +44,7 @@ async def serve(app: Any, manager: Any, chosen: Settings) -> None:
         setattr(manager, name, heeded(service.commits, getattr(manager, name)))
     app.state.delta_service = service
     theirs = list(app.router.routes)
-    attach(app)
+    attach(app, [os.environ[name] for name in _GENERATION_ROUTES if name in os.environ])
     ours = [route for route in app.router.routes if route not in theirs]
     for route in ours:
         # As SGLang's own updates: the admin's key, where there is one, opens them.

@@ -63,7 +63,7 @@ def equip(worker: Any, chosen: settings.Settings) -> None:
         worker.delta_receiver.weights_released()
         if level > 1:
             # Level 2 throws the weights away; what wakes up is not what any version was.
-            worker.delta_receiver.state.uncertain = True
+            worker.delta_receiver.weights_replaced("vLLM's sleep at level 2")
         sleep(level)
 
     def woken(tags: list[str] | None = None) -> None:
@@ -77,7 +77,7 @@ def equip(worker: Any, chosen: settings.Settings) -> None:
 
     worker.load_model = loaded
     worker.sleep, worker.wake_up = slept, woken
-    for name in ("reload_weights", "update_weights"):
+    for name in ("reload_weights", "update_weights", "finish_weight_update", "reset_weights"):
         setattr(worker, name, _noted(worker, name))
     if not hasattr(worker, "delta_updates"):  # a patched vLLM has the method in its own source
         worker.delta_updates = updates
@@ -85,7 +85,7 @@ def equip(worker: Any, chosen: settings.Settings) -> None:
 
 
 def _noted(worker: Any, name: str) -> Callable[..., Any]:
-    """The worker's method, which loads weights; the receiver learns of it before it does."""
+    """The worker's method, which changes weights; the receiver learns of it before it does."""
     original: Callable[..., Any] = getattr(worker, name)
 
     @functools.wraps(original)
@@ -131,8 +131,12 @@ def build_receiver(
     """
     config = worker.vllm_config
     parallel = config.parallel_config
-    if parallel.data_parallel_size > 1 or getattr(parallel, "nnodes", 1) > 1:
-        raise RuntimeError("delta updates do not work with data parallel or several hosts yet")
+    several = (parallel.data_parallel_size, parallel.pipeline_parallel_size, parallel.nnodes)
+    if max(several) > 1 or parallel.enable_eplb:
+        raise RuntimeError(
+            "delta updates do not work with data or pipeline parallel, several hosts, or experts "
+            "that move between the ranks (EPLB) yet"
+        )
     model = worker.model_runner.get_model()
     loaded = LoadedModel(
         model=model,
