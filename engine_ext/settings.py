@@ -26,7 +26,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         chunk_bytes: full-shape bytes that one call of the engine's loader gets at most.
-        read_workers: threads per rank that read and decode parts, and files read at once.
+        read_workers: parts that a rank decodes at once, and files read at once. A large part is
+            decoded by three threads.
         roots: folders below which disk requests may read.
         log: the delta log whose versions are replayed at start-up, or None.
         spool_dir: where bodies are kept while they are staged; None picks one.
@@ -173,7 +174,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_parse_positive,
         default=argparse.SUPPRESS,
         metavar="N",
-        help="Threads per rank that read, verify and decode parts "
+        help="Parts that a rank reads, verifies and decodes at once; of a large one, three threads "
+        "do "
         f"(default: {defaults.read_workers}).",
     )
     group.add_argument(

@@ -68,7 +68,8 @@ class Manner:
     Attributes:
         encoding: one of `CHOICES`.
         differences: whether the engine takes differences, as far as is known.
-        heals: whether new values go whatever the old ones are; what they lead to is proven alone.
+        heals: whether new values go whatever the old ones are, and of the digests only the one that
+            they lead to.
     """
 
     encoding: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -71,7 +72,7 @@ class CheckpointSender(MultiSender):
             base_version=arguments.base_version,
             delta_log=None if arguments.dry_run else arguments.delta_log,
             state=None if arguments.dry_run else arguments.state,
-            lag_limit=arguments.lag_limit,
+            lag_limit=arguments.lag_limit if math.isfinite(arguments.lag_limit) else None,
             encoding=arguments.encoding,
             bucket_bytes=arguments.bucket_bytes,
             digest=not arguments.no_digest,
@@ -153,8 +154,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "version counts and not --base-version"
     )
     add("--state", type=Path, metavar="FILE", help=state_help)
-    lag_help = "go on without engines that need longer than the first and SECONDS (default: wait)"
-    add("--lag-limit", type=float, metavar="SECONDS", help=lag_help)
+    add(
+        "--lag-limit",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="go on without engines that need longer than the first and SECONDS (default: 60; inf "
+        "waits for every engine)",
+    )
     save_help = (
         "write the parts to DIR/weight_v<version>/, as a delta log or for the disk endpoint, and "
         "post nothing; with --url the engine is only asked which tensors it ignores and what its "

@@ -42,7 +42,7 @@ class MultiSender:
     that too; or the whole model, where more than half of that was missed or it holds something
     else by then. A sync returns when the slowest engine is done or has failed.
 
-    With a `lag_limit` it returns that many seconds after the first engine has committed. Those that
+    It returns at the latest `lag_limit` seconds after the first engine has committed. Those that
     are not done go on by themselves with the parts that they are being sent. They have no report,
     are in `lagging`, are left out of the following syncs until they are done, and get what they
     missed then. An engine that is dead is waited for no longer than that either.
@@ -62,7 +62,7 @@ class MultiSender:
             acknowledged; for one sender at a time. If `base` is what an engine acknowledged, or was
             just being sent, it goes on from there, whatever `base_version` says; otherwise its next
             sync is a full one.
-        options: As of `DeltaSender`, and `lag_limit`, seconds; None waits for every engine.
+        options: As of `DeltaSender`, and `lag_limit`, 60 seconds; None waits for every engine.
 
     Raises:
         ValueError: An option is unknown, no url is given, or one twice; or the state is none.

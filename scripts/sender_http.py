@@ -48,6 +48,11 @@ class SyncFailed(Exception):
         return told and not self.unanswered
 
     @property
+    def is_of_old_values(self) -> bool:
+        """Whether a digest has shown that the engine's old values are not the snapshot's."""
+        return self.error.get("type") == "BaseMismatch" and "actual" in self.error
+
+    @property
     def calls_for_full(self) -> bool:
         """Whether a sync of the whole model can help: the engine's bytes are not the snapshot's."""
         conflict = self.error.get("type") in ("VersionConflict", "BaseMismatch")
@@ -76,7 +81,7 @@ class Options:
     timeout: float = 600.0
     client: httpx.Client | None = None
     snapshot_on: str = "auto"
-    lag_limit: float | None = None
+    lag_limit: float | None = 60.0
 
 
 class Place(Protocol):

@@ -87,8 +87,8 @@ class Link(Standing):
                 if full:
                     raise
                 kind = failed.error.get("type")
-                if kind == "BaseMismatch" and sends.may_differ and self.is_proven:
-                    logger.warning("values in place of differences, once, as these met: %s", failed)
+                if failed.is_of_old_values and sends.may_differ and self.is_proven:
+                    logger.warning("new values, whatever the old ones are, after: %s", failed)
                     sends = manner.healing()
                 elif failed.calls_for_full:
                     full = not (may_catch_up and self._is_brought_up(step, failed))
@@ -264,13 +264,14 @@ class Link(Standing):
         attempt = "full" if full else str(manner)
         picked: Counter[str] = Counter()
         before, after = self._digest, self._digest or Digest.ZERO
+        assert before is not None or not manner.heals, "nothing would prove what this leads to"
         nnz = wire_bytes = count = 0
         for number, (part, last) in enumerate(self._parts(step, manner, full=full)):
             digests: dict[str, Any] = {}
             if before is not None:
                 change = self._change(part.pieces, full=full)
                 after += change
-                if not (full or manner.heals):  # there nobody knows what the engine holds
+                if not (full or manner.heals):  # then nobody knows what the engine holds
                     digests.update(digest_part=change.hex(), digest_before=before.hex())
                 if last:
                     digests.update(digest_after=after.hex())

@@ -39,7 +39,8 @@ class DeltaSender:
         delta_log, state: As of `MultiSender`.
         encoding: One of `ENCODINGS`. With ``gap8_ulp`` full syncs, dense params and those that the
             engine's digest does not cover go as ``gap8_exp``; so does everything once the engine
-            has refused differences and taken values. Or ``auto``: for each param the fastest of
+            has refused differences and taken values, and one sync where its old values are not
+            the snapshot's. Or ``auto``: for each param the fastest of
             ``gap8_ulp``, ``gap8_exp`` and ``deltas``, sparse or dense, by its density and by the
             speed of the link that the posts have shown; `SyncReport.picked` says which.
         bucket_bytes: Most bytes of positions and values in one part, before compression. A param
@@ -116,9 +117,9 @@ class DeltaSender:
     def sync(self, tensors: NamedTensors) -> SyncReport:
         """Send what changed since the last sync; if nothing did, one empty part.
 
-        If the engine turns out to hold something else (it was restarted, a digest disagrees, it
-        committed a sync whose answer was lost) or to be ``uncertain``, the whole model is sent
-        instead, once.
+        If the engine turns out to hold something else (it was restarted, a digest disagrees) or to
+        be ``uncertain``, the whole model is sent instead, once; in place of differences the new
+        values go first, if a digest proves all that they lead to.
 
         Raises:
             SyncFailed: The engine refused, could not be reached, or holds other bytes afterwards.

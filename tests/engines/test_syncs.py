@@ -272,9 +272,9 @@ def test_reference_sender(run: Run, encoding: str) -> None:
 def test_differences_to_other_old_values(run: Run) -> None:
     """The sender goes over to values, and to all of them where those are not enough.
 
-    The masked apply takes no differences, and has no digest to find the second by.
+    The masked apply takes no differences, and of values it refuses those to other old ones.
     """
-    for elsewhere in (False,) if run.apply == "masked" else (False, True):
+    for elsewhere in (False, True):
         base = {name: tensor.clone() for name, tensor in run.trainer.tensors.items()}
         changed = run.trainer.step()
         for name, where in changed.items():
@@ -289,11 +289,17 @@ def test_differences_to_other_old_values(run: Run) -> None:
             bucket_bytes=4096,
         ) as sender:
             report = sender.sync(run.trainer.tensors.items())
-        assert (report.status, report.full) == ("committed", elsewhere)
-        assert set(report.picked) == {"gap8_exp, dense" if elsewhere else "gap8_exp"}
+        full = elsewhere or run.apply == "masked"
+        assert (report.status, report.full) == ("committed", full)
+        assert set(report.picked) == {"gap8_exp, dense" if full else "gap8_exp"}
         assert report.version == run.trainer.version
-        if run.apply != "masked":
-            assert report.digest == model_digest(run.trainer.tensors).hex()
+        assert report.digest == model_digest(run.trainer.tensors).hex()
+        history = run.engine.get("/delta_status", params={"history": "true"}).json()["history"]
+        told = [sync["error"] for sync in history if sync["version"] == report.version]
+        refused = ["BaseMismatch"] * (2 if elsewhere else 1)
+        if run.apply == "masked":
+            refused = ["NotUpdatable", "BaseMismatch"]
+        assert told == [*refused, None]
 
 
 def test_command_line_of_the_sender(run: Run, tmp_path: Path) -> None:

@@ -123,10 +123,16 @@ def test_without_a_limit_all_are_waited_for() -> None:
     slow = Slow()
     b.faults = {0: slow}
     threading.Timer(0.2, slow.go.set).start()
-    with sender_of(a, b, model) as sender:
+    with sender_of(a, b, model, lag_limit=None) as sender:
         train(model)
         assert set(sender.sync(model.items())) == {A, B}
     assert b.holds(model)
+
+
+def test_no_engine_holds_up_the_others_for_ever() -> None:
+    a, b = two(model := model_of(tensors=2))
+    with sender_of(a, b, model) as sender:
+        assert sender._options.lag_limit == 60
 
 
 def test_where_all_lag_one_is_waited_for() -> None:
