@@ -150,21 +150,28 @@ def future(scene: Scene) -> None:
 
 
 def two_senders(scene: Scene) -> None:
-    """Both have whole syncs to the same weights, of other bytes; one of them wins."""
-    bodies = [scene.parts(encoding=encoding)[0] for encoding in ("deltas", "indices")]
+    """Both have whole syncs to a version, of other weights; one of them wins."""
+    syncs = []
+    for encoding in ("deltas", "indices"):
+        syncs.append((dict(scene.trainer.tensors), scene.parts(encoding=encoding)))
+        scene.other_values()
     with ThreadPoolExecutor(2) as pool:
-        told = sorted(map(scene.told, pool.map(scene.post, bodies)))
-    assert told[1] == "committed"
-    assert told[0] in ("409 VersionConflict", "409 SyncInProgress")
+        told = [scene.told(answer) for answer in pool.map(scene.post, [b for _, [b] in syncs])]
+    won = told.index("committed")
+    assert told[1 - won] in ("409 VersionConflict", "409 SyncInProgress")
+    scene.trainer.tensors, scene.sent = syncs[won]
 
 
 def two_senders_between_parts(scene: Scene) -> None:
-    first, second = scene.parts(2)
+    tensors = dict(scene.trainer.tensors)
+    first, second = sent = scene.parts(2)
+    scene.other_values()
     [other] = scene.parts()
     scene.is_told(first, "staged")
     answer = scene.is_told(other, "409 SyncInProgress")
     assert 1 <= int(answer.headers["Retry-After"]) <= STAGE_TIMEOUT
     scene.is_told(second, "committed")
+    scene.trainer.tensors, scene.sent = tensors, sent
 
 
 def asleep(scene: Scene) -> None:

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -183,7 +183,7 @@ class Lives(Scene):
         """SIGKILL these, of the engine's."""
         found = self.engine.pids()
         assert set(processes) <= {*found}
-        self._segments = {segment for process in found for segment in _segments_of(process)}
+        self._segments = _segments_of(found)
         for process in processes:
             with contextlib.suppress(ProcessLookupError):  # it has ended with another
                 os.kill(process, signal.SIGKILL)
@@ -234,12 +234,14 @@ class Lives(Scene):
     # And life --------------------------------------------------------------------------------
 
     def restart(self) -> None:
-        """Start the engine again, once what the dead one left in shared memory is gone: SGLang's
-        message queue and load figures, vLLM's queue between its ranks."""
+        """Start the engine again, beside what the dead one has left in shared memory: SGLang's
+        message queue and load figures, vLLM's queue between its ranks. That is removed then, for
+        the tests that follow."""
         self.engine.stop()
-        for segment in self._segments:
-            segment.unlink(missing_ok=True)
+        left = self._segments
         self.engine = self._start(port=self.engine.port)
+        for segment in left - _segments_of(self.engine.pids()):
+            segment.unlink(missing_ok=True)
 
     def listing(self) -> Listing:
         """What is in the log."""
@@ -254,10 +256,12 @@ class Lives(Scene):
         return self._spool
 
 
-def _segments_of(process: int) -> set[Path]:
-    """The files in shared memory that a process has mapped."""
-    with contextlib.suppress(OSError):
-        maps = Path(f"/proc/{process}/maps").read_text().splitlines()
-        names = {line.split(maxsplit=5)[-1] for line in maps if f" {SHARED_MEMORY}/" in line}
-        return {Path(name.removesuffix(" (deleted)")) for name in names}
-    return set()
+def _segments_of(processes: Iterable[int]) -> set[Path]:
+    """The files in shared memory that some processes have mapped."""
+    found = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{process}/maps").read_text().splitlines()
+            names = {line.split(maxsplit=5)[-1] for line in maps if f" {SHARED_MEMORY}/" in line}
+            found |= {Path(name.removesuffix(" (deleted)")) for name in names}
+    return found

@@ -20,7 +20,7 @@ import torch
 import tiny_models
 from engine_process import HOST, EngineProcess
 from reference_sender import DeltaSender, SyncReport
-from tests.engines.trainer import Trainer, container, model_digest, split
+from tests.engines.trainer import BITS, Trainer, container, model_digest, split
 
 ROUTE = "/update_weights_delta"
 OCTETS = {"Content-Type": "application/octet-stream"}
@@ -102,6 +102,13 @@ class Scene:
             for number, some in enumerate(split(self.changed, count))
         ]
         return self.sent
+
+    def other_values(self) -> None:
+        """The trainer has others of the elements that it has changed; of half of each tensor's."""
+        for name, where in self.changed.items():
+            fresh = self.trainer.tensors[name].clone()
+            fresh.view(-1).view(BITS[fresh.element_size()])[where[::2]] ^= 8
+            self.trainer.tensors[name] = fresh
 
     def post(self, body: bytes, **params: str) -> httpx.Response:
         return self.engine.post(ROUTE, content=body, headers=OCTETS, params=params)
