@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _DEFAULT_LIMITS: Final = Limits()
-_WORTH_THREADS: Final = 1 << 17  # bytes that take longer to unpack than threads to start
+_WORTH_THREADS = 1 << 19  # bytes that take much longer to unpack than threads to start
 
 _Place = tuple[NDArray[np.int64] | None, Positions | None]
 

@@ -42,7 +42,7 @@ REQUESTS = st.fixed_dictionaries(
     {
         "method": st.sampled_from(["POST", "POST", "POST", "POST", "GET", "PUT"]),
         "path": st.sampled_from(
-            [DELTA, DELTA, DELTA, DELTA, FROM_DISK, STATUS, "/delta_digest", "/delta_rollback"]
+            [DELTA] * 4 + [FROM_DISK, STATUS, "/delta_digest", "/delta_rollback", "/delta_catch_up"]
         ),
         "type": TYPES,
         "params": QUERY | st.just({}),

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from engine_ext.errors import DeltaError
 from engine_ext.wire import FrameReader, Limits, Part, PartGate, decode_part
+from engine_ext.wire import part as wire_part
 from engine_ext.wire.manifest import parse_manifest
 from tests.fuzz.bodies import TEXTS, any_json, bodies, chunks, good
 from tests.fuzz.hammer import SECONDS, hammer
@@ -33,8 +34,9 @@ REFUSALS = {400, 403, 405, 409, 413, 415, 422}
 pytestmark = pytest.mark.timeout(SECONDS + 300)
 
 
-def test_container() -> None:
-    """Bytes in chunks, through the frame and the gate, to a decoded part."""
+def test_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes in chunks, through the frame and the gate, to a decoded part; some of them unpacked as
+    large parts are."""
 
     def check(example: tuple[bytes, list[int]]) -> None:
         body, sizes = example
@@ -46,6 +48,7 @@ def test_container() -> None:
                     kept += piece
             reader.finish()
             header = gate.finish()
+            monkeypatch.setattr(wire_part, "_WORTH_THREADS", 0 if len(sizes) == 1 else 1 << 19)
             part = decode_part(kept, LIMITS)
         except DeltaError as error:
             check_refusal(error)

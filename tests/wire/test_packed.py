@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ PARAMS: list[dict[str, Any]] = [
         **{"pos_start": 3, "pos_end": 5, "pos_width": 1, "val_start": 4, "val_end": 5},
     },
 ]
-# 3f80 7fc1 8000, c000, 0001 rotated: 7f00 ff83 0001, 8001, 0002
+# 3f80 ffc1 8000, c000, 0001 rotated: 7f00 ff83 0001, 8001, 0002
 LOWER, HIGHEST = "00 83 01  01  02", "7f ff 00 80 00"
 EXP_DELTAS = [
     ParamDelta("a.weight", "bfloat16", (2, 4), np.array([1, 2, 6]), bits16(0x3F80, 0xFFC1, 0x8000)),
@@ -92,6 +93,23 @@ def test_a_part_built_without_our_encoder() -> None:
     part = decode_part(packed())
     assert_same(part, EXP_DELTAS)
     assert_well_formed(part)
+
+
+def test_the_readme_shows_what_is_written() -> None:
+    """Positions 1, 2, 6 of shape [2, 4]; the values tensor, then the positions."""
+    readme = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
+    where = np.array([1, 2, 6])
+    values = ParamDelta("a", "bfloat16", (2, 4), where, bits16(0x3F80, 0x7FC1, 0x8000))
+    dense = ParamDelta("b", "bfloat16", (), None, bits16(0xC000))
+    body = encode_part([values, dense], encoding="gap8_exp", current_version=8)
+    shown = "008201 01 28b52ffd 20 04 210000 7fff0080 28b52ffd 20 03 190000 010003"
+    assert shown in readme
+    assert body.endswith(bytes.fromhex(shown))
+    change = ParamDelta("a", "bfloat16", (2, 4), where, bits16(1, 0xFFFF, 20), True)
+    body = encode_part([change], encoding="gap8_ulp", current_version=8, digest_part="0" * 32)
+    shown = "28b52ffd 20 04 100000 120f 110000 2800 28b52ffd 20 03 190000 010003"
+    assert shown in readme
+    assert body.endswith(bytes.fromhex(shown))
 
 
 def test_high_bytes_lie_behind_the_bytes_of_all_params() -> None:
