@@ -22,7 +22,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -33,9 +33,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-import bench_codec
 import bench_data
 import bench_device
+from bench_read import fastest, read_time
 from engine_ext import kernels
 from engine_ext.compare import Difference, begin_compare
 from sender_device import KEPT_ON
@@ -46,7 +46,6 @@ from sender_report import SyncReport
 LINKS = {"1 Gbit/s": 125e6, "300 MB/s": 300e6, "10 Gbit/s": 1.25e9}
 SENT_AT = 0.02
 SENT_AS = ("deltas", "deltas_zstd", "gap8_exp", "gap8_ulp", "auto")
-_CHUNK = 1 << 18  # words of a thread's turn at reading
 _Bits = NDArray[np.uint16]
 
 
@@ -77,38 +76,6 @@ class SimulatedSender(MultiSender):
 
     def _make_server(self, url: str) -> Server:
         return SimulatedServer(url, self._options, self._link_speed)
-
-
-def _read(first: Any, second: Any) -> Any:
-    """What numba compiles."""
-    differs = np.uint64(0)
-    for k in range(first.size):
-        differs |= first[k] ^ second[k]
-    return differs
-
-
-def reader() -> Callable[[Any, Any], Any]:
-    """A loop that reads two arrays of words; without numba numpy's reductions of each."""
-    try:
-        from numba import njit
-    except ImportError:
-        return lambda first, second: (np.bitwise_or.reduce(first), np.bitwise_or.reduce(second))
-    compiled: Callable[[Any, Any], Any] = njit(nogil=True)(_read)
-    return compiled
-
-
-def read_time(old: _Bits, new: _Bits, pool: ThreadPoolExecutor, repeats: int) -> float:
-    """Seconds of reading both."""
-    loop = reader()
-    words = old.view(np.uint64), new.view(np.uint64)
-    shares = [slice(start, start + _CHUNK) for start in range(0, words[0].size, _CHUNK)]
-
-    def read() -> None:
-        for _ in pool.map(lambda share: loop(words[0][share], words[1][share]), shares):
-            pass
-
-    read()
-    return bench_codec.fastest(read, repeats)
 
 
 def diff(old: _Bits, new: _Bits, pool: ThreadPoolExecutor) -> list[Difference]:
@@ -142,7 +109,7 @@ def measure(old: _Bits, density: float, options: argparse.Namespace) -> dict[str
             tensors(new, options.device),
             options.snapshot_on,
             int(np.count_nonzero(old != new)),
-            lambda do: bench_codec.fastest(do, repeats),
+            lambda do: fastest(do, repeats),
         )
     with ThreadPoolExecutor(threads) as pool:
         found = diff(old, new, pool)
@@ -154,8 +121,8 @@ def measure(old: _Bits, density: float, options: argparse.Namespace) -> dict[str
             raise AssertionError("the snapshot is not what it should be")
         return {
             "read": read_time(old, new, pool, repeats),
-            "diff": bench_codec.fastest(lambda: diff(old, new, pool), repeats),
-            "refresh": bench_codec.fastest(lambda: refresh(snapshot, found, pool), repeats),
+            "diff": fastest(lambda: diff(old, new, pool), repeats),
+            "refresh": fastest(lambda: refresh(snapshot, found, pool), repeats),
         }
 
 

@@ -29,6 +29,7 @@ def test_the_last_line_is_json(
         assert list(found[what]) == list(ENCODINGS)
         assert all(list(row) == densities for row in found[what].values())
     assert found["encode_vs_plain_torch"] > 0
+    assert found["encode_vs_read"] > 0
     real, floor = found["real_bytes_per_element"], found["real_floor"]
     for encoding in ("gap8_exp", "gap8_ulp"):
         assert len(real[encoding]) == len(bench_codec.LEARNING_RATES)

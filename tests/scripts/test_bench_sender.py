@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-import bench_codec
 import bench_data
 import bench_device
+import bench_read
 import bench_sender
 import sender_snapshot
 
@@ -50,9 +50,7 @@ def test_the_passes_on_a_device(kept_on: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(sender_snapshot, "is_elsewhere", lambda tensor: True)
     bits = bench_data.make_weights(10_000, np.random.default_rng(0))
     old, new = (bench_sender.tensors(side) for side in (bits, bits ^ np.uint16(1)))
-    times = bench_device.measure(
-        old, new, kept_on, bits.size, lambda do: bench_codec.fastest(do, 2)
-    )
+    times = bench_device.measure(old, new, kept_on, bits.size, lambda do: bench_read.fastest(do, 2))
     assert list(times) == ["read", "diff", "refresh"]
     assert min(times.values()) > 0
     with pytest.raises(AssertionError, match="has not found"):
@@ -71,7 +69,7 @@ def test_a_device_that_is_not_there(
 
 def test_the_read_is_of_all_words() -> None:
     old = np.zeros(4_000_000, np.uint16)
-    read = bench_sender.reader()
+    read = bench_read.reader()
     assert read(old.view(np.uint64), old.view(np.uint64)) == 0
     with ThreadPoolExecutor(1) as pool:
         assert bench_sender.read_time(old, old, pool, 1) > 0

@@ -1,0 +1,56 @@
+"""What the speeds of the benchmarks are held against: reading two copies of the weights once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bits = NDArray[np.uint16]
+_CHUNK = 1 << 18  # words of a thread's turn
+
+
+def fastest(call: Callable[[], object], repeats: int) -> float:
+    """Seconds of the fastest of some calls."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _read(first: Any, second: Any) -> Any:
+    """What numba compiles."""
+    differs = np.uint64(0)
+    for k in range(first.size):
+        differs |= first[k] ^ second[k]
+    return differs
+
+
+def reader() -> Callable[[Any, Any], Any]:
+    """A loop that reads two arrays of words; without numba numpy's reductions of each."""
+    try:
+        from numba import njit
+    except ImportError:
+        return lambda first, second: (np.bitwise_or.reduce(first), np.bitwise_or.reduce(second))
+    compiled: Callable[[Any, Any], Any] = njit(nogil=True)(_read)
+    return compiled
+
+
+def read_time(old: Bits, new: Bits, pool: ThreadPoolExecutor, repeats: int) -> float:
+    """Seconds of reading both."""
+    loop = reader()
+    words = old.view(np.uint64), new.view(np.uint64)
+    shares = [slice(start, start + _CHUNK) for start in range(0, words[0].size, _CHUNK)]
+
+    def read() -> None:
+        for _ in pool.map(lambda share: loop(words[0][share], words[1][share]), shares):
+            pass
+
+    read()
+    return fastest(read, repeats)
