@@ -21,8 +21,9 @@ from sender_choice import CHOICES
 from soak_syncs import PAUSE_MODES, Trainer
 
 ROOT = Path(__file__).parents[2]
-# On two cores the engine leaves the sender little time, now and then: 50 syncs take 75 s to 300 s.
-pytestmark = pytest.mark.timeout(660)
+# On two cores, both of which vLLM's processes spin on, a sync waits for its turn at every step: one
+# took 1.5 s in some runs and 10 s in others.
+pytestmark = pytest.mark.timeout(960)
 
 
 def test_syncs_under_load(
@@ -47,11 +48,11 @@ def test_syncs_under_load(
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_the_program(engine: str, folder: Path) -> None:
     """As ``make soak`` runs it, with the fresh engine at the end."""
-    process = run(folder, "--engine", engine, "--syncs", "60", "--quiet-seconds", "1", "--json")
-    out, err = process.communicate(timeout=580)
+    process = run(folder, "--engine", engine, "--syncs", "40", "--quiet-seconds", "1", "--json")
+    out, err = process.communicate(timeout=900)
     assert process.returncode == 0, err[-4000:]
     figures = json.loads(out.splitlines()[-1])
-    assert (figures["engine"], figures["problems"], figures["digest_checks"]) == (engine, [], 6)
+    assert (figures["engine"], figures["problems"], figures["digest_checks"]) == (engine, [], 4)
     assert "VERIFIED: bit-identical" in out
     assert left_in(folder) == []
 
