@@ -38,6 +38,7 @@ def test_nothing_happens_where_nobody_asks() -> None:
         ("enable_lmcache", True, "--enable-lmcache"),
         ("enable_torch_compile", True, "--enable-torch-compile on CPU"),
         ("enable_eplb", True, "--enable-eplb"),
+        ("elastic_ep_backend", "nixl", "--elastic-ep-backend"),
         ("weight_cache_mode", "shared", "--weight-cache-mode"),
         ("use_ray", True, "--use-ray"),
     ],

@@ -175,6 +175,8 @@ def _refuse_untested(args: Any, patched: bool) -> None:
         refuse("--weight-cache-mode", "the weights belong to several engines")
     if getattr(args, "enable_eplb", False):
         refuse("--enable-eplb", "experts move between the ranks")
+    if getattr(args, "elastic_ep_backend", None) not in (None, "none"):
+        refuse("--elastic-ep-backend", "experts move between the ranks")
     if getattr(args, "hicache_storage_backend", None) or getattr(args, "enable_lmcache", False):
         refuse("--hicache-storage-backend or --enable-lmcache", "they keep KV of old weights")
     on_cpu = getattr(args, "device", None) == "cpu" or os.environ.get("SGLANG_USE_CPU_ENGINE")

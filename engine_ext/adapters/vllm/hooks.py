@@ -139,8 +139,9 @@ def _refuse_untested(args: Any) -> None:
         refuse("--data-parallel-size above 1", "the replicas' versions are not kept together")
     if getattr(args, "pipeline_parallel_size", None) not in (None, 1):
         refuse("--pipeline-parallel-size above 1", "it is not tested")
-    if getattr(args, "enable_eplb", False):
-        refuse("--enable-eplb", "experts move between the ranks")
+    for name in ("enable_eplb", "enable_elastic_ep"):
+        if getattr(args, name, False):
+            refuse("--" + name.replace("_", "-"), "experts move between the ranks")
     if getattr(args, "nnodes", None) not in (None, 1) or getattr(args, "headless", False):
         refuse("several hosts", "the spool folder is read by every rank")
     if getattr(args, "distributed_executor_backend", None) not in (None, "mp", "uni"):
