@@ -16,15 +16,9 @@ from .conftest import fingerprint
 DUMMY = ("--load-format", "dummy")
 
 
-@pytest.mark.parametrize(
-    ("kind", "tp"),
-    [
-        ("vllm", 1),
-        pytest.param("vllm", 2, marks=pytest.mark.full),
-        pytest.param("sglang", 1, marks=pytest.mark.full),
-        pytest.param("sglang", 2, marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_dummy_weights_take_a_full_sync_and_then_deltas(
     kind: str,
     tp: int,

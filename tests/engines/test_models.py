@@ -25,7 +25,7 @@ REFUSED = {
 @pytest.mark.parametrize(
     ("engine_kind", "kind", "tp"),
     [
-        ("vllm", "qwen3_moe", 1),
+        pytest.param("vllm", "qwen3_moe", 1, marks=pytest.mark.full),
         pytest.param("vllm", "qwen3_moe", 2, marks=pytest.mark.full),
         pytest.param("vllm", "gemma3", 1, marks=pytest.mark.full),
         pytest.param("vllm", "gemma3", 2, marks=pytest.mark.full),

@@ -64,7 +64,8 @@ class Server:
         return self.engine.checksums(), hashes
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("tp", [1, 2])
 def test_what_is_derived_follows(
     tp: int,
     checkpoint: Callable[[str], Path],

@@ -31,7 +31,6 @@ class Death:
         do: begins the sync that the scene has stepped to, and kills.
         only: what the step changes: all tensors, in several parts, or those with this in the name.
         lingers: engines of which processes are left, which end when they are told to.
-        short: one of those that stand for the others.
     """
 
     name: str
@@ -41,7 +40,6 @@ class Death:
     do: Callable[[Lives], None]
     only: str = ""
     lingers: tuple[str, ...] = ()
-    short: bool = False
 
 
 def rank_while_it(fault: str, rank: int) -> Callable[[Lives], None]:
@@ -120,7 +118,6 @@ DEATHS = [
             "500, or nothing",
             "log",
             rank_while_it("stall_write", rank),
-            short=rank == 1,
         )
         for rank in range(RANKS)
     ),
@@ -141,7 +138,6 @@ DEATHS = [
         "old",
         between_parts(Lives.kill_server),
         lingers=("vLLM",),
-        short=True,
     ),
     Death(
         "API server killed in mid-commit",

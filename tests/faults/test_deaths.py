@@ -11,8 +11,10 @@ from engine_process import EngineProcess
 from tests.faults.deaths import DEATHS, Death
 from tests.faults.lives import Lives
 
+pytestmark = pytest.mark.full
 
-@pytest.fixture(scope="module", params=["vllm", pytest.param("sglang", marks=pytest.mark.full)])
+
+@pytest.fixture(scope="module", params=["vllm", "sglang"])
 def lives(
     request: pytest.FixtureRequest,
     checkpoint: Callable[[str], Path],
@@ -24,10 +26,7 @@ def lives(
     lives.close()
 
 
-@pytest.mark.parametrize(
-    "death",
-    [pytest.param(d, id=d.name, marks=[] if d.short else pytest.mark.full) for d in DEATHS],
-)
+@pytest.mark.parametrize("death", DEATHS, ids=lambda death: death.name)
 def test_death(lives: Lives, death: Death) -> None:
     before = lives.prints()
     lives.step(only=death.only)

@@ -18,7 +18,7 @@ from tests.patches import copies, sglang_facts
 from tests.patches.copies import ROOT
 from tests.patches.http_processes import one_client_each
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.full]
 
 OCTETS = {"Content-Type": "application/octet-stream"}
 NO_PLUGIN = "other"  # SGLang takes an empty list for all
@@ -201,7 +201,6 @@ def test_live_memory_is_the_trainers(live: Live) -> None:
     assert found["digest"] == model_digest(live.trainer.tensors).hex()
 
 
-@pytest.mark.full
 def test_equals_a_fresh_engine(live: Live, tmp_path: Path) -> None:
     """Last of those on the live engine; the fresh one is SGLang as it was installed."""
     updated = live.engine.checksums()
@@ -211,7 +210,6 @@ def test_equals_a_fresh_engine(live: Live, tmp_path: Path) -> None:
         assert fresh.checksums() == updated
 
 
-@pytest.mark.full
 def test_the_endpoint_tests_pass_without_any_plugin(patched: Path) -> None:
     """The engine tests themselves, run again on the patched copy."""
     selection = ["tests/engines/test_syncs.py", "-k", "sglang-qwen3-1-auto"]
@@ -223,7 +221,6 @@ def test_the_endpoint_tests_pass_without_any_plugin(patched: Path) -> None:
     assert done.returncode == 0, done.stdout[-4000:]
 
 
-@pytest.mark.full
 def test_with_the_plugin_too(patched: Path, tmp_path: Path) -> None:
     """The plugin is loaded, and stands back."""
     model = tiny_models.build("qwen3", tmp_path / "model")
