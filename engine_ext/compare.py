@@ -3,7 +3,8 @@
 The compiled loop makes a mask of a cache line of both at a time. At a density of some percent a
 line has none, one or two elements that differ, and no processor foresees which, so two are written
 down for every line, and those that were none are written over. It runs without the interpreter
-lock, on chunks whose findings stay in a core's cache until they are digested: memory is read once.
+lock, on chunks whose findings stay in a core's cache until they are digested and the gaps between
+them are written down: memory is read once.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from engine_ext.compiled import array, compile_loop, made_once
 from engine_ext.digest import Digest, change_digest
 from engine_ext.lines import LINE, differing, fetch_to_read, lowest, ones, teach
+from engine_ext.wire.gaps import byte_stream, joined_stream
 
 _CHUNK: Final = 1 << 21  # elements that a thread compares at a time; a multiple of any line's
 _AHEAD: Final = 64  # lines that are asked for before they are compared; a core's own guess is fewer
@@ -31,16 +33,24 @@ class Difference(NamedTuple):
         indices: their flat indices, ascending; int32 [nnz], of 2**31 elements or more int64.
         old, new: their bits, unsigned ints [nnz], copies.
         change: what they add to the tensor's digest; None where no name was given.
+        stream: the gap stream of the indices, of bytes; None where it was not asked for, or may not
+            be the smallest.
     """
 
     indices: NDArray[Any]
     old: NDArray[Any]
     new: NDArray[Any]
     change: Digest | None
+    stream: NDArray[np.uint8] | None
 
 
 def begin_compare(
-    old: NDArray[Any], new: NDArray[Any], name: str | None, pool: Executor
+    old: NDArray[Any],
+    new: NDArray[Any],
+    name: str | None,
+    pool: Executor,
+    *,
+    streams: bool = False,
 ) -> Callable[[], Difference]:
     """Have two tensors compared in threads.
 
@@ -49,6 +59,7 @@ def begin_compare(
             are until the result has been asked for.
         name: The tensor's, where the change of its digest is wanted.
         pool: What compares; each chunk is a task of its own.
+        streams: Whether the gap stream is wanted.
 
     Returns:
         What waits for the result.
@@ -62,7 +73,7 @@ def begin_compare(
     ending = threading.Lock()
 
     def compare_one(start: int) -> Difference | None:
-        chunk = _compare_chunk(old, new, start, name)
+        chunk = _compare_chunk(old, new, start, name, streams)
         with ending:
             found[start] = chunk
             last = len(found) == len(starts)
@@ -79,14 +90,20 @@ def begin_compare(
 
 
 def compare(
-    old: NDArray[Any], new: NDArray[Any], name: str | None = None, threads: int = 1
+    old: NDArray[Any],
+    new: NDArray[Any],
+    name: str | None = None,
+    threads: int = 1,
+    *,
+    streams: bool = False,
 ) -> Difference:
     """`begin_compare`, and wait; `threads` share the work, 1 is the caller's own."""
     if threads > 1 and old.size > _CHUNK:
         with ThreadPoolExecutor(threads) as pool:
-            return begin_compare(old, new, name, pool)()
+            return begin_compare(old, new, name, pool, streams=streams)()
     _check(old, new)
-    found = [_compare_chunk(old, new, start, name) for start in range(0, old.size, _CHUNK)]
+    starts = range(0, old.size, _CHUNK)
+    found = [_compare_chunk(old, new, start, name, streams) for start in starts]
     return _joined(found, new.dtype, name)
 
 
@@ -96,13 +113,16 @@ def _check(old: NDArray[Any], new: NDArray[Any]) -> None:
 
 
 def _joined(found: Sequence[Difference], dtype: np.dtype[Any], name: str | None) -> Difference:
+    pieces = [(one.indices, one.stream) for one in found if one.stream is not None]
+    stream = joined_stream(pieces) if pieces else None
     if len(found) == 1:
-        return found[0]
+        return found[0]._replace(stream=stream)
     return Difference(
         np.concatenate([np.empty(0, np.int32), *(one.indices for one in found)]),
         np.concatenate([np.empty(0, dtype), *(one.old for one in found)]),
         np.concatenate([np.empty(0, dtype), *(one.new for one in found)]),
         None if name is None else sum((d for one in found if (d := one.change)), Digest.ZERO),
+        stream,
     )
 
 
@@ -119,8 +139,9 @@ _scratch: Final = _Scratch()
 
 
 def _compare_chunk(
-    old: NDArray[Any], new: NDArray[Any], start: int, name: str | None
+    old: NDArray[Any], new: NDArray[Any], start: int, name: str | None, streams: bool
 ) -> Difference:
+    """What differs in a chunk; the stream is without the first index."""
     before, after = old[start : start + _CHUNK], new[start : start + _CHUNK]
     loop = _loop(old.itemsize)
     if loop is None:
@@ -134,8 +155,10 @@ def _compare_chunk(
         places = _scratch.indices[:count]
         was, now = out[0][:count].copy(), out[1][:count].copy()
     change = None if name is None else change_digest(name, places, was, now)
+    following = int(places[0]) + 1 if places.size else 0
+    stream = byte_stream(places[1:], following) if streams else None
     narrow = np.int32 if old.size < 1 << 31 else np.int64
-    return Difference(places.astype(narrow), was, now, change)
+    return Difference(places.astype(narrow), was, now, change, stream)
 
 
 def _compare(old: Any, new: Any, start: Any, found: Any, was: Any, now: Any) -> Any:

@@ -19,6 +19,7 @@ engine ignores and which its digest covers. Ignored ones are left out of every s
 let engine and sender find out that they do not hold the same bytes.
 
 What lies where: `sender_snapshot` compares (`sender_device` what lies on an accelerator),
+`sender_spill` bounds what of that stays in memory,
 `sender_step` hands what is read to whoever sends it, `sender_choice` says how a param travels,
 `sender_http` posts, `sender_link` makes one engine's parts (`sender_parts`), `sender_outbox` posts
 them beside that, `sender_log` writes them into a delta log, `sender_warm` compiles what they use,

@@ -52,6 +52,7 @@ class Facts:
         floating: whether its elements are floats; their exponents compress.
         escaped: share of the differences that do not fit a nibble; None where differences are not
             to be sent.
+        many: before compression all of the tensor is no longer than what changed, with its places.
     """
 
     numel: int
@@ -59,6 +60,7 @@ class Facts:
     width: int
     floating: bool
     escaped: float | None = None
+    many: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +97,22 @@ class Manner:
         return "gap8_exp" if self.encoding in (DIFFERENCES, AUTO) else self.encoding
 
     def pick(self, facts: Facts, dense: bool, speed: float) -> Pick:
-        """How a param travels.
+        """How a param travels: with ``auto`` in the shortest time, else in the fewest bytes.
 
         Args:
             facts: about it.
             dense: whether it can only go dense.
             speed: the link's, bytes a second.
         """
-        if self.encoding != AUTO:
-            as_values = dense or facts.escaped is None or not self.may_differ
-            return Pick(self.empty if as_values else self.encoding, dense)
         if not self.differences:
             facts = replace(facts, escaped=None)
+        if self.encoding != AUTO:
+            as_values = facts.escaped is None or not self.may_differ
+            sparse, whole = Pick(self.empty if as_values else self.encoding, False), self.empty
+            if not dense and facts.many:
+                sizes = dict(_sizes(facts))
+                dense = sizes.get(sparse, math.inf) >= sizes.get(Pick(whole, True), 0.0)
+            return Pick(whole, True) if dense else sparse
         times = {pick: seconds for pick, seconds in _times(facts, speed) if pick.dense or not dense}
         return min(times, key=lambda pick: times[pick])
 
@@ -120,10 +126,11 @@ def escaped_share(old: NDArray[Any], new: NDArray[Any]) -> float:
     """The share of differences that do not fit a nibble, from a sample.
 
     Args:
-        old, new: bit patterns, unsigned ints of one width, [nnz].
+        old, new: bit patterns, unsigned ints of one width, [n]; what is alike does not count.
     """
     step = max(1, new.size // _SAMPLE)
     differences = new[::step] - old[::step]
+    differences = differences[differences != 0]
     zigzag = differences << 1 ^ (0 - (differences >> (8 * differences.itemsize - 1)))
     return float(np.mean(zigzag >= _NIBBLES)) if zigzag.size else 0.0
 

@@ -138,7 +138,7 @@ class DeviceSide:
             change = None
             if digested is not None:
                 change = change_digest(digested, places.astype(np.int64), was, now)
-            return Difference(places, was, now, change)
+            return Difference(places, was, now, change, None)
 
         return wait
 

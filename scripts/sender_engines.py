@@ -18,6 +18,7 @@ from sender_log import LogServer
 from sender_report import SomeFailed, SyncReport
 from sender_run import Run, latest, outcomes
 from sender_snapshot import NamedTensors, Snapshot
+from sender_spill import Spill
 from sender_standing import without_old
 from sender_state import Known, StateFile
 from sender_step import Step
@@ -183,7 +184,8 @@ class MultiSender:
         try:
             for run in runs:
                 run.thread.start()
-            step.read(self._snapshot.read(tensors, digests=self._digests))
+            spill = Spill(self._changes_in_memory)
+            step.read(self._snapshot.read(tensors, digests=self._digests, keep=spill.keep))
             if self._file is not None:
                 self._file.begin(step.version, self._digest_after(step).hex())
                 step.note_kept()
@@ -332,6 +334,11 @@ class MultiSender:
             return Digest.ZERO
         changes = (change.digest or Digest.ZERO for change in step.changes.values())
         return sum(changes, start=self._digest)
+
+    @property
+    def _changes_in_memory(self) -> int:
+        most = self._options.changes_in_memory
+        return self._snapshot.nbytes // 4 if most is None else most
 
     def _url_of(self, link: Link) -> str:
         return self._urls[self._links.index(link)]

@@ -82,6 +82,7 @@ class Options:
     client: httpx.Client | None = None
     snapshot_on: str = "auto"
     lag_limit: float | None = 60.0
+    changes_in_memory: int | None = None
 
 
 class Place(Protocol):

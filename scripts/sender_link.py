@@ -204,19 +204,21 @@ class Link(Standing):
                     if change is None or pick.dense:
                         delta = replace(snapshot.image(kept, read), name=name)
                     else:
+                        change = snapshot.with_places(change)
                         delta = change.delta(name)
                     yield Piece(name, delta, change, name == kept, pick)
 
     def _pick(self, name: str, change: Change | None, manner: Manner, *, full: bool) -> Pick:
         """How a param travels. Differences need old values that are proven."""
         image = self._snapshot.image(self._snapshot.kept(name))
-        nnz, escaped = image.values.size if change is None else change.new.size, None
-        dense = full or change is None or change.places is None
-        if change is not None and not dense and (name in self._digested or not self._planned):
+        nnz, escaped = image.values.size if change is None else change.nnz, None
+        only_dense = full or change is None
+        if change is not None and not full and (name in self._digested or not self._planned):
             escaped = escaped_share(change.old, change.new) if manner.may_differ else None
         floating = TORCH_DTYPE[image.dtype].is_floating_point
-        facts = Facts(image.values.size, nnz, image.values.itemsize, floating, escaped)
-        return manner.pick(facts, dense, self.server.speed.bytes_per_s)
+        kept_dense = change is not None and change.places is None
+        facts = Facts(image.values.size, nnz, image.values.itemsize, floating, escaped, kept_dense)
+        return manner.pick(facts, only_dense, self.server.speed.bytes_per_s)
 
     def _send(self, step: Step, version: int, manner: Manner, *, full: bool) -> Committed:
         """Encode part by part, and have them posted."""

@@ -29,8 +29,10 @@ class DeltaSender:
     Where numba is installed, making the first one compiles the loops of a sync: seconds once on a
     machine, then half a second to load them.
 
-    Host memory: the snapshot (the model's size), the changes until they are committed (4 bytes
-    plus twice the itemsize for each element), about three parts, and 128 MiB of gathered tensors.
+    Host memory: the snapshot (the model's size); of the changes, until they are committed, at most
+    a quarter of that (`changes_in_memory`); about three parts; and what 128 MiB of gathered tensors
+    and their comparison take. A change of 2 % takes a tenth of the snapshot (5 bytes plus twice the
+    itemsize for each element).
 
     Args:
         url: The engine's root, ``http://host:port``.
@@ -56,6 +58,9 @@ class DeltaSender:
             their ``device``, which takes the model's size there, or the snapshot on the ``host``,
             in pinned memory, brought up in chunks. ``auto``: on the device where that takes at
             most half of the memory that is free there at the first sync.
+        changes_in_memory: Most bytes of a step's changes that are kept in memory until they are
+            committed; the others are in a temporary file below ``TMPDIR``. A quarter of the
+            snapshot's, if not given.
 
     Raises:
         ValueError: As of `MultiSender`.
@@ -79,6 +84,7 @@ class DeltaSender:
         timeout: float = 600.0,
         client: httpx.Client | None = None,
         snapshot_on: str = "auto",
+        changes_in_memory: int | None = None,
     ) -> None:
         self._url = url
         self._sender = MultiSender(
@@ -97,6 +103,7 @@ class DeltaSender:
             timeout=timeout,
             client=client,
             snapshot_on=snapshot_on,
+            changes_in_memory=changes_in_memory,
         )
 
     def __enter__(self) -> Self:

@@ -22,6 +22,7 @@ from engine_ext.compare import Difference, begin_compare, compare
 from engine_ext.device import runs_kernels
 from engine_ext.digest import Digest, tensor_digest
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
+from engine_ext.wire.manifest import PACKED_ENCODINGS
 from engine_ext.wire.part import ParamDelta
 from engine_ext.wire.positions import position_bytes
 from sender_device import DeviceSide, is_elsewhere
@@ -42,8 +43,10 @@ class Change:
         places: int32 or int64 [nnz], ascending flat indices; None: dense.
         old, new: bit patterns [nnz], or [numel] where dense; a dense `old` may be the snapshot's
             own memory.
+        nnz: elements that differ.
         digest: what the change adds to a digest, under the name in the snapshot; None if not
             asked for.
+        stream: the gap stream of the places; None where it was not made on the way.
     """
 
     dtype: str
@@ -51,7 +54,9 @@ class Change:
     places: NDArray[Any] | None
     old: Bits
     new: Bits
+    nnz: int
     digest: Digest | None
+    stream: NDArray[np.uint8] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -61,7 +66,7 @@ class Change:
     def delta(self, name: str) -> ParamDelta:
         """The new values, to be sent under a name."""
         indices = None if self.places is None else self.places.astype(np.int64)
-        return ParamDelta(name, self.dtype, self.shape, indices, self.new)
+        return ParamDelta(name, self.dtype, self.shape, indices, self.new, stream=self.stream)
 
 
 Changes = dict[str, Change]  # by name in the snapshot
@@ -73,8 +78,8 @@ class Snapshot:
     Args:
         base: Tensors in checkpoint coordinates; copied. Of tied ones (one storage, several names)
             one copy is kept, under the first name.
-        encoding: One of `engine_ext.wire.positions.ENCODINGS`; where a sparse param would take
-            more bytes than a dense one, it is dense.
+        encoding: One of `engine_ext.wire.positions.ENCODINGS`; a change that would take more bytes
+            with its places, before compression, than all of the tensor is kept dense.
         kept_on: One of `sender_device.KEPT_ON`.
 
     Attributes:
@@ -82,7 +87,7 @@ class Snapshot:
     """
 
     def __init__(self, base: NamedTensors, encoding: str, kept_on: str = "auto") -> None:
-        self._encoding = encoding
+        self._encoding, self._streams = encoding, encoding in PACKED_ENCODINGS
         self._devices = DeviceSide(kept_on)
         self._dense: dict[str, ParamDelta] = {}
         self._threads = os.cpu_count() or 1
@@ -114,13 +119,18 @@ class Snapshot:
         return self.tied.get(name, name)
 
     def read(
-        self, tensors: NamedTensors, *, digests: bool = True
+        self,
+        tensors: NamedTensors,
+        *,
+        digests: bool = True,
+        keep: Callable[[Change], Change] | None = None,
     ) -> Iterator[tuple[str, Change | None]]:
         """Find out what is not as in the snapshot, in threads, some tensors ahead.
 
         Args:
             tensors: taken in the caller's thread. They must stay as they are until the end.
             digests: whether the changes are digested on the way.
+            keep: what may put a change somewhere else, as `sender_spill` does.
 
         Yields:
             For every tensor of the snapshot its name there, and its change, if any.
@@ -134,12 +144,16 @@ class Snapshot:
             self._refuse_missing(set(given))
         pool = ThreadPoolExecutor(self._threads, thread_name_prefix="delta-compare")
         try:
-            yield from self._read(tensors, pool, digests)
+            yield from self._read(tensors, pool, digests, keep or (lambda change: change))
         finally:
             pool.shutdown(cancel_futures=True)
 
     def _read(
-        self, tensors: NamedTensors, pool: Executor, digests: bool
+        self,
+        tensors: NamedTensors,
+        pool: Executor,
+        digests: bool,
+        keep: Callable[[Change], Change],
     ) -> Iterator[tuple[str, Change | None]]:
         changes: dict[str, Change | None] = {}
         begun: deque[tuple[str, int, Callable[[], Difference]]] = deque()
@@ -147,7 +161,8 @@ class Snapshot:
 
         def finish() -> tuple[str, Change | None]:
             kept, _, wait = begun.popleft()
-            changes[kept] = self._change(self._dense[kept], wait())
+            change = self._change(self._dense[kept], wait())
+            changes[kept] = None if change is None else keep(change)
             return kept, changes[kept]
 
         for name, tensor, first in _with_ties(tensors):
@@ -174,7 +189,8 @@ class Snapshot:
         """Have a tensor compared, where it lies."""
         old = self._dense[kept]
         if not is_elsewhere(tensor):
-            return begin_compare(old.values, _to_bits(name, tensor).values, digested, pool)
+            new = _to_bits(name, tensor).values
+            return begin_compare(old.values, new, digested, pool, streams=self._streams)
         held = self._devices.hold(kept, old.values, tensor.device, self.nbytes)
         if held is not old.values:
             self._dense[kept] = replace(old, values=held)
@@ -211,7 +227,16 @@ class Snapshot:
         if before is None:
             return after
         old, new = self.image(kept, before), self.image(kept, after)
-        return self._change(old, compare(old.values, new.values, kept))
+        return self._change(old, compare(old.values, new.values, kept, streams=self._streams))
+
+    def with_places(self, change: Change) -> Change:
+        """The same, where it is kept dense."""
+        if change.places is not None:
+            return change
+        found = compare(change.old, change.new, threads=self._threads, streams=self._streams)
+        return replace(
+            change, places=found.indices, old=found.old, new=found.new, stream=found.stream
+        )
 
     def between(self, before: Changes, after: Changes) -> Changes:
         """What turns the snapshot with `before` made into the snapshot with `after` made."""
@@ -249,10 +274,12 @@ class Snapshot:
             return None
         sparse = replace(old, indices=found.indices, values=found.new)
         if payload_bytes(self._encoding, sparse) < old.values.nbytes:
-            return Change(old.dtype, old.shape, found.indices, found.old, found.new, found.change)
-        new = old.values.copy()
-        kernels.write(new, found.indices, found.new)
-        return Change(old.dtype, old.shape, None, old.values, new, found.change)
+            places, was, new, stream = found.indices, found.old, found.new, found.stream
+        else:
+            places, was, new, stream = None, old.values, old.values.copy(), None
+            kernels.write(new, found.indices, found.new)
+        nnz = found.indices.size
+        return Change(old.dtype, old.shape, places, was, new, nnz, found.change, stream)
 
 
 class MappedSnapshot(Snapshot):

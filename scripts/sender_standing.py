@@ -164,6 +164,6 @@ class Standing:
 
 
 def without_old(changes: Changes) -> Changes:
-    """The same without old bits, which are of use only while a change is sent."""
+    """The same without old bits and gaps, which are of use only while a change is sent."""
     none = np.empty(0)
-    return {kept: replace(change, old=none) for kept, change in changes.items()}
+    return {kept: replace(change, old=none, stream=None) for kept, change in changes.items()}

@@ -34,7 +34,7 @@ def warm_up(dtypes: Iterable[str], encoding: str) -> None:
     }.get(encoding, (encoding,))
     for dtype in sorted(set(dtypes)):
         snapshot = np.zeros(2, bits_dtype(dtype))
-        found = compare(snapshot, snapshot + snapshot.dtype.type(1), "weight")
+        found = compare(snapshot, snapshot + snapshot.dtype.type(1), "weight", streams=True)
         kernels.write(snapshot, found.indices, found.new)
         tensor_digest("weight", snapshot)
         for name in encodings:

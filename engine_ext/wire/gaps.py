@@ -27,7 +27,7 @@ _TOO_SPARSE: Final = 16
 
 
 class _Loops(NamedTuple):
-    write: Callable[[Any, int, Any], int]
+    write: Callable[[Any, int, int, Any], int]
     read: Callable[[Any, int, Any], int]
 
 
@@ -37,30 +37,77 @@ def stream_bytes(indices: NDArray[np.int64]) -> int:
     return nnz and min(nnz + (int(indices[-1]) + 1 - nnz) // 255, 2 * nnz)
 
 
-def encode_gaps(indices: NDArray[np.int64]) -> tuple[NDArray[np.uint8], int]:
+def byte_stream(indices: NDArray[np.int64], start: int) -> NDArray[np.uint8]:
+    """Of symbols of one byte, the stream of some indices, as it goes on behind those before them.
+
+    Args:
+        indices: int64 [n], ascending, unique, from `start`.
+        start: the element behind the one before.
+
+    Raises:
+        ValueError: the indices are not ascending.
+    """
+    if not indices.size:
+        return np.empty(0, np.uint8)
+    return _symbols(indices, 1, int(indices.max()), start)
+
+
+def joined_stream(
+    pieces: Sequence[tuple[NDArray[Any], NDArray[np.uint8]]],
+) -> NDArray[np.uint8] | None:
+    """The stream of a whole param, of pieces that were made by themselves.
+
+    Args:
+        pieces: the indices [n] of each, ascending over all, and their `byte_stream` without the
+            first one.
+
+    Returns:
+        What `encode_gaps` makes of all the indices; None where it may choose symbols of two bytes.
+    """
+    pieces = [(indices, stream) for indices, stream in pieces if indices.size]
+    nnz = sum(indices.size for indices, _ in pieces)
+    if pieces and not _suit_bytes(nnz, int(pieces[-1][0][-1]) + 1):
+        return None
+    streams: list[NDArray[np.uint8]] = [np.empty(0, np.uint8)]
+    following = 0
+    for indices, stream in pieces:
+        skips, rest = divmod(int(indices[0]) - following, 255)
+        streams += [np.full(skips, 255, np.uint8), np.array([rest], np.uint8), stream]
+        following = int(indices[-1]) + 1
+    return np.concatenate(streams)
+
+
+def encode_gaps(
+    indices: NDArray[np.int64], stream: NDArray[np.uint8] | None = None
+) -> tuple[NDArray[np.uint8], int]:
     """The gap stream of one param.
 
     Args:
         indices: int64 [nnz], ascending, unique, from 0.
+        stream: what `joined_stream` made of them, where it did.
 
     Returns:
         The stream, uint8 [bytes], low plane first, and the bytes of a symbol: 1 or 2, whichever
         compresses better.
 
     Raises:
-        ValueError: the indices are not ascending, or beyond any tensor.
+        ValueError: the indices are not ascending, or beyond any tensor; or the stream is not
+            theirs.
     """
     nnz = indices.size
     if not nnz:
         return np.empty(0, np.uint8), 1
-    largest = int(indices.max())
+    largest = int(indices.max() if stream is None else indices[-1])
     if largest >= _MAX_NUMEL:
         raise ValueError(f"an index of {largest}; tensors have at most {_MAX_NUMEL} elements")
-    skips = max(0, largest + 1 - nnz) // 255
-    if skips <= nnz:
+    if stream is not None:
+        if (_ends(stream), int(stream.sum(dtype=np.int64)) + nnz) != (nnz, largest + 1):
+            raise ValueError("the gap stream is that of other indices")
+        return stream, 1
+    if _suit_bytes(nnz, largest + 1):
         return _symbols(indices, 1, largest), 1
     wide = _symbols(indices, 2, largest).view(np.uint8).reshape(-1, 2).T.reshape(-1)
-    if skips <= _TOO_SPARSE * nnz:
+    if (largest + 1 - nnz) // 255 <= _TOO_SPARSE * nnz:
         narrow = _symbols(indices, 1, largest)
         if deflate(narrow, search=True).size <= deflate(*wide.reshape(2, -1), search=True).size:
             return narrow, 1
@@ -152,22 +199,32 @@ def joined(stream: NDArray[np.uint8], width: int) -> NDArray[Any]:
     return symbols
 
 
-def _symbols(indices: NDArray[np.int64], width: int, largest: int) -> NDArray[Any]:
+def _ends(stream: NDArray[np.uint8]) -> int:
+    """How many gaps end in a stream of symbols of one byte."""
+    return int(np.count_nonzero(stream != 255))
+
+
+def _suit_bytes(nnz: int, end: int) -> bool:
+    """Whether symbols of one byte are surely few: on average one skip an element at most."""
+    return max(0, end - nnz) // 255 <= nnz
+
+
+def _symbols(indices: NDArray[np.int64], width: int, largest: int, start: int = 0) -> NDArray[Any]:
     longest = longest_symbol(width)
     loops = _loops(width)
     if loops is None:
-        return _write_by_numpy(indices, longest).astype(_SYMBOLS[width])
+        return _write_by_numpy(indices, start, longest).astype(_SYMBOLS[width])
     # So many symbols suffice as long as the gaps are not negative, and then the loop ends.
-    skips = max(0, largest + 1 - indices.size) // longest
+    skips = max(0, largest + 1 - start - indices.size) // longest
     out = np.empty(indices.size + skips, _SYMBOLS[width])
-    count = loops.write(np.ascontiguousarray(indices), longest, out)
+    count = loops.write(np.ascontiguousarray(indices), start, longest, out)
     if count < 0:
         raise _not_ascending()
     return out[:count]
 
 
-def _write_by_numpy(indices: NDArray[np.int64], longest: int) -> NDArray[np.int64]:
-    gaps = np.diff(indices, prepend=np.int64(-1)) - 1
+def _write_by_numpy(indices: NDArray[np.int64], start: int, longest: int) -> NDArray[np.int64]:
+    gaps = np.diff(indices, prepend=np.int64(start - 1)) - 1
     if gaps.min() < 0:
         raise _not_ascending()
     skips, rest = np.divmod(gaps, longest)
@@ -184,22 +241,27 @@ def _read_by_numpy(symbols: NDArray[Any], longest: int) -> NDArray[np.int64]:
     return indices
 
 
-def _write_loop(indices: Any, longest: Any, out: Any) -> Any:
-    """What numba compiles; returns the number of symbols, -1 where indices do not ascend."""
-    at = 0
-    following = 0
+def _write_loop(indices: Any, following: Any, longest: Any, out: Any) -> Any:
+    """What numba compiles; returns the number of symbols, -1 where indices do not ascend.
+
+    Unsigned, a negative gap is a huge one, and the usual gap needs one comparison only.
+    """
+    one = np.uint64(1)
+    at = np.uint64(0)
     for k in range(indices.size):
-        gap = indices[k] - following
-        if gap < 0:
-            return -1
-        following = indices[k] + 1
-        while gap >= longest:
-            out[at] = longest
-            at += 1
-            gap -= longest
+        index = np.uint64(indices[k])
+        gap = index - following
+        following = index + one
+        if gap >= longest:
+            if gap >> np.uint64(63):
+                return -1
+            while gap >= longest:
+                out[at] = longest
+                at += one
+                gap -= longest
         out[at] = gap
-        at += 1
-    return at
+        at += one
+    return np.int64(at)
 
 
 def _read_loop(symbols: Any, longest: Any, out: Any) -> Any:
@@ -223,11 +285,11 @@ def _loops(width: int) -> _Loops | None:
         from numba import types
     except ImportError:
         return None
-    word, symbol = types.int64, f"uint{8 * width}"
+    word, unsigned, symbol = types.int64, types.uint64, f"uint{8 * width}"
     indices, out = array(types, "int64"), array(types, "int64", readonly=False)
     symbols, written = array(types, symbol), array(types, symbol, readonly=False)
     return _Loops(
-        compile_loop(_write_loop, word(indices, word, written)),
+        compile_loop(_write_loop, word(indices, unsigned, unsigned, written)),
         compile_loop(_read_loop, word(symbols, word, out)),
     )
 

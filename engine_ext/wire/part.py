@@ -52,6 +52,7 @@ class ParamDelta:
             [numel] where dense. May be a read-only view of the part's buffer.
         differences: The values are new less old bit patterns, modulo the width, and never dense.
         positions: What `indices` were decoded from, where they were; may be such a view too.
+        stream: Their gap stream, to be encoded, where it is known.
     """
 
     name: str
@@ -61,6 +62,7 @@ class ParamDelta:
     values: NDArray[Any]
     differences: bool = False
     positions: Positions | None = field(default=None, compare=False, repr=False)
+    stream: NDArray[np.uint8] | None = field(default=None, compare=False, repr=False)
 
     @property
     def numel(self) -> int:
@@ -223,7 +225,7 @@ def encode_part(
         if delta.indices is None:
             raw, width = np.empty(0, np.uint8), 0
         else:
-            raw, width = encode_positions(encoding, delta.indices)
+            raw, width = encode_positions(encoding, delta.indices, delta.stream)
         pos_start, pos_end = pos_end, pos_end + raw.size
         val_start, val_end = val_end, val_end + delta.nnz
         entries.append(

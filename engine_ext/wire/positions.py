@@ -42,12 +42,15 @@ class Positions(NamedTuple):
         return None if self.encoding == "indices" else (self.raw.view(_GAP_DTYPE[self.width]), -1)
 
 
-def encode_positions(encoding: str, indices: NDArray[np.int64]) -> tuple[NDArray[np.uint8], int]:
+def encode_positions(
+    encoding: str, indices: NDArray[np.int64], stream: NDArray[np.uint8] | None = None
+) -> tuple[NDArray[np.uint8], int]:
     """Encode one param's flat indices.
 
     Args:
         encoding: One of `ENCODINGS`.
         indices: int64 [nnz], ascending, unique, from 0.
+        stream: their gap stream, where it is known; of use where the encoding has one.
 
     Returns:
         The bytes, uint8 [nnz * pos_width], and ``pos_width``: 4 for ``indices``; 2 for gaps
@@ -57,12 +60,12 @@ def encode_positions(encoding: str, indices: NDArray[np.int64]) -> tuple[NDArray
     Raises:
         ValueError: Unknown encoding; indices not ascending; an index of 2**31 or more with
             ``indices``; with ``deltas`` a gap of 2**32 or more; with the gap8 ones an index
-            beyond any tensor.
+            beyond any tensor, or a stream of others.
     """
     if encoding not in ENCODINGS:
         raise ValueError(f"unknown encoding {encoding!r}")
     if encoding in PACKED_ENCODINGS:
-        return encode_gaps(indices)
+        return encode_gaps(indices, stream)
     gaps = np.diff(indices, prepend=np.int64(-1))
     gaps -= 1
     if gaps.size and gaps.min() < 0:

@@ -12,6 +12,7 @@ from engine_ext import compare
 from engine_ext.compare import begin_compare
 from engine_ext.compare import compare as compared
 from engine_ext.digest import change_digest
+from engine_ext.wire.gaps import encode_gaps
 
 from .harness import PROPERTY
 
@@ -34,8 +35,11 @@ def test_every_changed_bit_is_found(
     chosen = np.flatnonzero(rng.random(size) < density)
     new[chosen] ^= np.left_shift(1, rng.integers(0, 8 * width, chosen.size)).astype(new.dtype)
     for before, after in ((old, new), (new, old)):
-        found = compared(before, after, "w")
+        found = compared(before, after, "w", streams=True)
         assert found.indices.tolist() == chosen.tolist()
+        assert (found.stream is None) == (size == 0)
+        if found.stream is not None:
+            assert found.stream.tobytes() == encode_gaps(chosen)[0].tobytes()
         assert (found.indices.dtype, found.old.dtype, found.new.dtype) == (
             np.int32,
             old.dtype,
@@ -60,7 +64,14 @@ def test_chunks_and_threads(threads: int, compiled: bool, monkeypatch: pytest.Mo
     assert not found.old.any()
     assert (found.new == 0x8000).all()
     assert found.change == change_digest("w", np.array(edges), found.old, found.new)
+    assert found.stream is None
     assert compared(old, new, threads=threads).change is None
+    assert compared(old, new, threads=threads, streams=True).stream is None  # too far apart
+    new[::200] ^= 1
+    near = compared(old, new, threads=threads, streams=True)
+    assert near.stream is not None
+    assert near.stream.tobytes() == encode_gaps(near.indices.astype(np.int64))[0].tobytes()
+    new[::200] ^= 1
     with ThreadPoolExecutor(2) as pool:
         pending = [begin_compare(old, new, name, pool) for name in ("w", "v", "")]
     changes = [wait().change for wait in pending]

@@ -148,8 +148,6 @@ def test_parts_are_capped_and_of_one_dtype() -> None:
         ("deltas", torch.float32, 2 / 3),
         ("deltas", torch.int8, 1 / 3),
         ("indices", torch.bfloat16, 1 / 3),
-        ("gap8_exp", torch.bfloat16, 2 / 3),
-        ("gap8_ulp", torch.bfloat16, 2 / 3),
     ],
 )
 def test_a_param_goes_dense_where_that_is_no_larger(
@@ -164,6 +162,30 @@ def test_a_param_goes_dense_where_that_is_no_larger(
         assert sender.sync(model.items()).nnz == (count if count == few else 600)
         assert engine.holds(model)
     assert [part.deltas[0].indices is None for part in engine.log] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "share", "step", "sent"),
+    [
+        ("gap8_exp", 0.6, 1, "gap8_exp"),
+        ("gap8_exp", 0.8, 1, "gap8_exp"),
+        ("gap8_exp", 1.0, 1, "gap8_exp, dense"),
+        ("gap8_ulp", 0.8, 1, "gap8_ulp"),
+        ("gap8_ulp", 1.0, 1, "gap8_ulp"),
+        ("gap8_ulp", 1.0, 300, "gap8_exp, dense"),
+    ],
+)
+def test_where_bytes_are_packed_it_is_the_packed_ones_that_count(
+    encoding: str, share: float, step: int, sent: str
+) -> None:
+    model = {"w": torch.randn(6000, generator=torch.Generator().manual_seed(0)).bfloat16()}
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, encoding=encoding)
+    model["w"].view(torch.int16)[: round(6000 * share)] += step
+    report = sender.sync(model.items())
+    assert report.picked == {sent: 1}
+    assert report.nnz == (6000 if "dense" in sent else round(6000 * share))
+    assert engine.holds(model)
 
 
 def test_shapes_and_layouts() -> None:

@@ -83,6 +83,28 @@ def test_the_share_of_large_differences(width: int) -> None:
     assert escaped_share(small[:0], small[:0]) == 0.0
 
 
+@pytest.mark.parametrize("encoding", ["gap8_exp", "gap8_ulp"])
+@pytest.mark.parametrize("density", [0.7, 0.8, 0.9, 0.97, 1.0])
+def test_of_many_changes_the_shorter_form_goes(density: float, encoding: str) -> None:
+    rng = np.random.default_rng(0)
+    old = bench_data.make_weights(1_000_000, rng)
+    new = bench_data.change(old, density, rng)
+    values = bench_data.deltas_of(old, new, 1)
+    sparse = bench_data.as_differences(values, old) if encoding == "gap8_ulp" else values
+    dense = [replace(values[0], indices=None, values=new)]
+    sizes = [
+        len(encode_part(sparse, encoding=encoding, current_version=1, digest_part="0" * 32)),
+        len(encode_part(dense, encoding="gap8_exp", current_version=1)),
+    ]
+    moved = old != new
+    facts = Facts(old.size, int(moved.sum()), 2, True, escaped_share(old, new), many=True)
+    picked = Manner(encoding).pick(facts, False, SLOW)
+    chosen, other = (sizes[1], sizes[0]) if picked.dense else sizes
+    assert chosen <= 1.02 * other
+    assert Manner(encoding).pick(facts, True, SLOW) == Pick("gap8_exp", True)
+    assert Manner("deltas").pick(facts, False, SLOW) == Pick("deltas", True)
+
+
 def test_any_param_has_a_way() -> None:
     for numel, nnz in ((1, 1), (1 << 34, 1), (10, 10), (5, 0)):
         for width in (1, 2, 4, 8):
@@ -128,6 +150,8 @@ def test_what_was_picked_is_said(caplog: pytest.LogCaptureFixture) -> None:
     set_speed(sender, SLOW)
     train(model, 3, density=0.5)
     assert sender.sync(model.items()).picked == {"gap8_ulp": 5, "gap8_exp": 1}
+    train(model, 4, density=0.8)  # kept dense, and still the link says how it goes
+    assert sender.sync(model.items()).picked == {"gap8_ulp": 5, "gap8_exp, dense": 1}
     assert sender.sync_full(model.items()).picked == {"gap8_exp, dense": 6}
     assert engine.holds(model)
 

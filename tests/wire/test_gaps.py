@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from engine_ext.errors import MalformedPart, NotUpdatable
 from engine_ext.wire import gaps
-from engine_ext.wire.gaps import decode_gaps, encode_gaps, stream_bytes
+from engine_ext.wire.gaps import (
+    byte_stream,
+    decode_gaps,
+    encode_gaps,
+    joined_stream,
+    stream_bytes,
+)
 
 from .forge import PROPERTY
 
@@ -145,3 +151,48 @@ def test_round_trip(values: list[int], shift: int) -> None:
     numel = int(wanted[-1]) + 1 if wanted.size else 0
     assert np.array_equal(decode_gaps(raw, width, numel), wanted)
     assert stream_bytes(wanted) >= wanted.size
+
+
+@PROPERTY
+@given(
+    st.lists(st.integers(0, 700), min_size=1, max_size=40),
+    st.lists(st.integers(0, 40), max_size=6),
+)
+@pytest.mark.usefixtures("loops")
+def test_pieces_are_joined_to_the_whole(gaps_between: list[int], cuts: list[int]) -> None:
+    indices = np.cumsum(np.array(gaps_between, np.int64) + 1) - 1
+    pieces = [
+        (piece, byte_stream(piece[1:], int(piece[0]) + 1 if piece.size else 0))
+        for piece in np.split(indices, sorted(cuts))
+    ]
+    stream = joined_stream(pieces)
+    raw, width = encode_gaps(indices)
+    if stream is None:  # more skips than elements
+        assert indices[-1] + 1 > 256 * indices.size
+    else:
+        assert (raw.tobytes(), width) == (stream.tobytes(), 1)
+        assert encode_gaps(indices, stream)[0] is stream
+
+
+def test_joined_streams_by_hand() -> None:
+    empty = np.empty(0, np.uint8)
+    assert joined_stream([]).tobytes() == b""  # type: ignore[union-attr]
+    first, later = indices_of([3, 4]), indices_of([600])
+    pieces = [(first, byte_stream(first[1:], 4)), (indices_of([]), empty), (later, empty)]
+    assert joined_stream(pieces).tobytes() == bytes.fromhex("03 00 ffff55")  # type: ignore[union-attr]
+    assert joined_stream([(indices_of([256]), empty)]).tobytes() == b"\xff\x01"  # type: ignore[union-attr]
+    assert joined_stream([(indices_of([511]), empty)]) is None
+
+
+@pytest.mark.parametrize("other", [[0, 1, 5], [1, 5, 6], [4, 5], [0, 1, 2, 5]])
+def test_the_stream_of_other_indices(other: list[int]) -> None:
+    stream = encode_gaps(indices_of(other))[0]
+    with pytest.raises(ValueError, match="of other indices"):
+        encode_gaps(indices_of([1, 4, 7]), stream)
+
+
+@pytest.mark.usefixtures("loops")
+def test_a_piece_that_does_not_ascend() -> None:
+    for indices, start in (([5, 5], 0), ([3, 9], 4), ([9, 3], 0), ([90_000, 3], 0)):
+        with pytest.raises(ValueError, match="not ascending"):
+            byte_stream(indices_of(indices), start)
