@@ -4,11 +4,13 @@
     python scripts/bench_codec.py --json     # the last line is JSON
     python scripts/bench_codec.py --plot docs/bytes_per_element.png      # needs matplotlib
     python scripts/bench_codec.py --real-steps 0     # needs no transformers
+    python scripts/bench_codec.py --dtype float16    # of the synthetic weights
 
 `bench_data.py` says how the weights and their changes are drawn. Sizes are of whole parts, so with
-all framing. The floors are entropies of the same data: of positions that are drawn independently,
-plus of the new values, or of the differences to the old ones. "apply" is the time of decoding and
-scattering, in times of scattering alone; the scatter is in one thread, of decoding see
+all framing. The gaps of the `gap8` encodings are written while the snapshots are compared, so that
+"encode" is without them. The floors are entropies of the same data: of positions that are drawn
+independently, plus of the new values, or of the differences to the old ones. "apply" is the time of
+decoding and scattering, in times of scattering alone; the scatter is in one thread, of decoding see
 `engine_ext/wire/part.py`.
 
 Real deltas come from a few steps of REINFORCE on the demo's policy (3M bf16 weights with fp32
@@ -42,6 +44,7 @@ from rich.table import Table
 
 from bench_data import (
     DENSITIES,
+    DTYPES,
     PARAM,
     Bits,
     as_differences,
@@ -155,10 +158,10 @@ def measure(
 
 
 def measure_synthetic(
-    old: Bits, new: Bits, density: float, threads: int, repeats: int
+    old: Bits, new: Bits, density: float, threads: int, repeats: int, dtype: str
 ) -> list[Size]:
     """All encodings of a synthetic change."""
-    values = deltas_of(old, new, threads)
+    values = deltas_of(old, new, threads, dtype)
     differences = as_differences(values, old)
     return measure(
         values, differences, floors(values, differences, counts_of(new)), density, repeats
@@ -174,10 +177,10 @@ def measure_real(
     training = train(learning_rate, steps)
     values, differences = [], []
     for name, old in training.old.items():
-        found = compare(old, training.new[name])
+        found = compare(old, training.new[name], streams=True)
         if found.indices.size:
-            indices = found.indices.astype(np.int64)
-            sparse = ParamDelta(name, "bfloat16", old.shape, indices, found.new)
+            indices, stream = found.indices.astype(np.int64), found.stream
+            sparse = ParamDelta(name, "bfloat16", old.shape, indices, found.new, stream=stream)
             values.append(sparse)
             differences.append(replace(sparse, values=found.new - found.old, differences=True))
     floor = floors(values, differences, None)
@@ -186,13 +189,15 @@ def measure_real(
     return sizes, positions_by_exponent(pairs)
 
 
-def compare_speed(old: Bits, new: Bits, threads: int, repeats: int) -> tuple[float, float, float]:
+def compare_speed(
+    old: Bits, new: Bits, threads: int, repeats: int, dtype: str
+) -> tuple[float, float, float]:
     """Seconds from two snapshots to a part: ours, and the plain way; and of reading them."""
     torch.set_num_threads(threads)
-    before, after = (torch.from_numpy(w.view(np.int16)).view(torch.bfloat16) for w in (old, new))
+    before, after = (torch.from_numpy(w.view(np.int16)).view(DTYPES[dtype]) for w in (old, new))
 
     def ours() -> bytes:
-        deltas = deltas_of(old, new, threads)
+        deltas = deltas_of(old, new, threads, dtype)
         return encode_part(deltas, encoding="gap8_exp", current_version=1)
 
     ours()
@@ -225,6 +230,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--elements", type=int, default=200_000_000, help="weights (default: %(default)s)")
     add("--threads", type=int, default=os.cpu_count(), help="threads (default: all cores)")
     add("--repeats", type=int, default=3, help="the fastest of so many is taken (%(default)s)")
+    dtype_help = "of the synthetic weights (default: %(default)s)"
+    add("--dtype", choices=[*DTYPES], default="bfloat16", help=dtype_help)
     steps_help = "steps of the real training runs, 0 for none (default: %(default)s)"
     add("--real-steps", type=int, default=5, help=steps_help)
     add("--plot", type=Path, metavar="FILE", help="draw the sizes, as PNG or SVG")
@@ -233,21 +240,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install matplotlib")
 
-    weights = make_weights(options.elements, np.random.default_rng(0))
+    threads, repeats, dtype = options.threads, options.repeats, options.dtype
+    weights = make_weights(options.elements, np.random.default_rng(0), dtype)
     sizes: list[Size] = []
     ours = plain = reading = 0.0
     for number, density in enumerate(DENSITIES):
         new = change(weights, density, np.random.default_rng([0, number]))
-        sizes += measure_synthetic(weights, new, density, options.threads, options.repeats)
+        sizes += measure_synthetic(weights, new, density, threads, repeats, dtype)
         if density == TIMED_AT:
-            ours, plain, reading = compare_speed(weights, new, options.threads, options.repeats)
+            ours, plain, reading = compare_speed(weights, new, threads, repeats, dtype)
 
     console = Console(width=100)
-    show(f"synthetic, {options.elements:,} elements", sizes, console)
+    show(f"synthetic, {options.elements:,} elements of {dtype}", sizes, console)
     real: list[Size] = []
     positions: list[tuple[float, float]] = []
     for learning_rate in LEARNING_RATES if options.real_steps else ():
-        some, bits = measure_real(learning_rate, options.real_steps, options.repeats)
+        some, bits = measure_real(learning_rate, options.real_steps, repeats)
         real += some
         positions.append(bits)
     if real:
@@ -259,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         plot(sizes, real, options.plot)
     console.print(
-        f"{options.elements:,} elements, {options.threads} thread(s), {TIMED_AT:.0%} changed: diff "
+        f"{options.elements:,} elements, {threads} thread(s), {TIMED_AT:.0%} changed: diff "
         f"and encode of gap8_exp {ours * 1e3:.0f} ms, {ours / reading:.2f} times reading both "
         f"copies; deltas_zstd the plain torch way {plain * 1e3:.0f} ms: {plain / ours:.2f} times "
         "as fast"

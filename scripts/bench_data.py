@@ -1,7 +1,7 @@
 """The data of the benchmarks: weights, how a step changes them, and the least bytes of that.
 
-The weights are bfloat16, N(0, 0.02). Each changes with the same probability, by one unit in the
-last place (89 %), two (5 %) or 2 + k with probability 2**-k, up or down; the seed is fixed.
+The weights are bfloat16 or float16, N(0, 0.02). Each changes with the same probability, by one unit
+in the last place (89 %), two (5 %) or 2 + k with probability 2**-k, up or down; the seed is fixed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from engine_ext.compare import compare
 from engine_ext.wire import ParamDelta
 
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 DENSITIES = (0.001, 0.006, 0.02, 0.03, 0.1)
 SIGMA = 0.02
 PARAM = 1 << 24  # elements of one param
@@ -28,12 +29,12 @@ def params(weights: Bits) -> Iterator[slice]:
     return (slice(start, start + PARAM) for start in range(0, weights.size, PARAM))
 
 
-def make_weights(elements: int, rng: np.random.Generator) -> Bits:
-    """bfloat16 patterns [elements]."""
+def make_weights(elements: int, rng: np.random.Generator, dtype: str = "bfloat16") -> Bits:
+    """Bit patterns [elements] of one of `DTYPES`."""
     weights = np.empty(elements, np.uint16)
     for where in params(weights):
         normal = rng.standard_normal(weights[where].size, np.float32) * np.float32(SIGMA)
-        bits = torch.from_numpy(normal).bfloat16().view(torch.int16)
+        bits = torch.from_numpy(normal).to(DTYPES[dtype]).view(torch.int16)
         weights[where] = bits.numpy().view(np.uint16)
     return weights
 
@@ -52,14 +53,15 @@ def change(weights: Bits, density: float, rng: np.random.Generator) -> Bits:
     return changed
 
 
-def deltas_of(old: Bits, new: Bits, threads: int) -> list[ParamDelta]:
+def deltas_of(old: Bits, new: Bits, threads: int, dtype: str = "bfloat16") -> list[ParamDelta]:
     """What a sender finds in two snapshots."""
     found = []
     for number, where in enumerate(params(old)):
         after = new[where]
-        difference = compare(old[where], after, threads=threads)
+        difference = compare(old[where], after, threads=threads, streams=True)
         name, indices = f"model.layers.{number}.weight", difference.indices.astype(np.int64)
-        found.append(ParamDelta(name, "bfloat16", (after.size,), indices, difference.new))
+        stream = difference.stream
+        found.append(ParamDelta(name, dtype, (after.size,), indices, difference.new, stream=stream))
     return found
 
 

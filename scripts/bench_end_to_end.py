@@ -4,9 +4,10 @@
     python scripts/bench_end_to_end.py --engine sglang --json  # the last line is JSON
 
 Starts an engine with a random Qwen3 and syncs it with every encoding over every link. The time is
-that of the whole `sync`, from the trainer's tensors to the answer that the engine has committed;
-"pause" is what generation felt of it. The engine is on this machine: a link is simulated by letting
-each part through only once its bytes would have crossed it.
+that of the whole `sync`, from the trainer's tensors to the answer that the engine has committed,
+the fastest and the slowest of some; "pause" is what generation felt of the fastest. The engine is
+on this machine: a link is simulated by letting each part through only once its bytes would have
+crossed it.
 
 "full" is a sync that sends every tensor dense. "reload" is the engine's own way: the checkpoint's
 bytes on the link, reckoned, and then its loading of the folder, measured (vLLM's `reload_weights`,
@@ -79,16 +80,22 @@ class SlowTransport(httpx.HTTPTransport):
 
 @dataclass(frozen=True)
 class Measured:
-    """One way to bring an engine new weights: milliseconds in all, and of pause; bytes sent."""
+    """One way to bring an engine new weights: milliseconds in all, of the fastest time and of the
+    slowest; those of pause in the fastest; bytes sent.
+    """
 
     ms: float
+    slowest_ms: float
     pause_ms: float
     nbytes: int
 
     @classmethod
-    def of(cls, seconds: float, report: SyncReport) -> Measured:
-        pause_ms = report.engine["timings_ms"]["pause_ms"]
-        return cls(round(seconds * 1e3, 1), round(pause_ms, 1), report.wire_bytes)
+    def of(cls, syncs: Sequence[tuple[float, SyncReport]]) -> Measured:
+        """Of seconds, and reports."""
+        times = [round(seconds * 1e3, 1) for seconds, _ in syncs]
+        fastest = syncs[times.index(min(times))][1]
+        pause_ms = round(fastest.engine["timings_ms"]["pause_ms"], 1)
+        return cls(min(times), max(times), pause_ms, fastest.wire_bytes)
 
 
 @dataclass
@@ -106,7 +113,7 @@ class Run:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def syncs(self, encoding: str, speed: float, *, full: bool = False) -> Measured:
-        """The fastest of some syncs.
+        """Some syncs.
 
         Raises:
             EngineError: The engine did not hold what it had been sent.
@@ -131,11 +138,11 @@ class Run:
                 send = sender.sync_full if full else sender.sync
                 start = time.perf_counter()
                 report = send(self.tensors.items())
-                found.append(Measured.of(time.perf_counter() - start, report))
+                found.append((time.perf_counter() - start, report))
                 if report.full != full:
                     raise EngineError("the engine did not hold what it was sent")
             self.version = sender.version
-        return min(found, key=lambda one: one.ms)
+        return Measured.of(found)
 
     def reload(self, engine: str, checkpoint: Path) -> float:
         """Milliseconds of the engine's own loading of a whole checkpoint.
@@ -186,10 +193,11 @@ def measure(
             encoding = "auto" if way == "full" else way
             found[link][way] = run.syncs(encoding, LINKS[link], full=way == "full")
         changed = save_checkpoint(base, scratch / "changed", run.tensors)
-        reload_ms = min(run.reload(options.engine, changed) for _ in range(options.runs))
+        reloads = [run.reload(options.engine, changed) for _ in range(options.runs)]
     for link, speed in LINKS.items():
-        total = round(reload_ms + run.nbytes / speed * 1e3, 1)
-        found[link]["reload"] = Measured(total, round(reload_ms, 1), run.nbytes)
+        on_link = run.nbytes / speed * 1e3
+        least, most = (round(on_link + ms, 1) for ms in (min(reloads), max(reloads)))
+        found[link]["reload"] = Measured(least, most, round(min(reloads), 1), run.nbytes)
     return found
 
 
@@ -206,7 +214,8 @@ def show(found: Mapping[str, Mapping[str, Measured]], console: Console) -> None:
         pause = min(cell.pause_ms for cell in cells)
         sizes = ", ".join(f"{size:,}" for size in sorted({cell.nbytes for cell in cells}))
         sizes = sizes if way == "auto" else f"{cells[-1].nbytes:,}"
-        table.add_row(way, *(f"{cell.ms:.0f}" for cell in cells), f"{pause:.0f}", sizes)
+        times = [f"{cell.ms:.0f}-{cell.slowest_ms:.0f}" for cell in cells]
+        table.add_row(way, *times, f"{pause:.0f}", sizes)
     console.print(table)
 
 
@@ -218,7 +227,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--engine", choices=sorted(ENGINES), default="vllm", help="which (default: %(default)s)")
     add("--layers", type=int, default=8, help="layers of its model (default: %(default)s)")
     add("--density", type=float, default=0.02, help="share that changes (default: %(default)s)")
-    add("--runs", type=int, default=3, help="the fastest of so many is taken (%(default)s)")
+    add("--runs", type=int, default=5, help="syncs of each way (default: %(default)s)")
     cores = len(os.sched_getaffinity(0))
     add("--threads", type=int, default=cores, help="the engine's OMP_NUM_THREADS (%(default)s)")
     add("--json", action="store_true", help="end with one line of JSON")

@@ -2,18 +2,20 @@
 
     python scripts/bench_sender.py                     # 200M elements; about 2 GB of memory
     python scripts/bench_sender.py --json              # the last line is JSON
+    python scripts/bench_sender.py --real-steps 0      # needs no transformers
 
 The data is that of `bench_data.py`. "read" is the time of reading both copies once and nothing
 else, by as many threads, in the same run. "diff" finds the changed elements, copies their places,
-old and new bits and digests the change, params side by side, as a sync does; "refresh" writes them
-into the snapshot, as a sync does once the engine has committed.
+old and new bits, writes down the gaps and digests the change, params side by side, as a sync does;
+"refresh" writes the new bits into the snapshot, as a sync does once the engine has committed.
 
 With --device cuda the trainer's tensors lie there: "read" and "diff" are the device's, and what
 differs is brought back. With --snapshot-on host the snapshot is brought up in every diff.
 
-The syncs are whole ones, from the trainer's tensors to the moved snapshot. The link is simulated:
-a part is answered once its bytes would have crossed it, and the engine behind it does nothing;
-`bench_end_to_end.py` syncs to a live one.
+The syncs are whole ones, from the trainer's tensors to the moved snapshot. The link is simulated: a
+part is answered once its bytes would have crossed it, and the engine behind it does nothing;
+`bench_end_to_end.py` syncs to a live one. The last syncs are of a real step: REINFORCE on the
+demo's policy, as in `bench_codec.py`.
 """
 
 from __future__ import annotations
@@ -45,8 +47,11 @@ from sender_report import SyncReport
 
 LINKS = {"1 Gbit/s": 125e6, "300 MB/s": 300e6, "10 Gbit/s": 1.25e9}
 SENT_AT = 0.02
+LEARNING_RATE = 1e-6  # of the real step
 SENT_AS = ("deltas", "deltas_zstd", "gap8_exp", "gap8_ulp", "auto")
 _Bits = NDArray[np.uint16]
+_Tensors = dict[str, torch.Tensor]
+_Syncs = dict[str, dict[str, tuple[float, SyncReport]]]  # by link and encoding
 
 
 class SimulatedServer(Server):
@@ -70,7 +75,7 @@ class SimulatedServer(Server):
 class SimulatedSender(MultiSender):
     """Sends into a simulated link."""
 
-    def __init__(self, base: dict[str, torch.Tensor], speed: float, **options: Any) -> None:
+    def __init__(self, base: _Tensors, speed: float, **options: Any) -> None:
         self._link_speed = speed
         super().__init__(["http://nobody"], base.items(), **options)
 
@@ -81,7 +86,7 @@ class SimulatedSender(MultiSender):
 def diff(old: _Bits, new: _Bits, pool: ThreadPoolExecutor) -> list[Difference]:
     """What a sync finds."""
     begun = [
-        begin_compare(old[where], new[where], f"model.layers.{number}.weight", pool)
+        begin_compare(old[where], new[where], f"model.layers.{number}.weight", pool, streams=True)
         for number, where in enumerate(bench_data.params(old))
     ]
     return [wait() for wait in begun]
@@ -126,35 +131,62 @@ def measure(old: _Bits, density: float, options: argparse.Namespace) -> dict[str
         }
 
 
-def tensors(weights: _Bits, device: str = "cpu") -> dict[str, torch.Tensor]:
+def tensors(weights: _Bits, device: str = "cpu") -> _Tensors:
     """The weights as a trainer has them."""
     return {
-        f"model.layers.{number}.weight": torch.from_numpy(weights[where].view(np.int16))
-        .view(torch.bfloat16)
-        .to(device)
+        f"model.layers.{number}.weight": _tensor(weights[where]).to(device)
         for number, where in enumerate(bench_data.params(weights))
     }
+
+
+def real_step(steps: int) -> tuple[_Tensors, _Tensors, float]:
+    """A trainer's tensors before and after the last of some steps, and the share that changed."""
+    from bench_training import train
+
+    training = train(LEARNING_RATE, steps)
+    before, after = (
+        {name: _tensor(bits) for name, bits in side.items()}
+        for side in (training.old, training.new)
+    )
+    return before, after, training.density
+
+
+def _tensor(bits: _Bits) -> torch.Tensor:
+    return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
 
 
 def sync_over(
     link: float,
     encoding: str,
-    old: _Bits,
-    steps: Sequence[_Bits],
+    old: _Tensors,
+    steps: Sequence[_Tensors],
     bucket_bytes: int,
-    device: str = "cpu",
     snapshot_on: str = "auto",
 ) -> tuple[float, SyncReport]:
     """Seconds of the fastest sync but the first, which shows `auto` the link; and its report."""
     syncs: list[tuple[float, SyncReport]] = []
     options = {"encoding": encoding, "bucket_bytes": bucket_bytes, "snapshot_on": snapshot_on}
-    with SimulatedSender(tensors(old), link, **options) as sender:
-        for new in steps:
-            trained = tensors(new, device)
+    with SimulatedSender(old, link, **options) as sender:
+        for trained in steps:
             start = time.perf_counter()
             (report,) = sender.sync(trained.items()).values()
             syncs.append((time.perf_counter() - start, report))
     return min(syncs[1:], key=lambda sync: sync[0])
+
+
+def all_syncs(old: _Tensors, new: _Tensors, options: argparse.Namespace) -> _Syncs:
+    """There and back, some times, in all encodings over all links."""
+    here = {name: tensor.to(options.device) for name, tensor in old.items()}
+    there = {name: tensor.to(options.device) for name, tensor in new.items()}
+    steps = [there, here] * (1 + options.repeats // 2)
+    bucket_bytes, kept_on = options.bucket_bytes, options.snapshot_on
+    return {
+        link: {
+            encoding: sync_over(speed, encoding, old, steps, bucket_bytes, kept_on)
+            for encoding in SENT_AS
+        }
+        for link, speed in LINKS.items()
+    }
 
 
 def show_passes(rows: dict[float, dict[str, float]], numel: int, console: Console) -> None:
@@ -181,9 +213,7 @@ def show_passes(rows: dict[float, dict[str, float]], numel: int, console: Consol
     console.print(f"both copies are read at {rate:.1f} GB/s")
 
 
-def show_syncs(
-    found: dict[str, dict[str, tuple[float, SyncReport]]], full_bytes: int, console: Console
-) -> None:
+def show_syncs(found: _Syncs, full_bytes: int, console: Console) -> None:
     table = Table(
         "encoding",
         *(f"{link}: ms" for link in found),
@@ -194,14 +224,18 @@ def show_syncs(
     for encoding in SENT_AS:
         cells = [found[link][encoding] for link in found]
         picked = ["+".join(report.picked) for _, report in cells]
-        times = [f"{seconds * 1e3:.0f}" for seconds, _ in cells]
+        times = [_milliseconds(seconds) for seconds, _ in cells]
         nbytes = sorted({report.wire_bytes for _, report in cells})
         nbytes = nbytes if encoding == "auto" else nbytes[-1:]
         sizes = ", ".join(f"{size:,}" for size in nbytes)
         table.add_row(encoding, *times, sizes, ", ".join(picked) if encoding == "auto" else "")
-    times = [f"{full_bytes / LINKS[link] * 1e3:.0f}" for link in found]
+    times = [_milliseconds(full_bytes / LINKS[link]) for link in found]
     table.add_row("all weights", *times, f"{full_bytes:,}", "reckoned, the link alone")
     console.print(table)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.{int(seconds < 0.1)}f}"
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -212,6 +246,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--repeats", type=int, default=5, help="the fastest of so many is taken (%(default)s)")
     bucket_help = "bytes of a part before compression, of the syncs (default: %(default)s)"
     add("--bucket-bytes", type=int, default=4 << 20, help=bucket_help)
+    real_help = "steps of the real training run, 0 for none (default: %(default)s)"
+    add("--real-steps", type=int, default=5, help=real_help)
     add("--device", choices=("cpu", "cuda"), default="cpu", help="of the tensors (%(default)s)")
     on_help = "what CUDA tensors are compared with, as of DeltaSender (default: %(default)s)"
     add("--snapshot-on", choices=KEPT_ON, default="auto", help=on_help)
@@ -233,34 +269,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show_passes(rows, options.elements, console)
 
     first = bench_data.change(old, SENT_AT, np.random.default_rng(1))
-    steps = [first, old] * (1 + options.repeats // 2)
-    syncs = {
-        link: {
-            encoding: sync_over(
-                speed,
-                encoding,
-                old,
-                steps,
-                options.bucket_bytes,
-                options.device,
-                options.snapshot_on,
-            )
-            for encoding in SENT_AS
-        }
-        for link, speed in LINKS.items()
-    }
+    syncs = {"sync_ms": all_syncs(tensors(old), tensors(first), options)}
     console.print(f"whole syncs, {SENT_AT:.0%} changed, parts of {options.bucket_bytes:,} bytes")
-    show_syncs(syncs, old.nbytes, console)
+    show_syncs(syncs["sync_ms"], old.nbytes, console)
+    if options.real_steps:
+        before, after, density = real_step(options.real_steps)
+        syncs["real_sync_ms"] = all_syncs(before, after, options)
+        nbytes = sum(tensor.nbytes for tensor in before.values())
+        console.print(f"whole syncs of a real step, {nbytes:,} bytes, {density:.2%} changed")
+        show_syncs(syncs["real_sync_ms"], nbytes, console)
     found: dict[str, Any] = {
         f"{what}_vs_read": {
             str(density): round(times[what] / times["read"], 3) for density, times in rows.items()
         }
         for what in ("diff", "refresh")
     }
-    found["sync_ms"] = {
-        link: {encoding: round(cell[0] * 1e3, 1) for encoding, cell in cells.items()}
-        for link, cells in syncs.items()
-    }
+    for what, by_link in syncs.items():
+        found[what] = {
+            link: {encoding: round(cell[0] * 1e3, 1) for encoding, cell in cells.items()}
+            for link, cells in by_link.items()
+        }
     if options.json:
         print(json.dumps(found))
     return 0

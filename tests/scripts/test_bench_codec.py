@@ -45,6 +45,19 @@ def test_the_last_line_is_json(
                 assert ratio < 1.03
 
 
+def test_float16_is_near_what_is_possible_too(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--elements", "2000000", "--threads", "1", "--repeats", "1", "--json"]
+    arguments += ["--dtype", "float16", "--real-steps", "0"]
+    assert bench_codec.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "2,000,000 elements of float16" in out
+    found = json.loads(out.splitlines()[-1])
+    for encoding, most in (("gap8_exp", 1.02), ("gap8_ulp", 1.03)):
+        for density in ("0.02", "0.03", "0.1"):
+            size = found["bytes_per_element"][encoding][density]
+            assert 1 < size / found["floor"][encoding][density] < most
+
+
 def test_the_data_is_what_it_says() -> None:
     rng = np.random.default_rng(0)
     old = bench_data.make_weights(1_000_000, rng)

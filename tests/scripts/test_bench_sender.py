@@ -21,16 +21,20 @@ def test_the_last_line_is_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench_data, "PARAM", 1 << 20)
+    for name in ("_PROMPTS", "_SAMPLES", "_COMPLETION_TOKENS"):
+        monkeypatch.setattr(f"bench_training.{name}", 2)
     arguments = ["--elements", "2500001", "--threads", "2", "--repeats", "1", "--json"]
+    arguments += ["--real-steps", "2"]
     assert bench_sender.main(arguments) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     densities = [str(density) for density in bench_data.DENSITIES]
     for what in ("diff_vs_read", "refresh_vs_read"):
         assert list(found[what]) == densities
         assert all(ratio > 0 for ratio in found[what].values())
-    assert list(found["sync_ms"]) == list(bench_sender.LINKS)
-    for times in found["sync_ms"].values():
-        assert list(times) == list(bench_sender.SENT_AS)
+    for what in ("sync_ms", "real_sync_ms"):
+        assert list(found[what]) == list(bench_sender.LINKS)
+        for times in found[what].values():
+            assert list(times) == list(bench_sender.SENT_AS)
 
 
 @pytest.mark.parametrize("speed", [1e6, 1e9])
@@ -38,7 +42,8 @@ def test_a_simulated_link(speed: float) -> None:
     old = bench_data.make_weights(100_000, np.random.default_rng(0))
     new = bench_data.change(old, 0.1, np.random.default_rng(1))
     start = time.perf_counter()
-    seconds, report = bench_sender.sync_over(speed, "auto", old, [new, old], 1 << 20)
+    before, after = bench_sender.tensors(old), bench_sender.tensors(new)
+    seconds, report = bench_sender.sync_over(speed, "auto", before, [after, before], 1 << 20)
     assert report.wire_bytes / speed <= seconds <= time.perf_counter() - start
     assert report.nnz == np.count_nonzero(old != new)
     assert report.version == 2  # the first is not counted

@@ -1,0 +1,97 @@
+"""The benchmark of syncs to a live engine, from start to end on a smaller model, and stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import bench_end_to_end
+from bench_sender import LINKS, SENT_AS
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "bench_end_to_end.py"
+
+
+@pytest.fixture
+def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a short name: an engine's sockets lie below it."""
+    return tmp_path_factory.mktemp("e2e")
+
+
+def start(folder: Path, *options: str) -> subprocess.Popen[str]:
+    """The script, with its temporary folders in `folder`."""
+    paths = os.pathsep.join(str(ROOT / name) for name in (".", "server", "scripts"))
+    return subprocess.Popen(
+        [sys.executable, SCRIPT, *options],
+        env={**os.environ, "PYTHONPATH": paths, "TMPDIR": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def left_in(folder: Path) -> list[str]:
+    return [path.name for path in folder.glob("delta-bench-*")]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_every_way_over_every_link(engine: str, temporary: Path) -> None:
+    options = ["--engine", engine, "--layers", "1", "--runs", "2", "--threads", "2", "--json"]
+    process = start(temporary, *options)
+    out, err = process.communicate(timeout=580)
+    assert process.returncode == 0, err[-4000:]
+    found = json.loads(out.splitlines()[-1])
+    assert found["engine"] == engine
+    assert list(found["syncs"]) == list(LINKS)
+    for link, ways in found["syncs"].items():
+        assert list(ways) == [*SENT_AS, "full", "reload"]
+        for way, row in ways.items():
+            assert 0 < row["pause_ms"] < row["ms"] <= row["slowest_ms"]
+            assert row["ms"] >= 1e3 * row["nbytes"] / LINKS[link]
+            assert way in ("full", "reload") or row["nbytes"] < ways["reload"]["nbytes"] / 10
+        assert ways["gap8_ulp"]["nbytes"] < ways["gap8_exp"]["nbytes"] < ways["deltas"]["nbytes"]
+    assert left_in(temporary) == []
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A job in a shell's background ignores SIGINT, and what it starts would too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("interruptible")
+def test_interrupted_it_stops_the_engine(temporary: Path) -> None:
+    process = start(temporary, "--layers", "1", "--threads", "2")
+    deadline = time.monotonic() + 200
+    while not list(temporary.glob("delta-bench-*/engine.log")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(3)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err[-4000:]
+    assert "the engine is stopped" in err
+    assert left_in(temporary) == []
+    running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
+    assert str(temporary) not in running.stdout
+
+
+@pytest.mark.parametrize("wrong", [["--engine", "other"], ["--runs", "none"], ["more"]])
+def test_bad_usage(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        bench_end_to_end.main(wrong)
+    assert caught.value.code == 2
+    assert "usage" in capsys.readouterr().err
