@@ -22,7 +22,7 @@ class Spill:
     Args:
         most: bytes of them that stay in memory. Of what is beyond, all but what the snapshot holds
             is written into a temporary file without a name, below ``TMPDIR``, and mapped from
-            there: the system may drop it from memory when that is short.
+            there: the system may drop it from memory when that is short, if it is no tmpfs.
 
     Attributes:
         spilled: bytes that were written.

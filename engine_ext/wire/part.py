@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _DEFAULT_LIMITS: Final = Limits()
-_WORTH_THREADS = 1 << 19  # bytes that take much longer to unpack than threads to start
+_WORTH_THREADS = 1 << 19  # bytes that take much longer to pack or unpack than threads to start
 
 _Place = tuple[NDArray[np.int64] | None, Positions | None]
 
@@ -242,10 +242,9 @@ def encode_part(
         )
         pieces.append(raw)
     if encoding in PACKED_ENCODINGS:
-        positions = write_streams(pieces, [entry.pos_width for entry in entries])
-        write = write_differences if encoding == DIFFERENCES else write_planes
-        values = [write([delta.values for delta in deltas])]
-        values_dtype = "uint8"
+        widths = [entry.pos_width for entry in entries]
+        positions, packed = _packed(encoding, pieces, widths, [delta.values for delta in deltas])
+        values, values_dtype = [packed], "uint8"
     else:
         positions = np.concatenate([np.empty(0, np.uint8), *pieces])
         values = [np.ascontiguousarray(delta.values) for delta in deltas]
@@ -275,6 +274,22 @@ def encode_part(
         raise ValueError(f"{error.message} {error.operands or ''}".rstrip()) from None
     container = write_container(positions, values, values_dtype, metadata)
     return compress_frame(container) if encoding == "deltas_zstd" else container
+
+
+def _packed(
+    encoding: str,
+    streams: Sequence[NDArray[np.uint8]],
+    widths: Sequence[int],
+    values: Sequence[NDArray[Any]],
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Both tensors of a part that compresses them; large ones side by side."""
+    write = write_differences if encoding == DIFFERENCES else write_planes
+    if sum(array.nbytes for array in (*streams, *values)) < _WORTH_THREADS:
+        return write_streams(streams, widths), write(values)
+    with ThreadPoolExecutor(1, thread_name_prefix="delta-encode") as pool:
+        positions = pool.submit(write_streams, streams, widths)
+        packed = write(values)
+        return positions.result(), packed
 
 
 def _check_delta(delta: ParamDelta, *, differences: bool) -> None:

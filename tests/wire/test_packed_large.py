@@ -52,7 +52,11 @@ def large(encoding: str) -> tuple[bytes, list[ParamDelta]]:
 @pytest.fixture(autouse=True)
 def no_thread_stays() -> Iterator[None]:
     yield
-    assert not [one for one in threading.enumerate() if one.name.startswith("delta-decode")]
+    assert not [
+        one
+        for one in threading.enumerate()
+        if one.name.startswith(("delta-decode", "delta-encode"))
+    ]
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
