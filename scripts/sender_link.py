@@ -87,12 +87,14 @@ class Link(Standing):
                 if full:
                     raise
                 kind = failed.error.get("type")
-                if failed.is_of_old_values and sends.may_differ and self.is_proven:
+                healable = manner.may_differ and not sends.heals and self.is_proven
+                if failed.is_of_old_values and healable:
                     logger.warning("new values, whatever the old ones are, after: %s", failed)
                     sends = manner.healing()
                 elif failed.calls_for_full:
                     full = not (may_catch_up and self._is_brought_up(step, failed))
-                    may_catch_up, sends = False, manner
+                    # By now the log may hold what is sent here too, as values.
+                    may_catch_up, sends = False, manner if full else manner.of_values()
                     if full and isinstance(actual := failed.error.get("actual"), int):
                         version = max(version, actual + 1)
                 elif sends.may_differ and kind == "NotUpdatable":
