@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.wire.manifest import DIFFERENCES, ENCODINGS
+from engine_ext.wire.manifest import DIFFERENCES, ENCODINGS, PACKED_ENCODINGS
 
 AUTO: Final = "auto"
 CHOICES: Final = (*ENCODINGS, AUTO)
@@ -24,8 +24,8 @@ CHOICES: Final = (*ENCODINGS, AUTO)
 _SAMPLE: Final = 4096  # differences that are looked at
 _NIBBLES: Final = 15  # zigzagged differences below it take a nibble
 
-# Nanoseconds an element, of one core: encoding and decoding as `bench_codec.py` times them, and
-# applying as `bench_apply.py` does, as served.
+# Nanoseconds an element, of one core: encoding (without the gaps, which the comparison writes) and
+# decoding as `bench_codec.py` times them, and applying as `bench_apply.py` does, as served.
 _CODING: Final = {"deltas": 10.0, "gap8_exp": 14.0, "gap8_ulp": 15.0}
 _APPLYING: Final = 20.0
 _DENSE_CODING: Final = {"deltas": 2.5, "gap8_exp": 7.5}
@@ -109,9 +109,11 @@ class Manner:
         if self.encoding != AUTO:
             as_values = facts.escaped is None or not self.may_differ
             sparse, whole = Pick(self.empty if as_values else self.encoding, False), self.empty
-            if not dense and facts.many:
+            if facts.many and whole not in PACKED_ENCODINGS:
+                dense = True  # nothing is compressed: those were its bytes
+            elif facts.many and not dense:
                 sizes = dict(_sizes(facts))
-                dense = sizes.get(sparse, math.inf) >= sizes.get(Pick(whole, True), 0.0)
+                dense = sizes[sparse] >= sizes[Pick(whole, True)]
             return Pick(whole, True) if dense else sparse
         times = {pick: seconds for pick, seconds in _times(facts, speed) if pick.dense or not dense}
         return min(times, key=lambda pick: times[pick])

@@ -8,7 +8,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -26,6 +26,8 @@ from sender_standing import Posted, Standing
 from sender_step import Step
 
 logger = logging.getLogger(__name__)
+
+_LARGE: Final = 128 << 20  # bytes of a tensor of which most has changed, from which it goes dense
 
 
 class Link(Standing):
@@ -214,11 +216,12 @@ class Link(Standing):
         """How a param travels. Differences need old values that are proven."""
         image = self._snapshot.image(self._snapshot.kept(name))
         nnz, escaped = image.values.size if change is None else change.nnz, None
-        only_dense = full or change is None
+        kept_dense = change is not None and change.places is None
+        # Its places would be found again, and take several times as much memory.
+        only_dense = full or change is None or (kept_dense and image.values.nbytes > _LARGE)
         if change is not None and not full and (name in self._digested or not self._planned):
             escaped = escaped_share(change.old, change.new) if manner.may_differ else None
         floating = TORCH_DTYPE[image.dtype].is_floating_point
-        kept_dense = change is not None and change.places is None
         facts = Facts(image.values.size, nnz, image.values.itemsize, floating, escaped, kept_dense)
         return manner.pick(facts, only_dense, self.server.speed.bytes_per_s)
 

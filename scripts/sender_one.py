@@ -30,9 +30,9 @@ class DeltaSender:
     machine, then half a second to load them.
 
     Host memory: the snapshot (the model's size); of the changes, until they are committed, at most
-    a quarter of that (`changes_in_memory`); about three parts; and what 128 MiB of gathered tensors
-    and their comparison take. A change of 2 % takes a tenth of the snapshot (5 bytes plus twice the
-    itemsize for each element).
+    a quarter of that (`changes_in_memory`); about three parts, with up to 17 bytes for each element
+    while one is made; and what 128 MiB of gathered tensors and their comparison take. A change of
+    2 % takes a tenth of the snapshot (5 bytes plus twice the itemsize for each element).
 
     Args:
         url: The engine's root, ``http://host:port``.

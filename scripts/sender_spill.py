@@ -6,7 +6,7 @@ import mmap
 import os
 import tempfile
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from sender_snapshot import Change
 
 _Array = NDArray[Any]
+
+_WINDOW: Final = 64 << 20  # bytes of a file, which many small changes share
 
 
 class Spill:
@@ -31,6 +33,8 @@ class Spill:
     def __init__(self, most: int) -> None:
         self.spilled = 0
         self._left = most
+        self._window: Any = b""
+        self._at = 0
 
     def keep(self, change: Change) -> Change:
         """The same change, wherever there is room for it.
@@ -51,26 +55,34 @@ class Spill:
         return replace(change, **mapped)
 
     def _mapped(self, arrays: list[_Array]) -> list[_Array]:
-        """The same, in a file. It goes with the last of them."""
-        folder = tempfile.gettempdir()
-        try:
-            with tempfile.TemporaryFile(dir=folder, prefix="delta-changes-") as file:
-                starts = []
-                for array in arrays:
-                    file.seek(-file.tell() % array.itemsize, os.SEEK_CUR)
-                    starts.append(file.tell())
-                    file.write(array.data)
-                file.flush()
-                self.spilled += file.tell()
-                # A private map can be written to, as numpy and torch want it; nobody does.
-                mapped = mmap.mmap(file.fileno(), file.tell(), access=mmap.ACCESS_COPY)
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"{error.strerror}: what a step changes is more than `changes_in_memory`, and the "
-                f"rest cannot be kept in {folder} (TMPDIR)",
-            ) from error
-        return [
-            np.frombuffer(mapped, array.dtype, array.size, start)
-            for array, start in zip(arrays, starts, strict=True)
-        ]
+        """The same, in a file. It goes with the last change that lies there."""
+        size = sum(_rounded(array.nbytes) for array in arrays)
+        if self._at + size > len(self._window):
+            self._window, self._at = _new_window(max(size, _WINDOW)), 0
+        mapped = []
+        for array in arrays:
+            there = np.frombuffer(self._window, array.dtype, array.size, self._at)
+            there[:] = array
+            mapped.append(there)
+            self._at += _rounded(array.nbytes)
+        self.spilled += size
+        return mapped
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // 8) * 8
+
+
+def _new_window(size: int) -> mmap.mmap:
+    """A temporary file without a name, mapped; each costs a file descriptor as long as it is."""
+    folder = tempfile.gettempdir()
+    try:
+        with tempfile.TemporaryFile(dir=folder, prefix="delta-changes-") as file:
+            os.posix_fallocate(file.fileno(), 0, size)  # where there is no room, it is said now
+            return mmap.mmap(file.fileno(), size)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{error.strerror}: what a step changes is more than `changes_in_memory`, and the "
+            f"rest cannot be kept in {folder} (TMPDIR)",
+        ) from error

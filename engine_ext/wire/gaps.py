@@ -225,7 +225,7 @@ def _symbols(indices: NDArray[np.int64], width: int, largest: int, start: int = 
 
 def _write_by_numpy(indices: NDArray[np.int64], start: int, longest: int) -> NDArray[np.int64]:
     gaps = np.diff(indices, prepend=np.int64(start - 1)) - 1
-    if gaps.min() < 0:
+    if gaps.min() < 0 or indices.min() < start:
         raise _not_ascending()
     skips, rest = np.divmod(gaps, longest)
     ends = np.cumsum(skips + 1) - 1
@@ -253,7 +253,7 @@ def _write_loop(indices: Any, following: Any, longest: Any, out: Any) -> Any:
         gap = index - following
         following = index + one
         if gap >= longest:
-            if gap >> np.uint64(63):
+            if (gap | index) >> np.uint64(63):
                 return -1
             while gap >= longest:
                 out[at] = longest

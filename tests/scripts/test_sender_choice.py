@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import bench_data
+import sender_link
 from engine_ext.wire import encode_part
 from reference_sender import DeltaSender, MultiSender
 from sender_choice import Facts, Manner, Pick, _sizes, escaped_share
@@ -103,6 +104,30 @@ def test_of_many_changes_the_shorter_form_goes(density: float, encoding: str) ->
     assert chosen <= 1.02 * other
     assert Manner(encoding).pick(facts, True, SLOW) == Pick("gap8_exp", True)
     assert Manner("deltas").pick(facts, False, SLOW) == Pick("deltas", True)
+
+
+def test_where_bytes_are_not_packed_what_is_kept_dense_goes_dense() -> None:
+    """Whatever the gaps are on average: one that is long makes all of them long."""
+    model = {"w": torch.zeros(200_000, dtype=torch.bfloat16)}
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, encoding="deltas")
+    model["w"].view(torch.int16)[:90_000] += 1
+    model["w"].view(torch.int16)[-1] += 1
+    report = sender.sync(model.items())
+    assert report.picked == {"deltas, dense": 1}
+    assert report.wire_bytes < 402_000
+
+
+def test_a_large_tensor_that_is_kept_dense_goes_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(torch.bfloat16, numel=4000)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model)
+    for limit, sent in ((8000, "gap8_ulp"), (7999, "gap8_exp, dense")):
+        monkeypatch.setattr(sender_link, "_LARGE", limit)
+        set_speed(sender, SLOW)
+        train(model, limit, density=0.9)
+        assert sender.sync(model.items()).picked == {sent: 6}
+        assert engine.holds(model)
 
 
 def test_any_param_has_a_way() -> None:

@@ -8,9 +8,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+import sender_spill
 from engine_ext.wire.manifest import ENCODINGS
 from reference_sender import DeltaSender
 from sender_choice import AUTO
@@ -86,7 +88,8 @@ def test_no_file_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     before = len(os.listdir("/proc/self/fd"))
     maps = Path("/proc/self/maps")
     kept = keep_all(Spill(0), changes_of("gap8_exp", 0.05))
-    assert maps.read_text().count(str(tmp_path)) == len(kept)
+    assert maps.read_text().count(str(tmp_path)) == 1 < len(kept)
+    assert len(os.listdir("/proc/self/fd")) == before + 1
     assert [*tmp_path.iterdir()] == []
     kept.clear()
     assert str(tmp_path) not in maps.read_text()
@@ -109,6 +112,21 @@ def test_engines_follow_whatever_is_in_a_file(encoding: str) -> None:
             train(model, step, density)
             assert not sender.sync(model.items()).full
             assert engine.holds(model)
+
+
+def test_a_file_for_many_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And more of them where they are many, or one is large."""
+    read = changes_of("gap8_exp", 0.5)
+    sizes = [own_bytes(change) for _, change in read]
+    monkeypatch.setattr(sender_spill, "_WINDOW", max(sizes) + 64)
+    before = len(os.listdir("/proc/self/fd"))
+    kept = keep_all(Spill(0), read)
+    assert 1 < len(os.listdir("/proc/self/fd")) - before < len(kept)
+    monkeypatch.setattr(sender_spill, "_WINDOW", 1)
+    kept = keep_all(Spill(0), kept)
+    assert len(os.listdir("/proc/self/fd")) - before == len(kept)
+    for (_, change), (_, same) in zip(read, kept, strict=True):
+        assert np.array_equal(change.new, same.new)
 
 
 def test_without_room_for_the_file_nothing_is_sent(

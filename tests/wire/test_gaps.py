@@ -193,6 +193,12 @@ def test_the_stream_of_other_indices(other: list[int]) -> None:
 
 @pytest.mark.usefixtures("loops")
 def test_a_piece_that_does_not_ascend() -> None:
-    for indices, start in (([5, 5], 0), ([3, 9], 4), ([9, 3], 0), ([90_000, 3], 0)):
+    for indices, start in (
+        ([5, 5], 0),
+        ([3, 9], 4),
+        ([9, 3], 0),
+        ([90_000, 3], 0),
+        ([5, -(2**63)], 0),
+    ):
         with pytest.raises(ValueError, match="not ascending"):
             byte_stream(indices_of(indices), start)
