@@ -238,12 +238,6 @@ class Snapshot:
             change, places=found.indices, old=found.old, new=found.new, stream=found.stream
         )
 
-    def between(self, before: Changes, after: Changes) -> Changes:
-        """What turns the snapshot with `before` made into the snapshot with `after` made."""
-        names = {**before, **after}
-        turns = {kept: self.turn(kept, before.get(kept), after.get(kept)) for kept in names}
-        return {kept: change for kept, change in turns.items() if change is not None}
-
     def digest(self) -> Digest:
         """Of every tensor, under its name in the snapshot."""
         digests = (

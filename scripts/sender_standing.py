@@ -157,10 +157,16 @@ class Standing:
 
     def _moved(self, changes: Changes, behind: Changes) -> Changes | None:
         """`behind` once the snapshot has moved by `changes`; None if it is too much to keep."""
-        moved = self._snapshot.between(changes, behind)
-        if sum(change.nbytes for change in moved.values()) > self._snapshot.nbytes // 2:
-            return None
-        return without_old(moved)
+        moved: Changes = {}
+        left = self._snapshot.nbytes // 2
+        for kept in {**changes, **behind}:
+            turn = self._snapshot.turn(kept, changes.get(kept), behind.get(kept))
+            if turn is not None:
+                moved |= without_old({kept: turn})
+                left -= turn.nbytes
+            if left < 0:
+                return None
+        return moved
 
 
 def without_old(changes: Changes) -> Changes:
