@@ -213,7 +213,7 @@ def show(found: Mapping[str, Mapping[str, Measured]], console: Console) -> None:
         cells = [of_link[way] for of_link in found.values()]
         pause = min(cell.pause_ms for cell in cells)
         sizes = ", ".join(f"{size:,}" for size in sorted({cell.nbytes for cell in cells}))
-        sizes = sizes if way == "auto" else f"{cells[-1].nbytes:,}"
+        sizes = sizes if way in ("auto", "full") else f"{cells[-1].nbytes:,}"
         times = [f"{cell.ms:.0f}-{cell.slowest_ms:.0f}" for cell in cells]
         table.add_row(way, *times, f"{pause:.0f}", sizes)
     console.print(table)
