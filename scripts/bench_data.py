@@ -7,6 +7,7 @@ in the last place (89 %), two (5 %) or 2 + k with probability 2**-k, up or down;
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine_ext.compare import compare
+from engine_ext.compare import begin_compare
 from engine_ext.wire import ParamDelta
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -55,14 +56,22 @@ def change(weights: Bits, density: float, rng: np.random.Generator) -> Bits:
 
 def deltas_of(old: Bits, new: Bits, threads: int, dtype: str = "bfloat16") -> list[ParamDelta]:
     """What a sender finds in two snapshots."""
-    found = []
-    for number, where in enumerate(params(old)):
-        after = new[where]
-        difference = compare(old[where], after, threads=threads, streams=True)
-        name, indices = f"model.layers.{number}.weight", difference.indices.astype(np.int64)
-        stream = difference.stream
-        found.append(ParamDelta(name, dtype, (after.size,), indices, difference.new, stream=stream))
-    return found
+    with ThreadPoolExecutor(threads) as pool:
+        begun = [
+            begin_compare(old[where], new[where], None, pool, streams=True) for where in params(old)
+        ]
+        found = [wait() for wait in begun]
+    return [
+        ParamDelta(
+            f"model.layers.{number}.weight",
+            dtype,
+            (new[where].size,),
+            one.indices,
+            one.new,
+            stream=one.stream,
+        )
+        for number, (where, one) in enumerate(zip(params(old), found, strict=True))
+    ]
 
 
 def as_differences(deltas: Sequence[ParamDelta], old: Bits) -> list[ParamDelta]:

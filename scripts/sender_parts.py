@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from engine_ext.digest import Digest, change_digest, tensor_digest
@@ -40,8 +41,9 @@ class Piece:
             return Digest.ZERO
         if self.own and self.change.digest is not None:
             return self.change.digest
-        delta = self.change.delta(self.name)
-        return change_digest(self.name, delta.indices, self.change.old, delta.values)
+        places = self.change.places
+        indices = None if places is None else places.astype(np.int64)
+        return change_digest(self.name, indices, self.change.old, self.change.new)
 
 
 @dataclass(slots=True)

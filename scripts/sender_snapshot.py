@@ -65,8 +65,7 @@ class Change:
 
     def delta(self, name: str) -> ParamDelta:
         """The new values, to be sent under a name."""
-        indices = None if self.places is None else self.places.astype(np.int64)
-        return ParamDelta(name, self.dtype, self.shape, indices, self.new, stream=self.stream)
+        return ParamDelta(name, self.dtype, self.shape, self.places, self.new, stream=self.stream)
 
 
 Changes = dict[str, Change]  # by name in the snapshot

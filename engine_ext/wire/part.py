@@ -47,7 +47,8 @@ class ParamDelta:
 
     Attributes:
         name, dtype, shape: As in the checkpoint; the dtype by its manifest name.
-        indices: int64 [nnz], ascending unique flat indices; None means dense.
+        indices: int64 [nnz], ascending unique flat indices, to be encoded also int32; None means
+            dense.
         values: The new elements' bit patterns, unsigned ints of the dtype's width; [nnz], or
             [numel] where dense. May be a read-only view of the part's buffer.
         differences: The values are new less old bit patterns, modulo the width, and never dense.
@@ -304,7 +305,7 @@ def _check_delta(delta: ParamDelta, *, differences: bool) -> None:
     if delta.differences != differences:
         raise ValueError(f"{delta.name}: differences are for {DIFFERENCES}, and it for them")
     if delta.indices is not None:
-        if delta.indices.ndim != 1 or delta.indices.dtype != np.int64:
-            raise ValueError(f"{delta.name}: indices are not int64 in one dimension")
+        if delta.indices.ndim != 1 or delta.indices.dtype not in (np.int32, np.int64):
+            raise ValueError(f"{delta.name}: indices are not int32 or int64 in one dimension")
         if delta.indices.size and delta.indices[-1] >= delta.numel:
             raise ValueError(f"{delta.name}: an index beyond its {delta.numel} elements")

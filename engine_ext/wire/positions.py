@@ -49,7 +49,7 @@ def encode_positions(
 
     Args:
         encoding: One of `ENCODINGS`.
-        indices: int64 [nnz], ascending, unique, from 0.
+        indices: int32 or int64 [nnz], ascending, unique, from 0.
         stream: their gap stream, where it is known; of use where the encoding has one.
 
     Returns:
@@ -65,7 +65,9 @@ def encode_positions(
     if encoding not in ENCODINGS:
         raise ValueError(f"unknown encoding {encoding!r}")
     if encoding in PACKED_ENCODINGS:
-        return encode_gaps(indices, stream)
+        # With a stream only their number and the last one are looked at.
+        wide = indices if stream is not None else indices.astype(np.int64, copy=False)
+        return encode_gaps(wide, stream)
     gaps = np.diff(indices, prepend=np.int64(-1))
     gaps -= 1
     if gaps.size and gaps.min() < 0:

@@ -264,8 +264,8 @@ def test_limits_are_the_callers() -> None:
         ([ParamDelta("w", "bfloat16", (2,), np.array([2]), bits16(0))], "beyond its 2 elements"),
         ([ParamDelta("w", "bfloat16", (2,), np.array([-1]), bits16(0))], "negative"),
         ([ParamDelta("w", "bfloat16", (2,), np.array([1, 0]), bits16(0, 0))], "not ascending"),
-        ([ParamDelta("w", "bfloat16", (2,), np.array([1.0]), bits16(0))], "not int64"),
-        ([ParamDelta("w", "bfloat16", (2,), np.array([1], np.uint64), bits16(0))], "not int64"),
+        ([ParamDelta("w", "bfloat16", (2,), np.array([1.0]), bits16(0))], "not int32"),
+        ([ParamDelta("w", "bfloat16", (2,), np.array([1], np.uint64), bits16(0))], "not int32"),
         ([ParamDelta("w", "bfloat16", (1,), np.array([[0]]), bits16(0))], "one dimension"),
         ([ParamDelta("w", "bfloat16", (1,), None, np.zeros(1, np.int16))], "not the bits"),
         ([ParamDelta("w", "bfloat16", (1,), None, np.zeros((1, 1), np.uint16))], "not the bits"),
@@ -277,6 +277,18 @@ def test_what_cannot_be_encoded(deltas: list[ParamDelta], message: str) -> None:
         taken, extra = sendable(encoding, deltas)
         with pytest.raises(ValueError, match=message):
             encode_part(taken, encoding=encoding, current_version=1, **extra)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_indices_of_either_width_are_encoded_alike(encoding: str) -> None:
+    indices = np.array([0, 7, 300, 70_000])
+    bodies = []
+    for dtype in (np.int32, np.int64):
+        own = indices.astype(dtype)
+        delta = ParamDelta("w", "bfloat16", (70_001,), own, bits16(1, 2, 3, 4))
+        taken, extra = sendable(encoding, [delta])
+        bodies.append(encode_part(taken, encoding=encoding, current_version=1, **extra))
+    assert bodies[0] == bodies[1]
 
 
 def test_a_full_part_is_dense() -> None:
