@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,14 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., En
     yield launch
     for process in running:
         process.stop()
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A job in a shell's background ignores SIGINT, and what it starts would too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def delta_routes() -> list[tuple[str, str]]:

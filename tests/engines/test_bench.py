@@ -3,41 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import bench_apply
+from tests.engines.scripts import left_in, start
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "bench_apply.py"
-
-
-def start(folder: Path, *options: str) -> subprocess.Popen[str]:
-    """The script, with its temporary folders in `folder`."""
-    paths = os.pathsep.join(str(ROOT / name) for name in (".", "server", "scripts"))
-    return subprocess.Popen(
-        [sys.executable, SCRIPT, *options],
-        env={**os.environ, "PYTHONPATH": paths, "TMPDIR": str(folder)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def left_in(folder: Path) -> list[str]:
-    return [path.name for path in folder.glob("delta-bench-*")]
+SCRIPT = "bench_apply.py"
 
 
 @pytest.mark.full
 def test_every_way_leaves_the_bits_of_a_load(tmp_path: Path) -> None:
-    process = start(tmp_path, "--layers", "1", "--runs", "1", "--threads", "2", "--json")
+    process = start(SCRIPT, tmp_path, "--layers", "1", "--runs", "1", "--threads", "2", "--json")
     out, err = process.communicate(timeout=280)
     assert process.returncode == 0, err[-4000:]
     found = json.loads(out.splitlines()[-1])
@@ -54,18 +34,10 @@ def test_every_way_leaves_the_bits_of_a_load(tmp_path: Path) -> None:
     assert left_in(tmp_path) == []
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """A job in a shell's background ignores SIGINT, and what it starts would too."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.full
 @pytest.mark.usefixtures("interruptible")
 def test_interrupted_it_cleans_up(tmp_path: Path) -> None:
-    process = start(tmp_path, "--layers", "1")
+    process = start(SCRIPT, tmp_path, "--layers", "1")
     deadline = time.monotonic() + 120
     while not list(tmp_path.glob("delta-bench-*/*/model.safetensors")):
         assert process.poll() is None

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import bench_end_to_end
 from bench_sender import LINKS, SENT_AS
+from tests.engines.scripts import left_in, start
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "bench_end_to_end.py"
+SCRIPT = "bench_end_to_end.py"
 
 
 @pytest.fixture
@@ -26,27 +23,11 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("e2e")
 
 
-def start(folder: Path, *options: str) -> subprocess.Popen[str]:
-    """The script, with its temporary folders in `folder`."""
-    paths = os.pathsep.join(str(ROOT / name) for name in (".", "server", "scripts"))
-    return subprocess.Popen(
-        [sys.executable, SCRIPT, *options],
-        env={**os.environ, "PYTHONPATH": paths, "TMPDIR": str(folder)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def left_in(folder: Path) -> list[str]:
-    return [path.name for path in folder.glob("delta-bench-*")]
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_every_way_over_every_link(engine: str, temporary: Path) -> None:
     options = ["--engine", engine, "--layers", "1", "--runs", "2", "--threads", "2", "--json"]
-    process = start(temporary, *options)
+    process = start(SCRIPT, temporary, *options)
     out, err = process.communicate(timeout=580)
     assert process.returncode == 0, err[-4000:]
     found = json.loads(out.splitlines()[-1])
@@ -62,18 +43,10 @@ def test_every_way_over_every_link(engine: str, temporary: Path) -> None:
     assert left_in(temporary) == []
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """A job in a shell's background ignores SIGINT, and what it starts would too."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.full
 @pytest.mark.usefixtures("interruptible")
 def test_interrupted_it_stops_the_engine(temporary: Path) -> None:
-    process = start(temporary, "--layers", "1", "--threads", "2")
+    process = start(SCRIPT, temporary, "--layers", "1", "--threads", "2")
     deadline = time.monotonic() + 200
     while not list(temporary.glob("delta-bench-*/engine.log")):
         assert process.poll() is None
