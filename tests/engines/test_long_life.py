@@ -18,6 +18,7 @@ import pytest
 import tiny_models
 from delta_server import top
 from engine_process import EngineError, EngineProcess
+from soak_memory import memory_bytes
 from tests.engines.conftest import fingerprint
 from tests.engines.trainer import Trainer, container, split
 
@@ -77,7 +78,8 @@ class Server:
             time.sleep(0.01)
         found: dict[str, Any] = json.loads(shown.read_text())
         assert self.engine._process is not None
-        found["http"] = _private_bytes(self.engine._process.pid)
+        for process, pid in (("rank", found["pid"]), ("http", self.engine._process.pid)):
+            found[process] = memory_bytes(Path(f"/proc/{pid}/smaps_rollup").read_text())
         return found
 
     def metrics(self) -> dict[str, float]:
@@ -106,11 +108,6 @@ class Server:
         body = {"tags": ["weights"]}
         self.engine.post("/release_memory_occupation", json=body).raise_for_status()
         self.engine.post("/resume_memory_occupation", json=body).raise_for_status()
-
-
-def _private_bytes(pid: int) -> int:
-    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) << 10 for line in rollup if line.startswith("Private_"))
 
 
 @pytest.fixture(scope="module", params=["vllm", "sglang"])
@@ -147,7 +144,7 @@ def test_memory_does_not_grow_and_nothing_moves(server: Server, syncs: int) -> N
             server.refused_sync()
     after = server.memory()
     assert after["addresses"] == before["addresses"]
-    assert after["private"] - before["private"] < SLACK
+    assert after["rank"] - before["rank"] < SLACK
     assert after["http"] - before["http"] < SLACK
     assert (after["undo"], after["staged"]) == (before["undo"], 0)
     assert after["mapped"] <= before["mapped"]

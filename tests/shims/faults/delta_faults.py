@@ -105,16 +105,14 @@ def _hashes(model: Any) -> dict[str, str]:
 
 
 def _memory(receiver: Any) -> dict[str, Any]:
-    """What this process keeps: bytes of private memory, spool files that it has mapped, threads,
+    """What this process keeps: its id, for its memory; spool files that it has mapped, threads,
     bytes of old values, staged parts, and the address of every tensor that hangs on the model."""
     from engine_ext.hanging import hanging
 
     gc.collect()
-    rollup = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    private = sum(int(line.split()[1]) << 10 for line in rollup if line.startswith("Private_"))
     maps = Path("/proc/self/maps").read_text()
     return {
-        "private": private,
+        "pid": os.getpid(),
         "mapped": maps.count("delta-updates-spool-"),
         "threads": len(os.listdir("/proc/self/task")),
         "undo": sum(log.nbytes for log in receiver._undo),
