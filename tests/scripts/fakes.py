@@ -14,6 +14,7 @@ from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.wire.frame import FrameReader
 from engine_ext.wire.identity import part_identity
 from engine_ext.wire.part import ParamDelta, Part, decode_part
+from reference_sender import DeltaSender
 
 Model = dict[str, torch.Tensor]
 Handler = Callable[[httpx.Request], httpx.Response]
@@ -226,3 +227,16 @@ def train(model: Model, step: int = 0, density: float = 0.05) -> None:
         flat = tensor.view(torch_bits_dtype(tensor.dtype)).view(-1)
         chosen = torch.rand(flat.numel(), generator=generator) < density
         flat[chosen] ^= 1
+
+
+def sender_of(engine: Engine, base: Model, **options: object) -> DeltaSender:
+    return DeltaSender("http://engine/", base.items(), client=engine.client(), **options)
+
+
+def snapshot_is(sender: DeltaSender, engine: Engine) -> bool:
+    snapshot = sender._sender._snapshot
+    return all(
+        np.array_equal(kept, engine.weights[name].view(kept.dtype))
+        for name in snapshot
+        for kept in [snapshot.image(name).values]
+    )

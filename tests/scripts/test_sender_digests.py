@@ -1,0 +1,253 @@
+"""Digests in a sender's parts: what they prove, what they find, and what follows."""
+
+from __future__ import annotations
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from engine_ext.digest import Digest
+from reference_sender import SyncFailed
+from tests.scripts.fakes import (
+    Engine,
+    Handler,
+    bits,
+    digest_of,
+    error,
+    loses,
+    model_of,
+    sender_of,
+    sends,
+    train,
+)
+
+
+def test_digests_of_the_parts() -> None:
+    model = model_of(torch.bfloat16, torch.float32, tensors=4)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, bucket_bytes=1)
+    before = digest_of(engine.weights)
+    train(model)
+    after = digest_of({name: bits(tensor) for name, tensor in model.items()})
+    assert sender.sync(model.items()).digest == after.hex()
+    manifests = [part.manifest for part in engine.log]
+    assert {m.digest_before for m in manifests} == {before.hex()}
+    assert [m.digest_after for m in manifests] == [None, None, None, after.hex()]
+    parts = [Digest.parse(m.digest_part or "") for m in manifests]
+    assert sum(parts, start=before) == after
+    engine.log.clear()
+    train(model, 1)
+    report = sender.sync_full(model.items())
+    assert {m.digest_before or m.digest_part for m in (p.manifest for p in engine.log)} == {None}
+    assert [p.manifest.digest_after for p in engine.log] == [None, None, None, report.digest]
+    assert sender.sync(model.items()).digest == report.digest
+    assert engine.log[-1].manifest.digest_part == Digest.ZERO.hex()
+
+
+@pytest.mark.parametrize("touched", [True, False])
+def test_a_corrupted_element_is_found_and_healed(touched: bool) -> None:
+    model = model_of(tensors=3)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, bucket_bytes=1)
+    train(model)
+    sender.sync(model.items())
+    engine.weights["layers.1.weight"][7] ^= 4
+    posted = len(engine.requests)
+    model["layers.2.weight" if not touched else "layers.1.weight"].view(-1)[7] += 1
+    report = sender.sync(model.items())
+    assert report.full
+    assert len(engine.requests) == posted + 1 + 3
+    assert engine.holds(model)
+    assert report.digest == digest_of(engine.weights).hex()
+    train(model, 1)
+    assert not sender.sync(model.items()).full
+    assert engine.holds(model)
+
+
+def test_a_corrupted_element_that_the_delta_overwrites_with_the_right_value_is_found() -> None:
+    """After the sync its bytes would be right; that they were wrong before is told all the same."""
+    model = model_of(tensors=2)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model)
+    model["layers.0.weight"].view(-1)[3] += 1
+    engine.weights["layers.0.weight"][3] = bits(model["layers.0.weight"])[3]
+    assert sender.sync(model.items()).full
+    assert engine.holds(model)
+
+
+def test_without_digests_only_the_version_counts() -> None:
+    model = model_of(tensors=2)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, digest=False)
+    engine.weights["layers.1.weight"][7] ^= 4
+    model["layers.0.weight"].view(-1)[7] += 1
+    report = sender.sync(model.items())
+    assert (report.full, report.digest) == (False, None)
+    assert not engine.holds(model)
+    assert sender.sync_full(model.items()).digest is None
+    assert engine.holds(model)
+    manifests = [part.manifest for part in engine.log]
+    assert {m.digest_part or m.digest_before or m.digest_after for m in manifests} == {None}
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_an_engine_that_commits_other_bytes_is_told_of_and_gets_a_full_sync(full: bool) -> None:
+    model = model_of(tensors=2)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model)
+
+    def spoils(take: Handler, request: httpx.Request) -> httpx.Response:
+        take(request)
+        engine.weights["layers.1.weight"][9] ^= 1
+        return engine.ok("committed", digest=engine.digest().hex())
+
+    engine.faults[0] = spoils
+    train(model)
+    with pytest.raises(SyncFailed, match=r"version 1 is committed, but .* does not hold") as caught:
+        (sender.sync_full if full else sender.sync)(model.items())
+    assert caught.value.status == 200
+    assert len(engine.requests) == 1
+    assert sender.version == engine.version == 1
+    engine.faults[1] = sends(error(500, "DeltaError"))
+    with pytest.raises(SyncFailed, match="DeltaError"):
+        sender.sync(model.items())
+    report = sender.sync(model.items())  # unchanged: as a delta it would be empty
+    assert (report.full, report.version) == (True, 3)  # 2 was tried
+    assert engine.holds(model)
+    assert not sender.sync(model.items()).full
+
+
+def test_a_lost_answer_and_a_repeat_keep_the_digest_right(naps: list[float]) -> None:
+    model = model_of(tensors=3)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, bucket_bytes=1)
+    engine.faults = {1: loses, 3: loses}
+    train(model)
+    report = sender.sync(model.items())
+    assert report.status == "already_applied"
+    assert report.digest == digest_of(engine.weights).hex()
+    train(model, 1)
+    report = sender.sync(model.items())
+    assert (report.full, report.digest) == (False, digest_of(engine.weights).hex())
+
+
+def test_the_same_sync_again_after_its_answers_were_lost(naps: list[float]) -> None:
+    """Nothing is left to be sent."""
+    model = model_of(tensors=3)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, bucket_bytes=1)
+    engine.faults = dict.fromkeys(range(2, 10), loses)
+    train(model)
+    with pytest.raises(SyncFailed, match="ReadTimeout"):
+        sender.sync(model.items())
+    assert (sender.version, engine.version) == (0, 1)
+    report = sender.sync(model.items())
+    assert (report.status, report.full, report.nnz) == ("committed", False, 0)
+    assert (report.base_version, report.version) == (1, 2)
+    assert report.digest == digest_of(engine.weights).hex()
+    train(model, 1)
+    assert not sender.sync(model.items()).full
+    assert engine.holds(model)
+
+
+def test_less_than_was_committed_is_not_taken_for_the_same(naps: list[float]) -> None:
+    """The trainer goes back on one tensor after a lost answer."""
+    model = model_of(tensors=2)
+    old = model["layers.1.weight"].clone()
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, bucket_bytes=1)
+    engine.faults = dict.fromkeys(range(1, 9), loses)
+    train(model)
+    with pytest.raises(SyncFailed, match="ReadTimeout"):
+        sender.sync(model.items())
+    model["layers.1.weight"].copy_(old)
+    report = sender.sync(model.items())
+    assert (report.full, report.base_version) == (False, 1)
+    assert report.digest == digest_of(engine.weights).hex()
+    assert engine.holds(model)
+
+
+@pytest.mark.parametrize("first_full", [False, True])
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("changed", [0, 1])
+@pytest.mark.parametrize("kept", ["digest", "plan", "neither", "some"])
+def test_without_digests_nothing_is_taken_for_what_was_committed_unnoticed(
+    first_full: bool, full: bool, changed: int, kept: str, naps: list[float]
+) -> None:
+    """The trainer goes back on one tensor after a lost answer."""
+    model = model_of(tensors=2)
+    old = model[f"layers.{changed}.weight"].clone()
+    some = {f"layers.{changed}.weight"} if kept == "some" else set()
+    engine = Engine.of(model, has_plan=kept in ("plan", "some"), undigested=some)
+    sender = sender_of(engine, model, bucket_bytes=1, digest=kept in ("digest", "some"))
+    engine.faults = dict.fromkeys(range(1, 9), loses)
+    train(model)
+    with pytest.raises(SyncFailed, match="ReadTimeout"):
+        (sender.sync_full if first_full else sender.sync)(model.items())
+    model[f"layers.{changed}.weight"].copy_(old)
+    report = (sender.sync_full if full else sender.sync)(model.items())
+    assert report.version == sender.version == engine.version
+    assert engine.holds(model)
+    train(model, 1)
+    assert not sender.sync(model.items()).full
+    assert engine.holds(model)
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+def test_a_full_sync_after_one_whose_answer_was_lost(changed: int, naps: list[float]) -> None:
+    """Some of its parts are those of that one."""
+    model = model_of(tensors=2)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, bucket_bytes=1)
+    engine.faults = dict.fromkeys(range(1, 9), loses)
+    train(model)
+    with pytest.raises(SyncFailed, match="ReadTimeout"):
+        sender.sync_full(model.items())
+    model[f"layers.{changed}.weight"].view(-1)[3] += 1
+    report = sender.sync_full(model.items())
+    assert (report.status, report.version) == ("committed", 2)
+    assert engine.holds(model)
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_failed_sync_does_not_advance_the_digest(failing: int) -> None:
+    model = model_of(tensors=3)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, bucket_bytes=1)
+    before = digest_of(engine.weights)
+    engine.faults[failing] = sends(error(507, "SpoolFull"))
+    train(model)
+    with pytest.raises(SyncFailed, match="SpoolFull"):
+        sender.sync(model.items())
+    report = sender.sync(model.items())
+    assert not report.full
+    assert engine.log[-1].manifest.digest_before == before.hex()
+    assert report.digest == digest_of(engine.weights).hex()
+
+
+def test_tensors_outside_the_digest() -> None:
+    model = model_of(tensors=3)
+    engine = Engine.of(model, undigested={"layers.1.weight"})
+    sender = sender_of(engine, model, bucket_bytes=1)
+    train(model)
+    report = sender.sync(model.items())
+    assert not report.full
+    assert engine.holds(model)
+    assert report.digest == engine.digest().hex() != digest_of(engine.weights).hex()
+    assert engine.log[1].manifest.digest_part == Digest.ZERO.hex()
+    assert sender.sync_full(model.items()).digest == report.digest
+
+
+def test_no_digests_where_the_base_lacks_a_tensor(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of(tensors=3)
+    engine = Engine.of(model)
+    del model["layers.1.weight"]
+    sender = sender_of(engine, model)
+    for step in range(2):
+        train(model, step)
+        report = sender.sync(model.items())
+        assert (report.full, report.digest) == (False, None)
+    assert np.array_equal(engine.weights["layers.0.weight"], bits(model["layers.0.weight"]))
+    assert caplog.text.count("no digests") == 1
+    assert "layers.1.weight" in caplog.text

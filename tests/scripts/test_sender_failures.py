@@ -1,0 +1,335 @@
+"""Refusals, lost answers, interruptions: what a sender does, and what its snapshot then holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import httpx
+import pytest
+import torch
+
+from engine_ext.wire.part import ParamDelta
+from reference_sender import SyncFailed
+from tests.scripts.fakes import (
+    Engine,
+    Handler,
+    breaks,
+    digest_of,
+    error,
+    loses,
+    model_of,
+    sender_of,
+    sends,
+    snapshot_is,
+    train,
+)
+
+
+@pytest.mark.parametrize("failing", range(6))
+@pytest.mark.parametrize("status", [400, 401, 413, 422, 500, 507])
+def test_a_refused_sync_is_sent_again_whole(failing: int, status: int) -> None:
+    model = model_of()
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, bucket_bytes=1)
+    engine.faults[failing] = sends(error(status, "NotUpdatable", tensor="layers.0.weight"))
+    train(model)
+    with pytest.raises(SyncFailed, match="no") as caught:
+        sender.sync(model.items())
+    assert caught.value.status == status
+    assert caught.value.error["tensor"] == "layers.0.weight"
+    assert sender.version == 0
+    assert len(engine.requests) == failing + 1
+    model["layers.2.weight"][0, 0] += 1
+    report = sender.sync(model.items())
+    assert engine.holds(model)
+    assert report.version == 1
+    assert not report.full
+    assert sender.sync(model.items()).nnz == 0
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_lost_answers_and_connections_are_retried(part: int, naps: list[float]) -> None:
+    model = model_of(tensors=3)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, bucket_bytes=1)
+    engine.faults = {
+        part: loses,
+        part + 1: breaks,
+        part + 2: sends(httpx.Response(503, text="<html>no upstream</html>")),
+        part + 3: sends(httpx.Response(502)),
+    }
+    train(model)
+    report = sender.sync(model.items())
+    assert len(set(engine.bodies[part : part + 5])) == 1
+    assert len(naps) == 4
+    assert engine.holds(model)
+    assert not report.full
+    assert report.parts == 3
+    assert report.status == ("already_applied" if part == 2 else "committed")
+    assert report.wire_bytes == sum(len(body) for body in set(engine.bodies))
+    assert sender.sync(model.items()).nnz == 0
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_a_commit_whose_answer_never_came_is_found_out(naps: list[float], another: bool) -> None:
+    """The engine says that it has it; or that it has something else of that version."""
+    model = model_of(tensors=2)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model)
+    engine.faults = dict.fromkeys(range(8), loses)
+    train(model)
+    with pytest.raises(SyncFailed, match="ReadTimeout") as caught:
+        sender.sync(model.items())
+    assert caught.value.status is None
+    assert caught.value.error == {}
+    assert (sender.version, engine.version, len(naps)) == (0, 1, 7)
+    if another:
+        engine.weights["layers.1.weight"][3] ^= 1
+        engine.last_sync = {"version": 1, "sync_id": "another's"}
+    train(model, 1)
+    report = sender.sync(model.items())
+    assert report.full is another
+    assert report.base_version == (0 if another else 1)
+    assert report.version == engine.version == sender.version == 2
+    assert engine.holds(model)
+    train(model, 2)
+    assert not sender.sync(model.items()).full
+    assert engine.holds(model)
+
+
+def busy(
+    retry_after: str | None = None, status: int = 409, kind: str = "SyncInProgress"
+) -> httpx.Response:
+    response = error(status, kind)
+    if retry_after is not None:
+        response.headers["Retry-After"] = retry_after
+    return response
+
+
+def test_waits_as_long_as_the_engine_says(naps: list[float]) -> None:
+    model = model_of(tensors=1)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model)
+    date = "Wed, 21 Oct 2026 07:28:00 GMT"
+    many = busy("3", 429, "TooManyUploads")
+    answers = [busy("7"), busy(), busy("0"), busy(date), many]
+    engine.faults = {number: sends(answer) for number, answer in enumerate(answers)}
+    train(model)
+    assert not sender.sync(model.items()).full
+    assert naps == [7.0, 1.0, 0.1, 1.0, 3.0]
+    assert engine.holds(model)
+    assert len(set(engine.bodies)) == 1
+
+
+def test_waits_no_longer_than_the_timeout(naps: list[float]) -> None:
+    model = model_of(tensors=1)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, timeout=60.0)
+    engine.faults = {0: sends(busy("20")), 1: sends(busy("61"))}
+    train(model)
+    with pytest.raises(SyncFailed, match="SyncInProgress") as caught:
+        sender.sync(model.items())
+    assert caught.value.status == 409
+    assert naps == [20.0]
+    assert not sender.sync(model.items()).full
+    assert engine.holds(model)
+
+
+@pytest.mark.parametrize("failing", range(4))
+@pytest.mark.parametrize(
+    ("refusal", "version"),
+    [
+        (lambda: error(409, "VersionConflict", expected=0, actual=41), 42),
+        (lambda: error(409, "VersionConflict", expected=5, actual=0), 6),
+        (lambda: error(409, "BaseMismatch", actual="f00d"), 6),
+        (lambda: error(500, "CommitFailed", "uncertain"), 6),
+        (lambda: error(503, "EngineUncertain", "uncertain"), 6),
+    ],
+)
+def test_an_engine_with_other_bytes_gets_a_full_sync(
+    failing: int, refusal: Callable[[], httpx.Response], version: int
+) -> None:
+    base = model_of(tensors=4)
+    engine = Engine.of({name: torch.zeros_like(t) for name, t in base.items()}, version=5)
+    sender = sender_of(engine, base, base_version=5, bucket_bytes=1)
+    engine.faults[failing] = sends(refusal())
+    model = {name: tensor.clone() for name, tensor in base.items()}
+    train(model)
+    report = sender.sync((name, tensor) for name, tensor in model.items())
+    assert report.full
+    assert report.version == sender.version == engine.version == version
+    assert engine.holds(model)
+    assert report.parts == 4
+    train(model, 1)
+    assert not sender.sync(model.items()).full
+    assert engine.holds(model)
+
+
+def test_there_is_only_one_full_sync() -> None:
+    model = model_of(tensors=2)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model)
+    engine.faults = {
+        0: sends(error(503, "EngineUncertain", "uncertain")),
+        1: sends(error(500, "CommitFailed", "uncertain")),
+    }
+    engine.uncertain = True
+    train(model)
+    with pytest.raises(SyncFailed, match="CommitFailed"):
+        sender.sync(model.items())
+    assert len(engine.requests) == 2
+    assert sender.version == 0
+    report = sender.sync(model.items())
+    assert report.full
+    assert engine.holds(model)
+    assert not engine.uncertain
+
+
+def test_sleeping_weights_are_no_reason_for_a_full_sync() -> None:
+    model = model_of(tensors=1)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model)
+    engine.faults[0] = sends(error(409, "WeightsAsleep"))
+    with pytest.raises(SyncFailed, match="WeightsAsleep"):
+        sender.sync(model.items())
+    assert len(engine.requests) == 1
+
+
+@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        httpx.Response(200, text="<html>"),
+        httpx.Response(200, json=["committed"]),
+        httpx.Response(200, json={"status": "committed", "version": 8}),
+        httpx.Response(307, headers={"Location": "http://elsewhere"}),
+    ],
+)
+def test_a_strange_answer_is_no_commit(part: int, answer: httpx.Response) -> None:
+    model = model_of(tensors=2)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, bucket_bytes=1)
+    engine.faults[part] = sends(answer)
+    train(model)
+    with pytest.raises(SyncFailed):
+        sender.sync(model.items())
+    assert sender.version == 0
+    assert len(engine.requests) == part + 1
+    sender.sync(model.items())
+    assert engine.holds(model)
+
+
+def test_a_last_part_that_is_only_staged_is_no_commit() -> None:
+    model = model_of(tensors=2)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, bucket_bytes=1)
+
+    def forgets(take: Handler, request: httpx.Request) -> httpx.Response:
+        engine.staged.clear()  # as after its stage timeout
+        return take(request)
+
+    engine.faults[1] = forgets
+    train(model)
+    with pytest.raises(SyncFailed, match="staged"):
+        sender.sync(model.items())
+    sender.sync(model.items())
+    assert engine.holds(model)
+    assert sender.version == 2  # the engine might have committed the first
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("density", [0.05, 0.9])
+def test_a_trainer_that_moves_on_while_posting(full: bool, density: float) -> None:
+    model = model_of()
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, bucket_bytes=1)
+
+    def moves(take: Handler, request: httpx.Request) -> httpx.Response:
+        train(model, 50 + len(engine.requests))
+        return take(request)
+
+    engine.faults = dict.fromkeys(range(6), moves)
+    train(model, density=density)
+    (sender.sync_full if full else sender.sync)(model.items())
+    assert snapshot_is(sender, engine)
+    assert not engine.holds(model)
+    sender.sync(model.items())
+    assert engine.holds(model)
+
+
+def test_a_resync_sends_what_was_read_though_the_trainer_moved_on() -> None:
+    model = model_of()
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, bucket_bytes=1)
+
+    def refuses(take: Handler, request: httpx.Request) -> httpx.Response:
+        train(model, 9)
+        return error(409, "BaseMismatch")
+
+    engine.faults[3] = refuses
+    train(model)
+    assert sender.sync(model.items()).full
+    assert snapshot_is(sender, engine)
+    sender.sync(model.items())
+    assert engine.holds(model)
+
+
+def test_base_and_trainer_tensors_are_left_alone() -> None:
+    base = model_of()
+    model = {name: tensor.clone() for name, tensor in base.items()}
+    engine = Engine.of(base)
+    sender = sender_of(engine, base)
+    train(model)
+    before = {name: tensor.clone() for name, tensor in model.items()}
+    sender.sync(model.items())
+    sender.sync_full(model.items())
+    fresh = model_of()
+    assert all(torch.equal(base[name], fresh[name]) for name in base)
+    assert all(torch.equal(model[name], before[name]) for name in model)
+
+
+@pytest.mark.parametrize("fault", ["breaks", "loses"])
+def test_an_interrupted_sync_is_set_right_by_the_next(fault: str) -> None:
+    model = model_of(tensors=2)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, bucket_bytes=1)
+
+    def interrupts(take: Handler, request: httpx.Request) -> httpx.Response:
+        if fault == "loses":
+            take(request)
+        raise KeyboardInterrupt
+
+    for number in (0, 2):
+        engine.faults = {number: interrupts}
+        train(model, number)
+        with pytest.raises(KeyboardInterrupt):
+            sender.sync(model.items())
+        assert sender.version == 0
+    assert engine.version == (1 if fault == "loses" else 0)
+    train(model, 3)
+    assert not sender.sync(model.items()).full
+    assert engine.holds(model)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_snapshot_interrupted_while_it_moved(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(tensors=3)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model)
+    snapshot = sender._sender._snapshot
+    advance = snapshot.advance
+
+    def interrupted(changes: dict[str, ParamDelta]) -> None:
+        advance(dict([*changes.items()][:1]))
+        raise KeyboardInterrupt
+
+    train(model)
+    with monkeypatch.context() as patched:
+        patched.setattr(snapshot, "advance", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sender.sync(model.items())
+    train(model, 1)
+    report = (sender.sync_full if full else sender.sync)(model.items())
+    assert report.full
+    assert engine.holds(model)
+    assert report.digest == digest_of(engine.weights).hex()

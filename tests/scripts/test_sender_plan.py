@@ -1,0 +1,147 @@
+"""The engine's plan: what a sender leaves out, and what it sends under several names."""
+
+from __future__ import annotations
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from reference_sender import SyncFailed
+from tests.scripts.fakes import Engine, bits, digest_of, error, model_of, sender_of, train
+
+
+def test_the_plan_is_asked_for_once_and_with_the_token() -> None:
+    model = model_of(tensors=1)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, api_key="k")
+    assert engine.questions == []
+    for step in range(2):
+        train(model, step)
+        sender.sync(model.items())
+    assert [dict(question.url.params) for question in engine.questions] == [{}, {"plan": "true"}]
+    for question in engine.questions:
+        assert question.url.path == "/delta_status"
+        assert question.headers["Authorization"] == "Bearer k"
+
+
+def test_ignored_tensors_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of(tensors=4)
+    engine = Engine.of(model, ignored={"layers.1.weight"})
+    sender = sender_of(engine, model, bucket_bytes=1)
+    for step in range(2):
+        train(model, step)
+        report = sender.sync(model.items())
+        assert (report.full, report.parts, report.numel) == (False, 3, 1200)
+        assert engine.holds(model)
+        assert report.digest == digest_of(engine.weights).hex()
+    report = sender.sync_full(model.items())
+    assert (report.parts, report.density) == (3, 1.0)
+    assert caplog.text.count("left out") == 1
+    assert "layers.1.weight" in caplog.text
+    model["layers.1.weight"] += 1
+    assert sender.sync(model.items()).nnz == 0
+
+
+def test_uncertified_and_unknown_tensors_are_the_engines_to_refuse() -> None:
+    for engine in (
+        Engine.of(model_of(tensors=3), uncertified={"layers.2.weight"}),
+        Engine.of(model_of(tensors=2)),
+    ):
+        model = model_of(tensors=3)
+        sender = sender_of(engine, model)
+        model["layers.0.weight"] += 1
+        assert sender.sync(model.items()).digest == engine.digest().hex()
+        model["layers.2.weight"] += 1
+        with pytest.raises(SyncFailed, match="NotUpdatable") as caught:
+            sender.sync(model.items())
+        assert caught.value.error["tensor"] == "layers.2.weight"
+
+
+@pytest.mark.parametrize("status", [404, 200])
+def test_an_engine_without_a_plan(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(tensors=2)
+    engine = Engine.of(model, has_plan=False)
+    if status == 404:
+        missing = httpx.Response(404, json={"detail": "Not Found"})
+        monkeypatch.setattr(engine, "status", lambda: missing)
+    sender = sender_of(engine, model)
+    for step in range(2):
+        train(model, step)
+        assert sender.sync(model.items()).digest is None
+        assert engine.holds(model)
+    assert sender.sync_full(model.items()).digest is None
+    manifests = [part.manifest for part in engine.log]
+    assert {m.digest_part or m.digest_before or m.digest_after for m in manifests} == {None}
+    engine.ignored = {"layers.1.weight"}
+    train(model, 2)
+    with pytest.raises(SyncFailed, match="NotUpdatable"):
+        sender.sync(model.items())
+
+
+def test_a_plan_that_cannot_be_had_fails_the_sync(
+    naps: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(tensors=2)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model)
+    train(model)
+    for answer, attempts in ((error(401, "Unauthorized"), 1), (httpx.Response(502), 8)):
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "status", lambda answer=answer: answer)
+            with pytest.raises(SyncFailed) as caught:
+                sender.sync(model.items())
+        assert caught.value.status == answer.status_code
+        assert len(engine.questions) == attempts
+        engine.questions.clear()
+    assert engine.requests == []
+    assert sender.sync(model.items()).digest == digest_of(engine.weights).hex()
+
+
+@pytest.mark.parametrize("first", ["embed.weight", "lm_head.weight"])
+@pytest.mark.parametrize(
+    ("held", "ignored"),
+    [
+        ({"embed.weight"}, set()),  # the checkpoint lacks the other
+        ({"embed.weight"}, {"lm_head.weight"}),
+        ({"embed.weight", "lm_head.weight"}, set()),  # the engine keeps them apart
+    ],
+)
+def test_tied_tensors_are_sent_under_every_name_that_the_engine_holds(
+    first: str, held: set[str], ignored: set[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    weight = torch.ones(20, 4)
+    names = sorted(["embed.weight", "lm_head.weight"], key=lambda name: name != first)
+    model = {names[0]: weight, "norm.weight": torch.ones(8), names[1]: weight}
+    engine = Engine.of({n: t for n, t in model.items() if n in held or n not in names})
+    engine.ignored = ignored
+    sender = sender_of(engine, model)
+    for send in (sender.sync, sender.sync_full, sender.sync):
+        train(model, density=0.2)
+        report = send(model.items())
+        assert all(np.array_equal(engine.weights[name], bits(weight)) for name in held)
+        assert report.digest == digest_of(engine.weights).hex()
+        assert report.numel == 80 * len(held) + 8
+    assert "left out" not in caplog.text
+
+
+def test_another_engine_at_the_same_place() -> None:
+    """It was restarted: other tensors are ignored, and others are in its digest."""
+    model = model_of(tensors=4)
+    engine = Engine.of(model, ignored={"layers.0.weight"})
+    sender = sender_of(engine, model)
+    train(model)
+    sender.sync(model.items())
+    fresh = Engine.of(
+        model_of(tensors=4), ignored={"layers.1.weight"}, undigested={"layers.2.weight"}
+    )
+    engine.weights, engine.version, engine.committed = fresh.weights, 0, set()
+    engine.ignored, engine.undigested = fresh.ignored, fresh.undigested
+    train(model, 1)
+    report = sender.sync(model.items())
+    assert report.full
+    assert engine.holds(model)
+    assert report.digest == engine.digest().hex()
+    train(model, 2)
+    assert not sender.sync(model.items()).full
+    assert engine.holds(model)
