@@ -38,8 +38,13 @@ def warm_up(dtypes: Iterable[str], encoding: str) -> None:
         kernels.write(snapshot, found.indices, found.new)
         tensor_digest("weight", snapshot)
         for name in encodings:
+            differences = name == DIFFERENCES
             deltas = [
-                ParamDelta(param, dtype, (_NUMEL,), np.array(at), found.new, name == DIFFERENCES)
+                ParamDelta(param, dtype, (_NUMEL,), np.array(at), found.new, differences)
                 for param, at in _PLACES.items()
             ]
+            at, stream = found.indices, found.stream
+            deltas.append(
+                ParamDelta("found", dtype, (2,), at, found.new, differences, stream=stream)
+            )
             encode_part(deltas, encoding=name, current_version=0, digest_part="0" * 32)

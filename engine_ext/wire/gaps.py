@@ -83,8 +83,9 @@ def encode_gaps(
     """The gap stream of one param.
 
     Args:
-        indices: int64 [nnz], ascending, unique, from 0.
-        stream: what `joined_stream` made of them, where it did.
+        indices: int64 [nnz], ascending, unique, from 0; with a stream also int32.
+        stream: what `joined_stream` made of them, where it did; every gap of it is compared, as
+            values at other places than their own could be committed.
 
     Returns:
         The stream, uint8 [bytes], low plane first, and the bytes of a symbol: 1 or 2, whichever
@@ -101,7 +102,7 @@ def encode_gaps(
     if largest >= _MAX_NUMEL:
         raise ValueError(f"an index of {largest}; tensors have at most {_MAX_NUMEL} elements")
     if stream is not None:
-        if (_ends(stream), int(stream.sum(dtype=np.int64)) + nnz) != (nnz, largest + 1):
+        if not _belongs(stream, indices):
             raise ValueError("the gap stream is that of other indices")
         return stream, 1
     if _suit_bytes(nnz, largest + 1):
@@ -199,9 +200,14 @@ def joined(stream: NDArray[np.uint8], width: int) -> NDArray[Any]:
     return symbols
 
 
-def _ends(stream: NDArray[np.uint8]) -> int:
-    """How many gaps end in a stream of symbols of one byte."""
-    return int(np.count_nonzero(stream != 255))
+def _belongs(stream: NDArray[np.uint8], indices: NDArray[Any]) -> bool:
+    """Whether a stream of symbols of one byte is that of these indices, int32 or int64."""
+    if not stream.size or stream[-1] == 255:
+        return False
+    loop = _match(indices.itemsize)
+    if loop is None:
+        return np.array_equal(_read_by_numpy(stream, 255), indices)
+    return loop(np.ascontiguousarray(stream), np.ascontiguousarray(indices))
 
 
 def _suit_bytes(nnz: int, end: int) -> bool:
@@ -276,6 +282,31 @@ def _read_loop(symbols: Any, longest: Any, out: Any) -> Any:
         count += ends
         index += ends
     return count
+
+
+def _match_loop(stream: Any, indices: Any) -> Any:
+    """What numba compiles; the last symbol ends a gap."""
+    count = 0
+    index = np.int64(0)
+    for symbol in stream:
+        index += np.int64(symbol)
+        if symbol != 255:
+            if count == indices.size or indices[count] != index:
+                return False
+            count += 1
+            index += 1
+    return count == indices.size
+
+
+@made_once
+def _match(width: int) -> Callable[[Any, Any], bool] | None:
+    """The loop for indices of `width` bytes; None without numba."""
+    try:
+        from numba import types
+    except ImportError:
+        return None
+    indices = array(types, f"int{8 * width}")
+    return compile_loop(_match_loop, types.boolean(array(types, "uint8"), indices))
 
 
 @made_once

@@ -14,6 +14,7 @@ import sender_link
 import sender_run
 import sender_snapshot
 from engine_ext import compare, digest, kernels
+from engine_ext.wire import differences, gaps, planes
 from reference_sender import DeltaSender, MultiSender, SomeFailed, SyncFailed
 from tests.scripts.fakes import Engine, Handler, Model, bits, error, model_of, sends, train
 
@@ -231,6 +232,9 @@ def test_without_numba(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "_loop", lambda width: None)
     monkeypatch.setattr(kernels, "_loops", lambda width, index: None)
     monkeypatch.setattr(digest, "_kernel", lambda *kind: digest._numpy_sums)
+    monkeypatch.setattr(gaps, "_match", lambda width: None)
+    for module in (gaps, differences, planes):
+        monkeypatch.setattr(module, "_loops", lambda *width: None)
     model = model_of(torch.bfloat16, torch.float32, torch.float8_e4m3fn)
     engine = Engine.of(model)
     sender = sender_of(engine, model, encoding=encoding)

@@ -15,5 +15,6 @@ def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(part, "_WORTH_THREADS", 0)
     if request.param == "numpy":
         monkeypatch.setattr(gaps, "_loops", lambda width: None)
+        monkeypatch.setattr(gaps, "_match", lambda width: None)
         monkeypatch.setattr(differences, "_loops", lambda width: None)
         monkeypatch.setattr(planes, "_loops", lambda: None)

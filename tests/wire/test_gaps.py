@@ -46,6 +46,7 @@ def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     """Both ways to do it; the tests run with numba installed."""
     if request.param == "numpy":
         monkeypatch.setattr(gaps, "_loops", lambda width: None)
+        monkeypatch.setattr(gaps, "_match", lambda width: None)
 
 
 def indices_of(values: list[int]) -> np.ndarray[Any, Any]:
@@ -172,6 +173,7 @@ def test_pieces_are_joined_to_the_whole(gaps_between: list[int], cuts: list[int]
     else:
         assert (raw.tobytes(), width) == (stream.tobytes(), 1)
         assert encode_gaps(indices, stream)[0] is stream
+        assert encode_gaps(indices.astype(np.int32), stream)[0] is stream
 
 
 def test_joined_streams_by_hand() -> None:
@@ -184,11 +186,23 @@ def test_joined_streams_by_hand() -> None:
     assert joined_stream([(indices_of([511]), empty)]) is None
 
 
-@pytest.mark.parametrize("other", [[0, 1, 5], [1, 5, 6], [4, 5], [0, 1, 2, 5]])
+@pytest.mark.usefixtures("loops")
+@pytest.mark.parametrize(
+    "other", [[0, 1, 5], [1, 5, 6], [4, 5], [0, 1, 2, 5], [0, 5, 7], [1, 4, 7, 300]]
+)
 def test_the_stream_of_other_indices(other: list[int]) -> None:
     stream = encode_gaps(indices_of(other))[0]
+    for dtype in (np.int32, np.int64):
+        with pytest.raises(ValueError, match="of other indices"):
+            encode_gaps(indices_of([1, 4, 7]).astype(dtype), stream)
+
+
+@pytest.mark.usefixtures("loops")
+@pytest.mark.parametrize("stream", ["", "ff", "010202ff", "0102"])
+def test_a_stream_that_ends_elsewhere(stream: str) -> None:
+    raw = np.frombuffer(bytes.fromhex(stream), np.uint8)
     with pytest.raises(ValueError, match="of other indices"):
-        encode_gaps(indices_of([1, 4, 7]), stream)
+        encode_gaps(indices_of([1, 4, 7]), raw)
 
 
 @pytest.mark.usefixtures("loops")
