@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,10 @@ import xxhash
 import zstandard
 from hypothesis import strategies as st
 
+from engine_ext.digest import Digest, change_digest
 from engine_ext.wire import ENCODINGS, ParamDelta, encode_part
 from engine_ext.wire.manifest import manifest_checksum
+from tests.server.rig import fresh_weights
 from tests.wire.forge import bits16, header_of, sendable, with_header
 from tests.wire.mutants import byte_mutants, mutants
 
@@ -43,6 +45,8 @@ def good(draw: st.DrawFn, shapes: Shapes, encodings: tuple[str, ...] = ENCODINGS
         deltas.append(ParamDelta(name, "bfloat16", shapes[name], indices, values))
     encoding = draw(st.sampled_from(encodings))
     sent, extra = sendable(encoding, deltas)
+    if extra and draw(st.booleans()):
+        extra["digest_part"] = added_to_fresh_weights(sent)
     version = draw(st.sampled_from([8, 8, 8, 9, 7, 0]))
     extra |= draw(
         st.sampled_from(
@@ -59,6 +63,15 @@ def good(draw: st.DrawFn, shapes: Shapes, encodings: tuple[str, ...] = ENCODINGS
     return encode_part(
         sent, encoding=encoding, current_version=version, with_manifest_checksum=hashed, **extra
     )
+
+
+def added_to_fresh_weights(deltas: Iterable[ParamDelta]) -> str:
+    """The digest of what differences change in the engine's first weights."""
+    change = Digest.ZERO
+    for delta in deltas:
+        old = fresh_weights()[delta.name][delta.indices]
+        change += change_digest(delta.name, delta.indices, old, old + delta.values)
+    return change.hex()
 
 
 def is_container(body: bytes) -> bool:

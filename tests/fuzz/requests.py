@@ -38,7 +38,19 @@ DISK = st.fixed_dictionaries(
         "flush_cache": st.booleans() | any_json(),
     },
 )
-REQUESTS = st.fixed_dictionaries(
+# A good part, sent as it should be: else hardly any would be committed.
+SYNCS = st.fixed_dictionaries(
+    {
+        "method": st.just("POST"),
+        "path": st.just(DELTA),
+        "type": st.just("application/octet-stream"),
+        "params": st.just({}),
+        "headers": st.just({}),
+        "body": good(SHAPES),
+        "json": st.just("{}"),
+    }
+)
+REQUESTS = SYNCS | st.fixed_dictionaries(
     {
         "method": st.sampled_from(["POST", "POST", "POST", "POST", "GET", "PUT"]),
         "path": st.sampled_from(

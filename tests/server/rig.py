@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from delta_server.app import attach
 from delta_server.service import DeltaService
-from engine_ext.digest import Digest, tensor_digest
-from engine_ext.errors import NotUpdatable
+from engine_ext.digest import Digest, change_digest, tensor_digest
+from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.receiver import Receiver
 from engine_ext.scatter import StagedPart, UndoLog
 from engine_ext.settings import Settings
@@ -218,19 +218,22 @@ class Shard:
         """The weights do not move."""
 
     def brief(self, staged: Sequence[StagedPart]) -> dict[str, Any]:
-        return {}
+        return {"changes": [self._change(part).hex() for part in staged]}
 
     def agree(self, staged: Sequence[StagedPart], briefs: Sequence[dict[str, Any]]) -> None:
-        """The ranks have nothing to say of each other."""
+        """The parts that say what they change say what they change here."""
+        for number, part in enumerate(staged):
+            changes = (Digest.parse(brief["changes"][number]) for brief in briefs)
+            change = sum(changes, start=Digest.ZERO).hex()
+            if part.manifest.digest_part not in (None, change):
+                raise BaseMismatch("other old values", found=change)
 
     def write(self, staged: Sequence[StagedPart]) -> None:
         self.writes += 1
         self._before = {name: bits.copy() for name, bits in self.bits.items()}
         for delta in (param.delta for part in staged for param in part.params):
-            begin, end = self._spans[delta.name]
-            indices = np.arange(delta.numel) if delta.indices is None else delta.indices
-            mine = (indices >= begin) & (indices < end)
-            self.bits[delta.name][indices[mine] - begin] = delta.values[mine]
+            indices, new = self._mine(delta)
+            self.bits[delta.name][indices - self._spans[delta.name][0]] = new
             if self.breaks:
                 raise RuntimeError("the copy failed")
 
@@ -244,6 +247,24 @@ class Shard:
 
     def roll_back(self, log: UndoLog) -> None:
         self._restore()
+
+    def _mine(self, delta: ParamDelta) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """The indices of this rank's elements, and their new bits."""
+        begin, end = self._spans[delta.name]
+        indices = np.arange(delta.numel) if delta.indices is None else delta.indices
+        mine = (indices >= begin) & (indices < end)
+        indices, values = indices[mine], delta.values[mine]
+        return indices, self.bits[delta.name][
+            indices - begin
+        ] + values if delta.differences else values
+
+    def _change(self, part: StagedPart) -> Digest:
+        change = Digest.ZERO
+        for delta in (param.delta for param in part.params):
+            indices, new = self._mine(delta)
+            old = self.bits[delta.name][indices - self._spans[delta.name][0]]
+            change += change_digest(delta.name, indices, old, new)
+        return change
 
     def _restore(self) -> None:
         for name, bits in self._before.items():
