@@ -19,8 +19,9 @@ from starlette.responses import PlainTextResponse
 
 from delta_server import spool as spool_module
 from delta_server.app import UncertainGuard
-from engine_ext.errors import BaseMismatch, NotUpdatable
+from engine_ext.errors import BaseMismatch, DeltaError, MalformedPart, NotUpdatable
 from engine_ext.wire import xxh3_checksum
+from tests.wire.test_packed import BROKEN, BROKEN_ULP, packed, ulp
 
 from .rig import (
     COMPLETIONS,
@@ -222,6 +223,23 @@ REFUSALS = [
 def test_a_refused_body_leaves_the_engine_unchanged(rig: Rig, refusal: Refusal) -> None:
     response = rig.send(refusal.body, **refusal.query)
     assert_error(response, refusal.status, refusal.kind, **refusal.operands)
+    assert rig.engine.events == []
+    rig.assert_untouched()
+
+
+BROKEN_PACKED = [
+    *((id, packed(**broken), error) for id, broken, error, _ in BROKEN),
+    *((f"differences: {id}", ulp(**broken), MalformedPart) for id, broken, _ in BROKEN_ULP),
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "error"), [case[1:] for case in BROKEN_PACKED], ids=[case[0] for case in BROKEN_PACKED]
+)
+def test_a_broken_gap8_part_leaves_the_engine_unchanged(
+    rig: Rig, body: bytes, error: type[DeltaError]
+) -> None:
+    assert_error(rig.send(body), error.status, error.__name__)
     assert rig.engine.events == []
     rig.assert_untouched()
 

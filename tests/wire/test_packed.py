@@ -96,7 +96,7 @@ def test_a_part_built_without_our_encoder() -> None:
 
 
 def test_the_readme_shows_what_is_written() -> None:
-    """Positions 1, 2, 6 of shape [2, 4]; the values tensor, then the positions."""
+    """The values tensor, then the positions."""
     readme = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
     where = np.array([1, 2, 6])
     values = ParamDelta("a", "bfloat16", (2, 4), where, bits16(0x3F80, 0x7FC1, 0x8000))
@@ -110,6 +110,13 @@ def test_the_readme_shows_what_is_written() -> None:
     shown = "28b52ffd 20 04 100000 120f 110000 2800 28b52ffd 20 03 190000 010003"
     assert shown in readme
     assert body.endswith(bytes.fromhex(shown))
+    where = np.array([70000, 140001])
+    wide = ParamDelta("a", "bfloat16", (200_000,), where, bits16(0x3F80, 0x4000))
+    body = encode_part([wide], encoding="gap8_exp", current_version=8)
+    shown = "0000 28b52ffd 20 02 110000 7f80 28b52ffd 20 08 200000 ff71ff71 210000 ff11ff11"
+    assert shown in readme
+    assert body.endswith(bytes.fromhex(shown))
+    assert_same(decode_part(body), [wide])
 
 
 def test_high_bytes_lie_behind_the_bytes_of_all_params() -> None:
@@ -189,6 +196,8 @@ BROKEN_ULP: list[tuple[str, dict[str, Any], str]] = [
     ("no frame", {"values": NIBBLES + ESCAPED}, "differences"),
     ("cut", {"values": frame(NIBBLES + ESCAPED)[:-2]}, "differences"),
     ("two frames", {"values": frame(NIBBLES + ESCAPED) * 2}, "differences"),
+    ("holds less than declared", {"values": "28b52ffd 20 07 310000 120f0f2800ff"}, "differences"),
+    ("holds more", {"values": "28b52ffd 20 07 410000 120f0f2800ffff00"}, "differences"),
     ("no nibbles", {"values": frame("12 0f")}, "declares 2 bytes"),
     ("more than is possible", {"values": frame("00" * 12)}, "declares 12 bytes"),
     ("escapes missing", {"values": frame(NIBBLES + "28 00")}, "missing"),
@@ -265,6 +274,18 @@ BROKEN: list[tuple[str, dict[str, Any], type[DeltaError], str]] = [
     (
         "exponents: a plane too long",
         {"values": LOWER + "00" + frame(HIGHEST)},
+        MalformedPart,
+        "exponents",
+    ),
+    (
+        "exponents: declare more than they hold",
+        {"values": LOWER + "28b52ffd 20 05 210000 7fff0080"},
+        MalformedPart,
+        "exponents",
+    ),
+    (
+        "exponents: hold more than they declare",
+        {"values": LOWER + "28b52ffd 20 05 310000 7fff00800000"},
         MalformedPart,
         "exponents",
     ),
