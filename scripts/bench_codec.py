@@ -8,10 +8,11 @@
 
 `bench_data.py` says how the weights and their changes are drawn. Sizes are of whole parts, so with
 all framing. The gaps of the `gap8` encodings are written while the snapshots are compared, so that
-"encode" is without them. The floors are entropies of the same data: of positions that are drawn
-independently, plus of the new values, or of the differences to the old ones. "apply" is the time of
-decoding and scattering, in times of scattering alone; the scatter is in one thread, of decoding see
-`engine_ext/wire/part.py`.
+"encode" is without them. "/ read" is a time in times of reading both copies of the weights once, in
+the same run (the real model's weights are too few to time that). The floors are entropies of the
+same data: of positions that are drawn independently, plus of the new values, or of the differences
+to the old ones. "apply" is the time of decoding and scattering, in times of scattering alone; the
+scatter is in one thread, of decoding see `engine_ext/wire/part.py`.
 
 Real deltas come from a few steps of REINFORCE on the demo's policy (3M bf16 weights with fp32
 masters, AdamW), at learning rates that change more or less of them; the floor of their positions is
@@ -28,6 +29,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -68,7 +70,8 @@ TIMED_AT = 0.02
 class Size:
     """One encoding at one density: bytes per changed element, and milliseconds.
 
-    `scatter_ms` is for writing the decoded elements into flat weights, without a single check.
+    `scatter_ms` is for writing the decoded elements into flat weights, without a single check;
+    `read_ms` for reading both copies of all weights once, NaN where they are too few to time.
     """
 
     encoding: str
@@ -78,6 +81,7 @@ class Size:
     encode_ms: float
     decode_ms: float
     scatter_ms: float
+    read_ms: float
 
     @property
     def apply_ratio(self) -> float:
@@ -124,6 +128,7 @@ def measure(
     floor: dict[bool, float],
     density: float,
     repeats: int,
+    read_ms: float = float("nan"),
 ) -> list[Size]:
     """All encodings of some changes; `floor` is of `floors`."""
     nnz = sum(delta.nnz for delta in values)
@@ -155,6 +160,7 @@ def measure(
                 1e3 * fastest(encode, repeats),
                 1e3 * fastest(lambda body=body: decode(body), repeats),  # type: ignore[misc]
                 1e3 * scatter_time(values, repeats),
+                read_ms,
             )
         )
     return sizes
@@ -166,9 +172,10 @@ def measure_synthetic(
     """All encodings of a synthetic change."""
     values = deltas_of(old, new, threads, dtype)
     differences = as_differences(values, old)
-    return measure(
-        values, differences, floors(values, differences, counts_of(new)), density, repeats
-    )
+    floor = floors(values, differences, counts_of(new))
+    with ThreadPoolExecutor(threads) as pool:
+        read_ms = 1e3 * read_time(old, new, pool, repeats)
+    return measure(values, differences, floor, density, repeats, read_ms)
 
 
 def measure_real(
@@ -210,7 +217,8 @@ def compare_speed(
 
 
 def show(title: str, sizes: Sequence[Size], console: Console) -> None:
-    columns = "density", "encoding", "bytes", "floor", "ratio", "encode ms", "decode ms", "apply"
+    columns = ["density", "encoding", "bytes", "floor", "ratio"]
+    columns += ["encode ms", "/ read", "decode ms", "/ read", "apply"]
     console.print(f"\n{title}\n")
     table = Table(*columns, box=box.MARKDOWN)
     for size in sizes:
@@ -221,10 +229,16 @@ def show(title: str, sizes: Sequence[Size], console: Console) -> None:
             f"{size.floor:.3f}",
             f"{size.nbytes / size.floor:.3f}",
             f"{size.encode_ms:.0f}",
+            _times(size.encode_ms / size.read_ms),
             f"{size.decode_ms:.0f}",
+            _times(size.decode_ms / size.read_ms),
             f"{size.apply_ratio:.2f}",
         )
     console.print(table)
+
+
+def _times(ratio: float) -> str:
+    return "-" if math.isnan(ratio) else f"{ratio:.2f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -284,6 +298,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     "floor": size.floor,
                     "decode_and_scatter_vs_scatter": size.apply_ratio,
                 }
+                if not prefix:
+                    columns["encode_alone_vs_read"] = size.encode_ms / size.read_ms
+                    columns["decode_vs_read"] = size.decode_ms / size.read_ms
                 for key, value in columns.items():
                     row = found.setdefault(prefix + key, {}).setdefault(size.encoding, {})
                     row[f"{size.density:.4g}"] = round(value, 4)

@@ -7,7 +7,7 @@ Starts an engine with a random Qwen3 and syncs it with every encoding over every
 that of the whole `sync`, from the trainer's tensors to the answer that the engine has committed,
 the fastest and the slowest of some; "pause" is what generation felt of the fastest. The engine is
 on this machine: a link is simulated by letting each part through only once its bytes would have
-crossed it.
+crossed it; "no link" lets all through at once.
 
 "full" is a sync that sends every tensor dense. "reload" is the engine's own way: the checkpoint's
 bytes on the link, reckoned, and then its loading of the folder, measured (vLLM's `reload_weights`,
@@ -53,6 +53,7 @@ _WIDTHS: Final = {
     "num_key_value_heads": 8,
     "head_dim": 64,
 }
+_LINKS: Final = {**LINKS, "no link": float("inf")}
 _BUCKET_BYTES: Final = 4 << 20
 _TIMEOUT_S: Final = 600.0
 _RELOADS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
@@ -188,13 +189,13 @@ def measure(
     ) as process:
         tensors = load_tensors(base)
         run = Run(process, tensors, change(tensors, options.density), options.runs)
-        found: dict[str, dict[str, Measured]] = {link: {} for link in LINKS}
+        found: dict[str, dict[str, Measured]] = {link: {} for link in _LINKS}
         for way, link in _progress([*SENT_AS, "full"], console):
             encoding = "auto" if way == "full" else way
-            found[link][way] = run.syncs(encoding, LINKS[link], full=way == "full")
+            found[link][way] = run.syncs(encoding, _LINKS[link], full=way == "full")
         changed = save_checkpoint(base, scratch / "changed", run.tensors)
         reloads = [run.reload(options.engine, changed) for _ in range(options.runs)]
-    for link, speed in LINKS.items():
+    for link, speed in _LINKS.items():
         on_link = run.nbytes / speed * 1e3
         least, most = (round(on_link + ms, 1) for ms in (min(reloads), max(reloads)))
         found[link]["reload"] = Measured(least, most, round(min(reloads), 1), run.nbytes)
@@ -202,7 +203,7 @@ def measure(
 
 
 def _progress(ways: Sequence[str], console: Console) -> Iterator[tuple[str, str]]:
-    rounds = [(way, link) for way in ways for link in LINKS]
+    rounds = [(way, link) for way in ways for link in _LINKS]
     return iter(track(rounds, "syncing", console=console, transient=True))
 
 

@@ -25,7 +25,8 @@ def test_the_last_line_is_json(
     lines = capsys.readouterr().out.splitlines()
     found = json.loads(lines[-1])
     densities = [str(density) for density in bench_data.DENSITIES]
-    for what in ("bytes_per_element", "floor", "decode_and_scatter_vs_scatter"):
+    ratios = ["decode_and_scatter_vs_scatter", "encode_alone_vs_read", "decode_vs_read"]
+    for what in ["bytes_per_element", "floor", *ratios]:
         assert list(found[what]) == list(ENCODINGS)
         assert all(list(row) == densities for row in found[what].values())
     assert found["encode_vs_plain_torch"] > 0
