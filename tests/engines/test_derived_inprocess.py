@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engines.inprocess import run
 
 # By kind, parts of the names of all tensors that are refused, and what their reasons name.
-REFUSED = {
+REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
     # vLLM keeps views of kv_b_proj, which follow by themselves.
     "deepseek_v3": {},
     "gpt_oss": {},
@@ -28,6 +29,13 @@ REFUSED = {
     "qwen3_next": {},
     "mamba2": {"A_log": ("mixer.A",)},
 }
+# Where the CPU computes in bf16, vLLM packs conv1d and keeps its plain values: Qwen3-Next in an
+# attribute, Mamba2 in a buffer beside all weights of its mixer.
+if torch.cpu._is_avx512_bf16_supported():
+    REFUSED["qwen3_next"] = {"conv1d.weight": ("_cpu_unpacked_conv_weight",)}
+    REFUSED["mamba2"] |= {"conv1d.weight": ("without data",), "conv1d.bias": ("conv_weights",)}
+    beside = ("mixer.D", "dt_bias", "in_proj", "mixer.norm", "out_proj")
+    REFUSED["mamba2"] |= dict.fromkeys(beside, ("mixer.conv_weights",))
 QUICK = ("deepseek_v3", "gpt_oss")
 
 
