@@ -254,9 +254,8 @@ class Shard:
         indices = np.arange(delta.numel) if delta.indices is None else delta.indices
         mine = (indices >= begin) & (indices < end)
         indices, values = indices[mine], delta.values[mine]
-        return indices, self.bits[delta.name][
-            indices - begin
-        ] + values if delta.differences else values
+        old = self.bits[delta.name][indices - begin]
+        return indices, old + values if delta.differences else values
 
     def _change(self, part: StagedPart) -> Digest:
         change = Digest.ZERO
