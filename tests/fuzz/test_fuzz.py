@@ -102,11 +102,14 @@ def test_http(tmp_path: Path) -> None:
     (root / "b").write_bytes(delta_part()[:-1])
     os.mkfifo(root / "pipe")
 
+    commits = 0
+
     def check(requests: list[dict[str, Any]]) -> None:
+        nonlocal commits
         rig = Rig(tmp_path / "spool", roots=(str(root.resolve()),))
         try:
             for request in requests:
-                check_one(rig, request, str(root))
+                commits += check_one(rig, request, str(root))
             rig.run(rig.engine.call("drop", {}))
             version = rig.status()["version"]
             step = {"norm.weight": {3: 0x7777}}
@@ -117,10 +120,12 @@ def test_http(tmp_path: Path) -> None:
             rig.close()
 
     count = hammer(check, st.lists(REQUESTS, min_size=1, max_size=4), 0.5, MOST_BYTES)
-    print(f"http: {count} sequences of requests")
+    print(f"http: {count} sequences of requests, {commits} commits in them")
+    assert commits
 
 
-def check_one(rig: Rig, request: dict[str, Any], root: str) -> None:
+def check_one(rig: Rig, request: dict[str, Any], root: str) -> bool:
+    """Returns whether something was committed or rolled back."""
     before, version = rig.engine.weights, rig.status()["version"]
     is_json = request["type"] == "application/json"
     text = request["json"].replace("ROOT", root).encode("utf-8", "surrogatepass")
@@ -139,16 +144,17 @@ def check_one(rig: Rig, request: dict[str, Any], root: str) -> None:
         assert response.status_code in REFUSALS, response.text
         assert response.status_code == 405 or answer["error"]["engine_state"] == "unchanged"
         assert same(rig.engine.weights, before)
-        return
+        return False
     moved = rig.status()["version"]
     if answer.get("status") not in ("committed", "rolled_back"):
         assert same(rig.engine.weights, before)
         assert moved == version
-        return
+        return False
     assert moved == answer["version"]
     assert rig.engine.weight_version == str(moved)
     if answer["status"] == "committed" and request["path"] == DELTA and not is_json:
         check_exact(rig, before, decode_part(unwrap(request["body"])))
+    return True
 
 
 def check_exact(rig: Rig, before: Weights, part: Part) -> None:
