@@ -36,7 +36,7 @@ help: ## list the targets
 	@echo
 	@echo "  PYTHON=python3.11   the interpreter that setup makes .venv with"
 	@echo "  ENGINE=vllm         the engine of make demo and make soak, vllm or sglang"
-	@echo "  DEMO_ARGS=...       goes to scripts/demo.py, SOAK_ARGS=... (--syncs 1000) to scripts/soak.py"
+	@echo "  DEMO_ARGS=...       goes to scripts/demo/__main__.py, SOAK_ARGS=... (--syncs 1000) to scripts/soak/__main__.py"
 	@echo "  PYTEST_ARGS=...     goes to pytest"
 	@echo "  FUZZ_SECONDS=600    how long make fuzz takes; FUZZ_SEED=... repeats one"
 
@@ -47,10 +47,10 @@ setup-sglang: ## make .venv-sglang with SGLang's pinned packages; nothing to do 
 	@PYTHON="$(PYTHON)" scripts/setup_env.sh sglang
 
 demo: setup $(if $(filter sglang,$(ENGINE)),setup-sglang) ## update a live engine and check every weight
-	@$(BIN)/python scripts/demo.py --engine $(ENGINE) $(DEMO_ARGS)
+	@$(BIN)/python scripts/demo/__main__.py --engine $(ENGINE) $(DEMO_ARGS)
 
 soak: setup $(if $(filter sglang,$(ENGINE)),setup-sglang) ## 1000 syncs of a live engine under load: figures, and whether all is well
-	@$(BIN)/python scripts/soak.py --engine $(ENGINE) $(SOAK_ARGS)
+	@$(BIN)/python scripts/soak/__main__.py --engine $(ENGINE) $(SOAK_ARGS)
 
 test: setup setup-sglang lint test-fast ## lint, and every test but those marked full (this is what CI runs)
 	@echo "test: the tests that start engines, but for the full ones"

@@ -14,19 +14,19 @@ from typing import Any
 
 import torch
 
-from engine_ext.certify import certify
-from engine_ext.digest import Digest, tensor_digest
+from engine_ext.apply.masked import densify
+from engine_ext.apply.scatter import StagedPart, UndoLog
+from engine_ext.apply.staged import StagedParam
+from engine_ext.derived.recompute import Recomputed
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.errors import BaseMismatch, NotUpdatable
-from engine_ext.holders import boxes, resolve
-from engine_ext.masked import densify
-from engine_ext.placement import Placement, Segment, Status, TensorSpec
-from engine_ext.plan import covered
-from engine_ext.recompute import Recomputed
-from engine_ext.scatter import StagedPart, UndoLog
-from engine_ext.storage_index import StorageIndex, extent
+from engine_ext.model.storage_index import StorageIndex, extent
+from engine_ext.placement.certify import certify
+from engine_ext.placement.ownership import boxes, resolve
+from engine_ext.placement.plan import covered
+from engine_ext.placement.segments import Placement, Segment, Status, TensorSpec
 from engine_ext.wire import ParamDelta, Part
-from engine_ext.writes import StagedParam
+from engine_ext.wire.digest import Digest, tensor_digest
 
 Reload = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 

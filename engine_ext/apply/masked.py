@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from engine_ext.dtypes import TORCH_DTYPE, torch_bits_dtype
-from engine_ext.placement import Placed, Status
-from engine_ext.storage_index import StorageIndex
-from engine_ext.tracing import COPY_REPLACED, LoadWeights
+from engine_ext.model.storage_index import StorageIndex
+from engine_ext.placement.segments import Placed, Status
+from engine_ext.tracing.trace import COPY_REPLACED, LoadWeights
 from engine_ext.wire import ParamDelta
 
 # torch compares and selects these for NaN; the 8-bit floats it does not.

@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 
-from engine_ext import masked
+from engine_ext.apply import masked
+from engine_ext.apply.scatter import ScatterApplier, StagedPart
+from engine_ext.apply.staged import Write
+from engine_ext.derived.recompute import Recomputed
 from engine_ext.errors import NotUpdatable
-from engine_ext.plan import Plan
-from engine_ext.recompute import Recomputed
-from engine_ext.scatter import ScatterApplier, StagedPart
-from engine_ext.storage_index import StorageIndex
-from engine_ext.tracing import LoadWeights, rehearse
+from engine_ext.model.storage_index import StorageIndex
+from engine_ext.placement.plan import Plan
+from engine_ext.tracing.trace import LoadWeights, rehearse
 from engine_ext.wire import ParamDelta
-from engine_ext.writes import Write
 
 
 class MaskedApplier(ScatterApplier):
-    """Writes through the model's loader (see `engine_ext.masked`).
+    """Writes through the model's loader (see `engine_ext.apply.masked`).
 
     Args:
         model, index, plan, undo_bytes, threads, recomputed: as of `ScatterApplier`.

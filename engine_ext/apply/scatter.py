@@ -15,17 +15,17 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from engine_ext.digest import Digest, change_digest
+from engine_ext.apply.staged import StagedParam, Target, Write, spans
+from engine_ext.apply.stager import Stager
+from engine_ext.derived.recompute import Recomputed, triggered
 from engine_ext.dtypes import NAME_OF_TORCH, TORCH_DTYPE, bits_dtype
 from engine_ext.errors import BaseMismatch, NotUpdatable
-from engine_ext.placement import Status
-from engine_ext.places import Place
-from engine_ext.plan import Plan
-from engine_ext.recompute import Recomputed, triggered
-from engine_ext.stager import Stager
-from engine_ext.storage_index import StorageIndex
+from engine_ext.model.storage_index import StorageIndex
+from engine_ext.placement.live_elements import Place
+from engine_ext.placement.plan import Plan
+from engine_ext.placement.segments import Status
 from engine_ext.wire import Manifest, ParamDelta, Part
-from engine_ext.writes import StagedParam, Target, Write, spans
+from engine_ext.wire.digest import Digest, change_digest
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")

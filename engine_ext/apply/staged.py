@@ -1,6 +1,6 @@
 """What a staged delta will write on this rank, and how to take it back.
 
-A `Write` is made while staging (see `engine_ext.stager`): flat checkpoint indices have become
+A `Write` is made while staging (see `engine_ext.apply.stager`): flat checkpoint indices have become
 offsets in live memory, the new values have the live dtype, and old values that are to be checked
 are gathered, so that the commit has nothing left to compute. Values move as integers throughout.
 """
@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine_ext.device import runs_kernels
-from engine_ext.digest import Digest
 from engine_ext.dtypes import TORCH_DTYPE
-from engine_ext.holders import Box, box_of
-from engine_ext.kernels import Bits, bits_of, host_bits
-from engine_ext.locate import Locator, offset_dtype
-from engine_ext.placement import Segment
-from engine_ext.places import DeviceElements, HostElements, Place
+from engine_ext.kernels.gather_scatter import Bits, bits_of, host_bits
+from engine_ext.kernels.triton import runs_kernels
+from engine_ext.placement.live_elements import DeviceElements, HostElements, Place
+from engine_ext.placement.locator import Locator, offset_dtype
+from engine_ext.placement.ownership import Box, box_of
+from engine_ext.placement.segments import Segment
 from engine_ext.wire import ParamDelta
+from engine_ext.wire.digest import Digest
 from engine_ext.wire.positions import Positions
 
 # Elements that are staged and written at a time by one thread. On the CPU the temporaries stay in
@@ -159,7 +159,7 @@ class Target:
             return within, HostElements(self.host, indices[within], shift)
         gaps = sent.gaps() if sent and shift is not None and runs_kernels(device) else None
         if gaps is not None and shift is not None:
-            from engine_ext.device.gaps import decode
+            from engine_ext.kernels.triton.gap_decode import decode
 
             within = self.locator.within(indices)
             decoded = decode(*gaps, within, shift, _offset_dtype(self.flat), device)
@@ -201,7 +201,7 @@ class StagedParam:
     Attributes:
         delta: the decoded param.
         writes: what is written here; empty where this rank holds none of its elements.
-        counted: elements of the delta that this rank counts (see `engine_ext.holders`).
+        counted: elements of the delta that this rank counts (see `engine_ext.placement.ownership`).
         change: digest of those elements, new minus old; in a full sync of the new alone.
         replaced: in a full sync that of the old, where a part tells how much they change.
         replicas: for each set of ranks that hold the same elements, the digest of this rank's.

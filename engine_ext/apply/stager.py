@@ -8,13 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.digest import Digest, change_digest, tensor_digest
-from engine_ext.dtypes import TORCH_DTYPE
-from engine_ext.errors import BaseMismatch
-from engine_ext.kernels import Bits, bits_of, signed
-from engine_ext.places import DeviceElements, HostElements, WholeBox
-from engine_ext.wire import ParamDelta
-from engine_ext.writes import (
+from engine_ext.apply.staged import (
     StagedParam,
     Target,
     Write,
@@ -23,6 +17,12 @@ from engine_ext.writes import (
     live_bits,
     typed,
 )
+from engine_ext.dtypes import TORCH_DTYPE
+from engine_ext.errors import BaseMismatch
+from engine_ext.kernels.gather_scatter import Bits, bits_of, signed
+from engine_ext.placement.live_elements import DeviceElements, HostElements, WholeBox
+from engine_ext.wire import ParamDelta
+from engine_ext.wire.digest import Digest, change_digest, tensor_digest
 
 
 @dataclass(frozen=True, slots=True)

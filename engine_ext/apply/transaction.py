@@ -12,18 +12,18 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from engine_ext.digest import Digest
+from engine_ext.apply.scatter import StagedPart, UndoLog
 from engine_ext.errors import CommitFailed, DeltaError, WriteUndone, from_wire
-from engine_ext.plan import Plan
+from engine_ext.placement.plan import Plan
 from engine_ext.ranks import Ranks
-from engine_ext.scatter import StagedPart, UndoLog
 from engine_ext.wire import Part
+from engine_ext.wire.digest import Digest
 
 logger = logging.getLogger(__name__)
 
 
 class Applier(Protocol):
-    """What stages and writes syncs on one rank; see `engine_ext.scatter.ScatterApplier`.
+    """What stages and writes syncs on one rank; see `engine_ext.apply.scatter.ScatterApplier`.
 
     Attributes:
         name: as the answers call it.

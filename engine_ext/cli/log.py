@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine_ext.delta_log import (
+from engine_ext.delta_log.catalog import (
     Entry,
     Listing,
     list_log,
@@ -20,8 +20,8 @@ from engine_ext.delta_log import (
     version_of,
     why_not_newer,
 )
-from engine_ext.delta_log_fold import CannotFold, digests_of, fold, read_version
-from engine_ext.delta_log_writer import discard
+from engine_ext.delta_log.fold import CannotFold, digests_of, fold, read_version
+from engine_ext.delta_log.writer import discard
 from engine_ext.errors import LogDamaged
 from engine_ext.settings import API_KEY_ENVIRONMENT
 from engine_ext.wire.signature import HMAC_KEY_ENVIRONMENT

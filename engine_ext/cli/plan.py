@@ -1,6 +1,6 @@
 """``delta-plan``: what an engine can update exactly, and why not the rest.
 
-``python -m engine_ext.adapters.show_plan TARGET`` is the same command. TARGET is a checkpoint's
+``python -m engine_ext.cli.plan TARGET`` is the same command. TARGET is a checkpoint's
 folder, which is loaded, traced and certified as a server with ``--enable-delta-updates`` would do
 it, or the address of a running server, which is asked.
 
@@ -53,7 +53,7 @@ def merge(ranks: Sequence[Sequence[Row]]) -> list[Row]:
     """One row per checkpoint tensor from the plans of all ranks.
 
     Args:
-        ranks: `engine_ext.plan.Plan.table` of every rank, in rank order.
+        ranks: `engine_ext.placement.plan.Plan.table` of every rank, in rank order.
 
     Returns:
         Rows like the ranks', but for ``status``: the worst of the ranks that hold the tensor, and

@@ -1,6 +1,6 @@
 """``delta-top``: the live versions of some engines, and what became of their last syncs.
 
-``python -m delta_server.top URL...`` is the same command. It needs neither an engine nor torch,
+``python -m engine_ext.cli.top URL...`` is the same command. It needs neither an engine nor torch,
 only httpx and rich.
 
 Exit status: 0 every engine has answered, 1 some engine has not, 3 all have, and the weights of one

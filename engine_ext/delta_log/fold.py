@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from engine_ext.delta_log import Entry, folder_name
-from engine_ext.delta_log_writer import Draft
+from engine_ext.delta_log.catalog import Entry, folder_name
+from engine_ext.delta_log.writer import Draft
 from engine_ext.errors import ChecksumMismatch, DeltaError
 from engine_ext.wire import FrameReader, Limits, ParamDelta, Part, decode_part, encode_part
 from engine_ext.wire.positions import position_bytes
@@ -76,7 +76,7 @@ def fold(
 
     Args:
         log: where it is written, beside the others.
-        way: as of `engine_ext.delta_log.route`, from `base_version`.
+        way: as of `engine_ext.delta_log.catalog.route`, from `base_version`.
         base_version: where it begins.
         encoding: of the result; one that sends values.
         follow: iterates over the versions, and may show how far it is.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import xxhash
 
-from engine_ext.delta_log import (
+from engine_ext.delta_log.catalog import (
     DONE,
     PART_SUFFIX,
     REFUSED,
@@ -19,7 +19,7 @@ from engine_ext.delta_log import (
     folder_name,
     version_of,
 )
-from engine_ext.durable import lock, sync_folder, write_file
+from engine_ext.durable_files import lock, sync_folder, write_file
 from engine_ext.wire import FrameReader, Limits, Manifest, PartGate
 from engine_ext.wire.signature import SIGNATURE_SUFFIX
 

@@ -20,10 +20,10 @@ from typing import Final
 
 import torch
 
-from engine_ext.hanging import hanging
-from engine_ext.placement import Placement
-from engine_ext.repack import fingerprint
-from engine_ext.storage_index import StorageIndex
+from engine_ext.model.module_walk import hanging
+from engine_ext.model.storage_index import StorageIndex
+from engine_ext.placement.segments import Placement
+from engine_ext.repacks.infer import fingerprint
 
 Known = Callable[[str, torch.Tensor], bool]
 """Whether a tensor, by its path in the model, is known not to be computed from weights."""

@@ -22,13 +22,13 @@ from typing import Final
 
 import torch
 
-from engine_ext.derived import Derived, is_cache
-from engine_ext.hanging import hanging
-from engine_ext.kernels import bits_of
-from engine_ext.placement import Placement
-from engine_ext.recompute import Recomputation, Recomputed, layout
-from engine_ext.storage_index import LiveTensor, StorageIndex, extent
-from engine_ext.untouched import TracingError, Untouched, held_tensors, place
+from engine_ext.derived.find import Derived, is_cache
+from engine_ext.derived.recompute import Recomputation, Recomputed, layout
+from engine_ext.kernels.gather_scatter import bits_of
+from engine_ext.model.module_walk import hanging
+from engine_ext.model.state_guard import TracingError, Untouched, held_tensors, place
+from engine_ext.model.storage_index import LiveTensor, StorageIndex, extent
+from engine_ext.placement.segments import Placement
 
 # Bits of the mantissa. Of other dtypes it is not known which bits may be changed: integers may be
 # indices, or codes.

@@ -1,7 +1,7 @@
 """Derived tensors that the engine's own function computes again when their weights were written.
 
 An adapter says which function that is for which modules (`Recomputation`). What
-`engine_ext.recompute_proof` has seen it to do right becomes a `Recomputed`, which runs inside the
+`engine_ext.derived.proof` has seen it to do right becomes a `Recomputed`, which runs inside the
 commit. The derived tensors keep their objects and their addresses: captured graphs and kernels'
 argument lists refer to them.
 """
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from engine_ext.kernels import bits_of
-from engine_ext.placement import Placement
-from engine_ext.untouched import Held, held_tensors, place
+from engine_ext.kernels.gather_scatter import bits_of
+from engine_ext.model.state_guard import Held, held_tensors, place
+from engine_ext.placement.segments import Placement
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 In host memory the loops are compiled by numba where it is installed, and run without the GIL;
 otherwise they are numpy's indexing. On other devices they are PyTorch's index operators, or Triton
-kernels (see `engine_ext.device`). Each element is a cache line of its own, so the compiled loops
+kernels (see `engine_ext.kernels.triton`). Each element is a cache line of its own, so the compiled loops
 ask for the lines ahead of their use.
 """
 
@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine_ext.compiled import array, compile_loop, made_once
-from engine_ext.device import runs_kernels
 from engine_ext.dtypes import torch_bits_dtype
-from engine_ext.lines import fetch_to_write, teach
+from engine_ext.kernels.jit import array, compile_loop, made_once
+from engine_ext.kernels.simd import fetch_to_write, teach
+from engine_ext.kernels.triton import runs_kernels
 
 Bits = NDArray[Any]  # unsigned integers [n]
 Offsets = NDArray[Any]  # int32 or int64 [n]
@@ -182,9 +182,9 @@ def scatter(flat: torch.Tensor, offsets: torch.Tensor, bits: torch.Tensor) -> No
         bits: [k], dtype and device of `flat`.
     """
     if runs_kernels(flat.device):
-        from engine_ext.device import elements
+        from engine_ext.kernels.triton import gather_scatter
 
-        elements.put(flat, offsets, bits)
+        gather_scatter.put(flat, offsets, bits)
     else:
         flat.index_copy_(0, offsets.to(torch.int64), bits)
 
@@ -194,9 +194,9 @@ def exchange(flat: torch.Tensor, offsets: torch.Tensor, bits: torch.Tensor) -> t
     # Before anything is written: from there on only the device itself can fail.
     kept = torch.empty(bits.shape, dtype=bits.dtype)
     if runs_kernels(flat.device):
-        from engine_ext.device import elements
+        from engine_ext.kernels.triton import gather_scatter
 
-        old = elements.swap(flat, offsets, bits)
+        old = gather_scatter.swap(flat, offsets, bits)
     else:
         old = flat.index_select(0, offsets)
         scatter(flat, offsets, bits)

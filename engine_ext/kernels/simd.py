@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine_ext.compiled import made_once
+from engine_ext.kernels.jit import made_once
 
 LINE = 64  # bytes of a cache line
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from engine_ext.derived import Constants, is_constant
+from engine_ext.derived.find import Constants, is_constant
 
 
 class ConstantsWatch:

@@ -15,8 +15,8 @@ import torch
 import xxhash
 
 from engine_ext.dtypes import torch_bits_dtype
-from engine_ext.hanging import containers, hanging
-from engine_ext.storage_index import extent, live_tensors
+from engine_ext.model.module_walk import containers, hanging
+from engine_ext.model.storage_index import extent, live_tensors
 
 _CHUNK: Final = 1 << 24
 _REGISTRIES: Final = ("_parameters", "_buffers")

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from engine_ext import kernels
-from engine_ext.kernels import Bits, Offsets, bits_of
-from engine_ext.placement import Segment
+from engine_ext.kernels import gather_scatter
+from engine_ext.kernels.gather_scatter import Bits, Offsets, bits_of
+from engine_ext.placement.segments import Segment
 
 
 class Place(Protocol):
@@ -32,7 +32,7 @@ class Place(Protocol):
 
 @dataclass(slots=True)
 class HostElements:
-    """Single elements of a live tensor in host memory; arguments as of `engine_ext.kernels`."""
+    """Single elements of a live tensor in host memory; arguments as of `engine_ext.kernels.gather_scatter`."""
 
     flat: Bits
     offsets: Offsets
@@ -43,17 +43,17 @@ class HostElements:
         return self.offsets.nbytes
 
     def read(self) -> Bits:
-        return kernels.read(self.flat, self.offsets, self.shift)
+        return gather_scatter.read(self.flat, self.offsets, self.shift)
 
     def holds(self, bits: Bits) -> bool:
-        return kernels.holds(self.flat, self.offsets, bits, self.shift)
+        return gather_scatter.holds(self.flat, self.offsets, bits, self.shift)
 
     def put(self, bits: Bits) -> None:
-        kernels.write(self.flat, self.offsets, bits, self.shift)
+        gather_scatter.write(self.flat, self.offsets, bits, self.shift)
 
     def swap(self, bits: Bits) -> Bits:
         """`read` and `put` in one pass, which does not fail half-way."""
-        return kernels.swap(self.flat, self.offsets, bits, self.shift)
+        return gather_scatter.swap(self.flat, self.offsets, bits, self.shift)
 
 
 @dataclass(slots=True)
@@ -68,17 +68,19 @@ class DeviceElements:
         return self.offsets.nbytes
 
     def read(self) -> torch.Tensor:
-        return kernels.gather(self.flat, self.offsets).cpu()
+        return gather_scatter.gather(self.flat, self.offsets).cpu()
 
     def holds(self, bits: torch.Tensor) -> bool:
-        return torch.equal(kernels.gather(self.flat, self.offsets), bits.to(self.flat.device))
+        return torch.equal(
+            gather_scatter.gather(self.flat, self.offsets), bits.to(self.flat.device)
+        )
 
     def put(self, bits: torch.Tensor) -> None:
-        kernels.scatter(self.flat, self.offsets, bits.to(self.flat.device))
+        gather_scatter.scatter(self.flat, self.offsets, bits.to(self.flat.device))
 
     def swap(self, bits: torch.Tensor) -> torch.Tensor:
         """`read` and `put` in one pass."""
-        return kernels.exchange(self.flat, self.offsets, bits.to(self.flat.device))
+        return gather_scatter.exchange(self.flat, self.offsets, bits.to(self.flat.device))
 
 
 @dataclass(slots=True)
@@ -97,7 +99,7 @@ class WholeBox:
     def read(self) -> torch.Tensor:
         box = self._box()
         # numpy asks for huge pages, without which new memory takes twice the time of the copy.
-        kept = kernels.signed(np.empty(box.shape, f"u{box.itemsize}"))
+        kept = gather_scatter.signed(np.empty(box.shape, f"u{box.itemsize}"))
         return kept.copy_(box)
 
     def holds(self, bits: torch.Tensor) -> bool:

@@ -3,7 +3,7 @@
 A segment is a strided box on both sides. Its dimensions are put in the order of their source
 strides and merged where both sides allow it, so that a whole tensor, a row shard and an expert
 each become one range, and locating in it is a slice and a subtraction. A column shard keeps two
-dimensions and costs a division. The dimensions of a box must nest, as `engine_ext.holders` sees
+dimensions and costs a division. The dimensions of a box must nest, as `engine_ext.placement.ownership` sees
 to; of one that does not, elements are not found, and none is found in a wrong place.
 """
 
@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine_ext.compiled import array, compile_loop, made_once
-from engine_ext.placement import Segment
+from engine_ext.kernels.jit import array, compile_loop, made_once
+from engine_ext.placement.segments import Segment
 
 _Int64s = NDArray[np.int64]
 Offsets = NDArray[Any]  # int32 [n], int64 where the live tensor is too large for that

@@ -15,7 +15,7 @@ from itertools import combinations
 
 import numpy as np
 
-from engine_ext.placement import Placement, Segment, Status
+from engine_ext.placement.segments import Placement, Segment, Status
 
 
 @dataclass(frozen=True, slots=True, order=True)

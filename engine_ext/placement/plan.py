@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine_ext.digest import Digest, tensor_digest
+from engine_ext.apply.staged import Target, as_host, checkpoint_bits, make_targets
 from engine_ext.dtypes import NAME_OF_TORCH
-from engine_ext.holders import box_of, boxes, resolve
-from engine_ext.placement import Placed, Placement, Status
+from engine_ext.placement.ownership import box_of, boxes, resolve
+from engine_ext.placement.segments import Placed, Placement, Status
 from engine_ext.ranks import Ranks
-from engine_ext.writes import Target, as_host, checkpoint_bits, make_targets
+from engine_ext.wire.digest import Digest, tensor_digest
 
 _SCAN_ELEMENTS = 1 << 20
 _SCAN_INDICES = 1 << 15  # where indices are made too, their temporaries stay in a core's cache

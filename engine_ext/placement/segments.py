@@ -3,7 +3,7 @@
 A placement is a list of strided segments. One segment says that a strided box of the checkpoint
 tensor (row-major flat coordinates) lies in a strided box of one live tensor. It has all of the
 engine's own name mapping, fusing and slicing, because it is read off the engine's own loader
-(`engine_ext.tracing`), and it is believed only after `engine_ext.certify` has compared both
+(`engine_ext.tracing.trace`), and it is believed only after `engine_ext.placement.certify` has compared both
 sides byte by byte.
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine_ext.storage_index import LiveTensor
+from engine_ext.model.storage_index import LiveTensor
 
 
 @dataclass(frozen=True, slots=True)

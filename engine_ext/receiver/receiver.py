@@ -16,6 +16,8 @@ from typing import Any
 
 import msgspec
 
+from engine_ext.apply.scatter import StagedPart, UndoLog
+from engine_ext.apply.transaction import Applier, Transaction, as_delta_error
 from engine_ext.errors import (
     CommitFailed,
     Conflict,
@@ -23,12 +25,10 @@ from engine_ext.errors import (
     WeightsAsleep,
     WriteUndone,
 )
-from engine_ext.history import History
-from engine_ext.hold import Hold
 from engine_ext.ranks import Ranks
-from engine_ext.scatter import StagedPart, UndoLog
-from engine_ext.syncs import PartId, SyncState
-from engine_ext.transaction import Applier, Transaction, as_delta_error
+from engine_ext.receiver.lease import Hold
+from engine_ext.receiver.sync_history import History
+from engine_ext.receiver.sync_state import PartId, SyncState
 from engine_ext.wire import Limits, decode_part
 from engine_ext.wire.identity import part_identity
 

@@ -14,24 +14,24 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine_ext.applier import MaskedApplier
-from engine_ext.certify import certify, summary
-from engine_ext.derived import Known, find_derived, is_constant, refuse_derived
-from engine_ext.kernels import warm_up
-from engine_ext.placement import Repack, Segment, Status, TensorSpec
-from engine_ext.plan import make_plan
+from engine_ext.apply.initial_sync import Reload, SeedApplier, Traced
+from engine_ext.apply.masked_applier import MaskedApplier
+from engine_ext.apply.scatter import ScatterApplier
+from engine_ext.apply.transaction import Applier
+from engine_ext.derived.find import Known, find_derived, is_constant, refuse_derived
+from engine_ext.derived.proof import prove
+from engine_ext.derived.recompute import Recomputation, note
+from engine_ext.kernels.gather_scatter import warm_up
+from engine_ext.model.storage_index import StorageIndex
+from engine_ext.placement.certify import certify, summary
+from engine_ext.placement.plan import make_plan
+from engine_ext.placement.segments import Repack, Segment, Status, TensorSpec
 from engine_ext.ranks import Ranks
-from engine_ext.receiver import Receiver
-from engine_ext.recompute import Recomputation, note
-from engine_ext.recompute_proof import prove
-from engine_ext.repack import compose
-from engine_ext.scatter import ScatterApplier
-from engine_ext.seed import Reload, SeedApplier, Traced
+from engine_ext.receiver.receiver import Receiver
+from engine_ext.repacks.infer import compose
 from engine_ext.settings import Settings
-from engine_ext.storage_index import StorageIndex
-from engine_ext.tracing import LoadWeights, trace_placement
-from engine_ext.transaction import Applier
-from engine_ext.wire import Limits, differences, gaps, planes
+from engine_ext.tracing.trace import LoadWeights, trace_placement
+from engine_ext.wire import Limits, exponent_planes, gap_streams, ulp_differences
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def make_receiver(loaded: LoadedModel, chosen: Settings) -> Receiver:
 
 def _receiver(loaded: LoadedModel, chosen: Settings, applier: Applier) -> Receiver:
     warm_up()
-    for streams in (gaps, planes, differences):
+    for streams in (gap_streams, exponent_planes, ulp_differences):
         streams.warm_up()
     return Receiver(
         applier,

@@ -1,4 +1,4 @@
-"""One parameter of a module whose post-load processing is being learned (`engine_ext.repack`)."""
+"""One parameter of a module whose post-load processing is being learned (`engine_ext.repacks.infer`)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from engine_ext.dtypes import torch_bits_dtype
-from engine_ext.placement import Repack
-from engine_ext.storage_index import extent
+from engine_ext.model.storage_index import extent
+from engine_ext.placement.segments import Repack
 
 # The largest digit that the dtype holds, with all smaller ones, exactly. 0 stands for padding.
 _BASE: Final[dict[torch.dtype, int]] = {

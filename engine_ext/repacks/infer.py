@@ -7,7 +7,7 @@ processing, and must agree bit for bit: what computes, clamps or sorts is refuse
 and so is a parameter of which the processing keeps something elsewhere, because no write to the
 parameter would reach that.
 
-A learned move is a hypothesis like any placement: `engine_ext.certify` proves it on the bytes.
+A learned move is a hypothesis like any placement: `engine_ext.placement.certify` proves it on the bytes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import xxhash
 
-from engine_ext.lesson import Lesson, flat_bits, unmoved
-from engine_ext.placement import Placement, Repack, Segment
-from engine_ext.storage_index import extent
+from engine_ext.model.storage_index import extent
+from engine_ext.placement.segments import Placement, Repack, Segment
+from engine_ext.repacks.index_probe import Lesson, flat_bits, unmoved
 
 Process = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 """Runs a module's processing on copies that hold these parameters (it may write to them).

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from engine_ext.derived import is_constant
-from engine_ext.placement import Repack
-from engine_ext.repack import Learned, learn
-from engine_ext.twins import PROCESSING, Twins, state_of
+from engine_ext.derived.find import is_constant
+from engine_ext.placement.segments import Repack
+from engine_ext.repacks.infer import Learned, learn
+from engine_ext.repacks.module_copy import PROCESSING, Twins, state_of
 
 
 @dataclass(frozen=True, slots=True)

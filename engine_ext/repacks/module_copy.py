@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from engine_ext.repack import fingerprint
+from engine_ext.repacks.infer import fingerprint
 
 PROCESSING = "process_weights_after_loading"
 """The name that both engines give it, of a quant method, a scheme, a layer or a model."""

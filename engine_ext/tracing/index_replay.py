@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 
-from engine_ext.affine import Numbers
+from engine_ext.tracing.strided_boxes import Numbers
 
 _aten: Final = torch.ops.aten
 

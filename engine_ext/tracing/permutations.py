@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine_ext.affine import Numbers, highest, stretches
+from engine_ext.tracing.strided_boxes import Numbers, highest, stretches
 
 # Elements that are looked at at a time.
 _CHUNK: Final = 1 << 22

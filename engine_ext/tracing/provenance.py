@@ -15,8 +15,8 @@ from typing import Any, Final
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from engine_ext.affine import Numbers
-from engine_ext.replay import Cell, History, NotFollowed, Other, Step, View
+from engine_ext.tracing.index_replay import Cell, History, NotFollowed, Other, Step, View
+from engine_ext.tracing.strided_boxes import Numbers
 
 _aten: Final = torch.ops.aten
 

@@ -2,7 +2,7 @@
 
 A `Recorder` sees every operator of the loader's threads below Python. Copies of checkpoint
 tensors into live memory become segments; what the loader does with the tensors before is followed
-by `engine_ext.moves`, and what cannot be followed refuses the tensor, with the reason.
+by `engine_ext.tracing.provenance`, and what cannot be followed refuses the tensor, with the reason.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from engine_ext.affine import Box, Numbers, boxes
-from engine_ext.lesson import smallest_block
-from engine_ext.moves import Moves
-from engine_ext.overlap import Write
-from engine_ext.placement import Placement, Repack, Segment, TensorSpec
-from engine_ext.replay import Cell, History, NotFollowed
-from engine_ext.shuffles import by_source, shuffle
-from engine_ext.storage_index import LiveTensor, StorageIndex, extent
+from engine_ext.model.storage_index import LiveTensor, StorageIndex, extent
+from engine_ext.placement.segments import Placement, Repack, Segment, TensorSpec
+from engine_ext.repacks.index_probe import smallest_block
+from engine_ext.tracing.index_replay import Cell, History, NotFollowed
+from engine_ext.tracing.memory_overlap import Write
+from engine_ext.tracing.permutations import by_source, shuffle
+from engine_ext.tracing.provenance import Moves
+from engine_ext.tracing.strided_boxes import Box, Numbers, boxes
 
 # Segments that one write may take; above the lower number, an order of elements is preferred.
 _MOST_SEGMENTS: Final = 1024

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from engine_ext.untouched import TracingError
+from engine_ext.model.state_guard import TracingError
 
 # How long a thread that the loader has left behind may take to end.
 _PATIENCE_S: Final = 10.0

@@ -3,7 +3,7 @@
 The checkpoint's tensors are given to ``load_weights`` as meta tensors. Every write that reaches
 a live tensor is recorded and suppressed. What is copied there tells exactly which checkpoint
 elements go where, also where the loader has cloned, permuted or joined tensors before
-(`engine_ext.moves`) or hands them to threads (`engine_ext.following`). Anything else that carries
+(`engine_ext.tracing.provenance`) or hands them to threads (`engine_ext.tracing.thread_propagation`). Anything else that carries
 a checkpoint tensor into live memory makes that tensor uncertified, with the reason, and so does
 anything else that is written over the same elements. The model comes out as it was: bits, objects
 and addresses are compared, and what can be put back is.
@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from engine_ext.following import followed
-from engine_ext.overlap import Box, Write, overlaps, refuse_shared_memory
-from engine_ext.placement import Placed, Placement, Segment, Status, TensorSpec
-from engine_ext.recorder import Recorder, Watch
-from engine_ext.storage_index import StorageIndex
-from engine_ext.untouched import TracingError, Untouched
+from engine_ext.model.state_guard import TracingError, Untouched
+from engine_ext.model.storage_index import StorageIndex
+from engine_ext.placement.segments import Placed, Placement, Segment, Status, TensorSpec
+from engine_ext.tracing.memory_overlap import Box, Write, overlaps, refuse_shared_memory
+from engine_ext.tracing.recorder import Recorder, Watch
+from engine_ext.tracing.thread_propagation import followed
 
 __all__ = ["COPY_REPLACED", "LoadWeights", "TracingError", "rehearse", "trace_placement"]
 

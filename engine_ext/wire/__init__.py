@@ -76,7 +76,6 @@ from engine_ext.wire.container import (
     read_container,
     write_container,
 )
-from engine_ext.wire.frame import ZSTD_MAGIC, FrameReader, compress_frame
 from engine_ext.wire.limits import Limits
 from engine_ext.wire.manifest import (
     Manifest,
@@ -87,6 +86,7 @@ from engine_ext.wire.manifest import (
 )
 from engine_ext.wire.part import ParamDelta, Part, decode_part, encode_part
 from engine_ext.wire.positions import ENCODINGS, decode_positions, encode_positions
+from engine_ext.wire.zstd_frames import ZSTD_MAGIC, FrameReader, compress_frame
 
 __all__ = [
     "ENCODINGS",

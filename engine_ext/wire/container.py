@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from engine_ext.dtypes import NAME_OF_CODE, SAFETENSORS_CODE, itemsize
 from engine_ext.errors import MalformedPart, TooLarge
-from engine_ext.wire.frame import ZSTD_MAGIC
 from engine_ext.wire.limits import Limits
 from engine_ext.wire.manifest import PACKED_ENCODINGS, Manifest, parse_manifest
+from engine_ext.wire.zstd_frames import ZSTD_MAGIC
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.compiled import array, compile_loop, made_once
 from engine_ext.dtypes import bits_dtype, itemsize
 from engine_ext.errors import MalformedPart
-from engine_ext.wire.frame import deflate, inflate
+from engine_ext.kernels.jit import array, compile_loop, made_once
 from engine_ext.wire.manifest import ParamEntry
+from engine_ext.wire.zstd_frames import deflate, inflate
 
 _Bytes = NDArray[np.uint8]
 

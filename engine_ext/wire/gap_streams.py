@@ -14,11 +14,11 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.compiled import array, compile_loop, made_once
 from engine_ext.errors import MalformedPart, NotUpdatable
-from engine_ext.wire.frame import deflate, inflate
+from engine_ext.kernels.jit import array, compile_loop, made_once
 from engine_ext.wire.limits import Limits
 from engine_ext.wire.manifest import ParamEntry, longest_symbol
+from engine_ext.wire.zstd_frames import deflate, inflate
 
 _SYMBOLS: Final[dict[int, np.dtype[Any]]] = {1: np.dtype(np.uint8), 2: np.dtype("<u2")}
 _MAX_NUMEL: Final = Limits().max_numel

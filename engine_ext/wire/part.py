@@ -16,9 +16,8 @@ from engine_ext.dtypes import TORCH_DTYPE, bits_dtype
 from engine_ext.errors import DeltaError, MalformedPart
 from engine_ext.wire.checksum import verify_checksum, xxh3_checksum
 from engine_ext.wire.container import Header, read_container, write_container
-from engine_ext.wire.differences import read_differences, write_differences
-from engine_ext.wire.frame import compress_frame
-from engine_ext.wire.gaps import read_streams, write_streams
+from engine_ext.wire.exponent_planes import read_planes, write_planes
+from engine_ext.wire.gap_streams import read_streams, write_streams
 from engine_ext.wire.limits import Limits
 from engine_ext.wire.manifest import (
     DIFFERENCES,
@@ -28,9 +27,10 @@ from engine_ext.wire.manifest import (
     manifest_checksum,
     parse_manifest,
 )
-from engine_ext.wire.narrow import narrow_values
-from engine_ext.wire.planes import read_planes, write_planes
 from engine_ext.wire.positions import Positions, decode_positions, encode_positions
+from engine_ext.wire.ulp_differences import read_differences, write_differences
+from engine_ext.wire.undo_promotion import narrow_values
+from engine_ext.wire.zstd_frames import compress_frame
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

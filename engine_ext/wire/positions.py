@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_ext.errors import MalformedPart, NotUpdatable
-from engine_ext.wire.gaps import decode_gaps, encode_gaps, joined, stream_bytes
+from engine_ext.wire.gap_streams import decode_gaps, encode_gaps, joined, stream_bytes
 from engine_ext.wire.manifest import (
     ENCODINGS,
     PACKED_ENCODINGS,

@@ -13,12 +13,12 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.compiled import array, compile_loop, made_once
 from engine_ext.dtypes import bits_dtype
 from engine_ext.errors import MalformedPart
-from engine_ext.lines import lowest, ones, teach
-from engine_ext.wire.frame import deflate, inflate
+from engine_ext.kernels.jit import array, compile_loop, made_once
+from engine_ext.kernels.simd import lowest, ones, teach
 from engine_ext.wire.manifest import ParamEntry
+from engine_ext.wire.zstd_frames import deflate, inflate
 
 _ESCAPE: Final = 15
 

@@ -26,8 +26,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from bench_model import LiveModel
     from engine_ext.wire import ParamDelta
+    from scripts.bench.live_vllm import LiveModel
 
 _DENSITIES: Final = (0.006, 0.02, 0.03)
 _WANTED: Final = {0.006: 40, 0.02: 20}
@@ -47,7 +47,7 @@ ways:
                         off: the old values are gathered for the undo, by the pass that writes
   scatter, with digest  as it runs in an engine: old values are gathered and digested while
                         staging, compared again at the commit, then written
-  masked                engine_ext.masked.apply_masked
+  masked                engine_ext.apply.masked.apply_masked
   vLLM's own            load_checkpoint_weight_patches, with its defaults
 
 Every time is the least of --runs runs; the ways take turns, each from the same weights. The first
@@ -135,9 +135,9 @@ def run(options: argparse.Namespace, folder: Path, errors: Console) -> dict[str,
 def _models(options: argparse.Namespace, folder: Path, step: Any) -> list[LiveModel]:
     import torch
 
-    import tiny_models
-    from bench_device import missing_device
-    from bench_model import equip, start
+    from scripts.bench.live_vllm import equip, start
+    from scripts.bench.sender_device import missing_device
+    from scripts.live_engine import tiny_models
 
     if missing := missing_device(options.device):
         raise RuntimeError(missing)
@@ -175,7 +175,7 @@ class Bench:
         self._step = step
 
     def deltas(self, density: float) -> list[ParamDelta]:
-        from bench_model import random_deltas
+        from scripts.bench.live_vllm import random_deltas
 
         return random_deltas(self.model.base, density, self.options.seed)
 
@@ -185,7 +185,7 @@ class Bench:
         Raises:
             RuntimeError: a way leaves other bits than a load of the changed checkpoint.
         """
-        from bench_model import as_part, reverse, scatter_apply, ways
+        from scripts.bench.live_vllm import as_part, reverse, scatter_apply, ways
 
         deltas = self.deltas(density)
         self.nnz[density] = sum(delta.nnz for delta in deltas)
@@ -210,7 +210,7 @@ class Bench:
         back to the base."""
         import torch
 
-        from engine_ext.kernels import bits_of, host_bits
+        from engine_ext.kernels.gather_scatter import bits_of, host_bits
 
         self._step("loading the changed checkpoint")
         changed = {}
@@ -228,7 +228,7 @@ class Bench:
         """The least seconds of one commit in both models; it is taken back each time."""
         import time
 
-        from bench_model import as_part, commit
+        from scripts.bench.live_vllm import as_part, commit
 
         _, part = as_part(self.deltas(_MEMORY_DENSITY))
         found = [float("inf"), float("inf")]
@@ -244,8 +244,8 @@ class Bench:
 
     def extra_bytes(self) -> dict[str, float]:
         """Bytes per changed element that a sync takes at its peak, container not included."""
-        from bench_model import as_part, commit
         from engine_ext.wire import decode_part
+        from scripts.bench.live_vllm import as_part, commit
 
         self._step("memory")
         deltas = self.deltas(_MEMORY_DENSITY)

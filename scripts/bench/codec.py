@@ -1,10 +1,10 @@
 """Bytes on the wire and speed of every encoding, beside the least that is possible.
 
-    python scripts/bench_codec.py            # 200M elements; about 2 GB of memory
-    python scripts/bench_codec.py --json     # the last line is JSON
-    python scripts/bench_codec.py --plot docs/bytes_per_element.png      # needs matplotlib
-    python scripts/bench_codec.py --real-steps 0     # needs no transformers
-    python scripts/bench_codec.py --dtype float16    # of the synthetic weights
+    python scripts/bench/codec.py            # 200M elements; about 2 GB of memory
+    python scripts/bench/codec.py --json     # the last line is JSON
+    python scripts/bench/codec.py --plot docs/bytes_per_element.png      # needs matplotlib
+    python scripts/bench/codec.py --real-steps 0     # needs no transformers
+    python scripts/bench/codec.py --dtype float16    # of the synthetic weights
 
 `bench_data.py` says how the weights and their changes are drawn. Sizes are of whole parts, so with
 all framing. The gaps of the `gap8` encodings are written while the snapshots are compared, so that
@@ -44,7 +44,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench_data import (
+from delta_sender.diff_host import compare
+from engine_ext.kernels import gather_scatter
+from engine_ext.wire import ENCODINGS, FrameReader, ParamDelta, decode_part, encode_part
+from scripts.bench.memory_read import fastest, read_time
+from scripts.bench.synthetic_weights import (
     DENSITIES,
     DTYPES,
     PARAM,
@@ -57,10 +61,6 @@ from bench_data import (
     make_weights,
     positions_by_exponent,
 )
-from bench_read import fastest, read_time
-from engine_ext import kernels
-from engine_ext.compare import compare
-from engine_ext.wire import ENCODINGS, FrameReader, ParamDelta, decode_part, encode_part
 
 LEARNING_RATES = (3e-7, 1e-6, 3e-6)
 TIMED_AT = 0.02
@@ -111,7 +111,7 @@ def scatter_time(deltas: Sequence[ParamDelta], repeats: int) -> float:
 
     def scatter() -> None:
         for weights, indices, values in live:
-            kernels.write(weights, indices, values)
+            gather_scatter.write(weights, indices, values)
 
     scatter()
     return fastest(scatter, repeats)
@@ -182,7 +182,7 @@ def measure_real(
     learning_rate: float, steps: int, repeats: int
 ) -> tuple[list[Size], tuple[float, float]]:
     """All encodings of the last step of a training run; `positions_by_exponent`."""
-    from bench_training import train
+    from scripts.bench.real_steps import train
 
     training = train(learning_rate, steps)
     values, differences = [], []
@@ -280,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         saved = ", ".join(f"{plain:.2f} and {known:.2f}" for plain, known in positions)
         console.print(f"bits of a position, without and with the old exponents: {saved}")
     if options.plot:
-        from bench_plot import plot
+        from scripts.bench.plot import plot
 
         plot(sizes, real, options.plot)
     console.print(

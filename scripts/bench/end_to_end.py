@@ -1,7 +1,7 @@
 """Syncs to a live engine over a simulated link, beside a reload of the whole checkpoint.
 
-    python scripts/bench_end_to_end.py                        # vLLM; about 2 GB of memory
-    python scripts/bench_end_to_end.py --engine sglang --json  # the last line is JSON
+    python scripts/bench/end_to_end.py                        # vLLM; about 2 GB of memory
+    python scripts/bench/end_to_end.py --engine sglang --json  # the last line is JSON
 
 Starts an engine with a random Qwen3 and syncs it with every encoding over every link. The time is
 that of the whole `sync`, from the trainer's tensors to the answer that the engine has committed,
@@ -38,12 +38,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-import bench_data
-from bench_sender import LINKS, SENT_AS
-from engine_kinds import ENGINES
-from engine_process import EngineError, EngineProcess
-from reference_sender import DeltaSender, SyncFailed, SyncReport
-from tiny_models import build, load_tensors, save_checkpoint
+from delta_sender import DeltaSender, SyncFailed, SyncReport
+from scripts.bench import synthetic_weights
+from scripts.bench.sender import LINKS, SENT_AS
+from scripts.live_engine.process import EngineError, EngineProcess
+from scripts.live_engine.registry import ENGINES
+from scripts.live_engine.tiny_models import build, load_tensors, save_checkpoint
 
 _WIDTHS: Final = {
     "vocab_size": 32000,
@@ -166,7 +166,7 @@ def change(tensors: Tensors, density: float) -> Tensors:
     rng, changed = np.random.default_rng(0), {}
     for name, tensor in tensors.items():
         bits = tensor.contiguous().view(-1).view(torch.int16).numpy().view(np.uint16)
-        moved = bench_data.change(bits, density, rng).view(np.int16)
+        moved = synthetic_weights.change(bits, density, rng).view(np.int16)
         changed[name] = torch.from_numpy(moved).view(torch.bfloat16).view(tensor.shape)
     return changed
 

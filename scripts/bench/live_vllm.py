@@ -12,20 +12,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine_ext.certify import certify
-from engine_ext.digest import tensor_digest
+from engine_ext.apply.masked import apply_masked
+from engine_ext.apply.scatter import ScatterApplier, StagedPart
 from engine_ext.dtypes import TORCH_DTYPE
-from engine_ext.kernels import bits_of, host_bits, warm_up
-from engine_ext.masked import apply_masked
-from engine_ext.placement import Status, TensorSpec
-from engine_ext.plan import make_plan
+from engine_ext.kernels.gather_scatter import bits_of, host_bits, warm_up
+from engine_ext.model.storage_index import StorageIndex
+from engine_ext.placement.certify import certify
+from engine_ext.placement.plan import make_plan
+from engine_ext.placement.segments import Status, TensorSpec
 from engine_ext.ranks import SingleRank
-from engine_ext.repack import compose
-from engine_ext.scatter import ScatterApplier, StagedPart
+from engine_ext.repacks.infer import compose
 from engine_ext.settings import Settings
-from engine_ext.storage_index import StorageIndex
-from engine_ext.tracing import trace_placement
+from engine_ext.tracing.trace import trace_placement
 from engine_ext.wire import ParamDelta, Part, decode_part, encode_part
+from engine_ext.wire.digest import tensor_digest
 
 Timings = dict[str, float]
 
@@ -83,7 +83,7 @@ def start(folder: Path) -> tuple[Any, Any]:
     from vllm import LLM
 
     from engine_ext.adapters.vllm import worker as adapter
-    from engine_ext.adapters.vllm.repacks import repack_learner
+    from engine_ext.adapters.vllm.postload import repack_learner
 
     adapter._keep_checkpoint_layout()
     with repack_learner() as learner:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-import tiny_models
-from demo_training import Sample, Trainer, build_policy
+from scripts.demo.policy import Sample, Trainer, build_policy
+from scripts.live_engine import tiny_models
 
 _PROMPTS: Final = 4
 _SAMPLES: Final = 4  # completions of a prompt

@@ -1,8 +1,8 @@
 """Speed of the sender: its pass over two copies of the weights, and whole syncs over slow links.
 
-    python scripts/bench_sender.py                     # 200M elements; about 2 GB of memory
-    python scripts/bench_sender.py --json              # the last line is JSON
-    python scripts/bench_sender.py --real-steps 0      # needs no transformers
+    python scripts/bench/sender.py                     # 200M elements; about 2 GB of memory
+    python scripts/bench/sender.py --json              # the last line is JSON
+    python scripts/bench/sender.py --real-steps 0      # needs no transformers
 
 The data is that of `bench_data.py`. "read" is the time of reading both copies once and nothing
 else, by as many threads, in the same run. "diff" finds the changed elements, copies their places,
@@ -35,15 +35,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-import bench_data
-import bench_device
-from bench_read import fastest, read_time
-from engine_ext import kernels
-from engine_ext.compare import Difference, begin_compare
-from sender_device import KEPT_ON
-from sender_engines import MultiSender
-from sender_http import Server
-from sender_report import SyncReport
+from delta_sender.diff_device import KEPT_ON
+from delta_sender.diff_host import Difference, begin_compare
+from delta_sender.http_client import Server
+from delta_sender.multi_sender import MultiSender
+from delta_sender.results import SyncReport
+from engine_ext.kernels import gather_scatter
+from scripts.bench import sender_device, synthetic_weights
+from scripts.bench.memory_read import fastest, read_time
 
 LINKS = {"1 Gbit/s": 125e6, "300 MB/s": 300e6, "10 Gbit/s": 1.25e9}
 SENT_AT = 0.02
@@ -87,7 +86,7 @@ def diff(old: _Bits, new: _Bits, pool: ThreadPoolExecutor) -> list[Difference]:
     """What a sync finds."""
     begun = [
         begin_compare(old[where], new[where], f"model.layers.{number}.weight", pool, streams=True)
-        for number, where in enumerate(bench_data.params(old))
+        for number, where in enumerate(synthetic_weights.params(old))
     ]
     return [wait() for wait in begun]
 
@@ -96,9 +95,9 @@ def refresh(snapshot: _Bits, found: Sequence[Difference], pool: ThreadPoolExecut
     """What a sync does with it in the end."""
 
     def write(item: tuple[slice, Difference]) -> None:
-        kernels.write(snapshot[item[0]], item[1].indices, item[1].new)
+        gather_scatter.write(snapshot[item[0]], item[1].indices, item[1].new)
 
-    params = bench_data.params(snapshot)
+    params = synthetic_weights.params(snapshot)
     for _ in pool.map(write, zip(params, found, strict=True)):
         pass
 
@@ -106,10 +105,10 @@ def refresh(snapshot: _Bits, found: Sequence[Difference], pool: ThreadPoolExecut
 def measure(old: _Bits, density: float, options: argparse.Namespace) -> dict[str, float]:
     """Seconds at one density."""
     threads, repeats = options.threads, options.repeats
-    number = bench_data.DENSITIES.index(density)
-    new = bench_data.change(old, density, np.random.default_rng([0, number]))
+    number = synthetic_weights.DENSITIES.index(density)
+    new = synthetic_weights.change(old, density, np.random.default_rng([0, number]))
     if options.device != "cpu":
-        return bench_device.measure(
+        return sender_device.measure(
             tensors(old, options.device),
             tensors(new, options.device),
             options.snapshot_on,
@@ -140,13 +139,13 @@ def tensors(weights: _Bits, device: str = "cpu") -> _Tensors:
     """The weights as a trainer has them."""
     return {
         f"model.layers.{number}.weight": _tensor(weights[where]).to(device)
-        for number, where in enumerate(bench_data.params(weights))
+        for number, where in enumerate(synthetic_weights.params(weights))
     }
 
 
 def real_step(steps: int) -> tuple[_Tensors, _Tensors, float]:
     """A trainer's tensors before and after the last of some steps, and the share that changed."""
-    from bench_training import train
+    from scripts.bench.real_steps import train
 
     training = train(LEARNING_RATE, steps)
     before, after = (
@@ -259,7 +258,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--snapshot-on", choices=KEPT_ON, default="auto", help=on_help)
     add("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args(arguments)
-    if missing := bench_device.missing_device(options.device):
+    if missing := sender_device.missing_device(options.device):
         parser.error(missing)
     options.elements -= options.elements % 4  # whole words
     return options
@@ -269,12 +268,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     options = parse_arguments(arguments)
     console = Console(width=120)
-    old = bench_data.make_weights(options.elements, np.random.default_rng(0))
-    rows = {density: measure(old, density, options) for density in bench_data.DENSITIES}
+    old = synthetic_weights.make_weights(options.elements, np.random.default_rng(0))
+    rows = {density: measure(old, density, options) for density in synthetic_weights.DENSITIES}
     console.print(f"{options.elements:,} elements, {options.threads} thread(s)")
     show_passes(rows, options.elements, console)
 
-    first = bench_data.change(old, SENT_AT, np.random.default_rng(1))
+    first = synthetic_weights.change(old, SENT_AT, np.random.default_rng(1))
     syncs = {"sync_ms": all_syncs(tensors(old), tensors(first), options)}
     console.print(f"whole syncs, {SENT_AT:.0%} changed, parts of {options.bucket_bytes:,} bytes")
     show_syncs(syncs["sync_ms"], old.nbytes, console)

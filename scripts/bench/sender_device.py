@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from sender_snapshot import Snapshot
+from delta_sender.snapshot import Snapshot
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine_ext.compare import begin_compare
+from delta_sender.diff_host import begin_compare
 from engine_ext.wire import ParamDelta
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -26,12 +26,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from demo_training import Sample, Trainer, build_policy, reward
-from engine_kinds import ENGINES
-from engine_process import EngineError, EngineProcess
-from reference_sender import DeltaSender, SyncFailed, SyncReport
-from sender_choice import CHOICES
-from tiny_models import load_tensors, save_checkpoint
+from delta_sender import DeltaSender, SyncFailed, SyncReport
+from delta_sender.encoding_policy import CHOICES
+from scripts.demo.policy import Sample, Trainer, build_policy, reward
+from scripts.live_engine.process import EngineError, EngineProcess
+from scripts.live_engine.registry import ENGINES
+from scripts.live_engine.tiny_models import load_tensors, save_checkpoint
 
 PROMPTS: Final = (
     "the quick",

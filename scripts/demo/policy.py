@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from transformers import AutoModelForCausalLM
 
-import tiny_models
+from scripts.live_engine import tiny_models
 
 _CONFIG: Final = {
     "hidden_size": 256,

@@ -3,7 +3,7 @@
 The rows and the receivers are those of tests/conformance, where README.md says what is judged.
 vLLM's own function has a column where vLLM is installed.
 
-    python scripts/conformance_table.py [--json] [--subject package.module:factory ...]
+    python scripts/doc_tables/conformance.py [--json] [--subject package.module:factory ...]
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-OWN = ("tests.conformance.ours:scatter", "tests.conformance.ours:masked")
-VLLM = "tests.conformance.vllm_own:make"
+ROOT = Path(__file__).resolve().parents[2]
+OWN = ("tests.conformance.receivers:scatter", "tests.conformance.receivers:masked")
+VLLM = "tests.conformance.vllm_checkpoint_patch:make"
 
 
 def subjects(named: Sequence[str]) -> list[Any]:
@@ -104,5 +104,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     main()

@@ -2,19 +2,18 @@
 
 The rows are those of tests/faults, where each is met by live engines.
 
-    python scripts/fault_matrix.py
+    python scripts/doc_tables/faults.py
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-ROOT: Final = Path(__file__).resolve().parent.parent
+ROOT: Final = Path(__file__).resolve().parents[2]
 ENDS: Final = {
     "old": "old version",
     "new": "new version",
@@ -30,8 +29,8 @@ AFTER_DEATH: Final = {
 
 def markdown() -> str:
     """One row per kind of fault: what it is, what the sender is told, what the engine holds."""
-    deaths = importlib.import_module("tests.faults.deaths")
-    outlived = [*importlib.import_module("tests.faults.alive").FAULTS, *deaths.RESPAWNS]
+    deaths = importlib.import_module("tests.faults.process_deaths")
+    outlived = [*importlib.import_module("tests.faults.survivable").FAULTS, *deaths.RESPAWNS]
     rows = dict.fromkeys(
         [
             *((fault.what, fault.told, ENDS[fault.ends]) for fault in outlived),
@@ -49,5 +48,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     main()

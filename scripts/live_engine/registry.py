@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from engine_process import EngineProcess
-from sglang_process import SglangProcess
-from vllm_process import VllmProcess
+from scripts.live_engine.process import EngineProcess
+from scripts.live_engine.sglang import SglangProcess
+from scripts.live_engine.vllm import VllmProcess
 
 ENGINES: Final[dict[str, type[EngineProcess]]] = {"vllm": VllmProcess, "sglang": SglangProcess}

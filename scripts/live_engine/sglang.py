@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from engine_process import HOST, EngineProcess
+from scripts.live_engine.process import HOST, EngineProcess
 
-_ROOT: Final = Path(__file__).resolve().parents[1]
+_ROOT: Final = Path(__file__).resolve().parents[2]
 
 _ENV: Final = {
     "SGLANG_USE_CPU_ENGINE": "1",

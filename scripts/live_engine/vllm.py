@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from engine_process import HOST, EngineProcess
+from scripts.live_engine.process import HOST, EngineProcess
 
 _ENV: Final = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB

@@ -30,17 +30,17 @@ import httpx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from demo import fingerprint, verify
-from engine_kinds import ENGINES
-from engine_process import EngineError, EngineProcess
-from reference_sender import SyncFailed
-from sender_choice import CHOICES
-from sender_warm import warm_up as compile_for
-from soak_figures import Figures, show
-from soak_load import Counts, Load
-from soak_memory import grown, names_of, spooled
-from soak_syncs import PAUSE_MODES, Record, SoakFailed, Syncs, Trainer
-from tiny_models import build, load_tensors, save_checkpoint
+from delta_sender import SyncFailed
+from delta_sender.encoding_policy import CHOICES
+from delta_sender.warm_up import warm_up as compile_for
+from scripts.demo.__main__ import fingerprint, verify
+from scripts.live_engine.process import EngineError, EngineProcess
+from scripts.live_engine.registry import ENGINES
+from scripts.live_engine.tiny_models import build, load_tensors, save_checkpoint
+from scripts.soak.load import Counts, Load
+from scripts.soak.memory import grown, names_of, spooled
+from scripts.soak.report import Figures, show
+from scripts.soak.syncs import PAUSE_MODES, Record, SoakFailed, Syncs, Trainer
 
 _WIDTHS: Final = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
 # A small KV cache is soon touched everywhere; a large one grows for as long as the load lasts.

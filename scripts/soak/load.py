@@ -167,7 +167,7 @@ class Load:
 
     def __init__(self, url: str, clients: int, seed: int) -> None:
         self.tally, self.policy = Tally(), AbortPolicy()
-        self._command = [sys.executable, __file__, url, str(clients), str(seed)]
+        self._command = [sys.executable, "-m", "scripts.soak.load", url, str(clients), str(seed)]
         self._process: subprocess.Popen[str] | None = None
         self._reader = threading.Thread(target=self._read, daemon=True)
 

@@ -11,9 +11,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from soak_load import Counts
-from soak_memory import MEMORY, Sample, trends
-from soak_syncs import Record
+from scripts.soak.load import Counts
+from scripts.soak.memory import MEMORY, Sample, trends
+from scripts.soak.syncs import Record
 
 
 @dataclass

@@ -14,13 +14,13 @@ import httpx
 import numpy as np
 import torch
 
-from engine_ext.digest import Digest, tensor_digest
+from delta_sender import DeltaSender, SyncReport
+from delta_sender.encoding_policy import CHOICES
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
-from engine_process import EngineProcess
-from reference_sender import DeltaSender, SyncReport
-from sender_choice import CHOICES
-from soak_load import Load
-from soak_memory import Sample
+from engine_ext.wire.digest import Digest, tensor_digest
+from scripts.live_engine.process import EngineProcess
+from scripts.soak.load import Load
+from scripts.soak.memory import Sample
 
 PAUSE_MODES: Final = ("keep", "wait", "abort")
 CHECK_EVERY: Final = 10

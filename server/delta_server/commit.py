@@ -17,10 +17,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from delta_server.processes import is_alive, new_name
-from delta_server.requests import Options
-from engine_ext.digest import Digest
+from delta_server.process_identity import is_alive, new_name
+from delta_server.request_options import Options
 from engine_ext.errors import CommitFailed, EngineUncertain, PublishFailed, from_wire
+from engine_ext.wire.digest import Digest
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Engine(Protocol):
     shared: bool
 
     async def call(self, operation: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        """`engine_ext.receiver.Receiver.handle` on every rank, in rank order."""
+        """`engine_ext.receiver.receiver.Receiver.handle` on every rank, in rank order."""
 
     async def is_paused(self) -> bool: ...
 

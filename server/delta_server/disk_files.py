@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from delta_server.requests import DiskRequest
+from delta_server.request_options import DiskRequest
 from delta_server.spool import Spool, Spooled
 from engine_ext.errors import MalformedPart, PathForbidden, TooLarge
 from engine_ext.wire import Limits

@@ -16,11 +16,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from delta_server.commits import Engine, call
-from delta_server.outcome import Outcome
-from delta_server.processes import is_alive, new_name
-from delta_server.requests import Options
-from engine_ext.delta_log import Entry, Listing, list_log, route, why_not_newer
+from delta_server.commit import Engine, call
+from delta_server.process_identity import is_alive, new_name
+from delta_server.request_options import Options
+from delta_server.request_record import Outcome
+from engine_ext.delta_log.catalog import Entry, Listing, list_log, route, why_not_newer
 from engine_ext.errors import (
     CommitFailed,
     DeltaError,

@@ -62,7 +62,7 @@ def count(record: Mapping[str, Any], error: Exception | None) -> None:
     """Count what became of one request.
 
     Args:
-        record: as `delta_server.outcome.Outcome.record` makes it.
+        record: as `delta_server.request_record.Outcome.record` makes it.
         error: what it was refused with, or None.
     """
     _SYNCS.labels(record["outcome"], record.get("error") or "").inc()

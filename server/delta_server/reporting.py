@@ -19,8 +19,8 @@ from typing import Any
 from starlette.requests import ClientDisconnect
 
 from delta_server import metrics
-from delta_server.commits import Engine, call
-from delta_server.outcome import Outcome
+from delta_server.commit import Engine, call
+from delta_server.request_record import Outcome
 from engine_ext.errors import DeltaError, MalformedPart
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,14 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from delta_server.spool import Spooled
-from engine_ext.errors import CommitFailed, DeltaError, EngineUncertain, PublishFailed, WriteUndone
-from engine_ext.syncs import PartId
+from engine_ext.errors import (
+    CommitFailed,
+    DeltaError,
+    EngineUncertain,
+    PublishFailed,
+    WriteUndone,
+)
+from engine_ext.receiver.sync_state import PartId
 
 _LONGEST_TEXT = 200
 

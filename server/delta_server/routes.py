@@ -11,13 +11,13 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from delta_server.access import check_access
-from delta_server.files import resolve_files
-from delta_server.ledger import as_delta_error
-from delta_server.outcome import Outcome
-from delta_server.requests import DiskRequest, parse_disk_request, parse_query
+from delta_server.auth import check_access
+from delta_server.disk_files import resolve_files
+from delta_server.reporting import as_delta_error
+from delta_server.request_options import DiskRequest, parse_disk_request, parse_query
+from delta_server.request_record import Outcome
 from delta_server.service import DeltaService
-from delta_server.uploads import arriving
+from delta_server.upload_limits import arriving
 from engine_ext.errors import (
     DeltaError,
     EngineUncertain,

@@ -2,7 +2,7 @@
 
 The truth about versions and staged parts is in the engine's workers; this side only carries
 messages, so that several API-server processes may do it at once: stage on every rank
-(`delta_server.staging`), then commit (`delta_server.commits`).
+(`delta_server.staging`), then commit (`delta_server.commit`).
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import msgspec
 import xxhash
 
 from delta_server import metrics
-from delta_server.catch_up import CatchUp
-from delta_server.commits import Commits, Engine, call, sum_by_name, total_digest
-from delta_server.files import spool_files
-from delta_server.ledger import Ledger
-from delta_server.outcome import Outcome
-from delta_server.requests import Options, part_id
+from delta_server.commit import Commits, Engine, call, sum_by_name, total_digest
+from delta_server.disk_files import spool_files
+from delta_server.log_replay import CatchUp
+from delta_server.reporting import Ledger
+from delta_server.request_options import Options, part_id
+from delta_server.request_record import Outcome
 from delta_server.spool import Spool, Spooled
 from delta_server.staging import Staging
-from delta_server.uploads import Pace, Slots
-from engine_ext.digest import Digest
+from delta_server.upload_limits import Pace, Slots
 from engine_ext.errors import CommitFailed, Conflict, DeltaError, MalformedPart
+from engine_ext.receiver.sync_state import PartId
 from engine_ext.settings import Settings
-from engine_ext.syncs import PartId
 from engine_ext.wire import Limits
+from engine_ext.wire.digest import Digest
 
 
 class DeltaService:

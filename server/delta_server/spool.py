@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from delta_server.uploads import Pace, arriving
+from delta_server.upload_limits import Pace, arriving
 from engine_ext.errors import SpoolFull, TooLarge
 from engine_ext.wire import FrameReader, Header, Limits, PartGate
 from engine_ext.wire.identity import part_identity

@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from delta_server.commits import Engine, call
-from delta_server.outcome import Outcome
+from delta_server.commit import Engine, call
+from delta_server.request_record import Outcome
 from delta_server.spool import Spooled
 from engine_ext.errors import DeltaError, NotUpdatable
-from engine_ext.syncs import PartId
+from engine_ext.receiver.sync_state import PartId
 
 # Polling costs the engine one message between two steps: short at first, then seldom.
 _POLL_FIRST_S = 0.001

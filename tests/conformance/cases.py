@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from tests.core import toy
-
-from . import models, sharded
-from .judge import TORN, WRONG, Verdict, judge, worst
-from .subject import SubjectFactory
-from .syncs import Group, Setup, Sync, syncs_of
+from tests.conformance import models, sharded
+from tests.conformance.judge import TORN, WRONG, Verdict, judge, worst
+from tests.conformance.subject import SubjectFactory
+from tests.conformance.syncs import Group, Setup, Sync, syncs_of
+from tests.support import toy_models
 
 _WORDS: Final = {WRONG: "**wrong**", TORN: "**torn**"}
 _GROUPS: Final[tuple[Group, ...]] = ("sparse", "dense", "alone", "NaN")
@@ -40,7 +39,9 @@ class Case:
         return [(setup, sync) for setup in self.setups for sync in syncs_of(setup)]
 
 
-def _case(name: str, what: str, *setups: type[toy.ToyModel] | Setup, carried: bool = False) -> Case:
+def _case(
+    name: str, what: str, *setups: type[toy_models.ToyModel] | Setup, carried: bool = False
+) -> Case:
     return Case(name, what, tuple(s if isinstance(s, tuple) else (s,) for s in setups), carried)
 
 
@@ -49,13 +50,19 @@ _carried = partial(_case, carried=True)
 
 CASES: Final = (
     # Moves only.
-    _carried("plain copy", "one parameter per tensor", toy.PlainCopy, toy.RowByRow, toy.MakesDict),
+    _carried(
+        "plain copy",
+        "one parameter per tensor",
+        toy_models.PlainCopy,
+        toy_models.RowByRow,
+        toy_models.MakesDict,
+    ),
     _carried("other floats", "fp16 and fp32 weights", models.OtherFloats),
     _case("weights without NaN", "fp8 and integer weights", models.ManyDtypes),
     _carried(
         "row shard",
         "cut along the output, 2 ranks, even and uneven",
-        (toy.RowShardFirst, toy.RowShard),
+        (toy_models.RowShardFirst, toy_models.RowShard),
         (sharded.UnevenRows, sharded.UnevenRowsLast),
     ),
     _carried(
@@ -63,7 +70,7 @@ CASES: Final = (
         "cut along the input, bias on both of 2 ranks",
         (sharded.ColumnShard, sharded.ColumnShardLast),
     ),
-    _carried("fused qkv", "three tensors in one parameter", toy.FusedQkv),
+    _carried("fused qkv", "three tensors in one parameter", toy_models.FusedQkv),
     _carried(
         "shared kv heads",
         "q cut, k and v on both of 2 ranks",
@@ -80,89 +87,101 @@ CASES: Final = (
         (sharded.ExpertsByRank, sharded.ExpertsByRankLast),
         (sharded.LayersByRank, sharded.LayersByRankLast),
     ),
-    _carried("interleaved columns", "two tensors share every row", toy.InterleavedColumns),
-    _carried("transposed", "a transposed view is copied", toy.Transposed),
-    _carried("strided parameter", "the parameter has gaps in memory", toy.StridedParameter),
+    _carried("interleaved columns", "two tensors share every row", toy_models.InterleavedColumns),
+    _carried("transposed", "a transposed view is copied", toy_models.Transposed),
+    _carried("strided parameter", "the parameter has gaps in memory", toy_models.StridedParameter),
     _carried(
         "padded vocabulary",
         "padding rows are filled, 2 ranks",
         (sharded.VocabShard, sharded.VocabShardLast),
     ),
-    _carried("tied in the checkpoint", "the head is the embedding", toy.Tied),
-    _carried("broadcast", "one element to many places, by strides", toy.Broadcast),
-    _case("in two parameters", "one tensor is copied twice", toy.Replicated),
-    _case("`__setitem__`", "`param[...] = weight`", toy.SetItem),
+    _carried("tied in the checkpoint", "the head is the embedding", toy_models.Tied),
+    _carried("broadcast", "one element to many places, by strides", toy_models.Broadcast),
+    _case("in two parameters", "one tensor is copied twice", toy_models.Replicated),
+    _case("`__setitem__`", "`param[...] = weight`", toy_models.SetItem),
     _carried("permute and clone", "`contiguous` before the copy", models.PermutedAndCloned),
-    _case("through a temporary", "copied to other memory first", toy.ThroughTemporary),
-    _case("repeated heads", "`repeat_interleave` before the copy", toy.Repeated),
+    _case("through a temporary", "copied to other memory first", toy_models.ThroughTemporary),
+    _case("repeated heads", "`repeat_interleave` before the copy", toy_models.Repeated),
     # Two tensors or more.
-    _carried("pair, copied together", "nothing until both are there", toy.PairsTogether),
-    _case("pair, concatenated", "`cat`, then one copy", toy.PairsConcatenated),
+    _carried("pair, copied together", "nothing until both are there", toy_models.PairsTogether),
+    _case("pair, concatenated", "`cat`, then one copy", toy_models.PairsConcatenated),
     _case(
         "all or failure",
         "raises when a tensor is missing",
-        toy.WantsAll,
-        toy.PairsOrFailure,
+        toy_models.WantsAll,
+        toy_models.PairsOrFailure,
         (sharded.FailsOnLastRank, sharded.FailsOnLastRankLast),
     ),
     _case(
         "default for what is missing",
         "zeros, or the embedding",
-        toy.DefaultsWhatIsMissing,
-        toy.FallsBackToEmbedding,
+        toy_models.DefaultsWhatIsMissing,
+        toy_models.FallsBackToEmbedding,
     ),
     _case(
         "cleared first",
         "the fused parameter is zeroed with the first shard",
-        toy.ZeroesFirst,
-        toy.FillsFirst,
-        toy.ConstantFirst,
+        toy_models.ZeroesFirst,
+        toy_models.FillsFirst,
+        toy_models.ConstantFirst,
     ),
     _case(
         "tied by the engine only",
         "the checkpoint holds both, and they come to differ",
-        toy.TiedInEngine,
-        toy.TiedInPart,
+        toy_models.TiedInEngine,
+        toy_models.TiedInPart,
     ),
     # Other ways to write.
-    _case("`index_put_`", "`param[rows] = weight`", toy.IndexPut),
-    _case("`_foreach_copy_`", "many copies in one call", toy.ForeachCopy),
-    _case("`param.data =`", "the memory is swapped", toy.AssignsData),
-    _case("parameter replaced", "a new `nn.Parameter`", toy.SwapsParameter),
-    _case("thread pool", "other threads copy", toy.Threaded, models.ThreadPoolLoader),
+    _case("`index_put_`", "`param[rows] = weight`", toy_models.IndexPut),
+    _case("`_foreach_copy_`", "many copies in one call", toy_models.ForeachCopy),
+    _case("`param.data =`", "the memory is swapped", toy_models.AssignsData),
+    _case("parameter replaced", "a new `nn.Parameter`", toy_models.SwapsParameter),
+    _case("thread pool", "other threads copy", toy_models.Threaded, models.ThreadPoolLoader),
     # Values that change.
-    _case("cast, widened", "bf16 to fp32", toy.Widened),
-    _case("cast, narrowed", "fp32 to bf16", toy.Narrowed),
-    _case("cast and back", "a wider temporary", toy.CastBefore),
-    _case("copied as bits", "as integers or bytes", toy.BitsView, toy.BytesView, toy.ByteHalf),
-    _case("computed while loading", "Mamba's `A`, before the copy", toy.TransformedWhileLoading),
+    _case("cast, widened", "bf16 to fp32", toy_models.Widened),
+    _case("cast, narrowed", "fp32 to bf16", toy_models.Narrowed),
+    _case("cast and back", "a wider temporary", toy_models.CastBefore),
     _case(
-        "two-stage transform", "Mamba's `A`, in place after the copy", toy.TransformedAfterLoading
+        "copied as bits",
+        "as integers or bytes",
+        toy_models.BitsView,
+        toy_models.BytesView,
+        toy_models.ByteHalf,
+    ),
+    _case(
+        "computed while loading", "Mamba's `A`, before the copy", toy_models.TransformedWhileLoading
+    ),
+    _case(
+        "two-stage transform",
+        "Mamba's `A`, in place after the copy",
+        toy_models.TransformedAfterLoading,
     ),
     _case(
         "arithmetic in place",
         "added, clamped, scaled in live memory",
-        toy.Accumulates,
-        toy.ClampsAfter,
+        toy_models.Accumulates,
+        toy_models.ClampsAfter,
         models.ScaledRows,
         models.ScaledAfterLoading,
     ),
-    _case("checkpoint tensor changed", "before it is copied", toy.ZeroesPaddingRow),
-    _case("value read", "`weight.item()`", toy.ReadsValue, toy.ReadsThroughTemporary),
+    _case("checkpoint tensor changed", "before it is copied", toy_models.ZeroesPaddingRow),
+    _case("value read", "`weight.item()`", toy_models.ReadsValue, toy_models.ReadsThroughTemporary),
     # After loading.
     _case(
         "repacked in place",
         "same storage, same shape",
-        toy.RepackedInPlace,
+        toy_models.RepackedInPlace,
         models.RepackedExperts,
     ),
-    _case("repacked elsewhere", "a transposed parameter in its place", toy.ReplacedAfterLoading),
+    _case(
+        "repacked elsewhere", "a transposed parameter in its place", toy_models.ReplacedAfterLoading
+    ),
     _case("padded after loading", "a larger parameter in its place", models.PaddedAfterLoading),
-    _case("padding set after loading", "to -inf", toy.PaddedVocab),
+    _case("padding set after loading", "to -inf", toy_models.PaddedVocab),
     _case(
         "packed away",
         "an empty tensor is left",
-        toy.PackedAway,
+        toy_models.PackedAway,
         models.PackedIntoHandle,
     ),
     _case(
@@ -178,8 +197,8 @@ CASES: Final = (
         "computed from the weight and kept",
         models.DerivedBeside,
         models.DerivedWhileLoading,
-        toy.KeepsReference,
-        toy.KeepsCopy,
+        toy_models.KeepsReference,
+        toy_models.KeepsCopy,
     ),
     _carried(
         "derived, with its function",
@@ -189,9 +208,9 @@ CASES: Final = (
     ),
     _carried("views beside", "of the weight, a parameter among them", models.ViewBeside),
     # Not all of it.
-    _case("ignored", "the loader skips it", toy.Skipped),
+    _case("ignored", "the loader skips it", toy_models.Skipped),
     _case("truncated", "the engine drops rows", models.Truncated),
-    _case("overlapping windows", "`unfold`", toy.Windows),
+    _case("overlapping windows", "`unfold`", toy_models.Windows),
     _case(
         "overlapping shards",
         "2 ranks share some rows",

@@ -6,9 +6,9 @@ from importlib import import_module
 
 import pytest
 
-from .subject import SubjectFactory
+from tests.conformance.subject import SubjectFactory
 
-OWN = ("tests.conformance.ours:scatter", "tests.conformance.ours:masked")
+OWN = ("tests.conformance.receivers:scatter", "tests.conformance.receivers:masked")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,11 +8,10 @@ from typing import Final
 
 import torch
 
-from tests.core.toy import UNTOUCHED, Checkpoint, ToyModel
-
-from .memory import Memory, different, memory
-from .subject import Rank, SubjectFactory
-from .syncs import Setup, Sync, checkpoints, deltas_of
+from tests.conformance.memory import Memory, different, memory
+from tests.conformance.subject import Rank, SubjectFactory
+from tests.conformance.syncs import Setup, Sync, checkpoints, deltas_of
+from tests.support.toy_models import UNTOUCHED, Checkpoint, ToyModel
 
 EXACT: Final = "exact"
 REFUSED: Final = "refused"

@@ -1,4 +1,4 @@
-"""Loader habits that `tests.core.toy` does not have."""
+"""Loader habits that `tests.support.toy_models` does not have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from tests.core.toy import Checkpoint, RepackedInPlace, ToyModel, Weights, parameter
+from tests.support.toy_models import (
+    Checkpoint,
+    RepackedInPlace,
+    ToyModel,
+    Weights,
+    parameter,
+)
 
 
 class PermutedAndCloned(ToyModel):

@@ -19,21 +19,20 @@ import msgspec
 import torch
 from torch import nn
 
-from engine_ext.assemble import LoadedModel, make_receiver
-from engine_ext.derived import Constants, is_constant
+from engine_ext.derived.find import Constants, is_constant
+from engine_ext.derived.recompute import Recomputation
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
-from engine_ext.receiver import Receiver
-from engine_ext.recompute import Recomputation
-from engine_ext.repack import Learned, learn
+from engine_ext.receiver.receiver import Receiver
+from engine_ext.receiver.startup import LoadedModel, make_receiver
+from engine_ext.receiver.sync_state import PartId
+from engine_ext.repacks.infer import Learned, learn
 from engine_ext.settings import Settings
-from engine_ext.syncs import PartId
 from engine_ext.wire import ParamDelta, decode_part, encode_part
 from engine_ext.wire.identity import part_identity
-from tests.core.toy import ToyModel
-
-from .memory import tensors
-from .subject import Delta, Rank
-from .syncs import bits
+from tests.conformance.memory import tensors
+from tests.conformance.subject import Delta, Rank
+from tests.conformance.syncs import bits
+from tests.support.toy_models import ToyModel
 
 _SYNC_ID = "conformance"
 

@@ -9,9 +9,8 @@ from typing import Literal
 
 import torch
 
-from tests.core.toy import Checkpoint, ToyModel
-
-from .subject import Delta
+from tests.conformance.subject import Delta
+from tests.support.toy_models import Checkpoint, ToyModel
 
 Setup = tuple[type[ToyModel], ...]
 """The model's class on each rank; the checkpoint is the same for all of them."""

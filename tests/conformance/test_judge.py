@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from tests.core.toy import AssignsData, FusedQkv, PlainCopy
-
-from . import models, sharded
-from .cases import CASES, Run, cell
-from .judge import EXACT, REFUSED, TORN, WRONG, Verdict, judge
-from .subject import Delta, Rank
-from .syncs import Group, Sync, bits, checkpoints, deltas_of, syncs_of
+from tests.conformance import models, sharded
+from tests.conformance.cases import CASES, Run, cell
+from tests.conformance.judge import EXACT, REFUSED, TORN, WRONG, Verdict, judge
+from tests.conformance.subject import Delta, Rank
+from tests.conformance.syncs import Group, Sync, bits, checkpoints, deltas_of, syncs_of
+from tests.support.toy_models import AssignsData, FusedQkv, PlainCopy
 
 SETUP = (PlainCopy,)
 SYNC = syncs_of(SETUP)[1]

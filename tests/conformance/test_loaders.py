@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from .cases import CASES, Case
-from .judge import EXACT, REFUSED, judge
-from .subject import SubjectFactory
-from .syncs import Setup, Sync
+from tests.conformance.cases import CASES, Case
+from tests.conformance.judge import EXACT, REFUSED, judge
+from tests.conformance.subject import SubjectFactory
+from tests.conformance.syncs import Setup, Sync
 
 RUNS = [(case, setup, sync) for case in CASES for setup, sync in case.runs()]
 

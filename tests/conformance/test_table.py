@@ -1,16 +1,16 @@
-"""The table of `scripts/conformance_table.py`."""
+"""The table of `scripts/doc_tables/conformance.py`."""
 
 from __future__ import annotations
 
 import json
 
-import conformance_table
-from tests.conformance.ours import masked, scatter
+from scripts.doc_tables import conformance
+from tests.conformance.receivers import masked, scatter
 
 
 def test_a_row_per_treatment_and_a_column_per_receiver() -> None:
-    rows = conformance_table.judge_all([scatter, masked], only=["fused qkv", "truncated"])
-    assert conformance_table.markdown(rows).splitlines() == [
+    rows = conformance.judge_all([scatter, masked], only=["fused qkv", "truncated"])
+    assert conformance.markdown(rows).splitlines() == [
         "| the loader | scatter | masked |",
         "| --- | --- | --- |",
         "| fused qkv: three tensors in one parameter | exact | exact, NaN refused |",
@@ -22,4 +22,4 @@ def test_a_row_per_treatment_and_a_column_per_receiver() -> None:
     details = [run["detail"] for run in rows[1]["columns"]["scatter"]["runs"]]
     assert all("embed" in detail for detail in details)
     assert json.loads(json.dumps(rows)) == rows
-    assert rows == conformance_table.judge_all([scatter, masked], ["fused qkv", "truncated"])
+    assert rows == conformance.judge_all([scatter, masked], ["fused qkv", "truncated"])

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .subject import Delta, Rank
+from tests.conformance.subject import Delta, Rank
 
 
 class VllmOwn:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.conftest import checkpoint, start
+from tests.live.conftest import checkpoint, start
 
 __all__ = ["checkpoint", "start"]
 

@@ -17,10 +17,10 @@ from typing import Any
 import httpx
 import torch
 
-import tiny_models
-from engine_process import HOST, EngineProcess
-from reference_sender import DeltaSender, SyncReport
-from tests.engines.trainer import BITS, Trainer, container, model_digest, split
+from delta_sender import DeltaSender, SyncReport
+from scripts.live_engine import tiny_models
+from scripts.live_engine.process import HOST, EngineProcess
+from tests.support.plain_trainer import BITS, Trainer, container, model_digest, split
 
 ROUTE = "/update_weights_delta"
 OCTETS = {"Content-Type": "application/octet-stream"}

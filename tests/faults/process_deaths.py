@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from tests.faults.alive import staged
-from tests.faults.lives import DEATH_S, Lives
-from tests.faults.scene import RANKS, wait_until
+from tests.faults.harness import RANKS, wait_until
+from tests.faults.restarts import DEATH_S, Lives
+from tests.faults.survivable import staged
 
 # A process that an engine has beside its ranks and the one that serves HTTP.
 OTHER = {"vLLM": "VLLM::EngineCore", "SGLang": "sglang::detokenizer"}

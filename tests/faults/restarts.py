@@ -17,10 +17,10 @@ from pathlib import Path
 import httpx
 import psutil
 
-from engine_ext.delta_log import Listing, list_log
-from engine_process import EngineProcess
-from reference_sender import SyncFailed, SyncReport
-from tests.faults.scene import FIRST, PLUGIN, RANKS, STAGE_TIMEOUT, Scene, wait_until
+from delta_sender import SyncFailed, SyncReport
+from engine_ext.delta_log.catalog import Listing, list_log
+from scripts.live_engine.process import EngineProcess
+from tests.faults.harness import FIRST, PLUGIN, RANKS, STAGE_TIMEOUT, Scene, wait_until
 
 SHARED_MEMORY = Path("/dev/shm")
 PART_BYTES = 4 << 10  # a step of all tensors makes several parts, one of the norms a single one

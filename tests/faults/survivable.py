@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeAlias
 
-from tests.engines.trainer import edited
-from tests.faults.scene import RANKS, STAGE_TIMEOUT, Scene, fill
+from tests.faults.harness import RANKS, STAGE_TIMEOUT, Scene, fill
+from tests.support.plain_trainer import edited
 
 Ends: TypeAlias = Literal["old", "new", "either", "uncertain"]
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from engine_process import EngineProcess
-from tests.faults.deaths import HTTP, RESPAWNS, Death
-from tests.faults.lives import Lives
-from tests.faults.scene import wait_until
-from tests.faults.test_deaths import check_version
+from scripts.live_engine.process import EngineProcess
+from tests.faults.harness import wait_until
+from tests.faults.process_deaths import HTTP, RESPAWNS, Death
+from tests.faults.restarts import Lives
+from tests.faults.test_process_deaths import check_version
 from tests.patches.conftest import patched_copy
 
 __all__ = ["patched_copy"]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from engine_process import EngineProcess
-from tests.faults.deaths import DEATHS, Death
-from tests.faults.lives import Lives
+from scripts.live_engine.process import EngineProcess
+from tests.faults.process_deaths import DEATHS, Death
+from tests.faults.restarts import Lives
 
 pytestmark = pytest.mark.full
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from engine_process import EngineProcess
-from tests.faults.alive import FAULTS, Fault
-from tests.faults.scene import Scene, launch, wait_until
+from scripts.live_engine.process import EngineProcess
+from tests.faults.harness import Scene, launch, wait_until
+from tests.faults.survivable import FAULTS, Fault
 
 SETTLED_S = 3
 

@@ -1,10 +1,10 @@
-"""The table of `scripts/fault_matrix.py`; starts no engine."""
+"""The table of `scripts/doc_tables/faults.py`; starts no engine."""
 
 from __future__ import annotations
 
-import fault_matrix
-from tests.faults.alive import FAULTS
-from tests.faults.deaths import DEATHS, RESPAWNS
+from scripts.doc_tables import faults as fault_matrix
+from tests.faults.process_deaths import DEATHS, RESPAWNS
+from tests.faults.survivable import FAULTS
 
 
 def test_a_row_per_kind_of_fault() -> None:

@@ -7,7 +7,7 @@ import json
 from hypothesis import strategies as st
 
 from tests.fuzz.bodies import TEXTS, any_json, bodies, good
-from tests.server.rig import DELTA, FROM_DISK, SHAPES, STATUS
+from tests.support.in_process_engine import DELTA, FROM_DISK, SHAPES, STATUS
 
 QUERY = st.dictionaries(
     st.sampled_from(["weight_version", "base_version", "pause_mode", "flush_cache", "plan"]),

@@ -20,10 +20,19 @@ from engine_ext.wire import FrameReader, Limits, Part, PartGate, decode_part
 from engine_ext.wire import part as wire_part
 from engine_ext.wire.manifest import parse_manifest
 from tests.fuzz.bodies import TEXTS, any_json, bodies, chunks, good
-from tests.fuzz.hammer import SECONDS, hammer
 from tests.fuzz.requests import REQUESTS
-from tests.server.rig import DELTA, FROM_DISK, SHAPES, Rig, Weights, after, delta_part, same
-from tests.wire.forge import assert_well_formed, header_of, unwrap
+from tests.fuzz.time_boxed import SECONDS, hammer
+from tests.support.in_process_engine import (
+    DELTA,
+    FROM_DISK,
+    SHAPES,
+    Rig,
+    Weights,
+    after,
+    delta_part,
+    same,
+)
+from tests.support.independent_encoder import assert_well_formed, header_of, unwrap
 
 LIMITS = Limits(max_part_bytes=1 << 18, max_header_bytes=1 << 20)
 # Every value of a part becomes 8 bytes of an index at most, and JSON its objects.

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-import tiny_models
-from delta_server.app import attach
-from engine_kinds import ENGINES
-from engine_process import EngineProcess
+from delta_server.routes import attach
+from scripts.live_engine import tiny_models
+from scripts.live_engine.process import EngineProcess
+from scripts.live_engine.registry import ENGINES
 
 PROMPTS = ["the quick brown fox", "a reward is a number", "def add(a, b):", "In 2024 there"]
 

@@ -11,10 +11,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def start(name: str, folder: Path, *options: str) -> subprocess.Popen[str]:
-    """One of ``scripts``, with its temporary folders in `folder`."""
-    paths = os.pathsep.join(str(ROOT / each) for each in (".", "server", "scripts"))
+    """Start a module of ``scripts``, with its temporary folders in `folder`."""
+    paths = os.pathsep.join(str(ROOT / each) for each in (".", "server", "trainer"))
     return subprocess.Popen(
-        [sys.executable, ROOT / "scripts" / name, *options],
+        [sys.executable, "-u", "-m", f"scripts.{name}", *options],
         env={**os.environ, "PYTHONPATH": paths, "TMPDIR": str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

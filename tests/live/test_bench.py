@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-import bench_apply
-from tests.engines.scripts import left_in, start
+from scripts.bench import apply
+from tests.live.scripts import left_in, start
 
-SCRIPT = "bench_apply.py"
+SCRIPT = "bench.apply"
 
 
 @pytest.mark.full
@@ -53,6 +53,6 @@ def test_interrupted_it_cleans_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", [["--threads", "0"], ["--device", "tpu"], ["more"]])
 def test_bad_usage(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        bench_apply.main(wrong)
+        apply.main(wrong)
     assert caught.value.code == 2
     assert "usage" in capsys.readouterr().err

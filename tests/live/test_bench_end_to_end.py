@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-import bench_end_to_end
-from bench_sender import LINKS, SENT_AS
-from tests.engines.scripts import left_in, start
+from scripts.bench import end_to_end
+from scripts.bench.sender import LINKS, SENT_AS
+from tests.live.scripts import left_in, start
 
-SCRIPT = "bench_end_to_end.py"
+SCRIPT = "bench.end_to_end"
 
 
 @pytest.fixture
@@ -65,6 +65,6 @@ def test_interrupted_it_stops_the_engine(temporary: Path) -> None:
 @pytest.mark.parametrize("wrong", [["--engine", "other"], ["--runs", "none"], ["more"]])
 def test_bad_usage(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        bench_end_to_end.main(wrong)
+        end_to_end.main(wrong)
     assert caught.value.code == 2
     assert "usage" in capsys.readouterr().err

@@ -11,16 +11,13 @@ from pathlib import Path
 
 import pytest
 
-import reference_sender
-import tiny_models
-from engine_process import EngineProcess
-from reference_sender import MultiSender, SomeFailed
-from sglang_process import SglangProcess
-from tests.engines.relay import Relay
-from tests.engines.trainer import Trainer, model_digest
-from vllm_process import VllmProcess
-
-SCRIPT = Path(reference_sender.__file__)
+from delta_sender import MultiSender, SomeFailed
+from scripts.live_engine import tiny_models
+from scripts.live_engine.process import EngineProcess
+from scripts.live_engine.sglang import SglangProcess
+from scripts.live_engine.vllm import VllmProcess
+from tests.support.lossy_proxy import Relay
+from tests.support.plain_trainer import Trainer, model_digest
 
 
 class Both:
@@ -124,7 +121,7 @@ def test_the_program_sends_to_both(both: Both, tmp_path: Path) -> None:
     base = tiny_models.save_checkpoint(both.base, tmp_path / "base", trainer.tensors)
     trainer.step()
     target = tiny_models.save_checkpoint(both.base, tmp_path / "target", trainer.tensors)
-    command = [sys.executable, str(SCRIPT), "--base", str(base), "--target", str(target)]
+    command = [sys.executable, "-m", "delta_sender", "--base", str(base), "--target", str(target)]
     command += ["--base-version", str(version)]
     for url in both.urls:
         command += ["--url", url]

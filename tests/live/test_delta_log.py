@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-import tiny_models
-from engine_process import EngineProcess
-from reference_sender import DeltaSender
-from tests.engines.conftest import fingerprint
-from tests.engines.trainer import Trainer, model_digest, write_log
+from delta_sender import DeltaSender
+from scripts.live_engine import tiny_models
+from scripts.live_engine.process import EngineProcess
+from tests.live.conftest import fingerprint
+from tests.support.plain_trainer import Trainer, model_digest, write_log
 
 KINDS = ["vllm", "sglang"]
 

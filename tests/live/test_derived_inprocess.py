@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines.inprocess import run
+from tests.support.in_process_vllm import run
 
 # By kind, parts of the names of all tensors that are refused, and what their reasons name.
 REFUSED: dict[str, dict[str, tuple[str, ...]]] = {

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-import tiny_models
-from engine_process import EngineError, EngineProcess
-from reference_sender import DeltaSender
-
-from .conftest import fingerprint
+from delta_sender import DeltaSender
+from scripts.live_engine import tiny_models
+from scripts.live_engine.process import EngineError, EngineProcess
+from tests.live.conftest import fingerprint
 
 DUMMY = ("--load-format", "dummy")
 

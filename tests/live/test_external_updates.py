@@ -8,9 +8,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-import tiny_models
-from engine_process import EngineProcess
-from tests.engines.trainer import Trainer, container
+from scripts.live_engine import tiny_models
+from scripts.live_engine.process import EngineProcess
+from tests.support.plain_trainer import Trainer, container
 
 OCTETS = {"Content-Type": "application/octet-stream"}
 

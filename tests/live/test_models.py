@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-import tiny_models
-from engine_process import EngineProcess
-from tests.engines.conftest import fingerprint
-from tests.engines.trainer import Trainer, container
+from scripts.live_engine import tiny_models
+from scripts.live_engine.process import EngineProcess
+from tests.live.conftest import fingerprint
+from tests.support.plain_trainer import Trainer, container
 
 # Tensors that the engine computes with after loading; a delta for them is refused.
 REFUSED = {

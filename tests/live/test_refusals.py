@@ -19,10 +19,10 @@ import pytest
 import torch
 import zstandard
 
-import tiny_models
-from engine_process import EngineProcess
-from tests.engines.conftest import delta_routes
-from tests.engines.trainer import Trainer, container, edited, xxh3_of
+from scripts.live_engine import tiny_models
+from scripts.live_engine.process import EngineProcess
+from tests.live.conftest import delta_routes
+from tests.support.plain_trainer import Trainer, container, edited, xxh3_of
 
 OCTETS = {"Content-Type": "application/octet-stream"}
 STAGE_TIMEOUT = 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine_ext.adapters.vllm.reload import active_wrapper
+from engine_ext.adapters.vllm.layerwise_reload import active_wrapper
 
 pytestmark = pytest.mark.engine
 

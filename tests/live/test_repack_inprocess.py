@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.inprocess import run
+from tests.support.in_process_vllm import run
 
 
 def uncertified(found: dict[str, Any]) -> set[str]:
@@ -69,12 +69,12 @@ def main(model: str, out: str, *options: str) -> None:
     from vllm import LLM
 
     from engine_ext.adapters.vllm import worker as adapter
-    from engine_ext.adapters.vllm.repacks import repack_learner
-    from engine_ext.certify import certify
-    from engine_ext.placement import TensorSpec
-    from engine_ext.repack import compose, fingerprint
-    from engine_ext.storage_index import StorageIndex
-    from engine_ext.tracing import trace_placement
+    from engine_ext.adapters.vllm.postload import repack_learner
+    from engine_ext.model.storage_index import StorageIndex
+    from engine_ext.placement.certify import certify
+    from engine_ext.placement.segments import TensorSpec
+    from engine_ext.repacks.infer import compose, fingerprint
+    from engine_ext.tracing.trace import trace_placement
 
     if "--packed" in options:
         _pack_convolutions()

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-import tiny_models
-from delta_server import top
-from engine_process import EngineError, EngineProcess
-from soak_memory import memory_bytes
-from tests.engines.conftest import fingerprint
-from tests.engines.trainer import Trainer, container, split
+from engine_ext.cli import top
+from scripts.live_engine import tiny_models
+from scripts.live_engine.process import EngineError, EngineProcess
+from scripts.soak.memory import memory_bytes
+from tests.live.conftest import fingerprint
+from tests.support.plain_trainer import Trainer, container, split
 
 OCTETS = {"Content-Type": "application/octet-stream"}
 SHIM = Path(__file__).parents[1] / "shims" / "faults"

@@ -13,14 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-import reference_sender
-import tiny_models
-from engine_process import EngineProcess
-from tests.engines.relay import Relay
-from tests.engines.trainer import Trainer, model_digest
+from scripts.live_engine import tiny_models
+from scripts.live_engine.process import EngineProcess
+from tests.support.lossy_proxy import Relay
+from tests.support.plain_trainer import Trainer, model_digest
 
 KINDS = ["vllm", pytest.param("sglang", marks=pytest.mark.full)]
-SCRIPT = Path(reference_sender.__file__)
 
 
 class Program:
@@ -44,7 +42,15 @@ class Program:
         return self.save()
 
     def start(self, base: Path, target: Path, *more: str) -> subprocess.Popen[str]:
-        command = [sys.executable, str(SCRIPT), "--base", str(base), "--target", str(target)]
+        command = [
+            sys.executable,
+            "-m",
+            "delta_sender",
+            "--base",
+            str(base),
+            "--target",
+            str(target),
+        ]
         command += ["--url", self.relay.url, "--state", str(self.state), *more]
         pipe = subprocess.PIPE
         return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)

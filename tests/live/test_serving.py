@@ -10,12 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
-import tiny_models
-from delta_server.app import GENERATION
-from engine_process import EngineProcess
-from reference_sender import DeltaSender, SyncFailed
-from tests.engines.conftest import delta_routes
-from tests.engines.trainer import Trainer, container, model_digest
+from delta_sender import DeltaSender, SyncFailed
+from delta_server.routes import GENERATION
+from scripts.live_engine import tiny_models
+from scripts.live_engine.process import EngineProcess
+from tests.live.conftest import delta_routes
+from tests.support.plain_trainer import Trainer, container, model_digest
 
 TOKEN = "a-secret-token"
 GENERATES_NOTHING = {

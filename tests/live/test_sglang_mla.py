@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-import tiny_models
-from engine_process import EngineProcess
-from tests.engines.trainer import Trainer, container
+from scripts.live_engine import tiny_models
+from scripts.live_engine.process import EngineProcess
+from tests.support.plain_trainer import Trainer, container
 
 SHIM = Path(__file__).parents[1] / "shims" / "faults"
 OCTETS = {"Content-Type": "application/octet-stream"}

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -14,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-import soak
-import tiny_models
-from engine_process import EngineProcess
-from sender_choice import CHOICES
-from soak_syncs import PAUSE_MODES, Trainer
+from delta_sender.encoding_policy import CHOICES
+from scripts.live_engine import tiny_models
+from scripts.live_engine.process import EngineProcess
+from scripts.soak import __main__ as soak
+from scripts.soak.syncs import PAUSE_MODES, Trainer
+from tests.live.scripts import start
 
 ROOT = Path(__file__).parents[2]
 # On two cores, both of which vLLM's processes spin on, a sync waits for its turn at every step: one
@@ -48,7 +46,9 @@ def test_syncs_under_load(
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_the_program(engine: str, folder: Path) -> None:
     """As ``make soak`` runs it, with the fresh engine at the end."""
-    process = run(folder, "--engine", engine, "--syncs", "40", "--quiet-seconds", "1", "--json")
+    process = start(
+        "soak", folder, "--engine", engine, "--syncs", "40", "--quiet-seconds", "1", "--json"
+    )
     out, err = process.communicate(timeout=900)
     assert process.returncode == 0, err[-4000:]
     figures = json.loads(out.splitlines()[-1])
@@ -61,7 +61,7 @@ def test_the_program(engine: str, folder: Path) -> None:
 @pytest.mark.usefixtures("interruptible")
 def test_interrupted_it_cleans_up(folder: Path) -> None:
     """While clients ask and a sync is under way, as likely as not."""
-    process = run(folder, "--syncs", "40", "--quiet-seconds", "1")
+    process = start("soak", folder, "--syncs", "40", "--quiet-seconds", "1")
     watchdog = threading.Timer(240, process.kill)
     watchdog.start()
     assert process.stdout is not None
@@ -80,18 +80,6 @@ def folder() -> Iterator[Path]:
     """With a short name: vLLM has sockets below it, whose paths have at most 107 characters."""
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         yield Path(name)
-
-
-def run(folder: Path, *options: str) -> subprocess.Popen[str]:
-    """The script, with its temporary folders in `folder`."""
-    paths = os.pathsep.join(str(ROOT / name) for name in (".", "server", "scripts"))
-    return subprocess.Popen(
-        [sys.executable, "-u", ROOT / "scripts" / "soak.py", *options],
-        env={**os.environ, "PYTHONPATH": paths, "TMPDIR": str(folder)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def left_in(folder: Path) -> list[str]:

@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-import tiny_models
-from engine_process import EngineProcess
-from tests.engines.trainer import Trainer, container, model_digest, split
+from scripts.live_engine import tiny_models
+from scripts.live_engine.process import EngineProcess
+from tests.support.plain_trainer import Trainer, container, model_digest, split
 
 # 26 million elements: staging 40 % of them takes long enough to be seen.
 LARGE = {"hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 4}

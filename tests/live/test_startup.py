@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from engine_kinds import ENGINES
-from engine_process import EngineError, EngineProcess
+from scripts.live_engine.process import EngineError, EngineProcess
+from scripts.live_engine.registry import ENGINES
 
 ENABLE = "--enable-delta-updates"
 FLAGS = [

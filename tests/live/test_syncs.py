@@ -12,12 +12,12 @@ import httpx
 import pytest
 import torch
 
-import reference_sender
-import tiny_models
-from engine_process import EngineProcess
-from reference_sender import DeltaSender
-from tests.engines.conftest import PROMPTS, fingerprint
-from tests.engines.trainer import Trainer, container, model_digest, split
+import delta_sender
+from delta_sender import DeltaSender
+from scripts.live_engine import tiny_models
+from scripts.live_engine.process import EngineProcess
+from tests.live.conftest import PROMPTS, fingerprint
+from tests.support.plain_trainer import Trainer, container, model_digest, split
 
 ENCODINGS = ("indices", "deltas", "deltas_zstd", "gap8_exp", "gap8_ulp")
 CASES = [
@@ -307,7 +307,7 @@ def test_command_line_of_the_sender(run: Run, tmp_path: Path) -> None:
     base_version = run.trainer.version
     run.trainer.step()
     after = tiny_models.save_checkpoint(run.base, tmp_path / "b", run.trainer.tensors)
-    command = [sys.executable, reference_sender.__file__]
+    command = [sys.executable, delta_sender.__file__]
     command += ["--base", str(before), "--target", str(after), "--url", run.engine.url]
     command += ["--base-version", str(base_version)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

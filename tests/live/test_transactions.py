@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-import tiny_models
-from engine_ext.digest import Digest, change_digest, tensor_digest
-from engine_process import EngineProcess
-from tests.engines.trainer import Trainer, bits, container, model_digest
+from engine_ext.wire.digest import Digest, change_digest, tensor_digest
+from scripts.live_engine import tiny_models
+from scripts.live_engine.process import EngineProcess
+from tests.support.plain_trainer import Trainer, bits, container, model_digest
 
 OCTETS = {"Content-Type": "application/octet-stream"}
 SYNCS = 200

@@ -1,6 +1,6 @@
 """vLLM's own function recomputes MLA's absorbed projections inside the commit.
 
-vLLM keeps views of a `kv_b_proj` that is not quantised; with `tests.engines.mla_copies` it keeps
+vLLM keeps views of a `kv_b_proj` that is not quantised; with `tests.live.mla_copies` it keeps
 copies, as it does of one that it has to dequantise. In one process each engine runs in a process of
 its own; this file is its script too, and writes what it finds as JSON.
 """
@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-import tiny_models
-from engine_process import EngineProcess
-from tests.engines.conftest import fingerprint
-from tests.engines.inprocess import run
-from tests.engines.trainer import Trainer, container
+from scripts.live_engine import tiny_models
+from scripts.live_engine.process import EngineProcess
+from tests.live.conftest import fingerprint
+from tests.support.in_process_vllm import run
+from tests.support.plain_trainer import Trainer, container
 
 # What each sync changes: parts of the names; and how many derived tensors are copies.
 SYNCS = ("", "kv_b_proj", "q_a_proj")
@@ -61,7 +61,7 @@ def test_served_on_two_ranks(
     base = checkpoint("deepseek_v3")
     options: dict[str, Any] = {
         "tp": 2,
-        "extra_args": ["--worker-extension-cls", "tests.engines.mla_copies.Copies"],
+        "extra_args": ["--worker-extension-cls", "tests.live.mla_copies.Copies"],
         "python_path": [Path(__file__).parents[2]],
     }
     engine = start("vllm", base, **options)
@@ -95,7 +95,7 @@ def main(model: str, out: str, kept: str, *parts: str) -> None:
     settings.Settings().export()
     adapter.install()
     if kept == "--copies":
-        importlib.import_module("tests.engines.mla_copies")
+        importlib.import_module("tests.live.mla_copies")
     llm: Any = LLM(model, dtype="bfloat16", enforce_eager=True, max_model_len=256)
     worker = llm.llm_engine.model_executor.driver_worker.worker
     states = [_state(llm, worker)]
@@ -118,8 +118,8 @@ def _state(llm: Any, worker: Any) -> dict[str, Any]:
     """Every bit of the model and what it generates; and where its parameters lie."""
     from vllm import SamplingParams
 
-    from engine_ext.hanging import hanging
-    from engine_ext.repack import fingerprint
+    from engine_ext.model.module_walk import hanging
+    from engine_ext.repacks.infer import fingerprint
 
     model = worker.model_runner.get_model()
     llm.reset_prefix_cache()
@@ -143,7 +143,7 @@ def _state(llm: Any, worker: Any) -> dict[str, Any]:
 def _apply(worker: Any, version: int, path: str) -> None:
     import msgspec
 
-    from engine_ext.syncs import PartId
+    from engine_ext.receiver.sync_state import PartId
     from engine_ext.wire import decode_part
     from engine_ext.wire.identity import part_identity
 

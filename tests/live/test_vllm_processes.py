@@ -12,14 +12,21 @@ from typing import Any
 import httpx
 import pytest
 
-import tiny_models
-from engine_process import EngineProcess
-from reference_sender import DeltaSender
-from tests.engines.conftest import fingerprint
-from tests.engines.trainer import Trainer, container, edited, model_digest, split, write_log
-from tests.engines.vllm_serve import VllmServe, distribution
-from tests.faults.scene import OCTETS, PLUGIN
+from delta_sender import DeltaSender
+from scripts.live_engine import tiny_models
+from scripts.live_engine.process import EngineProcess
+from tests.faults.harness import OCTETS, PLUGIN
+from tests.live.conftest import fingerprint
+from tests.live.vllm_serve import VllmServe, distribution
 from tests.patches.http_processes import committed, one_client_each, shown_by_top
+from tests.support.plain_trainer import (
+    Trainer,
+    container,
+    edited,
+    model_digest,
+    split,
+    write_log,
+)
 
 pytestmark = pytest.mark.full
 

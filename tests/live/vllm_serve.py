@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import metadata
 from pathlib import Path
 
-from vllm_process import VllmProcess
+from scripts.live_engine.vllm import VllmProcess
 
 
 class VllmServe(VllmProcess):

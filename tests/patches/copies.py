@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import apply_patches
-from sglang_process import SglangProcess
+
+from scripts.live_engine.sglang import SglangProcess
 
 ROOT = Path(__file__).parents[2]
 SHIMS = ROOT / "tests" / "shims" / "sglang_cpu"
@@ -51,7 +52,7 @@ def patch(name: str, folder: Path) -> None:
 
 def environment(folder: Path) -> dict[str, str]:
     """Environment variables with which a new Python imports vLLM's copy and this project."""
-    path = [folder, ROOT, ROOT / "server", ROOT / "scripts"]
+    path = [folder, ROOT, ROOT / "server", ROOT / "trainer"]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, path)),

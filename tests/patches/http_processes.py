@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 import httpx
 import psutil
 
-from engine_process import EngineProcess
+from scripts.live_engine.process import EngineProcess
 
 _WAIT_S = 120.0
 _POLL_S = 0.1
@@ -53,7 +53,7 @@ def committed(client: httpx.Client) -> float:
 
 def shown_by_top(url: str) -> tuple[int, int, str]:
     """The exit status of ``delta-top``, and the version and state that it shows."""
-    command = [sys.executable, "-m", "delta_server.top", "--json", url]
+    command = [sys.executable, "-m", "engine_ext.cli.top", "--json", url]
     paths = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
         command,

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 import apply_patches
 import file_swap
 import patch_sets
+import pytest
+
 from tests.patches import fake_engine
 from tests.patches.fake_engine import FILES, VERSION, read
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 import apply_patches
+import pytest
 from patch_sets import State
+
 from tests.patches import copies
 
 pytestmark = pytest.mark.engine

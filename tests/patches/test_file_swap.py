@@ -8,10 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import file_swap
+import pytest
 from file_swap import Change, SwapBroken, SwapError
+
 from tests.patches.fake_engine import read
 
 BEFORE = {"a.py": "a\n", "deep/b.py": "b\n", "deep/c.py": "c\n"}

@@ -11,12 +11,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-import tiny_models
-from sglang_process import SglangProcess
-from tests.engines.trainer import Trainer, container, model_digest, split, write_log
-from tests.patches import copies, sglang_facts
+from scripts.live_engine import tiny_models
+from scripts.live_engine.sglang import SglangProcess
+from tests.patches import copies, inspect_sglang
 from tests.patches.copies import ROOT
 from tests.patches.http_processes import one_client_each
+from tests.support.plain_trainer import Trainer, container, model_digest, split, write_log
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 
@@ -35,7 +35,7 @@ def test_everything_is_there_and_only_once(
     patched: Path, tmp_path: Path, plugins: str | None
 ) -> None:
     """Flag, endpoint, worker method, load format; the plugin adds no second one of any."""
-    script, out = sglang_facts.__file__, tmp_path / "facts.json"
+    script, out = inspect_sglang.__file__, tmp_path / "facts.json"
     found = copies.facts("sglang", patched, script, out, plugins)
     assert found["package"] == str(patched / "sglang" / "__init__.py")
     assert found["flags"] == 1
@@ -212,7 +212,7 @@ def test_equals_a_fresh_engine(live: Live, tmp_path: Path) -> None:
 
 def test_the_endpoint_tests_pass_without_any_plugin(patched: Path) -> None:
     """The engine tests themselves, run again on the patched copy."""
-    selection = ["tests/engines/test_syncs.py", "-k", "sglang-qwen3-1-auto"]
+    selection = ["tests/live/test_syncs.py", "-k", "sglang-qwen3-1-auto"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *selection]
     environment = {**copies.sglang_environment(patched), "SGLANG_PLUGINS": NO_PLUGIN}
     done = subprocess.run(

@@ -5,10 +5,9 @@ from __future__ import annotations
 import difflib
 
 import pytest
+import unified_diff
 from hypothesis import given
 from hypothesis import strategies as st
-
-import unified_diff
 from unified_diff import DiffError, FileDiff
 
 HEADER = b"--- a/x.py\n+++ b/x.py\n"

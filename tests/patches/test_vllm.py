@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-import tiny_models
-from tests.engines.trainer import Trainer, container
-from tests.patches import copies, vllm_facts, vllm_offline
+from scripts.live_engine import tiny_models
+from scripts.live_engine.vllm import VllmProcess
+from tests.patches import copies, inspect_vllm, vllm_offline
 from tests.patches.copies import ROOT
-from vllm_process import VllmProcess
+from tests.support.plain_trainer import Trainer, container
 
 pytestmark = pytest.mark.engine
 
@@ -31,7 +31,7 @@ def test_everything_is_there_and_only_once(
     patched: Path, tmp_path: Path, plugins: str | None
 ) -> None:
     """Flag, endpoint, worker method, load format; the plugin adds no second one of any."""
-    found = copies.facts("vllm", patched, vllm_facts.__file__, tmp_path / "facts.json", plugins)
+    found = copies.facts("vllm", patched, inspect_vllm.__file__, tmp_path / "facts.json", plugins)
     assert found["package"] == str(patched / "vllm" / "__init__.py")
     assert found["flags"] == 1
     assert (found["asked_for"], found["base_version"]) == (True, 3)
@@ -45,9 +45,9 @@ def test_everything_is_there_and_only_once(
 @pytest.mark.parametrize(
     "selection",
     [
-        pytest.param(["tests/engines/test_refusals.py", "-k", "vllm"], marks=pytest.mark.full),
+        pytest.param(["tests/live/test_refusals.py", "-k", "vllm"], marks=pytest.mark.full),
         pytest.param(
-            ["tests/engines/test_syncs.py", "-k", "vllm-qwen3-1-auto"], marks=pytest.mark.full
+            ["tests/live/test_syncs.py", "-k", "vllm-qwen3-1-auto"], marks=pytest.mark.full
         ),
     ],
     ids=["refusals", "syncs"],

@@ -9,12 +9,12 @@ import httpx
 import numpy as np
 import torch
 
-from engine_ext.digest import Digest, change_digest, tensor_digest
+from delta_sender import DeltaSender
 from engine_ext.dtypes import torch_bits_dtype
-from engine_ext.wire.frame import FrameReader
+from engine_ext.wire.digest import Digest, change_digest, tensor_digest
 from engine_ext.wire.identity import part_identity
 from engine_ext.wire.part import ParamDelta, Part, decode_part
-from reference_sender import DeltaSender
+from engine_ext.wire.zstd_frames import FrameReader
 
 Model = dict[str, torch.Tensor]
 Handler = Callable[[httpx.Request], httpx.Response]

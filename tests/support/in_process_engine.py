@@ -17,15 +17,15 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from numpy.typing import NDArray
 
-from delta_server.app import attach
+from delta_server.routes import attach
 from delta_server.service import DeltaService
-from engine_ext.digest import Digest, change_digest, tensor_digest
+from engine_ext.apply.scatter import StagedPart, UndoLog
+from engine_ext.apply.staged import StagedParam
 from engine_ext.errors import BaseMismatch, NotUpdatable
-from engine_ext.receiver import Receiver
-from engine_ext.scatter import StagedPart, UndoLog
+from engine_ext.receiver.receiver import Receiver
 from engine_ext.settings import Settings
 from engine_ext.wire import Limits, ParamDelta, Part, encode_part
-from engine_ext.writes import StagedParam
+from engine_ext.wire.digest import Digest, change_digest, tensor_digest
 
 DELTA = "/update_weights_delta"
 FROM_DISK = "/update_weights_from_disk"

@@ -11,7 +11,7 @@ from typing import Any
 
 _ROOT = Path(__file__).parents[2]
 _ENVIRONMENT = {
-    "PYTHONPATH": os.pathsep.join(str(_ROOT / folder) for folder in (".", "server", "scripts")),
+    "PYTHONPATH": os.pathsep.join(str(_ROOT / folder) for folder in (".", "server", "trainer")),
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",

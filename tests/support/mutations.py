@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from .forge import header_of, with_header
+from tests.support.independent_encoder import header_of, with_header
 
 HOSTILE: list[Any] = ["", "0", "-1", "x", 0, 1, -1, 2, 2**31, 2**63, 1.5, None, True, [], {}, "I8"]
 

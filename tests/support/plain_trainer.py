@@ -19,9 +19,9 @@ import xxhash
 import zstandard
 from safetensors.torch import save
 
-from engine_ext.delta_log_writer import LogWriter
-from engine_ext.digest import Digest, change_digest, tensor_digest
-from tests.engines import gap8
+from engine_ext.delta_log.writer import LogWriter
+from engine_ext.wire.digest import Digest, change_digest, tensor_digest
+from tests.support import independent_gap8
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -120,14 +120,14 @@ def container(
     position_bytes = b"".join(raw for _, raw in streams)
     value_tensor = torch.cat(values) if values else torch.empty(0, dtype=torch.uint8)
     if encoding.startswith("gap8"):
-        position_bytes = gap8.positions(streams)
+        position_bytes = independent_gap8.positions(streams)
     if encoding == "gap8_exp":
-        value_tensor = as_tensor(gap8.exponents(map(bits, values)))
+        value_tensor = as_tensor(independent_gap8.exponents(map(bits, values)))
     if encoding == "gap8_ulp":
         assert old is not None
         before = [bits(old[name].reshape(-1)[where]) for name, where in changed.items()]
         after = list(map(bits, values))
-        value_tensor = as_tensor(gap8.differences(zip(before, after, strict=True)))
+        value_tensor = as_tensor(independent_gap8.differences(zip(before, after, strict=True)))
         steps = zip(changed.items(), before, after, strict=True)
         change = (change_digest(name, where.numpy(), *pair) for (name, where), *pair in steps)
         meta["digest_part"] = sum(change, start=Digest.ZERO).hex()
@@ -165,7 +165,7 @@ def as_tensor(data: bytes) -> torch.Tensor:
 def encode(where: np.ndarray, encoding: str) -> tuple[int, bytes]:
     """(pos_width, bytes) of ascending flat indices."""
     if encoding.startswith("gap8"):
-        return gap8.gap_stream(where)
+        return independent_gap8.gap_stream(where)
     if encoding == "indices":
         return 4, where.astype("<i4").tobytes()
     gaps = np.diff(where, prepend=-1) - 1

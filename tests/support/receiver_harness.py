@@ -17,24 +17,23 @@ import torch
 from hypothesis import settings
 from torch import nn
 
-from engine_ext.applier import MaskedApplier
-from engine_ext.certify import certify
-from engine_ext.digest import Digest
+from engine_ext.apply.masked_applier import MaskedApplier
+from engine_ext.apply.scatter import ScatterApplier, StagedPart, UndoLog
+from engine_ext.apply.staged import StagedParam
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
 from engine_ext.errors import NotUpdatable
-from engine_ext.placement import Placed, Placement
-from engine_ext.plan import Plan, make_plan
+from engine_ext.model.storage_index import StorageIndex
+from engine_ext.placement.certify import certify
+from engine_ext.placement.plan import Plan, make_plan
+from engine_ext.placement.segments import Placed, Placement
 from engine_ext.ranks import SingleRank
-from engine_ext.receiver import Receiver
-from engine_ext.scatter import ScatterApplier, StagedPart, UndoLog
-from engine_ext.storage_index import StorageIndex
-from engine_ext.syncs import PartId
-from engine_ext.tracing import trace_placement
+from engine_ext.receiver.receiver import Receiver
+from engine_ext.receiver.sync_state import PartId
+from engine_ext.tracing.trace import trace_placement
 from engine_ext.wire import Limits, ParamDelta, Part, decode_part, encode_part
+from engine_ext.wire.digest import Digest
 from engine_ext.wire.identity import part_identity
-from engine_ext.writes import StagedParam
-
-from .toy import UNTOUCHED, Checkpoint, ToyModel
+from tests.support.toy_models import UNTOUCHED, Checkpoint, ToyModel
 
 # No example database: a test must leave nothing behind in the working tree.
 PROPERTY = settings(deadline=None, database=None, max_examples=60)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from .toy import ToyModel, parameter
+from tests.support.toy_models import ToyModel, parameter
 
 
 @dataclass(frozen=True)

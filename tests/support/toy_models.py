@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from engine_ext.placement import TensorSpec
+from engine_ext.placement.segments import TensorSpec
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 Checkpoint = dict[str, torch.Tensor]

@@ -21,8 +21,7 @@ from engine_ext.settings import (
     from_namespace,
     parse_size,
 )
-
-from .harness import PROPERTY
+from tests.support.receiver_harness import PROPERTY
 
 
 @pytest.fixture(autouse=True)

@@ -29,14 +29,11 @@ them beside that, `sender_log` writes them into a delta log, `sender_warm` compi
 
 from __future__ import annotations
 
-import sys
-
-from sender_cli import main
-from sender_engines import MultiSender
-from sender_http import SyncFailed
-from sender_one import DeltaSender
-from sender_report import SomeFailed, SyncReport
-from sender_snapshot import NamedTensors
+from delta_sender.http_client import SyncFailed
+from delta_sender.multi_sender import MultiSender
+from delta_sender.results import SomeFailed, SyncReport
+from delta_sender.sender import DeltaSender
+from delta_sender.snapshot import NamedTensors
 
 __all__ = [
     "DeltaSender",
@@ -45,8 +42,4 @@ __all__ = [
     "SomeFailed",
     "SyncFailed",
     "SyncReport",
-    "main",
 ]
-
-if __name__ == "__main__":
-    sys.exit(main())

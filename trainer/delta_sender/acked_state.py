@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from engine_ext.digest import Digest
-from sender_snapshot import Changes, Snapshot
+from delta_sender.snapshot import Changes, Snapshot
+from engine_ext.wire.digest import Digest
 
 
 @dataclass(frozen=True, slots=True)

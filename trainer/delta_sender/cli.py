@@ -17,14 +17,14 @@ from rich.console import Console
 from rich.progress import Progress
 from safetensors import SafetensorError, safe_open
 
+from delta_sender.bandwidth import LinkSpeed
+from delta_sender.encoding_policy import CHOICES, sparse_encoding
+from delta_sender.http_client import Place, Server, SyncFailed
+from delta_sender.log_destination import LogServer
+from delta_sender.multi_sender import MultiSender
+from delta_sender.results import SomeFailed, SyncReport
+from delta_sender.snapshot import MappedSnapshot, NamedTensors, Snapshot
 from engine_ext.wire.signature import HMAC_KEY_ENVIRONMENT
-from sender_choice import CHOICES, sparse_encoding
-from sender_engines import MultiSender
-from sender_http import Place, Server, SyncFailed
-from sender_log import LogServer
-from sender_report import SomeFailed, SyncReport
-from sender_snapshot import MappedSnapshot, NamedTensors, Snapshot
-from sender_speed import LinkSpeed
 
 
 class DryServer:

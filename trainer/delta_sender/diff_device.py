@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine_ext import kernels
-from engine_ext.compare import Difference
-from engine_ext.device.differing import begin_differing
-from engine_ext.device.streams import Copies
-from engine_ext.digest import change_digest
+from delta_sender.copy_streams import Copies
+from delta_sender.diff_host import Difference
+from delta_sender.differing import begin_differing
+from engine_ext.kernels import gather_scatter
+from engine_ext.wire.digest import change_digest
 
 # Where the copy is that the device compares with; `auto` by the device's free memory.
 KEPT_ON: Final = ("auto", "device", "host")
@@ -89,7 +89,7 @@ class DeviceSide:
             )
         if self._keeps[device]:
             try:
-                self._mirrors[kept] = kernels.signed(held).to(device, copy=True)
+                self._mirrors[kept] = gather_scatter.signed(held).to(device, copy=True)
                 return held
             except torch.OutOfMemoryError:
                 if self._kept_on == "device":
@@ -113,7 +113,7 @@ class DeviceSide:
         """
         device = new.device
         copies = self._copies.setdefault(device, Copies(device))
-        host, mirror = kernels.signed(held), self._mirrors.get(kept)
+        host, mirror = gather_scatter.signed(held), self._mirrors.get(kept)
         chunk = _CHUNK_BYTES // new.itemsize
         dtype = torch.int32 if new.numel() < 1 << 31 else torch.int64
 
@@ -132,7 +132,7 @@ class DeviceSide:
                 brought.append([copies.bring(found) for found in begun()])
                 begun = following
             brought.append([copies.bring(found) for found in begun()])
-            found = [[kernels.host_bits(use()) for use in uses] for uses in brought]
+            found = [[gather_scatter.host_bits(use()) for use in uses] for uses in brought]
             places, was, now = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
             places = places.view(f"i{places.itemsize}")
             change = None
@@ -151,7 +151,7 @@ class DeviceSide:
         behind = {kept: self._mirrors.pop(kept) for kept in changes if kept in self._mirrors}
         yield
         for kept, mirror in behind.items():
-            _write(mirror, changes[kept].places, kernels.signed(changes[kept].new))
+            _write(mirror, changes[kept].places, gather_scatter.signed(changes[kept].new))
         for device in {mirror.device for mirror in behind.values()}:
             self._copies[device].settle()
         self._mirrors |= behind
@@ -162,7 +162,7 @@ def _write(mirror: torch.Tensor, places: NDArray[Any] | None, new: torch.Tensor)
         mirror.copy_(new)
     else:
         where = torch.from_numpy(places).to(mirror.device)
-        kernels.scatter(mirror, where, new.to(mirror.device))
+        gather_scatter.scatter(mirror, where, new.to(mirror.device))
 
 
 def free_bytes(device: torch.device) -> int:
@@ -172,9 +172,9 @@ def free_bytes(device: torch.device) -> int:
 
 def pinned(held: Bits, device: torch.device) -> Bits:
     """Bits in host memory that a device copies from while it computes; `held` if it is that."""
-    if device.type != "cuda" or kernels.signed(held).is_pinned():
+    if device.type != "cuda" or gather_scatter.signed(held).is_pinned():
         return held
-    there = torch.empty(held.size, dtype=kernels.signed(held).dtype, pin_memory=True)
-    found = kernels.host_bits(there)
+    there = torch.empty(held.size, dtype=gather_scatter.signed(held).dtype, pin_memory=True)
+    found = gather_scatter.host_bits(there)
     found[:] = held
     return found

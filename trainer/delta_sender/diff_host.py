@@ -17,10 +17,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.compiled import array, compile_loop, made_once
-from engine_ext.digest import Digest, change_digest
-from engine_ext.lines import LINE, differing, fetch_to_read, lowest, ones, teach
-from engine_ext.wire.gaps import byte_stream, joined_stream
+from engine_ext.kernels.jit import array, compile_loop, made_once
+from engine_ext.kernels.simd import LINE, differing, fetch_to_read, lowest, ones, teach
+from engine_ext.wire.digest import Digest, change_digest
+from engine_ext.wire.gap_streams import byte_stream, joined_stream
 
 _CHUNK: Final = 1 << 21  # elements that a thread compares at a time; a multiple of any line's
 _AHEAD: Final = 64  # lines that are asked for before they are compared; a core's own guess is fewer

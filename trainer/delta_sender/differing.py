@@ -1,4 +1,4 @@
-"""How two tensors on an accelerator differ, by their bits: `engine_ext.compare` for that memory."""
+"""How two tensors on an accelerator differ, by their bits: `delta_sender.diff_host` for that memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from engine_ext.device import runs_kernels
+from engine_ext.kernels.triton import runs_kernels
 
 
 class Differing(NamedTuple):
@@ -41,7 +41,7 @@ def begin_differing(
             until the result has been used.
         start: the number of the first element.
         dtype: of the places; int32 where the last element's number allows it.
-        bring: begins to copy to host memory, as of `engine_ext.device.streams.Copies`; where it
+        bring: begins to copy to host memory, as of `delta_sender.copy_streams.Copies`; where it
             does, what is launched after this call is not waited for.
 
     Returns:
@@ -54,7 +54,7 @@ def begin_differing(
         raise ValueError("old and new are not integers of one dtype, shape and device")
     if not runs_kernels(old.device):
         return lambda: _by_operators(old, new, start, dtype)
-    from engine_ext.device import compact
+    from engine_ext.kernels.triton import compact
 
     ends = compact.count(old, new)
     nnz = bring(ends[-1:])

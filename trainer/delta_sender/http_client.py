@@ -12,8 +12,8 @@ from tenacity import RetryCallState, retry, retry_if_exception_type
 from tenacity.stop import stop_after_attempt, stop_before_delay
 from tenacity.wait import wait_random_exponential
 
+from delta_sender.bandwidth import LinkSpeed
 from engine_ext.wire.signature import SIGNATURE_HEADER, sign
-from sender_speed import LinkSpeed
 
 _CONNECT_S: Final = 10.0
 # httpx copies all that is left of a body whenever the socket has taken some of it.

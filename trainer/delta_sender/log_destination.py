@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine_ext.delta_log import list_log
-from engine_ext.delta_log_writer import Draft, LogWriter
+from delta_sender.bandwidth import LinkSpeed
+from delta_sender.http_client import Place, SyncFailed
+from engine_ext.delta_log.catalog import list_log
+from engine_ext.delta_log.writer import Draft, LogWriter
 from engine_ext.wire.signature import sign
-from sender_http import Place, SyncFailed
-from sender_speed import LinkSpeed
 
 
 class LogServer:

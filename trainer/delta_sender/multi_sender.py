@@ -10,19 +10,19 @@ from threading import Condition
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from engine_ext.digest import Digest
-from sender_choice import CHOICES, Manner, sparse_encoding
-from sender_http import Options, Place, Server
-from sender_link import Committed, Link
-from sender_log import LogServer
-from sender_report import SomeFailed, SyncReport
-from sender_run import Run, latest, outcomes
-from sender_snapshot import NamedTensors, Snapshot
-from sender_spill import Spill
-from sender_standing import without_old
-from sender_state import Known, StateFile
-from sender_step import Step
-from sender_warm import warm_up
+from delta_sender.acked_state import without_old
+from delta_sender.encoding_policy import CHOICES, Manner, sparse_encoding
+from delta_sender.http_client import Options, Place, Server
+from delta_sender.log_destination import LogServer
+from delta_sender.results import SomeFailed, SyncReport
+from delta_sender.session import Committed, Link
+from delta_sender.session_thread import Run, latest, outcomes
+from delta_sender.snapshot import NamedTensors, Snapshot
+from delta_sender.spill import Spill
+from delta_sender.state_file import Known, StateFile
+from delta_sender.sync_round import Step
+from delta_sender.warm_up import warm_up
+from engine_ext.wire.digest import Digest
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.digest import Digest, change_digest, tensor_digest
+from delta_sender.encoding_policy import Pick
+from delta_sender.snapshot import Change
+from engine_ext.wire.digest import Digest, change_digest, tensor_digest
 from engine_ext.wire.part import ParamDelta
-from sender_choice import Pick
-from sender_snapshot import Change
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from collections import deque
 from threading import Condition, Thread
 from typing import Any
 
-from sender_http import Place
-from sender_step import Step
+from delta_sender.http_client import Place
+from delta_sender.sync_round import Step
 
 _POLL_S = 0.05
 

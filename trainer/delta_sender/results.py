@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sender_http import SyncFailed
+from delta_sender.http_client import SyncFailed
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import httpx
 
-from sender_engines import MultiSender
-from sender_report import SomeFailed, SyncReport
-from sender_snapshot import NamedTensors
+from delta_sender.multi_sender import MultiSender
+from delta_sender.results import SomeFailed, SyncReport
+from delta_sender.snapshot import NamedTensors
 
 if TYPE_CHECKING:
     from typing_extensions import Self

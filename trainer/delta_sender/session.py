@@ -12,18 +12,18 @@ from typing import Any, Final
 
 import numpy as np
 
-from engine_ext.digest import Digest
+from delta_sender.acked_state import Posted, Standing
+from delta_sender.encoding_policy import AUTO, Facts, Manner, Pick, escaped_share
+from delta_sender.http_client import Options, Place, SyncFailed
+from delta_sender.part_builder import Filling, Piece, Sent, digest_of
+from delta_sender.post_queue import Outbox
+from delta_sender.results import SyncReport
+from delta_sender.snapshot import Change, Snapshot, payload_bytes
+from delta_sender.sync_round import Step
 from engine_ext.dtypes import TORCH_DTYPE
+from engine_ext.wire.digest import Digest
 from engine_ext.wire.manifest import DIFFERENCES
 from engine_ext.wire.part import encode_part
-from sender_choice import AUTO, Facts, Manner, Pick, escaped_share
-from sender_http import Options, Place, SyncFailed
-from sender_outbox import Outbox
-from sender_parts import Filling, Piece, Sent, digest_of
-from sender_report import SyncReport
-from sender_snapshot import Change, Snapshot, payload_bytes
-from sender_standing import Posted, Standing
-from sender_step import Step
 
 logger = logging.getLogger(__name__)
 

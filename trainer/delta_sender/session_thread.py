@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from threading import Condition, Thread
 
-from sender_http import SyncFailed
-from sender_link import Committed, Link
-from sender_report import SyncReport
-from sender_standing import Posted
-from sender_step import Step
+from delta_sender.acked_state import Posted
+from delta_sender.http_client import SyncFailed
+from delta_sender.results import SyncReport
+from delta_sender.session import Committed, Link
+from delta_sender.sync_round import Step
 
 
 class Run:

@@ -17,15 +17,15 @@ import torch
 from numpy.typing import NDArray
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from engine_ext import kernels
-from engine_ext.compare import Difference, begin_compare, compare
-from engine_ext.device import runs_kernels
-from engine_ext.digest import Digest, tensor_digest
+from delta_sender.diff_device import DeviceSide, is_elsewhere
+from delta_sender.diff_host import Difference, begin_compare, compare
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
+from engine_ext.kernels import gather_scatter
+from engine_ext.kernels.triton import runs_kernels
+from engine_ext.wire.digest import Digest, tensor_digest
 from engine_ext.wire.manifest import PACKED_ENCODINGS
 from engine_ext.wire.part import ParamDelta
 from engine_ext.wire.positions import position_bytes
-from sender_device import DeviceSide, is_elsewhere
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Bits = NDArray[Any]  # unsigned ints [n]
@@ -218,7 +218,7 @@ class Snapshot:
         if change.places is None:
             return replace(old, values=change.new)
         values = old.values.copy()
-        kernels.write(values, change.places, change.new)
+        gather_scatter.write(values, change.places, change.new)
         return replace(old, values=values)
 
     def turn(self, kept: str, before: Change | None, after: Change | None) -> Change | None:
@@ -256,7 +256,7 @@ class Snapshot:
         if change.places is None:
             values[:] = change.new
         else:
-            kernels.write(values, change.places, change.new)
+            gather_scatter.write(values, change.places, change.new)
 
     def _keep(self, dense: ParamDelta) -> ParamDelta:
         return replace(dense, values=dense.values.copy())
@@ -270,7 +270,7 @@ class Snapshot:
             places, was, new, stream = found.indices, found.old, found.new, found.stream
         else:
             places, was, new, stream = None, old.values, old.values.copy(), None
-            kernels.write(new, found.indices, found.new)
+            gather_scatter.write(new, found.indices, found.new)
         nnz = found.indices.size
         return Change(old.dtype, old.shape, places, was, new, nnz, found.change, stream)
 

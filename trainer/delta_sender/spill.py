@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from sender_snapshot import Change
+from delta_sender.snapshot import Change
 
 _Array = NDArray[Any]
 

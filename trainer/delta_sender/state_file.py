@@ -10,7 +10,7 @@ from typing import IO
 
 import msgspec
 
-from engine_ext.durable import lock, sync_folder, write_file
+from engine_ext.durable_files import lock, sync_folder, write_file
 
 
 class Known(msgspec.Struct, frozen=True):

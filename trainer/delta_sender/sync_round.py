@@ -8,8 +8,8 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 
-from sender_http import SyncFailed
-from sender_snapshot import Change, Changes
+from delta_sender.http_client import SyncFailed
+from delta_sender.snapshot import Change, Changes
 
 _KEPT_BODIES = 2
 

@@ -8,13 +8,13 @@ from typing import Final
 
 import numpy as np
 
-from engine_ext import kernels
-from engine_ext.compare import compare
-from engine_ext.digest import tensor_digest
+from delta_sender.diff_host import compare
+from delta_sender.encoding_policy import AUTO
 from engine_ext.dtypes import bits_dtype
+from engine_ext.kernels import gather_scatter
+from engine_ext.wire.digest import tensor_digest
 from engine_ext.wire.manifest import DIFFERENCES
 from engine_ext.wire.part import ParamDelta, encode_part
-from sender_choice import AUTO
 
 _NUMEL: Final = 1 << 20
 # Near each other and far apart: their gaps are symbols of one byte and of two.
@@ -35,7 +35,7 @@ def warm_up(dtypes: Iterable[str], encoding: str) -> None:
     for dtype in sorted(set(dtypes)):
         snapshot = np.zeros(2, bits_dtype(dtype))
         found = compare(snapshot, snapshot + snapshot.dtype.type(1), "weight", streams=True)
-        kernels.write(snapshot, found.indices, found.new)
+        gather_scatter.write(snapshot, found.indices, found.new)
         tensor_digest("weight", snapshot)
         for name in encodings:
             differences = name == DIFFERENCES

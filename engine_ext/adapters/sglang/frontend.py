@@ -8,8 +8,8 @@ import json
 import os
 from typing import Any
 
-from engine_ext.adapters.sglang.channel import Channel
 from engine_ext.adapters.sglang.hooks import LOAD_FORMAT
+from engine_ext.adapters.sglang.rpc import Channel
 from engine_ext.settings import Settings
 
 _DISK_PATH = "/update_weights_from_disk"
@@ -32,10 +32,10 @@ async def serve(app: Any, manager: Any, chosen: Settings) -> None:
     """
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    from delta_server.app import attach
-    from delta_server.commits import heeded
+    from delta_server.commit import heeded
+    from delta_server.routes import attach
     from delta_server.service import DeltaService
-    from engine_ext.adapters.sglang.processes import OneOfSeveral, is_one_of_several
+    from engine_ext.adapters.sglang.http_workers import OneOfSeveral, is_one_of_several
 
     kind = OneOfSeveral if is_one_of_several(manager) else SglangEngine
     service = DeltaService(kind(manager), chosen)
@@ -103,7 +103,7 @@ def _format(body: bytearray) -> Any:
 
 
 class SglangEngine:
-    """The engine as the endpoints see it (`delta_server.commits.Engine`)."""
+    """The engine as the endpoints see it (`delta_server.commit.Engine`)."""
 
     name = "sglang"
     shared = False

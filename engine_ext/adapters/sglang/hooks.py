@@ -102,7 +102,7 @@ def load_model(runner: Any, load: Callable[[], None] | None = None) -> None:
     if chosen is None or runner.is_draft_worker:
         load()
         return
-    from engine_ext.adapters.sglang.rank import equip
+    from engine_ext.adapters.sglang.scheduler import equip
 
     _log_as_sglang()
     equip(runner, chosen, load)
@@ -118,7 +118,7 @@ def update_weights(updater: Any, request: Any) -> Any:
     Returns:
         An `UpdateWeightFromDiskReqOutput`; SGLang sends rank 0's to the process that asked.
     """
-    from engine_ext.adapters.sglang.rank import answer
+    from engine_ext.adapters.sglang.scheduler import answer
 
     return answer(updater, request)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from engine_ext.learner import Processing, RepackLearner
+from engine_ext.repacks.load_hook import Processing, RepackLearner
 
 
 def repack_learner() -> RepackLearner:

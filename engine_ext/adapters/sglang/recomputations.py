@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from engine_ext.recompute import Recomputation
+from engine_ext.derived.recompute import Recomputation
 
 
 def recomputations(model: torch.nn.Module) -> list[Recomputation]:

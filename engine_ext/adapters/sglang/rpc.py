@@ -24,7 +24,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         call: names the call.
-        operation, arguments: as of `engine_ext.receiver.Receiver.handle`.
+        operation, arguments: as of `engine_ext.receiver.receiver.Receiver.handle`.
     """
 
     call: str

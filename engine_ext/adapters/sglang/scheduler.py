@@ -11,17 +11,17 @@ import msgspec
 import torch
 
 from engine_ext import settings
-from engine_ext.adapters.sglang.channel import Call
-from engine_ext.adapters.sglang.others import OtherChanges
+from engine_ext.adapters.sglang.external_updates import OtherChanges
+from engine_ext.adapters.sglang.postload import repack_learner
 from engine_ext.adapters.sglang.recomputations import recomputations
-from engine_ext.adapters.sglang.repacks import repack_learner
-from engine_ext.assemble import LoadedModel, make_receiver
-from engine_ext.constants import ConstantsWatch
+from engine_ext.adapters.sglang.rpc import Call
+from engine_ext.apply.transaction import as_delta_error
 from engine_ext.errors import Conflict, DeltaError, NotUpdatable, SyncInProgress, from_wire
-from engine_ext.learner import RepackLearner
-from engine_ext.receiver import Receiver
-from engine_ext.tracing import LoadWeights
-from engine_ext.transaction import as_delta_error
+from engine_ext.model.constants import ConstantsWatch
+from engine_ext.receiver.receiver import Receiver
+from engine_ext.receiver.startup import LoadedModel, make_receiver
+from engine_ext.repacks.load_hook import RepackLearner
+from engine_ext.tracing.trace import LoadWeights
 
 logger = logging.getLogger(__name__)
 

@@ -56,7 +56,7 @@ class DeltaEndpoints:
 
     def attach_router(self, app: Any) -> None:
         """Register the routes. vLLM calls this while it builds the app."""
-        from delta_server.app import attach
+        from delta_server.routes import attach
 
         self._app = app
         attach(app)
@@ -67,7 +67,7 @@ class DeltaEndpoints:
         Raises:
             RuntimeError: a worker has no receiver; the server does not start.
         """
-        from delta_server.commits import heeded
+        from delta_server.commit import heeded
         from delta_server.service import DeltaService
 
         chosen = settings.from_namespace(args) or settings.from_environment()

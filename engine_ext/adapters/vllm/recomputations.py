@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from engine_ext.recompute import Recomputation
+from engine_ext.derived.recompute import Recomputation
 
 
 def recomputations(model: torch.nn.Module, config: Any) -> list[Recomputation]:

@@ -12,14 +12,14 @@ import torch
 
 from engine_ext import settings
 from engine_ext.adapters.vllm import hooks
+from engine_ext.adapters.vllm.layerwise_reload import active_wrapper
+from engine_ext.adapters.vllm.postload import repack_learner
 from engine_ext.adapters.vllm.recomputations import recomputations
-from engine_ext.adapters.vllm.reload import active_wrapper
-from engine_ext.adapters.vllm.repacks import repack_learner
-from engine_ext.assemble import LoadedModel, make_receiver
-from engine_ext.constants import ConstantsWatch
-from engine_ext.learner import RepackLearner
-from engine_ext.receiver import Receiver
-from engine_ext.tracing import LoadWeights
+from engine_ext.model.constants import ConstantsWatch
+from engine_ext.receiver.receiver import Receiver
+from engine_ext.receiver.startup import LoadedModel, make_receiver
+from engine_ext.repacks.load_hook import RepackLearner
+from engine_ext.tracing.trace import LoadWeights
 
 
 def install() -> None:

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from engine_ext.compiled import made_once
+from engine_ext.kernels.jit import made_once
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 def runs_kernels(device: torch.device) -> bool:
     """Whether tensors on this device are handled by the Triton kernels.
 
-    The first call for a device compiles them, and tries them on it (`engine_ext.device.trial`).
+    The first call for a device compiles them, and tries them on it (`engine_ext.kernels.triton.self_test`).
     """
     return device.type == "cuda" and _proven(device)
 
@@ -43,9 +43,9 @@ def _proven(device: torch.device) -> bool:
         return False
     logger.info("trying the Triton kernels on %s; seconds, once on a machine", device)
     try:
-        from engine_ext.device import trial
+        from engine_ext.kernels.triton import self_test
 
-        wrong = trial.wrong(device)
+        wrong = self_test.wrong(device)
     except Exception as error:  # whatever it is, the operators do without
         wrong = [f"{type(error).__name__}: {error}"]
     if wrong:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from engine_ext.device import compact, elements, gaps
+from engine_ext.kernels.triton import compact, gap_decode, gather_scatter
 
 _SIZE = 3000  # elements; over the borders of two blocks
 
@@ -50,9 +50,9 @@ def _compares(old: torch.Tensor, new: torch.Tensor, places: torch.Tensor) -> boo
 
 def _exchanges(live: torch.Tensor, new: torch.Tensor, places: torch.Tensor) -> bool:
     before, at, device = live.cpu().clone(), places.long(), live.device
-    old = elements.swap(live, places.to(device), new[at].to(device))
+    old = gather_scatter.swap(live, places.to(device), new[at].to(device))
     after = live.cpu().clone()
-    elements.put(live, places.to(device), old)
+    gather_scatter.put(live, places.to(device), old)
     found = after, old.cpu(), live.cpu()
     return all(map(torch.equal, found, (new, before[at], before)))
 
@@ -66,5 +66,5 @@ def _decodes(width: int, dtype: torch.dtype, device: torch.device) -> bool:
     ends = symbols.astype(np.int64) != skip
     indices = (np.cumsum(symbols + ends.astype(np.int64)) - 1)[ends]
     chosen = slice(2, indices.size - 3)
-    found = gaps.decode(symbols, skip, chosen, start, dtype, device)
+    found = gap_decode.decode(symbols, skip, chosen, start, dtype, device)
     return bool(np.array_equal(found.cpu().numpy(), indices[chosen] - start))

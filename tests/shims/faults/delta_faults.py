@@ -33,7 +33,7 @@ from typing import Any
 
 def register() -> None:
     """Put the faults in; the engines call this in each of their processes."""
-    from engine_ext.receiver import Receiver
+    from engine_ext.receiver.receiver import Receiver
 
     original = Receiver.handle
     if hasattr(original, "faulty"):
@@ -94,8 +94,8 @@ def _leave(file: Path, text: str) -> None:
 
 
 def _hashes(model: Any) -> dict[str, str]:
-    from engine_ext.hanging import hanging
-    from engine_ext.repack import fingerprint
+    from engine_ext.model.module_walk import hanging
+    from engine_ext.repacks.infer import fingerprint
 
     return {
         f"{path}.{attribute}": fingerprint(tensor)
@@ -107,7 +107,7 @@ def _hashes(model: Any) -> dict[str, str]:
 def _memory(receiver: Any) -> dict[str, Any]:
     """What this process keeps: its id, for its memory; spool files that it has mapped, threads,
     bytes of old values, staged parts, and the address of every tensor that hangs on the model."""
-    from engine_ext.hanging import hanging
+    from engine_ext.model.module_walk import hanging
 
     gc.collect()
     maps = Path("/proc/self/maps").read_text()
@@ -154,7 +154,7 @@ def _fail() -> None:
 
 
 def _flip(applier: Any, name: str, offset: int) -> None:
-    from engine_ext.kernels import bits_of
+    from engine_ext.kernels.gather_scatter import bits_of
 
     bits_of(applier._index.by_name[name].flat())[offset] ^= 1
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from engine_ext import settings
-from engine_ext.adapters.sglang import channel, frontend, hooks
+from engine_ext.adapters.sglang import frontend, hooks, rpc
 from engine_ext.adapters.sglang.frontend import DiskUpdates
 
 
@@ -67,17 +67,17 @@ def test_a_draft_model_gets_no_receiver(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_call_and_its_reply() -> None:
-    call = channel.Call(call="c", operation="status", arguments={"now": 1.5})
-    assert channel.Call.of(msgspec.to_builtins(call)) == call
+    call = rpc.Call(call="c", operation="status", arguments={"now": 1.5})
+    assert rpc.Call.of(msgspec.to_builtins(call)) == call
     text = call.reply([{"ok": {"version": 3}}]).removeprefix("delta-updates:")
-    reply = msgspec.json.decode(text, type=channel.Reply)
+    reply = msgspec.json.decode(text, type=rpc.Reply)
     assert (reply.call, reply.answers, reply.failure) == ("c", [{"ok": {"version": 3}}], None)
 
 
 @pytest.mark.parametrize("manifest", [None, {}, {"call": 1}, {"w": {"dtype": "bf16"}}])
 def test_a_manifest_of_another_kind_is_no_call(manifest: Any) -> None:
     with pytest.raises(msgspec.ValidationError):
-        channel.Call.of(manifest)
+        rpc.Call.of(manifest)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine_ext.adapters.sglang import frontend
-from engine_ext.adapters.sglang.processes import OneOfSeveral
+from engine_ext.adapters.sglang.http_workers import OneOfSeveral
 
 
 class Ranks:

@@ -58,7 +58,7 @@ def test_the_endpoints_are_there_where_they_are_asked_for(monkeypatch: pytest.Mo
     (plugin,) = hooks.endpoint_plugins()
     assert (plugin.name, plugin.required_tasks) == ("delta_updates", None)
     # Also in a process that has not read the arguments.
-    assert logging.getLogger("delta_server.ledger").parent.handlers == [handler]
+    assert logging.getLogger("delta_server.reporting").parent.handlers == [handler]
 
 
 @pytest.mark.parametrize("asked", ["by the flag", "by the load format"])

@@ -12,9 +12,8 @@ import torch
 
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.wire import ParamDelta
-
-from . import toy
-from .harness import (
+from tests.support import toy_models
+from tests.support.receiver_harness import (
     APPLIES,
     Served,
     attempt,
@@ -32,7 +31,7 @@ from .harness import (
     serve,
     target_checkpoint,
 )
-from .toy import PlainCopy, ToyModel, every_model
+from tests.support.toy_models import PlainCopy, ToyModel, every_model
 
 NAN = float("nan")
 
@@ -55,7 +54,7 @@ DENSE = pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
 
 
 def deltas_for(
-    base: toy.Checkpoint, target: toy.Checkpoint, names: Sequence[str], dense: bool
+    base: toy_models.Checkpoint, target: toy_models.Checkpoint, names: Sequence[str], dense: bool
 ) -> list[ParamDelta]:
     if dense:
         return [dense_delta(name, target[name]) for name in names]
@@ -63,7 +62,7 @@ def deltas_for(
 
 
 # What only the masked apply refuses.
-CAST = {toy.Widened: frozenset({"weight"}), toy.Narrowed: frozenset({"weight"})}
+CAST = {toy_models.Widened: frozenset({"weight"}), toy_models.Narrowed: frozenset({"weight"})}
 
 
 def is_updatable(model: type[ToyModel], names: Sequence[str], dense: bool, apply: str) -> bool:
@@ -79,7 +78,7 @@ def is_updatable(model: type[ToyModel], names: Sequence[str], dense: bool, apply
     )
 
 
-def assert_freshly_loaded(served: Served, target: toy.Checkpoint) -> None:
+def assert_freshly_loaded(served: Served, target: toy_models.Checkpoint) -> None:
     assert memory(served.model) == memory(load(type(served.model), target))
 
 
@@ -127,7 +126,13 @@ def test_chunks_of_one_tensor(model: type[ToyModel], dense: bool) -> None:
 
 @pytest.mark.parametrize(
     "model",
-    [toy.PlainCopy, toy.FusedQkv, toy.StackedExperts, toy.PaddedVocab, toy.Tied],
+    [
+        toy_models.PlainCopy,
+        toy_models.FusedQkv,
+        toy_models.StackedExperts,
+        toy_models.PaddedVocab,
+        toy_models.Tied,
+    ],
     ids=sync_id,
 )
 @APPLY
@@ -239,7 +244,7 @@ ONES = torch.ones(6, dtype=torch.bfloat16)
         dense_delta("bias", torch.ones(5, dtype=torch.bfloat16)),
         dense_delta("bias", ONES.to(torch.float16)),
         dense_delta("bias", ONES.float()),
-        dense_delta(toy.UNTOUCHED, torch.ones(5)),
+        dense_delta(toy_models.UNTOUCHED, torch.ones(5)),
     ],
     ids=["unknown", "reshaped", "shorter", "other dtype", "wider dtype", "a buffer"],
 )
@@ -251,7 +256,7 @@ def test_a_param_must_be_the_checkpoints(plain: Served, delta: ParamDelta) -> No
 
 @APPLY
 def test_an_alias_that_the_checkpoint_does_not_hold(apply: str) -> None:
-    served = serve(toy.Tied, base_checkpoint(toy.Tied), apply=apply)
+    served = serve(toy_models.Tied, base_checkpoint(toy_models.Tied), apply=apply)
     new = torch.ones(5, 4, dtype=torch.bfloat16)
     assert refused(served, [dense_delta("head", new)]) == {"head"}
     assert attempt(served, parts_of([dense_delta("embed", new)])) is None
@@ -259,8 +264,8 @@ def test_an_alias_that_the_checkpoint_does_not_hold(apply: str) -> None:
 
 @APPLY
 def test_one_refused_tensor_refuses_the_others(apply: str) -> None:
-    base = base_checkpoint(toy.RepackedInPlace)
-    served = serve(toy.RepackedInPlace, base, apply=apply)
+    base = base_checkpoint(toy_models.RepackedInPlace)
+    served = serve(toy_models.RepackedInPlace, base, apply=apply)
     target = target_checkpoint(base, base)
     deltas = [delta_between(n, base[n], target[n]) for n in ("norm", "experts")]
     assert refused(served, deltas) == {"experts"}
@@ -269,8 +274,8 @@ def test_one_refused_tensor_refuses_the_others(apply: str) -> None:
 @APPLY
 def test_a_tensor_of_another_rank_is_let_through(apply: str) -> None:
     """Nothing of it lies here, but shape and dtype are checked all the same."""
-    base = base_checkpoint(toy.Skipped)
-    served = serve(toy.Skipped, base, elsewhere=["rotary"], apply=apply)
+    base = base_checkpoint(toy_models.Skipped)
+    served = serve(toy_models.Skipped, base, elsewhere=["rotary"], apply=apply)
     before = memory(served.model)
     delta = delta_between("rotary", base["rotary"], changed(base["rotary"], 5))
     assert attempt(served, parts_of([delta])) is None
@@ -280,8 +285,8 @@ def test_a_tensor_of_another_rank_is_let_through(apply: str) -> None:
 
 @APPLY
 def test_changes_in_another_ranks_shard_change_nothing_here(apply: str) -> None:
-    base = base_checkpoint(toy.RowShard)
-    served = serve(toy.RowShard, base, apply=apply)
+    base = base_checkpoint(toy_models.RowShard)
+    served = serve(toy_models.RowShard, base, apply=apply)
     before = memory(served.model)
     target = base["weight"].clone()
     target[:3] = 5
@@ -297,7 +302,7 @@ def test_an_empty_sync_is_legal(plain: Served, deltas: list[str]) -> None:
     assert memory(plain.model) == before
 
 
-@pytest.mark.parametrize("model", [PlainCopy, toy.MakesDict], ids=sync_id)
+@pytest.mark.parametrize("model", [PlainCopy, toy_models.MakesDict], ids=sync_id)
 @APPLY
 def test_a_tensor_may_come_in_two_parts(model: type[ToyModel], apply: str) -> None:
     base = base_checkpoint(model)
@@ -343,8 +348,8 @@ def test_a_full_sync_is_dense() -> None:
 
 @APPLY
 def test_a_full_sync_covers_what_other_ranks_hold(apply: str) -> None:
-    base = base_checkpoint(toy.Skipped)
-    served = serve(toy.Skipped, base, elsewhere=["rotary"], apply=apply)
+    base = base_checkpoint(toy_models.Skipped)
+    served = serve(toy_models.Skipped, base, elsewhere=["rotary"], apply=apply)
     assert refused(served, [dense_delta("weight", base["weight"])], full=True) == {"rotary"}
 
 
@@ -393,8 +398,8 @@ def test_a_loader_that_changes_its_mind_is_refused(
 
 
 def test_the_loader_gets_only_what_changes_here() -> None:
-    base = base_checkpoint(toy.Skipped)
-    served = serve(toy.Skipped, base, elsewhere=["rotary"])
+    base = base_checkpoint(toy_models.Skipped)
+    served = serve(toy_models.Skipped, base, elsewhere=["rotary"])
     given: list[str] = []
     original = served.model.load_one
 

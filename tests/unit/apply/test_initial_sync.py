@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine_ext.assemble import LoadedModel, make_receiver
-from engine_ext.derived import is_constant
-from engine_ext.digest import Digest, tensor_digest
+from engine_ext.derived.find import is_constant
 from engine_ext.ranks import SingleRank
+from engine_ext.receiver.startup import LoadedModel, make_receiver
 from engine_ext.settings import Settings
-
-from .harness import (
+from engine_ext.wire.digest import Digest, tensor_digest
+from tests.support.receiver_harness import (
     Engine,
     base_checkpoint,
     bits,
@@ -26,7 +25,7 @@ from .harness import (
     part_id,
     target_checkpoint,
 )
-from .toy import (
+from tests.support.toy_models import (
     UNTOUCHED,
     Checkpoint,
     FusedQkv,

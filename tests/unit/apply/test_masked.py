@@ -11,8 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_ext.dtypes import TORCH_DTYPE
-from engine_ext.masked import (
+from engine_ext.apply.masked import (
     apply_masked,
     chunks,
     densify,
@@ -20,11 +19,11 @@ from engine_ext.masked import (
     merge,
     refusal,
 )
-from engine_ext.placement import Placed, Status
-from engine_ext.storage_index import StorageIndex
+from engine_ext.dtypes import TORCH_DTYPE
+from engine_ext.model.storage_index import StorageIndex
+from engine_ext.placement.segments import Placed, Status
 from engine_ext.wire import ParamDelta
-
-from .harness import (
+from tests.support.receiver_harness import (
     PROPERTY,
     Served,
     base_checkpoint,
@@ -38,8 +37,8 @@ from .harness import (
     random_tensor,
     serve,
 )
-from .shards import Shard, shards
-from .toy import PlainCopy, RowShard, SetItem, ToyModel, Widened
+from tests.support.thread_ranks import Shard, shards
+from tests.support.toy_models import PlainCopy, RowShard, SetItem, ToyModel, Widened
 
 NAN = float("nan")
 NAN_BITS = 0x7FC1

@@ -13,17 +13,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_ext.digest import tensor_digest
+from engine_ext.apply.staged import checkpoint_bits, live_bits
 from engine_ext.errors import BaseMismatch
-from engine_ext.holders import box_of, resolve
-from engine_ext.locate import Locator
-from engine_ext.placement import Placed, Repack, Segment, Status, TensorSpec
-from engine_ext.plan import make_plan
+from engine_ext.model.storage_index import StorageIndex
+from engine_ext.placement.locator import Locator
+from engine_ext.placement.ownership import box_of, resolve
+from engine_ext.placement.plan import make_plan
+from engine_ext.placement.segments import Placed, Repack, Segment, Status, TensorSpec
 from engine_ext.ranks import SingleRank
-from engine_ext.storage_index import StorageIndex
-from engine_ext.writes import checkpoint_bits, live_bits
-
-from .harness import (
+from engine_ext.wire.digest import tensor_digest
+from tests.support.receiver_harness import (
     PROPERTY,
     attempt,
     base_checkpoint,
@@ -38,9 +37,9 @@ from .harness import (
     serve,
     target_checkpoint,
 )
-from .shards import Shard, shards
-from .test_applier import DENSE
-from .toy import CastBefore, PlainCopy, Replicated, ToyModel, Windows
+from tests.support.thread_ranks import Shard, shards
+from tests.support.toy_models import CastBefore, PlainCopy, Replicated, ToyModel, Windows
+from tests.unit.apply.test_appliers import DENSE
 
 
 @PROPERTY
@@ -89,7 +88,7 @@ def test_applied_and_taken_back(
         for n in base
     ]
     with mock.patch.multiple(
-        "engine_ext.writes", _HOST_SPAN=span, _RUN_SPAN=span, _DEVICE_SPAN=span
+        "engine_ext.apply.staged", _HOST_SPAN=span, _RUN_SPAN=span, _DEVICE_SPAN=span
     ):
         assert attempt(served, parts_of(deltas), full=full) is None
     assert memory(served.model) == memory(load(model, target))

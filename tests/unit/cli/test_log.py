@@ -8,12 +8,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from engine_ext import delta_log_tool
-from engine_ext.delta_log import DONE, list_log, route
-from engine_ext.delta_log_tool import DAMAGED, INTERRUPTED, OK, USAGE, main
-from engine_ext.delta_log_writer import LogWriter
-
-from .test_delta_log_fold import apply, model, same, sparse, write
+from engine_ext.cli import log as delta_log_tool
+from engine_ext.cli.log import DAMAGED, INTERRUPTED, OK, USAGE, main
+from engine_ext.delta_log.catalog import DONE, list_log, route
+from engine_ext.delta_log.writer import LogWriter
+from tests.unit.delta_log.test_fold import apply, model, same, sparse, write
 
 
 @pytest.fixture

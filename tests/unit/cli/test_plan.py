@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.adapters import show_plan
+from engine_ext.cli import plan
 
 
 def row(
@@ -43,12 +43,12 @@ def row(
 def test_a_tensor_is_as_good_as_its_worst_rank(
     ranks: list[dict[str, Any]], status: str, reason: str
 ) -> None:
-    [merged] = show_plan.merge([[one] for one in ranks])
+    [merged] = plan.merge([[one] for one in ranks])
     assert (merged["status"], merged["reason"]) == (status, reason)
 
 
 def test_live_names_and_repacks_of_all_ranks() -> None:
-    [merged] = show_plan.merge(
+    [merged] = plan.merge(
         [
             [row("exact", live=("x",), recomputed=["m.b"])],
             [row("exact", live=("w", "x"), repacked=True, recomputed=["m.a", "m.b"])],
@@ -61,7 +61,7 @@ def test_live_names_and_repacks_of_all_ranks() -> None:
 
 def test_summary() -> None:
     rows = [row("exact"), row("exact"), row("uncertified")]
-    assert show_plan.summary(rows, 2) == "3 tensors on 2 ranks: 2 exact, 1 uncertified"
+    assert plan.summary(rows, 2) == "3 tensors on 2 ranks: 2 exact, 1 uncertified"
 
 
 def plan_of(ranks: list[list[dict[str, Any]]]) -> bytes:
@@ -101,7 +101,7 @@ def server() -> Iterator[Server]:
 
 
 def ask(server: Server, *flags: str) -> int:
-    return show_plan.main([f"http://127.0.0.1:{server.server_port}/", *flags])
+    return plan.main([f"http://127.0.0.1:{server.server_port}/", *flags])
 
 
 def test_asks_a_running_server(
@@ -158,9 +158,9 @@ def test_a_folder_is_loaded_by_the_engine_which_may_print(
             return [[row("exact")]]
 
     monkeypatch.setenv("DELTA_UPDATES_SETTINGS", "")
-    monkeypatch.setattr(show_plan.importlib, "import_module", lambda name: Offline)
+    monkeypatch.setattr(plan.importlib, "import_module", lambda name: Offline)
     flags = ["--tensor-parallel-size", "2"]
-    assert show_plan.main([str(tmp_path), "--json", "--delta-certify-sample", "0.5", *flags]) == 0
+    assert plan.main([str(tmp_path), "--json", "--delta-certify-sample", "0.5", *flags]) == 0
     [(model, given, settings)] = asked
     assert (model, given) == (str(tmp_path), flags)
     assert json.loads(settings)["certify_sample"] == 0.5
@@ -185,14 +185,14 @@ def test_without_the_engine(
             raise ModuleNotFoundError(f"No module named '{missing}'", name=missing)
 
     monkeypatch.setenv("DELTA_UPDATES_SETTINGS", "")
-    monkeypatch.setattr(show_plan.importlib, "import_module", lambda name: Offline)
-    assert show_plan.main([str(tmp_path)]) == 1
+    monkeypatch.setattr(plan.importlib, "import_module", lambda name: Offline)
+    assert plan.main([str(tmp_path)]) == 1
     assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [["nowhere"], ["http://127.0.0.1:1", "--dtype", "bfloat16"], []])
 def test_wrong_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        show_plan.main(argv)
+        plan.main(argv)
     assert stopped.value.code == 2
     assert "usage: delta-plan" in capsys.readouterr().err

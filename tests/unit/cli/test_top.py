@@ -20,10 +20,9 @@ import httpx
 import pytest
 from rich.console import Console
 
-from delta_server import top
+from engine_ext.cli import top
 from engine_ext.settings import API_KEY_ENVIRONMENT
-
-from .rig import VERSION, Rig, app_of, delta_part
+from tests.support.in_process_engine import VERSION, Rig, app_of, delta_part
 
 
 class FakeEngine(ThreadingHTTPServer):
@@ -197,7 +196,7 @@ def test_it_refreshes_until_ctrl_c(engine: FakeEngine) -> None:
         "TERM": "xterm",
         "COLUMNS": "200",
     }
-    command = [sys.executable, "-m", "delta_server.top", engine.url, "--interval", "0.02"]
+    command = [sys.executable, "-m", "engine_ext.cli.top", engine.url, "--interval", "0.02"]
     # A shell's background job ignores the signal, and so would the program.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_ext.delta_log import (
+from engine_ext.delta_log.catalog import (
     DONE,
     REFUSED,
     Entry,
@@ -23,11 +23,10 @@ from engine_ext.delta_log import (
     version_of,
     why_not_newer,
 )
-from engine_ext.delta_log_writer import LogWriter, discard, manifest_of
+from engine_ext.delta_log.writer import LogWriter, discard, manifest_of
 from engine_ext.errors import LogDamaged, MalformedPart
 from engine_ext.wire import ParamDelta, encode_part
-
-from .harness import PROPERTY
+from tests.support.receiver_harness import PROPERTY
 
 
 def part(version: int, base: int | None = None, **metadata: Any) -> bytes:

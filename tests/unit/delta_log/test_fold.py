@@ -10,16 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_ext import delta_log_fold
-from engine_ext.delta_log import DONE, folder_name, list_log, route
-from engine_ext.delta_log_fold import CannotFold, digests_of, fold, read_version
-from engine_ext.delta_log_writer import LogWriter
-from engine_ext.digest import Digest, change_digest
+from engine_ext.delta_log import fold as delta_log_fold
+from engine_ext.delta_log.catalog import DONE, folder_name, list_log, route
+from engine_ext.delta_log.fold import CannotFold, digests_of, fold, read_version
+from engine_ext.delta_log.writer import LogWriter
 from engine_ext.errors import LogDamaged
 from engine_ext.wire import ParamDelta, encode_part
+from engine_ext.wire.digest import Digest, change_digest
 from engine_ext.wire.signature import SIGNATURE_SUFFIX, sign
-
-from .harness import PROPERTY
+from tests.support.receiver_harness import PROPERTY
 
 SIZES = {"a": 12, "b": 5, "c": 300}
 DTYPES = {"a": ("bfloat16", np.uint16), "b": ("float32", np.uint32), "c": ("bfloat16", np.uint16)}

@@ -12,14 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from engine_ext.certify import certify
-from engine_ext.derived import Constants, find_derived, is_constant, refuse_derived
-from engine_ext.placement import Placement, Status
-from engine_ext.storage_index import StorageIndex
-from engine_ext.tracing import trace_placement
-
-from .harness import base_checkpoint, load
-from .toy import ToyModel, Weights, parameter
+from engine_ext.derived.find import Constants, find_derived, is_constant, refuse_derived
+from engine_ext.model.storage_index import StorageIndex
+from engine_ext.placement.certify import certify
+from engine_ext.placement.segments import Placement, Status
+from engine_ext.tracing.trace import trace_placement
+from tests.support.receiver_harness import base_checkpoint, load
+from tests.support.toy_models import ToyModel, Weights, parameter
 
 
 class Projection(nn.Module):

@@ -15,14 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from engine_ext.assemble import LoadedModel, make_receiver
-from engine_ext.derived import is_constant
-from engine_ext.recompute import Recomputation
-from engine_ext.recompute_proof import _MANTISSA, _others
+from engine_ext.derived.find import is_constant
+from engine_ext.derived.proof import _MANTISSA, _others
+from engine_ext.derived.recompute import Recomputation
+from engine_ext.model.state_guard import TracingError
+from engine_ext.receiver.startup import LoadedModel, make_receiver
 from engine_ext.settings import Settings
-from engine_ext.untouched import TracingError
-
-from .harness import (
+from tests.support.receiver_harness import (
     PROPERTY,
     Engine,
     Group,
@@ -38,7 +37,7 @@ from .harness import (
     random_tensor,
     target_checkpoint,
 )
-from .toy import UNTOUCHED, Checkpoint, ToyModel, Weights, parameter
+from tests.support.toy_models import UNTOUCHED, Checkpoint, ToyModel, Weights, parameter
 
 KV = ("layers.0.kv_b_proj", "layers.1.kv_b_proj")
 

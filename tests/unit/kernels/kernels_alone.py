@@ -19,17 +19,19 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-import sender_device
-import sender_snapshot
-from engine_ext import device, kernels, writes
-from engine_ext.device import compact, differing, elements, gaps, trial
-from engine_ext.device.differing import begin_differing
+from delta_sender import diff_device, differing
+from delta_sender import snapshot as sender_snapshot
+from delta_sender.differing import begin_differing
+from delta_sender.snapshot import Snapshot
+from engine_ext.apply import staged
 from engine_ext.dtypes import torch_bits_dtype
+from engine_ext.kernels import gather_scatter as host_gather_scatter
+from engine_ext.kernels import triton as device
+from engine_ext.kernels.triton import compact, gap_decode, gather_scatter, self_test
 from engine_ext.wire import decode_part, encode_part
-from engine_ext.wire.gaps import encode_gaps
+from engine_ext.wire.gap_streams import encode_gaps
 from engine_ext.wire.positions import Positions, decode_positions, encode_positions
-from sender_snapshot import Snapshot
-from tests.core.harness import (
+from tests.support.receiver_harness import (
     attempt,
     base_checkpoint,
     changed,
@@ -38,7 +40,7 @@ from tests.core.harness import (
     memory,
     serve,
 )
-from tests.core.toy import ColumnShard, FusedQkv, RowShard, ToyModel
+from tests.support.toy_models import ColumnShard, FusedQkv, RowShard, ToyModel
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda:0")
@@ -55,9 +57,9 @@ def _small_blocks() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "numba", None)
-        for module in (compact, gaps, elements):
+        for module in (compact, gap_decode, gather_scatter):
             patch.setattr(module, "BLOCK", BLOCK)
-        for module in (device, differing, kernels, writes):
+        for module in (device, differing, host_gather_scatter, staged):
             patch.setattr(module, "runs_kernels", lambda device: True)
         yield
 
@@ -66,7 +68,7 @@ def _small_blocks() -> Iterator[None]:
 def blocks(size: int) -> Iterator[None]:
     """The interpreter takes its time for each."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (compact, gaps, elements):
+        for module in (compact, gap_decode, gather_scatter):
             patch.setattr(module, "BLOCK", size)
         yield
 
@@ -163,9 +165,9 @@ def test_elements_are_exchanged(
     where = torch.from_numpy(order).to(DEVICE, offsets)
     expected, old = flat.clone(), flat[where.long()]
     expected[where.long()] = new
-    assert torch.equal(elements.swap(flat, where, new), old)
+    assert torch.equal(gather_scatter.swap(flat, where, new), old)
     assert torch.equal(flat, expected)
-    elements.put(flat, where, old)
+    gather_scatter.put(flat, where, old)
     expected[where.long()] = old
     assert torch.equal(flat, expected)
 
@@ -204,7 +206,7 @@ def test_gaps_are_followed(
     assert decoded.tolist() == indices.tolist()
     symbols, skip = positions.gaps() or pytest.fail("these are gaps")
     for dtype in (torch.int32, torch.int64):
-        found = gaps.decode(symbols, skip, slice(first, last), shift, dtype, DEVICE)
+        found = gap_decode.decode(symbols, skip, slice(first, last), shift, dtype, DEVICE)
         assert found.dtype == dtype
         assert found.tolist() == (decoded[first:last] - shift).tolist()
 
@@ -216,8 +218,8 @@ def test_symbols_of_two_bytes_and_far_offsets() -> None:
     assert width == 2
     symbols, skip = Positions("gap8_ulp", stream, width).gaps() or pytest.fail("these are gaps")
     with blocks(1 << 15):
-        found = gaps.decode(symbols, skip, slice(0, 5), 0, torch.int64, DEVICE)
-        near = gaps.decode(symbols, skip, slice(3, 5), 1 << 33, torch.int32, DEVICE)
+        found = gap_decode.decode(symbols, skip, slice(0, 5), 0, torch.int64, DEVICE)
+        near = gap_decode.decode(symbols, skip, slice(3, 5), 1 << 33, torch.int32, DEVICE)
     assert found.tolist() == far
     assert near.tolist() == [5, 7]
 
@@ -226,24 +228,24 @@ def test_symbols_of_four_bytes_have_no_sign() -> None:
     far = [3, (1 << 31) + 9, (1 << 31) + 9 + (1 << 32) - 1]
     symbols, skip = sent(far, "deltas").gaps() or pytest.fail("these are gaps")
     assert symbols.itemsize == 4
-    assert gaps.decode(symbols, skip, slice(0, 3), 0, torch.int64, DEVICE).tolist() == far
+    assert gap_decode.decode(symbols, skip, slice(0, 3), 0, torch.int64, DEVICE).tolist() == far
 
 
 # --- the trial ---
 
 
 def test_the_trial_is_passed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "_SIZE", 150)
+    monkeypatch.setattr(self_test, "_SIZE", 150)
     with blocks(64):
-        assert trial.wrong(DEVICE) == []
+        assert self_test.wrong(DEVICE) == []
 
 
 @pytest.mark.parametrize(
     ("module", "function", "named"),
     [
         (compact, "write", "compare of"),
-        (elements, "swap", "exchange of"),
-        (gaps, "decode", "decode"),
+        (gather_scatter, "swap", "exchange of"),
+        (gap_decode, "decode", "decode"),
     ],
 )
 def test_the_trial_sees_what_is_wrong(
@@ -257,9 +259,9 @@ def test_the_trial_sees_what_is_wrong(
         return result
 
     monkeypatch.setattr(module, function, off_by_one_bit)
-    monkeypatch.setattr(trial, "_SIZE", 50)
+    monkeypatch.setattr(self_test, "_SIZE", 50)
     with blocks(64):
-        found = trial.wrong(DEVICE)
+        found = self_test.wrong(DEVICE)
     assert found
     assert all(one.startswith(named) for one in found)
 
@@ -283,7 +285,7 @@ def test_applied_and_taken_back(model: type[ToyModel], encoding: str, digested: 
     target = {name: changed(tensor, 7, 0.6) for name, tensor in base.items()}
     deltas = [delta_between(name, base[name], target[name]) for name in base]
     body = encode_part(deltas, encoding=encoding, current_version=1)
-    with mock.patch.object(gaps, "decode", wraps=gaps.decode) as decode:
+    with mock.patch.object(gap_decode, "decode", wraps=gap_decode.decode) as decode:
         assert attempt(served, [decode_part(body)]) is None
     assert memory(served.model) == memory(load(model, target))
     # What is not one run in the checkpoint, as a column shard, is located on the host.
@@ -297,7 +299,7 @@ def test_as_a_sender_uses_them(kept_on: str) -> None:
     snapshot = Snapshot(held.items(), "gap8_exp", kept_on)
     with (
         mock.patch.object(sender_snapshot, "is_elsewhere", return_value=True),
-        mock.patch.object(sender_device, "_CHUNK_BYTES", 64),
+        mock.patch.object(diff_device, "_CHUNK_BYTES", 64),
     ):
         for places in ([0, 31, 32, 50, 98], [1, 31, 97]):
             new = held["w"].clone()

@@ -10,10 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_ext import kernels
-from engine_ext.places import DeviceElements
-
-from .harness import PROPERTY
+from engine_ext.kernels import gather_scatter
+from engine_ext.placement.live_elements import DeviceElements
+from tests.support.receiver_harness import PROPERTY
 
 BACKENDS = pytest.mark.parametrize("compiled", [True, False], ids=["numba", "numpy"])
 
@@ -39,17 +38,17 @@ def test_elements_of_every_width(
     before, after = live.copy(), live.copy()
     old_bits, after[offsets] = before[offsets], new
     offsets += index(shift)
-    loops = kernels._loops_for if compiled else lambda live, offsets: None
-    with mock.patch.object(kernels, "_loops_for", loops):
-        old = kernels.read(live, offsets, shift)
+    loops = gather_scatter._loops_for if compiled else lambda live, offsets: None
+    with mock.patch.object(gather_scatter, "_loops_for", loops):
+        old = gather_scatter.read(live, offsets, shift)
         assert old.dtype == dtype
         assert old.tolist() == old_bits.tolist()
-        assert kernels.holds(live, offsets, old, shift)
-        assert kernels.holds(live, offsets, new, shift) == (old.tolist() == new.tolist())
-        assert kernels.swap(live, offsets, new, shift).tolist() == old.tolist()
+        assert gather_scatter.holds(live, offsets, old, shift)
+        assert gather_scatter.holds(live, offsets, new, shift) == (old.tolist() == new.tolist())
+        assert gather_scatter.swap(live, offsets, new, shift).tolist() == old.tolist()
         assert live.tolist() == after.tolist()
-        assert kernels.holds(live, offsets, new, shift)
-        kernels.write(live, offsets, old, shift)
+        assert gather_scatter.holds(live, offsets, new, shift)
+        gather_scatter.write(live, offsets, old, shift)
         assert live.tolist() == before.tolist()
 
 
@@ -60,9 +59,9 @@ def test_one_bit_of_one_element_is_seen(compiled: bool, place: int) -> None:
     offsets = np.array([0, 2, 3, 8, 9], np.int32)
     expected = live[offsets]
     live[offsets[place]] ^= 0x8000
-    loops = kernels._loops_for if compiled else lambda live, offsets: None
-    with mock.patch.object(kernels, "_loops_for", loops):
-        assert not kernels.holds(live, offsets, expected)
+    loops = gather_scatter._loops_for if compiled else lambda live, offsets: None
+    with mock.patch.object(gather_scatter, "_loops_for", loops):
+        assert not gather_scatter.holds(live, offsets, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
@@ -84,7 +83,7 @@ def test_elements_by_torch(dtype: torch.dtype) -> None:
 
 def test_bits_are_unsigned_and_the_same_memory() -> None:
     live = torch.zeros(3, dtype=torch.bfloat16)
-    bits = kernels.host_bits(kernels.bits_of(live))
+    bits = gather_scatter.host_bits(gather_scatter.bits_of(live))
     assert bits.dtype == np.uint16
     bits[1] = 0xBF80
     assert live.tolist() == [0, -1, 0]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine_ext.compiled import array, compile_loop
+from engine_ext.kernels.jit import array, compile_loop
 
 SOURCE = """
 def total(values):

@@ -16,10 +16,16 @@ from typing import Any
 import pytest
 import torch
 
-from engine_ext import device
-from engine_ext.device import compact, elements, gaps, runs_kernels, trial
+from engine_ext.kernels import triton
+from engine_ext.kernels.triton import (
+    compact,
+    gap_decode,
+    gather_scatter,
+    runs_kernels,
+    self_test,
+)
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PLACES = ["interpreter", *(["cuda"] if torch.cuda.is_available() else [])]
 BITS = ("*u8", "*i16", "*i32", "*i64")
 
@@ -29,7 +35,7 @@ def test_the_kernels_do_what_the_operators_do(place: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1" if place == "interpreter" else "0"}
     options = "-q", "-p", "no:cacheprovider", "-W", "ignore"
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "tests/device/kernels_alone.py"],
+        [sys.executable, "-m", "pytest", *options, "tests/unit/kernels/kernels_alone.py"],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -49,7 +55,7 @@ def variants() -> list[Any]:
         for places in ("*i32", "*i64"):
             elsewhere = {"offsets": places, "count": "i64"}
             live = dict.fromkeys(("live", "new", "old"), bits)
-            exchange = elements.exchange_elements, {**live, **elsewhere}
+            exchange = gather_scatter.exchange_elements, {**live, **elsewhere}
             pair = {"old": bits, "new": bits, "size": "i64"}
             found = {"ends": "*i64", "start": "i64", "places": places, "was": bits, "now": bits}
             cases = [
@@ -64,7 +70,7 @@ def variants() -> list[Any]:
         common = {"symbols": symbols, "skip": "i32", "size": "i64", "moves": "*i64", "ends": "*i64"}
         wide = {"WIDTH": width, **block}
         written = {**common, **dict.fromkeys(("first", "last", "shift"), "i64"), "offsets": "*i32"}
-        cases = [(gaps.sum_gaps, common, wide), (gaps.write_offsets, written, wide)]
+        cases = [(gap_decode.sum_gaps, common, wide), (gap_decode.write_offsets, written, wide)]
         (quick if width == 1 else rest).extend(cases)
     marked = [pytest.param(*case, marks=pytest.mark.full) for case in rest]
     return [*(pytest.param(*case) for case in quick), *marked]
@@ -95,9 +101,9 @@ def test_they_compile_for_a_gpu(
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """No device was tried yet, nor will have been."""
-    device._proven.cache_clear()
+    triton._proven.cache_clear()
     yield
-    device._proven.cache_clear()
+    triton._proven.cache_clear()
 
 
 @pytest.mark.usefixtures("fresh")
@@ -112,7 +118,7 @@ def test_only_where_they_were_proven(
             raise RuntimeError("no compiler")
         return ["decode of 1 byte(s)"] if where.index else []
 
-    monkeypatch.setattr(trial, "wrong", wrong)
+    monkeypatch.setattr(self_test, "wrong", wrong)
     names = ["cuda:0", "cuda:0", "cuda:1", "cuda:2", "cpu", "meta", "xpu"]
     assert [runs_kernels(torch.device(name)) for name in names] == [True, True, *[False] * 5]
     assert tried == [torch.device(name) for name in ("cuda:0", "cuda:1", "cuda:2")]

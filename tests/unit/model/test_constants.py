@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine_ext.constants import ConstantsWatch
+from engine_ext.model.constants import ConstantsWatch
 
 
 class Model(nn.Module):

@@ -6,10 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from engine_ext.storage_index import StorageIndex, extent
-
-from .harness import PROPERTY
-from .toy import PlainCopy, StridedParameter, Tied, TiedInPart, every_model, parameter
+from engine_ext.model.storage_index import StorageIndex, extent
+from tests.support.receiver_harness import PROPERTY
+from tests.support.toy_models import (
+    PlainCopy,
+    StridedParameter,
+    Tied,
+    TiedInPart,
+    every_model,
+    parameter,
+)
 
 
 class Slices(nn.Module):

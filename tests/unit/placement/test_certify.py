@@ -5,13 +5,18 @@ import pytest
 import torch
 from torch import nn
 
-from engine_ext.certify import certify, holds, summary
 from engine_ext.dtypes import TORCH_DTYPE
-from engine_ext.placement import Placed, Segment, Status, TensorSpec
-from engine_ext.storage_index import StorageIndex
-
-from .harness import base_checkpoint, load, memory, random_tensor, serve
-from .toy import PlainCopy, RowByRow, ToyModel, Widened, every_model
+from engine_ext.model.storage_index import StorageIndex
+from engine_ext.placement.certify import certify, holds, summary
+from engine_ext.placement.segments import Placed, Segment, Status, TensorSpec
+from tests.support.receiver_harness import (
+    base_checkpoint,
+    load,
+    memory,
+    random_tensor,
+    serve,
+)
+from tests.support.toy_models import PlainCopy, RowByRow, ToyModel, Widened, every_model
 
 
 def placed(live: torch.Tensor, source: torch.Tensor, *, rows: int | None = None) -> Placed:
@@ -192,7 +197,9 @@ def test_a_sample_judges_boxes_of_every_shape_alike(
     """Compared element by element through the locator, as by whole boxes."""
     base = base_checkpoint(model)
     whole = {name: tensor.status for name, tensor in serve(model, base).placement.items()}
-    monkeypatch.setattr("engine_ext.certify._sampled", lambda spec, share: np.arange(spec.numel))
+    monkeypatch.setattr(
+        "engine_ext.placement.certify._sampled", lambda spec, share: np.arange(spec.numel)
+    )
     assert {n: t.status for n, t in serve(model, base).placement.items()} == whole
 
 

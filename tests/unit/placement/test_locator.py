@@ -12,12 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from engine_ext.holders import Box, box_of, boxes, resolve
-from engine_ext.locate import Locator
-from engine_ext.placement import Placed, Placement, Repack, Segment, Status, TensorSpec
-from engine_ext.storage_index import LiveTensor, StorageIndex
-
-from .harness import PROPERTY
+from engine_ext.model.storage_index import LiveTensor, StorageIndex
+from engine_ext.placement.locator import Locator
+from engine_ext.placement.ownership import Box, box_of, boxes, resolve
+from engine_ext.placement.segments import (
+    Placed,
+    Placement,
+    Repack,
+    Segment,
+    Status,
+    TensorSpec,
+)
+from tests.support.receiver_harness import PROPERTY
 
 LIVE = 4096
 
@@ -141,7 +147,7 @@ def test_of_a_box_that_does_not_nest_nothing_is_found_elsewhere(
 def test_numpy_finds_the_same_as_numba(seg: Segment, indices: set[int]) -> None:
     ascending = np.array(sorted(indices), np.int64)
     compiled = located(seg, ascending)
-    with mock.patch("engine_ext.locate._compiled", return_value=None):
+    with mock.patch("engine_ext.placement.locator._compiled", return_value=None):
         assert located(seg, ascending) == compiled
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine_ext.hold import Hold
+from engine_ext.receiver.lease import Hold
 
 
 def take(hold: Hold, holder: str, resumes: bool = True, instead_of: str | None = None) -> Any:

@@ -14,14 +14,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_ext.digest import Digest, tensor_digest
+from engine_ext.apply.scatter import UndoLog
 from engine_ext.errors import NotUpdatable
-from engine_ext.receiver import Receiver
-from engine_ext.scatter import UndoLog
+from engine_ext.receiver.receiver import Receiver
 from engine_ext.wire import Limits, ParamDelta
-
-from . import toy
-from .harness import (
+from engine_ext.wire.digest import Digest, tensor_digest
+from tests.support import toy_models
+from tests.support.receiver_harness import (
     PROPERTY,
     Engine,
     RecordingApplier,
@@ -37,7 +36,7 @@ from .harness import (
     serve_ranks,
     target_checkpoint,
 )
-from .toy import ToyModel
+from tests.support.toy_models import ToyModel
 
 ONES = torch.ones(6, dtype=torch.bfloat16)
 
@@ -578,20 +577,20 @@ def test_a_vote_that_fails(
 class Sharded:
     """Two ranks that each hold half of a tensor, with real appliers."""
 
-    models: tuple[type[ToyModel], ...] = (toy.RowShardFirst, toy.RowShard)
+    models: tuple[type[ToyModel], ...] = (toy_models.RowShardFirst, toy_models.RowShard)
 
     def __init__(self, folder: Path) -> None:
-        self.base = base_checkpoint(toy.RowShard)
+        self.base = base_checkpoint(toy_models.RowShard)
         self.served = serve_ranks(self.models, self.base)
         self.engine = Engine([served.applier for served in self.served], folder)
 
     def memories(self) -> list[dict[str, bytes]]:
         return [memory(served.model) for served in self.served]
 
-    def fresh(self, checkpoint: toy.Checkpoint) -> list[dict[str, bytes]]:
+    def fresh(self, checkpoint: toy_models.Checkpoint) -> list[dict[str, bytes]]:
         return [memory(load(model, checkpoint)) for model in self.models]
 
-    def sparse(self, target: toy.Checkpoint, **metadata: Any) -> bytes:
+    def sparse(self, target: toy_models.Checkpoint, **metadata: Any) -> bytes:
         delta = delta_between("weight", self.base["weight"], target["weight"])
         return one_part([delta], **metadata)
 

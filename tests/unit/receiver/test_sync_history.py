@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine_ext.history import History
+from engine_ext.receiver.sync_history import History
 
 
 def record(outcome: str = "committed", version: int = 1, **changes: Any) -> dict[str, Any]:

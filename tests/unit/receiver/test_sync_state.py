@@ -20,9 +20,8 @@ from engine_ext.errors import (
     VersionConflict,
     WeightsAsleep,
 )
-from engine_ext.syncs import PartId, SyncState
-
-from .harness import PROPERTY
+from engine_ext.receiver.sync_state import PartId, SyncState
+from tests.support.receiver_harness import PROPERTY
 
 TIMEOUT = 60.0
 

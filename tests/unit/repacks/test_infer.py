@@ -9,14 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from engine_ext import lesson
-from engine_ext.certify import certify, holds
 from engine_ext.dtypes import torch_bits_dtype
-from engine_ext.placement import Placed, Repack, Segment, Status, TensorSpec
-from engine_ext.repack import Learned, compose, gather_live, learn
-from engine_ext.storage_index import LiveTensor, StorageIndex, extent
-
-from .harness import PROPERTY, random_tensor
+from engine_ext.model.storage_index import LiveTensor, StorageIndex, extent
+from engine_ext.placement.certify import certify, holds
+from engine_ext.placement.segments import Placed, Repack, Segment, Status, TensorSpec
+from engine_ext.repacks import index_probe
+from engine_ext.repacks.infer import Learned, compose, gather_live, learn
+from tests.support.receiver_harness import PROPERTY, random_tensor
 
 Tensors = dict[str, torch.Tensor]
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -39,7 +38,7 @@ DTYPES = [
 @pytest.fixture(params=[1 << 20, 24], ids=["whole", "in small chunks"])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything in one piece, and in pieces that end in the middle of rows and blocks."""
-    monkeypatch.setattr(lesson, "_CHUNK", request.param)
+    monkeypatch.setattr(index_probe, "_CHUNK", request.param)
 
 
 def of_weight(
@@ -212,7 +211,7 @@ def test_a_dtype_without_digits_is_refused_if_it_is_moved(dtype: torch.dtype) ->
 
 
 def test_a_map_that_would_be_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lesson, "_SMALL", 0)
+    monkeypatch.setattr(index_probe, "_SMALL", 0)
     shape = (4, 8)
     assert of_weight(lambda w: w.flip(0), shape, torch.bfloat16).refusals == {}
     assert of_weight(lambda w: w.flip(1), shape, torch.uint8).refusals == {}

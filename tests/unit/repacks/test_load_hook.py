@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine_ext.learner import LearningError, Processing, RepackLearner
+from engine_ext.repacks.load_hook import LearningError, Processing, RepackLearner
 
 
 class Method:

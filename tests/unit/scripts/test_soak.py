@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import soak
-from sender_choice import CHOICES
-from soak_load import AbortPolicy, Counts, Load, Tally, asks, read_stream
-from soak_memory import Sample, Trend, Use, grown, memory_bytes, names_of, spooled
-from soak_syncs import PAUSE_MODES, Trainer, ways
+from delta_sender.encoding_policy import CHOICES
+from scripts.soak import __main__ as soak
+from scripts.soak.load import AbortPolicy, Counts, Load, Tally, asks, read_stream
+from scripts.soak.memory import Sample, Trend, Use, grown, memory_bytes, names_of, spooled
+from scripts.soak.syncs import PAUSE_MODES, Trainer, ways
 
 MIB = 1 << 20
 

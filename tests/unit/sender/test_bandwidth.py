@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sender_speed import LinkSpeed
+from delta_sender.bandwidth import LinkSpeed
 
 LINKS = {"1 Gbit/s": 125e6, "300 MB/s": 300e6, "10 Gbit/s": 1.25e9, "loopback": 6e9}
 FAST = 5e9

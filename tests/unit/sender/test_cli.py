@@ -18,15 +18,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import reference_sender
-import sender_cli
-from engine_ext.digest import Digest, tensor_digest
+from delta_sender import MultiSender, cli
 from engine_ext.dtypes import torch_bits_dtype
-from engine_ext.wire.frame import FrameReader
+from engine_ext.wire.digest import Digest, tensor_digest
 from engine_ext.wire.part import Part, decode_part
-from reference_sender import MultiSender
+from engine_ext.wire.zstd_frames import FrameReader
 
-SCRIPT = Path(reference_sender.__file__)
 URL = "http://engine:8000"
 CHANGES = {("a.weight", 3, 2.0), ("c.scale", 0, 5.0), ("c.scale", 6, 7.0)}
 
@@ -140,7 +137,7 @@ def test_sends_the_difference(
 ) -> None:
     requests = serve(accept)
     arguments = ["--base", str(base), "--target", str(target), "--url", URL, "--base-version", "11"]
-    assert reference_sender.main(arguments) == 0
+    assert cli.main(arguments) == 0
     parts = [decoded(request.content) for request in requests]
     assert changes_of(parts) == CHANGES
     assert len(parts) == 2
@@ -161,16 +158,16 @@ def test_options_reach_the_engine(
     requests = serve(accept)
     arguments = ["--base", str(base), "--target", str(target), "--url", URL]
     arguments += ["--encoding", "indices", "--pause-mode", "abort", "--no-flush-cache"]
-    assert reference_sender.main([*arguments, "--api-key", "given"]) == 0
+    assert cli.main([*arguments, "--api-key", "given"]) == 0
     assert requests[0].headers["Authorization"] == "Bearer given"
     assert dict(requests[0].url.params) == {"pause_mode": "abort", "flush_cache": "false"}
     assert decoded(requests[0].content).manifest.encoding == "indices"
     monkeypatch.setenv("DELTA_API_KEY", "from-env")
-    assert reference_sender.main(arguments) == 0
+    assert cli.main(arguments) == 0
     assert requests[-1].headers["Authorization"] == "Bearer from-env"
     assert "X-Delta-Signature" not in requests[-1].headers
     monkeypatch.setenv("DELTA_HMAC_KEY", "key")
-    assert reference_sender.main(arguments) == 0
+    assert cli.main(arguments) == 0
     assert requests[-1].headers["X-Delta-Signature"] == signature(requests[-1].content)
 
 
@@ -183,7 +180,7 @@ def test_saved_parts_are_signed(
 ) -> None:
     monkeypatch.setenv("DELTA_HMAC_KEY", "key")
     arguments = ["--base", str(base), "--target", str(target), "--save", str(tmp_path / "log")]
-    assert reference_sender.main(arguments) == 0
+    assert cli.main(arguments) == 0
     parts = sorted((tmp_path / "log" / "weight_v000001").glob("*.safetensors"))
     assert parts
     for part in parts:
@@ -198,7 +195,7 @@ def test_auto_says_what_it_picked(
 ) -> None:
     requests = serve(accept)
     arguments = ["--base", str(base), "--target", str(target), "--url", URL]
-    assert reference_sender.main([*arguments, "--encoding", "auto"]) == 0
+    assert cli.main([*arguments, "--encoding", "auto"]) == 0
     parts = [decoded(request.content) for request in requests]
     sent = sorted(part.manifest.encoding for part in parts for _ in part.deltas)
     said = ", ".join(f"{sent.count(encoding)} {encoding}" for encoding in sorted(set(sent)))
@@ -212,7 +209,7 @@ def test_full_needs_no_base(
 ) -> None:
     requests = serve(accept)
     arguments = ["--target", str(target), "--url", URL, "--full", "--bucket-bytes", "70"]
-    assert reference_sender.main(arguments) == 0
+    assert cli.main(arguments) == 0
     deltas = [delta for r in requests for delta in decoded(r.content).deltas]
     assert {(d.name, d.nnz, d.indices is None) for d in deltas} == {
         ("a.weight", 32, True),
@@ -232,14 +229,14 @@ def test_save_writes_all_parts_at_once(
     (leftover / "rank0_flush007.safetensors").write_bytes(b"from an interrupted run")
     arguments = ["--base", str(base), "--target", str(target), "--base-version", "11"]
     arguments += ["--save", str(root)]
-    assert reference_sender.main(arguments) == 0
+    assert cli.main(arguments) == 0
     assert [path.name for path in root.iterdir()] == ["weight_v000012"]
     [done, *files] = sorted((root / "weight_v000012").iterdir())
     assert done.name == "DONE"
     assert [f.name for f in files] == ["rank0_flush000.safetensors", "rank0_flush001.safetensors"]
     assert changes_of([decoded(file.read_bytes()) for file in files]) == CHANGES
     assert "saved in" in capsys.readouterr().out
-    assert reference_sender.main(arguments) == 2
+    assert cli.main(arguments) == 2
     assert "exists" in capsys.readouterr().err
 
 
@@ -256,7 +253,7 @@ def test_the_state_and_the_log_go_on_with_the_next_run(
     kept = ["--url", URL, "--state", str(state), "--delta-log", str(log), "--lag-limit", "9"]
     for one, other in ((base, target), (target, base)):
         arguments = ["--base", str(one), "--target", str(other), *kept]
-        assert reference_sender.main(arguments) == 0
+        assert cli.main(arguments) == 0
     assert decoded(requests[-1].content).manifest.current_version == 2
     assert "version 1 -> 2: committed" in capsys.readouterr().out
     saved = sorted(log.glob("*/*.safetensors"))
@@ -273,7 +270,7 @@ def test_the_engine_refuses(
     error = {"type": "NotUpdatable", "message": "[a.weight] is odd", "engine_state": "unchanged"}
     serve(lambda request: httpx.Response(422, json={"error": error}))
     arguments = ["--base", str(base), "--target", str(target), "--url", URL]
-    assert reference_sender.main(arguments) == 1
+    assert cli.main(arguments) == 1
     out, err = capsys.readouterr()
     assert out == ""
     assert "failed: HTTP 422: NotUpdatable: [a.weight] is odd" in err
@@ -290,7 +287,7 @@ def test_interrupted(
 
     serve(interrupt)
     arguments = ["--base", str(base), "--target", str(target), "--url", URL]
-    assert reference_sender.main(arguments) == 130
+    assert cli.main(arguments) == 130
     assert "interrupted; GET /delta_status tells" in capsys.readouterr().err
 
 
@@ -305,7 +302,7 @@ def test_several_engines(
 ) -> None:
     requests = serve(accept, plan())
     arguments = ["--base", str(base), "--target", str(target), "--url", URL, "--url", OTHER]
-    assert reference_sender.main(arguments) == 0
+    assert cli.main(arguments) == 0
     bodies: dict[str, list[bytes]] = {}
     for request in requests:
         bodies.setdefault(request.url.host, []).append(request.content)
@@ -330,12 +327,12 @@ def test_one_of_several_engines_refuses(
 
     serve(answer)
     arguments = ["--base", str(base), "--target", str(target), "--url", URL, "--url", OTHER]
-    assert reference_sender.main(arguments) == 1
+    assert cli.main(arguments) == 1
     out, err = capsys.readouterr()
     assert out.startswith(f"{OTHER}: version 0 -> 1: committed")
     assert out.count("\n") == 1
     assert f"{URL}: failed: HTTP 507: SpoolFull: no room" in err
-    assert reference_sender.main([*arguments, "--url", URL]) == 2
+    assert cli.main([*arguments, "--url", URL]) == 2
     assert "each once" in capsys.readouterr().err
 
 
@@ -356,16 +353,16 @@ def test_one_of_several_engines_lags(
             assert go.wait(20)
         return accept(request)
 
-    def close(sender: sender_cli.CheckpointSender) -> None:
+    def close(sender: cli.CheckpointSender) -> None:
         if in_time:
             go.set()
         MultiSender.close(sender)
 
-    monkeypatch.setattr(sender_cli.CheckpointSender, "close", close, raising=False)
+    monkeypatch.setattr(cli.CheckpointSender, "close", close, raising=False)
     serve(answer)
     limit = "1" if in_time else "0.02"
     arguments = ["--base", str(base), "--target", str(target), "--url", URL, "--url", OTHER]
-    status = reference_sender.main([*arguments, "--lag-limit", limit])
+    status = cli.main([*arguments, "--lag-limit", limit])
     go.set()
     out, err = capsys.readouterr()
     assert out.startswith(f"{URL}: version 0 -> 1: committed")
@@ -391,14 +388,14 @@ def test_digests_and_ignored_tensors(
     requests = serve(accept, plan(ignored="c.scale"))
     arguments = ["--base", str(base), "--target", str(target), "--url", URL]
     arguments += ["--full"] if full else []
-    assert reference_sender.main(arguments) == 0
+    assert cli.main(arguments) == 0
     (manifest,) = [decoded(request.content).manifest for request in requests]
     assert {entry.name for entry in manifest.params} == (
         {"a.weight", "b.weight"} if full else {"a.weight"}
     )
     assert (manifest.digest_before, manifest.digest_after) == (None if full else before, after)
     assert f"{40 if full else 1} of 40 elements" in capsys.readouterr().out
-    assert reference_sender.main([*arguments, "--no-digest"]) == 0
+    assert cli.main([*arguments, "--no-digest"]) == 0
     assert decoded(requests[-1].content).manifest.digest_after is None
 
 
@@ -413,7 +410,7 @@ def test_the_engine_commits_other_bytes(
 
     serve(spoil, plan())
     arguments = ["--base", str(base), "--target", str(target), "--url", URL]
-    assert reference_sender.main(arguments) == 1
+    assert cli.main(arguments) == 1
     assert "failed: version 1 is committed, but" in capsys.readouterr().err
 
 
@@ -422,7 +419,7 @@ def test_save_asks_an_engine_that_is_named(
 ) -> None:
     requests = serve(accept, plan(ignored="c.scale"))
     arguments = ["--base", str(base), "--target", str(target), "--url", URL]
-    assert reference_sender.main([*arguments, "--save", str(tmp_path / "updates")]) == 0
+    assert cli.main([*arguments, "--save", str(tmp_path / "updates")]) == 0
     (file,) = (tmp_path / "updates" / "weight_v000001").glob("*.safetensors")
     part = decoded(file.read_bytes())
     assert [delta.name for delta in part.deltas] == ["a.weight"]
@@ -436,13 +433,13 @@ def test_unlike_or_unreadable_checkpoints(
     other = tmp_path / "other"
     other.mkdir()
     arguments = ["--base", str(base), "--target", str(other), "--dry-run"]
-    assert reference_sender.main(arguments) == 2
+    assert cli.main(arguments) == 2
     assert "no tensors" in capsys.readouterr().err
     save_file({**tensors(), "b.weight": torch.ones(9)}, other / "model.safetensors")
-    assert reference_sender.main(arguments) == 2
+    assert cli.main(arguments) == 2
     assert "b.weight: float32 (9,)" in capsys.readouterr().err
     (other / "model.safetensors").write_bytes(b"\0" * 100)
-    assert reference_sender.main(arguments) == 2
+    assert cli.main(arguments) == 2
     assert "SafetensorError" in capsys.readouterr().err
 
 
@@ -458,26 +455,24 @@ def test_unlike_or_unreadable_checkpoints(
 )
 def test_usage(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        reference_sender.main(arguments)
+        cli.main(arguments)
     assert caught.value.code == 2
     assert said in capsys.readouterr().err
 
 
 def test_runs_as_a_program_and_imports_nothing_unasked(base: Path, target: Path) -> None:
     code = (
-        "import os, runpy, sys\n"
-        "sys.argv = sys.argv[1:]\n"
-        "sys.path[0] = os.path.dirname(sys.argv[0])\n"  # as Python does for a program
-        "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "import runpy, sys\n"
+        "try: runpy.run_module('delta_sender', run_name='__main__', alter_sys=True)\n"
         "finally:\n"
-        "    import engine_ext.scatter\n"  # which uses Triton on an accelerator, as the sender does
+        "    import engine_ext.apply.scatter\n"  # uses Triton on an accelerator, as the sender does
         "    unasked = {'vllm', 'sglang', 'fastapi', 'transformers', 'triton'}\n"
         "    assert not unasked & set(sys.modules)\n"
     )
     arguments = ["--base", str(base), "--target", str(target), "--dry-run"]
     done = subprocess.run(
-        [sys.executable, "-c", code, str(SCRIPT), *arguments],
-        env={**os.environ, "PYTHONPATH": str(SCRIPT.parent.parent)},
+        [sys.executable, "-c", code, *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
         timeout=120,

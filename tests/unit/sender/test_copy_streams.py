@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from engine_ext.device.streams import Copies
+from delta_sender.copy_streams import Copies
 
 
 class Event:

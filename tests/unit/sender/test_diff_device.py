@@ -14,13 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import sender_device
-import sender_snapshot
-from engine_ext import kernels
-from reference_sender import DeltaSender
-from sender_device import KEPT_ON, DeviceSide
-from sender_snapshot import Change, Snapshot
-from tests.core.harness import changed, random_tensor
+from delta_sender import DeltaSender, diff_device
+from delta_sender import snapshot as sender_snapshot
+from delta_sender.diff_device import KEPT_ON, DeviceSide
+from delta_sender.snapshot import Change, Snapshot
+from engine_ext.kernels import gather_scatter
+from tests.support.receiver_harness import changed, random_tensor
 
 Tensors = dict[str, torch.Tensor]
 DTYPES = [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.bool]
@@ -32,8 +31,8 @@ FREE = 1 << 20
 def _elsewhere() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sender_snapshot, "is_elsewhere", lambda tensor: True)
-        patch.setattr(sender_device, "free_bytes", lambda device: FREE)
-        patch.setattr(sender_device, "_CHUNK_BYTES", 64)
+        patch.setattr(diff_device, "free_bytes", lambda device: FREE)
+        patch.setattr(diff_device, "_CHUNK_BYTES", 64)
         yield
 
 
@@ -148,7 +147,7 @@ def test_the_snapshot_moves_into_pinned_memory(monkeypatch: pytest.MonkeyPatch) 
             moved.append(held.copy())
         return moved[-1]
 
-    monkeypatch.setattr(sender_device, "pinned", pinned)
+    monkeypatch.setattr(diff_device, "pinned", pinned)
     held = {"w": torch.zeros(40, dtype=torch.bfloat16)}
     snapshot = Snapshot(held.items(), "deltas", "host")
     for number in range(1, 4):
@@ -187,7 +186,7 @@ def test_a_copy_that_could_not_follow_is_made_anew(
     snapshot = Snapshot(held.items(), "deltas", "device")
     new = step(held, 1, 0.2)
     changes = {kept: change for kept, change in snapshot.read(new.items()) if change is not None}
-    where: Any = snapshot if broken == "_make" else sender_device
+    where: Any = snapshot if broken == "_make" else diff_device
     whole: Callable[..., None] = getattr(where, broken)
     calls: list[int] = []
 
@@ -204,7 +203,7 @@ def test_a_copy_that_could_not_follow_is_made_anew(
     images = {name: snapshot.image(name).values for name in held}
     for target in (held, new):
         for kept, change in snapshot.read(target.items()):
-            bits = kernels.host_bits(kernels.bits_of(target[kept]))
+            bits = gather_scatter.host_bits(gather_scatter.bits_of(target[kept]))
             places = np.flatnonzero(images[kept] != bits)
             assert (change is None) == (not places.size)
             assert np.array_equal(snapshot.image(kept, change).values, bits)

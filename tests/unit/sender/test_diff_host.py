@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_ext import compare
-from engine_ext.compare import begin_compare
-from engine_ext.compare import compare as compared
-from engine_ext.digest import change_digest
-from engine_ext.wire.gaps import encode_gaps
-
-from .harness import PROPERTY
+from delta_sender import diff_host
+from delta_sender.diff_host import begin_compare
+from delta_sender.diff_host import compare as compared
+from engine_ext.wire.digest import change_digest
+from engine_ext.wire.gap_streams import encode_gaps
+from tests.support.receiver_harness import PROPERTY
 
 
 @PROPERTY
@@ -54,10 +53,10 @@ def test_every_changed_bit_is_found(
 @pytest.mark.parametrize("compiled", [True, False])
 def test_chunks_and_threads(threads: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not compiled:
-        monkeypatch.setattr(compare, "_loop", lambda width: None)
-    old = np.zeros(3 * compare._CHUNK + 17, np.uint16)
+        monkeypatch.setattr(diff_host, "_loop", lambda width: None)
+    old = np.zeros(3 * diff_host._CHUNK + 17, np.uint16)
     new = old.copy()
-    edges = [0, 31, 32, compare._CHUNK - 1, compare._CHUNK, 3 * compare._CHUNK, old.size - 1]
+    edges = [0, 31, 32, diff_host._CHUNK - 1, diff_host._CHUNK, 3 * diff_host._CHUNK, old.size - 1]
     new[edges] = 0x8000
     found = compared(old, new, "w", threads)
     assert found.indices.tolist() == edges

@@ -6,9 +6,8 @@ import httpx
 import pytest
 import torch
 
-import sender_link
-from reference_sender import DeltaSender, MultiSender, SomeFailed, SyncFailed
-from tests.scripts.fakes import Engine, Model, error, loses, model_of, sends, train
+from delta_sender import DeltaSender, MultiSender, SomeFailed, SyncFailed, session
+from tests.support.fake_engine import Engine, Model, error, loses, model_of, sends, train
 
 ONE = "layers.2.weight"
 A, B, C = "http://a:1", "http://b:2", "http://c:3"
@@ -224,13 +223,13 @@ def test_each_engine_falls_back_for_itself(
 ) -> None:
     """Who takes differences gets them; a part is encoded once for all who are sent it."""
     encoded: list[str] = []
-    original = sender_link.encode_part
+    original = session.encode_part
 
     def counted(*arguments: object, **options: object) -> bytes:
         encoded.append(str(options["encoding"]))
         return original(*arguments, **options)
 
-    monkeypatch.setattr(sender_link, "encode_part", counted)
+    monkeypatch.setattr(session, "encode_part", counted)
     model = model_of(tensors=3)
     a, b, c = Engine.of(model), Engine.of(model, cast={ONE}), Engine.of(model)
     sender = multi_of([a, b, c], model, bucket_bytes=bucket_bytes)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine_ext.digest import Digest
-from reference_sender import SyncFailed
-from tests.scripts.fakes import (
+from delta_sender import SyncFailed
+from engine_ext.wire.digest import Digest
+from tests.support.fake_engine import (
     Engine,
     Handler,
     bits,

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-import bench_data
-import sender_link
+from delta_sender import DeltaSender, MultiSender, session
+from delta_sender.encoding_policy import Facts, Manner, Pick, _sizes, escaped_share
 from engine_ext.wire import encode_part
-from reference_sender import DeltaSender, MultiSender
-from sender_choice import Facts, Manner, Pick, _sizes, escaped_share
-from tests.scripts.fakes import Engine, Handler, Model, model_of, train
+from scripts.bench import synthetic_weights
+from tests.support.fake_engine import Engine, Handler, Model, model_of, train
 
 BF16 = Facts(numel=1_000_000, nnz=20_000, width=2, floating=True, escaped=0.01)
 SLOW, FAST = 20e6, 20e9
@@ -59,11 +58,11 @@ def test_a_param_goes_dense_sooner_on_a_faster_link() -> None:
 @pytest.mark.parametrize("encoding", ["deltas", "gap8_exp", "gap8_ulp"])
 def test_the_reckoned_bytes_are_those_of_the_parts(density: float, encoding: str) -> None:
     rng = np.random.default_rng(0)
-    old = bench_data.make_weights(2_000_000, rng)
-    new = bench_data.change(old, density, rng)
-    deltas = bench_data.deltas_of(old, new, 1)
+    old = synthetic_weights.make_weights(2_000_000, rng)
+    new = synthetic_weights.change(old, density, rng)
+    deltas = synthetic_weights.deltas_of(old, new, 1)
     if encoding == "gap8_ulp":
-        deltas = bench_data.as_differences(deltas, old)
+        deltas = synthetic_weights.as_differences(deltas, old)
     part = encode_part(deltas, encoding=encoding, current_version=1, digest_part="0" * 32)
     moved = old != new
     facts = Facts(old.size, int(moved.sum()), 2, True, escaped_share(old[moved], new[moved]))
@@ -88,10 +87,10 @@ def test_the_share_of_large_differences(width: int) -> None:
 @pytest.mark.parametrize("density", [0.7, 0.8, 0.9, 0.97, 1.0])
 def test_of_many_changes_the_shorter_form_goes(density: float, encoding: str) -> None:
     rng = np.random.default_rng(0)
-    old = bench_data.make_weights(1_000_000, rng)
-    new = bench_data.change(old, density, rng)
-    values = bench_data.deltas_of(old, new, 1)
-    sparse = bench_data.as_differences(values, old) if encoding == "gap8_ulp" else values
+    old = synthetic_weights.make_weights(1_000_000, rng)
+    new = synthetic_weights.change(old, density, rng)
+    values = synthetic_weights.deltas_of(old, new, 1)
+    sparse = synthetic_weights.as_differences(values, old) if encoding == "gap8_ulp" else values
     dense = [replace(values[0], indices=None, values=new)]
     sizes = [
         len(encode_part(sparse, encoding=encoding, current_version=1, digest_part="0" * 32)),
@@ -123,7 +122,7 @@ def test_a_large_tensor_that_is_kept_dense_goes_dense(monkeypatch: pytest.Monkey
     engine = Engine.of(model)
     sender = sender_of(engine, model)
     for limit, sent in ((8000, "gap8_ulp"), (7999, "gap8_exp, dense")):
-        monkeypatch.setattr(sender_link, "_LARGE", limit)
+        monkeypatch.setattr(session, "_LARGE", limit)
         set_speed(sender, SLOW)
         train(model, limit, density=0.9)
         assert sender.sync(model.items()).picked == {sent: 6}

@@ -8,9 +8,9 @@ import httpx
 import pytest
 import torch
 
+from delta_sender import SyncFailed
 from engine_ext.wire.part import ParamDelta
-from reference_sender import SyncFailed
-from tests.scripts.fakes import (
+from tests.support.fake_engine import (
     Engine,
     Handler,
     breaks,

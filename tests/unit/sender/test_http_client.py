@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from sender_http import _PIECE, Options, Server
+from delta_sender.http_client import _PIECE, Options, Server
 
 
 @pytest.mark.parametrize("size", [0, 1, _PIECE - 1, _PIECE, _PIECE + 1, 3 * _PIECE + 5])

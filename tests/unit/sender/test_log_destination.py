@@ -11,11 +11,11 @@ import httpx
 import pytest
 import torch
 
-import reference_sender
-from engine_ext.delta_log import DONE, REFUSED, list_log, route
-from engine_ext.delta_log_writer import Draft, manifest_of
-from reference_sender import DeltaSender, MultiSender, SomeFailed, SyncFailed
-from tests.scripts.fakes import (
+import delta_sender
+from delta_sender import DeltaSender, MultiSender, SomeFailed, SyncFailed
+from engine_ext.delta_log.catalog import DONE, REFUSED, list_log, route
+from engine_ext.delta_log.writer import Draft, manifest_of
+from tests.support.fake_engine import (
     Engine,
     Handler,
     Model,
@@ -26,7 +26,7 @@ from tests.scripts.fakes import (
     sends,
     train,
 )
-from tests.scripts.test_multi_sender import A, B, client_of, sender_of, two
+from tests.unit.sender.test_multi_sender import A, B, client_of, sender_of, two
 
 Fault = Callable[[Handler, httpx.Request], httpx.Response]
 
@@ -277,6 +277,6 @@ def test_one_sender_at_a_time(tmp_path: Path) -> None:
 def test_the_program_takes_one_or_the_other(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--base", "b", "--target", "t", "--url", A]
     with pytest.raises(SystemExit) as exit:
-        reference_sender.main([*arguments, "--save", "s", "--delta-log", "l"])
+        delta_sender.main([*arguments, "--save", "s", "--delta-log", "l"])
     assert exit.value.code == 2
     assert "does not go with" in capsys.readouterr().err

@@ -11,17 +11,25 @@ from pathlib import Path
 import httpx
 import pytest
 
-import sender_engines
-from engine_ext.delta_log import list_log
-from engine_ext.delta_log_writer import Draft
-from reference_sender import DeltaSender, MultiSender, SomeFailed, SyncFailed
-from sender_run import Run
-from sender_snapshot import Changes
-from sender_state import StateFile
-from tests.scripts.fakes import Engine, Handler, breaks, error, loses, model_of, sends, train
-from tests.scripts.test_multi_sender import A, B, refuse, sender_of, two
-from tests.scripts.test_sender_lag import SOON, Slow, ended, lagging
-from tests.scripts.test_sender_log import chain, copied, replayed
+from delta_sender import DeltaSender, MultiSender, SomeFailed, SyncFailed, multi_sender
+from delta_sender.session_thread import Run
+from delta_sender.snapshot import Changes
+from delta_sender.state_file import StateFile
+from engine_ext.delta_log.catalog import list_log
+from engine_ext.delta_log.writer import Draft
+from tests.support.fake_engine import (
+    Engine,
+    Handler,
+    breaks,
+    error,
+    loses,
+    model_of,
+    sends,
+    train,
+)
+from tests.unit.sender.test_log_destination import chain, copied, replayed
+from tests.unit.sender.test_multi_sender import A, B, refuse, sender_of, two
+from tests.unit.sender.test_slow_engines import SOON, Slow, ended, lagging
 
 
 def interrupt_at_the_end(sender: MultiSender, patch: pytest.MonkeyPatch) -> None:
@@ -246,7 +254,7 @@ def test_a_log_that_moves_on_alone_is_interrupted(
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(sender_engines, "without_old", interrupted)
+            patch.setattr(multi_sender, "without_old", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 sender.sync(model.items())
         model["layers.1.weight"].copy_(base["layers.1.weight"])

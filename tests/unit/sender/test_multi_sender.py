@@ -12,10 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import sender_link
-from reference_sender import MultiSender, SomeFailed
-from sender_snapshot import Changes
-from tests.scripts.fakes import (
+from delta_sender import MultiSender, SomeFailed, session
+from delta_sender.snapshot import Changes
+from tests.support.fake_engine import (
     Engine,
     Handler,
     Model,
@@ -53,9 +52,9 @@ def test_both_follow_and_get_the_same_bytes(
 ) -> None:
     """A part is encoded once, whichever engine asks first, if the other is not far behind."""
     encoded = []
-    original = sender_link.encode_part
+    original = session.encode_part
     monkeypatch.setattr(
-        sender_link, "encode_part", lambda *a, **k: encoded.append(1) or original(*a, **k)
+        session, "encode_part", lambda *a, **k: encoded.append(1) or original(*a, **k)
     )
     model = model_of(torch.bfloat16, torch.float32)
     a, b = two(model)

@@ -7,8 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from reference_sender import SyncFailed
-from tests.scripts.fakes import Engine, bits, digest_of, error, model_of, sender_of, train
+from delta_sender import SyncFailed
+from tests.support.fake_engine import (
+    Engine,
+    bits,
+    digest_of,
+    error,
+    model_of,
+    sender_of,
+    train,
+)
 
 
 def test_the_plan_is_asked_for_once_and_with_the_token() -> None:

@@ -8,11 +8,11 @@ import hmac
 import pytest
 import torch
 
+from delta_sender import DeltaSender
 from engine_ext.dtypes import torch_bits_dtype
-from engine_ext.wire.frame import ZSTD_MAGIC
 from engine_ext.wire.positions import ENCODINGS
-from reference_sender import DeltaSender
-from tests.scripts.fakes import Engine, breaks, digest_of, model_of, sender_of, train
+from engine_ext.wire.zstd_frames import ZSTD_MAGIC
+from tests.support.fake_engine import Engine, breaks, digest_of, model_of, sender_of, train
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)

@@ -14,12 +14,12 @@ import httpx
 import pytest
 import torch
 
-from reference_sender import DeltaSender, MultiSender, SomeFailed
-from sender_http import Options, Server
-from sender_state import StateFile
-from tests.scripts.fakes import Engine, Handler, Model, error, model_of, train
-from tests.scripts.test_multi_sender import A, B, refuse, sender_of, two
-from tests.scripts.test_sender_log import chain, copied, replayed
+from delta_sender import DeltaSender, MultiSender, SomeFailed
+from delta_sender.http_client import Options, Server
+from delta_sender.state_file import StateFile
+from tests.support.fake_engine import Engine, Handler, Model, error, model_of, train
+from tests.unit.sender.test_log_destination import chain, copied, replayed
+from tests.unit.sender.test_multi_sender import A, B, refuse, sender_of, two
 
 SOON = 0.05
 

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-import sender_spill
+from delta_sender import DeltaSender
+from delta_sender import spill as sender_spill
+from delta_sender.encoding_policy import AUTO
+from delta_sender.snapshot import Change, Snapshot
+from delta_sender.spill import Spill
 from engine_ext.wire.manifest import ENCODINGS
-from reference_sender import DeltaSender
-from sender_choice import AUTO
-from sender_snapshot import Change, Snapshot
-from sender_spill import Spill
-from tests.scripts.fakes import Engine, model_of, train
+from tests.support.fake_engine import Engine, model_of, train
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 Changes = list[tuple[str, Change]]
@@ -149,8 +149,8 @@ def test_without_room_for_the_file_nothing_is_sent(
 _MEMORY = """
 import ctypes, threading, time
 import torch
-import sender_snapshot
-from bench_sender import SimulatedSender
+from delta_sender import snapshot as sender_snapshot
+from scripts.bench.sender import SimulatedSender
 
 def anonymous():
     with open("/proc/self/status") as status:
@@ -193,7 +193,7 @@ for encoding, density in (("gap8_exp", 0.5), ("gap8_ulp", 1.0)):
 @pytest.mark.full
 def test_memory_is_one_snapshot_and_bounded_buffers() -> None:
     """Of a model of 256 MiB. Its changes take up to 2.25 times that; a quarter of it may stay."""
-    paths = os.pathsep.join(str(ROOT / name) for name in (".", "server", "scripts"))
+    paths = os.pathsep.join(str(ROOT / name) for name in (".", "server", "trainer"))
     run = subprocess.run(
         [sys.executable, "-c", _MEMORY],
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},

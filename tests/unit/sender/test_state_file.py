@@ -12,11 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
-from reference_sender import DeltaSender, MultiSender, SomeFailed
-from sender_state import Known, State, StateFile
-from tests.scripts.fakes import Engine, Handler, Model, error, model_of, sends, train
-from tests.scripts.test_multi_sender import A, B, client_of, two
-from tests.scripts.test_sender_log import chain, copied, replayed
+from delta_sender import DeltaSender, MultiSender, SomeFailed
+from delta_sender.state_file import Known, State, StateFile
+from tests.support.fake_engine import Engine, Handler, Model, error, model_of, sends, train
+from tests.unit.sender.test_log_destination import chain, copied, replayed
+from tests.unit.sender.test_multi_sender import A, B, client_of, two
 
 
 @pytest.fixture

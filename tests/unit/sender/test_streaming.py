@@ -10,13 +10,28 @@ import numpy as np
 import pytest
 import torch
 
-import sender_link
-import sender_run
-import sender_snapshot
-from engine_ext import compare, digest, kernels
-from engine_ext.wire import differences, gaps, planes
-from reference_sender import DeltaSender, MultiSender, SomeFailed, SyncFailed
-from tests.scripts.fakes import Engine, Handler, Model, bits, error, model_of, sends, train
+from delta_sender import (
+    DeltaSender,
+    MultiSender,
+    SomeFailed,
+    SyncFailed,
+    diff_host,
+    session,
+    session_thread,
+)
+from delta_sender import snapshot as sender_snapshot
+from engine_ext.kernels import gather_scatter
+from engine_ext.wire import digest, exponent_planes, gap_streams, ulp_differences
+from tests.support.fake_engine import (
+    Engine,
+    Handler,
+    Model,
+    bits,
+    error,
+    model_of,
+    sends,
+    train,
+)
 
 A, B = "http://a:1", "http://b:2"
 
@@ -64,7 +79,7 @@ def test_a_part_is_encoded_while_the_one_before_is_posted(
     engine = Engine.of(model)
     sender = sender_of(engine, model)
     encoded = [threading.Event() for _ in range(4)]
-    encode, numbers = sender_link._encode, iter(range(4))
+    encode, numbers = session._encode, iter(range(4))
 
     def tells(*pieces: object, **metadata: object) -> bytes:
         body = encode(*pieces, **metadata)
@@ -78,7 +93,7 @@ def test_a_part_is_encoded_while_the_one_before_is_posted(
 
         return wait
 
-    monkeypatch.setattr(sender_link, "_encode", tells)
+    monkeypatch.setattr(session, "_encode", tells)
     engine.faults = {number: lingers(number) for number in range(3)}
     train(model)
     report = sender.sync(model.items())
@@ -201,7 +216,7 @@ def test_threads_that_do_not_all_start(
 
     train(model)
     with monkeypatch.context() as patched:
-        patched.setattr(sender_run, "Thread", OneOnly)
+        patched.setattr(session_thread, "Thread", OneOnly)
         with pytest.raises(kind):
             sender.sync(iter(model.items()))
     started[0].join(10)
@@ -229,11 +244,11 @@ def test_one_engine_that_fails_early_does_not_stop_the_other() -> None:
 
 @pytest.mark.parametrize("encoding", ["deltas_zstd", "gap8_exp", "gap8_ulp"])
 def test_without_numba(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "_loop", lambda width: None)
-    monkeypatch.setattr(kernels, "_loops", lambda width, index: None)
+    monkeypatch.setattr(diff_host, "_loop", lambda width: None)
+    monkeypatch.setattr(gather_scatter, "_loops", lambda width, index: None)
     monkeypatch.setattr(digest, "_kernel", lambda *kind: digest._numpy_sums)
-    monkeypatch.setattr(gaps, "_match", lambda width: None)
-    for module in (gaps, differences, planes):
+    monkeypatch.setattr(gap_streams, "_match", lambda width: None)
+    for module in (gap_streams, ulp_differences, exponent_planes):
         monkeypatch.setattr(module, "_loops", lambda *width: None)
     model = model_of(torch.bfloat16, torch.float32, torch.float8_e4m3fn)
     engine = Engine.of(model)

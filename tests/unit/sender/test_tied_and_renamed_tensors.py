@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from reference_sender import DeltaSender
-from tests.scripts.fakes import Engine, Model, model_of, sender_of, train
+from delta_sender import DeltaSender
+from tests.support.fake_engine import Engine, Model, model_of, sender_of, train
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,23 @@ import numpy as np
 import pytest
 import torch
 
-from engine_ext.delta_log import list_log
-from engine_ext.delta_log_writer import manifest_of
-from reference_sender import DeltaSender, SyncFailed
-from sender_state import StateFile
-from tests.scripts.fakes import Engine, Handler, Model, bits, breaks, error, loses, model_of, train
-from tests.scripts.test_sender_differences import ONE, multi_of, sender_of
-from tests.scripts.test_sender_log import Fault, chain, copied, replayed
+from delta_sender import DeltaSender, SyncFailed
+from delta_sender.state_file import StateFile
+from engine_ext.delta_log.catalog import list_log
+from engine_ext.delta_log.writer import manifest_of
+from tests.support.fake_engine import (
+    Engine,
+    Handler,
+    Model,
+    bits,
+    breaks,
+    error,
+    loses,
+    model_of,
+    train,
+)
+from tests.unit.sender.test_differences import ONE, multi_of, sender_of
+from tests.unit.sender.test_log_destination import Fault, chain, copied, replayed
 
 BUCKETS = pytest.mark.parametrize("bucket_bytes", [200, 1 << 20])
 

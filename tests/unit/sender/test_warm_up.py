@@ -9,18 +9,18 @@ import httpx
 import pytest
 import torch
 
-from engine_ext import compare, digest, kernels
-from engine_ext.wire import differences, gaps, planes
-from reference_sender import DeltaSender
-from sender_choice import CHOICES
+from delta_sender import DeltaSender, diff_host
+from delta_sender.encoding_policy import CHOICES
+from engine_ext.kernels import gather_scatter
+from engine_ext.wire import digest, exponent_planes, gap_streams, ulp_differences
 
 LOOPS = {
-    compare: [compare._loop],
+    diff_host: [diff_host._loop],
     digest: [digest._kernel],
-    kernels: [kernels._loops],
-    gaps: [gaps._loops, gaps._match],
-    planes: [planes._loops],
-    differences: [differences._loops],
+    gather_scatter: [gather_scatter._loops],
+    gap_streams: [gap_streams._loops, gap_streams._match],
+    exponent_planes: [exponent_planes._loops],
+    ulp_differences: [ulp_differences._loops],
 }
 
 

@@ -14,12 +14,19 @@ import pytest
 from fastapi import FastAPI
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from delta_server.access import check_loopback, check_token
-from delta_server.app import attach
+from delta_server.auth import check_loopback, check_token
+from delta_server.routes import attach
 from engine_ext.errors import LoopbackOnly, Unauthorized
 from engine_ext.settings import API_KEY_ENVIRONMENT
-
-from .rig import COMPLETIONS, DELTA, FROM_DISK, STATUS, Rig, assert_error, delta_part
+from tests.support.in_process_engine import (
+    COMPLETIONS,
+    DELTA,
+    FROM_DISK,
+    STATUS,
+    Rig,
+    assert_error,
+    delta_part,
+)
 
 DISK = json.dumps({"model_path": "/", "load_format": "delta"}).encode()
 REMOTE = ("192.0.2.7", 4711)
@@ -69,7 +76,7 @@ def test_the_table_has_every_route() -> None:
 
 
 def test_the_documentation_has_every_route() -> None:
-    text = (Path(__file__).parents[2] / "SECURITY.md").read_text()
+    text = (Path(__file__).parents[3] / "SECURITY.md").read_text()
     documented = set(re.findall(r"^\| `(GET|POST) ([^`]*)`.*\| token \|", text, re.MULTILINE))
     assert documented == {(method, path.partition("?")[0]) for method, path, *_ in ROUTES.values()}
 

@@ -9,12 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
-from delta_server import commits as commits_module
-from delta_server.commits import Commits, heeded
+from delta_server import commit as commits_module
+from delta_server.commit import Commits, heeded
 from delta_server.service import DeltaService
 from engine_ext.errors import Conflict
-
-from .rig import (
+from tests.support.in_process_engine import (
     COMPLETIONS,
     DELTA,
     OTHER_STEP,

@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from delta_server import files
-from delta_server.files import open_file, resolve_files
-from delta_server.requests import DiskRequest
+from delta_server import disk_files as files
+from delta_server.disk_files import open_file, resolve_files
+from delta_server.request_options import DiskRequest
 from engine_ext.errors import DeltaError, MalformedPart, PathForbidden, TooLarge
 from engine_ext.wire import Limits
-
-from .rig import DELTA, FROM_DISK, Rig, assert_error, delta_part
+from tests.support.in_process_engine import DELTA, FROM_DISK, Rig, assert_error, delta_part
 
 # Which files ---------------------------------------------------------------------------------
 

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from delta_server.service import DeltaService
-from engine_ext.delta_log import DONE, folder_name
-from engine_ext.delta_log_writer import LogWriter
+from engine_ext.delta_log.catalog import DONE, folder_name
+from engine_ext.delta_log.writer import LogWriter
 from engine_ext.wire.signature import SIGNATURE_SUFFIX, sign
-
-from .rig import (
+from tests.support.in_process_engine import (
     OTHER_STEP,
     STEP,
     VERSION,

@@ -7,11 +7,11 @@ import signal
 import subprocess
 import sys
 
-from delta_server.processes import is_alive, new_name
+from delta_server.process_identity import is_alive, new_name
 
 NAMED = """
 import sys
-from delta_server.processes import new_name
+from delta_server.process_identity import new_name
 print(new_name(), flush=True)
 sys.stdin.read()
 """

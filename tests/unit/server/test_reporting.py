@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from delta_server import ledger
+from delta_server import reporting
 from engine_ext.errors import BaseMismatch
 from engine_ext.settings import API_KEY_ENVIRONMENT
-
-from .rig import (
+from tests.support.in_process_engine import (
     DELTA,
     OTHER_STEP,
     STATUS,
@@ -56,7 +55,7 @@ def history(rig: Rig) -> list[dict[str, Any]]:
 def lines(rig: Rig, caplog: pytest.LogCaptureFixture) -> list[str]:
     """What the log says of updates, without the timings."""
     rig.run(rig.service.ledger.settled())
-    told = [r.getMessage() for r in caplog.records if r.name == ledger.__name__]
+    told = [r.getMessage() for r in caplog.records if r.name == reporting.__name__]
     return [" ".join(w for w in text.split(" ") if "_ms=" not in w) for text in told]
 
 
@@ -201,7 +200,7 @@ def test_a_long_request_says_how_far_it_is(
     rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(ledger, "_PROGRESS_EVERY_S", 0.01)
+    monkeypatch.setattr(reporting, "_PROGRESS_EVERY_S", 0.01)
     body = delta_part(sync_id="a")
 
     async def slowly() -> Any:
@@ -220,7 +219,7 @@ def test_a_sync_of_many_parts_says_that_it_goes_on(
 ) -> None:
     caplog.set_level(logging.INFO)
     clock = iter((0.0, 1.0, 6.0, 7.0, 12.0))
-    monkeypatch.setattr(ledger, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(reporting, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     for part in range(5):
         rig.send(delta_part({"norm.weight": {part: 5}}, sync_id="a", part=part))
         rig.run(rig.service.ledger.settled())

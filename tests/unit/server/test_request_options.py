@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from delta_server.requests import (
+from delta_server.request_options import (
     DiskRequest,
     Options,
     parse_disk_request,
@@ -16,8 +16,13 @@ from delta_server.requests import (
 )
 from engine_ext.errors import MalformedPart
 from engine_ext.wire import Manifest, decode_part
-
-from .rig import bare, delta_part, forged, fresh_weights, full_part
+from tests.support.in_process_engine import (
+    bare,
+    delta_part,
+    forged,
+    fresh_weights,
+    full_part,
+)
 
 BIGGEST = 2**63 - 1
 NO_VERSIONS = [

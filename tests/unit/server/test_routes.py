@@ -18,12 +18,10 @@ import zstandard
 from starlette.responses import PlainTextResponse
 
 from delta_server import spool as spool_module
-from delta_server.app import UncertainGuard
+from delta_server.routes import UncertainGuard
 from engine_ext.errors import BaseMismatch, DeltaError, MalformedPart, NotUpdatable
 from engine_ext.wire import xxh3_checksum
-from tests.wire.test_packed import BROKEN, BROKEN_ULP, packed, ulp
-
-from .rig import (
+from tests.support.in_process_engine import (
     COMPLETIONS,
     DELTA,
     FROM_DISK,
@@ -47,6 +45,7 @@ from .rig import (
     sparse,
     zstd_declaring,
 )
+from tests.unit.wire.test_packed import BROKEN, BROKEN_ULP, packed, ulp
 
 OCTETS = {"Content-Type": "application/octet-stream"}
 NEXT = after(fresh_weights(), STEP)

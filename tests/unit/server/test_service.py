@@ -11,12 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from delta_server.commits import total_digest
+from delta_server.commit import total_digest
 from delta_server.service import DeltaService
 from engine_ext.errors import Conflict, DeltaError
-from engine_ext.syncs import SyncState
-
-from .rig import (
+from engine_ext.receiver.sync_state import SyncState
+from tests.support.in_process_engine import (
     COMPLETIONS,
     DELTA,
     FROM_DISK,

@@ -17,8 +17,7 @@ from delta_server import spool as spool_module
 from delta_server.spool import Spool
 from engine_ext.wire import Limits
 from engine_ext.wire.signature import HMAC_KEY_ENVIRONMENT
-
-from .rig import (
+from tests.support.in_process_engine import (
     DELTA,
     FROM_DISK,
     MAX_BODY_BYTES,

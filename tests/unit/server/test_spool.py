@@ -20,11 +20,10 @@ import zstandard
 
 from delta_server import spool as spool_module
 from delta_server.spool import Spool, Spooled
-from delta_server.uploads import Pace
+from delta_server.upload_limits import Pace
 from engine_ext.errors import DeltaError, MalformedPart, SpoolFull, TooLarge, UploadTooSlow
 from engine_ext.wire import Limits, decode_part
-
-from .rig import STEP, delta_part, pieces, zstd_declaring
+from tests.support.in_process_engine import STEP, delta_part, pieces, zstd_declaring
 
 LIMITS = Limits(max_part_bytes=4096)
 PLAIN = delta_part(STEP, encoding="deltas")

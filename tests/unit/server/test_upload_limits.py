@@ -10,10 +10,9 @@ from collections.abc import AsyncIterator, Callable
 import httpx
 import pytest
 
-from delta_server.uploads import Pace, Slots, arriving
+from delta_server.upload_limits import Pace, Slots, arriving
 from engine_ext.errors import TooManyUploads, UploadTooSlow
-
-from .rig import (
+from tests.support.in_process_engine import (
     DELTA,
     FROM_DISK,
     OTHER_STEP,

@@ -12,16 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from engine_ext import affine, recorder, replay
-from engine_ext.affine import Numbers, boxes
-from engine_ext.certify import holds
-from engine_ext.placement import Placement, Repack, Status, TensorSpec
-from engine_ext.repack import compose
-from engine_ext.shuffles import shuffle
-from engine_ext.storage_index import StorageIndex
-from engine_ext.tracing import trace_placement
-
-from .harness import (
+from engine_ext.model.storage_index import StorageIndex
+from engine_ext.placement.certify import holds
+from engine_ext.placement.segments import Placement, Repack, Status, TensorSpec
+from engine_ext.repacks.infer import compose
+from engine_ext.tracing import index_replay, recorder, strided_boxes
+from engine_ext.tracing.permutations import shuffle
+from engine_ext.tracing.strided_boxes import Numbers, boxes
+from engine_ext.tracing.trace import trace_placement
+from tests.support.receiver_harness import (
     PROPERTY,
     attempt,
     base_checkpoint,
@@ -33,8 +32,8 @@ from .harness import (
     serve,
     target_checkpoint,
 )
-from .toy import ToyModel, Weights, parameter
-from .toy_moves import MOVING, NOT_MOVING, PickedByLayer, Reversed
+from tests.support.toy_loaders import MOVING, NOT_MOVING, PickedByLayer, Reversed
+from tests.support.toy_models import ToyModel, Weights, parameter
 
 APPLY = pytest.mark.parametrize("apply", ["scatter", "masked"])
 
@@ -146,22 +145,22 @@ def test_layers_that_are_alike_are_replayed_once(monkeypatch: pytest.MonkeyPatch
             getattr(self, name).copy_(weight.t().contiguous())
 
     replays = []
-    replayed = replay.History.replay
+    replayed = index_replay.History.replay
     monkeypatch.setattr(
-        replay.History, "replay", lambda self: replays.append(self.sources) or replayed(self)
+        index_replay.History, "replay", lambda self: replays.append(self.sources) or replayed(self)
     )
     placement = trace(load(Layers, base_checkpoint(Layers)))
     assert replays == [["layer0"]]
     assert [p.segments[0].live.name for p in placement.values()] == list(Layers.shapes)
     # A large index is not compared, and so each of its moves is replayed.
-    monkeypatch.setattr(replay, "_MOST_COMPARED", 4)
+    monkeypatch.setattr(index_replay, "_MOST_COMPARED", 4)
     replays.clear()
     trace(load(PickedByLayer, base_checkpoint(PickedByLayer)))
     assert len(replays) == 3
 
 
 def test_what_takes_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "_MOST_BYTES", 100)
+    monkeypatch.setattr(index_replay, "_MOST_BYTES", 100)
     placed = trace(load(Reversed, base_checkpoint(Reversed)))["many"]
     assert "too many to be followed" in placed.reason
 
@@ -330,11 +329,11 @@ def arrays(draw: st.DrawFn) -> Numbers:
 def test_boxes_are_the_array(chunk: int, numbers: Numbers, permuted: bool) -> None:
     if permuted:
         numbers = Numbers(numbers.values.permute(list(range(numbers.values.dim()))[::-1]), STARTS)
-    before, affine._CHUNK = affine._CHUNK, chunk
+    before, strided_boxes._CHUNK = strided_boxes._CHUNK, chunk
     try:
         found = boxes(numbers, 2, numbers.values.stride(), 1000)
     finally:
-        affine._CHUNK = before
+        strided_boxes._CHUNK = before
     assert found is not None
     memory = torch.full((numbers.values.numel() + 2,), -1, dtype=torch.int32)
     for box in found:

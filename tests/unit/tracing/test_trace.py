@@ -12,14 +12,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine_ext import following, untouched
-from engine_ext.placement import Placed, Placement, Status, TensorSpec
-from engine_ext.storage_index import StorageIndex
-from engine_ext.tracing import TracingError, rehearse, trace_placement
-
-from . import toy
-from .harness import base_checkpoint, load, memory, serve
-from .toy import ToyModel, Weights, every_model, parameter
+from engine_ext.model import state_guard
+from engine_ext.model.storage_index import StorageIndex
+from engine_ext.placement.segments import Placed, Placement, Status, TensorSpec
+from engine_ext.tracing import thread_propagation
+from engine_ext.tracing.trace import TracingError, rehearse, trace_placement
+from tests.support import toy_models
+from tests.support.receiver_harness import base_checkpoint, load, memory, serve
+from tests.support.toy_models import ToyModel, Weights, every_model, parameter
 
 COPY = torch.Tensor.copy_
 MODELS = pytest.mark.parametrize("model", every_model(), ids=lambda m: m.__name__)
@@ -80,7 +80,7 @@ def test_rehearsing_leaves_the_model_alone(model: type[ToyModel]) -> None:
 
 def test_a_value_that_is_not_there_is_not_read() -> None:
     """The loader keeps a Python float of a scale; tracing must not give it another."""
-    live = loaded(toy.ReadsThroughTemporary)
+    live = loaded(toy_models.ReadsThroughTemporary)
     before = live.scale_float
     trace(live)
     assert live.scale_float == before
@@ -106,7 +106,7 @@ def write_in_a_thread_of_its_own(weight: torch.Tensor) -> None:
 @pytest.mark.parametrize("write", [write_through_numpy, write_in_a_thread_of_its_own])
 def test_a_model_that_tracing_changes_is_not_served(write: Callable[[torch.Tensor], None]) -> None:
     """No write to live memory is overlooked, though not every one can be followed."""
-    live = loaded(toy.PlainCopy)
+    live = loaded(toy_models.PlainCopy)
 
     def loader(weights: Weights) -> None:
         write(live.weight)
@@ -118,7 +118,7 @@ def test_a_model_that_tracing_changes_is_not_served(write: Callable[[torch.Tenso
 
 
 def test_a_wrapped_loader_is_not_traced() -> None:
-    live = loaded(toy.PlainCopy)
+    live = loaded(toy_models.PlainCopy)
     calls = Calls(live)
 
     def refuse_while(model: nn.Module) -> str:
@@ -130,8 +130,8 @@ def test_a_wrapped_loader_is_not_traced() -> None:
 
 
 def test_a_thread_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "_PATIENCE_S", 0.01)
-    live = loaded(toy.PlainCopy)
+    monkeypatch.setattr(thread_propagation, "_PATIENCE_S", 0.01)
+    live = loaded(toy_models.PlainCopy)
     end = threading.Event()
 
     def loader(weights: Weights) -> None:
@@ -179,7 +179,7 @@ def test_what_the_loader_replaces_is_put_back() -> None:
 
 
 def test_rehearsing_reports_what_is_replaced() -> None:
-    served = serve(toy.PlainCopy, base_checkpoint(toy.PlainCopy))
+    served = serve(toy_models.PlainCopy, base_checkpoint(toy_models.PlainCopy))
     before = identities(served.model)
 
     def swaps(weights: Weights) -> None:
@@ -283,28 +283,28 @@ def test_a_status_for_every_tensor(model: type[ToyModel]) -> None:
 
 
 REASONS = [
-    (toy.IndexPut, "weight", "index_put_"),
-    (toy.ForeachCopy, "weight", "foreach_copy"),
-    (toy.TransformedWhileLoading, "A_log", "changes it before"),
-    (toy.Accumulates, "weight", "add_"),
-    (toy.BitsView, "weight", "int16"),
-    (toy.BytesView, "weight", "uint8"),
-    (toy.ZeroesPaddingRow, "embed", "zero_"),
-    (toy.ClampsAfter, "weight", "writes other values over it"),
-    (toy.ZeroesFirst, "q", "writes other values over it"),
-    (toy.ZeroesFirst, "k", "writes other values over it"),
-    (toy.FillsFirst, "k", "writes other values over it"),
-    (toy.ConstantFirst, "k", "writes other values over it"),
-    (toy.TiedInEngine, "embed", "with head"),
-    (toy.TiedInEngine, "head", "with embed"),
-    (toy.TiedInPart, "embed", "with head"),
-    (toy.TiedInPart, "head", "with embed"),
-    (toy.KeepsReference, "weight", "kept"),
-    (toy.KeepsCopy, "weight", "kept"),
-    (toy.ReadsValue, "scale", "fails on a tensor without data"),
-    (toy.ReadsThroughTemporary, "scale", "fails on a tensor without data"),
-    (toy.AssignsData, "weight", "fails on a tensor without data"),
-    (toy.SwapsParameter, "weight", "puts other memory in place of weight"),
+    (toy_models.IndexPut, "weight", "index_put_"),
+    (toy_models.ForeachCopy, "weight", "foreach_copy"),
+    (toy_models.TransformedWhileLoading, "A_log", "changes it before"),
+    (toy_models.Accumulates, "weight", "add_"),
+    (toy_models.BitsView, "weight", "int16"),
+    (toy_models.BytesView, "weight", "uint8"),
+    (toy_models.ZeroesPaddingRow, "embed", "zero_"),
+    (toy_models.ClampsAfter, "weight", "writes other values over it"),
+    (toy_models.ZeroesFirst, "q", "writes other values over it"),
+    (toy_models.ZeroesFirst, "k", "writes other values over it"),
+    (toy_models.FillsFirst, "k", "writes other values over it"),
+    (toy_models.ConstantFirst, "k", "writes other values over it"),
+    (toy_models.TiedInEngine, "embed", "with head"),
+    (toy_models.TiedInEngine, "head", "with embed"),
+    (toy_models.TiedInPart, "embed", "with head"),
+    (toy_models.TiedInPart, "head", "with embed"),
+    (toy_models.KeepsReference, "weight", "kept"),
+    (toy_models.KeepsCopy, "weight", "kept"),
+    (toy_models.ReadsValue, "scale", "fails on a tensor without data"),
+    (toy_models.ReadsThroughTemporary, "scale", "fails on a tensor without data"),
+    (toy_models.AssignsData, "weight", "fails on a tensor without data"),
+    (toy_models.SwapsParameter, "weight", "puts other memory in place of weight"),
 ]
 
 
@@ -329,18 +329,18 @@ def boxes(placed: Placed) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize(
     ("model", "name", "expected"),
     [
-        (toy.RowShard, "weight", [("weight", 0, (3, 4), (4, 1), 12, (4, 1))]),
-        (toy.ColumnShard, "weight", [("weight", 0, (3, 4), (4, 1), 4, (8, 1))]),
-        (toy.FusedQkv, "v", [("qkv", 40, (2, 4), (4, 1), 0, (4, 1))]),
-        (toy.StackedExperts, "expert2.up", [("w13", 30, (2, 3), (3, 1), 0, (3, 1))]),
-        (toy.StackedExperts, "expert1.down", [("w2", 6, (3, 2), (2, 1), 0, (4, 1))]),
-        (toy.Transposed, "weight", [("weight", 0, (4, 6), (6, 1), 0, (1, 4))]),
-        (toy.StridedParameter, "weight", [("weight", 0, (6, 4), (1, 9), 0, (4, 1))]),
-        (toy.Broadcast, "row", [("row", 0, (3, 4), (4, 1), 0, (0, 1))]),
-        (toy.Broadcast, "column", [("column", 0, (3, 4), (4, 1), 0, (1, 0))]),
-        (toy.PlainCopy, "scale", [("scale", 0, (), (), 0, ())]),
-        (toy.Tied, "embed", [("embed", 0, (5, 4), (4, 1), 0, (4, 1))]),
-        (toy.Skipped, "rotary", []),
+        (toy_models.RowShard, "weight", [("weight", 0, (3, 4), (4, 1), 12, (4, 1))]),
+        (toy_models.ColumnShard, "weight", [("weight", 0, (3, 4), (4, 1), 4, (8, 1))]),
+        (toy_models.FusedQkv, "v", [("qkv", 40, (2, 4), (4, 1), 0, (4, 1))]),
+        (toy_models.StackedExperts, "expert2.up", [("w13", 30, (2, 3), (3, 1), 0, (3, 1))]),
+        (toy_models.StackedExperts, "expert1.down", [("w2", 6, (3, 2), (2, 1), 0, (4, 1))]),
+        (toy_models.Transposed, "weight", [("weight", 0, (4, 6), (6, 1), 0, (1, 4))]),
+        (toy_models.StridedParameter, "weight", [("weight", 0, (6, 4), (1, 9), 0, (4, 1))]),
+        (toy_models.Broadcast, "row", [("row", 0, (3, 4), (4, 1), 0, (0, 1))]),
+        (toy_models.Broadcast, "column", [("column", 0, (3, 4), (4, 1), 0, (1, 0))]),
+        (toy_models.PlainCopy, "scale", [("scale", 0, (), (), 0, ())]),
+        (toy_models.Tied, "embed", [("embed", 0, (5, 4), (4, 1), 0, (4, 1))]),
+        (toy_models.Skipped, "rotary", []),
     ],
     ids=lambda v: getattr(v, "__name__", v if isinstance(v, str) else ""),
 )
@@ -348,7 +348,9 @@ def test_segments(model: type[ToyModel], name: str, expected: list[tuple[Any, ..
     assert boxes(trace(loaded(model))[name]) == expected
 
 
-@pytest.mark.parametrize(("model", "python_copy"), [(toy.PlainCopy, True), (toy.SetItem, False)])
+@pytest.mark.parametrize(
+    ("model", "python_copy"), [(toy_models.PlainCopy, True), (toy_models.SetItem, False)]
+)
 def test_python_copies_are_told_from_others(model: type[ToyModel], python_copy: bool) -> None:
     [segment] = trace(loaded(model))["weight"].segments
     assert segment.python_copy is python_copy
@@ -368,25 +370,25 @@ def test_a_copy_bound_before_tracing_is_not_a_python_copy() -> None:
 
 
 def test_a_tensor_is_placed_wherever_it_goes() -> None:
-    assert [box[0] for box in boxes(trace(loaded(toy.Replicated))["weight"])] == [
+    assert [box[0] for box in boxes(trace(loaded(toy_models.Replicated))["weight"])] == [
         "first",
         "second",
     ]
-    assert len(trace(loaded(toy.RowByRow))["weight"].segments) == 5
+    assert len(trace(loaded(toy_models.RowByRow))["weight"].segments) == 5
 
 
 def test_padding_is_nobodys() -> None:
     """A fill of padding is no reason to refuse the tensor beside it."""
-    assert trace(loaded(toy.PaddedVocab))["embed"].status is Status.UNJUDGED
+    assert trace(loaded(toy_models.PaddedVocab))["embed"].status is Status.UNJUDGED
 
 
 def test_a_shape_the_engine_does_not_expect_is_uncertified() -> None:
-    placement = trace(loaded(toy.PlainCopy), [TensorSpec("weight", (5, 4), torch.bfloat16)])
+    placement = trace(loaded(toy_models.PlainCopy), [TensorSpec("weight", (5, 4), torch.bfloat16)])
     assert "fails on a tensor without data" in placement["weight"].reason
 
 
 def test_a_failing_tensor_does_not_harm_the_others() -> None:
-    placement = trace(loaded(toy.ReadsValue))
+    placement = trace(loaded(toy_models.ReadsValue))
     assert [p.status for p in placement.values()] == [
         Status.UNJUDGED,
         Status.UNCERTIFIED,
@@ -412,18 +414,18 @@ def test_live_memory_may_be_looked_at() -> None:
 @pytest.mark.parametrize("chunk", [1 << 24, 3])
 def test_a_hash_of_memory_on_a_device(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every change counts, and so does the place; as where all elements change alike."""
-    monkeypatch.setattr(untouched, "_CHUNK", chunk)
+    monkeypatch.setattr(state_guard, "_CHUNK", chunk)
     memory = torch.zeros(8, dtype=torch.int16)
     others = [memory, memory + 1, memory - 1]
     for place in range(8):
         others.append(memory.clone())
         others[-1][place] = 5
-    assert len({untouched.weighted_sum(m) for m in others}) == len(others)
-    assert untouched.weighted_sum(memory) == untouched.weighted_sum(memory.clone())
+    assert len({state_guard.weighted_sum(m) for m in others}) == len(others)
+    assert state_guard.weighted_sum(memory) == state_guard.weighted_sum(memory.clone())
 
 
 def test_other_threads_write_as_ever_while_tracing() -> None:
-    live = loaded(toy.PlainCopy)
+    live = loaded(toy_models.PlainCopy)
     other = torch.zeros(3)
 
     def loader(weights: Weights) -> None:
@@ -454,7 +456,7 @@ class Slow(torch.Tensor):
 
 def test_another_threads_copy_is_not_taken_for_the_loaders() -> None:
     """It is under way while the loader writes by other means."""
-    live = loaded(toy.SetItem)
+    live = loaded(toy_models.SetItem)
     slow = torch.zeros(3).as_subclass(Slow)
     Slow.begun, Slow.go_on = threading.Event(), threading.Event()
 
@@ -475,7 +477,7 @@ def test_models_are_traced_one_at_a_time() -> None:
     start = threading.Barrier(4, timeout=5)
 
     def run() -> None:
-        live = loaded(toy.RowByRow)
+        live = loaded(toy_models.RowByRow)
         start.wait()
         for _ in range(20):
             assert all(s.python_copy for s in trace(live)["weight"].segments)
@@ -517,11 +519,11 @@ def test_a_rehearsal_tells_whether_the_loader_needs_company(
 @pytest.mark.parametrize(
     ("model", "name", "fragment"),
     [
-        (toy.PairsTogether, "gate", "otherwise"),
-        (toy.FallsBackToEmbedding, "embed", "otherwise"),
-        (toy.PairsOrFailure, "gate", "KeyError"),
-        (toy.WantsAll, "bias", "not loaded"),
-        (toy.DefaultsWhatIsMissing, "weight", "writes over bias"),
+        (toy_models.PairsTogether, "gate", "otherwise"),
+        (toy_models.FallsBackToEmbedding, "embed", "otherwise"),
+        (toy_models.PairsOrFailure, "gate", "KeyError"),
+        (toy_models.WantsAll, "bias", "not loaded"),
+        (toy_models.DefaultsWhatIsMissing, "weight", "writes over bias"),
     ],
     ids=lambda v: getattr(v, "__name__", v),
 )

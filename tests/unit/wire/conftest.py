@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine_ext.wire import differences, gaps, part, planes
+from engine_ext.wire import exponent_planes, gap_streams, part, ulp_differences
 
 
 @pytest.fixture(params=["numba", "numpy", "threads"])
@@ -14,7 +14,7 @@ def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if request.param == "threads":
         monkeypatch.setattr(part, "_WORTH_THREADS", 0)
     if request.param == "numpy":
-        monkeypatch.setattr(gaps, "_loops", lambda width: None)
-        monkeypatch.setattr(gaps, "_match", lambda width: None)
-        monkeypatch.setattr(differences, "_loops", lambda width: None)
-        monkeypatch.setattr(planes, "_loops", lambda: None)
+        monkeypatch.setattr(gap_streams, "_loops", lambda width: None)
+        monkeypatch.setattr(gap_streams, "_match", lambda width: None)
+        monkeypatch.setattr(ulp_differences, "_loops", lambda width: None)
+        monkeypatch.setattr(exponent_planes, "_loops", lambda: None)

@@ -11,8 +11,7 @@ import torch
 from engine_ext.dtypes import TORCH_DTYPE, bits_dtype
 from engine_ext.errors import ChecksumMismatch, MalformedPart
 from engine_ext.wire import slime_checksum, verify_checksum, xxh3_checksum
-
-from .forge import xxh3
+from tests.support.independent_encoder import xxh3
 
 POSITIONS = np.array([3, 1, 4, 1, 5], np.uint8)
 NO_POSITIONS = np.empty(0, np.uint8)

@@ -22,8 +22,7 @@ from engine_ext.wire import (
     read_container,
     write_container,
 )
-
-from .forge import (
+from tests.support.independent_encoder import (
     POSITIONS,
     PROPERTY,
     VALUES,

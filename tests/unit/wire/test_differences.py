@@ -12,12 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_ext.digest import Digest, change_digest
 from engine_ext.errors import BaseMismatch
 from engine_ext.wire import decode_part, encode_part
-
-from . import toy
-from .harness import (
+from engine_ext.wire.digest import Digest, change_digest
+from tests.support import toy_models
+from tests.support.receiver_harness import (
     PROPERTY,
     Engine,
     attempt,
@@ -34,8 +33,8 @@ from .harness import (
     serve_ranks,
     target_checkpoint,
 )
-from .shards import Shard, shards
-from .toy import Checkpoint, ToyModel
+from tests.support.thread_ranks import Shard, shards
+from tests.support.toy_models import Checkpoint, ToyModel
 
 
 def differences(
@@ -86,14 +85,21 @@ def test_applied_and_taken_back(
 
         served.peer.brief = with_change  # type: ignore[method-assign, assignment]
     with mock.patch.multiple(
-        "engine_ext.writes", _HOST_SPAN=span, _RUN_SPAN=span, _DEVICE_SPAN=span
+        "engine_ext.apply.staged", _HOST_SPAN=span, _RUN_SPAN=span, _DEVICE_SPAN=span
     ):
         assert attempt(served, [part]) is None
     assert memory(served.model) == memory(load(model, target))
 
 
 @pytest.mark.parametrize(
-    "model", [toy.PlainCopy, toy.FusedQkv, toy.Replicated, toy.Transposed, toy.Widened]
+    "model",
+    [
+        toy_models.PlainCopy,
+        toy_models.FusedQkv,
+        toy_models.Replicated,
+        toy_models.Transposed,
+        toy_models.Widened,
+    ],
 )
 def test_old_values_that_are_not_the_senders_are_refused(model: type[ToyModel]) -> None:
     base = base_checkpoint(model)
@@ -113,8 +119,8 @@ def test_old_values_that_are_not_the_senders_are_refused(model: type[ToyModel]) 
 
 def test_copies_must_agree() -> None:
     """The digest sees the first copy only; a difference is not added to another one."""
-    base = base_checkpoint(toy.Replicated)
-    served = serve(toy.Replicated, base, apply="scatter")
+    base = base_checkpoint(toy_models.Replicated)
+    served = serve(toy_models.Replicated, base, apply="scatter")
     part = decode_part(differences(base, target_checkpoint(base, ["weight"]), ["weight"]))
     served.model.second.data.view(torch.int16)[0, 0] ^= 1
     before = memory(served.model)
@@ -126,10 +132,10 @@ def test_copies_must_agree() -> None:
 @pytest.mark.parametrize(
     ("model", "apply", "digested", "reason"),
     [
-        (toy.PlainCopy, "scatter", False, "no digest"),
-        (toy.PlainCopy, "masked", True, "the loader takes values"),
-        (toy.CastBefore, "scatter", True, "casts"),
-        (toy.Narrowed, "scatter", True, "no digest"),
+        (toy_models.PlainCopy, "scatter", False, "no digest"),
+        (toy_models.PlainCopy, "masked", True, "the loader takes values"),
+        (toy_models.CastBefore, "scatter", True, "casts"),
+        (toy_models.Narrowed, "scatter", True, "no digest"),
     ],
 )
 def test_where_differences_are_refused(
@@ -150,11 +156,11 @@ def test_where_differences_are_refused(
 class TestRanks:
     """Two ranks that each hold half of a tensor."""
 
-    models = (toy.RowShardFirst, toy.RowShard)
+    models = (toy_models.RowShardFirst, toy_models.RowShard)
 
     @pytest.fixture(autouse=True)
     def start(self, tmp_path: Path) -> None:
-        self.base = base_checkpoint(toy.RowShard)
+        self.base = base_checkpoint(toy_models.RowShard)
         self.served = serve_ranks(self.models, self.base, apply="scatter")
         self.engine = Engine([served.applier for served in self.served], tmp_path)
         self.target = target_checkpoint(self.base, ["weight"])
@@ -182,7 +188,7 @@ class TestRanks:
             part_id(body, continues=True, identity="another"),
         ):
             identity = mock.Mock(return_value=again.identity)
-            with mock.patch("engine_ext.receiver.part_identity", identity):
+            with mock.patch("engine_ext.receiver.receiver.part_identity", identity):
                 answers = self.engine.stage(again, body)
             assert {error["type"] for error in errors_of(answers)} == {"BaseMismatch"}
             assert self.memories() == self.fresh(self.target)

@@ -16,9 +16,9 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_ext import digest
-from engine_ext.digest import Digest, change_digest, tensor_digest, tensor_digest_torch
 from engine_ext.dtypes import TORCH_DTYPE, bits_dtype, itemsize
+from engine_ext.wire import digest
+from engine_ext.wire.digest import Digest, change_digest, tensor_digest, tensor_digest_torch
 
 # No example database: a test must leave nothing behind in the working tree.
 PROPERTY = settings(deadline=None, database=None, max_examples=50)

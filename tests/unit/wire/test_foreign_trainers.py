@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine_ext.digest import Digest, tensor_digest
 from engine_ext.wire import ENCODINGS, FrameReader, decode_part
-from tests.engines.trainer import Trainer, bits, container
+from engine_ext.wire.digest import Digest, tensor_digest
+from tests.support.plain_trainer import Trainer, bits, container
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8]
 

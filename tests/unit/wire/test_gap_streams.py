@@ -9,16 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_ext.errors import MalformedPart, NotUpdatable
-from engine_ext.wire import gaps
-from engine_ext.wire.gaps import (
+from engine_ext.wire import gap_streams
+from engine_ext.wire.gap_streams import (
     byte_stream,
     decode_gaps,
     encode_gaps,
     joined_stream,
     stream_bytes,
 )
-
-from .forge import PROPERTY
+from tests.support.independent_encoder import PROPERTY
 
 SKIP = "ff"
 # (indices, stream, width): by hand
@@ -45,8 +44,8 @@ SPARSE = [
 def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways to do it; the tests run with numba installed."""
     if request.param == "numpy":
-        monkeypatch.setattr(gaps, "_loops", lambda width: None)
-        monkeypatch.setattr(gaps, "_match", lambda width: None)
+        monkeypatch.setattr(gap_streams, "_loops", lambda width: None)
+        monkeypatch.setattr(gap_streams, "_match", lambda width: None)
 
 
 def indices_of(values: list[int]) -> np.ndarray[Any, Any]:
@@ -141,7 +140,7 @@ def test_any_bytes(raw: bytes, width: int, numel: int) -> None:
         return
     assert (np.diff(indices, prepend=-1) > 0).all()
     assert (indices < numel).all()
-    assert np.array_equal(gaps._read_by_numpy(stream, 255), indices) or width == 2
+    assert np.array_equal(gap_streams._read_by_numpy(stream, 255), indices) or width == 2
 
 
 @PROPERTY

@@ -6,9 +6,19 @@ from typing import Any
 import pytest
 
 from engine_ext.errors import ChecksumMismatch, DeltaError, MalformedPart, TooLarge
-from engine_ext.wire import Limits, encode_part, manifest_checksum, parse_manifest, parse_version
-
-from .forge import BF16_PARAMS, good_metadata, hash_metadata, with_entry
+from engine_ext.wire import (
+    Limits,
+    encode_part,
+    manifest_checksum,
+    parse_manifest,
+    parse_version,
+)
+from tests.support.independent_encoder import (
+    BF16_PARAMS,
+    good_metadata,
+    hash_metadata,
+    with_entry,
+)
 
 LIMITS = Limits(max_params=8, max_parts=16, max_name_bytes=64, max_ndim=3, max_numel=1000)
 

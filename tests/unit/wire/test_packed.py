@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from engine_ext.errors import DeltaError, MalformedPart, NotUpdatable, TooLarge
 from engine_ext.wire import Limits, ParamDelta, decode_part, encode_part
-
-from .forge import (
+from tests.support.independent_encoder import (
     PROPERTY,
     assert_same,
     assert_well_formed,
@@ -97,7 +96,7 @@ def test_a_part_built_without_our_encoder() -> None:
 
 def test_the_readme_shows_what_is_written() -> None:
     """The values tensor, then the positions."""
-    readme = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
+    readme = " ".join((Path(__file__).parents[3] / "README.md").read_text().split())
     where = np.array([1, 2, 6])
     values = ParamDelta("a", "bfloat16", (2, 4), where, bits16(0x3F80, 0x7FC1, 0x8000))
     dense = ParamDelta("b", "bfloat16", (), None, bits16(0xC000))

@@ -7,8 +7,13 @@ import pytest
 
 from engine_ext.dtypes import TORCH_DTYPE, bits_dtype, itemsize
 from engine_ext.wire import ENCODINGS, ParamDelta, decode_part, encode_part
-
-from .forge import assert_same, assert_well_formed, bits16, sendable, unwrap
+from tests.support.independent_encoder import (
+    assert_same,
+    assert_well_formed,
+    bits16,
+    sendable,
+    unwrap,
+)
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 

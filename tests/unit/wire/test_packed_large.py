@@ -11,8 +11,7 @@ import torch
 
 from engine_ext.errors import MalformedPart
 from engine_ext.wire import ZSTD_MAGIC, ParamDelta, decode_part, encode_part, part
-
-from .forge import (
+from tests.support.independent_encoder import (
     assert_same,
     assert_well_formed,
     good_metadata,

@@ -16,8 +16,7 @@ from engine_ext.wire import (
     encode_part,
     slime_checksum,
 )
-
-from .forge import (
+from tests.support.independent_encoder import (
     BF16_PARAMS,
     EMBED,
     NORM,

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from engine_ext.errors import MalformedPart, NotUpdatable
 from engine_ext.wire import ENCODINGS, decode_positions, encode_positions
 from engine_ext.wire.positions import position_bytes
-
-from .forge import PROPERTY
+from tests.support.independent_encoder import PROPERTY
 
 # (encoding, indices, bytes, pos_width)
 GOLDEN = [

@@ -21,8 +21,7 @@ from engine_ext.wire import (
     encode_part,
     parse_manifest,
 )
-
-from .forge import (
+from tests.support.independent_encoder import (
     EMBED,
     NORM,
     PROPERTY,
@@ -33,7 +32,7 @@ from .forge import (
     sendable,
     unwrap,
 )
-from .mutants import byte_mutants, mutants
+from tests.support.mutations import byte_mutants, mutants
 
 DENSE = ParamDelta("bias", "bfloat16", (3,), None, bits16(0x7FC1, 0, 0x8000))
 FUZZED = ("deltas", "gap8_exp", "gap8_ulp")

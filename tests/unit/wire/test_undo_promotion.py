@@ -6,7 +6,7 @@ import torch
 
 from engine_ext.dtypes import TORCH_DTYPE, bits_dtype, itemsize
 from engine_ext.errors import MalformedPart
-from engine_ext.wire.narrow import narrow_values
+from engine_ext.wire.undo_promotion import narrow_values
 
 FLOATS = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
 INTS = ("int32", "int16", "int8", "uint8", "bool")

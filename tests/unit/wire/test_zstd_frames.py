@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from engine_ext.errors import MalformedPart, TooLarge
 from engine_ext.wire import ZSTD_MAGIC, FrameReader, compress_frame
-
-from .forge import PROPERTY, unwrap
+from tests.support.independent_encoder import PROPERTY, unwrap
 
 MIB = 1 << 20
 BLOCK = 128 << 10

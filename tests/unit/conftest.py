@@ -8,8 +8,7 @@ import pytest
 
 from engine_ext.settings import API_KEY_ENVIRONMENT
 from engine_ext.wire.signature import HMAC_KEY_ENVIRONMENT
-
-from .rig import Rig
+from tests.support.in_process_engine import Rig
 
 
 @pytest.fixture(autouse=True)
@@ -50,3 +49,11 @@ def root(tmp_path: Path) -> Path:
 def disk_rig(make_rig: Callable[..., Rig], root: Path) -> Rig:
     """A server that takes disk requests below `root`."""
     return make_rig(roots=(str(root),))
+
+
+@pytest.fixture
+def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Tenacity's sleeps, in seconds, recorded and not slept."""
+    slept: list[float] = []
+    monkeypatch.setattr("tenacity.nap.time.sleep", slept.append)
+    return slept
