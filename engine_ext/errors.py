@@ -33,7 +33,10 @@ written. After `CommitFailed` some weights may be new and some old: generation a
 
 from __future__ import annotations
 
+import logging
 from typing import Any, ClassVar, Literal
+
+logger = logging.getLogger(__name__)
 
 EngineState = Literal["unchanged", "uncertain", "committed"]
 
@@ -199,3 +202,11 @@ def from_wire(error: dict[str, Any]) -> DeltaError:
     operands = {k: v for k, v in error.items() if k not in ("type", "message", "engine_state")}
     unknown = _BY_STATE.get(str(error.get("engine_state")), DeltaError)
     return _BY_NAME.get(str(error.get("type")), unknown)(str(error.get("message")), **operands)
+
+
+def as_delta_error(error: Exception) -> DeltaError:
+    """The error as one of the tree; what is none of it is a fault of this program."""
+    if isinstance(error, DeltaError):
+        return error
+    logger.exception("a delta operation failed", exc_info=error)
+    return DeltaError(f"{type(error).__name__}: {error}")

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from engine_ext.apply.masked import densify
-from engine_ext.apply.scatter import StagedPart, UndoLog
-from engine_ext.apply.staged import StagedParam
+from engine_ext.apply.staged import StagedParam, StagedPart, UndoLog
 from engine_ext.derived.recompute import Recomputed
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.errors import BaseMismatch, NotUpdatable
@@ -48,7 +47,7 @@ class Traced:
     recomputed: list[Recomputed] = field(default_factory=list)
 
 
-class SeedApplier:
+class InitialSyncApplier:
     """Stands in for an applier until the first ``full`` sync.
 
     Args:

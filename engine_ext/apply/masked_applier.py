@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from engine_ext.apply import masked
-from engine_ext.apply.scatter import ScatterApplier, StagedPart
-from engine_ext.apply.staged import Write
+from engine_ext.apply.scatter import ScatterApplier
+from engine_ext.apply.staged import StagedPart, Write
 from engine_ext.derived.recompute import Recomputed
 from engine_ext.errors import NotUpdatable
 from engine_ext.model.storage_index import StorageIndex

@@ -7,75 +7,29 @@ commit has left is to see that the old values still hold, and one scatter per li
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from engine_ext.apply.staged import StagedParam, Target, Write, spans
+from engine_ext.apply.consensus import _check_replicas, _expect, _sum
+from engine_ext.apply.staged import StagedParam, StagedPart, UndoLog, Write, spans
 from engine_ext.apply.stager import Stager
 from engine_ext.derived.recompute import Recomputed, triggered
 from engine_ext.dtypes import NAME_OF_TORCH, TORCH_DTYPE, bits_dtype
 from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.model.storage_index import StorageIndex
-from engine_ext.placement.live_elements import Place
 from engine_ext.placement.plan import Plan
 from engine_ext.placement.segments import Status
-from engine_ext.wire import Manifest, ParamDelta, Part
+from engine_ext.placement.targets import Target
+from engine_ext.wire import ParamDelta, Part
 from engine_ext.wire.digest import Digest, change_digest
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 _Piece = tuple[ParamDelta, tuple[Target, ...], bool, int, int]
-
-
-@dataclass(slots=True)
-class StagedPart:
-    """A part, ready to be written on this rank.
-
-    Attributes:
-        manifest: what the part says.
-        params: its params, in the part's order.
-    """
-
-    manifest: Manifest
-    params: list[StagedParam]
-
-    @property
-    def nnz(self) -> int:
-        """Elements of the delta, on whatever rank."""
-        return sum(param.delta.nnz for param in self.params)
-
-    @property
-    def names(self) -> set[str]:
-        return {param.delta.name for param in self.params}
-
-    @property
-    def writes(self) -> list[Write]:
-        return [write for param in self.params for write in param.writes]
-
-
-@dataclass(slots=True)
-class UndoLog:
-    """What takes a committed sync back on this rank.
-
-    Attributes:
-        writes: places, and their old bits.
-        changes: by how much each tensor's digest had moved.
-        live: names of the live tensors that were written to.
-    """
-
-    writes: list[tuple[Place, Any]]
-    changes: dict[str, Digest]
-    live: frozenset[str] = frozenset()
-
-    @property
-    def nbytes(self) -> int:
-        """Host memory that it takes."""
-        return sum(int(old.nbytes) + place.nbytes for place, old in self.writes)
 
 
 class ScatterApplier:
@@ -434,29 +388,6 @@ def _has_nan(delta: ParamDelta) -> bool:
     return bool((values.half() if dtype.itemsize == 1 else values).isnan().any())
 
 
-def _expect(what: str, declared: str | None, actual: Digest, part: int) -> None:
-    if declared is not None and Digest.parse(declared) != actual:
-        raise BaseMismatch(
-            f"{what} is {actual.hex()}, part {part} says {declared}: the engine's old bytes are "
-            "not the sender's; send a full sync",
-            expected=declared,
-            actual=actual.hex(),
-        )
-
-
-def _check_replicas(briefs: Sequence[dict[str, Any]]) -> None:
-    """Ranks that hold the same elements must have found the same old values there."""
-    by_group: dict[tuple[int, ...], set[str]] = defaultdict(set)
-    heard: Counter[tuple[int, ...]] = Counter()
-    for brief in briefs:
-        for ranks, change in brief["replicas"]:
-            by_group[tuple(ranks)].add(change)
-            heard[tuple(ranks)] += 1
-    for group, changes in by_group.items():
-        if len(changes) > 1 or heard[group] != len(group):
-            raise BaseMismatch(f"ranks {list(group)} hold different copies of the same weights")
-
-
 def _refuse_overlap(staged: Sequence[StagedPart]) -> None:
     """Refuse a sync in which some element of a tensor is sent more than once."""
     by_name: dict[str, list[ParamDelta]] = defaultdict(list)
@@ -473,10 +404,3 @@ def _overlap(deltas: Sequence[ParamDelta]) -> bool:
         return True
     indices = np.concatenate([d.indices for d in deltas if d.indices is not None])
     return len(np.unique(indices)) != len(indices)
-
-
-def _sum(digests: Iterable[Digest]) -> Digest:
-    lane0 = lane1 = 0
-    for digest in digests:
-        lane0, lane1 = lane0 + digest.lane0, lane1 + digest.lane1
-    return Digest(lane0, lane1)

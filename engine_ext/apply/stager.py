@@ -8,19 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.apply.staged import (
-    StagedParam,
-    Target,
-    Write,
-    as_host,
-    checkpoint_bits,
-    live_bits,
-    typed,
-)
+from engine_ext.apply.staged import StagedParam, Write
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.errors import BaseMismatch
 from engine_ext.kernels.gather_scatter import Bits, bits_of, signed
+from engine_ext.placement.casts import as_host, checkpoint_bits, live_bits, typed
 from engine_ext.placement.live_elements import DeviceElements, HostElements, WholeBox
+from engine_ext.placement.targets import Target
 from engine_ext.wire import ParamDelta
 from engine_ext.wire.digest import Digest, change_digest, tensor_digest
 

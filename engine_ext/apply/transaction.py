@@ -10,58 +10,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from engine_ext.apply.scatter import StagedPart, UndoLog
-from engine_ext.errors import CommitFailed, DeltaError, WriteUndone, from_wire
-from engine_ext.placement.plan import Plan
+from engine_ext.apply.applier import Applier
+from engine_ext.apply.staged import StagedPart, UndoLog
+from engine_ext.errors import CommitFailed, WriteUndone, as_delta_error, from_wire
 from engine_ext.ranks import Ranks
-from engine_ext.wire import Part
-from engine_ext.wire.digest import Digest
 
 logger = logging.getLogger(__name__)
-
-
-class Applier(Protocol):
-    """What stages and writes syncs on one rank; see `engine_ext.apply.scatter.ScatterApplier`.
-
-    Attributes:
-        name: as the answers call it.
-        plan: what can be updated; None while nothing is known.
-        digests: of what this rank counts, by tensor.
-        digest: the sum of these.
-    """
-
-    name: str
-    digests: dict[str, Digest]
-
-    @property
-    def plan(self) -> Plan | None: ...
-
-    @property
-    def digest(self) -> Digest: ...
-
-    def stage(self, part: Part) -> StagedPart: ...
-
-    def check_sync(self, staged: Sequence[StagedPart], *, full: bool) -> None: ...
-
-    def check_in_place(self) -> None: ...
-
-    def check_base(self, staged: Sequence[StagedPart]) -> None: ...
-
-    def brief(self, staged: Sequence[StagedPart]) -> dict[str, Any]: ...
-
-    def agree(self, staged: Sequence[StagedPart], briefs: Sequence[dict[str, Any]]) -> None: ...
-
-    def write(self, staged: Sequence[StagedPart]) -> None: ...
-
-    def undo(self, staged: Sequence[StagedPart]) -> None: ...
-
-    def finish(self, staged: Sequence[StagedPart]) -> UndoLog | None: ...
-
-    def roll_back(self, log: UndoLog) -> None: ...
-
-    def describe(self) -> dict[str, Any]: ...
 
 
 class Transaction:
@@ -171,11 +127,3 @@ class Transaction:
                 f"{type(error).__name__}: {error}",
                 failed=[failure] if failure else [],
             ) from error
-
-
-def as_delta_error(error: Exception) -> DeltaError:
-    """The error as one of the tree; what is none of it is a fault of this program."""
-    if isinstance(error, DeltaError):
-        return error
-    logger.exception("a delta operation failed", exc_info=error)
-    return DeltaError(f"{type(error).__name__}: {error}")

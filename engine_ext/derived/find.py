@@ -12,27 +12,18 @@ weight was loaded: `Constants`.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 
+from engine_ext.model.constants import Known, is_constant
 from engine_ext.model.module_walk import hanging
 from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.segments import Placement
-from engine_ext.repacks.infer import fingerprint
 
-Known = Callable[[str, torch.Tensor], bool]
 """Whether a tensor, by its path in the model, is known not to be computed from weights."""
-
-# Parameters of more elements are weights; no constant is that large.
-_LARGE: Final = 1 << 16
-_ROTARY: Final = re.compile(r"(^|\.)(cos_sin_cache|inv_freq|cos_cached|sin_cached)$")
-_CACHE: Final = re.compile(r"(^|\.)(kv_cache|k_cache|v_cache)(\[\d+\])*$")
-_TABLES: Final = (torch.int64, torch.int32, torch.bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,50 +48,6 @@ class Derived:
     def path(self) -> str:
         """The module's path and the attribute."""
         return f"{self.module}.{self.attribute}".lstrip(".")
-
-
-class Constants:
-    """Remembers what hangs on a model before its weights are loaded.
-
-    Args:
-        model: made, but not loaded.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._fingerprints = {
-            f"{path}.{attribute}".lstrip("."): fingerprint(tensor)
-            for path, _, attribute, tensor in hanging(model)
-            if not tensor.is_meta and not _is_weight(tensor)
-        }
-
-    def __call__(self, path: str, tensor: torch.Tensor) -> bool:
-        """Whether the tensor was there before the weights were, with the same bits."""
-        before = self._fingerprints.get(path)
-        return before is not None and before == fingerprint(tensor)
-
-
-def is_constant(path: str, tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of a kind that engines do not compute from weights.
-
-    Args:
-        path: its path in the model.
-        tensor: it is read only where it has a single element.
-
-    Those are: empty tensors, rotary tables, key-value caches, one-dimensional tables of integers,
-    and single elements that are 0 or 1.
-    """
-    if tensor.numel() == 0 or tensor.is_meta:
-        return True
-    if _ROTARY.search(path) or is_cache(path):
-        return True
-    if tensor.dim() <= 1 and tensor.dtype in _TABLES:
-        return True
-    return tensor.numel() == 1 and not tensor.is_complex() and float(tensor) in (0.0, 1.0)
-
-
-def is_cache(path: str) -> bool:
-    """Whether a path in the model is that of a key-value cache, by its name."""
-    return _CACHE.search(path) is not None
 
 
 def find_derived(
@@ -185,11 +132,6 @@ def _numbers(
                     weights = frozenset([entry.name])
                     found.append(Derived(path, attribute, (), torch.float64, weights))
     return found
-
-
-def _is_weight(tensor: torch.Tensor) -> bool:
-    """Whether a tensor need not be remembered as a constant."""
-    return isinstance(tensor, torch.nn.Parameter) and tensor.numel() > _LARGE
 
 
 def _weights(

@@ -22,11 +22,12 @@ from typing import Final
 
 import torch
 
-from engine_ext.derived.find import Derived, is_cache
+from engine_ext.derived.find import Derived
 from engine_ext.derived.recompute import Recomputation, Recomputed, layout
 from engine_ext.kernels.gather_scatter import bits_of
+from engine_ext.model.constants import is_cache
 from engine_ext.model.module_walk import hanging
-from engine_ext.model.state_guard import TracingError, Untouched, held_tensors, place
+from engine_ext.model.state_guard import ModelStateGuard, TracingError, held_tensors, place
 from engine_ext.model.storage_index import LiveTensor, StorageIndex, extent
 from engine_ext.placement.segments import Placement
 
@@ -78,7 +79,7 @@ def prove(
     ]
     if not chosen:
         return [], {}
-    untouched = Untouched(model, bits=True)
+    untouched = ModelStateGuard(model, bits=True)
     index = StorageIndex(model)
     covered = {s.live.name for placed in placement.values() for s in placed.segments}
     proven: list[Recomputed] = []
@@ -117,7 +118,7 @@ class _Trial:
         self._recomputation = recomputation
         self._derived = [d.path for d in derived]
         self._modules = {path: model.get_submodule(path) for path in recomputation.modules}
-        self._python = [Untouched(module, bits=False) for module in self._modules.values()]
+        self._python = [ModelStateGuard(module, bits=False) for module in self._modules.values()]
         self._below = {
             _join(path, name): module
             for path, top in self._modules.items()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from engine_ext.kernels.gather_scatter import bits_of
-from engine_ext.model.state_guard import Held, held_tensors, place
+from engine_ext.model.state_guard import AttachedTensor, held_tensors, place
 from engine_ext.placement.segments import Placement
 
 
@@ -50,7 +50,7 @@ class Recomputed:
     def __init__(
         self,
         run: Callable[[], object],
-        derived: Sequence[Held],
+        derived: Sequence[AttachedTensor],
         modules: Mapping[str, torch.nn.Module],
         weights: frozenset[str],
     ) -> None:
@@ -89,7 +89,7 @@ class Recomputed:
                 if held.changed:
                     held.put_back()
 
-    def _made(self, held: Held) -> torch.Tensor:
+    def _made(self, held: AttachedTensor) -> torch.Tensor:
         """What the function has left in the place of a derived tensor."""
         made = held.now
         if made is None:

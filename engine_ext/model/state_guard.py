@@ -1,7 +1,7 @@
 """A model as it was: what is put back after a loader ran for show, and the proof that it is.
 
 A loader that is only watched still does in Python what it does: it may hang other tensors on the
-modules, or give a parameter other memory. `Untouched` finds that by comparing objects and
+modules, or give a parameter other memory. `ModelStateGuard` finds that by comparing objects and
 addresses, puts it back, and can tell whether every bit is what it was.
 """
 
@@ -27,7 +27,7 @@ class TracingError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class AttachedTensor:
     """A tensor that hangs on a module, as it was.
 
     Attributes:
@@ -64,7 +64,7 @@ class Held:
             self.tensor.data = self.memory
 
 
-class Untouched:
+class ModelStateGuard:
     """Remembers a model's tensors.
 
     Args:
@@ -145,14 +145,14 @@ class Untouched:
         return dict(found.values())
 
 
-def held_tensors(modules: Mapping[str, torch.nn.Module]) -> Iterator[Held]:
+def held_tensors(modules: Mapping[str, torch.nn.Module]) -> Iterator[AttachedTensor]:
     """Every strided tensor that hangs directly on one of some modules, by the modules' paths."""
     for path, module in modules.items():
         for registry in (*_REGISTRIES, "__dict__"):
             for name, tensor in getattr(module, registry).items():
                 if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
                     full = f"{path}.{name}".lstrip(".")
-                    yield Held(module, name, full, registry, tensor, tensor.data)
+                    yield AttachedTensor(module, name, full, registry, tensor, tensor.data)
 
 
 def _hung(model: torch.nn.Module) -> dict[str, torch.Tensor]:

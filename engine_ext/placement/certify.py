@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.kernels.gather_scatter import bits_of, gather
 from engine_ext.placement.locator import Locator, compact
+from engine_ext.placement.repacked import gather_live
 from engine_ext.placement.segments import Placed, Placement, Segment, Status, TensorSpec
-from engine_ext.repacks.infer import gather_live
 
 # Elements of a tensor that a sample has at least: smaller tensors are always compared whole.
 _LEAST_SAMPLED = 1 << 16

@@ -13,7 +13,7 @@ from engine_ext.kernels.gather_scatter import Bits, Offsets, bits_of
 from engine_ext.placement.segments import Segment
 
 
-class Place(Protocol):
+class LiveElements(Protocol):
     """Some elements of live memory."""
 
     @property

@@ -19,7 +19,7 @@ from engine_ext.placement.segments import Placement, Segment, Status
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Box:
+class SourceBox:
     """The source side of a segment, in its shortest form: start and (size, stride) pairs."""
 
     start: int
@@ -51,7 +51,7 @@ class Box:
         return found
 
 
-def box_of(segment: Segment) -> Box:
+def box_of(segment: Segment) -> SourceBox:
     """The checkpoint elements of a segment."""
     dims = sorted(
         (
@@ -67,7 +67,7 @@ def box_of(segment: Segment) -> Box:
             merged[-1] = (merged[-1][0] * size, stride)
         else:
             merged.append((size, stride))
-    return Box(segment.source_offset, tuple(merged))
+    return SourceBox(segment.source_offset, tuple(merged))
 
 
 RankBoxes = dict[str, list[tuple[int, tuple[tuple[int, int], ...]]]]
@@ -82,7 +82,7 @@ def boxes(placement: Placement) -> RankBoxes:
     }
 
 
-Holders = dict[str, dict[Box, tuple[int, ...]]]
+Holders = dict[str, dict[SourceBox, tuple[int, ...]]]
 
 
 def resolve(placement: Placement, by_rank: Sequence[RankBoxes]) -> Holders:
@@ -97,9 +97,9 @@ def resolve(placement: Placement, by_rank: Sequence[RankBoxes]) -> Holders:
     """
     holders: Holders = {}
     for name, placed in placement.items():
-        found: defaultdict[Box, list[int]] = defaultdict(list)
+        found: defaultdict[SourceBox, list[int]] = defaultdict(list)
         for rank, ranks_boxes in enumerate(by_rank):
-            for box in {Box(start, dims) for start, dims in ranks_boxes.get(name, [])}:
+            for box in {SourceBox(start, dims) for start, dims in ranks_boxes.get(name, [])}:
                 found[box].append(rank)
         holders[name] = {box: tuple(ranks) for box, ranks in found.items()}
         if not found or placed.status is Status.UNCERTIFIED:
@@ -113,7 +113,7 @@ def resolve(placement: Placement, by_rank: Sequence[RankBoxes]) -> Holders:
     return holders
 
 
-def _overlap(a: Box, b: Box) -> bool:
+def _overlap(a: SourceBox, b: SourceBox) -> bool:
     if a.end <= b.start or b.end <= a.start:
         return False
     if _apart(a, b):
@@ -121,7 +121,7 @@ def _overlap(a: Box, b: Box) -> bool:
     return bool(np.intersect1d(a.indices(), b.indices(), assume_unique=True).size)
 
 
-def _apart(a: Box, b: Box) -> bool:
+def _apart(a: SourceBox, b: SourceBox) -> bool:
     """Whether two shards with the same strides are visibly disjoint in some dimension."""
     if [d[1] for d in a.dims] != [d[1] for d in b.dims]:
         return False
@@ -137,5 +137,7 @@ def _apart(a: Box, b: Box) -> bool:
     return difference != 0
 
 
-def _rest(a: Box, b: Box, position: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+def _rest(
+    a: SourceBox, b: SourceBox, position: int
+) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     return list(zip(a.dims[position + 1 :], b.dims[position + 1 :], strict=True))

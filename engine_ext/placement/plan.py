@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine_ext.apply.staged import Target, as_host, checkpoint_bits, make_targets
 from engine_ext.dtypes import NAME_OF_TORCH
+from engine_ext.placement.casts import as_host, checkpoint_bits
 from engine_ext.placement.ownership import box_of, boxes, resolve
 from engine_ext.placement.segments import Placed, Placement, Status
+from engine_ext.placement.targets import Target, make_targets
 from engine_ext.ranks import Ranks
 from engine_ext.wire.digest import Digest, tensor_digest
 

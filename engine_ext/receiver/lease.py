@@ -1,6 +1,6 @@
 """Which HTTP process pauses the engine, and whether generation is to go on after that.
 
-Several HTTP processes may serve one engine. Every rank keeps one `Hold` and is told the same
+Several HTTP processes may serve one engine. Every rank keeps one `Lease` and is told the same
 things in the same order, so that all of them answer alike, whichever process asks.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 
-class Hold:
+class Lease:
     """One rank's knowledge of who pauses the engine.
 
     Attributes:

@@ -16,21 +16,23 @@ from typing import Any
 
 import msgspec
 
-from engine_ext.apply.scatter import StagedPart, UndoLog
-from engine_ext.apply.transaction import Applier, Transaction, as_delta_error
+from engine_ext.apply.applier import Applier
+from engine_ext.apply.staged import StagedPart, UndoLog
+from engine_ext.apply.transaction import Transaction
 from engine_ext.errors import (
     CommitFailed,
     Conflict,
     MalformedPart,
     WeightsAsleep,
     WriteUndone,
+    as_delta_error,
 )
 from engine_ext.ranks import Ranks
-from engine_ext.receiver.lease import Hold
-from engine_ext.receiver.sync_history import History
-from engine_ext.receiver.sync_state import PartId, SyncState
+from engine_ext.receiver.lease import Lease
+from engine_ext.receiver.sync_history import SyncHistory
+from engine_ext.receiver.sync_state import SyncState
 from engine_ext.wire import Limits, decode_part
-from engine_ext.wire.identity import part_identity
+from engine_ext.wire.identity import PartId, part_identity
 
 
 class Receiver:
@@ -59,9 +61,9 @@ class Receiver:
         undo_bytes: int = 4 << 30,
     ) -> None:
         self.state = SyncState(base_version, stage_timeout)
-        self._hold = Hold()
-        self._log_hold = Hold()
-        history = History()
+        self._hold = Lease()
+        self._log_hold = Lease()
+        history = SyncHistory()
         self._ranks = ranks
         self.adopt(applier)
         self._limits = limits
@@ -137,7 +139,7 @@ class Receiver:
         }
 
     def _take_hold(self, holder: str, resumes: bool, instead_of: str | None) -> dict[str, Any]:
-        """Let one HTTP process pause and resume the engine; see `Hold.take`."""
+        """Let one HTTP process pause and resume the engine; see `Lease.take`."""
         taken = self._hold.take(holder, resumes=resumes, instead_of=instead_of)
         return {**taken, **self._state()}
 

@@ -14,14 +14,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine_ext.apply.initial_sync import Reload, SeedApplier, Traced
+from engine_ext.apply.applier import Applier
+from engine_ext.apply.initial_sync import InitialSyncApplier, Reload, Traced
 from engine_ext.apply.masked_applier import MaskedApplier
 from engine_ext.apply.scatter import ScatterApplier
-from engine_ext.apply.transaction import Applier
-from engine_ext.derived.find import Known, find_derived, is_constant, refuse_derived
+from engine_ext.derived.find import find_derived, refuse_derived
 from engine_ext.derived.proof import prove
 from engine_ext.derived.recompute import Recomputation, note
 from engine_ext.kernels.gather_scatter import warm_up
+from engine_ext.model.constants import Known, is_constant
 from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.certify import certify, summary
 from engine_ext.placement.plan import make_plan
@@ -140,7 +141,7 @@ def _trace(loaded: LoadedModel, specs: Sequence[TensorSpec]) -> Traced:
     return Traced(index, placement, others, recomputed)
 
 
-def _seed_applier(loaded: LoadedModel) -> SeedApplier:
+def _seed_applier(loaded: LoadedModel) -> InitialSyncApplier:
     """What takes the first sync of a model without a checkpoint.
 
     Raises:
@@ -155,7 +156,7 @@ def _seed_applier(loaded: LoadedModel) -> SeedApplier:
             "which its reload path does not do again"
         )
     logger.info("no checkpoint to certify against; waiting for a full sync")
-    return SeedApplier(loaded.model, functools.partial(_trace, loaded), loaded.reload)
+    return InitialSyncApplier(loaded.model, functools.partial(_trace, loaded), loaded.reload)
 
 
 def _applier(loaded: LoadedModel, chosen: Settings, traced: Traced) -> ScatterApplier:

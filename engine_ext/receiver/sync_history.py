@@ -13,7 +13,7 @@ _MOST = 50
 _SUMMED = ("bytes", "parts")
 
 
-class History:
+class SyncHistory:
     """What became of the last syncs, the newest one last.
 
     Args:

@@ -11,8 +11,6 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import msgspec
-
 from engine_ext.errors import (
     BaseMismatch,
     Conflict,
@@ -22,32 +20,7 @@ from engine_ext.errors import (
     VersionConflict,
     WeightsAsleep,
 )
-
-
-class PartId(msgspec.Struct, frozen=True, kw_only=True):
-    """What one part says it is.
-
-    Attributes:
-        version: the version its sync leads to.
-        base_version: the version its sync starts from; None for a ``full`` sync.
-        identity: hash of the part's params, positions and values; two parts with the same
-            identity are the same part.
-        sync_id: one string for all parts of a sync, or None.
-        full: all params are dense and together cover the model.
-        part: 0-based number of this part.
-        num_parts: how many there are, or None where this part does not say.
-        continues: the part may be one more transaction at the version the engine is at.
-    """
-
-    version: int
-    base_version: int | None
-    identity: str
-    sync_id: str | None = None
-    full: bool = False
-    part: int = 0
-    num_parts: int | None = None
-    continues: bool = False
-
+from engine_ext.wire.identity import PartId
 
 Admission = Literal["new", "staged", "already_applied"]
 

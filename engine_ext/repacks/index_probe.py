@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.model.storage_index import extent
+from engine_ext.placement.repacked import CHUNK, flat_bits, smallest_block, unmoved
 from engine_ext.placement.segments import Repack
 
 # The largest digit that the dtype holds, with all smaller ones, exactly. 0 stands for padding.
@@ -29,53 +28,11 @@ _BASE: Final[dict[torch.dtype, int]] = {
     torch.uint8: 255,
 }
 
-# Elements worked on at a time, in up to eight temporaries of 8 bytes each: 64 MiB.
-_CHUNK: Final = 1 << 20
 # A map of so many bytes is never too large.
 _SMALL: Final = 1 << 24
 
 
-def flat_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory, int [extent]."""
-    data = tensor.detach()
-    flat = data.as_strided((extent(data),), (1,), data.storage_offset())
-    return flat.view(torch_bits_dtype(data.dtype))
-
-
-def unmoved(memory: torch.Tensor, repack: Repack, start: int, stop: int) -> Iterator[torch.Tensor]:
-    """The elements of a stretch of memory as the loader wrote them, in order, some at a time.
-
-    Args:
-        memory: [extent], the live tensor, after the move.
-        repack: the move.
-        start: first element, as the loader counted them.
-        stop: just past the last one.
-
-    Yields:
-        Copies of about `_CHUNK` elements; [n], the dtype of `memory`.
-    """
-    block, order = repack.block, repack.permutation
-    blocks = max(1, _CHUNK // block)
-    while start < stop:
-        first = start // block * block
-        if block > _CHUNK:
-            end = min(stop, first + block, start + _CHUNK)
-            yield _take(memory[first : first + block], order[start - first : end - first])
-        else:
-            end = min(stop, first + blocks * block)
-            lying = memory[first : -(-end // block) * block].view(-1, block)
-            yield _take(lying, order).view(-1)[start - first : end - first]
-        start = end
-
-
-def _take(values: torch.Tensor, order: NDArray[np.int32]) -> torch.Tensor:
-    """Elements of the last dimension; on the CPU numpy is several times faster."""
-    if values.device.type == "cpu":
-        return torch.from_numpy(np.take(values.numpy(), order, axis=-1))
-    return values.index_select(-1, torch.from_numpy(order).to(values.device))
-
-
-class Lesson:
+class IndexProbe:
     """What is found out about one parameter.
 
     Its flat index is seen as (row, column): rows are the blocks of the leading dimension. While
@@ -182,8 +139,8 @@ class Lesson:
             return
         found = self._found.view(-1)
         places = torch.full_like(found, -1)
-        for start in range(0, len(found), _CHUNK):
-            part = found[start : start + _CHUNK].long()
+        for start in range(0, len(found), CHUNK):
+            part = found[start : start + CHUNK].long()
             if bool(((part < 0) | (part >= len(found))).any()):
                 return self.refuse("computes: it writes other values than it reads")
             places[part] = torch.arange(start, start + len(part), dtype=torch.int32)
@@ -216,9 +173,9 @@ class Lesson:
         """Digit + 1 of every row or column; [rows, 1] or [1, columns], the parameter's dtype."""
         size = self._sizes[axis]
         digits = torch.empty(size, dtype=self._dtype)
-        for start in range(0, size, _CHUNK):
-            index = torch.arange(start, min(start + _CHUNK, size))
-            digits[start : start + _CHUNK] = (index // value % self._base + 1).to(torch.float32)
+        for start in range(0, size, CHUNK):
+            index = torch.arange(start, min(start + CHUNK, size))
+            digits[start : start + CHUNK] = (index // value % self._base + 1).to(torch.float32)
         return digits.view((-1, 1) if axis == 0 else (1, -1))
 
     def _alike(self, axis: int, value: int, came: torch.Tensor) -> bool:
@@ -235,36 +192,9 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _tiles(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
-    """A matrix in pieces of about `_CHUNK` elements."""
-    width = max(1, min(columns, _CHUNK))
-    height = max(1, _CHUNK // width)
+    """A matrix in pieces of about `CHUNK` elements."""
+    width = max(1, min(columns, CHUNK))
+    height = max(1, CHUNK // width)
     for left in range(0, columns, width):
         for top in range(0, rows, height):
             yield slice(top, min(top + height, rows)), slice(left, left + width)
-
-
-def smallest_block(permutation: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The shortest permutation that is this one when repeated, block by block."""
-    highest = done = 0
-    for block in _divisors(len(permutation))[:-1]:
-        highest = max(highest, int(permutation[done:block].max()))
-        done = block
-        if highest < block and _repeats(permutation, block):
-            return permutation[:block].copy()
-    return permutation
-
-
-def _divisors(number: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
-
-
-def _repeats(permutation: NDArray[np.int32], block: int) -> bool:
-    last = len(permutation) - block
-    return all(
-        np.array_equal(
-            permutation[start : min(start + _CHUNK, last)] + block,
-            permutation[start + block : start + block + _CHUNK],
-        )
-        for start in range(0, last, _CHUNK)
-    )

@@ -15,14 +15,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import xxhash
 
+from engine_ext.model.fingerprint import fingerprint
 from engine_ext.model.storage_index import extent
-from engine_ext.placement.segments import Placement, Repack, Segment
-from engine_ext.repacks.index_probe import Lesson, flat_bits, unmoved
+from engine_ext.placement.segments import Placement, Repack
+from engine_ext.repacks.index_probe import IndexProbe
 
 Process = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 """Runs a module's processing on copies that hold these parameters (it may write to them).
@@ -63,7 +62,9 @@ def learn(parameters: Mapping[str, torch.Tensor], process: Process) -> Learned:
     would be more than 2 M (1-byte dtypes), the parameter is refused. The maps that are returned
     are of one block each, the smallest that repeats.
     """
-    lessons = {name: Lesson(tensor, seed) for seed, (name, tensor) in enumerate(parameters.items())}
+    lessons = {
+        name: IndexProbe(tensor, seed) for seed, (name, tensor) in enumerate(parameters.items())
+    }
     try:
         _teach(lessons, process)
     except Exception as error:
@@ -77,7 +78,7 @@ def learn(parameters: Mapping[str, torch.Tensor], process: Process) -> Learned:
     )
 
 
-def _teach(lessons: dict[str, Lesson], process: Process) -> None:
+def _teach(lessons: dict[str, IndexProbe], process: Process) -> None:
     def payloads(flip: bool) -> dict[str, torch.Tensor]:
         return {name: lesson.payload(flip) for name, lesson in lessons.items()}
 
@@ -114,13 +115,15 @@ def _teach(lessons: dict[str, Lesson], process: Process) -> None:
     _refuse_ingredients(lessons, process)
 
 
-def _beside(outputs: Mapping[str, torch.Tensor], lessons: Mapping[str, Lesson]) -> dict[str, str]:
+def _beside(
+    outputs: Mapping[str, torch.Tensor], lessons: Mapping[str, IndexProbe]
+) -> dict[str, str]:
     """A hash of each tensor that the processing made beside the parameters."""
     return {name: fingerprint(t) for name, t in outputs.items() if name not in lessons}
 
 
 def _refuse_makers(
-    lessons: dict[str, Lesson], process: Process, before: dict[str, str], changed: set[str]
+    lessons: dict[str, IndexProbe], process: Process, before: dict[str, str], changed: set[str]
 ) -> None:
     """Refuse the parameters that the tensors `changed` are made of."""
     unexplained = set(changed)
@@ -138,7 +141,7 @@ def _refuse_makers(
             )
 
 
-def _refuse_ingredients(lessons: Mapping[str, Lesson], process: Process) -> None:
+def _refuse_ingredients(lessons: Mapping[str, IndexProbe], process: Process) -> None:
     """Refuse the parameters that another one, which is refused, is made of.
 
     Such a parameter may itself stay where it is, but a write to it would leave the other behind.
@@ -157,15 +160,6 @@ def _refuse_ingredients(lessons: Mapping[str, Lesson], process: Process) -> None
         changed = sorted(n for n in refused if now.get(n) != before.get(n))
         if changed:
             lessons[name].refuse(f"makes {', '.join(changed)} of it too")
-
-
-def fingerprint(tensor: torch.Tensor) -> str:
-    """A hash of a tensor's shape, dtype and elements."""
-    text = f"{tensor.dtype} {tuple(tensor.shape)}"
-    if tensor.is_meta or tensor.numel() == 0:
-        return text
-    raw: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return f"{text} {xxhash.xxh3_128_hexdigest(raw)}"
 
 
 def compose(
@@ -193,25 +187,3 @@ def compose(
             for repack in found.values():
                 both = segment.repack.then(repack) if segment.repack else repack
                 placed.segments[number] = dataclasses.replace(segment, repack=both)
-
-
-def gather_live(segment: Segment) -> torch.Tensor:
-    """The live elements of a segment with the repack undone.
-
-    Returns:
-        The live tensor's dtype, on its device, shaped `segment.sizes`: element by element what
-        `segment.source_view` of the checkpoint tensor should be. Without a repack it is a view,
-        else a copy of the stretch of memory that the box spans, made with less than 64 MiB of
-        temporaries.
-    """
-    if segment.repack is None or 0 in segment.sizes:
-        return segment.live_view()
-    last = sum((n - 1) * s for n, s in zip(segment.sizes, segment.strides, strict=True))
-    memory = flat_bits(segment.live.tensor)
-    stretch = torch.empty(last + 1, dtype=memory.dtype, device=memory.device)
-    start = 0
-    for piece in unmoved(memory, segment.repack, segment.offset, segment.offset + last + 1):
-        stretch[start : start + len(piece)] = piece
-        start += len(piece)
-    values = stretch.view(segment.live.tensor.dtype)
-    return values.as_strided(segment.sizes, segment.strides)

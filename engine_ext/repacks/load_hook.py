@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from engine_ext.derived.find import is_constant
+from engine_ext.model.constants import is_constant
 from engine_ext.placement.segments import Repack
 from engine_ext.repacks.infer import Learned, learn
-from engine_ext.repacks.module_copy import PROCESSING, Twins, state_of
+from engine_ext.repacks.module_copy import PROCESSING, ModuleCopy, state_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +143,10 @@ def _learn(processing: Processing, parameters: dict[str, torch.nn.Parameter]) ->
         LearningError: the live module is not what it was.
     """
     module = processing.module
-    twins: list[Twins] = []
+    twins: list[ModuleCopy] = []
 
     def process(probes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        twins.append(Twins(module, {id(parameters[name]): t for name, t in probes.items()}))
+        twins.append(ModuleCopy(module, {id(parameters[name]): t for name, t in probes.items()}))
         processing.call(twins[-1].root)
         # Kept until here, so that no two calls make a handle (an address) that is the same.
         for old in twins[:-1]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from engine_ext.repacks.infer import fingerprint
+from engine_ext.model.fingerprint import fingerprint
 
 PROCESSING = "process_weights_after_loading"
 """The name that both engines give it, of a quant method, a scheme, a layer or a model."""
@@ -32,7 +32,7 @@ def state_of(module: torch.nn.Module) -> list[Any]:
     return state
 
 
-class Twins:
+class ModuleCopy:
     """A copy of a module and of everything that its processing may write to.
 
     Copied are the module and those below it, the objects on them that take part in post-load

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 
-from engine_ext.tracing.strided_boxes import Numbers
+from engine_ext.tracing.strided_boxes import ElementIds
 
 _aten: Final = torch.ops.aten
 
@@ -40,7 +40,7 @@ class NotFollowed(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Cell:
+class TrackedStorage:
     """A storage that holds checkpoint elements.
 
     Attributes:
@@ -69,7 +69,7 @@ class Cell:
         """Note what makes its elements unknown; the first reason stands."""
         self.spoiled = self.spoiled or reason
 
-    def take(self, other: Cell) -> None:
+    def take(self, other: TrackedStorage) -> None:
         """Some elements of another cell are written to this one."""
         self.names |= other.names
         self.live |= other.live
@@ -88,7 +88,7 @@ class Cell:
 class View:
     """A strided view of a cell."""
 
-    cell: Cell
+    cell: TrackedStorage
     offset: int
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -122,17 +122,17 @@ class Step:
     made: tuple[View, ...]
 
     @property
-    def read(self) -> list[Cell]:
+    def read(self) -> list[TrackedStorage]:
         """What it reads, and what it changes in place."""
         return [v.cell for v in tree_leaves(self.arguments) if isinstance(v, View)]
 
     @property
-    def touched(self) -> list[Cell]:
+    def touched(self) -> list[TrackedStorage]:
         """What it reads or writes."""
         return self.read + [view.cell for view in self.made]
 
 
-class History:
+class Provenance:
     """The steps that a cell is the result of.
 
     Attributes:
@@ -141,13 +141,13 @@ class History:
             same numbers come out. None where that cannot be told at little cost.
     """
 
-    def __init__(self, cell: Cell) -> None:
+    def __init__(self, cell: TrackedStorage) -> None:
         self._cell = cell
         self._steps, self._cells = _history(cell)
         self.sources = [c.source for c in self._cells if c.source is not None]
         self.shape = _shape(self._steps, self._cells)
 
-    def replay(self) -> Numbers:
+    def replay(self) -> ElementIds:
         """The element numbers of the whole cell, 1-D; its sources are `sources`.
 
         Takes four bytes per element of the temporaries that are needed at one time (eight where
@@ -156,7 +156,7 @@ class History:
         Raises:
             NotFollowed: that is too much memory.
         """
-        starts: dict[Cell, int] = {}
+        starts: dict[TrackedStorage, int] = {}
         end = 1
         for number, source in enumerate(c for c in self._cells if c.source is not None):
             starts[source] = end
@@ -173,14 +173,14 @@ class History:
             for done in [c for c in memory.cells if last_use[c] == step.number]:
                 if done is not self._cell:
                     del memory.cells[done]
-        return Numbers(memory.cells[self._cell], [*starts.values(), end])
+        return ElementIds(memory.cells[self._cell], [*starts.values(), end])
 
 
 class _Memory:
     """Element numbers in the place of elements."""
 
-    def __init__(self, starts: dict[Cell, int], dtype: torch.dtype) -> None:
-        self.cells: dict[Cell, torch.Tensor] = {}
+    def __init__(self, starts: dict[TrackedStorage, int], dtype: torch.dtype) -> None:
+        self.cells: dict[TrackedStorage, torch.Tensor] = {}
         self._starts = starts
         self._dtype = dtype
 
@@ -226,7 +226,7 @@ class _Memory:
         return counted
 
 
-def _shape(steps: list[Step], cells: list[Cell]) -> Hashable | None:
+def _shape(steps: list[Step], cells: list[TrackedStorage]) -> Hashable | None:
     """What steps do, but for the tensors' names; None where large indices would be compared."""
     numbers = {cell: number for number, cell in enumerate(cells)}
 
@@ -255,11 +255,11 @@ def _shape(steps: list[Step], cells: list[Cell]) -> Hashable | None:
     return kinds, done
 
 
-def _history(cell: Cell) -> tuple[list[Step], list[Cell]]:
+def _history(cell: TrackedStorage) -> tuple[list[Step], list[TrackedStorage]]:
     """The steps that a cell is the result of, in order, and all cells that they touch."""
     found: dict[int, Step] = {}
-    cells: dict[Cell, None] = {}
-    open_ends: list[tuple[Cell, float]] = [(cell, float("inf"))]
+    cells: dict[TrackedStorage, None] = {}
+    open_ends: list[tuple[TrackedStorage, float]] = [(cell, float("inf"))]
     while open_ends:
         one, before = open_ends.pop()
         cells[one] = None

@@ -16,7 +16,7 @@ Write = list[tuple[str | None, Segment]]
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class ByteRange:
     """A segment by the addresses of its bytes.
 
     Attributes:
@@ -32,7 +32,7 @@ class Box:
     write: int
 
     @classmethod
-    def of(cls, segment: Segment, name: str | None, write: int) -> Box:
+    def of(cls, segment: Segment, name: str | None, write: int) -> ByteRange:
         view = segment.live_view()
         start = view.data_ptr()
         return cls(start, start + extent(view) * view.element_size(), name, segment, write)
@@ -63,7 +63,7 @@ def refuse_shared_memory(placement: Placement, writes: Sequence[Write]) -> None:
         placement: as traced; it is marked.
         writes: all that the loader wrote to live memory.
     """
-    boxes = [Box.of(s, name, n) for n, write in enumerate(writes) for name, s in write]
+    boxes = [ByteRange.of(s, name, n) for n, write in enumerate(writes) for name, s in write]
     for one, other in overlaps(boxes):
         for box, by in ((one, other), (other, one)):
             if box.name is None:
@@ -77,7 +77,7 @@ def refuse_shared_memory(placement: Placement, writes: Sequence[Write]) -> None:
             placement[box.name].refuse(reason)
 
 
-def overlaps(boxes: Iterable[Box]) -> Iterator[tuple[Box, Box]]:
+def overlaps(boxes: Iterable[ByteRange]) -> Iterator[tuple[ByteRange, ByteRange]]:
     """Pairs of boxes of different writes that have an element in common.
 
     Left out are a tensor's elements that are written to one place twice, and two boxes that are
@@ -96,7 +96,7 @@ def overlaps(boxes: Iterable[Box]) -> Iterator[tuple[Box, Box]]:
                 yield one, other
 
 
-def _common(one: Box, other: Box) -> bool:
+def _common(one: ByteRange, other: ByteRange) -> bool:
     """Whether two boxes have a byte in common; `one` starts first."""
     widths = [box.segment.live.tensor.element_size() for box in (one, other)]
     unit = math.gcd(*widths, other.start - one.start)

@@ -13,13 +13,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine_ext.tracing.strided_boxes import Numbers, highest, stretches
+from engine_ext.tracing.strided_boxes import ElementIds, highest, stretches
 
 # Elements that are looked at at a time.
 _CHUNK: Final = 1 << 22
 
 
-def by_source(numbers: Numbers, offset: int, strides: Sequence[int]) -> list[tuple[Numbers, int]]:
+def by_source(
+    numbers: ElementIds, offset: int, strides: Sequence[int]
+) -> list[tuple[ElementIds, int]]:
     """Cut the array along one dimension into stretches that hold elements of one source each.
 
     Args:
@@ -36,7 +38,7 @@ def by_source(numbers: Numbers, offset: int, strides: Sequence[int]) -> list[tup
         if torch.equal(source, other):
             return [
                 (
-                    Numbers(numbers.values.narrow(dim, start, count), numbers.starts),
+                    ElementIds(numbers.values.narrow(dim, start, count), numbers.starts),
                     offset + start * stride,
                 )
                 for start, count in stretches(source)
@@ -44,7 +46,7 @@ def by_source(numbers: Numbers, offset: int, strides: Sequence[int]) -> list[tup
     return [(numbers, offset)]
 
 
-def shuffle(numbers: Numbers, strides: Sequence[int]) -> tuple[int, NDArray[np.int32]] | None:
+def shuffle(numbers: ElementIds, strides: Sequence[int]) -> tuple[int, NDArray[np.int32]] | None:
     """The order in which memory holds a contiguous range of one source, each element once.
 
     Args:

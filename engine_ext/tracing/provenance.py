@@ -15,8 +15,15 @@ from typing import Any, Final
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from engine_ext.tracing.index_replay import Cell, History, NotFollowed, Other, Step, View
-from engine_ext.tracing.strided_boxes import Numbers
+from engine_ext.tracing.index_replay import (
+    NotFollowed,
+    Other,
+    Provenance,
+    Step,
+    TrackedStorage,
+    View,
+)
+from engine_ext.tracing.strided_boxes import ElementIds
 
 _aten: Final = torch.ops.aten
 
@@ -52,7 +59,7 @@ _MOVES: Final[dict[Any, tuple[str, ...]]] = {
 }
 
 
-class Moves:
+class ProvenanceTracker:
     """The cells that the loader has made so far, and how.
 
     Attributes:
@@ -60,23 +67,23 @@ class Moves:
     """
 
     def __init__(self) -> None:
-        self._cells: dict[int, Cell] = {}
+        self._cells: dict[int, TrackedStorage] = {}
         self._steps = 0
         self.used: set[str] = set()
         # A storage's key is its address: what is tracked must stay alive.
         self._alive: list[torch.Tensor] = []
-        self._last: tuple[tuple[Cell, int], Numbers] | None = None
+        self._last: tuple[tuple[TrackedStorage, int], ElementIds] | None = None
 
     def add_source(self, tensor: torch.Tensor, name: str) -> None:
         """Follow a contiguous tensor that stands for a checkpoint tensor."""
         cell = self._make(tensor)
         cell.source, cell.names = name, frozenset([name])
 
-    def find(self, tensor: torch.Tensor) -> Cell | None:
+    def find(self, tensor: torch.Tensor) -> TrackedStorage | None:
         """The cell that a tensor is a view of, if its storage is followed."""
         return self._cells.get(_key(tensor))
 
-    def touched(self, tensors: Iterable[torch.Tensor]) -> list[Cell]:
+    def touched(self, tensors: Iterable[torch.Tensor]) -> list[TrackedStorage]:
         """The cells that these tensors are views of."""
         return [cell for t in tensors if (cell := self.find(t)) is not None]
 
@@ -123,7 +130,7 @@ class Moves:
                 cell.steps.append(step)
         self._steps += 1
 
-    def history(self, tensor: torch.Tensor) -> History:
+    def history(self, tensor: torch.Tensor) -> Provenance:
         """How a followed tensor came to be.
 
         Raises:
@@ -134,9 +141,9 @@ class Moves:
             raise NotFollowed(cell.spoiled)
         if not _plain(tensor, cell):
             raise NotFollowed(f"a copy sees it as {tensor.dtype}")
-        return History(cell)
+        return Provenance(cell)
 
-    def numbers(self, tensor: torch.Tensor, history: History) -> Numbers:
+    def numbers(self, tensor: torch.Tensor, history: Provenance) -> ElementIds:
         """Which elements of the history's sources a tensor with that history holds.
 
         Raises:
@@ -149,7 +156,7 @@ class Moves:
             self._last = (state, history.replay())
         whole = self._last[1]
         values = whole.values.as_strided(view.sizes, view.strides, view.offset)
-        return Numbers(values, whole.starts)
+        return ElementIds(values, whole.starts)
 
     def forget(self) -> None:
         """Free the numbers of the last tensor that was asked for."""
@@ -188,16 +195,16 @@ class Moves:
         cell = self._cells[_key(tensor)]
         return View(cell, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 
-    def _make(self, tensor: torch.Tensor) -> Cell:
+    def _make(self, tensor: torch.Tensor) -> TrackedStorage:
         elements = tensor.untyped_storage().nbytes() // tensor.element_size()
         self._alive.append(tensor)
-        return self._cells.setdefault(_key(tensor), Cell(tensor.dtype, elements))
+        return self._cells.setdefault(_key(tensor), TrackedStorage(tensor.dtype, elements))
 
 
 def _key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _plain(tensor: torch.Tensor, cell: Cell) -> bool:
+def _plain(tensor: torch.Tensor, cell: TrackedStorage) -> bool:
     """Whether a tensor's elements are the cell's as they stand."""
     return tensor.dtype == cell.dtype and not tensor.is_neg() and not tensor.is_conj()

@@ -19,13 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from engine_ext.model.storage_index import LiveTensor, StorageIndex, extent
+from engine_ext.placement.repacked import smallest_block
 from engine_ext.placement.segments import Placement, Repack, Segment, TensorSpec
-from engine_ext.repacks.index_probe import smallest_block
-from engine_ext.tracing.index_replay import Cell, History, NotFollowed
+from engine_ext.tracing.index_replay import NotFollowed, Provenance, TrackedStorage
 from engine_ext.tracing.memory_overlap import Write
 from engine_ext.tracing.permutations import by_source, shuffle
-from engine_ext.tracing.provenance import Moves
-from engine_ext.tracing.strided_boxes import Box, Numbers, boxes
+from engine_ext.tracing.provenance import ProvenanceTracker
+from engine_ext.tracing.strided_boxes import ElementIds, StridedBox, boxes
 
 # Segments that one write may take; above the lower number, an order of elements is preferred.
 _MOST_SEGMENTS: Final = 1024
@@ -51,7 +51,7 @@ class Recorder:
         self.writes: list[Write] = []
         self._index = index
         self._placement = placement
-        self._moves = Moves()
+        self._moves = ProvenanceTracker()
         self._lock = threading.RLock()
         self._python_copies = threading.local()
         self._known: dict[Hashable, list[_Piece]] = {}
@@ -172,7 +172,11 @@ class Recorder:
             self.writes.append([(None, _segment(whole, entry, whole, False))])
 
     def _copied(
-        self, destination: torch.Tensor, entry: LiveTensor, source: torch.Tensor, cell: Cell
+        self,
+        destination: torch.Tensor,
+        entry: LiveTensor,
+        source: torch.Tensor,
+        cell: TrackedStorage,
     ) -> Write:
         """What a copy of a followed tensor writes to live memory."""
         if cell.spoiled:
@@ -200,7 +204,7 @@ class Recorder:
         destination: torch.Tensor,
         entry: LiveTensor,
         source: torch.Tensor,
-        history: History,
+        history: Provenance,
     ) -> list[_Piece]:
         """The segments of a copy, with the numbers of their sources in the history.
 
@@ -210,11 +214,11 @@ class Recorder:
         key = (history.shape, str(views), _offset(destination, entry), extent(entry.tensor))
         if history.shape is None or key not in self._known:
             numbers = self._moves.numbers(source, history)
-            numbers = Numbers(numbers.values.expand(destination.shape), numbers.starts)
+            numbers = ElementIds(numbers.values.expand(destination.shape), numbers.starts)
             self._known[key] = _pieces(numbers, destination, entry)
         return self._known[key]
 
-    def _refuse(self, cell: Cell, reason: str) -> None:
+    def _refuse(self, cell: TrackedStorage, reason: str) -> None:
         for name in cell.names:
             self._placement[name].refuse(reason)
 
@@ -247,7 +251,7 @@ def _segment(
     )
 
 
-def _pieces(numbers: Numbers, destination: torch.Tensor, entry: LiveTensor) -> list[_Piece]:
+def _pieces(numbers: ElementIds, destination: torch.Tensor, entry: LiveTensor) -> list[_Piece]:
     """The segments that bring elements of these numbers to live memory.
 
     Raises:
@@ -265,8 +269,8 @@ def _pieces(numbers: Numbers, destination: torch.Tensor, entry: LiveTensor) -> l
 
 
 def _arranged(
-    numbers: Numbers, offset: int, strides: tuple[int, ...], entry: LiveTensor
-) -> Iterator[tuple[Box, Repack | None]]:
+    numbers: ElementIds, offset: int, strides: tuple[int, ...], entry: LiveTensor
+) -> Iterator[tuple[StridedBox, Repack | None]]:
     """Boxes that hold all the elements, with the order within each."""
     found = boxes(numbers, offset, strides, _MANY_SEGMENTS)
     parts = [(numbers, offset)] if found is not None else by_source(numbers, offset, strides)
@@ -276,7 +280,7 @@ def _arranged(
         shuffled = shuffle(part, strides) if found is None else None
         if shuffled is not None:
             first, places = shuffled
-            box = Box(start, (len(places),), (1,), first, (1,))
+            box = StridedBox(start, (len(places),), (1,), first, (1,))
             yield box, _repack(places, start, extent(entry.tensor))
             continue
         if found is None:

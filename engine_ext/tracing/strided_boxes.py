@@ -23,7 +23,7 @@ _LONGEST_TURN: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class ElementIds:
     """What every element of a box holds.
 
     Attributes:
@@ -41,7 +41,7 @@ class Numbers:
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class StridedBox:
     """Elements whose numbers are constant strides apart.
 
     Attributes:
@@ -67,7 +67,9 @@ class _TooMany(Exception):
     """More boxes than allowed."""
 
 
-def boxes(numbers: Numbers, offset: int, strides: Sequence[int], most: int) -> list[Box] | None:
+def boxes(
+    numbers: ElementIds, offset: int, strides: Sequence[int], most: int
+) -> list[StridedBox] | None:
     """Cut the array into boxes that hold elements of one source each, or of none.
 
     Args:
@@ -85,12 +87,12 @@ def boxes(numbers: Numbers, offset: int, strides: Sequence[int], most: int) -> l
 
 
 class _Cutter:
-    def __init__(self, numbers: Numbers, most: int) -> None:
+    def __init__(self, numbers: ElementIds, most: int) -> None:
         self._numbers = numbers
         self._starts = torch.tensor(numbers.starts)
         self._most = most
 
-    def cut(self, values: torch.Tensor, offset: int, strides: tuple[int, ...]) -> list[Box]:
+    def cut(self, values: torch.Tensor, offset: int, strides: tuple[int, ...]) -> list[StridedBox]:
         """As of `boxes`, for a part of the array.
 
         Raises:
@@ -112,9 +114,9 @@ class _Cutter:
             raise _TooMany
         return shortest
 
-    def _within(self, parts: Iterable[list[Box]]) -> list[Box]:
+    def _within(self, parts: Iterable[list[StridedBox]]) -> list[StridedBox]:
         """The boxes of all parts, if they are not too many."""
-        found: list[Box] = []
+        found: list[StridedBox] = []
         for part in parts:
             found += part
             if len(found) > self._most:
@@ -123,7 +125,7 @@ class _Cutter:
 
     def _sliced(
         self, values: torch.Tensor, offset: int, strides: tuple[int, ...]
-    ) -> list[Box] | None:
+    ) -> list[StridedBox] | None:
         """The boxes of slices along the dimension that has the fewest unlike ones."""
         found = [(dim, self._runs(values, dim)) for dim, n in enumerate(values.shape) if n > 1]
         usable = [(len(runs), dim, runs) for dim, runs in found if runs is not None]
@@ -135,17 +137,19 @@ class _Cutter:
         except _TooMany:
             return None
 
-    def _whole(self, values: torch.Tensor, offset: int, strides: tuple[int, ...]) -> Box | None:
+    def _whole(
+        self, values: torch.Tensor, offset: int, strides: tuple[int, ...]
+    ) -> StridedBox | None:
         """The array as one box, if it is one."""
         first = int(values[(0,) * values.dim()])
         steps = tuple(
             int(values[tuple(int(d == dim) for d in range(values.dim()))]) - first if n > 1 else 0
             for dim, n in enumerate(values.shape)
         )
-        box = Box(offset, tuple(values.shape), strides, first, steps)
+        box = StridedBox(offset, tuple(values.shape), strides, first, steps)
         return box if self._sound(box) and _equal(values, first, steps) else None
 
-    def _sound(self, box: Box) -> bool:
+    def _sound(self, box: StridedBox) -> bool:
         """Whether the box's elements are all of one source, in an order that strides can say."""
         if min(box.steps, default=0) < 0:
             return False
@@ -192,7 +196,7 @@ class _Cutter:
         first: int,
         count: int,
         step: int,
-    ) -> list[Box]:
+    ) -> list[StridedBox]:
         """The boxes of slices that are each the one before it, shifted by `step`."""
         stride, inner = strides[dim], strides[:dim] + strides[dim + 1 :]
         alone = self.cut(values.select(dim, first), offset + first * stride, inner)
@@ -214,7 +218,7 @@ class _Cutter:
 
     def _folded(
         self, values: torch.Tensor, offset: int, strides: tuple[int, ...]
-    ) -> list[Box] | None:
+    ) -> list[StridedBox] | None:
         """The boxes, if every so many slices along a dimension are the ones before, shifted."""
         for dim, (size, stride) in enumerate(zip(values.shape, strides, strict=True)):
             for turn in _turns(_heads(values, dim)):

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from engine_ext.model.state_guard import TracingError, Untouched
+from engine_ext.model.state_guard import ModelStateGuard, TracingError
 from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.segments import Placed, Placement, Segment, Status, TensorSpec
-from engine_ext.tracing.memory_overlap import Box, Write, overlaps, refuse_shared_memory
+from engine_ext.tracing.memory_overlap import ByteRange, Write, overlaps, refuse_shared_memory
 from engine_ext.tracing.recorder import Recorder, Watch
 from engine_ext.tracing.thread_propagation import followed
 
@@ -69,7 +69,7 @@ def trace_placement(
     reason = refuse_while(model) if refuse_while is not None else None
     if reason:
         raise TracingError(f"the loader cannot be traced now: {reason}")
-    untouched = Untouched(model, bits=True)
+    untouched = ModelStateGuard(model, bits=True)
     placement = {spec.name: Placed(spec) for spec in specs}
     run = _run(untouched, load_weights, specs, index, placement)
     writes = run.writes
@@ -109,7 +109,7 @@ def rehearse(
         TracingError: as `trace_placement`, but that the bits are not compared: `trace_placement`
             has seen that every way in which this loader writes is followed.
     """
-    untouched = Untouched(model, bits=False)
+    untouched = ModelStateGuard(model, bits=False)
     trial = {name: Placed(placement[name].spec) for name in names}
     run = _run(untouched, load_weights, [p.spec for p in trial.values()], index, trial)
     untouched.require()
@@ -124,8 +124,8 @@ def rehearse(
     others = _others(run.writes)
     if different or not others:
         return different
-    segments = [Box.of(s, name, 0) for name, p in placement.items() for s in p.segments]
-    for one, other in overlaps(segments + [Box.of(s, None, 1) for s in others]):
+    segments = [ByteRange.of(s, name, 0) for name, p in placement.items() for s in p.segments]
+    for one, other in overlaps(segments + [ByteRange.of(s, None, 1) for s in others]):
         reason = f"without the other tensors the loader writes over {one.name or other.name}"
         return dict.fromkeys(names, reason)
     return {}
@@ -150,7 +150,7 @@ def _others(writes: Iterable[Write]) -> list[Segment]:
 
 
 def _run(
-    untouched: Untouched,
+    untouched: ModelStateGuard,
     load_weights: LoadWeights,
     specs: Sequence[TensorSpec],
     index: StorageIndex,
@@ -171,7 +171,7 @@ def _run(
     return _Run(failure, recorder.writes)
 
 
-def _put_back(untouched: Untouched, recorder: Recorder) -> None:
+def _put_back(untouched: ModelStateGuard, recorder: Recorder) -> None:
     """Put the model's tensors back, and refuse what the loader put in their places."""
     for held in untouched.registered:
         if held.changed:
@@ -186,7 +186,7 @@ def _put_back(untouched: Untouched, recorder: Recorder) -> None:
 
 
 def _explain(
-    untouched: Untouched,
+    untouched: ModelStateGuard,
     load_weights: LoadWeights,
     spec: TensorSpec,
     index: StorageIndex,

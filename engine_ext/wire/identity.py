@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 import xxhash
 
 from engine_ext.wire.container import Header
@@ -42,3 +43,28 @@ def part_identity(header: Header, container: Buffer) -> str:
     with memoryview(container) as view:
         digest.update(view[start:])
     return digest.hexdigest()
+
+
+class PartId(msgspec.Struct, frozen=True, kw_only=True):
+    """What one part says it is.
+
+    Attributes:
+        version: the version its sync leads to.
+        base_version: the version its sync starts from; None for a ``full`` sync.
+        identity: hash of the part's params, positions and values; two parts with the same
+            identity are the same part.
+        sync_id: one string for all parts of a sync, or None.
+        full: all params are dense and together cover the model.
+        part: 0-based number of this part.
+        num_parts: how many there are, or None where this part does not say.
+        continues: the part may be one more transaction at the version the engine is at.
+    """
+
+    version: int
+    base_version: int | None
+    identity: str
+    sync_id: str | None = None
+    full: bool = False
+    part: int = 0
+    num_parts: int | None = None
+    continues: bool = False

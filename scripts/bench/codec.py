@@ -33,7 +33,7 @@ import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ from delta_sender.diff_host import compare
 from engine_ext.kernels import gather_scatter
 from engine_ext.wire import ENCODINGS, FrameReader, ParamDelta, decode_part, encode_part
 from scripts.bench.memory_read import fastest, read_time
+from scripts.bench.sizes import Size
 from scripts.bench.synthetic_weights import (
     DENSITIES,
     DTYPES,
@@ -64,29 +65,6 @@ from scripts.bench.synthetic_weights import (
 
 LEARNING_RATES = (3e-7, 1e-6, 3e-6)
 TIMED_AT = 0.02
-
-
-@dataclass(frozen=True)
-class Size:
-    """One encoding at one density: bytes per changed element, and milliseconds.
-
-    `scatter_ms` is for writing the decoded elements into flat weights, without a single check;
-    `read_ms` for reading both copies of all weights once, NaN where they are too few to time.
-    """
-
-    encoding: str
-    density: float
-    nbytes: float
-    floor: float
-    encode_ms: float
-    decode_ms: float
-    scatter_ms: float
-    read_ms: float
-
-    @property
-    def apply_ratio(self) -> float:
-        """Decoding and scattering in times of scattering."""
-        return (self.decode_ms + self.scatter_ms) / self.scatter_ms
 
 
 def plain_torch(old: torch.Tensor, new: torch.Tensor) -> bytes:

@@ -38,7 +38,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from delta_sender import DeltaSender, SyncFailed, SyncReport
+from delta_sender import DeltaSender, SyncError, SyncReport
 from scripts.bench import synthetic_weights
 from scripts.bench.sender import LINKS, SENT_AS
 from scripts.live_engine.process import EngineError, EngineProcess
@@ -118,7 +118,7 @@ class Run:
 
         Raises:
             EngineError: The engine did not hold what it had been sent.
-            SyncFailed: It refused a sync.
+            SyncError: It refused a sync.
         """
         found = []
         transport = SlowTransport(speed)
@@ -178,7 +178,7 @@ def measure(
 
     Raises:
         EngineError: The engine did not start or refused.
-        SyncFailed: It refused a sync.
+        SyncError: It refused a sync.
     """
     base = build("qwen3", scratch / "base", num_hidden_layers=options.layers, **_WIDTHS)
     kind = ENGINES[options.engine]
@@ -244,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="delta-bench-") as scratch:
             found = measure(options, Path(scratch), console)
-    except (EngineError, SyncFailed, httpx.HTTPError) as error:
+    except (EngineError, SyncError, httpx.HTTPError) as error:
         errors.print(f"{type(error).__name__}: {error}")
         return 1
     except KeyboardInterrupt:

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from engine_ext.apply.masked import apply_masked
-from engine_ext.apply.scatter import ScatterApplier, StagedPart
+from engine_ext.apply.scatter import ScatterApplier
+from engine_ext.apply.staged import StagedPart
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.kernels.gather_scatter import bits_of, host_bits, warm_up
 from engine_ext.model.storage_index import StorageIndex

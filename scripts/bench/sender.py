@@ -37,7 +37,7 @@ from rich.table import Table
 
 from delta_sender.diff_device import KEPT_ON
 from delta_sender.diff_host import Difference, begin_compare
-from delta_sender.http_client import Server
+from delta_sender.http_client import EngineClient
 from delta_sender.multi_sender import MultiSender
 from delta_sender.results import SyncReport
 from engine_ext.kernels import gather_scatter
@@ -53,7 +53,7 @@ _Tensors = dict[str, torch.Tensor]
 _Syncs = dict[str, dict[str, tuple[float, SyncReport]]]  # by link and encoding
 
 
-class SimulatedServer(Server):
+class SimulatedServer(EngineClient):
     """Takes what it is sent, as fast as a link of so many bytes a second would carry it."""
 
     def __init__(self, url: str, options: Any, speed: float) -> None:
@@ -78,7 +78,7 @@ class SimulatedSender(MultiSender):
         self._link_speed = speed
         super().__init__(["http://nobody"], base.items(), **options)
 
-    def _make_server(self, url: str) -> Server:
+    def _make_server(self, url: str) -> EngineClient:
         return SimulatedServer(url, self._options, self._link_speed)
 
 

@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,9 +25,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from delta_sender import DeltaSender, SyncFailed, SyncReport
+from delta_sender import DeltaSender, SyncError, SyncReport
 from delta_sender.encoding_policy import CHOICES
 from scripts.demo.policy import Sample, Trainer, build_policy, reward
+from scripts.live_engine.fingerprint import _SHA256_OF_NOTHING, Fingerprint, fingerprint
 from scripts.live_engine.process import EngineError, EngineProcess
 from scripts.live_engine.registry import ENGINES
 from scripts.live_engine.tiny_models import load_tensors, save_checkpoint
@@ -45,7 +45,6 @@ PROMPTS: Final = (
 )
 SAMPLES_PER_PROMPT: Final = 24
 COMPLETION_TOKENS: Final = 8
-_SHA256_OF_NOTHING: Final = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 _COLUMNS: Final = (
     "step",
     "reward",
@@ -65,14 +64,6 @@ exit status: 0 verified; 1 not verified, or an engine failed; 2 bad usage; 130 i
 """
 
 
-@dataclass(frozen=True)
-class Fingerprint:
-    """SHA-256 of every live tensor of an engine, by rank and name."""
-
-    parameters: dict[str, str]
-    buffers: dict[str, str]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; returns the exit status."""
     options = parse_arguments(arguments)
@@ -82,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _folder(options.keep) as folder:
             result = run(options, folder, console)
-    except (EngineError, SyncFailed, httpx.HTTPError) as error:
+    except (EngineError, SyncError, httpx.HTTPError) as error:
         errors.print(f"{type(error).__name__}: {error}")
         return 1
     except KeyboardInterrupt:
@@ -149,7 +140,7 @@ def train(
     """The loop: sample from the engine, step, send what changed.
 
     Raises:
-        SyncFailed: The engine refused a delta, or could not tell where it stood.
+        SyncError: The engine refused a delta, or could not tell where it stood.
     """
     reports: list[SyncReport] = []
     started = time.perf_counter()
@@ -162,7 +153,7 @@ def train(
             trainer.step(samples)
             report = sender.sync(trainer.tensors().items())
             if report.full:
-                raise SyncFailed(f"step {step}: the engine did not hold the base version")
+                raise SyncError(f"step {step}: the engine did not hold the base version")
             reports.append(report)
             mean_reward = sum(s.reward for s in samples) / len(samples)
             progress.add(step, mean_reward, report)
@@ -183,11 +174,6 @@ def sample(engine: EngineProcess, *, seed: int) -> list[Sample]:
         Sample(choice["prompt_token_ids"], choice["token_ids"], reward(choice["text"]))
         for choice in answer["choices"]
     ]
-
-
-def fingerprint(engine: EngineProcess) -> Fingerprint:
-    """Checksums of all that the engine computes with."""
-    return Fingerprint(engine.checksums(), engine.buffer_checksums())
 
 
 def verify(before: Fingerprint, live: Fingerprint, fresh: Fingerprint, console: Console) -> bool:

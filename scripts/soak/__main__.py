@@ -30,10 +30,11 @@ import httpx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from delta_sender import SyncFailed
+from delta_sender import SyncError
 from delta_sender.encoding_policy import CHOICES
 from delta_sender.warm_up import warm_up as compile_for
-from scripts.demo.__main__ import fingerprint, verify
+from scripts.demo.__main__ import verify
+from scripts.live_engine.fingerprint import fingerprint
 from scripts.live_engine.process import EngineError, EngineProcess
 from scripts.live_engine.registry import ENGINES
 from scripts.live_engine.tiny_models import build, load_tensors, save_checkpoint
@@ -82,7 +83,7 @@ def soak(
         done: called after every sync.
 
     Raises:
-        SoakFailed, SyncFailed, EngineError: as of `Syncs.run`.
+        SoakFailed, SyncError, EngineError: as of `Syncs.run`.
     """
     warm_up = min(100, syncs // 2)
     for encoding in CHOICES:  # or the first sync of each would wait for what numba loads
@@ -211,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="delta-soak-") as folder:
             found = run(options, Path(folder), console)
-    except (SoakFailed, SyncFailed, EngineError, httpx.HTTPError) as error:
+    except (SoakFailed, SyncError, EngineError, httpx.HTTPError) as error:
         errors.print(f"FAILED: {type(error).__name__}: {error}")
         return 1
     except KeyboardInterrupt:

@@ -153,7 +153,7 @@ class Syncs:
 
         Raises:
             SoakFailed: The engine is not where it should be.
-            SyncFailed: It refused a sync.
+            SyncError: It refused a sync.
             EngineError: One of its own routes failed.
         """
         record, start = Record(), time.perf_counter()

@@ -15,8 +15,9 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+from delta_server.engine import Engine
 from delta_server.process_identity import is_alive, new_name
 from delta_server.request_options import Options
 from engine_ext.errors import CommitFailed, EngineUncertain, PublishFailed, from_wire
@@ -28,36 +29,6 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _POLL_S = 0.02
 _LEARN_EVERY_S = 1.0
-
-
-class Engine(Protocol):
-    """What an engine adapter gives the service. Every method may raise; none is retried.
-
-    What the caller itself asks of the engine, to pause or to resume, does not come this way; the
-    adapter makes it `heeded`.
-
-    Attributes:
-        name: the engine's.
-        shared: other HTTP processes serve the same engine.
-    """
-
-    name: str
-    shared: bool
-
-    async def call(self, operation: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        """`engine_ext.receiver.receiver.Receiver.handle` on every rank, in rank order."""
-
-    async def is_paused(self) -> bool: ...
-
-    async def pause(self, mode: str, *, flush_cache: bool) -> None: ...
-
-    async def flush_cache(self) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def set_weight_version(self, version: str) -> None: ...
-
-    async def get_weight_version(self) -> str: ...
 
 
 @dataclass
@@ -73,7 +44,7 @@ class _Held:
     owed: bool
 
 
-class Commits:
+class EngineCommitter:
     """Commits and rollbacks of one engine.
 
     Other HTTP processes may serve the same engine. That one of them is at work, and that a failed
@@ -301,8 +272,8 @@ async def call(engine: Engine, operation: str, arguments: dict[str, Any]) -> lis
     return [answer["ok"] for answer in answers]
 
 
-def heeded(
-    commits: Commits, change: Callable[_P, Coroutine[Any, Any, _T]]
+def serialize_with_commits(
+    commits: EngineCommitter, change: Callable[_P, Coroutine[Any, Any, _T]]
 ) -> Callable[_P, Coroutine[Any, Any, _T]]:
     """The engine's own method to pause or to resume, as the caller gets it from now on.
 

@@ -12,14 +12,15 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from delta_server.commit import Engine, call
+from delta_server.commit import EngineCommitter, call
+from delta_server.engine import Engine
 from delta_server.process_identity import is_alive, new_name
 from delta_server.request_options import Options
-from delta_server.request_record import Outcome
+from delta_server.request_record import RequestRecord
 from engine_ext.delta_log.catalog import Entry, Listing, list_log, route, why_not_newer
 from engine_ext.errors import (
     CommitFailed,
@@ -33,10 +34,11 @@ from engine_ext.errors import (
     WriteUndone,
 )
 
-if TYPE_CHECKING:
-    from delta_server.service import DeltaService
-
 logger = logging.getLogger(__name__)
+
+ApplyFiles = Callable[
+    [Sequence[Path], Options, RequestRecord, Sequence[str]], Awaitable[dict[str, Any]]
+]
 
 _TELL_EVERY_S = 2.0
 _WAIT_S = 0.2
@@ -46,17 +48,22 @@ _NOT_THE_LOGS_FAULT = (
 )  # fmt: skip
 
 
-class CatchUp:
-    """Replays a delta log into one engine.
+class LogReplay:
+    """Replay a delta log into one engine.
 
     Args:
-        service: applies the parts.
+        committer: commits on the engine, and knows its state.
+        apply_files: stages the parts in some files and commits them, as a disk request does
+            (see `delta_server.service.DeltaService.apply_files`).
         engine: its adapter.
         folder: the log; its real path.
     """
 
-    def __init__(self, service: DeltaService, engine: Engine, folder: Path) -> None:
-        self._service = service
+    def __init__(
+        self, committer: EngineCommitter, apply_files: ApplyFiles, engine: Engine, folder: Path
+    ) -> None:
+        self._committer = committer
+        self._apply_files = apply_files
         self._engine = engine
         self._folder = folder
         self._name = new_name()
@@ -81,7 +88,7 @@ class CatchUp:
         """
         try:
             async with self._lock, self._alone():
-                await self._service.commits.publish()
+                await self._committer.publish()
                 await self._run(Options())
         except DeltaError as error:
             self._problem = self._problem or error.to_wire()
@@ -200,7 +207,7 @@ class CatchUp:
             flush_cache=options.flush_cache,
         )
         real = [Path(os.path.realpath(path)) for path in entry.paths]
-        answer = await self._service.apply_files(real, at, Outcome(), [str(self._folder)])
+        answer = await self._apply_files(real, at, RequestRecord(), [str(self._folder)])
         if answer["status"] != "committed":
             if answer["status"] == "staged":
                 await call(self._engine, "drop", {})
@@ -212,10 +219,10 @@ class CatchUp:
         Raises:
             WeightsAsleep: nothing can be written now.
         """
-        [state, *_] = await self._service.commits.status()
+        [state, *_] = await self._committer.status()
         if state["asleep"]:
             raise WeightsAsleep("the engine has released its weights; wake it up first")
-        known = not self._service.commits.uncertain and state["foreign"] is None
+        known = not self._committer.uncertain and state["foreign"] is None
         return int(state["version"]), known
 
     @contextlib.asynccontextmanager

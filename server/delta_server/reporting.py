@@ -19,8 +19,9 @@ from typing import Any
 from starlette.requests import ClientDisconnect
 
 from delta_server import metrics
-from delta_server.commit import Engine, call
-from delta_server.request_record import Outcome
+from delta_server.commit import call
+from delta_server.engine import Engine
+from delta_server.request_record import RequestRecord
 from engine_ext.errors import DeltaError, MalformedPart
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ _LEVELS = {
 }
 
 
-class Ledger:
+class SyncReporter:
     """Tells of the updates that one HTTP process takes.
 
     Args:
@@ -51,7 +52,7 @@ class Ledger:
         self._said_at = 0.0
 
     @contextlib.asynccontextmanager
-    async def follow(self, outcome: Outcome) -> AsyncIterator[None]:
+    async def follow(self, outcome: RequestRecord) -> AsyncIterator[None]:
         """Tell of one request, when it ends.
 
         The request is followed by whoever reads its body, and by what must go on when that one is
@@ -80,7 +81,7 @@ class Ledger:
         """Wait until all is told."""
         await asyncio.gather(*self._telling)
 
-    def _tell(self, outcome: Outcome, error: DeltaError | None) -> None:
+    def _tell(self, outcome: RequestRecord, error: DeltaError | None) -> None:
         if outcome.told:
             return
         outcome.told = True
@@ -143,7 +144,7 @@ def _value(value: Any) -> str:
 
 
 @contextlib.asynccontextmanager
-async def _ticking(outcome: Outcome) -> AsyncIterator[None]:
+async def _ticking(outcome: RequestRecord) -> AsyncIterator[None]:
     """Say now and then how far a request is."""
     if outcome.ticking:
         yield
@@ -157,7 +158,7 @@ async def _ticking(outcome: Outcome) -> AsyncIterator[None]:
         outcome.ticking = False
 
 
-async def _tick(outcome: Outcome) -> None:
+async def _tick(outcome: RequestRecord) -> None:
     while True:
         await asyncio.sleep(_PROGRESS_EVERY_S)
         logger.info("%s", line("sync", outcome.progress()))

@@ -14,12 +14,12 @@ from engine_ext.errors import (
     PublishFailed,
     WriteUndone,
 )
-from engine_ext.receiver.sync_state import PartId
+from engine_ext.wire.identity import PartId
 
 _LONGEST_TEXT = 200
 
 
-class Outcome:
+class RequestRecord:
     """One request, from its first byte to its answer.
 
     Attributes:

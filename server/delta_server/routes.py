@@ -15,7 +15,7 @@ from delta_server.auth import check_access
 from delta_server.disk_files import resolve_files
 from delta_server.reporting import as_delta_error
 from delta_server.request_options import DiskRequest, parse_disk_request, parse_query
-from delta_server.request_record import Outcome
+from delta_server.request_record import RequestRecord
 from delta_server.service import DeltaService
 from delta_server.upload_limits import arriving
 from engine_ext.errors import (
@@ -139,7 +139,7 @@ def _flag(request: Request, name: str) -> bool:
 
 
 async def _update(request: Request) -> dict[str, Any]:
-    service, outcome = _service(request), Outcome()
+    service, outcome = _service(request), RequestRecord()
     async with service.ledger.follow(outcome):
         if request.headers.get("content-encoding", "identity").lower() != "identity":
             raise UnsupportedMedia("a Content-Encoding is not taken; use the encoding deltas_zstd")
@@ -157,7 +157,9 @@ async def _update(request: Request) -> dict[str, Any]:
             return await _apply_body(service, request, outcome)
 
 
-async def _apply_body(service: DeltaService, request: Request, outcome: Outcome) -> dict[str, Any]:
+async def _apply_body(
+    service: DeltaService, request: Request, outcome: RequestRecord
+) -> dict[str, Any]:
     options = parse_query(request.query_params)
     key = signing_key()
     verifier = None if key is None else Verifier(key, request.headers.get(SIGNATURE_HEADER))
@@ -175,7 +177,7 @@ async def _apply_body(service: DeltaService, request: Request, outcome: Outcome)
 
 
 async def _update_from_disk(request: Request) -> dict[str, Any]:
-    service, outcome = _service(request), Outcome()
+    service, outcome = _service(request), RequestRecord()
     async with service.ledger.follow(outcome):
         with service.slots.one():
             disk_request = parse_disk_request(await _json_body(request, service))
@@ -187,7 +189,7 @@ async def _update_from_disk(request: Request) -> dict[str, Any]:
 
 
 async def _apply_files(
-    service: DeltaService, disk_request: DiskRequest, request: Request, outcome: Outcome
+    service: DeltaService, disk_request: DiskRequest, request: Request, outcome: RequestRecord
 ) -> dict[str, Any]:
     options = disk_request.options(request.query_params)
     paths = resolve_files(disk_request, service.settings.roots)

@@ -19,20 +19,21 @@ import msgspec
 import xxhash
 
 from delta_server import metrics
-from delta_server.commit import Commits, Engine, call, sum_by_name, total_digest
+from delta_server.commit import EngineCommitter, call, sum_by_name, total_digest
 from delta_server.disk_files import spool_files
-from delta_server.log_replay import CatchUp
-from delta_server.reporting import Ledger
+from delta_server.engine import Engine
+from delta_server.log_replay import LogReplay
+from delta_server.reporting import SyncReporter
 from delta_server.request_options import Options, part_id
-from delta_server.request_record import Outcome
+from delta_server.request_record import RequestRecord
 from delta_server.spool import Spool, Spooled
 from delta_server.staging import Staging
-from delta_server.upload_limits import Pace, Slots
+from delta_server.upload_limits import MinimumRate, UploadSlots
 from engine_ext.errors import CommitFailed, Conflict, DeltaError, MalformedPart
-from engine_ext.receiver.sync_state import PartId
 from engine_ext.settings import Settings
 from engine_ext.wire import Limits
 from engine_ext.wire.digest import Digest
+from engine_ext.wire.identity import PartId
 
 
 class DeltaService:
@@ -53,14 +54,18 @@ class DeltaService:
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self.settings = settings
-        self.commits = Commits(engine)
-        self.ledger = Ledger(engine)
+        self.commits = EngineCommitter(engine)
+        self.ledger = SyncReporter(engine)
         self._engine = engine
         self._staging = Staging(engine)
         self.spool = Spool(settings.spool_dir, Limits(max_part_bytes=settings.max_body_bytes))
-        self.pace = Pace(settings.stage_timeout, settings.min_upload_rate)
-        self.slots = Slots(settings.max_uploads)
-        self.log = None if settings.log is None else CatchUp(self, engine, Path(settings.log))
+        self.pace = MinimumRate(settings.stage_timeout, settings.min_upload_rate)
+        self.slots = UploadSlots(settings.max_uploads)
+        self.log = (
+            None
+            if settings.log is None
+            else LogReplay(self.commits, self.apply_files, engine, Path(settings.log))
+        )
         self._handling: weakref.WeakValueDictionary[str, asyncio.Lock] = (
             weakref.WeakValueDictionary()
         )
@@ -142,7 +147,7 @@ class DeltaService:
             Conflict: the old values were not kept. The engine is unchanged.
             CommitFailed: the rollback failed half-way.
         """
-        outcome = Outcome()
+        outcome = RequestRecord()
         async with self.ledger.follow(outcome):
             outcome.phase = "rollback"
             restored, pause_ms = await self.commits.run("rollback", {}, options)
@@ -156,7 +161,7 @@ class DeltaService:
                 "timings_ms": {k: round(value, 3) for k, value in outcome.timings.items()},
             }
 
-    async def apply_body(self, spooled: Spooled, options: Options, outcome: Outcome) -> Any:
+    async def apply_body(self, spooled: Spooled, options: Options, outcome: RequestRecord) -> Any:
         """Stage one part, and commit if it completes its sync.
 
         Args:
@@ -184,7 +189,7 @@ class DeltaService:
         self,
         paths: Sequence[Path],
         options: Options,
-        outcome: Outcome,
+        outcome: RequestRecord,
         roots: Sequence[str] | None = None,
     ) -> dict[str, Any]:
         """Stage the parts in some files, and commit if they complete their sync.
@@ -211,7 +216,7 @@ class DeltaService:
                 part_file.remove()
 
     async def _apply_spooled(
-        self, spooled: list[Spooled], options: Options, outcome: Outcome
+        self, spooled: list[Spooled], options: Options, outcome: RequestRecord
     ) -> dict[str, Any]:
         parts = [part_id(s.header.manifest, s.identity, options) for s in spooled]
         outcome.brought(parts, spooled)
@@ -261,7 +266,7 @@ class DeltaService:
         self,
         pairs: list[tuple[PartId, Spooled]],
         options: Options,
-        outcome: Outcome,
+        outcome: RequestRecord,
         *,
         whole: bool = False,
     ) -> dict[str, Any]:
@@ -286,7 +291,9 @@ class DeltaService:
         facts["digest"] = await self.commits.publish()
         return outcome.answer("already_applied", facts)
 
-    async def _commit(self, part: PartId, options: Options, outcome: Outcome) -> dict[str, Any]:
+    async def _commit(
+        self, part: PartId, options: Options, outcome: RequestRecord
+    ) -> dict[str, Any]:
         try:
             committed, outcome.timings["pause_ms"] = await self.commits.run(
                 "commit", {"version": part.version, "sync_id": part.sync_id}, options

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from delta_server.upload_limits import Pace, arriving
+from delta_server.upload_limits import MinimumRate, arriving
 from engine_ext.errors import SpoolFull, TooLarge
 from engine_ext.wire import FrameReader, Header, Limits, PartGate
 from engine_ext.wire.identity import part_identity
@@ -86,7 +86,7 @@ class Spool:
         self,
         chunks: AsyncIterator[bytes],
         declared: int | None,
-        pace: Pace,
+        pace: MinimumRate,
         verifier: Verifier | None = None,
     ) -> Spooled:
         """Keep a body that streams in.

@@ -9,11 +9,12 @@ from typing import Any
 
 import msgspec
 
-from delta_server.commit import Engine, call
-from delta_server.request_record import Outcome
+from delta_server.commit import call
+from delta_server.engine import Engine
+from delta_server.request_record import RequestRecord
 from delta_server.spool import Spooled
 from engine_ext.errors import DeltaError, NotUpdatable
-from engine_ext.receiver.sync_state import PartId
+from engine_ext.wire.identity import PartId
 
 # Polling costs the engine one message between two steps: short at first, then seldom.
 _POLL_FIRST_S = 0.001
@@ -32,7 +33,7 @@ class Staging:
         self._engine = engine
 
     async def stage(
-        self, pairs: Sequence[tuple[PartId, Spooled]], outcome: Outcome, *, whole: bool
+        self, pairs: Sequence[tuple[PartId, Spooled]], outcome: RequestRecord, *, whole: bool
     ) -> bool:
         """Stage some parts.
 

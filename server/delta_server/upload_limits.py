@@ -14,7 +14,7 @@ _RETRY_AFTER_S = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class MinimumRate:
     """How slowly a body may come.
 
     Attributes:
@@ -26,7 +26,7 @@ class Pace:
     rate: int
 
 
-async def arriving(chunks: AsyncIterator[bytes], pace: Pace) -> AsyncIterator[bytes]:
+async def arriving(chunks: AsyncIterator[bytes], pace: MinimumRate) -> AsyncIterator[bytes]:
     """The chunks of a body, as long as it keeps its pace.
 
     Only waiting counts, not what is done with the chunks.
@@ -53,7 +53,7 @@ async def arriving(chunks: AsyncIterator[bytes], pace: Pace) -> AsyncIterator[by
         yield chunk
 
 
-class Slots:
+class UploadSlots:
     """Bounds the updates that this process takes at once, and so the room that they fill.
 
     Args:

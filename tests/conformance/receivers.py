@@ -19,16 +19,15 @@ import msgspec
 import torch
 from torch import nn
 
-from engine_ext.derived.find import Constants, is_constant
 from engine_ext.derived.recompute import Recomputation
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
+from engine_ext.model.constants import Constants, is_constant
 from engine_ext.receiver.receiver import Receiver
 from engine_ext.receiver.startup import LoadedModel, make_receiver
-from engine_ext.receiver.sync_state import PartId
 from engine_ext.repacks.infer import Learned, learn
 from engine_ext.settings import Settings
 from engine_ext.wire import ParamDelta, decode_part, encode_part
-from engine_ext.wire.identity import part_identity
+from engine_ext.wire.identity import PartId, part_identity
 from tests.conformance.memory import tensors
 from tests.conformance.subject import Delta, Rank
 from tests.conformance.syncs import bits

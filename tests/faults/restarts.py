@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from delta_sender import SyncFailed, SyncReport
+from delta_sender import SyncError, SyncReport
 from engine_ext.delta_log.catalog import Listing, list_log
 from scripts.live_engine.process import EngineProcess
 from tests.faults.harness import FIRST, PLUGIN, RANKS, STAGE_TIMEOUT, Scene, wait_until
@@ -126,7 +126,7 @@ class Lives(Scene):
         assert self._syncing is not None
         self._syncing.join(2 * DEATH_S)
         assert not self._syncing.is_alive(), "the sender does not give up"
-        if isinstance(self._outcome, SyncFailed):
+        if isinstance(self._outcome, SyncError):
             return False
         assert isinstance(self._outcome, SyncReport), self._outcome
         return True

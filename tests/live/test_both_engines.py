@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from delta_sender import MultiSender, SomeFailed
+from delta_sender import MultiSender, PartialSyncError
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from scripts.live_engine.sglang import SglangProcess
@@ -72,7 +72,7 @@ def test_one_sender_two_engines(both: Both) -> None:
         server = sender._links[0].server
         address, server._url = server._url, f"{server._url}/nowhere"
         trainer.step()
-        with pytest.raises(SomeFailed) as caught:
+        with pytest.raises(PartialSyncError) as caught:
             sender.sync(trainer.tensors.items())
         server._url = address
         assert list(caught.value.failures) == both.urls[:1]

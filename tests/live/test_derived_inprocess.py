@@ -58,10 +58,10 @@ def main(model: str, out: str) -> None:
     from vllm import LLM
 
     from engine_ext import settings
-    from engine_ext.adapters.vllm import worker as adapter
+    from engine_ext.adapters.vllm import plugin
 
     settings.Settings().export()
-    adapter.install()
+    plugin.install_workers()
     llm: Any = LLM(model, dtype="bfloat16", enforce_eager=True, max_model_len=256)
     worker = llm.llm_engine.model_executor.driver_worker.worker
     Path(out).write_text(json.dumps(worker.delta_updates("status", {})["ok"]))

@@ -70,10 +70,11 @@ def main(model: str, out: str, *options: str) -> None:
 
     from engine_ext.adapters.vllm import worker as adapter
     from engine_ext.adapters.vllm.postload import repack_learner
+    from engine_ext.model.fingerprint import fingerprint
     from engine_ext.model.storage_index import StorageIndex
     from engine_ext.placement.certify import certify
     from engine_ext.placement.segments import TensorSpec
-    from engine_ext.repacks.infer import compose, fingerprint
+    from engine_ext.repacks.infer import compose
     from engine_ext.tracing.trace import trace_placement
 
     if "--packed" in options:

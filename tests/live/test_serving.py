@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from delta_sender import DeltaSender, SyncFailed
+from delta_sender import DeltaSender, SyncError
 from delta_server.routes import GENERATION
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
@@ -153,7 +153,7 @@ def test_an_engine_that_the_caller_paused_stays_paused(server: Server, flush_cac
 
 def test_a_sender_without_the_token(server: Server) -> None:
     with DeltaSender(server.engine.url, server.trainer.tensors.items()) as sender:
-        with pytest.raises(SyncFailed) as failed:
+        with pytest.raises(SyncError) as failed:
             sender.sync(server.trainer.tensors.items())
     assert failed.value.status == 401
 

@@ -90,10 +90,10 @@ def main(model: str, out: str, kept: str, *parts: str) -> None:
     from vllm import LLM
 
     from engine_ext import settings
-    from engine_ext.adapters.vllm import worker as adapter
+    from engine_ext.adapters.vllm import plugin
 
     settings.Settings().export()
-    adapter.install()
+    plugin.install_workers()
     if kept == "--copies":
         importlib.import_module("tests.live.mla_copies")
     llm: Any = LLM(model, dtype="bfloat16", enforce_eager=True, max_model_len=256)
@@ -118,8 +118,8 @@ def _state(llm: Any, worker: Any) -> dict[str, Any]:
     """Every bit of the model and what it generates; and where its parameters lie."""
     from vllm import SamplingParams
 
+    from engine_ext.model.fingerprint import fingerprint
     from engine_ext.model.module_walk import hanging
-    from engine_ext.repacks.infer import fingerprint
 
     model = worker.model_runner.get_model()
     llm.reset_prefix_cache()
@@ -143,9 +143,8 @@ def _state(llm: Any, worker: Any) -> dict[str, Any]:
 def _apply(worker: Any, version: int, path: str) -> None:
     import msgspec
 
-    from engine_ext.receiver.sync_state import PartId
     from engine_ext.wire import decode_part
-    from engine_ext.wire.identity import part_identity
+    from engine_ext.wire.identity import PartId, part_identity
 
     body = Path(path).read_bytes()
     part = decode_part(body)

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from delta_server.routes import attach
 from delta_server.service import DeltaService
-from engine_ext.apply.scatter import StagedPart, UndoLog
-from engine_ext.apply.staged import StagedParam
+from engine_ext.apply.staged import StagedParam, StagedPart, UndoLog
 from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.receiver.receiver import Receiver
 from engine_ext.settings import Settings

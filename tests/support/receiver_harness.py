@@ -18,8 +18,8 @@ from hypothesis import settings
 from torch import nn
 
 from engine_ext.apply.masked_applier import MaskedApplier
-from engine_ext.apply.scatter import ScatterApplier, StagedPart, UndoLog
-from engine_ext.apply.staged import StagedParam
+from engine_ext.apply.scatter import ScatterApplier
+from engine_ext.apply.staged import StagedParam, StagedPart, UndoLog
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
 from engine_ext.errors import NotUpdatable
 from engine_ext.model.storage_index import StorageIndex
@@ -28,11 +28,10 @@ from engine_ext.placement.plan import Plan, make_plan
 from engine_ext.placement.segments import Placed, Placement
 from engine_ext.ranks import SingleRank
 from engine_ext.receiver.receiver import Receiver
-from engine_ext.receiver.sync_state import PartId
 from engine_ext.tracing.trace import trace_placement
 from engine_ext.wire import Limits, ParamDelta, Part, decode_part, encode_part
 from engine_ext.wire.digest import Digest
-from engine_ext.wire.identity import part_identity
+from engine_ext.wire.identity import PartId, part_identity
 from tests.support.toy_models import UNTOUCHED, Checkpoint, ToyModel
 
 # No example database: a test must leave nothing behind in the working tree.

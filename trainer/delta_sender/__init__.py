@@ -29,9 +29,8 @@ them beside that, `sender_log` writes them into a delta log, `sender_warm` compi
 
 from __future__ import annotations
 
-from delta_sender.http_client import SyncFailed
 from delta_sender.multi_sender import MultiSender
-from delta_sender.results import SomeFailed, SyncReport
+from delta_sender.results import PartialSyncError, SyncError, SyncReport
 from delta_sender.sender import DeltaSender
 from delta_sender.snapshot import NamedTensors
 
@@ -39,7 +38,7 @@ __all__ = [
     "DeltaSender",
     "MultiSender",
     "NamedTensors",
-    "SomeFailed",
-    "SyncFailed",
+    "PartialSyncError",
+    "SyncError",
     "SyncReport",
 ]

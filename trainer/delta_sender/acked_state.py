@@ -12,7 +12,7 @@ from engine_ext.wire.digest import Digest
 
 
 @dataclass(frozen=True, slots=True)
-class Posted:
+class PostedSync:
     """A sync that was posted to its end.
 
     Attributes:
@@ -41,7 +41,7 @@ class Posted:
 
 
 @dataclass(frozen=True, slots=True)
-class Doubt:
+class UnknownOutcome:
     """What an engine holds if it has committed a sync.
 
     Attributes:
@@ -50,10 +50,10 @@ class Doubt:
     """
 
     behind: Changes | None
-    posted: Posted | None
+    posted: PostedSync | None
 
 
-class Standing:
+class AckedState:
     """An engine holds the snapshot, but for `behind`, at `version`.
 
     Args:
@@ -72,14 +72,14 @@ class Standing:
     def __init__(self, snapshot: Snapshot, version: int) -> None:
         self.version = version
         self.behind: Changes = {}
-        self.doubt: Doubt | None = None
+        self.doubt: UnknownOutcome | None = None
         self.suspect = False
-        self.latest: Posted | None = None
+        self.latest: PostedSync | None = None
         self._snapshot = snapshot
         self._names: list[str] = []  # what is sent when all is sent; empty until the plan is read
         self._digested: set[str] = set()  # names that the digest covers
         self._digest: Digest | None = None  # of what the engine holds
-        self._posted: Posted | None = None  # what it may be committing
+        self._posted: PostedSync | None = None  # what it may be committing
 
     @property
     def is_proven(self) -> bool:
@@ -118,7 +118,7 @@ class Standing:
             Whether it may; not if it has refused, or has not got the last part.
         """
         if self._posted is not None:
-            self.doubt = Doubt(without_old(changes), self._posted)
+            self.doubt = UnknownOutcome(without_old(changes), self._posted)
         elif self.doubt is not None and self.doubt.posted is None:
             self.doubt = None
         return self._posted is not None
@@ -129,7 +129,7 @@ class Standing:
         Where an earlier doubt has not been ended yet, nothing of the step will be sent.
         """
         if self.doubt is None:
-            self.doubt = Doubt(without_old(changes), None)
+            self.doubt = UnknownOutcome(without_old(changes), None)
 
     def loses_track(self) -> None:
         """Note that the snapshot is not what others are known by: the next sync is a full one."""

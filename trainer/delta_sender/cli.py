@@ -18,23 +18,24 @@ from rich.progress import Progress
 from safetensors import SafetensorError, safe_open
 
 from delta_sender.bandwidth import LinkSpeed
+from delta_sender.destination import Destination
 from delta_sender.encoding_policy import CHOICES, sparse_encoding
-from delta_sender.http_client import Place, Server, SyncFailed
-from delta_sender.log_destination import LogServer
+from delta_sender.http_client import EngineClient
+from delta_sender.log_destination import LogDestination
 from delta_sender.multi_sender import MultiSender
-from delta_sender.results import SomeFailed, SyncReport
+from delta_sender.results import PartialSyncError, SyncError, SyncReport
 from delta_sender.snapshot import MappedSnapshot, NamedTensors, Snapshot
 from engine_ext.wire.signature import HMAC_KEY_ENVIRONMENT
 
 
-class DryServer:
+class DryRunDestination:
     """Counts what an engine would be sent.
 
     Args:
         engine: is only asked for its plan; None where there is none.
     """
 
-    def __init__(self, engine: Server | None) -> None:
+    def __init__(self, engine: EngineClient | None) -> None:
         self.speed = LinkSpeed()
         self.tried = 0  # nothing is delivered
         self._engine = engine
@@ -85,13 +86,13 @@ class CheckpointSender(MultiSender):
     def _make_snapshot(self, base: NamedTensors) -> Snapshot:
         return MappedSnapshot(base, sparse_encoding(self._options.encoding))
 
-    def _make_server(self, url: str) -> Place:
-        engine = Server(url, self._options) if url else None
+    def _make_server(self, url: str) -> Destination:
+        engine = EngineClient(url, self._options) if url else None
         if self._arguments.dry_run:
-            return DryServer(engine)
+            return DryRunDestination(engine)
         if self._arguments.save is not None:
             asked = [] if engine is None else [engine]
-            return LogServer(self._arguments.save, asked, self._options.hmac_key)
+            return LogDestination(self._arguments.save, asked, self._options.hmac_key)
         return super()._make_server(url)
 
 
@@ -189,14 +190,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(stderr=True, markup=False, soft_wrap=True)
     several = len(options.url or []) > 1
     reports: dict[str, SyncReport] = {}
-    failures: dict[str, SyncFailed] = {}
+    failures: dict[str, SyncError] = {}
     try:
         with Progress(console=console) as progress:
             with CheckpointSender(options, read_checkpoint(options.base, progress)) as sender:
                 send = sender.sync_full if options.full else sender.sync
                 try:
                     reports = send(read_checkpoint(options.target, progress))
-                except SomeFailed as some:
+                except PartialSyncError as some:
                     reports, failures = some.reports, some.failures
         versions = sender.versions  # those that lagged were waited for once more
     except (ValueError, KeyError, OSError, SafetensorError, httpx.InvalidURL) as error:
@@ -211,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (version := versions[url]) >= max(r.version for r in reports.values()):
             console.print(f"{url}: version {version}: committed late")
         else:
-            failures[url] = SyncFailed("not done within the lag limit; it may have committed")
+            failures[url] = SyncError("not done within the lag limit; it may have committed")
     for url, failed in failures.items():
         console.print(f"{url}: failed: {failed}" if several else f"failed: {failed}")
     return 1 if failures else 0

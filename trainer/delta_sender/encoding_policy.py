@@ -32,7 +32,7 @@ _DENSE_CODING: Final = {"deltas": 2.5, "gap8_exp": 7.5}
 _DENSE_APPLYING: Final = 3.0
 
 
-class Pick(NamedTuple):
+class EncodingChoice(NamedTuple):
     """How one param travels."""
 
     encoding: str
@@ -43,7 +43,7 @@ class Pick(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ParamStats:
     """What a choice depends on.
 
     Attributes:
@@ -64,7 +64,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class EncodingPolicy:
     """What was asked for.
 
     Attributes:
@@ -83,11 +83,11 @@ class Manner:
         """Whether differences may be sent."""
         return self.differences and self.encoding in (DIFFERENCES, AUTO)
 
-    def of_values(self) -> Manner:
+    def of_values(self) -> EncodingPolicy:
         """The same without differences."""
         return replace(self, differences=False)
 
-    def healing(self) -> Manner:
+    def healing(self) -> EncodingPolicy:
         """For an engine whose old values were found to be others: values, right over any."""
         return replace(self, differences=False, heals=True)
 
@@ -96,7 +96,7 @@ class Manner:
         """The encoding of a sync of nothing."""
         return "gap8_exp" if self.encoding in (DIFFERENCES, AUTO) else self.encoding
 
-    def pick(self, facts: Facts, dense: bool, speed: float) -> Pick:
+    def pick(self, facts: ParamStats, dense: bool, speed: float) -> EncodingChoice:
         """How a param travels: with ``auto`` in the shortest time, else in the fewest bytes.
 
         Args:
@@ -108,13 +108,16 @@ class Manner:
             facts = replace(facts, escaped=None)
         if self.encoding != AUTO:
             as_values = facts.escaped is None or not self.may_differ
-            sparse, whole = Pick(self.empty if as_values else self.encoding, False), self.empty
+            sparse, whole = (
+                EncodingChoice(self.empty if as_values else self.encoding, False),
+                self.empty,
+            )
             if facts.many and whole not in PACKED_ENCODINGS:
                 dense = True  # nothing is compressed: those were its bytes
             elif facts.many and not dense:
                 sizes = dict(_sizes(facts))
-                dense = sizes[sparse] >= sizes[Pick(whole, True)]
-            return Pick(whole, True) if dense else sparse
+                dense = sizes[sparse] >= sizes[EncodingChoice(whole, True)]
+            return EncodingChoice(whole, True) if dense else sparse
         times = {pick: seconds for pick, seconds in _times(facts, speed) if pick.dense or not dense}
         return min(times, key=lambda pick: times[pick])
 
@@ -137,7 +140,7 @@ def escaped_share(old: NDArray[Any], new: NDArray[Any]) -> float:
     return float(np.mean(zigzag >= _NIBBLES)) if zigzag.size else 0.0
 
 
-def _times(facts: Facts, speed: float) -> Iterator[tuple[Pick, float]]:
+def _times(facts: ParamStats, speed: float) -> Iterator[tuple[EncodingChoice, float]]:
     """Seconds of every way in which a param can go."""
     for pick, nbytes in _sizes(facts):
         coding, applying = (_DENSE_CODING, _DENSE_APPLYING) if pick.dense else (_CODING, _APPLYING)
@@ -145,13 +148,13 @@ def _times(facts: Facts, speed: float) -> Iterator[tuple[Pick, float]]:
         yield pick, nbytes / speed + elements * (coding[pick.encoding] + applying) / 1e9
 
 
-def _sizes(facts: Facts) -> Iterator[tuple[Pick, float]]:
+def _sizes(facts: ParamStats) -> Iterator[tuple[EncodingChoice, float]]:
     """Bytes of every way in which a param can go, about."""
     width, nnz = facts.width, facts.nnz
     # Weights have few exponents, and a byte that is none hardly compresses.
     value = width - (0.65 if facts.floating and width > 1 else 0.1)
-    yield Pick("deltas", True), facts.numel * width
-    yield Pick("gap8_exp", True), facts.numel * value
+    yield EncodingChoice("deltas", True), facts.numel * width
+    yield EncodingChoice("gap8_exp", True), facts.numel * value
     if not nnz:
         return
     density = nnz / facts.numel
@@ -160,7 +163,7 @@ def _sizes(facts: Facts) -> Iterator[tuple[Pick, float]]:
     gap = -math.log2(density) - (rest / density * math.log2(rest) if rest else 0.0)
     # A gap above 65535 somewhere, and the param's gaps are of four bytes.
     wide = nnz * rest**65536 > 0.5
-    yield Pick("deltas", False), nnz * ((4 if wide else 2) + width)
-    yield Pick("gap8_exp", False), nnz * (gap / 8 + value)
+    yield EncodingChoice("deltas", False), nnz * ((4 if wide else 2) + width)
+    yield EncodingChoice("gap8_exp", False), nnz * (gap / 8 + value)
     if facts.escaped is not None:
-        yield Pick("gap8_ulp", False), nnz * (gap / 8 + 0.25 + facts.escaped * width)
+        yield EncodingChoice("gap8_ulp", False), nnz * (gap / 8 + 0.25 + facts.escaped * width)

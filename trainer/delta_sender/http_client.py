@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import httpx
 from tenacity import RetryCallState, retry, retry_if_exception_type
@@ -13,6 +12,8 @@ from tenacity.stop import stop_after_attempt, stop_before_delay
 from tenacity.wait import wait_random_exponential
 
 from delta_sender.bandwidth import LinkSpeed
+from delta_sender.destination import Options
+from delta_sender.results import SyncError
 from engine_ext.wire.signature import SIGNATURE_HEADER, sign
 
 _CONNECT_S: Final = 10.0
@@ -20,94 +21,15 @@ _CONNECT_S: Final = 10.0
 _PIECE: Final = 1 << 18
 
 
-class SyncFailed(Exception):
-    """The sync did not commit, as far as is known; the version is as before it.
-
-    Or else it did commit, and the message says that the engine's digest then was another than the
-    sender's; the next sync is a full one.
-
-    Attributes:
-        status: HTTP status of the last answer, None if none came. Where no answer to the last
-            part came, the engine may have committed; the next sync finds out and sets it right.
-        error: The engine's ``error`` object, {} if the answer was not the engine's.
-        unanswered: The part had been posted before, and that had no answer.
-    """
-
-    def __init__(
-        self, message: str, status: int | None = None, error: dict[str, Any] | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.error = error or {}
-        self.unanswered = False
-
-    @property
-    def is_refusal(self) -> bool:
-        """Whether the engine itself has said that it did not commit, whenever it was posted."""
-        told = self.error.get("engine_state") in ("unchanged", "uncertain")
-        return told and not self.unanswered
-
-    @property
-    def is_of_old_values(self) -> bool:
-        """Whether a digest has shown that the engine's old values are not the snapshot's."""
-        return self.error.get("type") == "BaseMismatch" and "actual" in self.error
-
-    @property
-    def calls_for_full(self) -> bool:
-        """Whether a sync of the whole model can help: the engine's bytes are not the snapshot's."""
-        conflict = self.error.get("type") in ("VersionConflict", "BaseMismatch")
-        return conflict or self.error.get("engine_state") == "uncertain"
-
-
-class _Unreachable(SyncFailed):
+class _Unreachable(SyncError):
     """No answer, or only a proxy's. Parts are idempotent, so the request may be repeated."""
 
 
-class _Busy(SyncFailed):
+class _Busy(SyncError):
     """Another sync has parts staged, or too many arrive; ``error["retry_after"]`` is in seconds."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """How parts are made and posted; as of `reference_sender.DeltaSender`."""
-
-    encoding: str = "deltas_zstd"
-    bucket_bytes: int = 256 << 20
-    digest: bool = True
-    api_key: str | None = None
-    hmac_key: str | None = None
-    pause_mode: str = "keep"
-    flush_cache: bool = True
-    timeout: float = 600.0
-    client: httpx.Client | None = None
-    snapshot_on: str = "auto"
-    lag_limit: float | None = 60.0
-    changes_in_memory: int | None = None
-
-
-class Place(Protocol):
-    """Where a link's parts go: to an engine, or to what stands for one.
-
-    Attributes:
-        speed: as the deliveries show it.
-        tried: the highest version of which the last part was delivered, answered or not.
-    """
-
-    speed: LinkSpeed
-    tried: int
-
-    def close(self) -> None: ...
-
-    def plan(self) -> Any: ...
-
-    def status(self) -> dict[str, Any]: ...
-
-    def catch_up(self) -> int | None: ...
-
-    def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]: ...
-
-
-class Server:
+class EngineClient:
     """The delta endpoints of one engine.
 
     Args:
@@ -156,7 +78,7 @@ class Server:
         """Let the engine replay the delta log that it was started with; the version it is at then.
 
         Raises:
-            SyncFailed: it has none, or does not reach the newest version.
+            SyncError: it has none, or does not reach the newest version.
         """
         version = self._request("POST", "/delta_catch_up", self._query).get("version")
         return version if isinstance(version, int) else None
@@ -176,19 +98,19 @@ class Server:
         self._unanswered = False
         try:
             answer = post("POST", "/update_weights_delta", self._query, body, signed)
-        except SyncFailed as failed:
+        except SyncError as failed:
             failed.unanswered = self._unanswered
             raise
         # A part may be that of an earlier sync whose answer was lost.
         expected = ("committed" if last else "staged", "already_applied")
         if answer.get("status") not in expected or (last and answer.get("version") != version):
-            raise SyncFailed(f"part {part} of version {version} was answered {answer}", 200)
+            raise SyncError(f"part {part} of version {version} was answered {answer}", 200)
         return answer
 
     def _status(self, query: dict[str, str]) -> dict[str, Any]:
         try:
             return self._request("GET", "/delta_status", query)
-        except SyncFailed as failed:
+        except SyncError as failed:
             if failed.status != 404:
                 raise
             return {}
@@ -247,15 +169,15 @@ def _json_object(response: httpx.Response) -> dict[str, Any]:
     return answer if isinstance(answer, dict) else {}
 
 
-def _refusal(response: httpx.Response) -> SyncFailed:
+def _refusal(response: httpx.Response) -> SyncError:
     """The exception for an answer other than 200; its class says whether a retry may help."""
     status, error = response.status_code, _json_object(response).get("error")
     if not isinstance(error, dict):
-        kind = _Unreachable if status in (502, 503, 504) else SyncFailed
+        kind = _Unreachable if status in (502, 503, 504) else SyncError
         return kind(f"HTTP {status}: {response.text[:200]}", status)
     message = f"HTTP {status}: {error.get('type')}: {error.get('message')}"
     if error.get("type") not in ("SyncInProgress", "TooManyUploads"):
-        return SyncFailed(message, status, error)
+        return SyncError(message, status, error)
     header = response.headers.get("Retry-After", "")
     seconds = max(0.1, float(header)) if header.isdecimal() else 1.0
     return _Busy(message, status, {**error, "retry_after": seconds})

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from delta_sender.bandwidth import LinkSpeed
-from delta_sender.http_client import Place, SyncFailed
+from delta_sender.destination import Destination
+from delta_sender.results import SyncError
 from engine_ext.delta_log.catalog import list_log
 from engine_ext.delta_log.writer import Draft, LogWriter
 from engine_ext.wire.signature import sign
 
 
-class LogServer:
+class LogDestination:
     """Takes parts in an engine's stead, and writes them into a delta log.
 
     What it is sent must be of use to any engine, so it takes no differences.
@@ -28,7 +29,7 @@ class LogServer:
         BlockingIOError: another sender writes into the log.
     """
 
-    def __init__(self, folder: Path, engines: Sequence[Place], hmac_key: str | None) -> None:
+    def __init__(self, folder: Path, engines: Sequence[Destination], hmac_key: str | None) -> None:
         self.speed = LinkSpeed()
         self.tried = 0
         self.writer = LogWriter(folder)
@@ -50,13 +51,13 @@ class LogServer:
         """The first engine's that answers.
 
         Raises:
-            SyncFailed: none does.
+            SyncError: none does.
         """
-        failure: SyncFailed | None = None
+        failure: SyncError | None = None
         for engine in self._engines:
             try:
                 return engine.plan()
-            except SyncFailed as failed:
+            except SyncError as failed:
                 failure = failed
         if failure is not None:
             raise failure

@@ -11,16 +11,17 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from delta_sender.acked_state import without_old
-from delta_sender.encoding_policy import CHOICES, Manner, sparse_encoding
-from delta_sender.http_client import Options, Place, Server
-from delta_sender.log_destination import LogServer
-from delta_sender.results import SomeFailed, SyncReport
-from delta_sender.session import Committed, Link
-from delta_sender.session_thread import Run, latest, outcomes
+from delta_sender.destination import Destination, Options
+from delta_sender.encoding_policy import CHOICES, EncodingPolicy, sparse_encoding
+from delta_sender.http_client import EngineClient
+from delta_sender.log_destination import LogDestination
+from delta_sender.results import PartialSyncError, SyncReport
+from delta_sender.session import Committed, Session
+from delta_sender.session_thread import SessionThread, latest, outcomes
 from delta_sender.snapshot import NamedTensors, Snapshot
 from delta_sender.spill import Spill
 from delta_sender.state_file import Known, StateFile
-from delta_sender.sync_round import Step
+from delta_sender.sync_round import SyncRound
 from delta_sender.warm_up import warm_up
 from engine_ext.wire.digest import Digest
 
@@ -88,28 +89,30 @@ class MultiSender:
             raise ValueError("give every engine's url, each once")
         self._urls = list(urls)
         self._file = None if state is None else StateFile.taken(Path(state))
-        self._digests = self._options.digest or Manner(self._options.encoding).may_differ
+        self._digests = self._options.digest or EncodingPolicy(self._options.encoding).may_differ
         self._digests = self._digests or self._file is not None
         self._snapshot = self._make_snapshot(base)
         warm_up(self._snapshot.dtypes, self._options.encoding)
         self._digest = Digest.ZERO if self._file is None else self._snapshot.digest()
         self._known = {} if self._file is None else dict(self._file.state.engines)
-        self._links: list[Link] = []
+        self._links: list[Session] = []
         for url in urls:
             at, suspect = self._start(url, base_version)
             server, logs = self._make_server(url), delta_log is not None
-            self._links.append(Link(server, self._snapshot, self._options, at, has_log=logs))
+            self._links.append(Session(server, self._snapshot, self._options, at, has_log=logs))
             self._links[-1].suspect = suspect
-        self._log: Link | None = None
+        self._log: Session | None = None
         if delta_log is not None:
             engines = [link.server for link in self._links]
-            self._log_server = LogServer(Path(delta_log), engines, self._options.hmac_key)
+            self._log_server = LogDestination(Path(delta_log), engines, self._options.hmac_key)
             at, suspect = self._start(None, base_version)
-            self._log = Link(self._log_server, self._snapshot, self._options, at, is_log=True)
+            self._log = Session(self._log_server, self._snapshot, self._options, at, is_log=True)
             self._log.suspect = suspect or not self._log_server.leads_on_from(at)
-        self._begun: tuple[Step, list[Run]] | None = None  # a sync that has not ended
+        self._begun: tuple[SyncRound, list[SessionThread]] | None = (
+            None  # a sync that has not ended
+        )
         self._torn = False  # the snapshot or the links were moving on, and were interrupted
-        self._alone: dict[Link, Run] = {}  # what goes on by itself
+        self._alone: dict[Session, SessionThread] = {}  # what goes on by itself
         self._news = Condition()
 
     def _start(self, url: str | None, base_version: int) -> tuple[int, bool]:
@@ -154,14 +157,14 @@ class MultiSender:
         return [self._url_of(link) for link, run in self._alone.items() if run.outcome is None]
 
     @property
-    def _all(self) -> list[Link]:
+    def _all(self) -> list[Session]:
         return self._links if self._log is None else [*self._links, self._log]
 
     def sync(self, tensors: NamedTensors) -> dict[str, SyncReport]:
         """Send what changed since the last sync; the reports, by url.
 
         Raises:
-            SomeFailed: Some engines did not commit.
+            PartialSyncError: Some engines did not commit.
             ValueError: Names, shapes or dtypes are not the base's. No engine commits anything, and
                 nothing was sent if `tensors` is a collection and not an iterator.
         """
@@ -178,8 +181,8 @@ class MultiSender:
         links = [link for link in self._all if link not in self._alone]
         keepers = (self._log is not None) + (self._file is not None)
         version = self._next_version(full=full)
-        step = Step(version, full=full, engines=len(links), started=started, keepers=keepers)
-        runs = [Run(link, step, self._news, is_log=link is self._log) for link in links]
+        step = SyncRound(version, full=full, engines=len(links), started=started, keepers=keepers)
+        runs = [SessionThread(link, step, self._news, is_log=link is self._log) for link in links]
         self._begun = step, runs
         try:
             for run in runs:
@@ -232,7 +235,7 @@ class MultiSender:
             version = max(version, self._file.state.highest)
         return version + 1
 
-    def _wait(self, runs: Sequence[Run]) -> None:
+    def _wait(self, runs: Sequence[SessionThread]) -> None:
         """Until every engine is done, or some have been for as long as the others may lag."""
         deadline: float | None = None
         with self._news:
@@ -267,7 +270,7 @@ class MultiSender:
                 self._known[url] = Known(link.version, run.content)
             del self._alone[link]
 
-    def _acknowledge(self, step: Step, runs: Sequence[Run]) -> dict[str, SyncReport]:
+    def _acknowledge(self, step: SyncRound, runs: Sequence[SessionThread]) -> dict[str, SyncReport]:
         """Let the snapshot and the links move on, as far as the engines have."""
         content = self._digest_after(step)
         late = [run for run in runs if run.outcome is None]
@@ -304,10 +307,10 @@ class MultiSender:
         if others:
             raise others[0]
         if failures:
-            raise SomeFailed(failures, reports)
+            raise PartialSyncError(failures, reports)
         return reports
 
-    def _drop_from_log(self, logged: Committed, step: Step, *, in_doubt: bool) -> None:
+    def _drop_from_log(self, logged: Committed, step: SyncRound, *, in_doubt: bool) -> None:
         """No engine has acknowledged what is in the log."""
         self._begun = None
         if in_doubt:  # some may have it, and must find it there when it starts again
@@ -318,7 +321,7 @@ class MultiSender:
         else:
             self._log_server.writer.refuse(step.version)
 
-    def _remember(self, runs: Sequence[Run], content: str) -> None:
+    def _remember(self, runs: Sequence[SessionThread], content: str) -> None:
         """Write the state file."""
         if self._file is None:
             return
@@ -328,7 +331,7 @@ class MultiSender:
         in_doubt = self._begun is not None or any(link.doubt for link in self._links)
         self._file.end(self._known, in_doubt=in_doubt)
 
-    def _digest_after(self, step: Step) -> Digest:
+    def _digest_after(self, step: SyncRound) -> Digest:
         """Of every tensor of the snapshot, once it has moved; ZERO where nobody asks for it."""
         if self._file is None:
             return Digest.ZERO
@@ -340,12 +343,12 @@ class MultiSender:
         most = self._options.changes_in_memory
         return self._snapshot.nbytes // 4 if most is None else most
 
-    def _url_of(self, link: Link) -> str:
+    def _url_of(self, link: Session) -> str:
         return self._urls[self._links.index(link)]
 
     def _make_snapshot(self, base: NamedTensors) -> Snapshot:
         options = self._options
         return Snapshot(base, sparse_encoding(options.encoding), options.snapshot_on)
 
-    def _make_server(self, url: str) -> Place:
-        return Server(url, self._options)
+    def _make_server(self, url: str) -> Destination:
+        return EngineClient(url, self._options)

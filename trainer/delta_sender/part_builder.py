@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from delta_sender.encoding_policy import Pick
+from delta_sender.encoding_policy import EncodingChoice
 from delta_sender.snapshot import Change
 from engine_ext.wire.digest import Digest, change_digest, tensor_digest
 from engine_ext.wire.part import ParamDelta
@@ -32,7 +32,7 @@ class Piece:
     delta: ParamDelta
     change: Change | None
     own: bool
-    pick: Pick
+    pick: EncodingChoice
 
     @property
     def digest(self) -> Digest:

@@ -7,13 +7,13 @@ from collections import deque
 from threading import Condition, Thread
 from typing import Any
 
-from delta_sender.http_client import Place
-from delta_sender.sync_round import Step
+from delta_sender.destination import Destination
+from delta_sender.sync_round import SyncRound
 
 _POLL_S = 0.05
 
 
-class Outbox:
+class PostQueue:
     """Posts the parts of one attempt, in order. While one is posted, none is queued behind it,
     unless the step is in a hurry.
 
@@ -28,7 +28,7 @@ class Outbox:
         waited_s: seconds that nothing else was done in.
     """
 
-    def __init__(self, place: Place, step: Step, *, waits: bool) -> None:
+    def __init__(self, place: Destination, step: SyncRound, *, waits: bool) -> None:
         self.posting_last = False
         self.posting_s = self.waited_s = 0.0
         self._place, self._step, self._waits = place, step, waits

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import httpx
 
 from delta_sender.multi_sender import MultiSender
-from delta_sender.results import SomeFailed, SyncReport
+from delta_sender.results import PartialSyncError, SyncReport
 from delta_sender.snapshot import NamedTensors
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class DeltaSender:
         values go first, if a digest proves all that they lead to.
 
         Raises:
-            SyncFailed: The engine refused, could not be reached, or holds other bytes afterwards.
+            SyncError: The engine refused, could not be reached, or holds other bytes afterwards.
             ValueError: As of `MultiSender.sync`.
         """
         return self._one(tensors, full=False)
@@ -141,5 +141,5 @@ class DeltaSender:
     def _one(self, tensors: NamedTensors, *, full: bool) -> SyncReport:
         try:
             return self._sender._sync(tensors, full=full)[self._url]
-        except SomeFailed as some:
+        except PartialSyncError as some:
             raise some.failures[self._url] from None

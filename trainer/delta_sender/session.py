@@ -12,14 +12,20 @@ from typing import Any, Final
 
 import numpy as np
 
-from delta_sender.acked_state import Posted, Standing
-from delta_sender.encoding_policy import AUTO, Facts, Manner, Pick, escaped_share
-from delta_sender.http_client import Options, Place, SyncFailed
+from delta_sender.acked_state import AckedState, PostedSync
+from delta_sender.destination import Destination, Options
+from delta_sender.encoding_policy import (
+    AUTO,
+    EncodingChoice,
+    EncodingPolicy,
+    ParamStats,
+    escaped_share,
+)
 from delta_sender.part_builder import Filling, Piece, Sent, digest_of
-from delta_sender.post_queue import Outbox
-from delta_sender.results import SyncReport
+from delta_sender.post_queue import PostQueue
+from delta_sender.results import SyncError, SyncReport
 from delta_sender.snapshot import Change, Snapshot, payload_bytes
-from delta_sender.sync_round import Step
+from delta_sender.sync_round import SyncRound
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.wire.digest import Digest
 from engine_ext.wire.manifest import DIFFERENCES
@@ -30,7 +36,7 @@ logger = logging.getLogger(__name__)
 _LARGE: Final = 128 << 20  # bytes of a tensor of which most has changed, from which it goes dense
 
 
-class Link(Standing):
+class Session(AckedState):
     """One engine. It holds the snapshot, but for `behind`, at `version`.
 
     Args:
@@ -44,7 +50,7 @@ class Link(Standing):
 
     def __init__(
         self,
-        server: Place,
+        server: Destination,
         snapshot: Snapshot,
         options: Options,
         version: int,
@@ -55,12 +61,14 @@ class Link(Standing):
         super().__init__(snapshot, version)
         self.server, self._is_log, self._has_log = server, is_log, has_log
         self._options = options
-        self._manner = Manner(options.encoding)  # without differences once they were refused
+        self._manner = EncodingPolicy(
+            options.encoding
+        )  # without differences once they were refused
         if is_log and self._manner.may_differ:
             self._manner = self._manner.of_values()
         self._planned = False  # the engine had a plan when it was last asked
 
-    def bring(self, step: Step) -> Committed:
+    def bring(self, step: SyncRound) -> Committed:
         """Send one step. The link is as before it, until `Committed.acknowledge` is called.
 
         If an earlier answer was lost, the engine is asked first whether it has committed. If its
@@ -71,7 +79,7 @@ class Link(Standing):
         tensor, or writes by another way), it is sent values, and from then on if it takes them.
 
         Raises:
-            SyncFailed: The engine refused or could not be reached.
+            SyncError: The engine refused or could not be reached.
         """
         if self.doubt is not None and self.doubt.posted is not None:
             state = self.server.status()
@@ -85,7 +93,7 @@ class Link(Standing):
         while True:
             try:
                 return replace(self._send(step, version, sends, full=full), manner=manner)
-            except SyncFailed as failed:
+            except SyncError as failed:
                 if full:
                     raise
                 kind = failed.error.get("type")
@@ -126,7 +134,7 @@ class Link(Standing):
             self.doubt = None if posted is None else replace(doubt, posted=posted)
         raise outcome
 
-    def _is_brought_up(self, step: Step, failed: SyncFailed) -> bool:
+    def _is_brought_up(self, step: SyncRound, failed: SyncError) -> bool:
         """Whether the delta log has led the engine here, or to what it is to be sent by now."""
         if not isinstance(actual := failed.error.get("actual"), int):
             return False
@@ -137,7 +145,7 @@ class Link(Standing):
                 with step.reading():
                     return self.is_at_the_snapshot(state)
             return (self.server.catch_up() or 0) >= self.version
-        except SyncFailed as failure:
+        except SyncError as failure:
             logger.warning("not brought up by the delta log: %s", failure)
             return False
 
@@ -178,7 +186,9 @@ class Link(Standing):
         counted = (p for p in pieces if not self._planned or p.name in self._digested)
         return sum((piece.digest for piece in counted), start=Digest.ZERO)
 
-    def _parts(self, step: Step, manner: Manner, *, full: bool) -> Iterator[tuple[Filling, bool]]:
+    def _parts(
+        self, step: SyncRound, manner: EncodingPolicy, *, full: bool
+    ) -> Iterator[tuple[Filling, bool]]:
         """Parts of one encoding and dtype, of `bucket_bytes` or one param; and which is last."""
         filling: dict[tuple[str, str], Filling] = {}
         for piece in self._pieces(step, manner, full=full):
@@ -194,7 +204,7 @@ class Link(Standing):
         for part in rest:
             yield part, part is rest[-1]
 
-    def _pieces(self, step: Step, manner: Manner, *, full: bool) -> Iterator[Piece]:
+    def _pieces(self, step: SyncRound, manner: EncodingPolicy, *, full: bool) -> Iterator[Piece]:
         """What the engine is to be sent, while it is read."""
         snapshot = self._snapshot
         names: defaultdict[str, list[str]] = defaultdict(list)
@@ -212,7 +222,9 @@ class Link(Standing):
                         delta = change.delta(name)
                     yield Piece(name, delta, change, name == kept, pick)
 
-    def _pick(self, name: str, change: Change | None, manner: Manner, *, full: bool) -> Pick:
+    def _pick(
+        self, name: str, change: Change | None, manner: EncodingPolicy, *, full: bool
+    ) -> EncodingChoice:
         """How a param travels. Differences need old values that are proven."""
         image = self._snapshot.image(self._snapshot.kept(name))
         nnz, escaped = image.values.size if change is None else change.nnz, None
@@ -222,16 +234,20 @@ class Link(Standing):
         if change is not None and not full and (name in self._digested or not self._planned):
             escaped = escaped_share(change.old, change.new) if manner.may_differ else None
         floating = TORCH_DTYPE[image.dtype].is_floating_point
-        facts = Facts(image.values.size, nnz, image.values.itemsize, floating, escaped, kept_dense)
+        facts = ParamStats(
+            image.values.size, nnz, image.values.itemsize, floating, escaped, kept_dense
+        )
         return manner.pick(facts, only_dense, self.server.speed.bytes_per_s)
 
-    def _send(self, step: Step, version: int, manner: Manner, *, full: bool) -> Committed:
+    def _send(
+        self, step: SyncRound, version: int, manner: EncodingPolicy, *, full: bool
+    ) -> Committed:
         """Encode part by part, and have them posted."""
         # Before a full sync again: the engine may be another, and our digest may be wrong. Without
         # a plan too: an engine that has no checkpoint gets one with its first sync.
         learns = full or not self._planned
         plan = self.server.plan() if learns else None
-        outbox = Outbox(self.server, step, waits=not self._is_log)
+        outbox = PostQueue(self.server, step, waits=not self._is_log)
         try:
             with step.reading():
                 if learns:
@@ -241,7 +257,7 @@ class Link(Standing):
         except BaseException as error:
             outbox.abandon()
             self._planned = self._planned and not full  # what is held was not digested
-            refused = isinstance(error, SyncFailed) and error.is_refusal
+            refused = isinstance(error, SyncError) and error.is_refusal
             if refused or not outbox.posting_last:
                 self._posted = None
             elif self._posted is not None:  # the delta log leads there too, by values
@@ -265,7 +281,13 @@ class Link(Standing):
         return Committed(self, report, sent.digest, manner)
 
     def _make(
-        self, step: Step, version: int, manner: Manner, outbox: Outbox, *, full: bool
+        self,
+        step: SyncRound,
+        version: int,
+        manner: EncodingPolicy,
+        outbox: PostQueue,
+        *,
+        full: bool,
     ) -> Sent:
         """Encode part by part."""
         attempt = "full" if full else str(manner)
@@ -307,7 +329,7 @@ class Link(Standing):
             step.check()
             if last and not self._is_log:
                 leads_to = None if before is None else after
-                self._posted = Posted(version, step.sync_ids(), leads_to, self.is_proven)
+                self._posted = PostedSync(version, step.sync_ids(), leads_to, self.is_proven)
             outbox.put(body, version, number, last)
         images = [self._snapshot.image(self._snapshot.kept(name)).values for name in self._names]
         return Sent(
@@ -328,16 +350,16 @@ class Link(Standing):
 class Committed:
     """An engine has committed a step, and nothing on this side has moved yet."""
 
-    link: Link
+    link: Session
     report: SyncReport
     digest: Digest | None
-    manner: Manner  # that the engine takes
+    manner: EncodingPolicy  # that the engine takes
 
     def acknowledge(self) -> SyncReport:
         """Let the link move on; the snapshot has.
 
         Raises:
-            SyncFailed: The engine's digest is another than it should be.
+            SyncError: The engine's digest is another than it should be.
         """
         link, report = self.link, self.report
         link.behind, link._digest, link._manner = {}, self.digest, self.manner
@@ -345,7 +367,7 @@ class Committed:
         theirs = report.engine.get("digest")
         link.suspect = self.digest is not None and theirs not in (None, self.digest.hex())
         if link.suspect:
-            raise SyncFailed(
+            raise SyncError(
                 f"version {report.version} is committed, but the engine does not hold what it "
                 f"should: its digest is {theirs}, not {self.digest}; the next sync will be full",
                 200,

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from threading import Condition, Thread
 
-from delta_sender.acked_state import Posted
-from delta_sender.http_client import SyncFailed
-from delta_sender.results import SyncReport
-from delta_sender.session import Committed, Link
-from delta_sender.sync_round import Step
+from delta_sender.acked_state import PostedSync
+from delta_sender.results import SyncError, SyncReport
+from delta_sender.session import Committed, Session
+from delta_sender.sync_round import SyncRound
 
 
-class Run:
+class SessionThread:
     """A link that brings its engine one step.
 
     Args:
@@ -27,7 +26,7 @@ class Run:
         content: the digest of what the step leads to, in hex, where that is remembered.
     """
 
-    def __init__(self, link: Link, step: Step, news: Condition, *, is_log: bool) -> None:
+    def __init__(self, link: Session, step: SyncRound, news: Condition, *, is_log: bool) -> None:
         self.link = link
         link.begins()
         self.outcome: Committed | BaseException | None = None
@@ -61,8 +60,8 @@ class Run:
 
 
 def outcomes(
-    runs: Mapping[str, Run],
-) -> tuple[dict[str, SyncReport], dict[str, SyncFailed], list[BaseException]]:
+    runs: Mapping[str, SessionThread],
+) -> tuple[dict[str, SyncReport], dict[str, SyncError], list[BaseException]]:
     """Let links move on whose engines have committed.
 
     Args:
@@ -72,7 +71,7 @@ def outcomes(
         The reports, the failures, and what is none of a sync's.
     """
     reports: dict[str, SyncReport] = {}
-    failures: dict[str, SyncFailed] = {}
+    failures: dict[str, SyncError] = {}
     others: list[BaseException] = []
     for url, run in runs.items():
         try:
@@ -80,14 +79,14 @@ def outcomes(
                 reports[url] = run.outcome.acknowledge()
             elif run.outcome is not None:
                 raise run.outcome
-        except SyncFailed as failed:
+        except SyncError as failed:
             failures[url] = failed
         except BaseException as error:
             others.append(error)
     return reports, failures, others
 
 
-def latest(step: Step, runs: Iterable[Run]) -> Posted:
+def latest(step: SyncRound, runs: Iterable[SessionThread]) -> PostedSync:
     """What leads to where a step does.
 
     Args:
@@ -101,11 +100,11 @@ def latest(step: Step, runs: Iterable[Run]) -> Posted:
     ]
     digests = {digest for digest, _ in committed}  # several, where engines leave tensors out
     digest = digests.pop() if len(digests) == 1 else None
-    return Posted(step.version, step.sync_ids(), digest, all(proven for _, proven in committed))
+    return PostedSync(step.version, step.sync_ids(), digest, all(proven for _, proven in committed))
 
 
 def _not_logged(error: BaseException) -> BaseException:
     """What the engines' links fail with when the delta log has not got a version."""
-    if isinstance(error, SyncFailed):
+    if isinstance(error, SyncError):
         return error
-    return SyncFailed(f"not sent, as it could not be written to the delta log: {error}")
+    return SyncError(f"not sent, as it could not be written to the delta log: {error}")

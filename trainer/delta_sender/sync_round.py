@@ -8,13 +8,13 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 
-from delta_sender.http_client import SyncFailed
+from delta_sender.results import SyncError
 from delta_sender.snapshot import Change, Changes
 
 _KEPT_BODIES = 2
 
 
-class Step:
+class SyncRound:
     """What is to be sent. One thread reads it while others send. Parts that are alike are encoded
     once.
 
@@ -81,11 +81,11 @@ class Step:
         """The snapshot and what links know beside it stay as they are within.
 
         Raises:
-            SyncFailed: They have moved on.
+            SyncError: They have moved on.
         """
         with self._news:
             if self._released:
-                raise SyncFailed(
+                raise SyncError(
                     "the others went on without this engine; it gets all in the next sync"
                 )
             self._readers += 1

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from engine_ext.adapters.sglang.hooks import LOAD_FORMAT
+from engine_ext.adapters.sglang.names import LOAD_FORMAT
 from engine_ext.receiver.receiver import Receiver
 
 _WEIGHTS = "weights"  # SGLang's name for the weights' share of its memory

@@ -15,9 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine_ext import settings
-
-NAME = "delta_hooks"
-LOAD_FORMAT = "delta"
+from engine_ext.adapters.sglang.names import LOAD_FORMAT, NAME
 
 # The modules of SGLang that the patches let import this one.
 _PATCHED = (
@@ -102,10 +100,10 @@ def load_model(runner: Any, load: Callable[[], None] | None = None) -> None:
     if chosen is None or runner.is_draft_worker:
         load()
         return
-    from engine_ext.adapters.sglang.scheduler import equip
+    from engine_ext.adapters.sglang.scheduler import attach_receiver
 
     _log_as_sglang()
-    equip(runner, chosen, load)
+    attach_receiver(runner, chosen, load)
 
 
 def update_weights(updater: Any, request: Any) -> Any:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from typing import Any
 
-from engine_ext.adapters.sglang.frontend import SglangEngine
+from engine_ext.adapters.sglang.engine import SglangEngine
 
 logger = logging.getLogger(__name__)
 

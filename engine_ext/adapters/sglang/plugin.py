@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from engine_ext import settings
-from engine_ext.adapters.sglang import hooks
+from engine_ext.adapters.sglang import hooks, names
 
 
 def register() -> None:
@@ -92,7 +92,7 @@ def _hook_schedulers() -> None:
 
     @functools.wraps(original_update)
     def update_weights_from_disk(updater: Any, request: Any) -> Any:
-        if request.load_format == hooks.LOAD_FORMAT:
+        if request.load_format == names.LOAD_FORMAT:
             return hooks.update_weights(updater, request)
         return original_update(updater, request)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from engine_ext.adapters.sglang.hooks import LOAD_FORMAT
+from engine_ext.adapters.sglang.names import LOAD_FORMAT
 
 _MARK = "delta-updates:"
 _DEATH_POLL_S = 0.5

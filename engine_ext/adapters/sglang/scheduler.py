@@ -15,8 +15,14 @@ from engine_ext.adapters.sglang.external_updates import OtherChanges
 from engine_ext.adapters.sglang.postload import repack_learner
 from engine_ext.adapters.sglang.recomputations import recomputations
 from engine_ext.adapters.sglang.rpc import Call
-from engine_ext.apply.transaction import as_delta_error
-from engine_ext.errors import Conflict, DeltaError, NotUpdatable, SyncInProgress, from_wire
+from engine_ext.errors import (
+    Conflict,
+    DeltaError,
+    NotUpdatable,
+    SyncInProgress,
+    as_delta_error,
+    from_wire,
+)
 from engine_ext.model.constants import ConstantsWatch
 from engine_ext.receiver.receiver import Receiver
 from engine_ext.receiver.startup import LoadedModel, make_receiver
@@ -28,7 +34,7 @@ logger = logging.getLogger(__name__)
 _WRITES = ("commit", "rollback")
 
 
-def equip(runner: Any, chosen: settings.Settings, load: Callable[[], None]) -> None:
+def attach_receiver(runner: Any, chosen: settings.Settings, load: Callable[[], None]) -> None:
     """Load a runner's model and give the runner its receiver.
 
     Args:

@@ -76,7 +76,7 @@ def endpoint_plugins() -> list[Any]:
     return [DeltaEndpoints()]
 
 
-def worker_made(worker: Any) -> None:
+def on_worker_created(worker: Any) -> None:
     """Let a worker take deltas, if they are asked for; called at the end of its constructor.
 
     Without the HTTP server, the load format ``delta`` asks for them with the default settings;
@@ -92,10 +92,10 @@ def worker_made(worker: Any) -> None:
         return
     if worker.lora_config is not None:
         raise RuntimeError("delta updates do not work with LoRA yet: its layers rename the weights")
-    from engine_ext.adapters.vllm.worker import equip
+    from engine_ext.adapters.vllm.worker import attach_receiver
 
     _log_as_vllm()
-    equip(worker, chosen)
+    attach_receiver(worker, chosen)
 
 
 def _log_as_vllm() -> None:

@@ -4,7 +4,7 @@ In the API server it adds the flags to the engine's own parser; when they are us
 settings and puts the endpoints in. In a worker it finds the settings in the environment and gives
 the worker its receiver. Without the flag nothing but the parser is touched. vLLM logs and
 swallows what a plugin raises, so nothing here relies on raising: the flag itself does not exist
-where this module could not be loaded, and `frontend` and `worker` check at start-up that both
+where this module could not be loaded, and `install_endpoints` and the front end check at start-up that both
 sides are in.
 """
 
@@ -15,6 +15,8 @@ from typing import Any
 
 from engine_ext import settings
 from engine_ext.adapters.vllm import hooks
+
+_PATH = "/update_weights_delta"
 
 
 def register() -> None:
@@ -55,7 +57,52 @@ def _add_flags() -> None:
 
 
 def _install() -> None:
-    from engine_ext.adapters.vllm import frontend, worker
+    install_workers()
+    install_endpoints()
 
-    worker.install()
-    frontend.install()
+
+def install_workers() -> None:
+    """Make every worker of this process a receiver; safe to call more than once."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    if hasattr(WorkerBase.__init__, "delta_updates"):
+        return
+    # vLLM loads plugins in the middle of making a worker, just before the worker's constructor.
+    original = WorkerBase.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        hooks.on_worker_created(self)
+
+    init.delta_updates = True  # type: ignore[attr-defined]
+    WorkerBase.__init__ = init
+
+
+def install_endpoints() -> None:
+    """Put the endpoints into the next app that vLLM builds; safe to call more than once.
+
+    Raises:
+        AttributeError: this vLLM is wired differently; it must not start with the flag.
+    """
+    from vllm import plugins
+    from vllm.entrypoints.launchers.api_server import entry
+
+    if hasattr(plugins.load_endpoint_plugins, "delta_updates"):
+        return
+    original_load = plugins.load_endpoint_plugins
+    original_serve = entry.serve_http
+
+    @functools.wraps(original_load)
+    def load_endpoint_plugins(supported_tasks: Any = None) -> list[Any]:
+        return [*original_load(supported_tasks), *hooks.endpoint_plugins()]
+
+    @functools.wraps(original_serve)
+    async def serve_http(app: Any, *args: Any, **kwargs: Any) -> Any:
+        if not any(getattr(route, "path", None) == _PATH for route in app.routes):
+            raise RuntimeError("delta updates were asked for, but the endpoint is not in the app")
+        return await original_serve(app, *args, **kwargs)
+
+    load_endpoint_plugins.delta_updates = True  # type: ignore[attr-defined]
+    plugins.load_endpoint_plugins = load_endpoint_plugins
+    entry.serve_http = serve_http

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from engine_ext import settings
-from engine_ext.adapters.vllm import hooks
 from engine_ext.adapters.vllm.layerwise_reload import active_wrapper
 from engine_ext.adapters.vllm.postload import repack_learner
 from engine_ext.adapters.vllm.recomputations import recomputations
@@ -22,25 +21,7 @@ from engine_ext.repacks.load_hook import RepackLearner
 from engine_ext.tracing.trace import LoadWeights
 
 
-def install() -> None:
-    """Make every worker of this process a receiver; safe to call more than once."""
-    from vllm.v1.worker.worker_base import WorkerBase
-
-    if hasattr(WorkerBase.__init__, "delta_updates"):
-        return
-    # vLLM loads plugins in the middle of making a worker, just before the worker's constructor.
-    original = WorkerBase.__init__
-
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        hooks.worker_made(self)
-
-    init.delta_updates = True  # type: ignore[attr-defined]
-    WorkerBase.__init__ = init
-
-
-def equip(worker: Any, chosen: settings.Settings) -> None:
+def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
     """Give one worker its receiver, once it has loaded its model, and the methods that the front
     end calls by name.
 

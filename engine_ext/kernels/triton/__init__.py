@@ -13,7 +13,6 @@ each device before they are used on it, and left alone where they fail.
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -28,11 +27,6 @@ def runs_kernels(device: torch.device) -> bool:
     The first call for a device compiles them, and tries them on it (`engine_ext.kernels.triton.self_test`).
     """
     return device.type == "cuda" and _proven(device)
-
-
-def current(device: torch.device) -> AbstractContextManager[object]:
-    """Make a device the thread's current one: Triton launches there, wherever the tensors lie."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @made_once

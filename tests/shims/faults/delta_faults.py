@@ -94,8 +94,8 @@ def _leave(file: Path, text: str) -> None:
 
 
 def _hashes(model: Any) -> dict[str, str]:
+    from engine_ext.model.fingerprint import fingerprint
     from engine_ext.model.module_walk import hanging
-    from engine_ext.repacks.infer import fingerprint
 
     return {
         f"{path}.{attribute}": fingerprint(tensor)

@@ -12,7 +12,7 @@ import pytest
 
 from engine_ext import settings
 from engine_ext.adapters.vllm import hooks
-from engine_ext.adapters.vllm.frontend import VllmEngine
+from engine_ext.adapters.vllm.engine import VllmEngine
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def test_nothing_happens_where_nobody_asks() -> None:
     assert hooks.endpoint_plugins() == []
     bare = worker()
     before = dict(vars(bare))
-    hooks.worker_made(bare)
+    hooks.on_worker_created(bare)
     assert vars(bare) == before
 
 
@@ -70,7 +70,7 @@ def test_a_worker_with_lora_is_refused(monkeypatch: pytest.MonkeyPatch, asked: s
         load_format = "delta"
     config = SimpleNamespace(load_format=load_format)
     with pytest.raises(RuntimeError, match="LoRA"):
-        hooks.worker_made(worker(load_config=config, lora_config=object()))
+        hooks.on_worker_created(worker(load_config=config, lora_config=object()))
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -84,7 +84,7 @@ def test_our_own_pauses_do_not_wait_for_our_commit(processes: int) -> None:
     async def resume() -> None:
         asked.append("resume")
 
-    async def heeded() -> None:
+    async def serialize_with_commits() -> None:
         raise AssertionError("the caller's")
 
     config = SimpleNamespace(parallel_config=SimpleNamespace(_api_process_count=processes))
@@ -92,7 +92,7 @@ def test_our_own_pauses_do_not_wait_for_our_commit(processes: int) -> None:
         pause_generation=pause, resume_generation=resume, vllm_config=config, errored=False
     )
     engine = VllmEngine(client)
-    client.pause_generation = client.resume_generation = heeded
+    client.pause_generation = client.resume_generation = serialize_with_commits
     asyncio.run(engine.pause("keep", flush_cache=True))
     asyncio.run(engine.resume())
     assert asked == [{"mode": "keep", "clear_cache": True}, "resume"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine_ext.derived.find import is_constant
+from engine_ext.model.constants import is_constant
 from engine_ext.ranks import SingleRank
 from engine_ext.receiver.startup import LoadedModel, make_receiver
 from engine_ext.settings import Settings

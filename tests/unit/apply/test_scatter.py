@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_ext.apply.staged import checkpoint_bits, live_bits
 from engine_ext.errors import BaseMismatch
 from engine_ext.model.storage_index import StorageIndex
+from engine_ext.placement.casts import checkpoint_bits, live_bits
 from engine_ext.placement.locator import Locator
 from engine_ext.placement.ownership import box_of, resolve
 from engine_ext.placement.plan import make_plan

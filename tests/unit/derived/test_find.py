@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from engine_ext.derived.find import Constants, find_derived, is_constant, refuse_derived
+from engine_ext.derived.find import find_derived, refuse_derived
+from engine_ext.model.constants import Constants, is_constant
 from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.certify import certify
 from engine_ext.placement.segments import Placement, Status

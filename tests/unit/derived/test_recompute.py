@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from engine_ext.derived.find import is_constant
 from engine_ext.derived.proof import _MANTISSA, _others
 from engine_ext.derived.recompute import Recomputation
+from engine_ext.model.constants import is_constant
 from engine_ext.model.state_guard import TracingError
 from engine_ext.receiver.startup import LoadedModel, make_receiver
 from engine_ext.settings import Settings

@@ -14,7 +14,7 @@ from torch import nn
 
 from engine_ext.model.storage_index import LiveTensor, StorageIndex
 from engine_ext.placement.locator import Locator
-from engine_ext.placement.ownership import Box, box_of, boxes, resolve
+from engine_ext.placement.ownership import SourceBox, box_of, boxes, resolve
 from engine_ext.placement.segments import (
     Placed,
     Placement,
@@ -180,7 +180,7 @@ def placement(numel: int, *held: Segment, status: Status = Status.EXACT) -> Plac
     return {"w": Placed(TensorSpec("w", (numel,), torch.float32), list(held), status)}
 
 
-def judge(numel: int, *ranks: list[Segment]) -> tuple[Placed, dict[Box, tuple[int, ...]]]:
+def judge(numel: int, *ranks: list[Segment]) -> tuple[Placed, dict[SourceBox, tuple[int, ...]]]:
     """What rank 0 makes of all ranks' segments; every rank must make the same of them."""
     placements = [placement(numel, *held) for held in ranks]
     told = [boxes(p) for p in placements]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine_ext.receiver.lease import Hold
+from engine_ext.receiver.lease import Lease
 
 
-def take(hold: Hold, holder: str, resumes: bool = True, instead_of: str | None = None) -> Any:
+def take(hold: Lease, holder: str, resumes: bool = True, instead_of: str | None = None) -> Any:
     return hold.take(holder, resumes=resumes, instead_of=instead_of)
 
 
@@ -16,7 +16,7 @@ STALE = {"granted": True, "fresh": False}
 
 
 def test_one_at_a_time() -> None:
-    hold = Hold()
+    hold = Lease()
     assert take(hold, "a") == GRANTED
     assert take(hold, "b") == {"granted": False, "holder": "a"}
     assert take(hold, "b", instead_of="c") == {"granted": False, "holder": "a"}
@@ -27,7 +27,7 @@ def test_one_at_a_time() -> None:
 
 
 def test_what_was_seen_during_anothers_hold_does_not_count() -> None:
-    hold = Hold()
+    hold = Lease()
     take(hold, "a", resumes=False)
     hold.release("a", owed=False)
     assert take(hold, "b", resumes=True) == STALE
@@ -37,7 +37,7 @@ def test_what_was_seen_during_anothers_hold_does_not_count() -> None:
 
 
 def test_what_is_owed_outlives_its_process() -> None:
-    hold = Hold()
+    hold = Lease()
     take(hold, "a")
     assert take(hold, "b", resumes=False, instead_of="a") == STALE
     assert hold.owed

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_ext.apply.scatter import UndoLog
+from engine_ext.apply.staged import UndoLog
 from engine_ext.errors import NotUpdatable
 from engine_ext.receiver.receiver import Receiver
 from engine_ext.wire import Limits, ParamDelta

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine_ext.receiver.sync_history import History
+from engine_ext.receiver.sync_history import SyncHistory
 
 
 def record(outcome: str = "committed", version: int = 1, **changes: Any) -> dict[str, Any]:
@@ -20,14 +20,14 @@ def record(outcome: str = "committed", version: int = 1, **changes: Any) -> dict
 
 
 def test_only_the_last_ones_are_kept() -> None:
-    history = History(most=3)
+    history = SyncHistory(most=3)
     for version in range(10):
         history.note(record(version=version))
     assert [sync["version"] for sync in history.show()["syncs"]] == [7, 8, 9]
 
 
 def test_a_sync_of_many_parts_is_one() -> None:
-    history = History()
+    history = SyncHistory()
     for _ in range(1000):
         history.note(record("staged"))
     assert history.show() == {"syncs": []}
@@ -40,7 +40,7 @@ def test_a_sync_of_many_parts_is_one() -> None:
 
 
 def test_another_sync_does_not_get_what_a_dropped_one_brought() -> None:
-    history = History()
+    history = SyncHistory()
     history.note(record("staged", version=1))
     history.note(record("staged", version=2))
     assert history.note(record(version=2))["record"]["parts"] == 2

@@ -20,7 +20,8 @@ from engine_ext.errors import (
     VersionConflict,
     WeightsAsleep,
 )
-from engine_ext.receiver.sync_state import PartId, SyncState
+from engine_ext.receiver.sync_state import SyncState
+from engine_ext.wire.identity import PartId
 from tests.support.receiver_harness import PROPERTY
 
 TIMEOUT = 60.0

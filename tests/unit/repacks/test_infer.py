@@ -11,10 +11,12 @@ from torch import nn
 
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.model.storage_index import LiveTensor, StorageIndex, extent
+from engine_ext.placement import repacked
 from engine_ext.placement.certify import certify, holds
+from engine_ext.placement.repacked import gather_live
 from engine_ext.placement.segments import Placed, Repack, Segment, Status, TensorSpec
 from engine_ext.repacks import index_probe
-from engine_ext.repacks.infer import Learned, compose, gather_live, learn
+from engine_ext.repacks.infer import Learned, compose, learn
 from tests.support.receiver_harness import PROPERTY, random_tensor
 
 Tensors = dict[str, torch.Tensor]
@@ -38,7 +40,8 @@ DTYPES = [
 @pytest.fixture(params=[1 << 20, 24], ids=["whole", "in small chunks"])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything in one piece, and in pieces that end in the middle of rows and blocks."""
-    monkeypatch.setattr(index_probe, "_CHUNK", request.param)
+    for module in (index_probe, repacked):
+        monkeypatch.setattr(module, "CHUNK", request.param)
 
 
 def of_weight(

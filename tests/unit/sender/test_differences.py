@@ -6,7 +6,7 @@ import httpx
 import pytest
 import torch
 
-from delta_sender import DeltaSender, MultiSender, SomeFailed, SyncFailed, session
+from delta_sender import DeltaSender, MultiSender, PartialSyncError, SyncError, session
 from tests.support.fake_engine import Engine, Model, error, loses, model_of, sends, train
 
 ONE = "layers.2.weight"
@@ -181,7 +181,7 @@ def test_a_refusal_that_values_meet_too_is_raised(full: bool) -> None:
     sender = sender_of(engine, model)
     engine.faults = dict.fromkeys(range(9), sends(error(422, "NotUpdatable")))
     train(model)
-    with pytest.raises(SyncFailed) as caught:
+    with pytest.raises(SyncError) as caught:
         (sender.sync_full if full else sender.sync)(model.items())
     assert caught.value.status == 422
     assert len(engine.requests) == (1 if full else 2)
@@ -256,7 +256,7 @@ def test_one_engine_with_other_bytes_and_one_that_missed_a_sync() -> None:
     sender = multi_of([a, b, c], model)
     b.faults[0] = sends(error(507, "SpoolFull"))
     train(model)
-    with pytest.raises(SomeFailed):
+    with pytest.raises(PartialSyncError):
         sender.sync(model.items())
     c.weights["layers.1.weight"] ^= 1
     train(model, 1)

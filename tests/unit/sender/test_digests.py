@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from delta_sender import SyncFailed
+from delta_sender import SyncError
 from engine_ext.wire.digest import Digest
 from tests.support.fake_engine import (
     Engine,
@@ -104,13 +104,13 @@ def test_an_engine_that_commits_other_bytes_is_told_of_and_gets_a_full_sync(full
 
     engine.faults[0] = spoils
     train(model)
-    with pytest.raises(SyncFailed, match=r"version 1 is committed, but .* does not hold") as caught:
+    with pytest.raises(SyncError, match=r"version 1 is committed, but .* does not hold") as caught:
         (sender.sync_full if full else sender.sync)(model.items())
     assert caught.value.status == 200
     assert len(engine.requests) == 1
     assert sender.version == engine.version == 1
     engine.faults[1] = sends(error(500, "DeltaError"))
-    with pytest.raises(SyncFailed, match="DeltaError"):
+    with pytest.raises(SyncError, match="DeltaError"):
         sender.sync(model.items())
     report = sender.sync(model.items())  # unchanged: as a delta it would be empty
     assert (report.full, report.version) == (True, 3)  # 2 was tried
@@ -139,7 +139,7 @@ def test_the_same_sync_again_after_its_answers_were_lost(naps: list[float]) -> N
     sender = sender_of(engine, model, bucket_bytes=1)
     engine.faults = dict.fromkeys(range(2, 10), loses)
     train(model)
-    with pytest.raises(SyncFailed, match="ReadTimeout"):
+    with pytest.raises(SyncError, match="ReadTimeout"):
         sender.sync(model.items())
     assert (sender.version, engine.version) == (0, 1)
     report = sender.sync(model.items())
@@ -159,7 +159,7 @@ def test_less_than_was_committed_is_not_taken_for_the_same(naps: list[float]) ->
     sender = sender_of(engine, model, bucket_bytes=1)
     engine.faults = dict.fromkeys(range(1, 9), loses)
     train(model)
-    with pytest.raises(SyncFailed, match="ReadTimeout"):
+    with pytest.raises(SyncError, match="ReadTimeout"):
         sender.sync(model.items())
     model["layers.1.weight"].copy_(old)
     report = sender.sync(model.items())
@@ -183,7 +183,7 @@ def test_without_digests_nothing_is_taken_for_what_was_committed_unnoticed(
     sender = sender_of(engine, model, bucket_bytes=1, digest=kept in ("digest", "some"))
     engine.faults = dict.fromkeys(range(1, 9), loses)
     train(model)
-    with pytest.raises(SyncFailed, match="ReadTimeout"):
+    with pytest.raises(SyncError, match="ReadTimeout"):
         (sender.sync_full if first_full else sender.sync)(model.items())
     model[f"layers.{changed}.weight"].copy_(old)
     report = (sender.sync_full if full else sender.sync)(model.items())
@@ -202,7 +202,7 @@ def test_a_full_sync_after_one_whose_answer_was_lost(changed: int, naps: list[fl
     sender = sender_of(engine, model, bucket_bytes=1)
     engine.faults = dict.fromkeys(range(1, 9), loses)
     train(model)
-    with pytest.raises(SyncFailed, match="ReadTimeout"):
+    with pytest.raises(SyncError, match="ReadTimeout"):
         sender.sync_full(model.items())
     model[f"layers.{changed}.weight"].view(-1)[3] += 1
     report = sender.sync_full(model.items())
@@ -218,7 +218,7 @@ def test_a_failed_sync_does_not_advance_the_digest(failing: int) -> None:
     before = digest_of(engine.weights)
     engine.faults[failing] = sends(error(507, "SpoolFull"))
     train(model)
-    with pytest.raises(SyncFailed, match="SpoolFull"):
+    with pytest.raises(SyncError, match="SpoolFull"):
         sender.sync(model.items())
     report = sender.sync(model.items())
     assert not report.full

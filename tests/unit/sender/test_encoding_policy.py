@@ -11,32 +11,40 @@ import pytest
 import torch
 
 from delta_sender import DeltaSender, MultiSender, session
-from delta_sender.encoding_policy import Facts, Manner, Pick, _sizes, escaped_share
+from delta_sender.encoding_policy import (
+    EncodingChoice,
+    EncodingPolicy,
+    ParamStats,
+    _sizes,
+    escaped_share,
+)
 from engine_ext.wire import encode_part
 from scripts.bench import synthetic_weights
 from tests.support.fake_engine import Engine, Handler, Model, model_of, train
 
-BF16 = Facts(numel=1_000_000, nnz=20_000, width=2, floating=True, escaped=0.01)
+BF16 = ParamStats(numel=1_000_000, nnz=20_000, width=2, floating=True, escaped=0.01)
 SLOW, FAST = 20e6, 20e9
 
 
-def auto(facts: Facts, speed: float, *, dense: bool = False, differences: bool = True) -> Pick:
-    return Manner("auto", differences).pick(facts, dense, speed)
+def auto(
+    facts: ParamStats, speed: float, *, dense: bool = False, differences: bool = True
+) -> EncodingChoice:
+    return EncodingPolicy("auto", differences).pick(facts, dense, speed)
 
 
 def test_few_bytes_on_a_slow_link_and_little_work_on_a_fast_one() -> None:
-    assert auto(BF16, SLOW) == Pick("gap8_ulp", False)
-    assert auto(BF16, FAST) == Pick("deltas", False)
-    assert auto(replace(BF16, escaped=None), SLOW) == Pick("gap8_exp", False)
-    assert auto(BF16, SLOW, differences=False) == Pick("gap8_exp", False)
-    assert auto(BF16, SLOW, dense=True) == Pick("gap8_exp", True)
-    assert auto(BF16, FAST, dense=True) == Pick("deltas", True)
+    assert auto(BF16, SLOW) == EncodingChoice("gap8_ulp", False)
+    assert auto(BF16, FAST) == EncodingChoice("deltas", False)
+    assert auto(replace(BF16, escaped=None), SLOW) == EncodingChoice("gap8_exp", False)
+    assert auto(BF16, SLOW, differences=False) == EncodingChoice("gap8_exp", False)
+    assert auto(BF16, SLOW, dense=True) == EncodingChoice("gap8_exp", True)
+    assert auto(BF16, FAST, dense=True) == EncodingChoice("deltas", True)
 
 
 def test_differences_that_are_large_go_as_values() -> None:
     wide = replace(BF16, width=4, escaped=0.95)
-    assert auto(wide, SLOW) == Pick("gap8_exp", False)
-    assert auto(replace(wide, escaped=0.01), SLOW) == Pick("gap8_ulp", False)
+    assert auto(wide, SLOW) == EncodingChoice("gap8_exp", False)
+    assert auto(replace(wide, escaped=0.01), SLOW) == EncodingChoice("gap8_ulp", False)
 
 
 def test_a_param_goes_dense_sooner_on_a_faster_link() -> None:
@@ -65,8 +73,8 @@ def test_the_reckoned_bytes_are_those_of_the_parts(density: float, encoding: str
         deltas = synthetic_weights.as_differences(deltas, old)
     part = encode_part(deltas, encoding=encoding, current_version=1, digest_part="0" * 32)
     moved = old != new
-    facts = Facts(old.size, int(moved.sum()), 2, True, escaped_share(old[moved], new[moved]))
-    reckoned = dict(_sizes(facts))[Pick(encoding, False)]
+    facts = ParamStats(old.size, int(moved.sum()), 2, True, escaped_share(old[moved], new[moved]))
+    reckoned = dict(_sizes(facts))[EncodingChoice(encoding, False)]
     header = 8 + int.from_bytes(part[:8], "little")
     assert reckoned == pytest.approx(len(part) - header, rel=0.12)
 
@@ -97,12 +105,12 @@ def test_of_many_changes_the_shorter_form_goes(density: float, encoding: str) ->
         len(encode_part(dense, encoding="gap8_exp", current_version=1)),
     ]
     moved = old != new
-    facts = Facts(old.size, int(moved.sum()), 2, True, escaped_share(old, new), many=True)
-    picked = Manner(encoding).pick(facts, False, SLOW)
+    facts = ParamStats(old.size, int(moved.sum()), 2, True, escaped_share(old, new), many=True)
+    picked = EncodingPolicy(encoding).pick(facts, False, SLOW)
     chosen, other = (sizes[1], sizes[0]) if picked.dense else sizes
     assert chosen <= 1.02 * other
-    assert Manner(encoding).pick(facts, True, SLOW) == Pick("gap8_exp", True)
-    assert Manner("deltas").pick(facts, False, SLOW) == Pick("deltas", True)
+    assert EncodingPolicy(encoding).pick(facts, True, SLOW) == EncodingChoice("gap8_exp", True)
+    assert EncodingPolicy("deltas").pick(facts, False, SLOW) == EncodingChoice("deltas", True)
 
 
 def test_where_bytes_are_not_packed_what_is_kept_dense_goes_dense() -> None:
@@ -133,10 +141,10 @@ def test_any_param_has_a_way() -> None:
     for numel, nnz in ((1, 1), (1 << 34, 1), (10, 10), (5, 0)):
         for width in (1, 2, 4, 8):
             for speed in (SLOW, FAST):
-                facts = Facts(numel, nnz, width, True, 1.0)
+                facts = ParamStats(numel, nnz, width, True, 1.0)
                 assert auto(facts, speed, dense=True).dense
                 assert nnz in (0, numel) or not auto(facts, speed).dense
-    assert dict(_sizes(Facts(1 << 34, 1000, 2, True)))[Pick("deltas", False)] == 6000
+    assert dict(_sizes(ParamStats(1 << 34, 1000, 2, True)))[EncodingChoice("deltas", False)] == 6000
 
 
 # ---- with engines --------------------------------------------------------------------------------

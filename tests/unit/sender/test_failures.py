@@ -8,7 +8,7 @@ import httpx
 import pytest
 import torch
 
-from delta_sender import SyncFailed
+from delta_sender import SyncError
 from engine_ext.wire.part import ParamDelta
 from tests.support.fake_engine import (
     Engine,
@@ -33,7 +33,7 @@ def test_a_refused_sync_is_sent_again_whole(failing: int, status: int) -> None:
     sender = sender_of(engine, model, bucket_bytes=1)
     engine.faults[failing] = sends(error(status, "NotUpdatable", tensor="layers.0.weight"))
     train(model)
-    with pytest.raises(SyncFailed, match="no") as caught:
+    with pytest.raises(SyncError, match="no") as caught:
         sender.sync(model.items())
     assert caught.value.status == status
     assert caught.value.error["tensor"] == "layers.0.weight"
@@ -78,7 +78,7 @@ def test_a_commit_whose_answer_never_came_is_found_out(naps: list[float], anothe
     sender = sender_of(engine, model)
     engine.faults = dict.fromkeys(range(8), loses)
     train(model)
-    with pytest.raises(SyncFailed, match="ReadTimeout") as caught:
+    with pytest.raises(SyncError, match="ReadTimeout") as caught:
         sender.sync(model.items())
     assert caught.value.status is None
     assert caught.value.error == {}
@@ -127,7 +127,7 @@ def test_waits_no_longer_than_the_timeout(naps: list[float]) -> None:
     sender = sender_of(engine, model, timeout=60.0)
     engine.faults = {0: sends(busy("20")), 1: sends(busy("61"))}
     train(model)
-    with pytest.raises(SyncFailed, match="SyncInProgress") as caught:
+    with pytest.raises(SyncError, match="SyncInProgress") as caught:
         sender.sync(model.items())
     assert caught.value.status == 409
     assert naps == [20.0]
@@ -175,7 +175,7 @@ def test_there_is_only_one_full_sync() -> None:
     }
     engine.uncertain = True
     train(model)
-    with pytest.raises(SyncFailed, match="CommitFailed"):
+    with pytest.raises(SyncError, match="CommitFailed"):
         sender.sync(model.items())
     assert len(engine.requests) == 2
     assert sender.version == 0
@@ -190,7 +190,7 @@ def test_sleeping_weights_are_no_reason_for_a_full_sync() -> None:
     engine = Engine.of(model)
     sender = sender_of(engine, model)
     engine.faults[0] = sends(error(409, "WeightsAsleep"))
-    with pytest.raises(SyncFailed, match="WeightsAsleep"):
+    with pytest.raises(SyncError, match="WeightsAsleep"):
         sender.sync(model.items())
     assert len(engine.requests) == 1
 
@@ -211,7 +211,7 @@ def test_a_strange_answer_is_no_commit(part: int, answer: httpx.Response) -> Non
     sender = sender_of(engine, model, bucket_bytes=1)
     engine.faults[part] = sends(answer)
     train(model)
-    with pytest.raises(SyncFailed):
+    with pytest.raises(SyncError):
         sender.sync(model.items())
     assert sender.version == 0
     assert len(engine.requests) == part + 1
@@ -230,7 +230,7 @@ def test_a_last_part_that_is_only_staged_is_no_commit() -> None:
 
     engine.faults[1] = forgets
     train(model)
-    with pytest.raises(SyncFailed, match="staged"):
+    with pytest.raises(SyncError, match="staged"):
         sender.sync(model.items())
     sender.sync(model.items())
     assert engine.holds(model)

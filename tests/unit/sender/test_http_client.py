@@ -5,7 +5,8 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from delta_sender.http_client import _PIECE, Options, Server
+from delta_sender.destination import Options
+from delta_sender.http_client import _PIECE, EngineClient
 
 
 @pytest.mark.parametrize("size", [0, 1, _PIECE - 1, _PIECE, _PIECE + 1, 3 * _PIECE + 5])
@@ -22,6 +23,6 @@ def test_a_body_comes_whole_and_with_its_length_also_again(size: int, naps: list
         return httpx.Response(200, json={"status": "committed", "version": 3})
 
     client = httpx.Client(transport=httpx.MockTransport(answer))
-    server = Server("http://engine", Options(client=client))
+    server = EngineClient("http://engine", Options(client=client))
     assert server.deliver(body, 3, 0, last=True)["version"] == 3
     assert seen == [(size, body)] * 2

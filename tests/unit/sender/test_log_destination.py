@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import delta_sender
-from delta_sender import DeltaSender, MultiSender, SomeFailed, SyncFailed
+from delta_sender import DeltaSender, MultiSender, PartialSyncError, SyncError
 from engine_ext.delta_log.catalog import DONE, REFUSED, list_log, route
 from engine_ext.delta_log.writer import Draft, manifest_of
 from tests.support.fake_engine import (
@@ -121,7 +121,7 @@ def test_a_log_that_cannot_be_written_stops_the_sync(
 
         with monkeypatch.context() as patch:
             patch.setattr(Draft, "add", full)
-            with pytest.raises(SomeFailed, match="No space left") as caught:
+            with pytest.raises(PartialSyncError, match="No space left") as caught:
                 sender.sync(model.items())
         assert set(caught.value.failures) == {A, B}
         assert (a.version, b.version) == (0, 0)
@@ -138,7 +138,7 @@ def test_what_no_engine_took_is_refused_in_the_log(tmp_path: Path) -> None:
     engine.faults = {0: sends(error(507, "SpoolFull"))}
     with DeltaSender(A, model.items(), client=engine.client(), delta_log=tmp_path) as sender:
         train(model, 0)
-        with pytest.raises(SyncFailed):
+        with pytest.raises(SyncError):
             sender.sync(model.items())
         engine.faults = {}
         assert sender.version == 0
@@ -167,7 +167,7 @@ def test_what_an_engine_may_have_taken_stays_in_the_log(
         A, model.items(), client=engine.client(), delta_log=tmp_path, encoding=encoding
     ) as sender:
         train(model, 0)
-        with pytest.raises(SyncFailed):
+        with pytest.raises(SyncError):
             sender.sync(model.items())
         assert sender.version == 0
         assert chain(tmp_path) == [(0, 1)]
@@ -201,7 +201,7 @@ def test_an_engine_that_replayed_a_refused_version_is_found_out(tmp_path: Path) 
     engine.faults = {0: restart}
     with DeltaSender(A, model.items(), client=engine.client(), delta_log=tmp_path) as sender:
         train(model, 0)
-        with pytest.raises(SyncFailed):
+        with pytest.raises(SyncError):
             sender.sync(model.items())
         assert engine.version == 1
         train(model, 1)
@@ -220,7 +220,7 @@ def test_one_that_was_down_for_some_syncs_has_them_from_the_log(
     with sender_of(a, b, model, delta_log=tmp_path) as sender:
         for step in range(3):
             train(model, step)
-            with pytest.raises(SomeFailed):
+            with pytest.raises(PartialSyncError):
                 sender.sync(model.items())
         late = replayed(tmp_path, base)
         b.weights, b.version, b.faults = late.weights, late.version, {}
@@ -238,7 +238,7 @@ def test_one_that_fails_keeps_nothing_out_of_the_log(tmp_path: Path) -> None:
     a.faults = {0: sends(error(507, "SpoolFull"))}
     with sender_of(a, b, model, delta_log=tmp_path) as sender:
         train(model, 0)
-        with pytest.raises(SomeFailed):
+        with pytest.raises(PartialSyncError):
             sender.sync(model.items())
         train(model, 1)
         sender.sync(model.items())

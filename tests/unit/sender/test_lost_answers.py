@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from delta_sender import DeltaSender, MultiSender, SomeFailed, SyncFailed, multi_sender
-from delta_sender.session_thread import Run
+from delta_sender import DeltaSender, MultiSender, PartialSyncError, SyncError, multi_sender
+from delta_sender.session_thread import SessionThread
 from delta_sender.snapshot import Changes
 from delta_sender.state_file import StateFile
 from engine_ext.delta_log.catalog import list_log
@@ -35,7 +35,7 @@ from tests.unit.sender.test_slow_engines import SOON, Slow, ended, lagging
 def interrupt_at_the_end(sender: MultiSender, patch: pytest.MonkeyPatch) -> None:
     """Every engine is done, and who waits for them is interrupted."""
 
-    def wait(runs: Sequence[Run]) -> None:
+    def wait(runs: Sequence[SessionThread]) -> None:
         for run in runs:
             run.thread.join()
         raise KeyboardInterrupt
@@ -139,7 +139,7 @@ def test_others_go_on_while_one_is_asked_what_it_holds(naps: list[float]) -> Non
 
     with sender_of(a, b, model) as sender:
         train(model, 0, 0.01)
-        with pytest.raises(SomeFailed):
+        with pytest.raises(PartialSyncError):
             sender.sync(model.items())
         assert b.version == 1
         sender._options = replace(sender._options, lag_limit=SOON)
@@ -165,7 +165,7 @@ def test_a_refusal_after_a_lost_answer_is_none(tmp_path: Path, naps: list[float]
     engine.faults = {0: loses, 1: sends(error(507, "SpoolFull"))}
     with DeltaSender(A, model.items(), client=engine.client(), delta_log=tmp_path) as sender:
         train(model)
-        with pytest.raises(SyncFailed, match="SpoolFull"):
+        with pytest.raises(SyncError, match="SpoolFull"):
             sender.sync(model.items())
         assert engine.version == 1
         train(model, 1)
@@ -221,7 +221,7 @@ def test_a_doubt_outlives_a_step_that_was_never_begun(
     engine.faults = dict.fromkeys(range(8), loses)
     with DeltaSender(A, model.items(), client=engine.client(), digest=False) as sender:
         train(model)
-        with pytest.raises(SyncFailed):
+        with pytest.raises(SyncError):
             sender.sync(model.items())
         assert engine.version == 1
 

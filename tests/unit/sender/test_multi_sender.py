@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from delta_sender import MultiSender, SomeFailed, session
+from delta_sender import MultiSender, PartialSyncError, session
 from delta_sender.snapshot import Changes
 from tests.support.fake_engine import (
     Engine,
@@ -82,7 +82,7 @@ def test_one_that_refuses_is_brought_what_it_missed(failing: int, times: int) ->
     for step in range(times):
         b.faults[len(b.requests) + failing] = refuse()
         train(model, step)
-        with pytest.raises(SomeFailed, match=r"^http://b:2: HTTP 507: SpoolFull") as caught:
+        with pytest.raises(PartialSyncError, match=r"^http://b:2: HTTP 507: SpoolFull") as caught:
             sender.sync(model.items())
         assert (list(caught.value.failures), list(caught.value.reports)) == ([B], [A])
         assert a.holds(model)
@@ -111,7 +111,7 @@ def test_who_missed_much_gets_all() -> None:
     sender = sender_of(a, b, model)
     b.faults[0] = refuse()
     train(model, density=0.9)
-    with pytest.raises(SomeFailed):
+    with pytest.raises(PartialSyncError):
         sender.sync(model.items())
     train(model, 1)
     reports = sender.sync(model.items())
@@ -133,7 +133,7 @@ def test_a_snapshot_interrupted_while_one_engine_is_behind(
     sender = sender_of(a, b, model)
     b.faults = {0: refuse(), 1: refuse()}
     train(model)
-    with pytest.raises(SomeFailed):
+    with pytest.raises(PartialSyncError):
         sender.sync(model.items())
     for name in model:
         model[name].copy_(base[name])
@@ -161,7 +161,7 @@ def test_where_nobody_commits_nothing_moves() -> None:
     sender = sender_of(a, b, model)
     a.faults[0] = b.faults[0] = refuse()
     train(model)
-    with pytest.raises(SomeFailed) as caught:
+    with pytest.raises(PartialSyncError) as caught:
         sender.sync(model.items())
     assert (list(caught.value.failures), caught.value.reports) == ([A, B], {})
     assert sender.versions == {A: 0, B: 0}
@@ -177,7 +177,7 @@ def test_one_whose_answer_was_lost_is_set_right(naps: list[float]) -> None:
     sender = sender_of(a, b, model)
     a.faults = dict.fromkeys(range(8), loses)
     train(model)
-    with pytest.raises(SomeFailed) as caught:
+    with pytest.raises(PartialSyncError) as caught:
         sender.sync(model.items())
     assert list(caught.value.failures) == [A]
     assert (a.version, sender.versions) == (1, {A: 0, B: 1})
@@ -197,7 +197,7 @@ def test_one_that_was_restarted_gets_all_and_leads_the_versions(missed: bool) ->
     if missed:
         b.faults[0] = refuse()
         train(model, 5)
-        with pytest.raises(SomeFailed):
+        with pytest.raises(PartialSyncError):
             sender.sync(model.items())
     b.version, b.weights = 40, {name: values ^ 1 for name, values in b.weights.items()}
     train(model)
@@ -221,7 +221,7 @@ def test_engines_that_ignore_and_cover_other_tensors() -> None:
         train(model, step)
         if step == 1:
             b.faults[len(b.requests) + 1] = refuse()
-            with pytest.raises(SomeFailed, match=r"^http://b:2: HTTP 507"):
+            with pytest.raises(PartialSyncError, match=r"^http://b:2: HTTP 507"):
                 sender.sync(model.items())
             continue
         reports = sender.sync(model.items())
@@ -321,7 +321,7 @@ def test_whatever_fails_who_acknowledged_holds_the_trainers_bytes(
         train(model, number, density)
         try:
             reports = sender.sync(model.items())
-        except SomeFailed as some:
+        except PartialSyncError as some:
             reports = some.reports
         a.faults, b.faults = {}, {}
         for url, engine in ((A, a), (B, b)):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from delta_sender import SyncFailed
+from delta_sender import SyncError
 from tests.support.fake_engine import (
     Engine,
     bits,
@@ -61,7 +61,7 @@ def test_uncertified_and_unknown_tensors_are_the_engines_to_refuse() -> None:
         model["layers.0.weight"] += 1
         assert sender.sync(model.items()).digest == engine.digest().hex()
         model["layers.2.weight"] += 1
-        with pytest.raises(SyncFailed, match="NotUpdatable") as caught:
+        with pytest.raises(SyncError, match="NotUpdatable") as caught:
             sender.sync(model.items())
         assert caught.value.error["tensor"] == "layers.2.weight"
 
@@ -83,7 +83,7 @@ def test_an_engine_without_a_plan(status: int, monkeypatch: pytest.MonkeyPatch) 
     assert {m.digest_part or m.digest_before or m.digest_after for m in manifests} == {None}
     engine.ignored = {"layers.1.weight"}
     train(model, 2)
-    with pytest.raises(SyncFailed, match="NotUpdatable"):
+    with pytest.raises(SyncError, match="NotUpdatable"):
         sender.sync(model.items())
 
 
@@ -97,7 +97,7 @@ def test_a_plan_that_cannot_be_had_fails_the_sync(
     for answer, attempts in ((error(401, "Unauthorized"), 1), (httpx.Response(502), 8)):
         with monkeypatch.context() as patched:
             patched.setattr(engine, "status", lambda answer=answer: answer)
-            with pytest.raises(SyncFailed) as caught:
+            with pytest.raises(SyncError) as caught:
                 sender.sync(model.items())
         assert caught.value.status == answer.status_code
         assert len(engine.questions) == attempts

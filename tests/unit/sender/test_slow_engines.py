@@ -14,8 +14,9 @@ import httpx
 import pytest
 import torch
 
-from delta_sender import DeltaSender, MultiSender, SomeFailed
-from delta_sender.http_client import Options, Server
+from delta_sender import DeltaSender, MultiSender, PartialSyncError
+from delta_sender.destination import Options
+from delta_sender.http_client import EngineClient
 from delta_sender.state_file import StateFile
 from tests.support.fake_engine import Engine, Handler, Model, error, model_of, train
 from tests.unit.sender.test_log_destination import chain, copied, replayed
@@ -143,7 +144,7 @@ def test_where_all_lag_one_is_waited_for() -> None:
         a.faults = {0: refuse()}
         train(model, 0)
         threading.Timer(0.2, slow.go.set).start()
-        with pytest.raises(SomeFailed) as caught:
+        with pytest.raises(PartialSyncError) as caught:
             sender.sync(model.items())
         assert list(caught.value.reports) == [B]
         ended(sender)
@@ -182,7 +183,7 @@ def test_a_host_that_is_gone_is_given_up_soon(timeout: float) -> None:
     """Work may take long, a connection does not; each is tried several times."""
     with httpx.Client(timeout=timeout) as given:
         for client, seconds in ((None, min(timeout, 10.0)), (given, timeout)):
-            server = Server(A, Options(timeout=timeout, client=client))
+            server = EngineClient(A, Options(timeout=timeout, client=client))
             assert server.client.timeout.connect == seconds
             assert server.client.timeout.read == timeout
             server.close()

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from delta_sender import DeltaSender, MultiSender, SomeFailed
+from delta_sender import DeltaSender, MultiSender, PartialSyncError
 from delta_sender.state_file import Known, State, StateFile
 from tests.support.fake_engine import Engine, Handler, Model, error, model_of, sends, train
 from tests.unit.sender.test_log_destination import chain, copied, replayed
@@ -211,7 +211,7 @@ def test_each_engine_goes_on_from_its_own_version(file: Path) -> None:
         sender.sync(model.items())
         b.faults = {1: sends(error(507, "SpoolFull"))}
         train(model, 1)
-        with pytest.raises(SomeFailed):
+        with pytest.raises(PartialSyncError):
             sender.sync(model.items())
         b.faults = {}
     with MultiSender([A, B], model.items(), client=client, state=file) as sender:

@@ -13,8 +13,8 @@ import torch
 from delta_sender import (
     DeltaSender,
     MultiSender,
-    SomeFailed,
-    SyncFailed,
+    PartialSyncError,
+    SyncError,
     diff_host,
     session,
     session_thread,
@@ -120,7 +120,7 @@ def test_the_snapshot_stays_until_the_engine_has_committed() -> None:
 
     engine.faults = dict.fromkeys(range(3), looks) | {3: sends(error(507, "SpoolFull"))}
     train(model)
-    with pytest.raises(SyncFailed):
+    with pytest.raises(SyncError):
         sender.sync(iter(model.items()))
     assert all(np.array_equal(snapshot.image(n).values, bits(base[n])) for n in base)
     engine.faults = dict.fromkeys(range(4, 8), looks)
@@ -234,7 +234,7 @@ def test_one_engine_that_fails_early_does_not_stop_the_other() -> None:
     for step in range(2):
         train(model, step)
         if step == 0:
-            with pytest.raises(SomeFailed):
+            with pytest.raises(PartialSyncError):
                 sender.sync(iter(model.items()))
         else:
             sender.sync(iter(model.items()))

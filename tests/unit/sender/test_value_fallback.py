@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from delta_sender import DeltaSender, SyncFailed
+from delta_sender import DeltaSender, SyncError
 from delta_sender.state_file import StateFile
 from engine_ext.delta_log.catalog import list_log
 from engine_ext.delta_log.writer import manifest_of
@@ -122,7 +122,7 @@ def test_answers_to_healing_are_lost(
     """One, or all that the sender waits for: then the next sync asks what came of it."""
     model, _, engine, sender = refusing(bucket_bytes=bucket_bytes)
     engine.faults = where_healing_ends(fault, times)
-    with nullcontext() if times == 1 else pytest.raises(SyncFailed):
+    with nullcontext() if times == 1 else pytest.raises(SyncError):
         report = sender.sync(model.items())
         status = "already_applied" if fault is loses else "committed"
         assert (report.status, report.full, report.version) == (status, False, 1)
@@ -234,7 +234,7 @@ def test_foreign_weights_are_replaced_as_a_whole(
     model, _, engine, sender = refusing()
     if when == "after":
         engine.faults = where_healing_ends(loses, 8)
-        with pytest.raises(SyncFailed):
+        with pytest.raises(SyncError):
             sender.sync(model.items())
     known, tries = len(engine.bodies), 2 if when == "between" else 1
     if when == "between":
@@ -319,7 +319,7 @@ def live(seed: int, state: Path) -> Counter[str]:
         engine.faults = dict.fromkeys((known + n for n in lost), chance.choice([breaks, loses]))
         try:
             report = sender.sync(model.items())
-        except SyncFailed:
+        except SyncError:
             assert lost
             ends["failed"] += 1
             continue

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from delta_server import commit as commits_module
-from delta_server.commit import Commits, heeded
+from delta_server.commit import EngineCommitter, serialize_with_commits
 from delta_server.service import DeltaService
 from engine_ext.errors import Conflict
 from tests.support.in_process_engine import (
@@ -370,7 +370,7 @@ def test_an_adapters_method_is_heeded(rig: Rig) -> None:
         called.append((mode, rig.engine.receivers[0]._hold._held))
         return "paused"
 
-    pause = heeded(rig.service.commits, pause_generation)
+    pause = serialize_with_commits(rig.service.commits, pause_generation)
     assert rig.run(pause(mode="keep")) == "paused"
     assert called == [("keep", True)]
     assert (pause.__name__, pause.__doc__) == ("pause_generation", "The engine's own.")
@@ -440,7 +440,7 @@ def test_what_the_engine_answers_the_caller_is_passed_on(rig: Rig) -> None:
     async def fails() -> None:
         raise RuntimeError("the engine's own")
 
-    commits: Commits = rig.service.commits
+    commits: EngineCommitter = rig.service.commits
     assert rig.run(commits.by_caller(answers)) == 3
     with pytest.raises(RuntimeError, match="own"):
         rig.run(commits.by_caller(fails))

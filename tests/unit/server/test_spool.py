@@ -20,7 +20,7 @@ import zstandard
 
 from delta_server import spool as spool_module
 from delta_server.spool import Spool, Spooled
-from delta_server.upload_limits import Pace
+from delta_server.upload_limits import MinimumRate
 from engine_ext.errors import DeltaError, MalformedPart, SpoolFull, TooLarge, UploadTooSlow
 from engine_ext.wire import Limits, decode_part
 from tests.support.in_process_engine import STEP, delta_part, pieces, zstd_declaring
@@ -46,7 +46,7 @@ def files(spool: Spool) -> list[Path]:
 def receive(
     spool: Spool, chunks: AsyncIterator[bytes], declared: int | None = None, stall: float = 5
 ) -> Spooled:
-    return asyncio.run(spool.receive(chunks, declared, Pace(stall, 1)))
+    return asyncio.run(spool.receive(chunks, declared, MinimumRate(stall, 1)))
 
 
 def read(spool: Spool, path: Path) -> Spooled:
@@ -372,7 +372,7 @@ def test_nothing_stays_of_a_body_whose_stream_fails(spool: Spool) -> None:
 
 def test_nothing_stays_of_a_cancelled_body(spool: Spool) -> None:
     async def cancelled() -> None:
-        task = asyncio.ensure_future(spool.receive(stalling(PLAIN[:50]), None, Pace(60, 1)))
+        task = asyncio.ensure_future(spool.receive(stalling(PLAIN[:50]), None, MinimumRate(60, 1)))
         await asyncio.sleep(0.02)
         assert len(files(spool)) == 1
         task.cancel()

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 import httpx
 import pytest
 
-from delta_server.upload_limits import Pace, Slots, arriving
+from delta_server.upload_limits import MinimumRate, UploadSlots, arriving
 from engine_ext.errors import TooManyUploads, UploadTooSlow
 from tests.support.in_process_engine import (
     DELTA,
@@ -35,7 +35,7 @@ async def steady(count: int, size: int, gap: float) -> AsyncIterator[bytes]:
         yield bytes(size)
 
 
-def arrive(chunks: AsyncIterator[bytes], pace: Pace, busy: float = 0) -> int:
+def arrive(chunks: AsyncIterator[bytes], pace: MinimumRate, busy: float = 0) -> int:
     async def take() -> int:
         taken = 0
         async for chunk in arriving(chunks, pace):
@@ -47,14 +47,14 @@ def arrive(chunks: AsyncIterator[bytes], pace: Pace, busy: float = 0) -> int:
 
 
 def test_a_body_at_its_rate_may_take_as_long_as_it_likes() -> None:
-    assert arrive(steady(10, 100, 0.03), Pace(stall=0.2, rate=1000)) == 1000
+    assert arrive(steady(10, 100, 0.03), MinimumRate(stall=0.2, rate=1000)) == 1000
 
 
 def test_a_body_below_its_rate_is_given_up() -> None:
     """Though it never stalls: a byte now and then does not keep a place."""
     start = time.monotonic()
     with pytest.raises(UploadTooSlow, match="at least 1000 a second") as caught:
-        arrive(steady(1000, 1, 0.03), Pace(stall=0.2, rate=1000))
+        arrive(steady(1000, 1, 0.03), MinimumRate(stall=0.2, rate=1000))
     assert 0.2 <= time.monotonic() - start < 2
     assert "only" in caught.value.message
 
@@ -68,12 +68,12 @@ def test_a_body_that_stalls_is_given_up() -> None:
 
     start = time.monotonic()
     with pytest.raises(UploadTooSlow, match=r"no byte of the body came for 0\.1 s"):
-        arrive(stalling(), Pace(stall=0.1, rate=1))
+        arrive(stalling(), MinimumRate(stall=0.1, rate=1))
     assert time.monotonic() - start < 2
 
 
 def test_what_is_done_with_the_chunks_does_not_count() -> None:
-    assert arrive(steady(5, 1, 0), Pace(stall=0.1, rate=1 << 20), busy=0.05) == 5
+    assert arrive(steady(5, 1, 0), MinimumRate(stall=0.1, rate=1 << 20), busy=0.05) == 5
 
 
 def test_a_slow_body_is_answered(make_rig: Callable[..., Rig]) -> None:
@@ -93,7 +93,7 @@ def test_a_slow_body_is_answered(make_rig: Callable[..., Rig]) -> None:
 
 
 def test_slots() -> None:
-    slots = Slots(2)
+    slots = UploadSlots(2)
     with slots.one(), contextlib.suppress(KeyError), slots.one():
         with pytest.raises(TooManyUploads) as caught, slots.one():
             pass

@@ -18,7 +18,7 @@ from engine_ext.placement.segments import Placement, Repack, Status, TensorSpec
 from engine_ext.repacks.infer import compose
 from engine_ext.tracing import index_replay, recorder, strided_boxes
 from engine_ext.tracing.permutations import shuffle
-from engine_ext.tracing.strided_boxes import Numbers, boxes
+from engine_ext.tracing.strided_boxes import ElementIds, boxes
 from engine_ext.tracing.trace import trace_placement
 from tests.support.receiver_harness import (
     PROPERTY,
@@ -145,9 +145,11 @@ def test_layers_that_are_alike_are_replayed_once(monkeypatch: pytest.MonkeyPatch
             getattr(self, name).copy_(weight.t().contiguous())
 
     replays = []
-    replayed = index_replay.History.replay
+    replayed = index_replay.Provenance.replay
     monkeypatch.setattr(
-        index_replay.History, "replay", lambda self: replays.append(self.sources) or replayed(self)
+        index_replay.Provenance,
+        "replay",
+        lambda self: replays.append(self.sources) or replayed(self),
     )
     placement = trace(load(Layers, base_checkpoint(Layers)))
     assert replays == [["layer0"]]
@@ -311,7 +313,7 @@ STARTS = [1, 9, 30, 60]
 
 
 @st.composite
-def arrays(draw: st.DrawFn) -> Numbers:
+def arrays(draw: st.DrawFn) -> ElementIds:
     """Small arrays, mostly of long strides, with few different numbers."""
     shape = draw(st.lists(st.integers(1, 5), min_size=0, max_size=3))
     step = draw(st.integers(0, 3))
@@ -320,15 +322,17 @@ def arrays(draw: st.DrawFn) -> Numbers:
     )
     for _ in range(draw(st.integers(0, 3))):
         values.view(-1)[draw(st.integers(0, values.numel() - 1)) :] += draw(st.integers(0, 5))
-    return Numbers(values.clamp(max=59).to(torch.int32), STARTS)
+    return ElementIds(values.clamp(max=59).to(torch.int32), STARTS)
 
 
 @pytest.mark.parametrize("chunk", [1 << 22, 3])
 @PROPERTY
 @given(numbers=arrays(), permuted=st.booleans())
-def test_boxes_are_the_array(chunk: int, numbers: Numbers, permuted: bool) -> None:
+def test_boxes_are_the_array(chunk: int, numbers: ElementIds, permuted: bool) -> None:
     if permuted:
-        numbers = Numbers(numbers.values.permute(list(range(numbers.values.dim()))[::-1]), STARTS)
+        numbers = ElementIds(
+            numbers.values.permute(list(range(numbers.values.dim()))[::-1]), STARTS
+        )
     before, strided_boxes._CHUNK = strided_boxes._CHUNK, chunk
     try:
         found = boxes(numbers, 2, numbers.values.stride(), 1000)
@@ -356,7 +360,7 @@ def test_a_shuffle_is_found(order: list[int], missing: bool) -> None:
     values = torch.tensor(order, dtype=torch.int32).view(3, 4) + 5
     if missing:
         values[0, 0] = values[2, 3]
-    found = shuffle(Numbers(values.t(), [5, 17]), (1, 4))
+    found = shuffle(ElementIds(values.t(), [5, 17]), (1, 4))
     if missing:
         assert found is None
         return
@@ -366,8 +370,8 @@ def test_a_shuffle_is_found(order: list[int], missing: bool) -> None:
     assert torch.equal(
         values.reshape(-1)[torch.from_numpy(places).long()], torch.arange(5, 17).int()
     )
-    assert shuffle(Numbers(values, [5, 11, 17]), (4, 1)) is None
-    assert shuffle(Numbers(values, [5, 17]), (5, 1)) is None
+    assert shuffle(ElementIds(values, [5, 11, 17]), (4, 1)) is None
+    assert shuffle(ElementIds(values, [5, 17]), (5, 1)) is None
 
 
 def test_a_large_transpose_takes_no_time_and_no_pieces() -> None:
