@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.adapters.sglang import frontend
+from engine_ext.adapters.sglang import engine
 from engine_ext.adapters.sglang.http_workers import OneOfSeveral
 
 
@@ -42,7 +42,7 @@ def process(
         _apply_pause_continue_broadcast=apply,
         _update_weight_version_if_provided=happened.append,
     )
-    monkeypatch.setattr(frontend, "Channel", lambda manager: ranks)
+    monkeypatch.setattr(engine, "Channel", lambda manager: ranks)
     manager.engine = OneOfSeveral(manager)
     return manager, ranks, happened
 

@@ -23,11 +23,11 @@ from delta_sender import diff_device, differing
 from delta_sender import snapshot as sender_snapshot
 from delta_sender.differing import begin_differing
 from delta_sender.snapshot import Snapshot
-from engine_ext.apply import staged
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.kernels import gather_scatter as host_gather_scatter
 from engine_ext.kernels import triton as device
 from engine_ext.kernels.triton import compact, gap_decode, gather_scatter, self_test
+from engine_ext.placement import targets
 from engine_ext.wire import decode_part, encode_part
 from engine_ext.wire.gap_streams import encode_gaps
 from engine_ext.wire.positions import Positions, decode_positions, encode_positions
@@ -59,7 +59,7 @@ def _small_blocks() -> Iterator[None]:
         patch.setitem(sys.modules, "numba", None)
         for module in (compact, gap_decode, gather_scatter):
             patch.setattr(module, "BLOCK", BLOCK)
-        for module in (device, differing, host_gather_scatter, staged):
+        for module in (device, differing, host_gather_scatter, targets):
             patch.setattr(module, "runs_kernels", lambda device: True)
         yield
 

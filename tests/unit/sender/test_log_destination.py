@@ -11,8 +11,7 @@ import httpx
 import pytest
 import torch
 
-import delta_sender
-from delta_sender import DeltaSender, MultiSender, PartialSyncError, SyncError
+from delta_sender import DeltaSender, MultiSender, PartialSyncError, SyncError, cli
 from engine_ext.delta_log.catalog import DONE, REFUSED, list_log, route
 from engine_ext.delta_log.writer import Draft, manifest_of
 from tests.support.fake_engine import (
@@ -277,6 +276,6 @@ def test_one_sender_at_a_time(tmp_path: Path) -> None:
 def test_the_program_takes_one_or_the_other(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--base", "b", "--target", "t", "--url", A]
     with pytest.raises(SystemExit) as exit:
-        delta_sender.main([*arguments, "--save", "s", "--delta-log", "l"])
+        cli.main([*arguments, "--save", "s", "--delta-log", "l"])
     assert exit.value.code == 2
     assert "does not go with" in capsys.readouterr().err
