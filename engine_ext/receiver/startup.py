@@ -93,12 +93,7 @@ def make_receiver(loaded: LoadedModel, chosen: Settings) -> Receiver:
     specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in loaded.checkpoint()]
     traced = _trace(loaded, specs)
     traced_s = time.perf_counter() - start
-    certify(
-        traced.placement,
-        loaded.checkpoint(),
-        chosen.certify_sample,
-        moves_known=loaded.learned,
-    )
+    certify(traced.placement, loaded.checkpoint(), moves_known=loaded.learned)
     certified_s = time.perf_counter() - start - traced_s
     applier = _applier(loaded, chosen, traced)
     logger.info("traced in %.2f s, certified in %.2f s", traced_s, certified_s)

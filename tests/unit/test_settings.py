@@ -69,7 +69,6 @@ def test_every_flag(tmp_path: Path) -> None:
         "--delta-min-upload-rate=1M",
         "--delta-stage-timeout=1.5",
         "--delta-base-version=9223372036854775807",
-        "--delta-certify-sample=2.5%",
     ) == Settings(
         chunk_bytes=1 << 20,
         read_workers=2,
@@ -81,14 +80,7 @@ def test_every_flag(tmp_path: Path) -> None:
         min_upload_rate=1 << 20,
         stage_timeout=1.5,
         base_version=2**63 - 1,
-        certify_sample=0.025,
     )
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "1.5", "101%", "all", "", "nan"])
-def test_a_share_is_above_0_and_at_most_1(text: str) -> None:
-    with pytest.raises((argparse.ArgumentError, SystemExit)):
-        parse("--enable-delta-updates", f"--delta-certify-sample={text}")
 
 
 def test_roots_are_real_paths(tmp_path: Path) -> None:
