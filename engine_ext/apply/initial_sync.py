@@ -233,7 +233,7 @@ def _tensors(staged: Sequence[StagedPart]) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _left_out(model: torch.nn.Module, traced: Traced) -> list[str]:
-    """Return the live parameters of which some element is neither written nor recomputed."""
+    """Return the live parameters with elements that are neither written nor recomputed."""
     segments: dict[str, list[Segment]] = {}
     for segment in [*(s for p in traced.placement.values() for s in p.segments), *traced.others]:
         segments.setdefault(segment.live.name, []).append(segment)

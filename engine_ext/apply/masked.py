@@ -101,7 +101,7 @@ class MaskedWriter:
                 raise RuntimeError(f"{param.delta.name} does not hold its new bits after the write")
 
     def _deltas(self, staged: Sequence[StagedPart]) -> list[ParamDelta]:
-        """Return what this rank's loader gets: the tensors of which some element changes here."""
+        """Return the deltas that this rank's loader gets: of tensors that it holds elements of."""
         deltas = [param.delta for part in staged for param in part.params if param.delta.nnz]
         return merge(delta for delta in deltas if self._placement[delta.name].segments)
 

@@ -46,7 +46,7 @@ class LoadedModel:
     Attributes:
         model: the model in serving state.
         load_weights: its own loader; takes (name, tensor) pairs.
-        checkpoint: reads the loaded checkpoint, anew with each call: (name, tensor) pairs on the
+        checkpoint: reads the loaded checkpoint again with each call: (name, tensor) pairs on the
             CPU, in the engine's order. None if the weights are not a checkpoint's.
         reload: the engine's own function that loads other weights into the running model.
         ranks: this rank and its exchange with the other ranks of the engine.
