@@ -84,7 +84,7 @@ def test_every_flag(tmp_path: Path) -> None:
 
 
 def test_roots_are_real_paths(tmp_path: Path) -> None:
-    """Disk requests are compared with them after their symlinks are resolved."""
+    """They are compared with the paths of disk requests after symlinks are resolved."""
     folder, link = tmp_path / "folder", tmp_path / "link"
     folder.mkdir()
     link.symlink_to(folder)
@@ -97,7 +97,7 @@ def test_roots_are_real_paths(tmp_path: Path) -> None:
     "flag", ["--delta-chunk-bytes=1M", "--delta-base-version=0", "--delta-stage-timeout=60"]
 )
 def test_a_companion_flag_alone_is_refused(flag: str) -> None:
-    """Even with the default's value: whoever gives it expects that it does something."""
+    """Even with the default's value: the user expects an effect."""
     with pytest.raises(ValueError, match=flag.partition("=")[0]):
         parse(flag)
 
@@ -183,7 +183,7 @@ def test_a_damaged_environment_is_an_error_not_a_default(monkeypatch: pytest.Mon
 
 
 def test_the_token_is_kept_out_of_the_namespace() -> None:
-    """Engines log the namespace; the token travels in the environment instead."""
+    """Engines log the namespace, so the token is in the environment instead."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     args = parser.parse_args(["--enable-delta-updates", "--delta-api-key", "s3cret"])

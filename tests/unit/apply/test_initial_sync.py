@@ -1,4 +1,4 @@
-"""An engine without a checkpoint's weights: one full sync makes it one that takes deltas."""
+"""An engine started without a checkpoint's weights: a full sync first, then deltas."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def kind(answer: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("model", every_model(), ids=lambda m: m.__name__)
 def test_loaded_like_a_fresh_engine_or_not_served(model: type[ToyModel], tmp_path: Path) -> None:
-    """Exact, refused with nothing changed, or (if only the bytes show it) uncertain; no other."""
+    """Exact, refused and unchanged, or (if only the bytes show it) uncertain; nothing else."""
     base = base_checkpoint(model)
     unloaded = Unloaded(model, tmp_path)
     before = memory(unloaded.model)
@@ -187,7 +187,7 @@ def test_digests_of_a_full_sync_are_checked(tmp_path: Path) -> None:
 
 
 def test_what_the_reload_makes_of_it_is_compared(tmp_path: Path) -> None:
-    """A reload that leaves other bytes than the sync's is reported, and never certain."""
+    """If the reload writes other bytes than the sync's, the engine is uncertain."""
     base = base_checkpoint(PlainCopy)
     unloaded = Unloaded(PlainCopy, tmp_path)
     original = unloaded.model.load_weights
@@ -223,7 +223,7 @@ def test_an_engine_that_repacks_does_not_start_without_a_checkpoint() -> None:
 
 
 def test_every_live_weight_counts(tmp_path: Path) -> None:
-    """Also one that no tensor of the sync is for."""
+    """Also one that no tensor of the sync writes."""
 
     class Extra(PlainCopy):
         def build(self) -> None:

@@ -1,4 +1,4 @@
-"""The scatter apply: exact or refused for every loader habit, and how it finds the elements."""
+"""The scatter apply, the locator of elements, and the ranks that hold them."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def test_applied_and_taken_back(
     host: bool,
     full: bool,
 ) -> None:
-    """Any shard, any density, any pieces: live memory ends as a fresh load leaves it.
+    """Any shard, any density, any pieces: live memory ends as after a fresh load.
 
-    With `host` off by the operators for other devices, on the CPU.
+    Without `host`, the operators for other devices do it, on the CPU.
     """
     model = shard.model(number=2)
     base = base_checkpoint(model, seed)
@@ -121,7 +121,7 @@ def test_a_nan_through_casts_is_refused(dense: bool) -> None:
 
 
 def test_windows_are_refused_for_what_they_are() -> None:
-    """As many elements are written as the tensor has; yet some twice, and others never."""
+    """As many elements are written as the tensor has, but some twice and others never."""
     _, _, placement = placed(Windows, base_checkpoint(Windows))
     plan = make_plan(placement, SingleRank())
     assert "several times" in placement["weight"].reason
@@ -143,7 +143,7 @@ class OneOfThree(Replicated):
 @pytest.mark.parametrize("live", ["first", "second"])
 @pytest.mark.parametrize("dense", [False, True])
 def test_copies_must_agree(model: type[ToyModel], row: int, live: str, dense: bool) -> None:
-    """A digest sees the first copy only; the others are compared with it. A full sync heals."""
+    """A digest sees the first copy only; the others are compared with it. A full sync repairs."""
     base = base_checkpoint(model)
     served = serve(model, base, apply="scatter")
     target = target_checkpoint(base, ["weight"])
@@ -170,7 +170,7 @@ def test_copies_count_once(model: type[ToyModel]) -> None:
     assert served.applier.digest == tensor_digest("weight", bits(base["weight"]))
 
 
-# --- side by side ---
+# --- threads ---
 
 
 def test_nothing_goes_on_after_a_failure() -> None:
@@ -198,7 +198,7 @@ def test_nothing_goes_on_after_a_failure() -> None:
 
 @st.composite
 def boxes(draw: st.DrawFn) -> tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Offset, sizes, source strides (some 0: broadcast) and live strides (dense, any order)."""
+    """Draw offset, sizes, source strides (0: broadcast) and live strides (dense, any order)."""
     sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     source = tuple(draw(st.sampled_from([0, 1, 2, 3, 5, 12, 40])) for _ in sizes)
     order = draw(st.permutations(range(len(sizes))))
@@ -215,7 +215,7 @@ def test_locator_finds_what_the_box_says(
     repacked: bool,
     chosen: set[int],
 ) -> None:
-    """Against a walk over every element. Of a box that does not nest, some are not found."""
+    """Against a loop over every element; in a box that does not nest, some are not found."""
     offset, sizes, source, live = box
     model = torch.nn.Module()
     model.w = torch.nn.Parameter(torch.zeros(64), requires_grad=False)

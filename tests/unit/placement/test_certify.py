@@ -19,7 +19,7 @@ from tests.support.toy_models import PlainCopy, RowByRow, ToyModel, Widened, eve
 
 
 def placed(live: torch.Tensor, source: torch.Tensor, *, rows: int | None = None) -> Placed:
-    """A tensor placed row by row (or its first rows) in live memory of the same shape."""
+    """Place a tensor row by row (or its first rows) in live memory of the same shape."""
     module = nn.Module()
     module.register_buffer("live", live)
     [entry] = StorageIndex(module).entries
