@@ -98,7 +98,7 @@ fi
 if ! matches "$PROJECT_STAMP" "$wanted_project"; then
     rm -f "$PROJECT_STAMP"
     say "4/4 installing the project, editable"
-    # Built by the pinned setuptools: no package is fetched for the build.
+    # Built by the pinned hatchling: no package is fetched for the build.
     pip_install --no-deps --no-build-isolation --editable .
     "$VENV/bin/python" - <<'EOF'
 import importlib.metadata
@@ -108,7 +108,7 @@ import sys
 
 os.chdir("/")  # only what is installed counts
 sys.path = [entry for entry in sys.path if entry]
-for name in ("engine_ext", "delta_server"):
+for name in ("engine_ext", "delta_server", "delta_sender"):
     if importlib.util.find_spec(name) is None:
         sys.exit(f"setup: error: the package {name} was not installed")
 print(f"setup: done, delta-updates {importlib.metadata.version('delta-updates')}")
