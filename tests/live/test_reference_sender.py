@@ -8,11 +8,11 @@ from pathlib import Path
 
 import httpx
 
-import tiny_models
-from engine_process import EngineProcess
-from tests.engines.trainer import Trainer, model_digest
+from scripts.live_engine import tiny_models
+from scripts.live_engine.process import EngineProcess
+from tests.support.plain_trainer import Trainer, model_digest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "reference_sender_minimal.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "reference_sender.py"
 
 _spec = importlib.util.spec_from_file_location("reference_sender_of_ports", SCRIPT)
 assert _spec is not None

@@ -20,9 +20,9 @@ from safetensors.torch import load
 
 from engine_ext.dtypes import bits_dtype
 from engine_ext.wire import decode_part
-from tests.wire.forge import PROPERTY
+from tests.support.independent_encoder import PROPERTY
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "reference_sender_minimal.py"
+SCRIPT = Path(__file__).parents[3] / "scripts" / "reference_sender.py"
 DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "int8")
 # Signed zeros, NaNs of several payloads, infinities; narrower dtypes take the last bytes.
 PATTERNS = (0, 0x80008000, 0x80000080, 0x7FC17FC1, 0xFFC1FFFF, 0x7F817F80, 0x3F803F81)
