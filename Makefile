@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-sglang demo soak test test-fast test-all fuzz lint format package clean clean-all
+.PHONY: help setup setup-sglang demo soak test test-fast test-all fuzz lint format docs package clean clean-all
 
 ifneq ($(filter demo soak,$(MAKECMDGOALS)),)
 ifeq ($(filter $(ENGINES),$(ENGINE)),)
@@ -83,13 +83,19 @@ format: setup ## let ruff format and fix the code
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
+docs: setup ## write the reference tables and build the documentation into site/
+	@PYTHON="$(PYTHON)" scripts/setup_env.sh docs
+	@$(BIN)/python -m scripts.doc_tables --fast
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
+	@echo "docs: site/index.html"
+
 package: setup ## build wheel and sdist, and try the wheel in an empty environment
 	@PYTHON="$(PYTHON)" BUILD_PYTHON=$(BIN)/python scripts/try_package.sh
 
 clean: ## remove build outputs and caches; the environments stay
-	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -not -path './.venv*' -not -path './.git/*' \
 		-prune -exec rm -rf {} +
 
-clean-all: clean ## remove .venv and .venv-sglang too
-	@rm -rf .venv .venv-sglang
+clean-all: clean ## remove the environments too
+	@rm -rf .venv .venv-sglang .venv-docs
