@@ -159,14 +159,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--enable-delta-updates",
         action="store_true",
         default=False,
-        help="Take sparse weight updates at POST /update_weights_delta.",
+        help="Accept sparse weight updates at POST /update_weights_delta.",
     )
     group.add_argument(
         "--delta-chunk-bytes",
         type=parse_size,
         default=argparse.SUPPRESS,
         metavar="BYTES",
-        help="Bytes of full-shape tensors that one call of the model's loader gets at most "
+        help="Most bytes of full-shape tensors in one call of the model's loader (masked apply) "
         f"(default: {defaults.chunk_bytes >> 20}M).",
     )
     group.add_argument(
@@ -174,8 +174,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_parse_positive,
         default=argparse.SUPPRESS,
         metavar="N",
-        help="Parts that a rank reads, verifies and decodes at once; of a large one, three threads "
-        "do "
+        help="Parts that a rank reads, verifies and decodes at once; a large one uses up to three "
+        "threads "
         f"(default: {defaults.read_workers}).",
     )
     group.add_argument(
@@ -192,25 +192,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_parse_directory,
         default=argparse.SUPPRESS,
         metavar="DIR",
-        help="A folder that a sender writes its versions into (its --delta-log). Those that are "
-        "newer than the loaded weights are replayed before the engine serves, each verified as if "
-        "it came by HTTP, and later by POST /delta_catch_up. At a damaged or missing one the "
-        "engine stays on the last good version and says so.",
+        help="A folder that a sender writes its versions into (its --delta-log). Versions newer "
+        "than the loaded weights are replayed before the engine serves, each verified as if it "
+        "came by HTTP, and later by POST /delta_catch_up. If one is damaged or missing, the engine "
+        "stays on the last good version and reports it.",
     )
     group.add_argument(
         "--delta-spool-dir",
         type=_parse_directory,
         default=argparse.SUPPRESS,
         metavar="DIR",
-        help="Where bodies are kept while they are staged (default: /dev/shm, or the temporary "
-        "folder where that is too small).",
+        help="Folder for request bodies while they are staged (default: /dev/shm, or the temporary "
+        "folder if that is too small).",
     )
     group.add_argument(
         "--delta-max-body-bytes",
         type=parse_size,
         default=argparse.SUPPRESS,
         metavar="BYTES",
-        help="The largest part that is taken, decompressed "
+        help="Largest part that is accepted, decompressed "
         f"(default: {defaults.max_body_bytes >> 30}G).",
     )
     group.add_argument(
@@ -218,7 +218,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_parse_positive,
         default=argparse.SUPPRESS,
         metavar="N",
-        help="Updates that one HTTP process takes at once; more are answered 429 "
+        help="Updates that one HTTP process accepts at once; more are answered 429 "
         f"(default: {defaults.max_uploads}).",
     )
     group.add_argument(
@@ -226,7 +226,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_size,
         default=argparse.SUPPRESS,
         metavar="BYTES",
-        help="Bytes per second that a body must come with, on the whole "
+        help="Minimum bytes per second over a whole body "
         f"(default: {defaults.min_upload_rate >> 10}K).",
     )
     group.add_argument(
@@ -234,15 +234,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_parse_seconds,
         default=argparse.SUPPRESS,
         metavar="SECONDS",
-        help="How long after its last part an unfinished sync keeps other senders out, and how "
-        f"long a body may stall (default: {defaults.stage_timeout:g}).",
+        help="Seconds after its last part for which an unfinished sync keeps other senders out, "
+        f"and for which a body may stall (default: {defaults.stage_timeout:g}).",
     )
     group.add_argument(
         "--delta-base-version",
         type=_parse_version,
         default=argparse.SUPPRESS,
         metavar="N",
-        help=f"The version of the weights that are loaded (default: {defaults.base_version}).",
+        help=f"Version of the loaded weights (default: {defaults.base_version}).",
     )
     group.add_argument(
         "--delta-apply",
@@ -256,8 +256,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_size,
         default=argparse.SUPPRESS,
         metavar="BYTES",
-        help="Host memory per rank for the old values of the last version, which take a failed "
-        "write or a whole version back. A sync that would need more must be full "
+        help="Host memory per rank for the old values of the last version, which undo a failed "
+        "write and allow a rollback. A sync that would need more must be full "
         f"(default: {defaults.undo_bytes >> 30}G).",
     )
     group.add_argument(
@@ -274,6 +274,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=_KeepSecret,
         default=argparse.SUPPRESS,
         metavar="TOKEN",
-        help="Bearer token that the delta endpoints ask for (default: the environment variable "
-        f"{API_KEY_ENVIRONMENT}; without either, they answer to clients on this host only).",
+        help="Bearer token of the delta endpoints; without one they answer only to clients on this "
+        f"host (default: {API_KEY_ENVIRONMENT}).",
     )
