@@ -151,8 +151,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = Settings()
     group = parser.add_argument_group(
         "DeltaUpdates",
-        "Sparse weight updates over HTTP or from a shared folder, applied bit-exactly to the "
-        "running model, or refused with the engine unchanged.",
+        "Sparse weight updates by HTTP or from a shared folder, applied bit-exactly to the "
+        "running model or refused with the engine unchanged.",
     )
     group.add_argument(
         "--enable-delta-updates",
@@ -165,16 +165,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_size,
         default=argparse.SUPPRESS,
         metavar="BYTES",
-        help="With --delta-apply masked: largest total size of the full-shape tensors in one call "
-        f"of the model's loader (default: {defaults.chunk_bytes >> 20}M).",
+        help="Most bytes of full-shape tensors in one call of the model's loader (masked apply) "
+        f"(default: {defaults.chunk_bytes >> 20}M).",
     )
     group.add_argument(
         "--delta-read-workers",
         type=_parse_positive,
         default=argparse.SUPPRESS,
         metavar="N",
-        help="Parts that a rank reads, verifies and decodes at once; three threads decode a large "
-        f"one (default: {defaults.read_workers}).",
+        help="Parts that a rank reads, verifies and decodes at once; a large one uses up to three "
+        f"threads (default: {defaults.read_workers}).",
     )
     group.add_argument(
         "--delta-root",
@@ -182,33 +182,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=argparse.SUPPRESS,
         metavar="DIR",
-        help="Directory below which disk requests may read; repeatable. Without it, disk requests "
-        "are refused.",
+        help="A folder below which disk requests may read; repeatable. Without any, disk "
+        "requests are refused.",
     )
     group.add_argument(
         "--delta-log",
         type=_parse_directory,
         default=argparse.SUPPRESS,
         metavar="DIR",
-        help="Directory to which a sender writes its versions (the sender's --delta-log). Versions "
-        "newer than the loaded weights are replayed before the engine serves, and later by POST "
-        "/delta_catch_up; each is verified like one sent over HTTP. If a version is damaged or "
-        "missing, the engine stays at the last good one and reports it.",
+        help="A folder that a sender writes its versions into (its --delta-log). Versions newer "
+        "than the loaded weights are replayed before the engine serves, each verified as if it "
+        "came by HTTP, and later by POST /delta_catch_up. If one is damaged or missing, the engine "
+        "stays on the last good version and reports it.",
     )
     group.add_argument(
         "--delta-spool-dir",
         type=_parse_directory,
         default=argparse.SUPPRESS,
         metavar="DIR",
-        help="Directory for request bodies while they are staged (default: /dev/shm, or the "
-        "temporary directory if that is too small).",
+        help="Folder for request bodies while they are staged (default: /dev/shm, or the temporary "
+        "folder if that is too small).",
     )
     group.add_argument(
         "--delta-max-body-bytes",
         type=parse_size,
         default=argparse.SUPPRESS,
         metavar="BYTES",
-        help="Size limit of a part after decompression "
+        help="Largest part that is accepted, decompressed "
         f"(default: {defaults.max_body_bytes >> 30}G).",
     )
     group.add_argument(
@@ -216,7 +216,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_parse_positive,
         default=argparse.SUPPRESS,
         metavar="N",
-        help="Updates that one HTTP process accepts at once; more are answered with 429 "
+        help="Updates that one HTTP process accepts at once; more are answered 429 "
         f"(default: {defaults.max_uploads}).",
     )
     group.add_argument(
@@ -224,7 +224,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_size,
         default=argparse.SUPPRESS,
         metavar="BYTES",
-        help="Minimum average rate of an upload, in bytes per second "
+        help="Minimum bytes per second over a whole body "
         f"(default: {defaults.min_upload_rate >> 10}K).",
     )
     group.add_argument(
@@ -232,30 +232,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_parse_seconds,
         default=argparse.SUPPRESS,
         metavar="SECONDS",
-        help="How long after its last part an unfinished sync blocks other senders, and how long "
-        f"an upload may stall (default: {defaults.stage_timeout:g}).",
+        help="Seconds after its last part for which an unfinished sync keeps other senders out, "
+        f"and for which a body may stall (default: {defaults.stage_timeout:g}).",
     )
     group.add_argument(
         "--delta-base-version",
         type=_parse_version,
         default=argparse.SUPPRESS,
         metavar="N",
-        help=f"Version of the weights that are loaded (default: {defaults.base_version}).",
+        help=f"Version of the loaded weights (default: {defaults.base_version}).",
     )
     group.add_argument(
         "--delta-apply",
         choices=("auto", "scatter", "masked"),
         default=argparse.SUPPRESS,
         help="How certified tensors are written: directly (scatter), or through the model's own "
-        f"loader (masked); auto is scatter (default: {defaults.apply}).",
+        f"loader (masked). auto is scatter (default: {defaults.apply}).",
     )
     group.add_argument(
         "--delta-undo-bytes",
         type=parse_size,
         default=argparse.SUPPRESS,
         metavar="BYTES",
-        help="Host memory per rank for the old values of the last version, used to undo a failed "
-        "write or to roll a version back. A sync that needs more must be full "
+        help="Host memory per rank for the old values of the last version, which undo a failed "
+        "write and allow a rollback. A sync that would need more must be full "
         f"(default: {defaults.undo_bytes >> 30}G).",
     )
     group.add_argument(
@@ -263,6 +263,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=_StoreInEnvironment,
         default=argparse.SUPPRESS,
         metavar="TOKEN",
-        help="Bearer token that the delta endpoints require (default: the environment variable "
-        f"{API_KEY_ENVIRONMENT}; without either, only clients on this host are served).",
+        help="Bearer token of the delta endpoints; without one they answer only to clients on this "
+        f"host (default: {API_KEY_ENVIRONMENT}).",
     )

@@ -120,7 +120,8 @@ def read_checkpoint(folder: Path, progress: Progress) -> Iterator[tuple[str, tor
                 yield name, file.get_tensor(name)
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description="Send the difference between two Hugging Face checkpoints (safetensors) to "
         "engines that hold the first one, as a sparse weight update.",
@@ -170,6 +171,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--save", type=Path, metavar="DIR", help=save_help)
     add("--dry-run", action="store_true", help="tell what would be sent; post and write nothing")
+    return parser
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse and check the command line; exits with status 2 if it is wrong."""
+    parser = make_parser()
     options = parser.parse_args(arguments)
     if options.full:
         options.base = options.target

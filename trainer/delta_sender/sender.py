@@ -38,7 +38,8 @@ class DeltaSender:
         url: The engine's root, ``http://host:port``.
         base: What the engine holds now; copied.
         base_version: The version the engine is at.
-        delta_log, state: As of `MultiSender`.
+        delta_log: See `MultiSender`.
+        state: See `MultiSender`.
         encoding: One of `ENCODINGS`. With ``gap8_ulp`` full syncs, dense params and those that the
             engine's digest does not cover go as ``gap8_exp``; so does everything once the engine
             has refused differences and taken values, and one sync where its old values are not
@@ -50,7 +51,8 @@ class DeltaSender:
         digest: Keep the model's digest, and send digests along if the engine has a plan.
         api_key: Bearer token.
         hmac_key: Sign the parts with it, as an engine with ``DELTA_HMAC_KEY`` asks for.
-        pause_mode, flush_cache: As the endpoint takes them.
+        pause_mode: What happens to requests in flight: ``keep``, ``wait`` or ``abort``.
+        flush_cache: Whether the engine drops cached KV entries of the old weights.
         timeout: Seconds, for one request and for waiting until another sync is out of the way. A
             connection is tried for 10 seconds at most.
         client: Used in place of an own one, and not closed.
