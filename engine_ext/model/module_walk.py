@@ -1,4 +1,11 @@
-"""Everything that hangs on a model's modules, also in containers and plain objects."""
+"""Walk everything that is reachable from a model's modules.
+
+Engines keep tensors not only as parameters and buffers but also as plain attributes, in lists and
+dicts, in fields of plain objects, in partial functions, bound methods and closures. One recursive
+walk, `walk`, finds them all; the functions here select what a caller needs from it.
+
+Paths are written as in Python: ``name``, ``name[0]``, ``name['key']``, ``name.field``.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +16,21 @@ from typing import Any, Final
 
 import torch
 
-# How far an attribute's own attributes and items are followed.
+# Levels of attributes and items below a module's own attributes.
 _DEPTH: Final = 6
-# What has no tensors that are the model's: torch's own objects, and configurations.
-_FOREIGN: Final = ("torch.", "transformers.", "numpy.", "threading", "logging", "_thread")
+# Modules whose objects hold no tensors of the model: libraries' own objects and configurations.
+_OPAQUE: Final = ("torch.", "transformers.", "numpy.", "threading", "logging", "_thread")
 _REGISTRIES: Final = ("_parameters", "_buffers", "_modules")
 
 
-def hanging(
+def reachable_tensors(
     model: torch.nn.Module,
 ) -> Iterator[tuple[str, torch.nn.Module, str, torch.Tensor]]:
-    """Every tensor on every module: the module's path and itself, where on it, and the tensor."""
+    """Yield every tensor that is reachable from a module, once for each such module.
+
+    Yields:
+        The module's path in the model, the module, the tensor's path on the module, the tensor.
+    """
     barren: dict[int, int] = {}
     for path, module in model.named_modules():
         seen: set[int] = set()
@@ -29,19 +40,51 @@ def hanging(
                     seen.add(id(tensor))
                     yield path, module, name, tensor
         for name, value in module.__dict__.items():
-            if name not in ("_parameters", "_buffers", "_modules"):
-                for attribute, tensor in _tensors(value, name, _DEPTH, seen, barren):
-                    yield path, module, attribute, tensor
+            if name not in _REGISTRIES:
+                for attribute, found in walk(value, name, seen, barren):
+                    if isinstance(found, torch.Tensor):
+                        yield path, module, attribute, found
 
 
-def _tensors(
-    value: object, name: str, depth: int, seen: set[int], barren: dict[int, int]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in a value, with their paths.
+def reachable_containers(model: torch.nn.Module) -> Iterator[dict[Any, Any] | list[Any]]:
+    """Yield every dict and list reachable from a module, and the ``__dict__`` of plain objects."""
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, value in module.__dict__.items():
+            if name not in _REGISTRIES:
+                for _, found in walk(value, name, seen, {}):
+                    if isinstance(found, (dict, list)):
+                        yield found
+                    elif not isinstance(found, torch.Tensor):
+                        attributes = getattr(found, "__dict__", None)
+                        if isinstance(attributes, dict):
+                            yield attributes
+
+
+def walk(
+    value: object,
+    name: str,
+    seen: set[int],
+    barren: dict[int, int],
+    *,
+    depth: int = _DEPTH,
+    opaque: tuple[str, ...] = _OPAQUE,
+) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors and the objects with parts that are reachable from a value.
+
+    Modules, classes and Python modules are not entered.
 
     Args:
-        seen: objects that need not be looked at again for this module.
-        barren: objects without tensors, with the depth to which they were looked at.
+        value: where to start; it is yielded too.
+        name: its path.
+        seen: ids of the objects to leave out; those yielded here are added.
+        barren: ids of objects without tensors, with the depth to which they were walked; they are
+            left out and added to. It may be shared by walks whose `seen` differ.
+        depth: levels of attributes and items to enter.
+        opaque: prefixes of modules whose classes' instances are not entered.
+
+    Yields:
+        The path and the object, an object before its parts.
     """
     if id(value) in seen or barren.get(id(value), -1) >= depth:
         return
@@ -49,21 +92,23 @@ def _tensors(
         seen.add(id(value))
         yield name, value
         return
-    parts = _parts(value, name)
-    if not parts or depth == 0:
+    parts = _parts(value, name, opaque)
+    if not parts and not isinstance(value, (dict, list)):
         return
-    seen.add(id(value))
-    found = False
-    for path, part in parts:
-        for pair in _tensors(part, path, depth - 1, seen, barren):
-            found = True
+    if depth:
+        seen.add(id(value))
+    yield name, value
+    has_tensor = False
+    for path, part in parts if depth else ():
+        for pair in walk(part, path, seen, barren, depth=depth - 1, opaque=opaque):
+            has_tensor = has_tensor or isinstance(pair[1], torch.Tensor)
             yield pair
-    if not found:
+    if depth and not has_tensor:
         barren[id(value)] = depth
 
 
-def _parts(value: object, name: str) -> list[tuple[str, Any]]:
-    """What an object holds, with paths; nothing for modules, classes and foreign objects."""
+def _parts(value: object, name: str, opaque: tuple[str, ...]) -> list[tuple[str, Any]]:
+    """Return an object's items, attributes or captured variables, each with its path."""
     if isinstance(value, dict):
         return [(f"{name}[{key!r}]", item) for key, item in list(value.items())]
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -74,14 +119,14 @@ def _parts(value: object, name: str) -> list[tuple[str, Any]]:
         return [(f"{name}.__self__", value.__self__), (f"{name}.__func__", value.__func__)]
     if isinstance(value, types.FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
-        held = [(f"{name}.{variable}", cell) for variable, cell in cells if _filled(cell)]
+        captured = [(f"{name}.{variable}", cell) for variable, cell in cells if _is_filled(cell)]
         defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        return [(path, cell.cell_contents) for path, cell in held] + [
+        return [(path, cell.cell_contents) for path, cell in captured] + [
             (f"{name}.__defaults__[{number}]", item) for number, item in enumerate(defaults)
         ]
     if isinstance(value, (torch.nn.Module, type, types.ModuleType)):
         return []
-    if type(value).__module__.startswith(_FOREIGN):
+    if opaque and type(value).__module__.startswith(opaque):
         return []
     slots = [slot for cls in type(value).__mro__ for slot in _slots(cls)]
     fields = {slot: getattr(value, slot) for slot in slots if hasattr(value, slot)}
@@ -94,31 +139,8 @@ def _slots(cls: type) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-def _filled(cell: types.CellType) -> bool:
+def _is_filled(cell: types.CellType) -> bool:
     try:
         return cell.cell_contents is not None
-    except ValueError:
+    except ValueError:  # the variable was never assigned
         return False
-
-
-def containers(model: torch.nn.Module) -> Iterator[dict[Any, Any] | list[Any]]:
-    """Every dict and list that hangs on a module, and the dicts of plain objects' attributes."""
-    seen: set[int] = set()
-    for module in model.modules():
-        for name, value in module.__dict__.items():
-            if name not in _REGISTRIES:
-                yield from _containers(value, _DEPTH, seen)
-
-
-def _containers(value: object, depth: int, seen: set[int]) -> Iterator[dict[Any, Any] | list[Any]]:
-    parts = [] if id(value) in seen or isinstance(value, torch.Tensor) else _parts(value, "")
-    if not parts and not isinstance(value, (dict, list)):
-        return
-    seen.add(id(value))
-    if isinstance(value, (dict, list)):
-        yield value
-    elif isinstance(attributes := getattr(value, "__dict__", None), dict):
-        yield attributes
-    if depth:
-        for _, part in parts:
-            yield from _containers(part, depth - 1, seen)
