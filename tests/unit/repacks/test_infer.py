@@ -214,7 +214,7 @@ def test_a_dtype_without_digits_is_refused_if_it_is_moved(dtype: torch.dtype) ->
 
 
 def test_a_map_that_would_be_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_probe, "_SMALL", 0)
+    monkeypatch.setattr(index_probe, "_SMALL_MAP", 0)
     shape = (4, 8)
     assert of_weight(lambda w: w.flip(0), shape, torch.bfloat16).refusals == {}
     assert of_weight(lambda w: w.flip(1), shape, torch.uint8).refusals == {}
@@ -223,7 +223,10 @@ def test_a_map_that_would_be_too_large_is_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_a_parameter_that_is_not_contiguous_is_refused() -> None:
     strided = torch.empty(4, 6).t()
-    assert "not contiguous" in infer_repacks({"w": strided}, lambda p: {"w": p["w"].flip(0)}).refusals["w"]
+    assert (
+        "not contiguous"
+        in infer_repacks({"w": strided}, lambda p: {"w": p["w"].flip(0)}).refusals["w"]
+    )
 
 
 def test_the_parameters_themselves_are_not_touched() -> None:
@@ -315,7 +318,9 @@ def test_a_processing_that_fails_refuses_all(call: int) -> None:
             raise ValueError("no such kernel\nat all")
         return {"v": probes["v"].flip(0), "w": probes["w"]}
 
-    learned = infer_repacks({"v": torch.empty(2, 300, dtype=torch.bfloat16), "w": torch.empty(8)}, process)
+    learned = infer_repacks(
+        {"v": torch.empty(2, 300, dtype=torch.bfloat16), "w": torch.empty(8)}, process
+    )
     if next(calls) <= call:  # it was never called so often
         assert learned.repacks.keys() == {"v"}
         return
