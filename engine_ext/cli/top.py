@@ -1,8 +1,8 @@
 """``delta-top``: show the weight versions of running engines, and the outcomes of their last syncs.
 
-``python -m engine_ext.cli.top URL...`` is the same command. It needs neither an engine nor torch,
-only httpx and rich. Exit status: 0 every engine has answered, 1 some engine has not, 3 all have and
-the weights of one are uncertain, 2 wrong usage.
+``python -m engine_ext.cli.top URL...`` is the same command. It imports neither an engine nor
+torch. Exit status: 0 every engine has answered, 1 some engine has not, 3 all have and the weights
+of one are uncertain, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-_TOKEN = "DELTA_API_KEY"
+from engine_ext.settings import API_KEY_ENVIRONMENT
+
 _WIDE = 200  # columns if the output is not a terminal
 _COLOURS = {
     "committed": "green",
@@ -48,7 +49,7 @@ exit status:
   2  wrong usage
   3  every engine has answered, and the weights of one are uncertain
 
-The bearer token is read from {_TOKEN}.
+The bearer token is read from {API_KEY_ENVIRONMENT}.
 """
 _TIMES = "ms r/s/p/c"  # the columns of _PHASES
 
@@ -205,7 +206,7 @@ def _why(response: httpx.Response, body: Any) -> str:
 
 async def _show(options: argparse.Namespace, answers: list[Answer]) -> None:
     """Ask all engines at once, repeatedly; `answers` always holds the last answers."""
-    token = os.environ.get(_TOKEN)
+    token = os.environ.get(API_KEY_ENVIRONMENT)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     urls = [url.rstrip("/") for url in options.urls]
     console = Console()

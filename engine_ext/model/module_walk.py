@@ -31,7 +31,7 @@ def reachable_tensors(
     Yields:
         The module's path in the model, the module, the tensor's path on the module, the tensor.
     """
-    barren: dict[int, int] = {}
+    tensorless: dict[int, int] = {}
     for path, module in model.named_modules():
         seen: set[int] = set()
         for registry in ("_parameters", "_buffers"):
@@ -41,7 +41,7 @@ def reachable_tensors(
                     yield path, module, name, tensor
         for name, value in module.__dict__.items():
             if name not in _REGISTRIES:
-                for attribute, found in walk(value, name, seen, barren):
+                for attribute, found in walk(value, name, seen, tensorless):
                     if isinstance(found, torch.Tensor):
                         yield path, module, attribute, found
 
@@ -65,7 +65,7 @@ def walk(
     value: object,
     name: str,
     seen: set[int],
-    barren: dict[int, int],
+    tensorless: dict[int, int],
     *,
     depth: int = _DEPTH,
     opaque: tuple[str, ...] = _OPAQUE,
@@ -78,15 +78,15 @@ def walk(
         value: where to start; it is yielded too.
         name: its path.
         seen: ids of the objects to leave out; those yielded here are added.
-        barren: ids of objects without tensors, with the depth to which they were walked; they are
-            left out and added to. It may be shared by walks whose `seen` differ.
+        tensorless: ids of objects without tensors, with the depth to which they were walked; these
+            are left out, and new ones added. Walks with different `seen` may share it.
         depth: levels of attributes and items to enter.
         opaque: prefixes of modules whose classes' instances are not entered.
 
     Yields:
         The path and the object, an object before its parts.
     """
-    if id(value) in seen or barren.get(id(value), -1) >= depth:
+    if id(value) in seen or tensorless.get(id(value), -1) >= depth:
         return
     if isinstance(value, torch.Tensor):
         seen.add(id(value))
@@ -100,11 +100,11 @@ def walk(
     yield name, value
     has_tensor = False
     for path, part in parts if depth else ():
-        for pair in walk(part, path, seen, barren, depth=depth - 1, opaque=opaque):
+        for pair in walk(part, path, seen, tensorless, depth=depth - 1, opaque=opaque):
             has_tensor = has_tensor or isinstance(pair[1], torch.Tensor)
             yield pair
     if depth and not has_tensor:
-        barren[id(value)] = depth
+        tensorless[id(value)] = depth
 
 
 def _parts(value: object, name: str, opaque: tuple[str, ...]) -> list[tuple[str, Any]]:
