@@ -20,6 +20,8 @@ import torch
 _DEPTH: Final = 6
 # Modules whose objects hold no tensors of the model: libraries' own objects and configurations.
 _OPAQUE: Final = ("torch.", "transformers.", "numpy.", "threading", "logging", "_thread")
+# Types without parts, which most values have.
+_ATOMS: Final = frozenset({type(None), bool, int, float, str})
 _REGISTRIES: Final = ("_parameters", "_buffers", "_modules")
 
 
@@ -69,42 +71,52 @@ def walk(
     *,
     depth: int = _DEPTH,
     opaque: tuple[str, ...] = _OPAQUE,
-) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors and the objects with parts that are reachable from a value.
+) -> list[tuple[str, Any]]:
+    """List the tensors and the objects with parts that are reachable from a value.
 
     Modules, classes and Python modules are not entered.
 
     Args:
-        value: where to start; it is yielded too.
+        value: where to start; it is listed too.
         name: its path.
-        seen: ids of the objects to leave out; those yielded here are added.
+        seen: ids of the objects to leave out; those listed here are added.
         tensorless: ids of objects without tensors, with the depth to which they were walked; these
             are left out, and new ones added. Walks with different `seen` may share it.
         depth: levels of attributes and items to enter.
         opaque: prefixes of modules whose classes' instances are not entered.
 
-    Yields:
-        The path and the object, an object before its parts.
+    Returns:
+        The path and the object of each, an object before its parts.
     """
-    if id(value) in seen or tensorless.get(id(value), -1) >= depth:
-        return
-    if isinstance(value, torch.Tensor):
+    found: list[tuple[str, Any]] = []
+    if type(value) in _ATOMS:
+        return found
+
+    def visit(value: object, name: str, depth: int) -> bool:
+        """Return whether there is a tensor in the value."""
+        if id(value) in seen or tensorless.get(id(value), -1) >= depth:
+            return False
+        if isinstance(value, torch.Tensor):
+            seen.add(id(value))
+            found.append((name, value))
+            return True
+        parts = _parts(value, name, opaque)
+        if not parts and not isinstance(value, (dict, list)):
+            return False
+        found.append((name, value))
+        if depth == 0:
+            return False
         seen.add(id(value))
-        yield name, value
-        return
-    parts = _parts(value, name, opaque)
-    if not parts and not isinstance(value, (dict, list)):
-        return
-    if depth:
-        seen.add(id(value))
-    yield name, value
-    has_tensor = False
-    for path, part in parts if depth else ():
-        for pair in walk(part, path, seen, tensorless, depth=depth - 1, opaque=opaque):
-            has_tensor = has_tensor or isinstance(pair[1], torch.Tensor)
-            yield pair
-    if depth and not has_tensor:
-        tensorless[id(value)] = depth
+        has_tensor = False
+        for path, part in parts:
+            if type(part) not in _ATOMS:
+                has_tensor |= visit(part, path, depth - 1)
+        if not has_tensor:
+            tensorless[id(value)] = depth
+        return has_tensor
+
+    visit(value, name, depth)
+    return found
 
 
 def _parts(value: object, name: str, opaque: tuple[str, ...]) -> list[tuple[str, Any]]:
