@@ -1,8 +1,8 @@
-"""Element types, by the three names they go by.
+"""Convert between the three names of an element type.
 
-A tensor's dtype is written ``bfloat16`` in a manifest, ``BF16`` in a safetensors header and
-``torch.bfloat16`` in a model. Values are moved and compared as unsigned integers of the same
-width, so that a NaN, a -0.0 and an fp8 pattern are all just bits.
+A dtype is written ``bfloat16`` in a manifest, ``BF16`` in a safetensors header and
+``torch.bfloat16`` in a model. Values are moved and compared as integers of the same width, so that
+a NaN, a -0.0 and an fp8 pattern are all just bits.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ _TORCH_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.i
 
 
 def itemsize(name: str) -> int:
-    """Bytes of one element of the dtype with this manifest name (KeyError if unknown)."""
+    """Return the bytes of one element of a manifest dtype; KeyError if it is unknown."""
     return TORCH_DTYPE[name].itemsize
 
 
 def bits_dtype(name: str) -> np.dtype[Any]:
-    """The numpy unsigned integer dtype as wide as this manifest dtype, little-endian."""
+    """Return the little-endian numpy unsigned integer dtype as wide as a manifest dtype."""
     return np.dtype(_BITS[itemsize(name)]).newbyteorder("<")
 
 
 def torch_bits_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The torch integer dtype as wide as `dtype`, that index ops are implemented for."""
+    """Return the torch integer dtype as wide as `dtype` that index operators support."""
     return _TORCH_BITS[dtype.itemsize]

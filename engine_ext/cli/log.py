@@ -1,4 +1,8 @@
-"""``delta-log``: list, verify, fold and prune the versions in a delta log."""
+"""``delta-log``: list, verify, fold and prune the versions in a delta log.
+
+``python -m engine_ext.cli.log`` is the same command. Exit status: 0 done, 1 something is damaged or
+cannot be done, 2 wrong usage, 130 interrupted.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +32,26 @@ from engine_ext.wire.signature import HMAC_KEY_ENVIRONMENT
 
 OK, DAMAGED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
+_EPILOG = """\
+examples:
+  delta-log list /mnt/log                     show the versions
+  delta-log verify /mnt/log                   read and check every part
+  delta-log fold /mnt/log 0 40                write one delta from version 0 to 40
+  delta-log prune /mnt/log --keep 10          keep 10 versions, and those that engines need
+  delta-log prune /mnt/log --url http://host:8000 --dry-run
+
+exit status:
+  0    done
+  1    something is damaged or cannot be done; the message names it
+  2    wrong usage, an unreadable folder, or an engine that does not answer
+  130  interrupted
+
+All commands are safe while a sender and engines use the log.
+"""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line, and return the exit status."""
     options = _parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = options.run
     try:
@@ -45,18 +66,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"delta-log: {type(error).__name__}: {error}", file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:
-        print("delta-log: interrupted; every version is there whole or not at all", file=sys.stderr)
+        print("delta-log: interrupted; every version is complete or absent", file=sys.stderr)
         return INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="delta-log",
-        description="Look after a delta log: the folder that a sender writes its versions into "
-        "(--delta-log), and that engines replay when they start.",
-        epilog="Exit status: 0 done, 1 something is damaged or cannot be done (it is named), "
-        "2 wrong usage, an unreadable folder or an engine that does not answer, 130 interrupted. "
-        "All commands are safe beside a sender and engines that use the log.",
+        description="Maintain a delta log: the folder that a sender writes its versions to, and "
+        "that\nengines replay when they start (--delta-log of both).",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -66,36 +86,36 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
-    add = command("list", _list, "Show what lies in a log, from the file names and sizes alone.")
+    add = command("list", _list, "Show the content of a log, from the file names and sizes alone.")
     add.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
     add = command(
         "verify",
         _verify,
-        "Read every part, check and decode it as an engine would (with a key in "
-        f"{HMAC_KEY_ENVIRONMENT} its signature too), and check that the versions join on to each "
-        "other.",
+        "Read every part, verify and decode it as an engine would (its signature too if "
+        f"{HMAC_KEY_ENVIRONMENT} has a key), and check that each version starts at the weights "
+        "that the previous one leads to.",
     )
     add.add_argument("versions", nargs="*", type=int, metavar="VERSION", help="only these")
 
     add = command(
         "fold",
         _fold,
-        "Write one delta that leads from version FROM to version TO, beside those in between; "
-        "engines take it where it has fewer bytes. Of an element that several versions write, the "
-        "last value counts. Refused where a version sends differences (gap8_ulp).",
+        "Add one delta that leads from version FROM to version TO, and keep those in between; "
+        "engines take it if it has fewer bytes. If several versions write an element, the last "
+        "value is kept. Refused if a version sends differences (gap8_ulp).",
     )
-    add.add_argument("base", type=int, metavar="FROM", help="the version that it begins at")
+    add.add_argument("base", type=int, metavar="FROM", help="the version that it starts from")
     add.add_argument("target", type=int, metavar="TO", help="the version that it leads to")
 
     add = command(
         "prune",
         _prune,
         "Delete old versions. The newest one stays reachable from the version that engines start "
-        "with, and from that of every engine that is named: nothing on those ways goes. Fold first "
-        "to make a way short.",
+        "with, and from the version of every engine given with --url: no delta on those routes is "
+        "deleted. Fold first to shorten a route.",
     )
-    add.add_argument("--keep", type=_count, metavar="N", help="leave the newest N versions alone")
+    add.add_argument("--keep", type=_count, metavar="N", help="keep the newest N versions")
     add.add_argument(
         "--before", type=int, metavar="VERSION", help="delete only versions older than this one"
     )
@@ -103,8 +123,8 @@ def _parser() -> argparse.ArgumentParser:
         "--base-version",
         type=int,
         metavar="N",
-        help="the version of the checkpoint that engines start with (default: the oldest that the "
-        "log leads on from)",
+        help="the version of the checkpoint that engines start with (default: the oldest "
+        "base in the log)",
     )
     add.add_argument(
         "--url", action="append", default=[], help="root of a running engine's server; repeatable"
@@ -112,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument(
         "--api-key", metavar="TOKEN", help=f"bearer token (default: that in {API_KEY_ENVIRONMENT})"
     )
-    add.add_argument("--dry-run", action="store_true", help="tell what would go; delete nothing")
+    add.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
     return parser
 
 
@@ -141,16 +161,16 @@ def _list(options: argparse.Namespace) -> int:
         for name, why in sorted(listing.damaged.items())
     ]
     start = _oldest_base(listing)
-    way = route(listing.entries, start)
-    reached = way[-1].version if way else start
+    steps = route(listing.entries, start)
+    reached = steps[-1].version if steps else start
     if options.json:
-        facts = {"base_version": start, "reached": reached, "newest": listing.newest}
-        print(json.dumps({**facts, "folders": rows}, indent=2))
+        found = {"base_version": start, "reached": reached, "newest": listing.newest}
+        print(json.dumps({**found, "folders": rows}, indent=2))
     else:
         _print_table(rows)
-        if way:
-            size = sum(entry.nbytes for entry in way)
-            print(f"version {start} leads to {reached} in {len(way)} step(s) of {size:,} bytes")
+        if steps:
+            size = sum(entry.nbytes for entry in steps)
+            print(f"version {start} leads to {reached} in {len(steps)} step(s) of {size:,} bytes")
     why = why_not_newer(listing, reached)
     if why is not None:
         print(f"delta-log: {why}", file=sys.stderr)
@@ -185,7 +205,7 @@ def _verify(options: argparse.Namespace) -> int:
     sound: list[Entry] = []
     after: dict[int, set[str]] = {}
     before: list[tuple[Entry, str]] = []
-    for entry in _followed(entries, "verifying"):
+    for entry in _with_progress(entries, "verifying"):
         try:
             digests = digests_of(read_version(entry))
         except LogDamaged as damaged:
@@ -199,11 +219,11 @@ def _verify(options: argparse.Namespace) -> int:
     for entry, digest in before:
         known = after.get(entry.base_version if entry.base_version is not None else -1)
         if known and digest not in known:
-            problems.append(f"{entry.folder.name}: begins at other weights than the log leads to")
+            problems.append(f"{entry.folder.name}: starts at other weights than the log leads to")
     if not wanted:
         start = _oldest_base(listing)
-        way = route(sound, start)
-        why = why_not_newer(listing, way[-1].version if way else start)
+        steps = route(sound, start)
+        why = why_not_newer(listing, steps[-1].version if steps else start)
         problems += [] if why is None else [why]
     for problem in problems:
         print(problem)
@@ -217,23 +237,25 @@ def _fold(options: argparse.Namespace) -> int:
         raise ValueError(f"FROM must be below TO: {base}, {target}")
     listing = list_log(options.log)
     between = [entry for entry in listing.entries if entry.version <= target]
-    way = route(between, base)
-    if not way or way[-1].version != target:
+    steps = route(between, base)
+    if not steps or steps[-1].version != target:
         raise CannotFold(
             f"the log does not lead from version {base} to {target}"
-            + (f", only to {way[-1].version}" if way else "")
+            + (f", only to {steps[-1].version}" if steps else "")
         )
-    folder = fold(options.log, way, base, follow=lambda way: _followed(way, "reading"))
+    folder = fold(
+        options.log, steps, base, progress=lambda entries: _with_progress(entries, "reading")
+    )
     read_version(next(entry for entry in list_log(options.log).entries if entry.folder == folder))
     size = sum(path.stat().st_size for path in folder.iterdir())
-    old = sum(entry.nbytes for entry in way)
-    print(f"{folder.name}: {len(way)} version(s) of {old:,} bytes are one of {size:,}")
+    old = sum(entry.nbytes for entry in steps)
+    print(f"{folder.name}: folded {len(steps)} version(s), {old:,} bytes into {size:,}")
     return OK
 
 
 def _prune(options: argparse.Namespace) -> int:
     if options.keep is None and options.before is None and not options.url:
-        raise ValueError("say what may go: --keep, --before or --url")
+        raise ValueError("nothing selects versions to delete: give --keep, --before or --url")
     listing = list_log(options.log)
     versions = sorted({entry.version for entry in listing.entries})
     if not versions:
@@ -244,18 +266,23 @@ def _prune(options: argparse.Namespace) -> int:
     limits = [version for version in (options.before,) if version is not None]
     limits += [versions[-options.keep]] if options.keep and options.keep <= len(versions) else []
     limits += [versions[0]] if options.keep and options.keep > len(versions) else []
-    # What an engine has yet to take is newer than it; everything older is for those that start.
+    # A running engine needs only newer versions; older ones serve engines that start.
     limits += [version + 1 for version in engines.values()]
     candidates = [entry for entry in listing.entries if entry.version < min(limits)]
     starts = [*engines.values(), *([] if start is None else [start])]
     gone, stranded = removable(listing.entries, candidates, starts, versions[-1])
     if start in stranded:
         newest = versions[-1]
-        raise LogDamaged(f"nothing is deleted: version {start} does not lead to {newest} even now")
+        raise LogDamaged(
+            f"nothing is deleted: the log does not lead from version {start} to {newest}"
+        )
     for url, version in engines.items():
         if version in stranded:
-            print(f"delta-log: {url} is at {version}: the log has no use for it", file=sys.stderr)
-    for entry in _followed([] if options.dry_run else gone, "deleting"):
+            print(
+                f"delta-log: {url} is at version {version}, which the log does not lead on from",
+                file=sys.stderr,
+            )
+    for entry in _with_progress([] if options.dry_run else gone, "deleting"):
         discard(entry.folder)
     _tidy(options, listing)
     size = sum(entry.nbytes for entry in gone)
@@ -263,8 +290,8 @@ def _prune(options: argparse.Namespace) -> int:
     print(f"{len(gone)} of {len(listing.entries)} version(s) {verb}, {size:,} bytes")
     if len(gone) < len(candidates):
         print(
-            f"{len(candidates) - len(gone)} more are on the way from version {start}; fold them "
-            "first, or say with --base-version which version engines start with"
+            f"{len(candidates) - len(gone)} more are on the route from version {start}; fold them "
+            "first, or give the version that engines start with as --base-version"
         )
     return OK
 
@@ -281,7 +308,7 @@ def _tidy(options: argparse.Namespace, listing: Listing) -> None:
 
 
 def _oldest_base(listing: Listing) -> int | None:
-    """The oldest version that the log leads on from; None where it begins with a full one."""
+    """Return the oldest version that a delta starts from; None if all are full."""
     bases = [entry.base_version for entry in listing.entries if entry.base_version is not None]
     return min(bases, default=None)
 
@@ -296,11 +323,11 @@ def _engine_version(url: str, api_key: str | None) -> int:
         answer.raise_for_status()
         return int(answer.json()["version"])
     except (httpx.HTTPError, httpx.InvalidURL, KeyError, ValueError) as error:
-        raise OSError(f"{url} does not say its version: {error}") from error
+        raise OSError(f"{url} does not report its version: {error}") from error
 
 
-def _followed(entries: Sequence[Entry], what: str) -> Iterable[Entry]:
-    """The entries, with a progress bar on a terminal."""
+def _with_progress(entries: Sequence[Entry], what: str) -> Iterable[Entry]:
+    """Iterate over the entries, with a progress bar on a terminal."""
     from rich.console import Console
     from rich.progress import track
 

@@ -1,11 +1,9 @@
-"""``delta-plan``: what an engine can update exactly, and why not the rest.
+"""``delta-plan``: show which tensors of a checkpoint an engine can update exactly, and why not.
 
-``python -m engine_ext.cli.plan TARGET`` is the same command. TARGET is a checkpoint's
-folder, which is loaded, traced and certified as a server with ``--enable-delta-updates`` would do
-it, or the address of a running server, which is asked.
-
-Exit status: 0 every tensor can be updated or is ignored, 3 some tensor is uncertified, 1 there is
-no plan to show, 2 wrong usage.
+``python -m engine_ext.cli.plan TARGET`` is the same command. TARGET is a checkpoint's folder, which
+is loaded, traced and certified as by a server with ``--enable-delta-updates``, or the address of a
+running server, which is asked. Exit status: 0 every tensor can be updated or is ignored, 3 some
+tensor is uncertified, 1 there is no plan, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -23,15 +21,28 @@ from engine_ext.settings import API_KEY_ENVIRONMENT, Settings
 
 Row = dict[str, Any]
 _ENGINES = ("vllm",)
+_EPILOG = f"""\
+examples:
+  delta-plan /models/Qwen3-8B --tensor-parallel-size 2    load a checkpoint with the engine
+  delta-plan http://localhost:8000 --uncertified          ask a running server
+
+exit status:
+  0  every tensor can be updated, or is ignored
+  1  there is no plan: the engine did not load the checkpoint, or the server did not answer
+  2  wrong usage
+  3  some tensor is uncertified
+
+The bearer token for a server is read from {API_KEY_ENVIRONMENT}.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; returns the exit status."""
+    """Print the table, and return the exit status."""
     parser = _parser()
     options, engine_flags = parser.parse_known_args(argv)
     is_url = options.target.startswith(("http://", "https://"))
     if is_url and engine_flags:
-        parser.error(f"a running server takes no engine flags: {' '.join(engine_flags)}")
+        parser.error(f"engine flags are only for a folder: {' '.join(engine_flags)}")
     if not is_url and not os.path.isdir(options.target):
         parser.error(f"neither a folder nor an http:// address: {options.target}")
     try:
@@ -50,14 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def merge(ranks: Sequence[Sequence[Row]]) -> list[Row]:
-    """One row per checkpoint tensor from the plans of all ranks.
+    """Merge the plans of all ranks into one row per checkpoint tensor.
 
     Args:
         ranks: `engine_ext.placement.plan.Plan.table` of every rank, in rank order.
 
     Returns:
-        Rows like the ranks', but for ``status``: the worst of the ranks that hold the tensor, and
-        ``reason``: the first rank's that has one.
+        Rows like the ranks', with the worst ``status`` of the ranks that hold the tensor, and the
+        ``reason`` of the first rank that has one.
     """
     return [_merged(list(rows)) for rows in zip(*ranks, strict=True)]
 
@@ -76,7 +87,7 @@ def _merged(rows: Sequence[Row]) -> Row:
 
 
 def summary(rows: Iterable[Row], ranks: int) -> str:
-    """One line: how many tensors have each status."""
+    """Return one line with the number of tensors of each status."""
     counts = Counter(row["status"] for row in rows)
     found = ", ".join(f"{count} {status}" for status, count in counts.most_common())
     return f"{counts.total()} tensors on {ranks} rank{'s' if ranks > 1 else ''}: {found}"
@@ -85,13 +96,21 @@ def summary(rows: Iterable[Row], ranks: int) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="delta-plan",
-        description="Show for every tensor of a checkpoint whether delta updates reach it exactly.",
-        epilog="Other flags go to the engine (--tensor-parallel-size 2, --dtype bfloat16, ...). "
-        "Exit status: 0 nothing is uncertified, 3 something is, 1 no plan, 2 wrong usage.",
+        description="Show for every tensor of a checkpoint whether delta updates reach it "
+        "exactly.\nFlags that are not listed here are passed to the engine.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("target", help="a checkpoint's folder, or http://HOST:PORT of a server")
-    parser.add_argument("--engine", choices=_ENGINES, default="vllm", help="what loads a folder")
-    parser.add_argument("--uncertified", action="store_true", help="only tensors that are refused")
+    parser.add_argument(
+        "--engine",
+        choices=_ENGINES,
+        default="vllm",
+        help="the engine that loads a folder (default: vllm)",
+    )
+    parser.add_argument(
+        "--uncertified", action="store_true", help="show only the tensors that are refused"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser
 
@@ -109,14 +128,14 @@ def _ask(url: str) -> list[list[Row]]:
     answer.raise_for_status()
     plan: list[list[Row]] | None = answer.json()["plan"]
     if plan is None:
-        raise RuntimeError("the engine has no checkpoint's weights yet; send it a full sync first")
+        raise RuntimeError("the engine waits for its weights; send a full sync first")
     return plan
 
 
 def _load(options: argparse.Namespace, engine_flags: list[str]) -> list[list[Row]]:
     Settings().export()
     offline = importlib.import_module(f"engine_ext.adapters.{options.engine}.offline_plan")
-    # The engine and its processes print to standard output; nothing of that belongs to the plan.
+    # The engine and its processes print to standard output, which is for the plan alone.
     kept = os.dup(1)
     os.dup2(2, 1)
     try:
@@ -125,8 +144,8 @@ def _load(options: argparse.Namespace, engine_flags: list[str]) -> list[list[Row
         if error.name != options.engine:
             raise
         raise RuntimeError(
-            f"a folder is loaded by {options.engine}, which is not installed here; start an engine "
-            "with --enable-delta-updates and give its address"
+            f"loading a folder needs {options.engine}, which is not installed; start an engine "
+            "with --enable-delta-updates elsewhere and give its address"
         ) from error
     finally:
         os.dup2(kept, 1)
@@ -135,7 +154,7 @@ def _load(options: argparse.Namespace, engine_flags: list[str]) -> list[list[Row
 
 
 def _names(paths: Sequence[str]) -> str:
-    """The last parts of some paths in the model, each once."""
+    """Return the last components of paths in the model, each once."""
     return ", ".join(sorted({path.rpartition(".")[2] for path in paths}))
 
 
@@ -157,7 +176,7 @@ def _print(rows: Sequence[Row]) -> None:
             ", ".join(row["live"]),
             row["reason"],
         )
-    # Wide enough for whole names where the output is no terminal.
+    # Wide enough for whole names if the output is not a terminal.
     Console(width=None if sys.stdout.isatty() else 240).print(table)
 
 

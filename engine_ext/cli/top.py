@@ -1,10 +1,8 @@
-"""``delta-top``: the live versions of some engines, and what became of their last syncs.
+"""``delta-top``: show the weight versions of running engines, and the outcomes of their last syncs.
 
-``python -m engine_ext.cli.top URL...`` is the same command. It needs neither an engine nor torch,
-only httpx and rich.
-
-Exit status: 0 every engine has answered, 1 some engine has not, 3 all have, and the weights of one
-are uncertain, 2 wrong usage.
+``python -m engine_ext.cli.top URL...`` is the same command. It imports neither an engine nor
+torch. Exit status: 0 every engine has answered, 1 some engine has not, 3 all have and the weights
+of one are uncertain, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -27,8 +25,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-_TOKEN = "DELTA_API_KEY"
-_WIDE = 200  # columns where the output is no terminal
+from engine_ext.settings import API_KEY_ENVIRONMENT
+
+_WIDE = 200  # columns if the output is not a terminal
 _COLOURS = {
     "committed": "green",
     "already_applied": "green",
@@ -38,17 +37,31 @@ _COLOURS = {
     "refused": "yellow",
 }
 _PHASES = ("receive_ms", "stage_ms", "pause_ms", "commit_ms")
-_TIMES = "ms r/s/p/c"  # of _PHASES
+_EPILOG = f"""\
+examples:
+  delta-top http://host1:8000 http://host2:8000    watch two engines
+  delta-top http://host1:8000 --once --syncs 3     print one table
+  delta-top http://host1:8000 --json               print the engines' status as JSON
+
+exit status:
+  0  every engine has answered
+  1  some engine has not answered
+  2  wrong usage
+  3  every engine has answered, and the weights of one are uncertain
+
+The bearer token is read from {API_KEY_ENVIRONMENT}.
+"""
+_TIMES = "ms r/s/p/c"  # the columns of _PHASES
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What one engine has answered.
+class Answer:
+    """The answer of one engine.
 
     Attributes:
-        url: the engine's.
+        url: the engine's root.
         status: the JSON of ``GET /delta_status?history=true``, or None.
-        error: why there is none.
+        error: why there is no status.
     """
 
     url: str
@@ -57,7 +70,7 @@ class Seen:
 
     @property
     def state(self) -> str:
-        """In a word."""
+        """The state in one word."""
         if self.status is None:
             return "unreachable"
         if self.status["engine_state"] != "certain":
@@ -66,59 +79,59 @@ class Seen:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Show the engines until Ctrl-C, or once; returns the exit status."""
+    """Show the engines until Ctrl-C, or once; return the exit status."""
     options = _parser().parse_intermixed_args(argv)
-    seen: list[Seen] = []
+    answers: list[Answer] = []
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_show(options, seen))
-    return exit_status(seen)
+        asyncio.run(_show(options, answers))
+    return exit_status(answers)
 
 
-def exit_status(seen: Sequence[Seen]) -> int:
-    """By what the engines answered last."""
-    if not seen or any(one.status is None for one in seen):
+def exit_status(answers: Sequence[Answer]) -> int:
+    """Return the exit status for the last answers of the engines."""
+    if not answers or any(answer.status is None for answer in answers):
         return 1
-    return 3 if any(one.state == "uncertain" for one in seen) else 0
+    return 3 if any(answer.state == "uncertain" for answer in answers) else 0
 
 
-async def ask(client: httpx.AsyncClient, url: str) -> Seen:
-    """What one engine answers; never raises for what the engine or the network does."""
+async def ask(client: httpx.AsyncClient, url: str) -> Answer:
+    """Ask one engine; errors of the engine or the network are part of the answer."""
     try:
-        answer = await client.get(f"{url}/delta_status", params={"history": "true"})
-        body = answer.json() if answer.content else {}
-        if answer.status_code == httpx.codes.OK:
-            # Whatever else answers there is no engine of ours.
+        response = await client.get(f"{url}/delta_status", params={"history": "true"})
+        body = response.json() if response.content else {}
+        if response.status_code == httpx.codes.OK:
+            # Another kind of server would not have these keys.
             body["version"], body["engine_state"], body["history"]
-            return Seen(url, body)
-        return Seen(url, None, f"{answer.status_code}: {_why(answer, body)}")
+            return Answer(url, body)
+        return Answer(url, None, f"{response.status_code}: {_why(response, body)}")
     except httpx.HTTPError as error:
-        return Seen(url, None, str(error) or type(error).__name__)
+        return Answer(url, None, str(error) or type(error).__name__)
     except (ValueError, KeyError, TypeError):
-        return Seen(url, None, "it has no delta endpoints of this version")
+        return Answer(url, None, "the server has no delta endpoints of this version")
 
 
-def table(seen: Sequence[Seen], syncs: int) -> RenderableType:
-    """The engines, and below them their last syncs, the newest one first.
+def table(answers: Sequence[Answer], syncs: int) -> RenderableType:
+    """Return a table of the engines, and below it one of their last syncs, newest first.
 
     Args:
-        seen: what they answered.
-        syncs: how many syncs of each engine.
+        answers: of the engines.
+        syncs: how many syncs of each engine to show.
     """
     engines = _table("engine", "kind", "ranks", "version", "state", "staged", "digest", "note")
     history = _table("engine", "at", "outcome", "version", "nnz", "density", "bytes", _TIMES, "why")
-    for one in seen:
-        state = _text(one.state, _COLOURS.get(one.state, "red"))
-        if one.status is None:
-            engines.add_row(_host(one), *[""] * 3, state, "", "", _text(one.error))
+    for answer in answers:
+        state = _text(answer.state, _COLOURS.get(answer.state, "red"))
+        if answer.status is None:
+            engines.add_row(_host(answer), *[""] * 3, state, "", "", _text(answer.error))
             continue
-        engines.add_row(_host(one), *_engine_cells(one.status, state))
-        for record in one.status["history"][: -syncs - 1 : -1]:
-            history.add_row(_host(one), *_sync_cells(record))
+        engines.add_row(_host(answer), *_engine_cells(answer.status, state))
+        for record in answer.status["history"][: -syncs - 1 : -1]:
+            history.add_row(_host(answer), *_sync_cells(record))
     return Group(engines, history) if history.row_count else engines
 
 
 def _table(*names: str) -> Table:
-    """Narrow terminals take from the last column first."""
+    """Return an empty table, whose last column wraps first on a narrow terminal."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in names:
         made.add_column(name, no_wrap=name != names[-1])
@@ -159,12 +172,12 @@ def _sync_cells(record: dict[str, Any]) -> list[Text]:
     ]
 
 
-def _host(one: Seen) -> Text:
-    return _text(one.url.partition("://")[2])
+def _host(answer: Answer) -> Text:
+    return _text(answer.url.partition("://")[2])
 
 
 def _text(value: Any, style: str = "") -> Text:
-    """A cell; what an engine says must neither style the table nor steer the terminal."""
+    """Return a cell; an engine's text must neither style the table nor control the terminal."""
     shown = "" if value is None else str(value)
     return Text(
         "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in shown), style
@@ -185,15 +198,15 @@ def _size(count: float) -> str:
     return f"{count:.3g} GB"
 
 
-def _why(answer: httpx.Response, body: Any) -> str:
+def _why(response: httpx.Response, body: Any) -> str:
     with contextlib.suppress(TypeError, KeyError):
         return str(body["error"]["message"])
-    return answer.reason_phrase
+    return response.reason_phrase
 
 
-async def _show(options: argparse.Namespace, seen: list[Seen]) -> None:
-    """Ask all engines at once, again and again; `seen` has their last answers."""
-    token = os.environ.get(_TOKEN)
+async def _show(options: argparse.Namespace, answers: list[Answer]) -> None:
+    """Ask all engines at once, repeatedly; `answers` always holds the last answers."""
+    token = os.environ.get(API_KEY_ENVIRONMENT)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     urls = [url.rstrip("/") for url in options.urls]
     console = Console()
@@ -202,12 +215,12 @@ async def _show(options: argparse.Namespace, seen: list[Seen]) -> None:
     async with httpx.AsyncClient(headers=headers, timeout=options.timeout) as client:
 
         async def look() -> RenderableType:
-            seen[:] = await asyncio.gather(*(ask(client, url) for url in urls))
-            return table(seen, options.syncs)
+            answers[:] = await asyncio.gather(*(ask(client, url) for url in urls))
+            return table(answers, options.syncs)
 
         if options.json:
             await look()
-            print(json.dumps([vars(one) for one in seen], indent=1))
+            print(json.dumps([vars(answer) for answer in answers], indent=1))
         elif options.once or not console.is_terminal:
             console.print(await look())
         else:
@@ -220,19 +233,27 @@ async def _show(options: argparse.Namespace, seen: list[Seen]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="delta-top",
-        description="Show the live weight version of engines with delta updates, and what became "
-        "of their last syncs; 'ms r/s/p/c' are the milliseconds in which a sync was received, was "
-        "staged, paused generation, and was written. Ctrl-C ends it.",
-        epilog=f"The bearer token is read from {_TOKEN}. Exit status: 0 every engine has answered, "
-        "1 some engine has not, 3 the weights of one are uncertain, 2 wrong usage.",
+        description="Show the weight versions of running engines, and the outcomes of their last "
+        "syncs,\nuntil Ctrl-C. The column 'ms r/s/p/c' has the milliseconds in which a sync was "
+        "received,\nwas staged, paused generation, and was committed.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("urls", nargs="+", type=_url, metavar="URL", help="http://HOST:PORT")
     parser.add_argument(
-        "--once", action="store_true", help="print one table and end (also without a terminal)"
+        "--once",
+        action="store_true",
+        help="print one table and exit (the default without a terminal)",
     )
-    parser.add_argument("--json", action="store_true", help="print what the engines say, and end")
     parser.add_argument(
-        "--interval", type=_positive, default=2.0, metavar="SECONDS", help="default: %(default)g"
+        "--json", action="store_true", help="print the engines' status as JSON and exit"
+    )
+    parser.add_argument(
+        "--interval",
+        type=_positive,
+        default=2.0,
+        metavar="SECONDS",
+        help="between two requests (default: %(default)g)",
     )
     parser.add_argument(
         "--timeout",
@@ -242,14 +263,18 @@ def _parser() -> argparse.ArgumentParser:
         help="how long an engine may take to answer (default: %(default)g)",
     )
     parser.add_argument(
-        "--syncs", type=_count, default=10, metavar="N", help="syncs of each engine (default: 10)"
+        "--syncs",
+        type=_count,
+        default=10,
+        metavar="N",
+        help="syncs to show of each engine (default: 10)",
     )
     return parser
 
 
 def _url(text: str) -> str:
     if not text.startswith(("http://", "https://")):
-        raise argparse.ArgumentTypeError(f"not an address: {text!r} (example: http://host:8000)")
+        raise argparse.ArgumentTypeError(f"not a URL: {text!r} (example: http://host:8000)")
     return text
 
 

@@ -1,4 +1,4 @@
-"""The delta log: a folder that keeps every version a sender has published, to be replayed.
+"""Read a delta log: a folder that keeps every version a sender has published, for replay.
 
 ::
 
@@ -8,14 +8,14 @@
     LOG/weight_v000012_from_v000003/                versions 4 to 12 folded into one delta
     LOG/weight_v000013/REFUSED                      no engine took it; its number stays used
 
-A folder gets its name when all in it is on disk, so that a reader sees all of a version or
-nothing. ``DONE`` holds JSON (`Done`) with the versions and the files; an empty one, as other
-senders write it, says that the folder's version follows the one before it.
+A folder gets its name once everything in it is on disk, so a reader sees a whole version or none.
+``DONE`` holds JSON (`Done`) with the versions and the files. An empty one, as other senders write
+it, means that the version follows the previous number.
 
-A version number stands for one content for ever: a sync that every engine refused is marked, and
-the next one has another number. So an engine that replayed it is found out by its version. What
-leads where is read from ``DONE`` alone. That the parts say the same, and that their bytes are the
-sender's, is checked when they are applied, by the same code that takes them by HTTP.
+A version number stands for one content forever: a sync that every engine refused is marked, and the
+next one gets another number. So the version shows if an engine has replayed a refused one. Which
+version leads where is read from ``DONE`` alone. Whether the parts agree with it, and whether their
+bytes are the sender's, is checked when they are applied, by the code that also serves HTTP.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FOLDER: Final = re.compile(r"weight_v([0-9]{1,19})(?:_from_v([0-9]{1,19}))?")
 
 
 class FileFacts(msgspec.Struct, frozen=True):
-    """What ``DONE`` says of one part: its length, and xxh3_128 of its bytes in hex."""
+    """A part's entry in ``DONE``: its length in bytes, and the xxh3_128 of these in hex."""
 
     bytes: int
     xxh3_128: str
@@ -52,8 +52,9 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
     """The content of ``DONE``.
 
     Attributes:
-        version, base_version: where the delta leads to, and from; no base for a full one.
-        files: the parts, by name.
+        version, base_version: the version that the delta leads to, and starts from; no base if
+            it is full.
+        files: the parts, by file name.
     """
 
     version: int
@@ -67,9 +68,10 @@ class Entry:
 
     Attributes:
         folder: its folder.
-        version, base_version: where it leads to, and from; no base for a full one.
-        files: the names of its parts; with their facts where ``DONE`` has them.
-        nbytes: of all parts.
+        version, base_version: the version that it leads to, and starts from; no base if it is
+            full.
+        files: its parts by file name, with their lengths and hashes if ``DONE`` has them.
+        nbytes: total length of the parts.
     """
 
     folder: Path
@@ -80,19 +82,19 @@ class Entry:
 
     @property
     def full(self) -> bool:
-        """It is the whole model, and leads there from any version."""
+        """Whether it holds the whole model, and so starts from any version."""
         return self.base_version is None
 
     @property
     def paths(self) -> list[Path]:
-        """Its parts, in order."""
+        """The paths of its parts, in order."""
         return [self.folder / name for name in sorted(self.files)]
 
     def require_files(self) -> None:
-        """Refuse a version whose parts are not all there, at their full length.
+        """Check that all parts are there, at their full length.
 
         Raises:
-            LogDamaged: one is missing, or has another length; or there is none.
+            LogDamaged: a part is missing or has another length, or there is no part.
         """
         if not self.files:
             raise self.damaged("it has no parts")
@@ -105,19 +107,19 @@ class Entry:
                 raise self.damaged(f"{name} has {size} bytes of {facts.bytes}", file=name)
 
     def damaged(self, why: str, **operands: object) -> LogDamaged:
-        """The error that says that this version is of no use."""
+        """Return the error for a damage of this version."""
         message = f"version {self.version} of the delta log is damaged: {why}"
         return LogDamaged(message, version=self.version, folder=self.folder.name, **operands)
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What lies in a log.
+    """The content of a log.
 
     Attributes:
-        entries: what can be replayed, by version; the folded ones behind the others.
+        entries: the deltas that can be replayed, by version; folded ones after the others.
         refused: folders of versions that no engine took.
-        damaged: why a folder is of no use, by its name.
+        damaged: why a folder cannot be used, by its name.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -126,26 +128,26 @@ class Listing:
 
     @property
     def newest(self) -> int | None:
-        """The newest version that can be replayed, or is damaged; None in an empty log."""
+        """The newest version, damaged or not; None in an empty log."""
         known = [entry.version for entry in self.entries]
         known += [version for name in self.damaged if (version := version_of(name)) is not None]
         return max(known, default=None)
 
 
 def version_of(name: str) -> int | None:
-    """The version that a folder of this name leads to; None if it is not one of a log's."""
+    """Return the version of a folder with this name; None if it is not a version's folder."""
     match = _FOLDER.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def folder_name(version: int, folded_from: int | None = None) -> str:
-    """The name of a version's folder; of versions folded into one, with their base."""
+    """Return the name of a version's folder; of a folded delta's, with its base."""
     name = f"weight_v{version:06d}"
     return name if folded_from is None else f"{name}_from_v{folded_from:06d}"
 
 
 def list_log(folder: Path) -> Listing:
-    """Read what lies in a log; of its parts only the lengths.
+    """List the content of a log, without reading the parts.
 
     Raises:
         LogDamaged: the folder cannot be read.
@@ -172,15 +174,18 @@ def list_log(folder: Path) -> Listing:
 
 
 def route(entries: Iterable[Entry], version: int | None) -> list[Entry]:
-    """The way with the fewest bytes from a version to the newest one that can be reached.
+    """Return the deltas with the fewest bytes that lead to the newest reachable version.
 
     Args:
-        entries: what may be used.
-        version: where it begins; None where the weights are of no known version, so that only a
-            full one can be the first.
+        entries: the deltas to choose from.
+        version: where to start; None if the weights have no known version, so that only a full
+            one can be the first.
+
+    Returns:
+        The deltas, in the order in which they apply; empty if nothing newer can be reached.
     """
     costs: dict[int, int] = {} if version is None else {version: 0}
-    steps: dict[int, Entry] = {}  # the last one of the way to a version
+    steps: dict[int, Entry] = {}  # the last delta of the route to a version
     for entry in sorted(entries, key=lambda entry: entry.version):
         if version is not None and entry.version <= version:
             continue
@@ -189,52 +194,52 @@ def route(entries: Iterable[Entry], version: int | None) -> list[Entry]:
             continue
         if entry.version not in costs or before + entry.nbytes < costs[entry.version]:
             costs[entry.version], steps[entry.version] = before + entry.nbytes, entry
-    way: list[Entry] = []
+    found: list[Entry] = []
     at = max(steps, default=None)
     while at is not None and at in steps:
-        way.append(steps[at])
+        found.append(steps[at])
         at = steps[at].base_version
-    return way[::-1]
+    return found[::-1]
 
 
 def removable(
     entries: Sequence[Entry], candidates: Iterable[Entry], starts: Iterable[int], newest: int
 ) -> tuple[list[Entry], list[int]]:
-    """What nobody needs.
+    """Return which deltas can be deleted.
 
     Args:
-        entries: all of the log.
-        candidates: those that may go.
+        entries: the deltas in the log.
+        candidates: those that may be deleted.
         starts: versions from which the newest one must stay reachable.
-        newest: that version.
+        newest: the newest version.
 
     Returns:
-        Of the candidates those that are on no way that is needed, and the starts from which there
-        is none even now.
+        The candidates that are on no needed route, and the starts from which the newest version
+        cannot be reached even now.
     """
     needed: set[Path] = set()
     stranded = []
     for start in sorted(set(starts)):
-        way = route(entries, start)
-        if start < newest and (not way or way[-1].version != newest):
+        steps = route(entries, start)
+        if start < newest and (not steps or steps[-1].version != newest):
             stranded.append(start)
-        needed.update(entry.folder for entry in way)
+        needed.update(entry.folder for entry in steps)
     return [entry for entry in candidates if entry.folder not in needed], stranded
 
 
 def why_not_newer(listing: Listing, version: int | None, bad: Collection[str] = ()) -> str | None:
-    """Why the log leads to nothing newer than a version; None where it holds nothing newer.
+    """Return why the log leads to nothing newer than a version; None if it has nothing newer.
 
     Args:
-        listing: what lies in the log.
-        version: the newest that can be reached, None if none.
-        bad: names of folders that were found to be of no use, beside those in the listing.
+        listing: the content of the log.
+        version: the newest version that can be reached, None if none.
+        bad: names of further folders that were found to be damaged.
     """
     newest = listing.newest
     if newest is None or (version is not None and newest <= version):
         return None
     broken = sorted({*listing.damaged, *bad})
-    behind = f"the delta log has version {newest}, but nothing in it that leads on from "
+    behind = f"the delta log has version {newest}, but nothing in it leads on from "
     behind += "here" if version is None else f"version {version}"
     return behind + (f"; damaged: {', '.join(broken)}" if broken else "")
 
@@ -254,7 +259,7 @@ def _read_entry(folder: Path) -> Entry:
         raise LogDamaged(f"its {DONE} cannot be read: {error}") from error
     base = done.base_version
     if done.version != version or version > MAX_VERSION or (base is not None and base >= version):
-        raise LogDamaged(f"its {DONE} says that it leads from {base} to {done.version}")
+        raise LogDamaged(f"its {DONE} declares that it leads from {base} to {done.version}")
     if any(Path(name).name != name for name in done.files):
         raise LogDamaged(f"its {DONE} names a file outside the folder")
     nbytes = sum(facts.bytes for facts in done.files.values())
@@ -263,7 +268,7 @@ def _read_entry(folder: Path) -> Entry:
 
 def _read_done(folder: Path) -> bytes:
     try:
-        # A fifo that nobody writes to must not keep the reader waiting; a link is not followed.
+        # A FIFO that nobody writes to must not block the reader; links are not followed.
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(folder / DONE, flags)
         with os.fdopen(descriptor, "rb") as file:
@@ -273,7 +278,7 @@ def _read_done(folder: Path) -> bytes:
     except FileNotFoundError:
         if not folder.exists():
             raise
-        raise LogDamaged(f"it has no {DONE}: it was not written to its end") from None
+        raise LogDamaged(f"it has no {DONE}: it was not written completely") from None
     except OSError as error:
         raise LogDamaged(f"its {DONE} cannot be read: {error.strerror}") from error
     if len(text) > _MAX_DONE_BYTES:

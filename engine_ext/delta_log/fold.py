@@ -1,4 +1,4 @@
-"""Whole versions of a delta log: read and verified, and several folded into one."""
+"""Read and verify whole versions of a delta log, and fold several into one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine_ext.wire import FrameReader, Limits, ParamDelta, Part, decode_part, 
 from engine_ext.wire.positions import position_bytes
 from engine_ext.wire.signature import SIGNATURE_SUFFIX, Verifier, sign, signing_key
 
-BUCKET_BYTES = 256 << 20
+BUCKET_BYTES = 256 << 20  # of a folded part, before compression
 
 
 class CannotFold(Exception):
@@ -26,7 +26,7 @@ class CannotFold(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """Of the model at a version's base and at the version; None where no part has them."""
+    """Digests of the model at a version's base and at the version; None if no part has them."""
 
     before: str | None
     after: str | None
@@ -35,10 +35,10 @@ class Digests:
 def read_version(entry: Entry) -> list[Part]:
     """Read, verify and decode all parts of a version, as a receiver would.
 
-    With a key in ``DELTA_HMAC_KEY`` signatures are checked too.
+    If the environment has ``DELTA_HMAC_KEY``, signatures are verified too.
 
     Raises:
-        LogDamaged: something is missing, or is not what its sender wrote.
+        LogDamaged: something is missing, or differs from what the sender wrote.
     """
     entry.require_files()
     parts = []
@@ -54,7 +54,7 @@ def read_version(entry: Entry) -> list[Part]:
 
 
 def digests_of(parts: Iterable[Part]) -> Digests:
-    """What the parts of one version say of the whole model."""
+    """Return the digests of the whole model that the parts of one version declare."""
     manifests = [part.manifest for part in parts]
     before = {m.digest_before for m in manifests} - {None}
     after = {m.digest_after for m in manifests} - {None}
@@ -63,58 +63,60 @@ def digests_of(parts: Iterable[Part]) -> Digests:
 
 def fold(
     log: Path,
-    way: Sequence[Entry],
+    entries: Sequence[Entry],
     base_version: int,
     *,
     encoding: str = "deltas_zstd",
-    follow: Callable[[Sequence[Entry]], Iterable[Entry]] = iter,
+    progress: Callable[[Sequence[Entry]], Iterable[Entry]] = iter,
 ) -> Path:
-    """Write one delta that does what several versions do, one after another.
+    """Write one delta with the effect of several versions, applied one after another.
 
-    Of an element that several of them write, the last value counts. The result leads from
+    If several versions write an element, the last value is kept. The result leads from
     `base_version` to the last one's version; it is full if the first is.
 
     Args:
-        log: where it is written, beside the others.
-        way: as of `engine_ext.delta_log.catalog.route`, from `base_version`.
-        base_version: where it begins.
+        log: the log's folder, which the result is added to.
+        entries: the versions, see `engine_ext.delta_log.catalog.route`; from `base_version`.
+        base_version: the version that the result starts from.
         encoding: of the result; one that sends values.
-        follow: iterates over the versions, and may show how far it is.
+        progress: iterates over the versions, and may display the progress.
 
     Returns:
-        Its folder.
+        The folder of the result.
 
     Raises:
-        CannotFold: some versions send differences, whose old values are not in the log; or the
-            way is empty.
-        LogDamaged: one of them is damaged.
-        FileExistsError: it is there.
-        OSError: there is no room.
+        CannotFold: some version sends differences, whose old values are not in the log; or
+            `entries` is empty.
+        LogDamaged: one of the versions is damaged.
+        FileExistsError: the result is already there.
+        OSError: it cannot be written.
+
+    If it raises, the log is unchanged.
     """
-    if not way:
+    if not entries:
         raise CannotFold("there are no versions to fold")
     merged: dict[str, ParamDelta] = {}
     first = last = Digests(None, None)
-    for entry in follow(way):
+    for entry in progress(entries):
         parts = read_version(entry)
         last = digests_of(parts)
-        if entry is way[0]:
+        if entry is entries[0]:
             first = last
         for delta in (delta for part in parts for delta in part.deltas):
             if delta.differences:
                 raise CannotFold(
-                    f"version {entry.version} sends differences ({delta.name}), and what they are "
-                    "added to is not in the log"
+                    f"version {entry.version} sends differences ({delta.name}), and the values "
+                    "that they are added to are not in the log"
                 )
-            merged[delta.name] = _over(merged.get(delta.name), delta)
-    target = way[-1].version
-    full, sync_id = way[0].full, uuid.uuid4().hex
+            merged[delta.name] = _merged(merged.get(delta.name), delta)
+    target = entries[-1].version
+    full, sync_id = entries[0].full, uuid.uuid4().hex
     groups = list(_groups(merged.values(), encoding))
     draft = Draft(log, folder_name(target, base_version))
     try:
         for number, group in enumerate(groups):
-            # Nobody knows the old values here, so there is no digest of a part; those of the model
-            # prove as much once the last part is there.
+            # The old values are not known here, so a part has no digest; the digests of the model
+            # prove as much once the last part is staged.
             body = encode_part(
                 group,
                 encoding=encoding,
@@ -139,13 +141,13 @@ def _read_part(entry: Entry, path: Path) -> Part:
     data = path.read_bytes()
     key = signing_key()
     if key is not None:
-        beside = path.with_name(path.name + SIGNATURE_SUFFIX)
-        verifier = Verifier(key, beside.read_text() if beside.exists() else None)
+        signature = path.with_name(path.name + SIGNATURE_SUFFIX)
+        verifier = Verifier(key, signature.read_text() if signature.exists() else None)
         verifier.feed(data)
         verifier.finish()
     facts = entry.files[path.name]
     if facts is not None and xxhash.xxh3_128_hexdigest(data) != facts.xxh3_128:
-        raise ChecksumMismatch("its bytes are not those that were written")
+        raise ChecksumMismatch("its bytes differ from those that were written")
     frame = FrameReader(Limits().max_part_bytes)
     container = b"".join(frame.feed(data))
     frame.finish()
@@ -153,7 +155,7 @@ def _read_part(entry: Entry, path: Path) -> Part:
 
 
 def _check_together(entry: Entry, parts: Sequence[Part]) -> None:
-    """Check that the parts are all of one sync, and the one that the entry says."""
+    """Check that the parts belong to one sync, and to the one in ``DONE``."""
     manifests = [part.manifest for part in parts]
     for manifest in manifests:
         version = manifest.current_version
@@ -172,8 +174,8 @@ def _check_together(entry: Entry, parts: Sequence[Part]) -> None:
         raise entry.damaged(f"it has the parts {sorted(numbered)} of {sorted(map(str, counts))}")
 
 
-def _over(old: ParamDelta | None, new: ParamDelta) -> ParamDelta:
-    """What two deltas of one tensor do, one after the other."""
+def _merged(old: ParamDelta | None, new: ParamDelta) -> ParamDelta:
+    """Return one delta with the effect of two of one tensor, one after the other."""
     if old is None or new.indices is None:
         return replace(new, values=new.values.copy())
     if (old.dtype, old.shape) != (new.dtype, new.shape):
@@ -190,7 +192,7 @@ def _over(old: ParamDelta | None, new: ParamDelta) -> ParamDelta:
 
 
 def _groups(deltas: Iterable[ParamDelta], encoding: str) -> Iterator[list[ParamDelta]]:
-    """Deltas of one dtype for each part, of about `BUCKET_BYTES`; at least one part."""
+    """Yield the deltas of each part: of one dtype and about `BUCKET_BYTES`; at least one part."""
     groups: dict[str, list[ParamDelta]] = {}
     sizes: dict[str, int] = {}
     found = False

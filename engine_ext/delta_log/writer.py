@@ -1,4 +1,4 @@
-"""Writing a delta log: a version is there whole, and on disk, or not at all."""
+"""Write a delta log: a version is complete and on disk, or not there at all."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ _HEADER_CHUNK = 1 << 16
 
 
 class LogWriter:
-    """The one writer of a log, for as long as it lives.
+    """The only writer of a log, until it is closed; a context manager.
 
     Args:
-        folder: made where it is missing.
+        folder: created if it is missing.
 
     Raises:
-        BlockingIOError: another sender writes into it.
-        OSError: it cannot be made, or read.
+        BlockingIOError: another sender writes to the log.
+        OSError: the folder cannot be created or read.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        taken = f"another sender writes into the log {folder}"
+        taken = f"another sender writes to the log {folder}"
         self._lock = lock(folder, os.O_RDONLY | os.O_DIRECTORY, taken)
 
     def __enter__(self) -> Self:
@@ -53,14 +53,14 @@ class LogWriter:
         self.close()
 
     def close(self) -> None:
-        """Let another sender write."""
+        """Release the lock, so that another sender can write."""
         if self._lock >= 0:
             os.close(self._lock)
         self._lock = -1
 
     @property
     def last_number(self) -> int:
-        """The highest version that was ever used here, refused ones too; -1 in an empty log."""
+        """The highest version number in use, refused ones included; -1 in an empty log."""
         used = (version_of(path.name) for path in self.folder.iterdir())
         return max((version for version in used if version is not None), default=-1)
 
@@ -68,13 +68,13 @@ class LogWriter:
         """Begin to write a version.
 
         Raises:
-            FileExistsError: the number was used before.
-            OSError: there is no room, or no right.
+            FileExistsError: the number is in use.
+            OSError: the folder cannot be created.
         """
         return Draft(self.folder, folder_name(version))
 
     def refuse(self, version: int) -> None:
-        """Note that no engine took a version; its parts are deleted, its number stays used."""
+        """Mark a version that no engine took: its parts are deleted, its number stays in use."""
         folder = self.folder / folder_name(version)
         os.rename(folder / DONE, folder / REFUSED)
         sync_folder(folder)
@@ -84,11 +84,15 @@ class LogWriter:
 
 
 class Draft:
-    """A version that is being written, under another name.
+    """A version that is being written, in a folder that readers ignore.
 
     Args:
         log: the log's folder.
-        name: the folder's, once it is complete.
+        name: of the version's folder, once it is complete.
+
+    Raises:
+        FileExistsError: there is such a folder.
+        OSError: the folder cannot be created.
     """
 
     def __init__(self, log: Path, name: str) -> None:
@@ -105,12 +109,12 @@ class Draft:
         """Write the next part.
 
         Args:
-            part: as it is sent, compressed where it is.
-            signature: in hex, for readers that ask for one.
+            part: as it is sent, after any compression.
+            signature: in hex, for readers that require one.
 
         Raises:
-            MalformedPart: it is none.
-            OSError: there is no room.
+            MalformedPart: `part` has no readable manifest.
+            OSError: it cannot be written.
         """
         self._manifest = self._manifest or manifest_of(part)
         name = f"rank0_flush{len(self._files):03d}{PART_SUFFIX}"
@@ -120,12 +124,12 @@ class Draft:
         self._files[name] = FileFacts(len(part), xxhash.xxh3_128_hexdigest(part))
 
     def finish(self) -> Path:
-        """Let readers see the version, once all of it is on disk; returns its folder."""
+        """Publish the version once all of it is on disk, and return its folder."""
         assert self._manifest is not None
         assert self._manifest.current_version is not None
         version, base = self._manifest.current_version, self._manifest.base_version
         if not self._manifest.full and base is None:
-            base = version - 1  # as a receiver reads it
+            base = version - 1  # the receiver's default
         done = Done(
             version=version,
             base_version=None if self._manifest.full else base,
@@ -138,12 +142,12 @@ class Draft:
         return self._final
 
     def drop(self) -> None:
-        """Leave nothing behind."""
+        """Delete everything written so far."""
         shutil.rmtree(self._partial, ignore_errors=True)
 
 
 def discard(folder: Path) -> None:
-    """Delete a version's folder; a reader sees all of it or nothing."""
+    """Delete a version's folder; a reader sees the whole folder or none."""
     gone = folder.with_name(f".{folder.name}.gone")
     shutil.rmtree(gone, ignore_errors=True)
     os.rename(folder, gone)
@@ -152,10 +156,10 @@ def discard(folder: Path) -> None:
 
 
 def manifest_of(part: bytes) -> Manifest:
-    """The manifest of a part as it is sent; its data is not looked at.
+    """Return the manifest of a part as it is sent, without reading its data.
 
     Raises:
-        MalformedPart: there is none.
+        MalformedPart: there is no valid manifest.
     """
     limits = Limits()
     frame, gate = FrameReader(limits.max_part_bytes), PartGate(limits)

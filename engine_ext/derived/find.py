@@ -1,13 +1,10 @@
-"""Tensors that hang on a model beside its weights, and may have been computed from them.
+"""Find tensors on a model that may have been computed from its weights.
 
 An engine computes some tensors from weights after loading and keeps them (the absorbed projections
 of latent attention, scales of a quantised layer). They do not follow when the weights are written
-in place. Which tensors those are cannot be seen; so all are listed that no placement covers and
-that are not known to be constants, and where nobody can recompute one, the weights of its module
-are uncertified.
-
-The best proof that a tensor is a constant is that it was there, with the same bits, before any
-weight was loaded: `Constants`.
+in place. Which tensors those are cannot be seen, so every tensor counts that no placement covers
+and that is not known to be constant (`engine_ext.model.constants`). If nothing can recompute one,
+the weights of its module are uncertified.
 """
 
 from __future__ import annotations
@@ -19,11 +16,9 @@ from dataclasses import dataclass
 import torch
 
 from engine_ext.model.constants import Known, is_constant
-from engine_ext.model.module_walk import hanging
+from engine_ext.model.module_walk import reachable_tensors
 from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.segments import Placement
-
-"""Whether a tensor, by its path in the model, is known not to be computed from weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +26,11 @@ class Derived:
     """A tensor that may have been computed from weights.
 
     Attributes:
-        module: path of the module that it hangs on.
-        attribute: where on that module, as ``name``, ``name[0]`` or ``name.field``.
+        module: path of the module that it is attached to.
+        attribute: its path on that module, as ``name``, ``name[0]`` or ``name.field``.
         shape, dtype: the tensor's.
         weights: the live tensors that it may have been computed from, by their names in the
-            storage index: those of its module, or of the nearest module around it that has any.
+            storage index: those of its module, or of the nearest parent that has any.
     """
 
     module: str
@@ -58,14 +53,13 @@ def find_derived(
     Args:
         model: the loaded model, in serving state; it is only read.
         placement: of the whole checkpoint.
-        known: which tensors are known not to be.
+        known: returns whether a tensor is known not to be computed from weights.
 
     Returns:
-        Parameters and buffers that no segment lies in, and tensors that hang on modules
-        otherwise: as attributes, in lists, tuples, sets and dicts, in the fields of plain
-        objects, in partial functions, bound methods and closures. Views of covered memory are
-        none. Each is listed once for every module that it hangs on. And the numbers that a module
-        keeps of a weight for kernels that take no tensor, as ``k_scale_float`` of ``k_scale``.
+        Parameters and buffers that no segment covers, and every other tensor that is reachable
+        from a module (see `engine_ext.model.module_walk`) and is no view of covered memory, once
+        for each such module. Also the Python numbers that a module keeps of a weight for kernels
+        that take no tensor, such as ``k_scale_float`` of ``k_scale``.
     """
     index = StorageIndex(model)
     covered = {
@@ -74,15 +68,15 @@ def find_derived(
         for segment in placed.segments
     }
     found = []
-    for path, module, attribute, tensor in hanging(model):
-        # Also where it is registered, and so has an entry of its own.
+    for path, module, attribute, tensor in reachable_tensors(model):
+        # Any entry counts: a registered view of a weight has an entry of its own.
         if any((entry.start, entry.end) in covered for entry in index.holding(tensor)):
             continue
         if known(f"{path}.{attribute}".lstrip("."), tensor):
             continue
         weights = _weights(model, path, module, index, covered)
         found.append(Derived(path, attribute, tuple(tensor.shape), tensor.dtype, weights))
-    return [*found, *_numbers(model, index, covered)]
+    return [*found, *_float_copies(model, index, covered)]
 
 
 def refuse_derived(
@@ -94,11 +88,11 @@ def refuse_derived(
     """Mark the weights that some tensor may have been computed from as uncertified.
 
     Args:
-        placement: it is marked.
-        derived: those tensors.
-        recomputed: paths of those of them that the engine is proven to recompute; these do not
-            count.
-        failed: by path, why others of them are not, though the engine has a function for them.
+        placement: of the whole checkpoint; refused tensors are marked in place.
+        derived: see `find_derived`.
+        recomputed: paths of the derived tensors that the engine is proven to recompute; these do
+            not count.
+        failed: why the engine's own function for a derived tensor was not proven, by path.
     """
     by_weight: dict[str, list[str]] = defaultdict(list)
     for one in derived:
@@ -112,15 +106,15 @@ def refuse_derived(
                 reasons = {failed[path]: None for path in paths if failed and path in failed}
                 why = f" (the engine's own function is not relied on: {'; '.join(reasons)})"
                 placed.refuse(
-                    f"the engine keeps {', '.join(paths)} beside it, which may be computed from "
-                    f"it and would not follow{why if reasons else ''}"
+                    f"the engine keeps {', '.join(paths)}, which may be computed from it and "
+                    f"would not follow{why if reasons else ''}"
                 )
 
 
-def _numbers(
+def _float_copies(
     model: torch.nn.Module, index: StorageIndex, covered: set[tuple[int, int]]
 ) -> list[Derived]:
-    """Python numbers beside a covered live tensor that carry its name."""
+    """List the Python numbers that are named after a covered live tensor of the same module."""
     found = []
     for path, module in model.named_modules():
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
@@ -141,7 +135,7 @@ def _weights(
     index: StorageIndex,
     covered: set[tuple[int, int]],
 ) -> frozenset[str]:
-    """The covered live tensors of a module, or of the nearest one around it that has any."""
+    """Return the covered live tensors of a module, or of the nearest parent that has any."""
     while True:
         entries = [index.find(p) for p in [*module.parameters(), *module.buffers()]]
         names = {e.name for e in entries if e is not None and (e.start, e.end) in covered}

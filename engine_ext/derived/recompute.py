@@ -1,9 +1,9 @@
-"""Derived tensors that the engine's own function computes again when their weights were written.
+"""Recompute derived tensors with the engine's own functions when their weights are written.
 
-An adapter says which function that is for which modules (`Recomputation`). What
-`engine_ext.derived.proof` has seen it to do right becomes a `Recomputed`, which runs inside the
-commit. The derived tensors keep their objects and their addresses: captured graphs and kernels'
-argument lists refer to them.
+An adapter declares which function serves which modules (`Recomputation`). If
+`engine_ext.derived.proof` has seen it compute the right bits, it becomes a `Recomputed`, which runs
+inside the commit. The derived tensors keep their objects and their addresses, because captured
+graphs and kernels' argument lists refer to them.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from dataclasses import dataclass
 import torch
 
 from engine_ext.kernels.gather_scatter import bits_of
-from engine_ext.model.state_guard import AttachedTensor, held_tensors, place
+from engine_ext.model.state_guard import AttachedTensor, attached_tensors, layout, location
 from engine_ext.placement.segments import Placement
 
 
 @dataclass(frozen=True, slots=True)
 class Recomputation:
-    """The engine's own way to compute the derived tensors of some modules.
+    """The engine's own function for the derived tensors of some modules.
 
     Attributes:
-        modules: their paths in the model. Of what hangs on them and below them, `run` may change
-            the derived tensors only, and these must be made of weights on or below them.
-        run: computes them from the live weights; it may write in place or hang other tensors in
-            the same places. One function may serve several modules: give it once with all of
+        modules: their paths in the model. `run` may change only the derived tensors on and below
+            them, and these must be computed from weights on or below them.
+        run: computes them from the live weights; it may write in place or attach new tensors
+            under the same names. A function that serves several modules is given once with all
             their paths, or once per module with its arguments bound. It runs in the thread that
-            commits, without gradients, and must not communicate with other ranks: not every rank
-            runs it as often.
+            commits, without gradients, and must not communicate with other ranks, which may run
+            it less often.
     """
 
     modules: tuple[str, ...]
@@ -37,14 +37,14 @@ class Recomputation:
 
 
 class Recomputed:
-    """Derived tensors that are proven to follow.
+    """Derived tensors whose recomputation is proven.
 
     Args:
         run: the engine's function.
         derived: the tensors that it computes.
-        modules: those on and below which it may hang tensors, by path. Where it replaces others
-            than the derived ones by new objects, with the same bits, the old ones are put back.
-        weights: live tensors that they may be computed from, by name.
+        modules: the modules that it may attach tensors to, by path. If it replaces other tensors
+            than the derived ones by new objects with the same bits, the old ones are restored.
+        weights: names of the live tensors that the derived ones may be computed from.
     """
 
     def __init__(
@@ -62,53 +62,49 @@ class Recomputed:
     @property
     def paths(self) -> list[str]:
         """The derived tensors' paths in the model."""
-        return [held.path for held in self._derived]
+        return [tensor.path for tensor in self._derived]
 
     def moved(self) -> list[str]:
-        """The derived tensors in whose place there is another object, or that have other memory."""
-        return [held.path for held in self._derived if held.changed]
+        """Return the paths of derived tensors that were replaced or have other memory now."""
+        return [tensor.path for tensor in self._derived if tensor.changed]
 
     @torch.no_grad()
     def __call__(self) -> None:
-        """Compute the derived tensors from the weights as they are now.
+        """Compute the derived tensors from the current weights, into the same memory.
 
         Raises:
-            Exception: the engine's own, or RuntimeError if what it makes does not fit the memory
-                of the derived tensors. Some of them may hold new values then, in the old places.
+            Exception: the engine's own, or RuntimeError if a result does not fit the memory of
+                its derived tensor. The derived tensors may hold old or new values then; their
+                objects and addresses are restored.
         """
-        # As of now: since the proof the engine has hung its caches there.
-        hung = list(held_tensors(self._modules))
+        # Listed now: since the proof the engine has attached its caches to the modules.
+        before = list(attached_tensors(self._modules))
         try:
             self._run()
-            fresh = [(held, self._made(held)) for held in self._derived]
-            for held, made in fresh:
-                if place(made) != place(held.memory):
-                    bits_of(held.memory).copy_(bits_of(made))
+            results = [(tensor, self._result(tensor)) for tensor in self._derived]
+            for tensor, result in results:
+                if location(result) != location(tensor.memory):
+                    bits_of(tensor.memory).copy_(bits_of(result))
         finally:
-            for held in (*hung, *self._derived):
-                if held.changed:
-                    held.put_back()
+            for tensor in (*before, *self._derived):
+                if tensor.changed:
+                    tensor.restore()
 
-    def _made(self, held: AttachedTensor) -> torch.Tensor:
-        """What the function has left in the place of a derived tensor."""
-        made = held.now
-        if made is None:
-            raise RuntimeError(f"the engine's function leaves no tensor in {held.path}")
-        if layout(made) != layout(held.memory):
+    def _result(self, tensor: AttachedTensor) -> torch.Tensor:
+        """Return what the function has left under the name of a derived tensor."""
+        result = tensor.current
+        if result is None:
+            raise RuntimeError(f"the engine's function leaves no tensor in {tensor.path}")
+        if layout(result) != layout(tensor.memory):
             raise RuntimeError(
-                f"the engine's function makes another {held.path}: {tuple(made.shape)}, strides "
-                f"{made.stride()}, {made.dtype} on {made.device}"
+                f"the engine's function computes another {tensor.path}: {tuple(result.shape)}, "
+                f"strides {result.stride()}, {result.dtype} on {result.device}"
             )
-        return made.detach()
+        return result.detach()
 
 
-def layout(tensor: torch.Tensor) -> tuple[object, ...]:
-    """All but the address: device, shape, strides, dtype."""
-    return (tensor.device, tuple(tensor.shape), tensor.stride(), tensor.dtype)
-
-
-def note(placement: Placement, recomputed: Iterable[Recomputed]) -> None:
-    """Write down in a placement which derived tensors follow which checkpoint tensors."""
+def add_recomputed(placement: Placement, recomputed: Iterable[Recomputed]) -> None:
+    """Add to a placement which derived tensors are recomputed from which checkpoint tensors."""
     for one in recomputed:
         for placed in placement.values():
             if any(segment.live.name in one.weights for segment in placed.segments):
@@ -116,5 +112,5 @@ def note(placement: Placement, recomputed: Iterable[Recomputed]) -> None:
 
 
 def triggered(recomputed: Iterable[Recomputed], live: frozenset[str]) -> Iterator[Recomputed]:
-    """Those whose tensors may be computed from one of these live tensors."""
+    """Yield those whose tensors may be computed from one of these live tensors, given by name."""
     return (one for one in recomputed if one.weights & live)

@@ -1,9 +1,9 @@
-"""Gather and scatter of single elements, as integers: the only code that writes a live weight.
+"""Gather and scatter single elements as integers: the only code that writes a live weight.
 
-In host memory the loops are compiled by numba where it is installed, and run without the GIL;
-otherwise they are numpy's indexing. On other devices they are PyTorch's index operators, or Triton
-kernels (see `engine_ext.kernels.triton`). Each element is a cache line of its own, so the compiled loops
-ask for the lines ahead of their use.
+In host memory the loops are compiled by numba if it is installed and run without the GIL; otherwise
+numpy's indexing does the same. On other devices PyTorch's index operators are used, or Triton
+kernels (see `engine_ext.kernels.triton`). Every element is a cache line of its own, so the compiled
+loops prefetch the lines.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.kernels.jit import array, compile_loop, made_once
-from engine_ext.kernels.simd import fetch_to_write, teach
+from engine_ext.kernels.simd import prefetch_to_write, register_intrinsics
 from engine_ext.kernels.triton import runs_kernels
 
 Bits = NDArray[Any]  # unsigned integers [n]
 Offsets = NDArray[Any]  # int32 or int64 [n]
 
-_AHEAD = 48  # elements; some more than a core can have cache misses under way
+_AHEAD = 48  # elements; a few more than a core has cache misses in flight
 
 
 class _Loops(NamedTuple):
@@ -36,21 +36,21 @@ class _Loops(NamedTuple):
 def _gather(live: Any, offsets: Any, shift: Any, out: Any) -> None:
     last = offsets.size - 1
     for k in range(offsets.size):
-        fetch_to_write(live, offsets[min(k + _AHEAD, last)] - shift)
+        prefetch_to_write(live, offsets[min(k + _AHEAD, last)] - shift)
         out[k] = live[offsets[k] - shift]
 
 
 def _scatter(live: Any, offsets: Any, shift: Any, bits: Any) -> None:
     last = offsets.size - 1
     for k in range(offsets.size):
-        fetch_to_write(live, offsets[min(k + _AHEAD, last)] - shift)
+        prefetch_to_write(live, offsets[min(k + _AHEAD, last)] - shift)
         live[offsets[k] - shift] = bits[k]
 
 
 def _swap(live: Any, offsets: Any, shift: Any, bits: Any, out: Any) -> None:
     last = offsets.size - 1
     for k in range(offsets.size):
-        fetch_to_write(live, offsets[min(k + _AHEAD, last)] - shift)
+        prefetch_to_write(live, offsets[min(k + _AHEAD, last)] - shift)
         where = offsets[k] - shift
         out[k] = live[where]
         live[where] = bits[k]
@@ -60,19 +60,19 @@ def _differs(live: Any, offsets: Any, shift: Any, bits: Any) -> Any:
     last = offsets.size - 1
     found = bits.dtype.type(0)
     for k in range(offsets.size):
-        fetch_to_write(live, offsets[min(k + _AHEAD, last)] - shift)
+        prefetch_to_write(live, offsets[min(k + _AHEAD, last)] - shift)
         found |= live[offsets[k] - shift] ^ bits[k]
     return found
 
 
 @made_once
 def _loops(width: int, index: int) -> _Loops | None:
-    """The loops for elements of `width` bytes and offsets of `index` bytes; None without numba."""
+    """Compile the loops for elements and offsets of so many bytes; None without numba."""
     try:
         from numba import types
     except ImportError:
         return None
-    teach()
+    register_intrinsics()
     bits, offsets = array(types, f"uint{8 * width}"), array(types, f"int{8 * index}")
     live = array(types, f"uint{8 * width}", readonly=False)
     return _Loops(
@@ -88,15 +88,15 @@ def _loops_for(live: Bits, offsets: Offsets) -> _Loops | None:
 
 
 def read(live: Bits, offsets: Offsets, shift: int = 0) -> Bits:
-    """Elements of live host memory.
+    """Read elements of live host memory.
 
     Args:
-        live: [n].
-        offsets: [k]; less `shift`, each at least 0 and below n.
-        shift: taken from every offset.
+        live: unsigned integers [n].
+        offsets: int32 or int64 [k]; after subtracting `shift`, each in [0, n).
+        shift: subtracted from every offset.
 
     Returns:
-        [k], a copy.
+        [k], dtype of `live`, a copy.
     """
     loops = _loops_for(live, offsets)
     out: Bits = np.empty(offsets.shape, live.dtype)
@@ -112,7 +112,7 @@ def write(live: Bits, offsets: Offsets, bits: Bits, shift: int = 0) -> None:
 
     Args:
         live: [n].
-        offsets, shift: as of `read`; no element comes twice.
+        offsets, shift: see `read`; no element comes twice.
         bits: [k], dtype of `live`.
     """
     loops = _loops_for(live, offsets)
@@ -123,7 +123,7 @@ def write(live: Bits, offsets: Offsets, bits: Bits, shift: int = 0) -> None:
 
 
 def swap(live: Bits, offsets: Offsets, bits: Bits, shift: int = 0) -> Bits:
-    """`read`, then `write`, in one pass over live memory."""
+    """Write elements and return the old ones, [k], in one pass; see `read` and `write`."""
     loops = _loops_for(live, offsets)
     if loops is None:
         out = read(live, offsets, shift)
@@ -135,7 +135,7 @@ def swap(live: Bits, offsets: Offsets, bits: Bits, shift: int = 0) -> Bits:
 
 
 def holds(live: Bits, offsets: Offsets, bits: Bits, shift: int = 0) -> bool:
-    """Whether elements of live host memory are these; arguments as of `write`."""
+    """Return whether elements of live host memory equal `bits`; arguments as for `write`."""
     loops = _loops_for(live, offsets)
     if loops is None:
         return bool(np.array_equal(live[offsets - shift], bits))
@@ -143,23 +143,23 @@ def holds(live: Bits, offsets: Offsets, bits: Bits, shift: int = 0) -> bool:
 
 
 def bits_of(live: torch.Tensor) -> torch.Tensor:
-    """A live tensor as integers of the same width; writes go through."""
+    """Return a live tensor as a view of integers of the same width."""
     return live.view(torch_bits_dtype(live.dtype))
 
 
 def host_bits(flat: torch.Tensor) -> Bits:
-    """A 1-D integer tensor in host memory as unsigned integers; writes go through."""
+    """Return a 1-D integer tensor in host memory as a view of unsigned integers."""
     found: Bits = flat.numpy()
     return found.view(f"u{found.itemsize}")
 
 
 def signed(bits: Bits) -> torch.Tensor:
-    """Unsigned integers in host memory as the integers of the same width that torch works with."""
+    """Return unsigned integers in host memory as a view of integers that torch supports."""
     return torch.from_numpy(bits.view(f"i{bits.itemsize}") if bits.itemsize > 1 else bits)
 
 
 def gather(flat: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Elements of a 1-D integer tensor.
+    """Read elements of a 1-D integer tensor.
 
     Args:
         flat: [n], live memory as integers.
@@ -190,8 +190,8 @@ def scatter(flat: torch.Tensor, offsets: torch.Tensor, bits: torch.Tensor) -> No
 
 
 def exchange(flat: torch.Tensor, offsets: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """`scatter`, and the old elements: [k], a copy in host memory."""
-    # Before anything is written: from there on only the device itself can fail.
+    """Write elements like `scatter`, and return the old ones: [k], a copy in host memory."""
+    # Allocated before anything is written: after that only the device itself can fail.
     kept = torch.empty(bits.shape, dtype=bits.dtype)
     if runs_kernels(flat.device):
         from engine_ext.kernels.triton import gather_scatter
@@ -204,7 +204,7 @@ def exchange(flat: torch.Tensor, offsets: torch.Tensor, bits: torch.Tensor) -> t
 
 
 def warm_up() -> None:
-    """Compile the loops now, so that the first sync does not wait for it."""
+    """Compile the loops now, so that the first sync does not wait for the compiler."""
     for width in (1, 2, 4, 8):
         for index in (np.int32, np.int64):
             _loops_for(np.empty(0, f"u{width}"), np.empty(0, index))

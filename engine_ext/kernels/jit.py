@@ -1,7 +1,7 @@
-"""Loops that numba compiles where it is installed: every engine brings it, the core needs it not.
+"""Compile loops with numba, which is optional; both engines install it.
 
-numba is imported late: while vLLM starts a worker it looks into every object of every loaded
-module, and trips over one of numba's.
+numba is imported late: while vLLM starts a worker it inspects every object of every loaded module,
+and fails on one of numba's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _Made = TypeVar("_Made")
 
 
 def made_once(make: Callable[..., _Made]) -> Callable[..., _Made]:
-    """Remember what `make` makes of each arguments; no two threads make the same."""
+    """Cache `make` per arguments, and let no two threads compute the same entry."""
     known: dict[tuple[Any, ...], _Made] = {}
 
     @functools.wraps(make)
@@ -33,16 +33,16 @@ def made_once(make: Callable[..., _Made]) -> Callable[..., _Made]:
 
 
 def array(types: Any, dtype: str, *, readonly: bool = True) -> Any:
-    """The numba type of a contiguous 1-D array; a read-only one takes unaligned memory too."""
+    """Return the numba type of a contiguous 1-D array; a read-only one may be unaligned."""
     return types.Array(getattr(types, dtype), 1, "C", readonly=readonly, aligned=not readonly)
 
 
 def compile_loop(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
-    """The function as machine code that runs without the interpreter lock.
+    """Compile a function to machine code that runs without the GIL.
 
     Args:
-        function: what numba can compile.
-        signature: numba's, of its arguments; compiled now, or loaded from numba's cache.
+        function: in the subset of Python that numba supports.
+        signature: numba types of its arguments; it is compiled now, or loaded from numba's cache.
 
     Raises:
         ImportError: numba is not installed.
@@ -52,10 +52,10 @@ def compile_loop(function: Callable[..., Any], signature: Any) -> Callable[..., 
     compiled: Any
     try:
         compiled = njit(signature, nogil=True, cache=True)(function)
-    except Exception:  # no folder to cache in, or a spoilt cache
+    except Exception:  # no writable cache folder, or a corrupt cache
         compiled = njit(signature, nogil=True)(function)
-    # Processes that write numba's cache at once, as ranks do at their first start, may leave one
-    # signature's code under another's name.
+    # If several processes write numba's cache at once, as ranks do at their first start, one
+    # signature's code may end up under another's name.
     if tuple(signature.args) not in compiled.overloads:
         compiled = njit(signature, nogil=True)(function)
     loop: Callable[..., Any] = compiled

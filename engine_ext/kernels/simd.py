@@ -1,6 +1,6 @@
-"""Cache lines fetched early, and compared in vector registers: what numba has no words for.
+"""Intrinsics for compiled loops that numba does not have: prefetch, vector compare, bit counts.
 
-The functions here mean something in compiled loops only, after `teach`.
+The functions here do nothing in Python. They work in loops compiled after `register_intrinsics`.
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ from engine_ext.kernels.jit import made_once
 LINE = 64  # bytes of a cache line
 
 
-def differing(old: Any, new: Any, first: Any) -> Any:
-    """Which of the elements of a line differ: a bit for each, uint64.
+def differing_mask(old: Any, new: Any, first: Any) -> Any:
+    """Compare one cache line of elements; return a uint64 with one bit per element that differs.
 
     Args:
         old, new: unsigned ints of one width, contiguous; any alignment.
-        first: of the line's elements; all of them are in the arrays.
+        first: index of the line's first element; the whole line is in the arrays.
     """
 
 
-def lowest(mask: Any) -> Any:
-    """The number of the lowest bit that is set, int64; 64 where there is none."""
+def trailing_zeros(mask: Any) -> Any:
+    """Return the number of the lowest bit that is set, int64; 64 if none is."""
 
 
-def ones(mask: Any) -> Any:
-    """How many bits are set, int64."""
+def popcount(mask: Any) -> Any:
+    """Return how many bits are set, int64."""
 
 
-def fetch_to_read(array: Any, offset: Any) -> None:
-    """Ask for the cache line of an element; it may lie beyond the array's end."""
+def prefetch_to_read(array: Any, offset: Any) -> None:
+    """Prefetch the cache line of an element, which may be beyond the array's end."""
 
 
-def fetch_to_write(array: Any, offset: Any) -> None:
-    """Ask for the cache line of an element, to read and write it; it may lie beyond the end."""
+def prefetch_to_write(array: Any, offset: Any) -> None:
+    """Prefetch the cache line of an element for writing; it may be beyond the array's end."""
 
 
 @made_once
-def teach() -> None:
-    """Tell numba what the functions are; ImportError without numba."""
+def register_intrinsics() -> None:
+    """Register the functions with numba; ImportError if it is not installed."""
     from numba import types
     from numba.core import cgutils
     from numba.extending import intrinsic, overload
@@ -65,14 +65,14 @@ def teach() -> None:
         return types.uint64(old, new, first), generate
 
     @intrinsic  # type: ignore[untyped-decorator]
-    def trailing_zeros(typing: Any, mask: Any) -> Any:
+    def cttz(typing: Any, mask: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
 
         return types.int64(types.uint64), generate
 
     @intrinsic  # type: ignore[untyped-decorator]
-    def population(typing: Any, mask: Any) -> Any:
+    def ctpop(typing: Any, mask: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             return builder.ctpop(arguments[0])
 
@@ -96,39 +96,39 @@ def teach() -> None:
 
         return prefetch
 
-    prefetch_to_read, prefetch_to_write = prefetching(0), prefetching(1)
+    _prefetch_read, _prefetch_write = prefetching(0), prefetching(1)
 
-    @overload(fetch_to_read, strict=False)  # type: ignore[untyped-decorator]
-    def _fetch_to_read(array: Any, offset: Any) -> Any:
+    @overload(prefetch_to_read, strict=False)  # type: ignore[untyped-decorator]
+    def _prefetch_to_read(array: Any, offset: Any) -> Any:
         def implementation(array: Any, offset: Any) -> None:
-            prefetch_to_read(array, offset)
+            _prefetch_read(array, offset)
 
         return implementation
 
-    @overload(fetch_to_write, strict=False)  # type: ignore[untyped-decorator]
-    def _fetch_to_write(array: Any, offset: Any) -> Any:
+    @overload(prefetch_to_write, strict=False)  # type: ignore[untyped-decorator]
+    def _prefetch_to_write(array: Any, offset: Any) -> Any:
         def implementation(array: Any, offset: Any) -> None:
-            prefetch_to_write(array, offset)
+            _prefetch_write(array, offset)
 
         return implementation
 
-    @overload(differing, strict=False)  # type: ignore[untyped-decorator]
-    def _differing(old: Any, new: Any, first: Any) -> Any:
+    @overload(differing_mask, strict=False)  # type: ignore[untyped-decorator]
+    def _differing_mask(old: Any, new: Any, first: Any) -> Any:
         def implementation(old: Any, new: Any, first: Any) -> Any:
             return compare_line(old, new, first)
 
         return implementation
 
-    @overload(lowest, strict=False)  # type: ignore[untyped-decorator]
-    def _lowest(mask: Any) -> Any:
+    @overload(trailing_zeros, strict=False)  # type: ignore[untyped-decorator]
+    def _trailing_zeros(mask: Any) -> Any:
         def implementation(mask: Any) -> Any:
-            return trailing_zeros(mask)
+            return cttz(mask)
 
         return implementation
 
-    @overload(ones, strict=False)  # type: ignore[untyped-decorator]
-    def _ones(mask: Any) -> Any:
+    @overload(popcount, strict=False)  # type: ignore[untyped-decorator]
+    def _popcount(mask: Any) -> Any:
         def implementation(mask: Any) -> Any:
-            return population(mask)
+            return ctpop(mask)
 
         return implementation

@@ -1,4 +1,4 @@
-"""Hash a tensor's bytes."""
+"""Fingerprint one tensor, to see later whether its content has changed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import xxhash
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
-    """A hash of a tensor's shape, dtype and elements."""
+    """Return a tensor's dtype, shape and the xxh3_128 of its elements, as text.
+
+    The elements are hashed in row-major order, whatever the strides, so two tensors with equal
+    content have equal fingerprints. A meta or empty tensor has no hash.
+
+    Args:
+        tensor: any dtype, shape and device; elements on another device are copied to the host.
+    """
     text = f"{tensor.dtype} {tuple(tensor.shape)}"
     if tensor.is_meta or tensor.numel() == 0:
         return text

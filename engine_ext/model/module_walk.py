@@ -1,4 +1,11 @@
-"""Everything that hangs on a model's modules, also in containers and plain objects."""
+"""Walk everything that is reachable from a model's modules.
+
+Engines keep tensors not only as parameters and buffers but also as plain attributes, in lists and
+dicts, in fields of plain objects, in partial functions, bound methods and closures. One recursive
+walk, `walk`, finds them all; the functions here select what a caller needs from it.
+
+Paths are written as in Python: ``name``, ``name[0]``, ``name['key']``, ``name.field``.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +16,24 @@ from typing import Any, Final
 
 import torch
 
-# How far an attribute's own attributes and items are followed.
+# Levels of attributes and items below a module's own attributes.
 _DEPTH: Final = 6
-# What has no tensors that are the model's: torch's own objects, and configurations.
-_FOREIGN: Final = ("torch.", "transformers.", "numpy.", "threading", "logging", "_thread")
+# Modules whose objects hold no tensors of the model: libraries' own objects and configurations.
+_OPAQUE: Final = ("torch.", "transformers.", "numpy.", "threading", "logging", "_thread")
+# Types without parts, which most values have.
+_ATOMS: Final = frozenset({type(None), bool, int, float, str})
 _REGISTRIES: Final = ("_parameters", "_buffers", "_modules")
 
 
-def hanging(
+def reachable_tensors(
     model: torch.nn.Module,
 ) -> Iterator[tuple[str, torch.nn.Module, str, torch.Tensor]]:
-    """Every tensor on every module: the module's path and itself, where on it, and the tensor."""
-    barren: dict[int, int] = {}
+    """Yield every tensor that is reachable from a module, once for each such module.
+
+    Yields:
+        The module's path in the model, the module, the tensor's path on the module, the tensor.
+    """
+    tensorless: dict[int, int] = {}
     for path, module in model.named_modules():
         seen: set[int] = set()
         for registry in ("_parameters", "_buffers"):
@@ -29,41 +42,85 @@ def hanging(
                     seen.add(id(tensor))
                     yield path, module, name, tensor
         for name, value in module.__dict__.items():
-            if name not in ("_parameters", "_buffers", "_modules"):
-                for attribute, tensor in _tensors(value, name, _DEPTH, seen, barren):
-                    yield path, module, attribute, tensor
+            if name not in _REGISTRIES:
+                for attribute, found in walk(value, name, seen, tensorless):
+                    if isinstance(found, torch.Tensor):
+                        yield path, module, attribute, found
 
 
-def _tensors(
-    value: object, name: str, depth: int, seen: set[int], barren: dict[int, int]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in a value, with their paths.
+def reachable_containers(model: torch.nn.Module) -> Iterator[dict[Any, Any] | list[Any]]:
+    """Yield every dict and list reachable from a module, and the ``__dict__`` of plain objects."""
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, value in module.__dict__.items():
+            if name not in _REGISTRIES:
+                for _, found in walk(value, name, seen, {}):
+                    if isinstance(found, (dict, list)):
+                        yield found
+                    elif not isinstance(found, torch.Tensor):
+                        attributes = getattr(found, "__dict__", None)
+                        if isinstance(attributes, dict):
+                            yield attributes
+
+
+def walk(
+    value: object,
+    name: str,
+    seen: set[int],
+    tensorless: dict[int, int],
+    *,
+    depth: int = _DEPTH,
+    opaque: tuple[str, ...] = _OPAQUE,
+) -> list[tuple[str, Any]]:
+    """List the tensors and the objects with parts that are reachable from a value.
+
+    Modules, classes and Python modules are not entered.
 
     Args:
-        seen: objects that need not be looked at again for this module.
-        barren: objects without tensors, with the depth to which they were looked at.
+        value: where to start; it is listed too.
+        name: its path.
+        seen: ids of the objects to leave out; those listed here are added.
+        tensorless: ids of objects without tensors, with the depth to which they were walked; these
+            are left out, and new ones added. Walks with different `seen` may share it.
+        depth: levels of attributes and items to enter.
+        opaque: prefixes of modules whose classes' instances are not entered.
+
+    Returns:
+        The path and the object of each, an object before its parts.
     """
-    if id(value) in seen or barren.get(id(value), -1) >= depth:
-        return
-    if isinstance(value, torch.Tensor):
+    found: list[tuple[str, Any]] = []
+    if type(value) in _ATOMS:
+        return found
+
+    def visit(value: object, name: str, depth: int) -> bool:
+        """Return whether there is a tensor in the value."""
+        if id(value) in seen or tensorless.get(id(value), -1) >= depth:
+            return False
+        if isinstance(value, torch.Tensor):
+            seen.add(id(value))
+            found.append((name, value))
+            return True
+        parts = _parts(value, name, opaque)
+        if not parts and not isinstance(value, (dict, list)):
+            return False
+        found.append((name, value))
+        if depth == 0:
+            return False
         seen.add(id(value))
-        yield name, value
-        return
-    parts = _parts(value, name)
-    if not parts or depth == 0:
-        return
-    seen.add(id(value))
-    found = False
-    for path, part in parts:
-        for pair in _tensors(part, path, depth - 1, seen, barren):
-            found = True
-            yield pair
-    if not found:
-        barren[id(value)] = depth
+        has_tensor = False
+        for path, part in parts:
+            if type(part) not in _ATOMS:
+                has_tensor |= visit(part, path, depth - 1)
+        if not has_tensor:
+            tensorless[id(value)] = depth
+        return has_tensor
+
+    visit(value, name, depth)
+    return found
 
 
-def _parts(value: object, name: str) -> list[tuple[str, Any]]:
-    """What an object holds, with paths; nothing for modules, classes and foreign objects."""
+def _parts(value: object, name: str, opaque: tuple[str, ...]) -> list[tuple[str, Any]]:
+    """Return an object's items, attributes or captured variables, each with its path."""
     if isinstance(value, dict):
         return [(f"{name}[{key!r}]", item) for key, item in list(value.items())]
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -74,14 +131,14 @@ def _parts(value: object, name: str) -> list[tuple[str, Any]]:
         return [(f"{name}.__self__", value.__self__), (f"{name}.__func__", value.__func__)]
     if isinstance(value, types.FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
-        held = [(f"{name}.{variable}", cell) for variable, cell in cells if _filled(cell)]
+        captured = [(f"{name}.{variable}", cell) for variable, cell in cells if _is_filled(cell)]
         defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        return [(path, cell.cell_contents) for path, cell in held] + [
+        return [(path, cell.cell_contents) for path, cell in captured] + [
             (f"{name}.__defaults__[{number}]", item) for number, item in enumerate(defaults)
         ]
     if isinstance(value, (torch.nn.Module, type, types.ModuleType)):
         return []
-    if type(value).__module__.startswith(_FOREIGN):
+    if opaque and type(value).__module__.startswith(opaque):
         return []
     slots = [slot for cls in type(value).__mro__ for slot in _slots(cls)]
     fields = {slot: getattr(value, slot) for slot in slots if hasattr(value, slot)}
@@ -94,31 +151,8 @@ def _slots(cls: type) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-def _filled(cell: types.CellType) -> bool:
+def _is_filled(cell: types.CellType) -> bool:
     try:
         return cell.cell_contents is not None
-    except ValueError:
+    except ValueError:  # the variable was never assigned
         return False
-
-
-def containers(model: torch.nn.Module) -> Iterator[dict[Any, Any] | list[Any]]:
-    """Every dict and list that hangs on a module, and the dicts of plain objects' attributes."""
-    seen: set[int] = set()
-    for module in model.modules():
-        for name, value in module.__dict__.items():
-            if name not in _REGISTRIES:
-                yield from _containers(value, _DEPTH, seen)
-
-
-def _containers(value: object, depth: int, seen: set[int]) -> Iterator[dict[Any, Any] | list[Any]]:
-    parts = [] if id(value) in seen or isinstance(value, torch.Tensor) else _parts(value, "")
-    if not parts and not isinstance(value, (dict, list)):
-        return
-    seen.add(id(value))
-    if isinstance(value, (dict, list)):
-        yield value
-    elif isinstance(attributes := getattr(value, "__dict__", None), dict):
-        yield attributes
-    if depth:
-        for _, part in parts:
-            yield from _containers(part, depth - 1, seen)

@@ -1,8 +1,8 @@
-"""A model as it was: what is put back after a loader ran for show, and the proof that it is.
+"""Snapshot model state so that a dry run can be undone and verified.
 
-A loader that is only watched still does in Python what it does: it may hang other tensors on the
-modules, or give a parameter other memory. `ModelStateGuard` finds that by comparing objects and
-addresses, puts it back, and can tell whether every bit is what it was.
+A loader whose writes to memory are suppressed still runs its Python code: it may attach other
+tensors to the modules, or give a parameter other memory. `ModelStateGuard` detects that by
+comparing objects and addresses, restores them, and can verify that every bit is unchanged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from engine_ext.dtypes import torch_bits_dtype
-from engine_ext.model.module_walk import containers, hanging
+from engine_ext.model.module_walk import reachable_containers, reachable_tensors
 from engine_ext.model.storage_index import extent, live_tensors
 
 _CHUNK: Final = 1 << 24
@@ -23,18 +23,18 @@ _REGISTRIES: Final = ("_parameters", "_buffers")
 
 
 class TracingError(RuntimeError):
-    """Tracing changed the model, so nothing that it found can be believed."""
+    """Tracing changed the model, so its results cannot be trusted."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttachedTensor:
-    """A tensor that hangs on a module, as it was.
+    """A tensor attached directly to a module, as it was when this was made.
 
     Attributes:
         module: the module.
-        name, path: its name there, and in the model.
-        registry: where the module keeps it: ``_parameters``, ``_buffers``, or ``__dict__`` for a
-            plain attribute.
+        name, path: the tensor's name on the module, and its path in the model.
+        registry: the module's dict that holds it: ``_parameters``, ``_buffers``, or ``__dict__``
+            for a plain attribute.
         tensor: the object.
         memory: a view of the memory that it had.
     """
@@ -47,33 +47,33 @@ class AttachedTensor:
     memory: torch.Tensor
 
     @property
-    def now(self) -> torch.Tensor | None:
-        """What stands in its place; None: no tensor."""
+    def current(self) -> torch.Tensor | None:
+        """The tensor that has its name now; None if there is none."""
         found = getattr(self.module, self.registry).get(self.name)
         return found if isinstance(found, torch.Tensor) else None
 
     @property
     def changed(self) -> bool:
-        """Whether another tensor stands in its place, or it has other memory."""
-        return self.now is not self.tensor or place(self.tensor) != place(self.memory)
+        """Whether another tensor has its name now, or it has other memory."""
+        return self.current is not self.tensor or location(self.tensor) != location(self.memory)
 
-    def put_back(self) -> None:
-        """Give its place to the tensor again, and the tensor its memory; nothing is copied."""
+    def restore(self) -> None:
+        """Attach the tensor again, and give it its memory again; nothing is copied."""
         getattr(self.module, self.registry)[self.name] = self.tensor
-        if place(self.tensor) != place(self.memory):
+        if location(self.tensor) != location(self.memory):
             self.tensor.data = self.memory
 
 
 class ModelStateGuard:
-    """Remembers a model's tensors.
+    """Snapshot of a model's tensors, modules and containers: objects and addresses.
 
     Args:
-        model: the model. Nothing of it is copied.
-        bits: whether to remember a hash of every tensor too; that reads the whole model once.
+        model: the model. No tensor is copied.
+        bits: whether to hash every tensor as well, which reads the whole model once.
 
     Attributes:
         registered: every parameter and buffer, under every name that it has.
-        attributes: every tensor that hangs on a module otherwise, directly.
+        attributes: every tensor that is a plain attribute of a module.
     """
 
     def __init__(self, model: torch.nn.Module, *, bits: bool) -> None:
@@ -84,23 +84,23 @@ class ModelStateGuard:
             for module in self._modules.values()
             for registry in (*_REGISTRIES, "_modules")
         ]
-        self._containers = [(c, c.copy()) for c in containers(model)]
-        self._hanging = _hung(model)
+        self._containers = [(c, c.copy()) for c in reachable_containers(model)]
+        self._tensors = _tensors_by_path(model)
         self._attributes = [(m.__dict__, dict(m.__dict__)) for m in self._modules.values()]
-        held = list(held_tensors(self._modules))
-        self.registered = [h for h in held if h.registry in _REGISTRIES]
-        self.attributes = [h for h in held if h.registry not in _REGISTRIES]
+        attached = list(attached_tensors(self._modules))
+        self.registered = [a for a in attached if a.registry in _REGISTRIES]
+        self.attributes = [a for a in attached if a.registry not in _REGISTRIES]
         self._identities = _identities(model)
         self._hashes = self._hashed() if bits else {}
 
-    def made(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors that hang where none, or another one, did, with the place; also in objects."""
-        for where, tensor in _hung(self._model).items():
-            if self._hanging.get(where) is not tensor:
-                yield where, tensor
+    def new_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors at paths that had no tensor or another one, with their paths."""
+        for path, tensor in _tensors_by_path(self._model).items():
+            if self._tensors.get(path) is not tensor:
+                yield path, tensor
 
-    def put_back(self) -> None:
-        """Undo what a loader may do to the modules in Python, but for writes to memory."""
+    def restore(self) -> None:
+        """Undo everything that a loader may do to the modules except writes to memory."""
         for current, before in self._dicts:
             current.clear()
             current.update(before)
@@ -113,40 +113,41 @@ class ModelStateGuard:
             else:
                 container.clear()
                 container.update(content)
-        for held in self.registered + self.attributes:
-            held.put_back()
+        for attached in self.registered + self.attributes:
+            attached.restore()
 
-    def require(self) -> None:
-        """Prove that the model is what it was.
+    def verify(self) -> None:
+        """Verify that the model is as it was; with `bits`, bit for bit.
 
         Raises:
-            TracingError: it is not.
+            TracingError: it is not. The model must not be served then.
         """
         if _identities(self._model) != self._identities:
-            raise TracingError("tracing the loader changed the model's tensors; refusing to go on")
-        hung = _hung(self._model)
-        places = hung.keys() | self._hanging.keys()
-        kept = sorted(p for p in places if hung.get(p) is not self._hanging.get(p))
-        if kept:
-            raise TracingError(f"tracing the loader left other tensors in {', '.join(kept)}")
-        if self._hashes and (now := self._hashed()) != self._hashes:
-            names = sorted(n for n, h in self._hashes.items() if now.get(n) != h)
+            raise TracingError("tracing the loader replaced or moved tensors of the model")
+        now = _tensors_by_path(self._model)
+        paths = now.keys() | self._tensors.keys()
+        changed = sorted(p for p in paths if now.get(p) is not self._tensors.get(p))
+        if changed:
+            raise TracingError(f"tracing the loader left other tensors in {', '.join(changed)}")
+        if self._hashes and (hashes := self._hashed()) != self._hashes:
+            names = sorted(n for n, h in self._hashes.items() if hashes.get(n) != h)
             raise TracingError(
-                f"tracing the loader wrote to the model, by a way that cannot be followed: {names}"
+                f"tracing the loader wrote to the model in a way that cannot be followed: {names}"
             )
 
     def _hashed(self) -> dict[str, str]:
-        """A hash of every piece of memory, by its first name."""
-        found: dict[Any, tuple[str, str]] = {}
-        for held in self.registered + self.attributes:
-            where = place(held.memory)
-            if where not in found and held.memory.numel() and not held.memory.is_meta:
-                found[where] = (held.path, _hash(held.memory))
-        return dict(found.values())
+        """Hash every distinct piece of memory; the keys are the first path of each."""
+        hashes: dict[Any, tuple[str, str]] = {}
+        for attached in self.registered + self.attributes:
+            memory = attached.memory
+            key = location(memory)
+            if key not in hashes and memory.numel() and not memory.is_meta:
+                hashes[key] = (attached.path, _hash(memory))
+        return dict(hashes.values())
 
 
-def held_tensors(modules: Mapping[str, torch.nn.Module]) -> Iterator[AttachedTensor]:
-    """Every strided tensor that hangs directly on one of some modules, by the modules' paths."""
+def attached_tensors(modules: Mapping[str, torch.nn.Module]) -> Iterator[AttachedTensor]:
+    """Yield every strided tensor attached directly to one of some modules, given by path."""
     for path, module in modules.items():
         for registry in (*_REGISTRIES, "__dict__"):
             for name, tensor in getattr(module, registry).items():
@@ -155,23 +156,26 @@ def held_tensors(modules: Mapping[str, torch.nn.Module]) -> Iterator[AttachedTen
                     yield AttachedTensor(module, name, full, registry, tensor, tensor.data)
 
 
-def _hung(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Every tensor that hangs on the model, by where."""
-    return {f"{path}.{name}".lstrip("."): t for path, _, name, t in hanging(model)}
+def layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return a tensor's device, shape, strides and dtype."""
+    return (tensor.device, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
-def place(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Where a tensor's elements lie, and how: device, address, shape, strides, dtype."""
-    address = None if tensor.is_meta else tensor.data_ptr()
-    return (tensor.device, address, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+def location(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return a tensor's address (None on meta) and layout; equal for two views of the same bits."""
+    return (None if tensor.is_meta else tensor.data_ptr(), *layout(tensor))
+
+
+def _tensors_by_path(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {f"{path}.{name}".lstrip("."): t for path, _, name, t in reachable_tensors(model)}
 
 
 def _identities(model: torch.nn.Module) -> dict[str, tuple[object, ...]]:
-    return {name: (id(tensor), *place(tensor)) for name, tensor in live_tensors(model)}
+    return {name: (id(tensor), *location(tensor)) for name, tensor in live_tensors(model)}
 
 
 def _hash(tensor: torch.Tensor) -> str:
-    """A hash of all memory from a tensor's first to its last element."""
+    """Hash all memory from a tensor's first to its last element."""
     memory = tensor.as_strided((extent(tensor),), (1,)).view(torch_bits_dtype(tensor.dtype))
     if memory.device.type != "cpu":
         return weighted_sum(memory)
@@ -180,10 +184,10 @@ def _hash(tensor: torch.Tensor) -> str:
 
 
 def weighted_sum(memory: torch.Tensor) -> str:
-    """A hash of integers on any device: each times a number of its own, added up modulo 2^64.
+    """Hash integers on any device: the sum modulo 2**64 of each times a weight of its own.
 
     Args:
-        memory: [n]. Temporaries take 16 bytes for each of some 16 million elements.
+        memory: integers [n]. Temporaries take 16 bytes per element of a chunk, 256 MiB at most.
     """
     size = min(_CHUNK, len(memory))
     random = torch.Generator(memory.device).manual_seed(1)

@@ -22,7 +22,7 @@ from engine_ext.apply.masked import MaskedWriter
 from engine_ext.apply.scatter import ScatterWriter
 from engine_ext.derived.find import find_derived, refuse_derived
 from engine_ext.derived.proof import prove
-from engine_ext.derived.recompute import Recomputation, note
+from engine_ext.derived.recompute import Recomputation, add_recomputed
 from engine_ext.kernels.gather_scatter import warm_up
 from engine_ext.model.constants import Known, is_constant
 from engine_ext.model.storage_index import StorageIndex
@@ -138,7 +138,7 @@ def _trace(loaded: LoadedModel, specs: Sequence[TensorSpec]) -> Traced:
     derived = find_derived(loaded.model, placement, loaded.constants)
     recomputed, failed = prove(loaded.model, placement, derived, loaded.recomputations)
     refuse_derived(placement, derived, {path for one in recomputed for path in one.paths}, failed)
-    note(placement, recomputed)
+    add_recomputed(placement, recomputed)
     return Traced(index, placement, others, recomputed)
 
 

@@ -1,13 +1,14 @@
-"""Learned repacks: how an engine's post-load processing moves a module's elements.
+"""Infer from probes how an engine's post-load processing moves a module's elements.
 
 The processing is a black box. It is run on copies of the module whose parameters hold the digits
-of each element's index; what comes out names, at every place, the element that lies there now.
-Random bits, and their complement, are then moved by the map that was found and by the
-processing, and must agree bit for bit: what computes, clamps or sorts is refused with a reason,
-and so is a parameter of which the processing keeps something elsewhere, because no write to the
-parameter would reach that.
+of each element's index; the output names, at every place, the element that is there now. Random
+bits and their complement are then moved by the map that was found and by the processing, and must
+agree bit for bit. Processing that computes, clamps or sorts is refused with a reason. So is a
+parameter of which the processing keeps something elsewhere, because a write to the parameter would
+not reach that.
 
-A learned move is a hypothesis like any placement: `engine_ext.placement.certify` proves it on the bytes.
+An inferred repack is a hypothesis like any placement: `engine_ext.placement.certify` proves it on
+the checkpoint's bytes.
 """
 
 from __future__ import annotations
@@ -24,142 +25,141 @@ from engine_ext.placement.segments import Placement, Repack
 from engine_ext.repacks.index_probe import IndexProbe
 
 Process = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
-"""Runs a module's processing on copies that hold these parameters (it may write to them).
+"""Run a module's processing on copies that hold these parameters, which it may write to.
 
-Returns the parameters under the same names, and whatever else the processing made, under any
-other names.
+Returns the parameters under the same names, and whatever else the processing made under any other
+names.
 """
 
 
 @dataclass(frozen=True, slots=True)
-class Learned:
-    """What the processing does to a module's parameters; one in neither dict stays as it is.
+class InferredRepacks:
+    """What the processing does to a module's parameters; one in neither dict is unchanged.
 
     Attributes:
-        repacks: moves, by parameter name.
-        refusals: why it is no move that can be followed, by parameter name.
+        repacks: permutations, by parameter name.
+        refusals: why the processing cannot be followed, by parameter name.
     """
 
     repacks: dict[str, Repack]
     refusals: dict[str, str]
 
 
-def learn(parameters: Mapping[str, torch.Tensor], process: Process) -> Learned:
-    """Find out how a module's processing moves the elements of its parameters.
+def infer_repacks(parameters: Mapping[str, torch.Tensor], process: Process) -> InferredRepacks:
+    """Infer how a module's processing moves the elements of its parameters.
 
-    Never raises; a processing that fails is a refusal of all parameters.
+    Never raises: if the processing fails, all parameters are refused.
+
+    Memory: let M be the bytes of all parameters. If the processing needs M besides its input and
+    output, and `process` keeps its last output, at most 6 M and 64 MiB are used besides the module:
+    those four M, and an int32 map of up to 2 M on the CPU if the permutation differs between
+    blocks of the leading dimension; otherwise the map is that of one block. If it would be more
+    than 2 M (1-byte dtypes), the parameter is refused. The returned maps cover one block each, the
+    smallest that repeats.
 
     Args:
-        parameters: the module's parameters, contiguous. They are not read or written: only their
-            shapes, dtypes and devices count.
-        process: as `Process`; called about a dozen times, and once more for each parameter where
-            some are refused.
-
-    With M the bytes of all parameters, a processing that needs M beside its input and output, and
-    a `process` that keeps its last output, the memory in use beside the module is at most 6 M and
-    64 MiB: those four, and a map (int32) of up to 2 M, held on the CPU, where the move is not the
-    same in every block of the leading dimension; else the map is that of one block. Where it
-    would be more than 2 M (1-byte dtypes), the parameter is refused. The maps that are returned
-    are of one block each, the smallest that repeats.
+        parameters: the module's parameters, contiguous. Their elements are not read or written.
+        process: see `Process`; called about a dozen times, and once more per parameter if some
+            are refused.
     """
-    lessons = {
+    probes = {
         name: IndexProbe(tensor, seed) for seed, (name, tensor) in enumerate(parameters.items())
     }
     try:
-        _teach(lessons, process)
+        _run_probes(probes, process)
     except Exception as error:
         text = str(error).strip().splitlines()
         reason = f"fails on probes: {type(error).__name__}: {text[0] if text else ''}"
-        for lesson in lessons.values():
-            lesson.refuse(reason)
-    return Learned(
-        {n: s.repack for n, s in lessons.items() if s.repack is not None and not s.reason},
-        {n: f"post-load processing {s.reason}" for n, s in lessons.items() if s.reason},
+        for probe in probes.values():
+            probe.refuse(reason)
+    return InferredRepacks(
+        {n: p.repack for n, p in probes.items() if p.repack is not None and not p.reason},
+        {n: f"post-load processing {p.reason}" for n, p in probes.items() if p.reason},
     )
 
 
-def _teach(lessons: dict[str, IndexProbe], process: Process) -> None:
+def _run_probes(probes: dict[str, IndexProbe], process: Process) -> None:
     def payloads(flip: bool) -> dict[str, torch.Tensor]:
-        return {name: lesson.payload(flip) for name, lesson in lessons.items()}
+        return {name: probe.payload(flip) for name, probe in probes.items()}
 
-    # In functions, so that no output is held here while the next is made.
+    # Functions, so that no output is kept alive while the next is made.
     def compare(flip: bool) -> dict[str, str]:
         outputs = process(payloads(flip))
-        for name, lesson in lessons.items():
-            lesson.compare(outputs.get(name), flip)
-        return _beside(outputs, lessons)
+        for name, probe in probes.items():
+            probe.compare(outputs.get(name), flip)
+        return _other_outputs(outputs, probes)
 
-    def take(number: int) -> None:
-        outputs = process({name: lesson.probe(number) for name, lesson in lessons.items()})
-        for name, lesson in lessons.items():
-            if lesson.open:
-                lesson.take(number, outputs[name])
+    def read_digit(number: int) -> None:
+        outputs = process({name: probe.digit(number) for name, probe in probes.items()})
+        for name, probe in probes.items():
+            if probe.pending:
+                probe.read_digit(number, outputs[name])
 
     def verify(flip: bool) -> None:
         outputs = process(payloads(flip))
-        for name, lesson in lessons.items():
-            if lesson.open:
-                lesson.verify(outputs[name], flip)
+        for name, probe in probes.items():
+            if probe.pending:
+                probe.verify(outputs[name], flip)
 
     before, after = compare(False), compare(True)
     changed = {n for n in before.keys() | after.keys() if before.get(n) != after.get(n)}
     if changed:
-        _refuse_makers(lessons, process, before, changed)
-    for number in range(max((len(s.places) for s in lessons.values() if s.open), default=0)):
-        take(number)
-    for lesson in lessons.values():
-        lesson.conclude()
-    if any(lesson.open for lesson in lessons.values()):
+        _refuse_kept_elsewhere(probes, process, before, changed)
+    for number in range(max((len(p.digits) for p in probes.values() if p.pending), default=0)):
+        read_digit(number)
+    for probe in probes.values():
+        probe.conclude()
+    if any(probe.pending for probe in probes.values()):
         verify(False)
         verify(True)
-    _refuse_ingredients(lessons, process)
+    _refuse_inputs_of_refused(probes, process)
 
 
-def _beside(
-    outputs: Mapping[str, torch.Tensor], lessons: Mapping[str, IndexProbe]
+def _other_outputs(
+    outputs: Mapping[str, torch.Tensor], probes: Mapping[str, IndexProbe]
 ) -> dict[str, str]:
-    """A hash of each tensor that the processing made beside the parameters."""
-    return {name: fingerprint(t) for name, t in outputs.items() if name not in lessons}
+    """Fingerprint each tensor that the processing made in addition to the parameters."""
+    return {name: fingerprint(t) for name, t in outputs.items() if name not in probes}
 
 
-def _refuse_makers(
-    lessons: dict[str, IndexProbe], process: Process, before: dict[str, str], changed: set[str]
+def _refuse_kept_elsewhere(
+    probes: dict[str, IndexProbe], process: Process, before: dict[str, str], changed: set[str]
 ) -> None:
-    """Refuse the parameters that the tensors `changed` are made of."""
+    """Refuse the parameters that the other outputs in `changed` are computed from."""
     unexplained = set(changed)
-    for name, lesson in lessons.items():
-        probes = {n: s.payload(flip=n == name) for n, s in lessons.items()}
-        now = _beside(process(probes), lessons)
-        made = {n for n in changed if now.get(n) != before.get(n)}
-        if made:
-            lesson.refuse(f"also keeps what it makes of it in {', '.join(sorted(made))}")
-        unexplained -= made
+    for name, probe in probes.items():
+        payloads = {n: p.payload(flip=n == name) for n, p in probes.items()}
+        now = _other_outputs(process(payloads), probes)
+        affected = {n for n in changed if now.get(n) != before.get(n)}
+        if affected:
+            probe.refuse(f"also keeps values computed from it in {', '.join(sorted(affected))}")
+        unexplained -= affected
     if unexplained:
-        for lesson in lessons.values():
-            lesson.refuse(
-                f"keeps {', '.join(sorted(unexplained))} beside it, which may be made of it"
+        for probe in probes.values():
+            probe.refuse(
+                f"also keeps {', '.join(sorted(unexplained))}, which may be computed from it"
             )
 
 
-def _refuse_ingredients(lessons: Mapping[str, IndexProbe], process: Process) -> None:
-    """Refuse the parameters that another one, which is refused, is made of.
+def _refuse_inputs_of_refused(probes: Mapping[str, IndexProbe], process: Process) -> None:
+    """Refuse the parameters that a refused one is computed from.
 
-    Such a parameter may itself stay where it is, but a write to it would leave the other behind.
+    Such a parameter may itself be unchanged, but a write to it would not update the other.
     """
-    refused = {name for name, lesson in lessons.items() if lesson.reason}
-    if not refused or len(refused) == len(lessons):
+    refused = {name for name, probe in probes.items() if probe.reason}
+    if not refused or len(refused) == len(probes):
         return
 
-    def made(flipped: str | None) -> dict[str, str]:
-        outputs = process({n: s.payload(flip=n == flipped) for n, s in lessons.items()})
+    def outcome(flipped: str | None) -> dict[str, str]:
+        outputs = process({n: p.payload(flip=n == flipped) for n, p in probes.items()})
         return {name: fingerprint(outputs[name]) for name in refused if name in outputs}
 
-    before = made(None)
-    for name in lessons.keys() - refused:
-        now = made(name)
+    before = outcome(None)
+    for name in probes.keys() - refused:
+        now = outcome(name)
         changed = sorted(n for n in refused if now.get(n) != before.get(n))
         if changed:
-            lessons[name].refuse(f"makes {', '.join(changed)} of it too")
+            probes[name].refuse(f"also computes {', '.join(changed)} from it")
 
 
 def compose(
@@ -169,9 +169,9 @@ def compose(
 
     Args:
         placement: as traced, not yet certified; its segments are replaced in place.
-        repacks: learned moves, by any name of the live tensor.
-        refusals: live tensors that cannot be followed, with the reason: what lies in them is
-            marked uncertified.
+        repacks: inferred repacks, by any name of the live tensor.
+        refusals: why a live tensor cannot be followed, by any of its names; the checkpoint tensors
+            in it become uncertified.
     """
     for placed in placement.values():
         for number, segment in enumerate(placed.segments):
@@ -182,7 +182,7 @@ def compose(
             if reasons:
                 placed.refuse(f"{live.name}: {reasons[0]}")
             elif len(found) > 1 or any(extent(live.tensor) % r.block for r in found.values()):
-                placed.refuse(f"{live.name}: what was learned of its repack does not fit it")
+                placed.refuse(f"{live.name}: the inferred repack does not fit it")
                 continue
             for repack in found.values():
                 both = segment.repack.then(repack) if segment.repack else repack

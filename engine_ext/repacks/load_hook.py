@@ -1,9 +1,9 @@
-"""An engine's post-load processing, learned on copies just before the engine runs it.
+"""Hook an engine's post-load processing, and infer its repacks just before the engine runs it.
 
-While a model is loaded, the engine's walk over its modules is preceded by ours: each module's own
-processing is run on a twin that shares nothing the processing could write to, in the state that
-the engine's first call will find. Modules that are alike share what was learned of the first one;
-certification later proves it for each of them against the checkpoint's bytes.
+While a model is loaded, the engine's walk over its modules is preceded by one of ours: each
+module's processing is run on a copy that shares nothing the processing could write to, in the
+state that the engine's own call will find. Modules that look alike share the result of the first
+one; certification later proves it for each of them against the checkpoint's bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from engine_ext.model.constants import is_constant
 from engine_ext.placement.segments import Repack
-from engine_ext.repacks.infer import Learned, learn
+from engine_ext.repacks.infer import InferredRepacks, infer_repacks
 from engine_ext.repacks.module_copy import PROCESSING, ModuleCopy, state_of
 
 
@@ -30,9 +30,10 @@ class Processing:
 
     Attributes:
         module: the live module.
-        method: the object whose function is called; its traits tell modules apart.
-        call: makes the call, given the module's twin.
-        recomputed: whether the engine may be able to recompute what the call hangs on the module.
+        method: the object whose function is called; its attributes tell modules apart.
+        call: makes the call, given a copy of the module.
+        recomputed: whether the engine may be able to recompute what the call attaches to the
+            module.
     """
 
     module: torch.nn.Module
@@ -42,27 +43,27 @@ class Processing:
 
 
 Walk = Callable[..., Iterable[Processing]]
-"""Takes what the engine's function takes, the model first; gives what it will call, in order."""
+"""Called with the engine function's arguments, the model first; returns its calls, in order."""
 
 
 class LearningError(RuntimeError):
-    """Learning changed the live model, so it must not be served."""
+    """Probing changed the live model, so it must not be served."""
 
 
 class RepackLearner:
-    """Learns what an engine does to a model's weights after loading; use it around the loading.
+    """Context manager around a model's loading that infers the repacks of its weights.
 
-    Only the first model that is loaded meanwhile counts (a draft model is loaded after it).
+    Only the first model loaded in the block counts (a draft model is loaded after it).
 
     Args:
         owner: the engine's module or class that has the function which processes a loaded model.
-        name: that function's name; it is replaced for the time of the learning.
-        walk: what that function will call for each module.
+        name: that function's name; it is replaced for the duration of the block.
+        walk: returns the calls that the function will make.
 
     Attributes:
-        repacks: moves, by the live parameter's name in the model.
+        repacks: permutations, by the live parameter's name in the model.
         refusals: why a live parameter cannot be followed, by its name.
-        complete: whether the function was called, and `walk` told all that it does.
+        complete: whether the function was called, and `walk` covers everything that it does.
         seconds: time spent.
     """
 
@@ -75,7 +76,7 @@ class RepackLearner:
         self._name = name
         self._walk = walk
         self._original = inspect.getattr_static(owner, name)
-        self._known: dict[Any, Learned] = {}
+        self._known: dict[Any, InferredRepacks] = {}
 
     def __enter__(self) -> RepackLearner:
         original = getattr(self._owner, self._name)
@@ -84,10 +85,10 @@ class RepackLearner:
         def process(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not self.complete:
                 self.complete = not hasattr(model, PROCESSING)
-                self._learn_model(model, self._walk(model, *args, **kwargs))
+                self._infer_model(model, self._walk(model, *args, **kwargs))
             return original(model, *args, **kwargs)
 
-        # A function stays one where it hangs on a class.
+        # A static method of a class must not become a method.
         static = isinstance(self._original, staticmethod)
         setattr(self._owner, self._name, staticmethod(process) if static else process)
         return self
@@ -95,64 +96,67 @@ class RepackLearner:
     def __exit__(self, *error: object) -> None:
         setattr(self._owner, self._name, self._original)
 
-    def _learn_model(self, model: torch.nn.Module, processings: Iterable[Processing]) -> None:
+    def _infer_model(self, model: torch.nn.Module, processings: Iterable[Processing]) -> None:
         start = time.perf_counter()
         names: dict[int, str] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), name)
         for processing in processings:
-            self._learn_module(processing, names)
+            self._infer_module(processing, names)
         self.seconds = time.perf_counter() - start
 
-    def _learn_module(self, processing: Processing, names: dict[int, str]) -> None:
+    def _infer_module(self, processing: Processing, names: dict[int, str]) -> None:
         parameters = {n: p for n, p in processing.module.named_parameters() if not p.is_meta}
         if not parameters:
             return
         try:
             signature = _signature(processing, parameters)
             if signature not in self._known:
-                self._known[signature] = _learn(processing, parameters)
-            self._note(self._known[signature], parameters, names)
+                self._known[signature] = _infer(processing, parameters)
+            self._add(self._known[signature], parameters, names)
         except LearningError:
             raise
         except Exception as error:
-            reason = f"learning what is done to it failed: {type(error).__name__}: {error}"
-            self._note(Learned({}, dict.fromkeys(parameters, reason)), parameters, names)
+            reason = f"probing its post-load processing failed: {type(error).__name__}: {error}"
+            self._add(InferredRepacks({}, dict.fromkeys(parameters, reason)), parameters, names)
 
-    def _note(
-        self, learned: Learned, parameters: dict[str, torch.nn.Parameter], names: dict[int, str]
+    def _add(
+        self,
+        inferred: InferredRepacks,
+        parameters: dict[str, torch.nn.Parameter],
+        names: dict[int, str],
     ) -> None:
         for name, parameter in parameters.items():
             live = names[id(parameter)]
-            if name in learned.refusals:
-                self.refusals.setdefault(live, learned.refusals[name])
-            elif name in learned.repacks and live in self.repacks:
+            if name in inferred.refusals:
+                self.refusals.setdefault(live, inferred.refusals[name])
+            elif name in inferred.repacks and live in self.repacks:
                 self.refusals.setdefault(live, "the post-load processing of two modules moves it")
-            elif name in learned.repacks:
-                self.repacks[live] = learned.repacks[name]
+            elif name in inferred.repacks:
+                self.repacks[live] = inferred.repacks[name]
 
 
-def _learn(processing: Processing, parameters: dict[str, torch.nn.Parameter]) -> Learned:
-    """Learn one module's processing.
+def _infer(processing: Processing, parameters: dict[str, torch.nn.Parameter]) -> InferredRepacks:
+    """Infer the repacks of one module.
 
-    Where the engine may recompute what is hung on the module, no parameter is refused for what
-    will be found there once the model is loaded, and is either proven to follow then, or is a
-    reason to refuse.
+    If the engine may recompute what the processing attaches to the module, no parameter is refused
+    for tensors that `find_derived` will find on the loaded model: they are then either proven to
+    be recomputed, or a reason to refuse.
 
     Raises:
-        LearningError: the live module is not what it was.
+        LearningError: the live module has changed.
     """
     module = processing.module
-    twins: list[ModuleCopy] = []
+    copies: list[ModuleCopy] = []
 
     def process(probes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        twins.append(ModuleCopy(module, {id(parameters[name]): t for name, t in probes.items()}))
-        processing.call(twins[-1].root)
-        # Kept until here, so that no two calls make a handle (an address) that is the same.
-        for old in twins[:-1]:
-            old.dissolve()
-        del twins[:-1]
-        found = twins[0].tensors(probes.keys())
+        copies.append(ModuleCopy(module, {id(parameters[name]): t for name, t in probes.items()}))
+        processing.call(copies[-1].root)
+        # Kept until here, so that two calls never get the same address, or a handle made of it.
+        for old in copies[:-1]:
+            old.release()
+        del copies[:-1]
+        found = copies[0].tensors(probes.keys())
         return {
             name: tensor
             for name, tensor in found.items()
@@ -163,26 +167,28 @@ def _learn(processing: Processing, parameters: dict[str, torch.nn.Parameter]) ->
     devices = {p.device.index for p in parameters.values() if p.device.type == "cuda"}
     try:
         with torch.random.fork_rng(sorted(devices)):
-            learned = learn(parameters, process)
+            inferred = infer_repacks(parameters, process)
     finally:
-        for old in twins:
-            old.dissolve()
+        for old in copies:
+            old.release()
     if state_of(module) != before:
-        raise LearningError(f"learning changed a live {type(module).__name__}")
-    return learned
+        raise LearningError(f"probing post-load processing changed a live {type(module).__name__}")
+    return inferred
 
 
 def _found_later(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> bool:
-    """Whether `find_derived` cannot miss a tensor that the processing makes: a new attribute of the
-    module itself, and not of a kind that is taken for a constant, whatever its values.
+    """Return whether `find_derived` is sure to find a tensor that the processing makes.
+
+    It must be a new attribute of the module itself, and not of a kind that passes for a constant,
+    whatever its values.
     """
-    new = "." not in name and not isinstance(getattr(module, name, None), torch.Tensor)
+    new = name.isidentifier() and not isinstance(getattr(module, name, None), torch.Tensor)
     large = tensor.numel() > 1 and tensor.is_floating_point()
     return new and large and not is_constant(name, tensor)
 
 
 def _signature(processing: Processing, parameters: dict[str, Any]) -> Any:
-    """Two modules with one signature are alike, as far as can be told."""
+    """Return what tells modules apart: those with equal signatures share one result."""
     module, method = processing.module, processing.method
     return (
         type(module),
@@ -195,7 +201,10 @@ def _signature(processing: Processing, parameters: dict[str, Any]) -> Any:
 
 
 def _traits(thing: object) -> tuple[Any, ...]:
-    """An object's attributes by name and type; switches by value (but a layer's number varies)."""
+    """Return an object's attributes with their types, and the values of switches.
+
+    Other values do not count: a layer's number differs between modules that are alike.
+    """
     return tuple(
         (name, value if isinstance(value, (bool, Enum, torch.dtype)) else type(value))
         for name, value in sorted(vars(thing).items())

@@ -1,4 +1,8 @@
-"""Steps that moved elements between storages, run again on element numbers."""
+"""Replay the operators that moved elements between storages on element ids.
+
+Each step that moved checkpoint elements is run again on tensors that hold the elements' ids
+instead of their values. The result says for every element where it came from.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from engine_ext.tracing.strided_boxes import ElementIds
 
 _aten: Final = torch.ops.aten
 
-# Casts that keep every value.
+# Casts that preserve every value: from the key to each of the values.
 _LOSSLESS: Final[dict[torch.dtype, tuple[torch.dtype, ...]]] = {
     torch.float8_e4m3fn: (torch.float16, torch.bfloat16, torch.float32, torch.float64),
     torch.float8_e5m2: (torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -27,16 +31,15 @@ _LOSSLESS: Final[dict[torch.dtype, tuple[torch.dtype, ...]]] = {
     torch.int32: (torch.int64,),
 }
 
-# Memory that the element numbers of one write may take.
-_MOST_BYTES: Final = 1 << 33
+# Bytes that the element ids of one write may take.
+_MAX_BYTES: Final = 1 << 33
+
+# Elements of an index tensor up to which it is compared to see whether two histories are alike.
+_MAX_COMPARED: Final = 1 << 12
 
 
-# Elements of an index by which two tensors are told to be moved alike.
-_MOST_COMPARED: Final = 1 << 12
-
-
-class NotFollowed(Exception):
-    """What is written cannot be traced back element by element."""
+class UntraceableError(Exception):
+    """What is written cannot be traced back element by element; the message says why."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,13 +49,13 @@ class TrackedStorage:
     Attributes:
         dtype: of its elements.
         elements: how many it has room for.
-        names: the checkpoint tensors that some of them come from.
-        live: names of live tensors that some of them were read back from.
-        source: the checkpoint tensor that it is itself, if it is one.
-        spoiled: what was done to it that is more than a move; empty: nothing.
-        narrowed: whether some elements were cast to `dtype` from one that holds more.
+        names: the checkpoint tensors that some elements come from.
+        live: names of live tensors that some elements were read back from.
+        source: the checkpoint tensor that it stands for, if any.
+        untraceable: what was done to it that is more than a move; empty if nothing.
+        narrowed: whether some elements were cast to `dtype` from one that holds more values.
         recast: whether some elements were cast at all.
-        steps: what wrote to it, in order.
+        steps: the steps that wrote to it, in order.
     """
 
     dtype: torch.dtype
@@ -60,25 +63,25 @@ class TrackedStorage:
     names: frozenset[str] = frozenset()
     live: frozenset[str] = frozenset()
     source: str | None = None
-    spoiled: str = ""
+    untraceable: str = ""
     narrowed: bool = False
     recast: bool = False
     steps: list[Step] = field(default_factory=list)
 
-    def spoil(self, reason: str) -> None:
-        """Note what makes its elements unknown; the first reason stands."""
-        self.spoiled = self.spoiled or reason
+    def mark_untraceable(self, reason: str) -> None:
+        """Note why its elements cannot be traced; the first reason is kept."""
+        self.untraceable = self.untraceable or reason
 
-    def take(self, other: TrackedStorage) -> None:
-        """Some elements of another cell are written to this one."""
+    def merge(self, other: TrackedStorage) -> None:
+        """Note that elements of another storage are written to this one."""
         self.names |= other.names
         self.live |= other.live
         self.recast |= other.recast or other.dtype != self.dtype
-        if other.spoiled:
-            self.spoil(other.spoiled)
+        if other.untraceable:
+            self.mark_untraceable(other.untraceable)
         elif other.dtype != self.dtype:
             if other.narrowed:
-                self.spoil(f"a cast to {other.dtype} loses what it holds")
+                self.mark_untraceable(f"a cast to {other.dtype} loses what it holds")
             self.narrowed |= self.dtype not in _LOSSLESS.get(other.dtype, ())
         else:
             self.narrowed |= other.narrowed
@@ -86,22 +89,22 @@ class TrackedStorage:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A strided view of a cell."""
+    """A strided view of a tracked storage; offset and strides in elements."""
 
-    cell: TrackedStorage
+    storage: TrackedStorage
     offset: int
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
 
     @property
     def whole(self) -> bool:
-        """Whether it is all of the cell, in order."""
-        return math.prod(self.sizes) == self.cell.elements and _contiguous(self)
+        """Whether it is the whole storage, in order."""
+        return math.prod(self.sizes) == self.storage.elements and _is_contiguous(self)
 
 
 @dataclass(frozen=True, slots=True)
-class Other:
-    """A tensor whose elements are moved but are no checkpoint tensor's."""
+class UntrackedTensor:
+    """A tensor whose elements are moved, but come from no checkpoint tensor."""
 
     sizes: tuple[int, ...]
 
@@ -112,141 +115,148 @@ class Step:
 
     Attributes:
         number: its place in the order of all steps.
-        arguments: by name; `View` and `Other` stand for the tensors whose elements it moved.
-        made: views of the cells that it made; it writes into its arguments where there are none.
+        func: the ATen operator.
+        arguments: by name; a `View` or `UntrackedTensor` stands for each tensor whose elements it
+            moved.
+        outputs: views of the storages that it created; empty if it writes into its arguments.
     """
 
     number: int
     func: Any
     arguments: dict[str, Any]
-    made: tuple[View, ...]
+    outputs: tuple[View, ...]
 
     @property
-    def read(self) -> list[TrackedStorage]:
-        """What it reads, and what it changes in place."""
-        return [v.cell for v in tree_leaves(self.arguments) if isinstance(v, View)]
+    def inputs(self) -> list[TrackedStorage]:
+        """The storages that it reads or changes in place."""
+        return [v.storage for v in tree_leaves(self.arguments) if isinstance(v, View)]
 
     @property
-    def touched(self) -> list[TrackedStorage]:
-        """What it reads or writes."""
-        return self.read + [view.cell for view in self.made]
+    def storages(self) -> list[TrackedStorage]:
+        """The storages that it reads or writes."""
+        return self.inputs + [view.storage for view in self.outputs]
 
 
 class Provenance:
-    """The steps that a cell is the result of.
+    """The steps that a storage is the result of.
 
     Attributes:
         sources: the checkpoint tensors that its elements may come from.
-        shape: what was done, but for the tensors' names: where it is the same for two cells, the
-            same numbers come out. None where that cannot be told at little cost.
+        signature: what was done, without the tensors' names. Two storages with equal signatures
+            have equal element ids. None if comparing them would be expensive.
     """
 
-    def __init__(self, cell: TrackedStorage) -> None:
-        self._cell = cell
-        self._steps, self._cells = _history(cell)
-        self.sources = [c.source for c in self._cells if c.source is not None]
-        self.shape = _shape(self._steps, self._cells)
+    def __init__(self, storage: TrackedStorage) -> None:
+        self._storage = storage
+        self._steps, self._storages = _history(storage)
+        self.sources = [s.source for s in self._storages if s.source is not None]
+        self.signature = _signature(self._steps, self._storages)
 
     def replay(self) -> ElementIds:
-        """The element numbers of the whole cell, 1-D; its sources are `sources`.
+        """Return the element ids of the whole storage, 1-D; source i is ``sources[i]``.
 
-        Takes four bytes per element of the temporaries that are needed at one time (eight where
-        the sources have 2^31 elements together), and once more for one that is not contiguous.
+        Takes four bytes per element of the temporaries needed at one time (eight if the sources
+        have 2**31 elements together), and as much again for one that is not contiguous.
 
         Raises:
-            NotFollowed: that is too much memory.
+            UntraceableError: that is too much memory.
         """
         starts: dict[TrackedStorage, int] = {}
         end = 1
-        for number, source in enumerate(c for c in self._cells if c.source is not None):
+        for number, source in enumerate(s for s in self._storages if s.source is not None):
             starts[source] = end
             # Unequal gaps, so that no stride leads from one source through the next to a third.
             end += source.elements + number + 1
         dtype = torch.int32 if end < 1 << 31 else torch.int64
-        temporaries = sum(c.elements for c in self._cells if c.source is None)
-        if temporaries * dtype.itemsize > _MOST_BYTES:
-            raise NotFollowed("its elements are too many to be followed through temporaries")
-        memory = _Memory(starts, dtype)
-        last_use = {c: step.number for step in self._steps for c in step.touched}
+        temporaries = sum(s.elements for s in self._storages if s.source is None)
+        if temporaries * dtype.itemsize > _MAX_BYTES:
+            raise UntraceableError("it has too many elements to be followed through temporaries")
+        memory = _IdMemory(starts, dtype)
+        last_use = {s: step.number for step in self._steps for s in step.storages}
         for step in self._steps:
             memory.replay(step)
-            for done in [c for c in memory.cells if last_use[c] == step.number]:
-                if done is not self._cell:
-                    del memory.cells[done]
-        return ElementIds(memory.cells[self._cell], [*starts.values(), end])
+            for done in [s for s in memory.contents if last_use[s] == step.number]:
+                if done is not self._storage:
+                    del memory.contents[done]
+        return ElementIds(memory.contents[self._storage], [*starts.values(), end])
 
 
-class _Memory:
-    """Element numbers in the place of elements."""
+class _IdMemory:
+    """The contents of storages, with ids in place of elements.
+
+    Args:
+        starts: id of the first element of each storage that stands for a checkpoint tensor.
+        dtype: of the ids.
+    """
 
     def __init__(self, starts: dict[TrackedStorage, int], dtype: torch.dtype) -> None:
-        self.cells: dict[TrackedStorage, torch.Tensor] = {}
+        self.contents: dict[TrackedStorage, torch.Tensor] = {}
         self._starts = starts
         self._dtype = dtype
 
     def replay(self, step: Step) -> None:
         """Run one step again."""
 
-        def bring(leaf: Any) -> Any:
+        def with_ids(leaf: Any) -> Any:
             if isinstance(leaf, View):
-                return self._seen(leaf)
-            if isinstance(leaf, Other):
+                return self._read(leaf)
+            if isinstance(leaf, UntrackedTensor):
                 return torch.zeros((), dtype=self._dtype).expand(leaf.sizes)
             return leaf
 
-        arguments = {name: tree_map(bring, value) for name, value in step.arguments.items()}
+        arguments = {name: tree_map(with_ids, value) for name, value in step.arguments.items()}
         outputs = tree_leaves(_call(step.func, arguments))
-        for view, output in zip(step.made, outputs if step.made else (), strict=True):
+        for view, output in zip(step.outputs, outputs if step.outputs else (), strict=True):
             if view.whole and self._is_fresh(output):
-                self.cells[view.cell] = output.view(-1)
+                self.contents[view.storage] = output.view(-1)
             else:
-                _aten.copy_.default(self._seen(view), output)
+                _aten.copy_.default(self._read(view), output)
 
-    def _seen(self, view: View) -> torch.Tensor:
-        if view.cell in self._starts:
-            return self._counted(view)
-        if view.cell not in self.cells:
-            self.cells[view.cell] = torch.zeros(view.cell.elements, dtype=self._dtype)
-        return self.cells[view.cell].as_strided(view.sizes, view.strides, view.offset)
+    def _read(self, view: View) -> torch.Tensor:
+        if view.storage in self._starts:
+            return self._source_ids(view)
+        if view.storage not in self.contents:
+            self.contents[view.storage] = torch.zeros(view.storage.elements, dtype=self._dtype)
+        return self.contents[view.storage].as_strided(view.sizes, view.strides, view.offset)
 
     def _is_fresh(self, output: torch.Tensor) -> bool:
-        """Whether a tensor is alone in its memory, and fills it in order."""
+        """Return whether a tensor has its memory to itself, and fills it in order."""
         storage = output.untyped_storage()
-        taken = {memory.untyped_storage()._cdata for memory in self.cells.values()}
+        taken = {memory.untyped_storage()._cdata for memory in self.contents.values()}
         alone = storage.nbytes() == output.numel() * output.element_size()
         return alone and output.is_contiguous() and storage._cdata not in taken
 
-    def _counted(self, view: View) -> torch.Tensor:
-        """A view of a source, of which only the viewed elements are made; contiguous."""
-        counted = torch.full((1,) * len(view.sizes), view.offset + self._starts[view.cell])
-        counted = counted.to(self._dtype)
+    def _source_ids(self, view: View) -> torch.Tensor:
+        """Make the ids of a view of a source, contiguous, without those of the whole source."""
+        ids = torch.full((1,) * len(view.sizes), view.offset + self._starts[view.storage])
+        ids = ids.to(self._dtype)
         for dim, (size, stride) in enumerate(zip(view.sizes, view.strides, strict=True)):
             line = torch.arange(size, dtype=self._dtype) * stride
-            counted = counted + line.view([-1 if d == dim else 1 for d in range(len(view.sizes))])
-        return counted
+            ids = ids + line.view([-1 if d == dim else 1 for d in range(len(view.sizes))])
+        return ids
 
 
-def _shape(steps: list[Step], cells: list[TrackedStorage]) -> Hashable | None:
-    """What steps do, but for the tensors' names; None where large indices would be compared."""
-    numbers = {cell: number for number, cell in enumerate(cells)}
+def _signature(steps: list[Step], storages: list[TrackedStorage]) -> Hashable | None:
+    """Describe what steps do without the tensors' names; None if an index tensor is too large."""
+    numbers = {storage: number for number, storage in enumerate(storages)}
 
-    def shown(leaf: Any) -> Hashable:
+    def described(leaf: Any) -> Hashable:
         if isinstance(leaf, View):
-            return (numbers[leaf.cell], leaf.offset, leaf.sizes, leaf.strides)
+            return (numbers[leaf.storage], leaf.offset, leaf.sizes, leaf.strides)
         if isinstance(leaf, torch.Tensor):
-            if leaf.numel() > _MOST_COMPARED:
+            if leaf.numel() > _MAX_COMPARED:
                 raise ValueError
             return (str(leaf.dtype), tuple(leaf.shape), tuple(leaf.view(-1).tolist()))
-        return leaf if isinstance(leaf, Other) else repr(leaf)
+        return leaf if isinstance(leaf, UntrackedTensor) else repr(leaf)
 
-    kinds = tuple((cell.elements, cell.dtype, cell.source is None) for cell in cells)
+    kinds = tuple((s.elements, s.dtype, s.source is None) for s in storages)
     try:
         done = tuple(
             (
                 str(step.func),
                 str(tree_structure(step.arguments)),
-                tuple(map(shown, tree_leaves(step.arguments))),
-                tuple(map(shown, step.made)),
+                tuple(map(described, tree_leaves(step.arguments))),
+                tuple(map(described, step.outputs)),
             )
             for step in steps
         )
@@ -255,25 +265,25 @@ def _shape(steps: list[Step], cells: list[TrackedStorage]) -> Hashable | None:
     return kinds, done
 
 
-def _history(cell: TrackedStorage) -> tuple[list[Step], list[TrackedStorage]]:
-    """The steps that a cell is the result of, in order, and all cells that they touch."""
+def _history(storage: TrackedStorage) -> tuple[list[Step], list[TrackedStorage]]:
+    """Return the steps that a storage is the result of, in order, and all storages they touch."""
     found: dict[int, Step] = {}
-    cells: dict[TrackedStorage, None] = {}
-    open_ends: list[tuple[TrackedStorage, float]] = [(cell, float("inf"))]
-    while open_ends:
-        one, before = open_ends.pop()
-        cells[one] = None
+    storages: dict[TrackedStorage, None] = {}
+    pending: list[tuple[TrackedStorage, float]] = [(storage, float("inf"))]
+    while pending:
+        one, before = pending.pop()
+        storages[one] = None
         for step in one.steps:
             if step.number >= before:
                 break
             if step.number not in found:
                 found[step.number] = step
-                open_ends += [(c, step.number) for c in step.read if c is not one]
-                cells.update(dict.fromkeys(step.touched))
-    return [found[number] for number in sorted(found)], list(cells)
+                pending += [(s, step.number) for s in step.inputs if s is not one]
+                storages.update(dict.fromkeys(step.storages))
+    return [found[number] for number in sorted(found)], list(storages)
 
 
-def _contiguous(view: View) -> bool:
+def _is_contiguous(view: View) -> bool:
     inner = 1
     for size, stride in reversed(list(zip(view.sizes, view.strides, strict=True))):
         if size != 1 and stride != inner:
@@ -283,7 +293,7 @@ def _contiguous(view: View) -> bool:
 
 
 def _call(func: Any, arguments: dict[str, Any]) -> Any:
-    """What the operator makes of element numbers; what it fills in are no elements."""
+    """Run the operator on ids; constants that it fills in become 0, the id of no element."""
     if func in (_aten.clone.default, _aten._to_copy.default):
         return arguments["self"]
     if func in (_aten.zero_.default, _aten.fill_.Scalar):

@@ -1,4 +1,4 @@
-"""Segments by the addresses of their bytes: which of them have live elements in common."""
+"""Find segments that share live elements, by the addresses of their bytes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from engine_ext.model.storage_index import extent
 from engine_ext.placement.segments import Placement, Segment
 
 Write = list[tuple[str | None, Segment]]
-"""One write of the loader's to live memory: what it wrote where; None is no checkpoint tensor."""
+"""One write of the loader to live memory: segments with their checkpoint tensor, or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """A segment by the addresses of its bytes.
+    """The addresses that a segment spans.
 
     Attributes:
         start, end: address of its first byte, and just past its last.
-        name: the checkpoint tensor; None for what is none.
-        write: the boxes of one write have no element in common.
+        name: the checkpoint tensor written there; None for anything else.
+        segment: the segment.
+        write: number of the write; the segments of one write share no element.
     """
 
     start: int
@@ -33,18 +34,19 @@ class ByteRange:
 
     @classmethod
     def of(cls, segment: Segment, name: str | None, write: int) -> ByteRange:
+        """Return the range of a segment's live view."""
         view = segment.live_view()
         start = view.data_ptr()
         return cls(start, start + extent(view) * view.element_size(), name, segment, write)
 
     @property
     def dense(self) -> bool:
-        """Whether it holds every byte from its first to its last."""
+        """Whether the segment has every byte from its first to its last."""
         width = self.segment.live.tensor.element_size()
         return math.prod(self.segment.sizes) * width == self.end - self.start
 
     def mark(self, memory: torch.Tensor, first: int, unit: int) -> torch.Tensor:
-        """Its view of `memory`, of which each element stands for `unit` bytes from `first` on."""
+        """Return its view of `memory`, one element per `unit` bytes from address `first` on."""
         width = self.segment.live.tensor.element_size() // unit
         strides = [stride * width for stride in self.segment.strides]
         offset = (self.start - first) // unit
@@ -52,53 +54,54 @@ class ByteRange:
 
 
 def refuse_shared_memory(placement: Placement, writes: Sequence[Write]) -> None:
-    """Refuse tensors whose live elements are not theirs alone.
+    """Refuse tensors whose live elements something else is written to as well.
 
-    Two tensors lie in the same elements where an engine ties weights that the checkpoint keeps
-    apart: a delta for one would silently change the other. What the loader writes beside the
-    checkpoint's tensors it would write again, over elements that a delta leaves out. And where it
-    writes two elements of one tensor to the same place, only the later one counts.
+    Two tensors share elements if an engine ties weights that the checkpoint keeps apart: a delta
+    for one would silently change the other. If the loader writes other values over a tensor, it
+    would write them again over elements that a delta leaves out. If it writes two elements of one
+    tensor to the same place, only the later one counts.
 
     Args:
-        placement: as traced; it is marked.
-        writes: all that the loader wrote to live memory.
+        placement: as traced; refused tensors are marked in place.
+        writes: everything that the loader wrote to live memory.
     """
-    boxes = [ByteRange.of(s, name, n) for n, write in enumerate(writes) for name, s in write]
-    for one, other in overlaps(boxes):
-        for box, by in ((one, other), (other, one)):
-            if box.name is None:
+    ranges = [ByteRange.of(s, name, n) for n, write in enumerate(writes) for name, s in write]
+    for one, other in overlaps(ranges):
+        for range_, by in ((one, other), (other, one)):
+            if range_.name is None:
                 continue
             if by.name is None:
-                reason = f"the loader also writes other values over it, in {box.segment.live.name}"
-            elif by.name == box.name:
-                reason = f"the loader writes parts of it over others, in {box.segment.live.name}"
+                reason = (
+                    f"the loader also writes other values over it, in {range_.segment.live.name}"
+                )
+            elif by.name == range_.name:
+                reason = f"the loader writes parts of it over others, in {range_.segment.live.name}"
             else:
-                reason = f"shares the memory of {box.segment.live.name} with {by.name}"
-            placement[box.name].refuse(reason)
+                reason = f"shares the memory of {range_.segment.live.name} with {by.name}"
+            placement[range_.name].refuse(reason)
 
 
-def overlaps(boxes: Iterable[ByteRange]) -> Iterator[tuple[ByteRange, ByteRange]]:
-    """Pairs of boxes of different writes that have an element in common.
+def overlaps(ranges: Iterable[ByteRange]) -> Iterator[tuple[ByteRange, ByteRange]]:
+    """Yield pairs of segments of different writes that share a byte.
 
-    Left out are a tensor's elements that are written to one place twice, and two boxes that are
-    no checkpoint tensor's.
+    Left out are pairs of equal segments of one tensor, and pairs without a checkpoint tensor.
     """
-    found = sorted(boxes, key=lambda box: (box.start, box.end))
-    for position, one in enumerate(found):
-        for other in found[position + 1 :]:
+    ordered = sorted(ranges, key=lambda range_: (range_.start, range_.end))
+    for position, one in enumerate(ordered):
+        for other in ordered[position + 1 :]:
             if other.start >= one.end:
                 break
             if one.write == other.write or one.name == other.name is None:
                 continue
             if one.name == other.name and one.segment == other.segment:
                 continue
-            if one.dense or _common(one, other):
+            if one.dense or _share_a_byte(one, other):
                 yield one, other
 
 
-def _common(one: ByteRange, other: ByteRange) -> bool:
-    """Whether two boxes have a byte in common; `one` starts first."""
-    widths = [box.segment.live.tensor.element_size() for box in (one, other)]
+def _share_a_byte(one: ByteRange, other: ByteRange) -> bool:
+    """Return whether two segments share a byte; `one` starts first."""
+    widths = [range_.segment.live.tensor.element_size() for range_ in (one, other)]
     unit = math.gcd(*widths, other.start - one.start)
     memory = torch.zeros((max(one.end, other.end) - one.start) // unit, dtype=torch.bool)
     one.mark(memory, one.start, unit).fill_(True)

@@ -1,7 +1,7 @@
-"""Orders of elements that strides cannot say, found in an array of element numbers.
+"""Find permutations, which strides cannot express, in an array of element ids.
 
-Where the elements of one contiguous range were only put in another order, `shuffle` gives the
-order; `by_source` cuts an array so that each part has elements of one source.
+If a box holds the elements of one contiguous range in another order, `find_permutation` returns
+the order; `split_by_source` cuts an array into parts that hold elements of one source each.
 """
 
 from __future__ import annotations
@@ -13,56 +13,57 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine_ext.tracing.strided_boxes import ElementIds, highest, stretches
+from engine_ext.tracing.strided_boxes import ElementIds, equal_runs, slice_max
 
-# Elements that are looked at at a time.
+# Elements per step of a loop over a large array.
 _CHUNK: Final = 1 << 22
 
 
-def by_source(
-    numbers: ElementIds, offset: int, strides: Sequence[int]
+def split_by_source(
+    ids: ElementIds, offset: int, strides: Sequence[int]
 ) -> list[tuple[ElementIds, int]]:
-    """Cut the array along one dimension into stretches that hold elements of one source each.
+    """Cut the array along one dimension into parts that hold elements of one source each.
 
     Args:
-        numbers, offset, strides: as of `boxes`.
+        ids, offset, strides: see `find_boxes`.
 
     Returns:
-        The stretches, each with its offset in memory; one, the whole, where there is no such
-        dimension.
+        The parts, each with its offset in memory; the whole array if no dimension allows it.
     """
-    starts = torch.tensor(numbers.starts)
+    starts = torch.tensor(ids.starts)
     for dim, stride in enumerate(strides):
-        ends = [f(numbers.values, dim).contiguous() for f in (_lowest, highest)]
+        ends = [f(ids.values, dim).contiguous() for f in (_slice_min, slice_max)]
         source, other = (torch.bucketize(end, starts, right=True) for end in ends)
         if torch.equal(source, other):
             return [
                 (
-                    ElementIds(numbers.values.narrow(dim, start, count), numbers.starts),
+                    ElementIds(ids.values.narrow(dim, start, count), ids.starts),
                     offset + start * stride,
                 )
-                for start, count in stretches(source)
+                for start, count in equal_runs(source)
             ]
-    return [(numbers, offset)]
+    return [(ids, offset)]
 
 
-def shuffle(numbers: ElementIds, strides: Sequence[int]) -> tuple[int, NDArray[np.int32]] | None:
-    """The order in which memory holds a contiguous range of one source, each element once.
+def find_permutation(
+    ids: ElementIds, strides: Sequence[int]
+) -> tuple[int, NDArray[np.int32]] | None:
+    """Find the order in which a box holds a contiguous range of one source, each element once.
 
     Args:
-        numbers: of a box of memory, with at least one element.
+        ids: of a box of memory with at least one element.
         strides: of that box in memory.
 
     Returns:
-        The lowest number, and int32 [n]: where in the box, counted from its start, the element
-        with each number lies. None if the box is not dense or does not hold such a range.
+        The lowest id, and int32 [n]: for each id from there on, the element's position in memory
+        from the box's start. None if the box is not dense or does not hold such a range.
     """
-    if not _dense(numbers.values.shape, strides):
+    if not _is_dense(ids.values.shape, strides):
         return None
     order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
-    flat = numbers.values.permute(order).reshape(-1)
+    flat = ids.values.permute(order).reshape(-1)
     low, high = int(flat.min()), int(flat.max())
-    one_source = numbers.source(low) == numbers.source(high)
+    one_source = ids.source(low) == ids.source(high)
     if low == 0 or not one_source or high - low + 1 != len(flat):
         return None
     places = torch.full((len(flat),), -1, dtype=torch.int32)
@@ -72,8 +73,8 @@ def shuffle(numbers: ElementIds, strides: Sequence[int]) -> tuple[int, NDArray[n
     return None if bool((places < 0).any()) else (low, places.numpy())
 
 
-def _dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether a box fills its memory from its first to its last element."""
+def _is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether a box fills its memory from its first to its last element."""
     inner = 1
     for stride, size in sorted((d, n) for n, d in zip(sizes, strides, strict=True) if n > 1):
         if stride != inner:
@@ -82,7 +83,7 @@ def _dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
-def _lowest(values: torch.Tensor, dim: int) -> torch.Tensor:
-    """The lowest number of every slice along a dimension."""
+def _slice_min(values: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return the lowest id of every slice along a dimension."""
     others = [d for d in range(values.dim()) if d != dim]
     return values.amin(others) if others else values

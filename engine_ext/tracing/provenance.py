@@ -1,10 +1,11 @@
-"""What becomes of checkpoint tensors between the loader's hands and live memory.
+"""Track the provenance of elements in the temporaries that a loader makes.
 
-A loader may clone, permute, concatenate or pad tensors before it copies them. Each operator that
-only moves elements is kept, with its arguments, as a step that made or changed a temporary; when
-such a temporary reaches live memory, the steps that led to it are run again on element numbers,
-which tells for every element where it comes from. Operators that could compute are not run again:
-what they touch is known to be changed, with the operator's name.
+A loader may clone, permute, concatenate or pad tensors before it copies them to live memory. Each
+operator that only moves elements is recorded, with its arguments, as a step that created or changed
+a temporary. When such a temporary reaches live memory, the steps that led to it are replayed on
+element ids (see `engine_ext.tracing.index_replay`), which gives the source of every element. An
+operator that may compute is not replayed: the temporaries it writes become untraceable, with the
+operator's name as the reason.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from engine_ext.tracing.index_replay import (
-    NotFollowed,
-    Other,
     Provenance,
     Step,
     TrackedStorage,
+    UntraceableError,
+    UntrackedTensor,
     View,
 )
 from engine_ext.tracing.strided_boxes import ElementIds
 
 _aten: Final = torch.ops.aten
 
-# Operators that only move elements, and their arguments whose elements are moved. All other
-# tensor arguments say where to, and must be known.
+# Operators that only move elements, and their arguments whose elements they move. Other tensor
+# arguments are indices, and must have known values.
 _MOVES: Final[dict[Any, tuple[str, ...]]] = {
     _aten.clone.default: ("self",),
     _aten._to_copy.default: ("self",),
@@ -60,32 +61,33 @@ _MOVES: Final[dict[Any, tuple[str, ...]]] = {
 
 
 class ProvenanceTracker:
-    """The cells that the loader has made so far, and how.
+    """The storages that hold checkpoint elements, and the steps that made them so far.
 
     Attributes:
-        used: checkpoint tensors that it has read the elements of, other than for live memory.
+        used: checkpoint tensors whose elements were read by an operator that made or changed a
+            temporary.
     """
 
     def __init__(self) -> None:
-        self._cells: dict[int, TrackedStorage] = {}
+        self._storages: dict[int, TrackedStorage] = {}
         self._steps = 0
         self.used: set[str] = set()
-        # A storage's key is its address: what is tracked must stay alive.
+        # The key of a storage is its address, so what is tracked must stay alive.
         self._alive: list[torch.Tensor] = []
-        self._last: tuple[tuple[TrackedStorage, int], ElementIds] | None = None
+        self._cached: tuple[tuple[TrackedStorage, int], ElementIds] | None = None
 
     def add_source(self, tensor: torch.Tensor, name: str) -> None:
-        """Follow a contiguous tensor that stands for a checkpoint tensor."""
-        cell = self._make(tensor)
-        cell.source, cell.names = name, frozenset([name])
+        """Track a contiguous tensor that stands for a checkpoint tensor."""
+        storage = self._track(tensor)
+        storage.source, storage.names = name, frozenset([name])
 
     def find(self, tensor: torch.Tensor) -> TrackedStorage | None:
-        """The cell that a tensor is a view of, if its storage is followed."""
-        return self._cells.get(_key(tensor))
+        """Return the tracked storage that a tensor is a view of, or None."""
+        return self._storages.get(_key(tensor))
 
-    def touched(self, tensors: Iterable[torch.Tensor]) -> list[TrackedStorage]:
-        """The cells that these tensors are views of."""
-        return [cell for t in tensors if (cell := self.find(t)) is not None]
+    def find_all(self, tensors: Iterable[torch.Tensor]) -> list[TrackedStorage]:
+        """Return the tracked storages that tensors are views of, without those of none."""
+        return [storage for t in tensors if (storage := self.find(t)) is not None]
 
     def record(
         self,
@@ -95,75 +97,80 @@ class ProvenanceTracker:
         written: Sequence[torch.Tensor],
         live: frozenset[str],
     ) -> None:
-        """Note what an operator did.
+        """Record what an operator did.
 
         Args:
             func: the operator.
-            arguments: its arguments, by name; some are of followed storages, or live.
+            arguments: its arguments, by name; some are views of tracked storages, or live.
             outputs: the tensors that it returned.
             written: those of its arguments that it wrote to.
-            live: live tensors that it read.
+            live: names of the live tensors that it read.
         """
         inputs = [t for t in tree_leaves(arguments) if isinstance(t, torch.Tensor)]
         keys = {_key(t) for t in inputs}
-        made = [t for t in outputs if _key(t) not in keys]
-        if not made and not written:
+        created = [t for t in outputs if _key(t) not in keys]
+        if not created and not written:
             return
-        self.used.update(*(cell.names for cell in self.touched(inputs)))
+        self.used.update(*(storage.names for storage in self.find_all(inputs)))
         problem = self._problem(func, arguments, live)
-        targets = [self.find(t) or self._make(t) for t in [*made, *written]]
-        for cell in targets:
-            for other in self.touched(inputs):
-                if other is not cell:
-                    cell.take(other)
-            cell.live |= live
+        targets = [self.find(t) or self._track(t) for t in [*created, *written]]
+        for storage in targets:
+            for other in self.find_all(inputs):
+                if other is not storage:
+                    storage.merge(other)
+            storage.live |= live
             if problem:
-                cell.spoil(problem)
-        for tensor in [*made, *written]:
-            if not _plain(tensor, self._cells[_key(tensor)]):
-                self._cells[_key(tensor)].spoil(f"{func} sees it as {tensor.dtype}")
+                storage.mark_untraceable(problem)
+        for tensor in [*created, *written]:
+            storage = self._storages[_key(tensor)]
+            if not _has_its_values(tensor, storage):
+                storage.mark_untraceable(f"{func} sees it as {tensor.dtype}")
         if not problem:
-            data = _MOVES[func]
-            kept = {n: self._kept(v, n in data) for n, v in arguments.items()}
-            step = Step(self._steps, func, kept, tuple(self._view(t) for t in made))
-            for cell in dict.fromkeys(targets):
-                cell.steps.append(step)
+            moved = _MOVES[func]
+            recorded = {n: self._recorded(v, n in moved) for n, v in arguments.items()}
+            step = Step(self._steps, func, recorded, tuple(self._view(t) for t in created))
+            for storage in dict.fromkeys(targets):
+                storage.steps.append(step)
         self._steps += 1
 
-    def history(self, tensor: torch.Tensor) -> Provenance:
-        """How a followed tensor came to be.
+    def provenance(self, tensor: torch.Tensor) -> Provenance:
+        """Return the provenance of the storage that a tensor is a view of.
 
         Raises:
-            NotFollowed: something in it is not known.
+            UntraceableError: some of its elements have no known source.
         """
-        cell = self._cells[_key(tensor)]
-        if cell.spoiled:
-            raise NotFollowed(cell.spoiled)
-        if not _plain(tensor, cell):
-            raise NotFollowed(f"a copy sees it as {tensor.dtype}")
-        return Provenance(cell)
+        storage = self._storages[_key(tensor)]
+        if storage.untraceable:
+            raise UntraceableError(storage.untraceable)
+        if not _has_its_values(tensor, storage):
+            raise UntraceableError(f"a copy sees it as {tensor.dtype}")
+        return Provenance(storage)
 
-    def numbers(self, tensor: torch.Tensor, history: Provenance) -> ElementIds:
-        """Which elements of the history's sources a tensor with that history holds.
+    def element_ids(self, tensor: torch.Tensor, provenance: Provenance) -> ElementIds:
+        """Return which elements of the provenance's sources a tensor holds.
+
+        Args:
+            tensor: a view of a tracked storage, any shape.
+            provenance: see `provenance`; of that storage.
 
         Raises:
-            NotFollowed: the numbers would take too much memory.
+            UntraceableError: the ids would take too much memory.
         """
         view = self._view(tensor)
-        state = (view.cell, len(view.cell.steps))
-        if self._last is None or self._last[0] != state:
-            self._last = None
-            self._last = (state, history.replay())
-        whole = self._last[1]
+        state = (view.storage, len(view.storage.steps))
+        if self._cached is None or self._cached[0] != state:
+            self._cached = None
+            self._cached = (state, provenance.replay())
+        whole = self._cached[1]
         values = whole.values.as_strided(view.sizes, view.strides, view.offset)
         return ElementIds(values, whole.starts)
 
-    def forget(self) -> None:
-        """Free the numbers of the last tensor that was asked for."""
-        self._last = None
+    def drop_cache(self) -> None:
+        """Free the ids of the last storage asked for."""
+        self._cached = None
 
     def _problem(self, func: Any, arguments: dict[str, Any], live: frozenset[str]) -> str:
-        """Why the operator cannot be run again on element numbers; empty: it can."""
+        """Return why the operator cannot be replayed on element ids; empty if it can."""
         if func not in _MOVES or arguments.get("accumulate"):
             return f"{func} changes it"
         if live:
@@ -172,39 +179,39 @@ class ProvenanceTracker:
             for tensor in tree_leaves(value):
                 if not isinstance(tensor, torch.Tensor):
                     continue
-                cell = self.find(tensor)
-                if name not in _MOVES[func] and (tensor.is_meta or cell is not None):
+                storage = self.find(tensor)
+                if name not in _MOVES[func] and (tensor.is_meta or storage is not None):
                     return f"{func} moves it to places that are not known"
-                if cell is not None and not _plain(tensor, cell):
+                if storage is not None and not _has_its_values(tensor, storage):
                     return f"{func} sees it as {tensor.dtype}"
         return ""
 
-    def _kept(self, value: Any, data: bool) -> Any:
-        """An argument as a step keeps it."""
+    def _recorded(self, value: Any, is_moved: bool) -> Any:
+        """Return an argument as a step keeps it."""
 
-        def keep(leaf: Any) -> Any:
+        def recorded(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            if not data:
+            if not is_moved:
                 return leaf.detach().cpu().clone()
-            return self._view(leaf) if self.find(leaf) else Other(tuple(leaf.shape))
+            return self._view(leaf) if self.find(leaf) else UntrackedTensor(tuple(leaf.shape))
 
-        return tree_map(keep, value)
+        return tree_map(recorded, value)
 
     def _view(self, tensor: torch.Tensor) -> View:
-        cell = self._cells[_key(tensor)]
-        return View(cell, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+        storage = self._storages[_key(tensor)]
+        return View(storage, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 
-    def _make(self, tensor: torch.Tensor) -> TrackedStorage:
+    def _track(self, tensor: torch.Tensor) -> TrackedStorage:
         elements = tensor.untyped_storage().nbytes() // tensor.element_size()
         self._alive.append(tensor)
-        return self._cells.setdefault(_key(tensor), TrackedStorage(tensor.dtype, elements))
+        return self._storages.setdefault(_key(tensor), TrackedStorage(tensor.dtype, elements))
 
 
 def _key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _plain(tensor: torch.Tensor, cell: TrackedStorage) -> bool:
-    """Whether a tensor's elements are the cell's as they stand."""
-    return tensor.dtype == cell.dtype and not tensor.is_neg() and not tensor.is_conj()
+def _has_its_values(tensor: torch.Tensor, storage: TrackedStorage) -> bool:
+    """Return whether a view shows its storage's elements unchanged."""
+    return tensor.dtype == storage.dtype and not tensor.is_neg() and not tensor.is_conj()

@@ -1,8 +1,9 @@
-"""What the loader writes to live memory, recorded and kept from happening.
+"""Record the loader's writes to live memory, and suppress them.
 
 A `Recorder` sees every operator of the loader's threads below Python. Copies of checkpoint
-tensors into live memory become segments; what the loader does with the tensors before is followed
-by `engine_ext.tracing.provenance`, and what cannot be followed refuses the tensor, with the reason.
+tensors into live memory become segments. What the loader does with the tensors before that is
+tracked by `engine_ext.tracing.provenance`; a tensor that cannot be traced is refused, with the
+reason.
 """
 
 from __future__ import annotations
@@ -21,27 +22,27 @@ from torch.utils._pytree import tree_leaves, tree_map
 from engine_ext.model.storage_index import LiveTensor, StorageIndex, extent
 from engine_ext.placement.repacked import smallest_block
 from engine_ext.placement.segments import Placement, Repack, Segment, TensorSpec
-from engine_ext.tracing.index_replay import NotFollowed, Provenance, TrackedStorage
+from engine_ext.tracing.index_replay import Provenance, TrackedStorage, UntraceableError
 from engine_ext.tracing.memory_overlap import Write
-from engine_ext.tracing.permutations import by_source, shuffle
+from engine_ext.tracing.permutations import find_permutation, split_by_source
 from engine_ext.tracing.provenance import ProvenanceTracker
-from engine_ext.tracing.strided_boxes import ElementIds, StridedBox, boxes
+from engine_ext.tracing.strided_boxes import ElementIds, StridedBox, find_boxes
 
-# Segments that one write may take; above the lower number, an order of elements is preferred.
+# Segments that one write may take; above the lower number a permutation is preferred.
 _MOST_SEGMENTS: Final = 1024
 _MANY_SEGMENTS: Final = 64
 _COPY: Final = torch.ops.aten.copy_.default
 
-# A segment and which of the sources its elements come from; None: they are constants.
+# A segment, and the number of the source that its elements come from; None if none.
 _Piece = tuple[int | None, Segment]
 
 
 class Recorder:
-    """Records writes into live memory.
+    """Records writes to live memory.
 
     Args:
-        index: what is live memory.
-        placement: what is found is added to it.
+        index: the model's live memory.
+        placement: of the tensors given to the loader; segments and refusals are added to it.
 
     Attributes:
         writes: all writes to live memory, whatever was written.
@@ -51,22 +52,22 @@ class Recorder:
         self.writes: list[Write] = []
         self._index = index
         self._placement = placement
-        self._moves = ProvenanceTracker()
+        self._tracker = ProvenanceTracker()
         self._lock = threading.RLock()
         self._python_copies = threading.local()
-        self._known: dict[Hashable, list[_Piece]] = {}
-        # Live tensors whose elements are written elsewhere in live memory too, with the place.
+        self._pieces_by_signature: dict[Hashable, list[_Piece]] = {}
+        # (live tensor, other live tensor that its elements are written to)
         self._read_back: list[tuple[str, str]] = []
 
     def source(self, spec: TensorSpec) -> torch.Tensor:
-        """A meta tensor that stands for a checkpoint tensor."""
+        """Return a meta tensor that stands for a checkpoint tensor."""
         tensor = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
-        self._moves.add_source(tensor, spec.name)
+        self._tracker.add_source(tensor, spec.name)
         return tensor
 
     @property
     def python_copy(self) -> bool:
-        """Whether this thread is within a call of ``Tensor.copy_``."""
+        """Whether this thread is in a call of ``Tensor.copy_``."""
         return getattr(self._python_copies, "now", False)
 
     @python_copy.setter
@@ -74,29 +75,29 @@ class Recorder:
         self._python_copies.now = now
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do what the loader asks for, but for writes into live memory, and remember it."""
+        """Run an operator of the loader and record it; writes to live memory are suppressed."""
         with self._lock:
             return self._run(func, args, kwargs)
 
-    def kept_in(self, tensors: Iterable[torch.Tensor], place: str) -> None:
-        """Refuse the checkpoint tensors whose data these, which hang on a module, carry."""
-        for cell in self._moves.touched(tensors):
-            self._refuse(cell, f"the loader also keeps it in {place}, which is no parameter")
+    def refuse_kept(self, tensors: Iterable[torch.Tensor], path: str) -> None:
+        """Refuse the checkpoint tensors whose elements the loader keeps in tensors at `path`."""
+        for storage in self._tracker.find_all(tensors):
+            self._refuse(storage, f"the loader also keeps it in {path}, which is no parameter")
 
-    def replaced(self, name: str, before: torch.Tensor, now: torch.Tensor | None) -> None:
-        """Refuse what the loader wrote to a live tensor that it has put another in place of."""
+    def refuse_replaced(self, name: str, before: torch.Tensor, now: torch.Tensor | None) -> None:
+        """Refuse the checkpoint tensors in a live tensor that the loader has replaced."""
         reason = f"the loader puts other memory in place of {name}"
         entry = self._index.find(before)
         for placed in self._placement.values():
             if any(segment.live is entry for segment in placed.segments):
                 placed.refuse(reason)
-        for cell in self._moves.touched([now] if now is not None else []):
-            self._refuse(cell, reason)
+        for storage in self._tracker.find_all([now] if now is not None else []):
+            self._refuse(storage, reason)
 
     def close(self) -> None:
-        """Come to an end: judge what only all writes together can tell."""
-        self._moves.forget()
-        for name in self._moves.used:
+        """Refuse tensors for reasons that show only once all writes are known."""
+        self._tracker.drop_cache()
+        for name in self._tracker.used:
             self._placement[name].used = True
         for source, destination in self._read_back:
             for placed in self._placement.values():
@@ -116,24 +117,24 @@ class Recorder:
         if live:
             self._record(func, arguments, inputs, live, read)
             return _written_result(func, written)
-        cells = self._moves.touched(inputs)
-        if not cells and not read:
+        storages = self._tracker.find_all(inputs)
+        if not storages and not read:
             return func(*args, **kwargs)
-        # What was only read back from live memory is there, and may be looked at.
-        absent = any(cell.names for cell in cells)
+        # Elements that were only read back from live memory have data.
+        absent = any(storage.names for storage in storages)
         if absent and any(not t.is_meta for t in written):
-            # Data that is not there cannot be copied into a real temporary: follow it instead.
-            self._moves.record(func, arguments, [], written, read)
+            # A meta tensor cannot be copied into a real temporary: track the copy instead.
+            self._tracker.record(func, arguments, [], written, read)
             return _written_result(func, written)
         on_meta = any(t.is_meta for t in inputs)
         out = _run_on_meta(func, args, kwargs) if on_meta else func(*args, **kwargs)
         outputs = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
         if absent and not outputs and not all(t.is_meta for t in inputs):
-            raise RuntimeError(f"the loader reads data that is not there, with {func}")
-        for cell in self._moves.touched(written):
-            if cell.source is not None:
-                self._placement[cell.source].refuse(f"the loader changes it with {func}")
-        self._moves.record(func, arguments, outputs, written, read)
+            raise RuntimeError(f"the loader reads data of a meta tensor with {func}")
+        for storage in self._tracker.find_all(written):
+            if storage.source is not None:
+                self._placement[storage.source].refuse(f"the loader changes it with {func}")
+        self._tracker.record(func, arguments, outputs, written, read)
         return out
 
     def _record(
@@ -145,14 +146,14 @@ class Recorder:
         read: frozenset[str],
     ) -> None:
         destination, entry = live[0]
-        cells = self._moves.touched(inputs)
-        for source in read.union(*(cell.live for cell in cells)):
+        storages = self._tracker.find_all(inputs)
+        for source in read.union(*(storage.live for storage in storages)):
             self._read_back.append((source, entry.name))
-        if func is _COPY and cells:
+        if func is _COPY and storages:
             try:
-                write = self._copied(destination, entry, arguments["src"], cells[0])
-            except NotFollowed as reason:
-                self._refuse(cells[0], f"{reason} before it is copied to {entry.name}")
+                write = self._copied(destination, entry, arguments["src"], storages[0])
+            except UntraceableError as reason:
+                self._refuse(storages[0], f"{reason} before it is copied to {entry.name}")
             else:
                 self.writes.append(write)
                 for name, segment in write:
@@ -160,11 +161,11 @@ class Recorder:
                         self._placement[name].segments.append(segment)
                 return
         else:
-            for cell in cells:
+            for storage in storages:
                 self._refuse(
-                    cell,
-                    f"{cell.spoiled} before it is copied to {entry.name}"
-                    if cell.spoiled
+                    storage,
+                    f"{storage.untraceable} before it is copied to {entry.name}"
+                    if storage.untraceable
                     else f"the loader writes it to {entry.name} with {func}, not with a copy",
                 )
         for t, entry in live:
@@ -176,27 +177,31 @@ class Recorder:
         destination: torch.Tensor,
         entry: LiveTensor,
         source: torch.Tensor,
-        cell: TrackedStorage,
+        storage: TrackedStorage,
     ) -> Write:
-        """What a copy of a followed tensor writes to live memory."""
-        if cell.spoiled:
-            raise NotFollowed(cell.spoiled)
-        if cell.dtype != source.dtype or destination.dtype != entry.tensor.dtype:
-            raise NotFollowed(f"its bits are seen as {source.dtype}")
+        """Return what a copy of a tracked tensor writes to live memory.
+
+        Raises:
+            UntraceableError: that cannot be traced to checkpoint elements.
+        """
+        if storage.untraceable:
+            raise UntraceableError(storage.untraceable)
+        if storage.dtype != source.dtype or destination.dtype != entry.tensor.dtype:
+            raise UntraceableError(f"its bits are seen as {source.dtype}")
         if source.is_neg() or source.is_conj():
-            raise NotFollowed("the loader negates it")
-        if cell.source is not None:
-            return [(cell.source, _segment(destination, entry, source, self.python_copy))]
-        if cell.narrowed and cell.dtype != entry.tensor.dtype:
-            raise NotFollowed(f"a cast to {cell.dtype} loses what it holds")
+            raise UntraceableError("the loader negates it")
+        if storage.source is not None:
+            return [(storage.source, _segment(destination, entry, source, self.python_copy))]
+        if storage.narrowed and storage.dtype != entry.tensor.dtype:
+            raise UntraceableError(f"a cast to {storage.dtype} loses what it holds")
         python_copy = self.python_copy
-        history = self._moves.history(source)
+        provenance = self._tracker.provenance(source)
         return [
             (
-                None if number is None else history.sources[number],
-                replace(segment, live=entry, python_copy=python_copy, recast=cell.recast),
+                None if number is None else provenance.sources[number],
+                replace(segment, live=entry, python_copy=python_copy, recast=storage.recast),
             )
-            for number, segment in self._pieces(destination, entry, source, history)
+            for number, segment in self._pieces(destination, entry, source, provenance)
         ]
 
     def _pieces(
@@ -204,27 +209,28 @@ class Recorder:
         destination: torch.Tensor,
         entry: LiveTensor,
         source: torch.Tensor,
-        history: Provenance,
+        provenance: Provenance,
     ) -> list[_Piece]:
-        """The segments of a copy, with the numbers of their sources in the history.
+        """Return the segments of a copy, with the numbers of their sources.
 
-        Layers are alike, so what was found for one is kept for the next.
+        Layers are alike, so the result is kept for the next copy with the same signature.
         """
         views = [(t.shape, t.stride(), t.storage_offset()) for t in (destination, source)]
-        key = (history.shape, str(views), _offset(destination, entry), extent(entry.tensor))
-        if history.shape is None or key not in self._known:
-            numbers = self._moves.numbers(source, history)
-            numbers = ElementIds(numbers.values.expand(destination.shape), numbers.starts)
-            self._known[key] = _pieces(numbers, destination, entry)
-        return self._known[key]
+        signature = provenance.signature
+        key = (signature, str(views), _offset(destination, entry), extent(entry.tensor))
+        if signature is None or key not in self._pieces_by_signature:
+            ids = self._tracker.element_ids(source, provenance)
+            ids = ElementIds(ids.values.expand(destination.shape), ids.starts)
+            self._pieces_by_signature[key] = _pieces(ids, destination, entry)
+        return self._pieces_by_signature[key]
 
-    def _refuse(self, cell: TrackedStorage, reason: str) -> None:
-        for name in cell.names:
+    def _refuse(self, storage: TrackedStorage, reason: str) -> None:
+        for name in storage.names:
             self._placement[name].refuse(reason)
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Hands the operators of one thread to a recorder."""
+class RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode that passes the operators of one thread to a recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -251,16 +257,16 @@ def _segment(
     )
 
 
-def _pieces(numbers: ElementIds, destination: torch.Tensor, entry: LiveTensor) -> list[_Piece]:
-    """The segments that bring elements of these numbers to live memory.
+def _pieces(ids: ElementIds, destination: torch.Tensor, entry: LiveTensor) -> list[_Piece]:
+    """Return the segments that copy elements with these ids to live memory.
 
     Raises:
-        NotFollowed: they are too many.
+        UntraceableError: they are too many.
     """
     pieces: list[_Piece] = []
-    for box, repack in _arranged(numbers, _offset(destination, entry), destination.stride(), entry):
-        number = numbers.source(box.first)
-        start = numbers.starts[number] if number >= 0 else 0
+    for box, repack in _arranged(ids, _offset(destination, entry), destination.stride(), entry):
+        number = ids.source(box.first)
+        start = ids.starts[number] if number >= 0 else 0
         segment = Segment(
             entry, box.offset, box.strides, box.sizes, box.first - start, box.steps, False, repack
         )
@@ -269,31 +275,31 @@ def _pieces(numbers: ElementIds, destination: torch.Tensor, entry: LiveTensor) -
 
 
 def _arranged(
-    numbers: ElementIds, offset: int, strides: tuple[int, ...], entry: LiveTensor
+    ids: ElementIds, offset: int, strides: tuple[int, ...], entry: LiveTensor
 ) -> Iterator[tuple[StridedBox, Repack | None]]:
-    """Boxes that hold all the elements, with the order within each."""
-    found = boxes(numbers, offset, strides, _MANY_SEGMENTS)
-    parts = [(numbers, offset)] if found is not None else by_source(numbers, offset, strides)
+    """Yield boxes that together hold all elements, each with the permutation within it, if any."""
+    boxes = find_boxes(ids, offset, strides, _MANY_SEGMENTS)
+    parts = [(ids, offset)] if boxes is not None else split_by_source(ids, offset, strides)
     for part, start in parts:
-        if found is None or len(parts) > 1:
-            found = boxes(part, start, strides, _MANY_SEGMENTS)
-        shuffled = shuffle(part, strides) if found is None else None
-        if shuffled is not None:
-            first, places = shuffled
+        if boxes is None or len(parts) > 1:
+            boxes = find_boxes(part, start, strides, _MANY_SEGMENTS)
+        permutation = find_permutation(part, strides) if boxes is None else None
+        if permutation is not None:
+            first, places = permutation
             box = StridedBox(start, (len(places),), (1,), first, (1,))
             yield box, _repack(places, start, extent(entry.tensor))
             continue
-        if found is None:
-            found = boxes(part, start, strides, _MOST_SEGMENTS)
-        if found is None:
-            raise NotFollowed(
+        if boxes is None:
+            boxes = find_boxes(part, start, strides, _MOST_SEGMENTS)
+        if boxes is None:
+            raise UntraceableError(
                 f"its elements are put in an order that takes more than {_MOST_SEGMENTS} segments"
             )
-        yield from ((box, None) for box in found)
+        yield from ((box, None) for box in boxes)
 
 
 def _repack(places: NDArray[np.int32], offset: int, size: int) -> Repack:
-    """The order of a stretch of `len(places)` elements of a live tensor, as a repack of it."""
+    """Return a permutation of the elements from `offset` on as a repack of the live tensor."""
     if offset % len(places) == 0 and size % len(places) == 0:
         return Repack(smallest_block(places))
     whole = np.arange(size, dtype=np.int32 if size < 1 << 31 else np.int64)
@@ -306,13 +312,13 @@ def _offset(destination: torch.Tensor, entry: LiveTensor) -> int:
 
 
 def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """An operator's arguments by their names in its schema."""
+    """Return an operator's arguments by their names in its schema."""
     names = [argument.name for argument in func._schema.arguments]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _written(func: Any, arguments: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that the operator's schema says it writes to."""
+    """Return the tensors that the operator writes to, by its schema."""
     written: list[torch.Tensor] = []
     for argument in func._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -322,7 +328,7 @@ def _written(func: Any, arguments: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def _written_result(func: Any, written: list[torch.Tensor]) -> Any:
-    """What the suppressed operator would have returned: the tensors it writes to."""
+    """Return what the suppressed operator would have: the tensors that it writes to."""
     returns = len(func._schema.returns)
     if returns == 0:
         return None
@@ -330,9 +336,9 @@ def _written_result(func: Any, written: list[torch.Tensor]) -> Any:
 
 
 def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator of which some tensors are on meta, on meta if it takes no mixture."""
+    """Run an operator some of whose tensors are on meta; all on meta if it takes no mixture."""
     if func is torch.ops.aten._to_copy.default:
-        # What is not there cannot be brought to a device, nor pinned.
+        # A meta tensor cannot be moved to a device or pinned.
         kwargs = {k: v for k, v in kwargs.items() if k in ("dtype", "layout", "memory_format")}
     try:
         return func(*args, **kwargs)

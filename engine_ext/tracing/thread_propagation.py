@@ -1,7 +1,7 @@
-"""Following a loader into the threads that it hands tensors to.
+"""Propagate tracing into the threads that a loader hands tensors to.
 
-What watches operators is local to a thread, so it is set up in every thread that a followed
-thread starts, and around whatever a followed thread submits to a thread pool.
+A dispatch mode is local to a thread, so it is entered in every thread that a traced thread starts,
+and around every task that a traced thread submits to a thread pool.
 """
 
 from __future__ import annotations
@@ -18,89 +18,89 @@ import torch
 
 from engine_ext.model.state_guard import TracingError
 
-# How long a thread that the loader has left behind may take to end.
-_PATIENCE_S: Final = 10.0
+# How long a thread may run on after the loader has returned.
+_JOIN_TIMEOUT_S: Final = 10.0
 
 
 @contextmanager
-def followed(watch: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Set up `watch` in this thread and in all threads that work for it, for the time of the block.
+def traced_threads(trace: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Trace this thread and all threads that work for it, for the duration of the block.
+
+    Replaces methods of `threading.Thread` and `ThreadPoolExecutor`, so only one thread of the
+    process may use it at a time.
 
     Args:
-        watch: makes the context that a thread is to run in.
+        trace: makes the context that each traced thread runs in.
 
     Raises:
         TracingError: a thread that was started in the block does not end.
-
-    Not to be used by two threads at once: it replaces methods of `threading.Thread` and
-    `ThreadPoolExecutor`.
     """
-    followers = _Followers(watch)
+    threads = _TracedThreads(trace)
     start, submit = threading.Thread.start, ThreadPoolExecutor.submit
 
-    def start_followed(thread: threading.Thread) -> None:
-        followers.adopt(thread)
+    def start_traced(thread: threading.Thread) -> None:
+        threads.adopt(thread)
         start(thread)
 
-    def submit_followed(
+    def submit_traced(
         pool: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Future[Any]:
-        return followers.submit(submit, pool, function, *args, **kwargs)
+        return threads.submit(submit, pool, function, *args, **kwargs)
 
-    threading.Thread.start = start_followed  # type: ignore[method-assign, assignment]
-    ThreadPoolExecutor.submit = submit_followed  # type: ignore[method-assign, assignment]
+    threading.Thread.start = start_traced  # type: ignore[method-assign, assignment]
+    ThreadPoolExecutor.submit = submit_traced  # type: ignore[method-assign, assignment]
     try:
-        with followers.here():
+        with threads.traced():
             try:
                 yield
             finally:
-                followers.wait()
+                threads.wait()
     finally:
         threading.Thread.start = start  # type: ignore[method-assign]
         ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
 
 
-class _Followers:
-    """The threads that are followed."""
+class _TracedThreads:
+    """The threads and tasks that are traced."""
 
-    def __init__(self, watch: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._watch = watch
+    def __init__(self, trace: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._trace = trace
         self._state = threading.local()
         self._threads: list[threading.Thread] = []
         self._futures: list[Future[Any]] = []
 
     @contextmanager
-    def here(self) -> Iterator[None]:
-        """Follow the calling thread."""
-        if self.following:
+    def traced(self) -> Iterator[None]:
+        """Trace the calling thread."""
+        if self.active:
             yield
             return
-        self._state.following = True
+        self._state.active = True
         try:
-            with torch.no_grad(), self._watch():
+            with torch.no_grad(), self._trace():
                 yield
         finally:
-            self._state.following = False
+            self._state.active = False
 
     @property
-    def following(self) -> bool:
-        """Whether the calling thread is followed."""
-        return getattr(self._state, "following", False)
+    def active(self) -> bool:
+        """Whether the calling thread is traced."""
+        return getattr(self._state, "active", False)
 
     def adopt(self, thread: threading.Thread) -> None:
-        """Follow a thread that is about to be started, if a followed thread starts it.
+        """Trace a thread that is about to be started, if a traced thread starts it.
 
-        The threads of a pool may outlive the block; their tasks are followed instead.
+        The threads of a pool may outlive the block; their tasks are traced instead.
         """
-        if not self.following or getattr(self._state, "submitting", False):
+        if not self.active or getattr(self._state, "submitting", False):
             return
         run = thread.run
 
-        def run_followed() -> None:
-            with self.here():
+        def run_traced() -> None:
+            with self.traced():
                 run()
 
-        thread.run = run_followed  # type: ignore[method-assign]
+        thread.run = run_traced  # type: ignore[method-assign]
         self._threads.append(thread)
 
     def submit(
@@ -111,13 +111,13 @@ class _Followers:
         *args: Any,
         **kwargs: Any,
     ) -> Future[Any]:
-        """Submit, and follow the task if a followed thread submits it."""
-        if not self.following:
+        """Submit a task, and trace it if a traced thread submits it."""
+        if not self.active:
             return submit(pool, function, *args, **kwargs)
 
         @functools.wraps(function)
         def task(*args: Any, **kwargs: Any) -> Any:
-            with self.here():
+            with self.traced():
                 return function(*args, **kwargs)
 
         self._state.submitting = True
@@ -129,10 +129,10 @@ class _Followers:
         return future
 
     def wait(self) -> None:
-        """Wait for all that was started."""
-        end = time.monotonic() + _PATIENCE_S
+        """Wait for the threads and tasks to end."""
+        end = time.monotonic() + _JOIN_TIMEOUT_S
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
         late = wait(self._futures, max(0.0, end - time.monotonic())).not_done
         if late or any(thread.is_alive() for thread in self._threads):
-            raise TracingError("the loader leaves threads behind that do not end")
+            raise TracingError("the loader started threads that do not end")

@@ -1,15 +1,15 @@
-"""Placement by tracing: the engine's own loader, run on tensors that have no data.
+"""Find a placement by tracing: run the engine's own loader on tensors that have no data.
 
-The checkpoint's tensors are given to ``load_weights`` as meta tensors. Every write that reaches
-a live tensor is recorded and suppressed. What is copied there tells exactly which checkpoint
-elements go where, also where the loader has cloned, permuted or joined tensors before
-(`engine_ext.tracing.provenance`) or hands them to threads (`engine_ext.tracing.thread_propagation`). Anything else that carries
-a checkpoint tensor into live memory makes that tensor uncertified, with the reason, and so does
-anything else that is written over the same elements. The model comes out as it was: bits, objects
-and addresses are compared, and what can be put back is.
+The checkpoint's tensors are given to ``load_weights`` as meta tensors. Every write to a live
+tensor is recorded and suppressed. The copies show exactly which checkpoint elements go where, also
+if the loader clones, permutes or joins tensors first (`engine_ext.tracing.provenance`) or hands
+them to threads (`engine_ext.tracing.thread_propagation`). A tensor that reaches live memory in any
+other way is uncertified, with the reason, and so is one whose elements something else is written
+over. Afterwards the model's objects are restored, and its bits, objects and addresses compared
+with those before.
 
 `rehearse` does the same for the tensors of one sync: a loader may need tensors together, or fill
-in the ones that it was not given.
+in those that it was not given.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from engine_ext.model.state_guard import ModelStateGuard, TracingError
 from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.segments import Placed, Placement, Segment, Status, TensorSpec
 from engine_ext.tracing.memory_overlap import ByteRange, Write, overlaps, refuse_shared_memory
-from engine_ext.tracing.recorder import Recorder, Watch
-from engine_ext.tracing.thread_propagation import followed
+from engine_ext.tracing.recorder import Recorder, RecordingMode
+from engine_ext.tracing.thread_propagation import traced_threads
 
 __all__ = ["COPY_REPLACED", "LoadWeights", "TracingError", "rehearse", "trace_placement"]
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
-# What replaces ``Tensor.copy_`` is visible in every thread of the process; one at a time may.
+# A replacement of ``Tensor.copy_`` is visible in every thread of the process: one at a time.
 COPY_REPLACED = threading.Lock()
 
 
@@ -42,49 +42,50 @@ def trace_placement(
     load_weights: LoadWeights,
     specs: Sequence[TensorSpec],
     index: StorageIndex,
-    beside: list[Segment] | None = None,
+    other_writes: list[Segment] | None = None,
     *,
     refuse_while: Callable[[torch.nn.Module], str | None] | None = None,
 ) -> Placement:
-    """Find where every checkpoint tensor lies in the model's live memory.
+    """Find where every checkpoint tensor is in the model's live memory.
 
     Args:
         model: the loaded model, in serving state.
         load_weights: the model's own loader; takes (name, tensor) pairs.
         specs: every tensor of the checkpoint, in the order in which the engine loads them.
         index: the storage index of `model`.
-        beside: if given, gets the boxes of live memory that the loader writes something other
-            than a checkpoint tensor to (padding); they have no source.
-        refuse_while: tells why the loader would now do something else than load (an engine may
-            wrap it while it reloads or quantises); None if it would not.
+        other_writes: if given, the segments of live memory that the loader writes something other
+            than a checkpoint tensor to (padding) are appended; they have no source.
+        refuse_while: returns why the loader would not simply load now (an engine may wrap it while
+            it reloads or quantises), or None.
 
     Returns:
-        One `Placed` per spec. Those with segments are `UNJUDGED` (certification comes next),
-        those that nothing was copied from are `NOT_ON_RANK`, the others are `UNCERTIFIED`.
+        One `Placed` per spec, by name. Those with segments are `UNJUDGED` (certification comes
+        next), those that nothing was copied from are `NOT_ON_RANK`, the others `UNCERTIFIED`.
 
     Raises:
-        TracingError: the model is not what it was and could not be put back, its loader leaves
-            threads behind, or `refuse_while` has a reason.
+        TracingError: `refuse_while` has a reason, and nothing was run; or the loader left threads
+            running or changed the model in a way that could not be undone, and the model must not
+            be served.
     """
     reason = refuse_while(model) if refuse_while is not None else None
     if reason:
         raise TracingError(f"the loader cannot be traced now: {reason}")
-    untouched = ModelStateGuard(model, bits=True)
+    guard = ModelStateGuard(model, bits=True)
     placement = {spec.name: Placed(spec) for spec in specs}
-    run = _run(untouched, load_weights, specs, index, placement)
+    run = _run(guard, load_weights, specs, index, placement)
     writes = run.writes
     if run.failure is not None:
         writes = []
         for spec in specs:
             placement[spec.name] = Placed(spec)
-            writes += _explain(untouched, load_weights, spec, index, placement, run.failure)
-    untouched.require()
+            writes += _explain(guard, load_weights, spec, index, placement, run.failure)
+    guard.verify()
     for placed in placement.values():
         if placed.status is Status.UNJUDGED and not placed.segments:
             placed.status = Status.NOT_ON_RANK
     refuse_shared_memory(placement, writes)
-    if beside is not None:
-        beside += _others(writes)
+    if other_writes is not None:
+        other_writes += _others(writes)
     return placement
 
 
@@ -95,29 +96,30 @@ def rehearse(
     placement: Placement,
     index: StorageIndex,
 ) -> dict[str, str]:
-    """Trace the loader on some tensors, and compare with what is certified.
+    """Trace the loader on some tensors, and compare with their certified placement.
 
     Args:
+        model, load_weights, index: see `trace_placement`.
         names: the tensors, all with segments, that the loader is to be given in one call.
         placement: of the whole checkpoint, certified.
 
     Returns:
-        Tensors for which the loader would do something else than their placement says, each with
-        the reason; empty if it would write exactly the certified segments.
+        Why the loader would do something else than the placement says, by tensor name; empty if
+        it would write exactly the certified segments.
 
     Raises:
-        TracingError: as `trace_placement`, but that the bits are not compared: `trace_placement`
-            has seen that every way in which this loader writes is followed.
+        TracingError: see `trace_placement`. The bits are not compared here: `trace_placement` has
+            shown that every write of this loader is seen.
     """
-    untouched = ModelStateGuard(model, bits=False)
+    guard = ModelStateGuard(model, bits=False)
     trial = {name: Placed(placement[name].spec) for name in names}
-    run = _run(untouched, load_weights, [p.spec for p in trial.values()], index, trial)
-    untouched.require()
+    run = _run(guard, load_weights, [p.spec for p in trial.values()], index, trial)
+    guard.verify()
     if run.failure is not None:
         reason = f"the loader fails without the other tensors: {_brief(run.failure)}"
         return dict.fromkeys(names, reason)
     different = {
-        name: "the loader treats it otherwise without the other tensors"
+        name: "the loader treats it differently without the other tensors"
         for name, placed in trial.items()
         if placed.status is not Status.UNJUDGED or placed.segments != placement[name].segments
     }
@@ -133,11 +135,11 @@ def rehearse(
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What one call of the loader did, beside what it recorded in the placement.
+    """Outcome of one call of the loader; what was traced is in the placement.
 
     Attributes:
-        failure: what it raised.
-        writes: all that it wrote to live memory.
+        failure: what the loader raised.
+        writes: everything that it wrote to live memory.
     """
 
     failure: Exception | None
@@ -145,12 +147,12 @@ class _Run:
 
 
 def _others(writes: Iterable[Write]) -> list[Segment]:
-    """What was written that is no checkpoint tensor's."""
+    """Return the segments written with something other than a checkpoint tensor."""
     return [segment for write in writes for name, segment in write if name is None]
 
 
 def _run(
-    untouched: ModelStateGuard,
+    guard: ModelStateGuard,
     load_weights: LoadWeights,
     specs: Sequence[TensorSpec],
     index: StorageIndex,
@@ -160,42 +162,42 @@ def _run(
     weights = [(spec.name, recorder.source(spec)) for spec in specs]
     failure = None
     try:
-        with _marked_copies(recorder), followed(lambda: Watch(recorder)):
+        with _marked_copies(recorder), traced_threads(lambda: RecordingMode(recorder)):
             load_weights(iter(weights))
     except TracingError:
         raise
     except Exception as error:
         failure = error
     finally:
-        _put_back(untouched, recorder)
+        _restore(guard, recorder)
     return _Run(failure, recorder.writes)
 
 
-def _put_back(untouched: ModelStateGuard, recorder: Recorder) -> None:
-    """Put the model's tensors back, and refuse what the loader put in their places."""
-    for held in untouched.registered:
-        if held.changed:
-            recorder.replaced(held.path, held.memory, held.now)
-    for held in untouched.attributes:
-        now = [] if held.now is None else [held.now]
-        recorder.kept_in([held.memory, *now], held.path)
-    for path, tensor in untouched.made():
-        recorder.kept_in([tensor], path)
+def _restore(guard: ModelStateGuard, recorder: Recorder) -> None:
+    """Restore the model's objects, and refuse the tensors that the loader kept elsewhere."""
+    for attached in guard.registered:
+        if attached.changed:
+            recorder.refuse_replaced(attached.path, attached.memory, attached.current)
+    for attached in guard.attributes:
+        current = [] if attached.current is None else [attached.current]
+        recorder.refuse_kept([attached.memory, *current], attached.path)
+    for path, tensor in guard.new_tensors():
+        recorder.refuse_kept([tensor], path)
     recorder.close()
-    untouched.put_back()
+    guard.restore()
 
 
 def _explain(
-    untouched: ModelStateGuard,
+    guard: ModelStateGuard,
     load_weights: LoadWeights,
     spec: TensorSpec,
     index: StorageIndex,
     placement: Placement,
     joint: Exception,
 ) -> list[Write]:
-    """Trace one tensor alone, because the loader failed on all of them together."""
+    """Trace one tensor alone, after the loader failed on all of them together."""
     placed = placement[spec.name]
-    run = _run(untouched, load_weights, [spec], index, placement)
+    run = _run(guard, load_weights, [spec], index, placement)
     if run.failure is not None:
         placed.refuse(f"the loader fails on a tensor without data: {_brief(run.failure)}")
     elif not placed.segments:
@@ -210,9 +212,9 @@ def _brief(error: Exception) -> str:
 
 @contextmanager
 def _marked_copies(recorder: Recorder) -> Iterator[None]:
-    """Let the recorder tell ``Tensor.copy_`` calls from other writes that end in a copy.
+    """Mark calls of ``Tensor.copy_``, as other operators end in a copy below Python too.
 
-    Only the calling thread's count: a masked apply cannot replace those of other threads.
+    Only the calling thread's calls are marked: a masked apply cannot replace those of others.
     """
     with COPY_REPLACED:
         original = torch.Tensor.copy_

@@ -1,9 +1,9 @@
-"""The wire format: one part, from bytes to checked numbers and back. No I/O, no engine.
+"""Encode and decode the wire format: one part, from bytes to checked arrays and back; sans-I/O.
 
-A part is one safetensors file; with ``deltas_zstd`` the whole file is one zstd frame. Every
-integer is little-endian.
+A part is one safetensors file; with ``deltas_zstd`` the whole file is one zstd frame. All integers
+are little-endian.
 
-File (the order of the two tensors is free; ours is shown, and keeps the values aligned)::
+File (the two tensors may be in either order; the encoder's is shown, which aligns the values)::
 
     offset          bytes         content
     0               8             n, length of the header
@@ -19,30 +19,30 @@ Positions of one param, ``pos_width`` bytes each, for flat indices idx[0] < idx[
     deltas          4             uint32, the same, for a param with a larger gap
     deltas_zstd     2, 4          as deltas
     gap8_exp        1             a gap stream: idx[k] - idx[k-1] - 1 in bytes; 255 skips 255
-                                  elements, and the gap goes on; below 255 it ends
+                                  elements and continues the gap; a smaller byte ends it
     gap8_exp        2             the same in uint16; 65535 skips 65535
     gap8_ulp        1, 2          as gap8_exp
     any             0             dense: no positions, every element's value; not with gap8_ulp
 
-With the gap8 encodings both tensors are uint8, and hold what is compressed in zstd frames that
-declare their sizes; of nothing to compress there is no frame. ``pos_start`` and ``pos_end`` count
-bytes of the gap streams, ``val_start`` and ``val_end`` elements::
+In the packed encodings (gap8) both tensors are uint8 and hold zstd frames that declare their
+content sizes; there is no frame if there is nothing to compress. ``pos_start`` and ``pos_end``
+count bytes of the gap streams, ``val_start`` and ``val_end`` elements::
 
-    __positions__   one frame: param by param the gap stream, of uint16 the low bytes; then param
-                    by param of those the high bytes
-    __values__      gap8_exp: of each bit pattern, rotated left by one, the lower bytes: param by
-                    param in planes, the more significant first; then one frame: the highest
+    __positions__   one frame: param by param the gap stream, or the low bytes of a uint16 one; then
+                    param by param the high bytes of the uint16 ones
+    __values__      gap8_exp: of each bit pattern, rotated left by one bit, the lower bytes: param
+                    by param in planes, the more significant one first; then one frame: the highest
                     bytes of all params (bfloat16: mantissa and sign as they are, exponents in
                     the frame)
-                    gap8_ulp: one frame. z is the zigzag of new - old, the bit patterns taken as
-                    unsigned ints, modulo their width: z = 2d for d >= 0, else -2d - 1. Param by
+                    gap8_ulp: one frame. z is the zigzag code of new - old, the bit patterns taken
+                    as unsigned ints, modulo their width: z = 2d for d >= 0, else -2d - 1. Param by
                     param min(z, 15) in nibbles, two a byte, the first one low, the last byte
                     padded with 0; then param by param every z >= 15, in the dtype's width
 
-The differences of ``gap8_ulp`` are added to whatever is there, so it needs ``digest_part``, which
-proves the old values of the elements it touches, and cannot be ``full``.
+The differences of ``gap8_ulp`` are added to the current values, so the encoding requires
+``digest_part``, which proves the old values of the elements, and cannot be ``full``.
 
-``__metadata__``, strings::
+``__metadata__``, all strings::
 
     encoding            one of the above
     params              JSON list of {name, dtype, shape, pos_start, pos_end, pos_width,
@@ -52,19 +52,19 @@ proves the old values of the elements it touches, and cannot be ``full``.
                         decimal
     manifest_checksum   xxh3_128:<32 hex> of the other metadata as sorted lines key=value
     current_version     decimal, 0 to 2**63 - 1: the version that the sync leads to
-    base_version        the version it starts from
+    base_version        the version that it starts from
     part, num_parts     0-based number, count
     sync_id             one string for all parts of a sync
-    full                true: all params are dense and replace whatever is there
+    full                true: all params are dense and replace the current values
     digest_part, digest_before, digest_after
                         32 hex digits each
 
 Only the first three are required. Unknown keys are ignored.
 
-Reading is layered so that each layer can be used alone on a stream: `FrameReader` unwraps,
-`PartGate` checks the header and the length, `decode_part` verifies and decodes. All of them
-raise `engine_ext.errors.DeltaError` and nothing else on hostile bytes; the encoder, which is
-given arguments and not bytes, raises ValueError.
+Reading is layered, and each layer can be used alone on a stream: `FrameReader` unwraps, `PartGate`
+checks the header and the length, `decode_part` verifies and decodes. All of them raise
+`engine_ext.errors.DeltaError` and nothing else for hostile bytes; the encoder, which is given
+arguments and not bytes, raises ValueError.
 """
 
 from engine_ext.wire.checksum import slime_checksum, verify_checksum, xxh3_checksum

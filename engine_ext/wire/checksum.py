@@ -1,4 +1,4 @@
-"""The two checksums over a part's bytes: ours, and the one that slime writes."""
+"""Compute and verify the checksum of a part's data: ours, or the one that slime writes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CHUNK: Final = 1 << 20  # elements widened at a time
 
 
 def xxh3_checksum(positions: Buffer, *values: Buffer) -> str:
-    """``xxh3_128:<32 hex digits>`` over the bytes of `positions`, then those of `values`."""
+    """Return ``xxh3_128:<32 hex digits>`` of the bytes of `positions`, then of `values`."""
     digest = xxhash.xxh3_128()
     for piece in (positions, *values):
         digest.update(piece)
@@ -31,19 +31,19 @@ def xxh3_checksum(positions: Buffer, *values: Buffer) -> str:
 
 
 def slime_checksum(positions: NDArray[np.uint8], values: torch.Tensor) -> int:
-    """slime's checksum: ``p ^ (v << 1)``, each the ``torch.hash_tensor`` of one tensor.
+    """Return slime's checksum: ``p ^ (v << 1)``, each the ``torch.hash_tensor`` of one tensor.
 
     That hash is the XOR of the elements, each widened to 64 bits (floats to the pattern of the
-    float64, ints to an int64), as an unsigned number; of an empty tensor it is 0. The shift is
-    not truncated, so the result has up to 65 bits. It sees neither order nor pairs of equal
-    elements: it is weaker than `xxh3_checksum`, and only read, never written.
+    float64, ints to an int64), as an unsigned number; it is 0 for an empty tensor. The shift is
+    not truncated, so the result has up to 65 bits. It depends neither on the order nor on pairs of
+    equal elements, so it is weaker than `xxh3_checksum`: it is verified, but never written.
 
     Args:
         positions: uint8 [bytes].
         values: 1-d, in the dtype that the file declares.
     """
     p = int(np.bitwise_xor.reduce(positions)) if positions.size else 0
-    # torch.hash_tensor itself is missing in older versions of torch, and for some dtypes.
+    # Older versions of torch have no torch.hash_tensor, and newer ones not for every dtype.
     wide = torch.float64 if values.dtype.is_floating_point else torch.int64
     v = 0
     for start in range(0, values.numel(), _CHUNK):
@@ -55,17 +55,17 @@ def slime_checksum(positions: NDArray[np.uint8], values: torch.Tensor) -> int:
 def verify_checksum(
     declared: str, positions: NDArray[np.uint8], values: NDArray[Any], values_dtype: str
 ) -> None:
-    """Compare the checksum that a part declares with its bytes.
+    """Verify the checksum that a part declares.
 
     Args:
         declared: ``xxh3_128:<hex>``, or slime's decimal integer.
         positions: uint8 [bytes].
-        values: The bytes of the values tensor, any dtype; read-only memory is fine. The decimal
-            form copies memory that is read-only or not aligned to the dtype.
+        values: The bytes of the values tensor, any dtype; may be read-only. For the decimal form,
+            memory that is read-only or not aligned to the dtype is copied.
         values_dtype: Manifest name of the dtype that the file declares for it.
 
     Raises:
-        ChecksumMismatch: The bytes are others.
+        ChecksumMismatch: The data has another checksum.
         MalformedPart: `declared` has neither form.
     """
     actual: str
@@ -84,9 +84,9 @@ def verify_checksum(
 
 
 def as_tensor(values: NDArray[Any], dtype: str) -> torch.Tensor:
-    """See the bytes of `values` as a 1-d tensor of the manifest dtype `dtype`.
+    """Return the bytes of `values` as a 1-d tensor of a manifest dtype.
 
-    A copy where the memory is read-only, which a tensor cannot express, or not aligned.
+    A copy if the memory is read-only, which torch does not support, or not aligned.
     """
     bits = values.view(bits_dtype(dtype))
     if not (bits.flags.writeable and bits.flags.aligned):

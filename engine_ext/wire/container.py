@@ -1,4 +1,18 @@
-"""The safetensors file that a part is: its header, its two tensors, and the order of its bytes."""
+"""Read and write the safetensors file that a part is.
+
+Layout, all integers little-endian::
+
+    offset      bytes       content
+    0           8           n, the length of the header
+    8           n           the header, JSON, padded with spaces to a multiple of 8
+    8 + n       the rest    the data of the two tensors, without gaps, in either order
+
+The header has exactly these keys, with ``data_offsets`` counted from the end of the header::
+
+    {"__metadata__":  {...},                                                   strings to strings
+     "__positions__": {"dtype": "U8", "shape": [bytes], "data_offsets": [begin, end]},
+     "__values__":    {"dtype": ...,  "shape": [count], "data_offsets": [begin, end]}}
+"""
 
 from __future__ import annotations
 
@@ -19,7 +33,7 @@ from engine_ext.wire.zstd_frames import ZSTD_MAGIC
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-_LENGTH: Final = 8  # bytes of the header length that a file starts with
+_LENGTH: Final = 8  # bytes of the header length at the start of the file
 _ALIGN: Final = 8
 
 _Offset = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -42,7 +56,7 @@ _DECODE_HEADER: Final = msgspec.json.Decoder(_HeaderJson)
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where a tensor lies: manifest dtype name, shape, byte offsets in the file."""
+    """A tensor's manifest dtype name, its shape, and its byte offsets in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -52,10 +66,13 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A checked header: all that is known of a part without its data.
+    """A checked header: everything that is known of a part without its data.
 
-    ``metadata`` holds the strings as they stand in the file, ``manifest`` what they say.
-    ``total_bytes`` is the length that the whole file must have.
+    Attributes:
+        manifest: The parsed metadata.
+        metadata: The metadata's strings as they are in the file.
+        positions, values: The two tensors.
+        total_bytes: Length that the whole file must have.
     """
 
     manifest: Manifest
@@ -73,9 +90,9 @@ def parse_header(raw: bytes, limits: Limits) -> Header:
         limits: Bounds on what it may declare.
 
     Raises:
-        MalformedPart: It is cut short or contradicts itself (`ChecksumMismatch` for the
+        MalformedPart: The header is cut short or contradicts itself (`ChecksumMismatch` for the
             manifest's own checksum).
-        TooLarge: A declared size is over `limits`.
+        TooLarge: A declared size exceeds `limits`.
     """
     header_end = _header_end(raw[:_LENGTH], limits)
     if len(raw) != header_end:
@@ -113,12 +130,12 @@ def parse_header(raw: bytes, limits: Limits) -> Header:
 
 
 class PartGate:
-    """Checks a byte stream that should be one decompressed container, while it arrives.
+    """Checks the header and the length of a decompressed container while it arrives; sans-I/O.
 
-    Sans-I/O, and it keeps no more than the header.
+    Only the header is kept in memory.
 
     Attributes:
-        header: The checked header, as soon as it is complete.
+        header: The checked header, or None until it is complete.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -132,7 +149,7 @@ class PartGate:
         """Take the next bytes.
 
         Raises:
-            MalformedPart, TooLarge: As soon as something is known to be wrong.
+            MalformedPart, TooLarge: As soon as an error is known.
         """
         self._received += len(data)
         if self.header is None:
@@ -141,7 +158,7 @@ class PartGate:
             raise MalformedPart(f"the part has more than its {self.header.total_bytes} bytes")
 
     def finish(self) -> Header:
-        """Say that the stream has ended.
+        """Check that the stream may end here, and return the header.
 
         Raises:
             MalformedPart: It ended early.
@@ -171,7 +188,7 @@ class PartGate:
 def read_container(
     buffer: Buffer, limits: Limits
 ) -> tuple[Header, NDArray[np.uint8], NDArray[np.uint8]]:
-    """Take a whole container apart, without copying it.
+    """Split a whole container into header and tensors, without copying it.
 
     Args:
         buffer: The decompressed file, contiguous.
@@ -182,7 +199,7 @@ def read_container(
         Their checksum is not verified.
 
     Raises:
-        MalformedPart, TooLarge: As `parse_header`; or the file is shorter or longer than declared.
+        MalformedPart, TooLarge: See `parse_header`; or the file is shorter or longer than declared.
     """
     view = memoryview(buffer).cast("B")
     header_end = _header_end(bytes(view[:_LENGTH]), limits)
@@ -201,13 +218,13 @@ def write_container(
     values_dtype: str,
     metadata: dict[str, str],
 ) -> bytes:
-    """Build the safetensors file. The manifest is written as it is given, unchecked.
+    """Return the bytes of the safetensors file. The metadata is not checked.
 
     Args:
         positions: uint8 [bytes].
-        values: each 1-d, contiguous; any dtype, only their bytes count, one after the other.
+        values: Each 1-d and contiguous, of any dtype; their bytes are concatenated.
         values_dtype: Manifest name of the dtype to declare for them.
-        metadata: All strings.
+        metadata: Strings to strings.
     """
     width = itemsize(values_dtype)
     nbytes = sum(piece.nbytes for piece in values)
@@ -228,7 +245,7 @@ def write_container(
 
 
 def _check_packed(manifest: Manifest, dtype: str, pos_bytes: int, limits: Limits) -> None:
-    """Check what is known of compressed tensors before they are decompressed."""
+    """Check the declared sizes of compressed tensors before they are decompressed."""
     if dtype != "uint8":
         raise MalformedPart(f"__values__ of {manifest.encoding} is {dtype}, not uint8")
     unpacked = pos_bytes + sum(entry.nnz * itemsize(entry.dtype) for entry in manifest.params)
@@ -240,7 +257,7 @@ def _check_packed(manifest: Manifest, dtype: str, pos_bytes: int, limits: Limits
 
 
 def _header_end(prefix: bytes, limits: Limits) -> int:
-    """Where the header ends in a file that starts with `prefix` (8 bytes, or fewer if cut)."""
+    """Return the offset of the header's end, from the first 8 bytes (fewer if cut short)."""
     if prefix.startswith(ZSTD_MAGIC):
         raise MalformedPart("a zstd frame where a container should be; unwrap it first")
     if len(prefix) < _LENGTH:

@@ -1,6 +1,6 @@
-"""The digest: an order-independent 128-bit hash of weights, advanced in O(nnz).
+"""Compute the digest: an order-independent 128-bit hash of weights, updated in O(nnz).
 
-Definition, enough to implement it elsewhere. All arithmetic is on unsigned 64-bit integers,
+Definition, complete enough to implement it elsewhere. All arithmetic is on unsigned 64-bit integers
 modulo 2**64. Lane ``k`` (0 or 1) of a set of elements is the sum over them of ::
 
     m(m(xxh3_64(name, seed=k) + index) ^ bits)
@@ -11,14 +11,14 @@ modulo 2**64. Lane ``k`` (0 or 1) of a set of elements is the sum over them of :
 
 where ``name`` is the checkpoint tensor's name in UTF-8, ``index`` the element's flat index in
 the checkpoint tensor, and ``bits`` the element's bit pattern in the checkpoint dtype,
-zero-extended. It is written as 32 lower-case hex digits, lane 0 first; of no element it is zero.
+zero-extended. It is written as 32 lower-case hex digits, lane 0 first; for no elements it is zero.
 
-A sum has no order: the digests of chunks, tensors and ranks add up, and a change of some
-elements adds the digest of their new values and takes away that of their old ones.
+A sum has no order: the digests of chunks, tensors and ranks add up, and a change of some elements
+adds the digest of their new values and subtracts that of their old ones.
 
-numba (extra ``fast``) is used where it is installed, numpy elsewhere, with the same result.
-Neither starts nor uses an OpenMP pool, and both release the interpreter lock while they work.
-The first call for a width, even with empty arrays, has numba compile or load from its cache.
+numba (extra ``fast``) is used if it is installed, otherwise numpy, with the same result. Neither
+uses an OpenMP pool, and both release the GIL while they work. With numba the first call for a
+width, even with empty arrays, compiles the loop or loads it from numba's cache.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """Two sums, kept modulo 2**64; the digests of disjoint sets of elements add up."""
+    """Two sums modulo 2**64; the digests of disjoint sets of elements add up."""
 
     lane0: int
     lane1: int
@@ -69,14 +69,14 @@ class Digest:
         return Digest(self.lane0 - other.lane0, self.lane1 - other.lane1)
 
     def hex(self) -> str:
-        """32 lower-case hex digits, lane 0 first."""
+        """Return 32 lower-case hex digits, lane 0 first."""
         return f"{self.lane0:016x}{self.lane1:016x}"
 
     __str__ = hex
 
     @classmethod
     def parse(cls, text: str) -> Digest:
-        """The inverse of `hex`; ValueError for any other text."""
+        """Parse the output of `hex`; ValueError for any other text."""
         if not re.fullmatch(r"[0-9a-f]{32}", text):
             raise ValueError(f"a digest is 32 lower-case hex digits, not {text[:80]!r}")
         return cls(int(text[:16], 16), int(text[16:], 16))
@@ -88,20 +88,20 @@ Digest.ZERO = Digest(0, 0)
 def tensor_digest(
     name: str, values: Bits, indices: Indices | None = None, start: int = 0, threads: int = 1
 ) -> Digest:
-    """The digest of elements of one tensor.
+    """Return the digest of elements of one tensor.
 
     Args:
         name: The tensor's name in the checkpoint.
         values: Bit patterns, unsigned ints as wide as the checkpoint dtype, [n]; read-only,
             unaligned and strided memory is fine.
-        indices: Flat indices of the values, int64 [n], from 0, each element once. None: the
+        indices: Flat indices of the values, int64 [n], from 0, each element once. None if the
             values are dense, at `start`, `start` + 1, ...
         start: Flat index of the first of dense values.
-        threads: How many threads share the work; 1 is the caller's own.
+        threads: How many threads share the work; with 1 the caller's does it.
 
     Raises:
         TypeError: `values` or `indices` has another dtype.
-        ValueError: Wrong shapes; a `start` that is negative or stands beside indices.
+        ValueError: Wrong shapes; a negative `start`, or one together with indices.
     """
     return _array_digest(name, indices, values, None, start, threads)
 
@@ -109,7 +109,7 @@ def tensor_digest(
 def change_digest(
     name: str, indices: Indices | None, old: Bits, new: Bits, start: int = 0
 ) -> Digest:
-    """What a change adds to a digest: that of `new` minus that of `old`, in one pass.
+    """Return the digest of `new` minus that of `old`, in one pass: what a change adds.
 
     Arguments and errors are those of `tensor_digest`; `old` and `new` have one dtype and shape.
     """
@@ -119,12 +119,19 @@ def change_digest(
 def tensor_digest_torch(
     name: str, tensor: torch.Tensor, indices: torch.Tensor | None = None, start: int = 0
 ) -> Digest:
-    """`tensor_digest` in torch operations, on the device where the tensor (and indices) lie.
+    """Return the same as `tensor_digest`, in torch operators on the tensor's device.
 
-    `tensor` is in the checkpoint dtype; without indices it may have any shape and strides, and
-    its elements count in row-major order. Temporaries stay below 64 MiB, and the host waits for
-    the device once. For host memory `tensor_digest` is the faster one, and keeps out of torch's
-    OpenMP pool.
+    Temporaries stay below 64 MiB, and the host waits for the device once. For host memory
+    `tensor_digest` is faster, and does not use torch's OpenMP pool.
+
+    Args:
+        name, start: See `tensor_digest`.
+        tensor: In the checkpoint dtype; [n] with indices, otherwise of any shape and strides, with
+            its elements numbered in row-major order.
+        indices: int64 [n] on the same device, or None.
+
+    Raises:
+        TypeError, ValueError: See `tensor_digest`; or `tensor` has no checkpoint dtype.
     """
     if tensor.dtype not in NAME_OF_TORCH:
         raise TypeError(f"no checkpoint dtype: {tensor.dtype}")
@@ -211,7 +218,7 @@ def _numpy_sum(index: Any, bits: Any, old: Any) -> int:
 
 
 def _numba_sums(seed0: Any, seed1: Any, places: Any, bits: Any, old: Any) -> Any:
-    """What numba compiles; it leaves out the branch of an argument that is None."""
+    """Compiled: the sums over a chunk; numba drops the branches of arguments that are None."""
     total0 = total1 = np.uint64(0)
     for k in range(bits.size):
         index = np.uint64(k if places is None else places[k])
@@ -226,7 +233,7 @@ def _numba_sums(seed0: Any, seed1: Any, places: Any, bits: Any, old: Any) -> Any
 
 @made_once
 def _kernel(width: int, sparse: bool, change: bool) -> Callable[..., tuple[int, int]]:
-    """The sums over a chunk: ``f(seed0, seed1, places, bits, old)``, of the numba types."""
+    """Compile ``f(seed0, seed1, places, bits, old)``, the sums over a chunk."""
     try:
         from numba import types
         from numba.extending import register_jitable
@@ -244,7 +251,7 @@ def _signed(x: int) -> int:
 
 
 def _mix_torch(x: torch.Tensor) -> torch.Tensor:
-    """`_mix`, in place on int64, whose multiplication wraps and whose shift extends the sign."""
+    """Do `_mix` in place on int64, whose multiplication wraps and whose shift extends the sign."""
     for shift, factor in ((_SHIFT1, _MUL1), (_SHIFT2, _MUL2), (_SHIFT3, 1)):
         x ^= (x >> int(shift)).bitwise_and_((1 << 64 - int(shift)) - 1)
         x *= _signed(int(factor))
@@ -252,7 +259,7 @@ def _mix_torch(x: torch.Tensor) -> torch.Tensor:
 
 
 def _blocks(bits: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The elements in row-major order, 1-d, at most `_TORCH_CHUNK` at a time."""
+    """Yield the elements in row-major order, 1-d, at most `_TORCH_CHUNK` at a time."""
     if bits.is_contiguous() or bits.numel() <= _TORCH_CHUNK:
         yield from torch.split(bits.reshape(-1), _TORCH_CHUNK)
     else:

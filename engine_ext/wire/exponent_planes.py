@@ -1,9 +1,15 @@
-"""Values of ``gap8_exp``: the byte with the exponent compressed, the other bytes as they are.
+"""Encode values as byte planes with the exponents compressed, as ``gap8_exp`` does.
 
-A bit pattern is rotated left by one, so that its sign is its last bit. The highest byte of a
-bfloat16 is then its exponent, and the lower one its mantissa and sign; a float16 has its exponent
-and the first three bits of its mantissa in the highest. Weights have few exponents, while the
-bytes below do not compress. Nothing is lost by this, whatever the dtype.
+Every bit pattern of ``w`` bytes is rotated left by one bit, so that the sign becomes its last bit.
+The highest byte of a bfloat16 is then its exponent, and the other byte its mantissa and sign; a
+float16 has its exponent and three bits of mantissa in the highest byte. Weights have few different
+exponents, while the lower bytes do not compress. The encoding is lossless for every dtype.
+
+Layout of the ``__values__`` tensor, with ``nnz`` elements per param::
+
+    bytes               content
+    nnz * (w - 1)       param by param: w - 1 planes of nnz bytes, the more significant one first
+    the rest            one zstd frame of sum(nnz) bytes: the highest bytes, param by param
 """
 
 from __future__ import annotations
@@ -18,20 +24,19 @@ from engine_ext.dtypes import bits_dtype, itemsize
 from engine_ext.errors import MalformedPart
 from engine_ext.kernels.jit import array, compile_loop, made_once
 from engine_ext.wire.manifest import ParamEntry
-from engine_ext.wire.zstd_frames import deflate, inflate
+from engine_ext.wire.zstd_frames import compress_planes, decompress_planes
 
 _Bytes = NDArray[np.uint8]
 
 
-def write_planes(values: Sequence[NDArray[Any]]) -> _Bytes:
-    """The values tensor of a part.
+def encode_planes(values: Sequence[NDArray[Any]]) -> _Bytes:
+    """Encode the values of all params.
 
     Args:
-        values: Of each param, unsigned ints of its dtype's width, [n].
+        values: One per param: bit patterns, unsigned ints of the dtype's width, [nnz].
 
     Returns:
-        uint8 [bytes]: param by param the planes of the lower bytes of the rotated patterns, the
-        more significant one first; then the highest bytes of all params, `deflate`d.
+        The ``__values__`` tensor, uint8 [bytes]; see the top of this module.
     """
     none = np.empty(0, np.uint8)
     highest: list[_Bytes] = [none]
@@ -40,15 +45,18 @@ def write_planes(values: Sequence[NDArray[Any]]) -> _Bytes:
         own_highest, own_lower = _split(bits)
         highest.append(own_highest)
         lower.append(own_lower)
-    return np.concatenate([*lower, deflate(np.concatenate(highest), search=False)])
+    return np.concatenate([*lower, compress_planes(np.concatenate(highest), search=False)])
 
 
-def read_planes(raw: _Bytes, params: Sequence[ParamEntry]) -> list[NDArray[Any]]:
-    """The inverse of `write_planes`.
+def decode_planes(raw: _Bytes, params: Sequence[ParamEntry]) -> list[NDArray[Any]]:
+    """Decode the values of all params; the inverse of `encode_planes`.
 
     Args:
-        raw: The values tensor.
-        params: Of the manifest.
+        raw: The ``__values__`` tensor, uint8 [bytes].
+        params: From the manifest.
+
+    Returns:
+        One per param: bit patterns, unsigned ints of the dtype's width, [nnz].
 
     Raises:
         MalformedPart: A plane is cut short, or the frame is corrupt or declares another size.
@@ -57,7 +65,7 @@ def read_planes(raw: _Bytes, params: Sequence[ParamEntry]) -> list[NDArray[Any]]
     if raw.size < lower_end:
         raise MalformedPart(f"the values have {raw.size} bytes; {lower_end} are not compressed")
     nnz = sum(entry.nnz for entry in params)
-    highest = inflate(raw[lower_end:], nnz, nnz, "the exponents")
+    highest = decompress_planes(raw[lower_end:], nnz, nnz, "the exponents")
     found = []
     start = 0
     for entry in params:
@@ -69,7 +77,7 @@ def read_planes(raw: _Bytes, params: Sequence[ParamEntry]) -> list[NDArray[Any]]
 
 
 def _split(bits: NDArray[Any]) -> tuple[_Bytes, _Bytes]:
-    """The highest bytes [n] of bit patterns [n], and their lower planes [(width - 1) * n]."""
+    """Split bit patterns [n] into highest bytes [n] and lower planes [(width - 1) * n]."""
     width = bits.itemsize
     loops = _loops() if width == 2 else None
     if loops is not None:
@@ -82,7 +90,7 @@ def _split(bits: NDArray[Any]) -> tuple[_Bytes, _Bytes]:
 
 
 def _join(highest: _Bytes, lower: _Bytes, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Bit patterns [n] of their highest bytes [n] and their lower planes [(width - 1) * n]."""
+    """Join highest bytes [n] and lower planes [(width - 1) * n] to bit patterns [n]."""
     out: NDArray[Any] = np.empty(highest.size, dtype)
     loops = _loops() if dtype.itemsize == 2 else None
     if loops is not None:
@@ -95,7 +103,7 @@ def _join(highest: _Bytes, lower: _Bytes, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def _split_loop(bits: Any, highest: Any, lower: Any) -> None:
-    """What numba compiles, for patterns of two bytes."""
+    """Compiled: `_split` for patterns of two bytes."""
     for k in range(bits.size):
         rotated = bits[k] << np.uint16(1) | bits[k] >> np.uint16(15)
         highest[k] = rotated >> np.uint16(8) & np.uint16(255)
@@ -103,7 +111,7 @@ def _split_loop(bits: Any, highest: Any, lower: Any) -> None:
 
 
 def _join_loop(highest: Any, lower: Any, out: Any) -> None:
-    """What numba compiles, for patterns of two bytes."""
+    """Compiled: `_join` for patterns of two bytes."""
     for k in range(out.size):
         rotated = np.uint16(highest[k]) << np.uint16(8) | np.uint16(lower[k])
         out[k] = rotated >> np.uint16(1) | rotated << np.uint16(15)
@@ -116,7 +124,7 @@ class _Loops(NamedTuple):
 
 @made_once
 def _loops() -> _Loops | None:
-    """The loops for patterns of two bytes; None without numba."""
+    """Compile the loops for patterns of two bytes; None without numba."""
     try:
         from numba import types
     except ImportError:
@@ -130,5 +138,5 @@ def _loops() -> _Loops | None:
 
 
 def warm_up() -> None:
-    """Compile the loops now, so that the first sync does not wait for it."""
+    """Compile the loops now, so that the first sync does not wait for the compiler."""
     _loops()

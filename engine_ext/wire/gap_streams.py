@@ -1,9 +1,15 @@
-"""Gap streams: the positions of the gap8 encodings before compression.
+"""Encode positions as gap streams, as the ``gap8_exp`` and ``gap8_ulp`` encodings do.
 
-A stream is a row of symbols of one or two bytes. A symbol below the largest one ends a gap; the
-largest (255, or 65535) skips that many elements, and the gap goes on. Symbols of two bytes are
-split into two planes, low bytes and high bytes; those of all params are compressed behind each
-other, because low bytes hardly compress and high ones well.
+The gap stream of a param with flat indices idx[0] < idx[1] < ... holds each gap
+``idx[k] - idx[k-1] - 1``, with idx[-1] = -1, as symbols of 1 byte or 2 bytes::
+
+    symbol          meaning
+    0 .. M - 1      adds its value to the gap and ends it
+    M               adds M to the gap, which goes on     (M = 255, or 65535 with 2 bytes)
+
+A stream of 2-byte symbols is split into two planes, all low bytes, then all high bytes. The
+``__positions__`` tensor is one zstd frame of the 1-byte streams and low planes of all params, then
+the high planes of all params: low bytes hardly compress, high bytes compress well.
 """
 
 from __future__ import annotations
@@ -17,12 +23,12 @@ from numpy.typing import NDArray
 from engine_ext.errors import MalformedPart, NotUpdatable
 from engine_ext.kernels.jit import array, compile_loop, made_once
 from engine_ext.wire.limits import Limits
-from engine_ext.wire.manifest import ParamEntry, longest_symbol
-from engine_ext.wire.zstd_frames import deflate, inflate
+from engine_ext.wire.manifest import ParamEntry, skip_symbol
+from engine_ext.wire.zstd_frames import compress_planes, decompress_planes
 
 _SYMBOLS: Final[dict[int, np.dtype[Any]]] = {1: np.dtype(np.uint8), 2: np.dtype("<u2")}
 _MAX_NUMEL: Final = Limits().max_numel
-# Skips of 255 for each element from which bytes are not even tried; it bounds their memory too.
+# Skips of 255 per element above which 1-byte symbols are not tried; it also bounds their memory.
 _TOO_SPARSE: Final = 16
 
 
@@ -32,41 +38,44 @@ class _Loops(NamedTuple):
 
 
 def stream_bytes(indices: NDArray[np.int64]) -> int:
-    """About the length of the stream of some ascending indices."""
+    """Return about the bytes of the stream of ascending indices, int64 [nnz]."""
     nnz = indices.size
     return nnz and min(nnz + (int(indices[-1]) + 1 - nnz) // 255, 2 * nnz)
 
 
 def byte_stream(indices: NDArray[np.int64], start: int) -> NDArray[np.uint8]:
-    """Of symbols of one byte, the stream of some indices, as it goes on behind those before them.
+    """Encode a piece of a param's indices as a stream of 1-byte symbols.
 
     Args:
         indices: int64 [n], ascending, unique, from `start`.
-        start: the element behind the one before.
+        start: one more than the index before the first.
+
+    Returns:
+        uint8 [bytes].
 
     Raises:
-        ValueError: the indices are not ascending.
+        ValueError: The indices are not ascending.
     """
     if not indices.size:
         return np.empty(0, np.uint8)
     return _symbols(indices, 1, int(indices.max()), start)
 
 
-def joined_stream(
+def join_streams(
     pieces: Sequence[tuple[NDArray[Any], NDArray[np.uint8]]],
 ) -> NDArray[np.uint8] | None:
-    """The stream of a whole param, of pieces that were made by themselves.
+    """Join the streams of pieces that were encoded on their own.
 
     Args:
-        pieces: the indices [n] of each, ascending over all, and their `byte_stream` without the
-            first one.
+        pieces: The indices [n] of each, ascending over all, and the `byte_stream` of all but its
+            first index.
 
     Returns:
-        What `encode_gaps` makes of all the indices; None where it may choose symbols of two bytes.
+        The same as `encode_gaps` of all indices; None if that may choose 2-byte symbols.
     """
     pieces = [(indices, stream) for indices, stream in pieces if indices.size]
     nnz = sum(indices.size for indices, _ in pieces)
-    if pieces and not _suit_bytes(nnz, int(pieces[-1][0][-1]) + 1):
+    if pieces and not _bytes_suffice(nnz, int(pieces[-1][0][-1]) + 1):
         return None
     streams: list[NDArray[np.uint8]] = [np.empty(0, np.uint8)]
     following = 0
@@ -80,19 +89,19 @@ def joined_stream(
 def encode_gaps(
     indices: NDArray[np.int64], stream: NDArray[np.uint8] | None = None
 ) -> tuple[NDArray[np.uint8], int]:
-    """The gap stream of one param.
+    """Encode the indices of one param as a gap stream.
 
     Args:
         indices: int64 [nnz], ascending, unique, from 0; with a stream also int32.
-        stream: what `joined_stream` made of them, where it did; every gap of it is compared, as
-            values at other places than their own could be committed.
+        stream: Their stream from `join_streams`, if known. It is compared with the indices in
+            full, because a wrong one would put values in wrong places.
 
     Returns:
         The stream, uint8 [bytes], low plane first, and the bytes of a symbol: 1 or 2, whichever
         compresses better.
 
     Raises:
-        ValueError: the indices are not ascending, or beyond any tensor; or the stream is not
+        ValueError: The indices are not ascending, or beyond any tensor; or the stream is not
             theirs.
     """
     nnz = indices.size
@@ -102,29 +111,31 @@ def encode_gaps(
     if largest >= _MAX_NUMEL:
         raise ValueError(f"an index of {largest}; tensors have at most {_MAX_NUMEL} elements")
     if stream is not None:
-        if not _belongs(stream, indices):
+        if not _encodes(stream, indices):
             raise ValueError("the gap stream is that of other indices")
         return stream, 1
-    if _suit_bytes(nnz, largest + 1):
+    if _bytes_suffice(nnz, largest + 1):
         return _symbols(indices, 1, largest), 1
     wide = _symbols(indices, 2, largest).view(np.uint8).reshape(-1, 2).T.reshape(-1)
     if (largest + 1 - nnz) // 255 <= _TOO_SPARSE * nnz:
         narrow = _symbols(indices, 1, largest)
-        if deflate(narrow, search=True).size <= deflate(*wide.reshape(2, -1), search=True).size:
+        if (
+            compress_planes(narrow, search=True).size
+            <= compress_planes(*wide.reshape(2, -1), search=True).size
+        ):
             return narrow, 1
     return wide, 2
 
 
-def write_streams(streams: Sequence[NDArray[np.uint8]], widths: Sequence[int]) -> NDArray[np.uint8]:
-    """The positions tensor of a part.
+def pack_streams(streams: Sequence[NDArray[np.uint8]], widths: Sequence[int]) -> NDArray[np.uint8]:
+    """Compress the streams of all params into the positions tensor.
 
     Args:
-        streams: Of each param, from `encode_gaps`; empty of a dense one.
-        widths: Bytes of their symbols, 0 of a dense one.
+        streams: One per param, from `encode_gaps`; empty for a dense one.
+        widths: Bytes of their symbols; 0 for a dense one.
 
     Returns:
-        uint8 [bytes]: `deflate`d, each param's stream, or the low plane of it; then each param's
-        high plane, where it has one.
+        The ``__positions__`` tensor, uint8 [bytes]; see the top of this module.
     """
     low: list[NDArray[np.uint8]] = [np.empty(0, np.uint8)]
     high: list[NDArray[np.uint8]] = [np.empty(0, np.uint8)]
@@ -132,23 +143,23 @@ def write_streams(streams: Sequence[NDArray[np.uint8]], widths: Sequence[int]) -
         symbols = stream.size // max(width, 1)
         low.append(stream[:symbols])
         high.append(stream[symbols:])
-    return deflate(np.concatenate(low), np.concatenate(high), search=True)
+    return compress_planes(np.concatenate(low), np.concatenate(high), search=True)
 
 
-def read_streams(
+def unpack_streams(
     positions: NDArray[np.uint8], params: Sequence[ParamEntry]
 ) -> Iterator[NDArray[np.uint8]]:
-    """The inverse of `write_streams`: each param's stream.
+    """Yield each param's stream, low plane first; the inverse of `pack_streams`.
 
     Args:
-        positions: The positions tensor.
-        params: Of the manifest.
+        positions: The positions tensor, uint8 [bytes].
+        params: From the manifest, whose lengths were checked.
 
     Raises:
-        MalformedPart: The frame is corrupt, or declares another size.
+        MalformedPart: The frame is corrupt, or declares another size than the manifest.
     """
     size = params[-1].pos_end if params else 0
-    content = inflate(positions, size, size, "the gap streams")
+    content = decompress_planes(positions, size, size, "the gap streams")
     symbols = [(p.pos_end - p.pos_start) // max(p.pos_width, 1) for p in params]
     start, high = 0, sum(symbols)
     for entry, count in zip(params, symbols, strict=True):
@@ -161,38 +172,38 @@ def read_streams(
 
 
 def decode_gaps(stream: NDArray[np.uint8], width: int, numel: int) -> NDArray[np.int64]:
-    """The inverse of `encode_gaps`, checked.
+    """Decode and check a gap stream; the inverse of `encode_gaps`.
 
     Args:
         stream: uint8 [bytes].
-        width: bytes of a symbol, 1 or 2, that divide those of the stream.
-        numel: elements of the tensor.
+        width: Bytes of a symbol, 1 or 2; divides the length of the stream.
+        numel: Elements of the tensor.
 
     Returns:
         int64 [nnz], ascending, unique, in [0, numel).
 
     Raises:
-        MalformedPart: the last gap has no end.
-        NotUpdatable: the gaps run past the tensor.
+        MalformedPart: The last gap does not end.
+        NotUpdatable: The gaps run past the tensor.
     """
     if not stream.size:
         return np.empty(0, np.int64)
-    symbols, longest = joined(stream, width), longest_symbol(width)
-    if symbols[-1] == longest:
+    symbols, skip = join_planes(stream, width), skip_symbol(width)
+    if symbols[-1] == skip:
         raise MalformedPart("the gap stream ends within a gap")
     loops = _loops(width)
     if loops is None:
-        indices = _read_by_numpy(symbols, longest)
+        indices = _read_by_numpy(symbols, skip)
     else:
         out = np.empty(symbols.size, np.int64)  # what stays unwritten takes no memory
-        indices = out[: loops.read(symbols, longest, out)]
+        indices = out[: loops.read(symbols, skip, out)]
     if indices[-1] >= numel:
         raise NotUpdatable("the gaps run past the tensor", numel=numel)
     return indices
 
 
-def joined(stream: NDArray[np.uint8], width: int) -> NDArray[Any]:
-    """The symbols of a stream, unsigned ints of `width` bytes; no copy of single bytes."""
+def join_planes(stream: NDArray[np.uint8], width: int) -> NDArray[Any]:
+    """Return the symbols of a stream as unsigned ints of `width` bytes; no copy if 1."""
     if width == 1:
         return stream
     low, high = stream.reshape(2, -1)
@@ -200,8 +211,8 @@ def joined(stream: NDArray[np.uint8], width: int) -> NDArray[Any]:
     return symbols
 
 
-def _belongs(stream: NDArray[np.uint8], indices: NDArray[Any]) -> bool:
-    """Whether a stream of symbols of one byte is that of these indices, int32 or int64."""
+def _encodes(stream: NDArray[np.uint8], indices: NDArray[Any]) -> bool:
+    """Return whether a stream of 1-byte symbols encodes these indices, int32 or int64."""
     if not stream.size or stream[-1] == 255:
         return False
     loop = _match(indices.itemsize)
@@ -210,47 +221,47 @@ def _belongs(stream: NDArray[np.uint8], indices: NDArray[Any]) -> bool:
     return loop(np.ascontiguousarray(stream), np.ascontiguousarray(indices))
 
 
-def _suit_bytes(nnz: int, end: int) -> bool:
-    """Whether symbols of one byte are surely few: on average one skip an element at most."""
+def _bytes_suffice(nnz: int, end: int) -> bool:
+    """Return whether 1-byte symbols surely suffice: at most one skip per element on average."""
     return max(0, end - nnz) // 255 <= nnz
 
 
 def _symbols(indices: NDArray[np.int64], width: int, largest: int, start: int = 0) -> NDArray[Any]:
-    longest = longest_symbol(width)
+    skip = skip_symbol(width)
     loops = _loops(width)
     if loops is None:
-        return _write_by_numpy(indices, start, longest).astype(_SYMBOLS[width])
-    # So many symbols suffice as long as the gaps are not negative, and then the loop ends.
-    skips = max(0, largest + 1 - start - indices.size) // longest
+        return _write_by_numpy(indices, start, skip).astype(_SYMBOLS[width])
+    # Enough symbols as long as no gap is negative, and the loop stops at a negative one.
+    skips = max(0, largest + 1 - start - indices.size) // skip
     out = np.empty(indices.size + skips, _SYMBOLS[width])
-    count = loops.write(np.ascontiguousarray(indices), start, longest, out)
+    count = loops.write(np.ascontiguousarray(indices), start, skip, out)
     if count < 0:
         raise _not_ascending()
     return out[:count]
 
 
-def _write_by_numpy(indices: NDArray[np.int64], start: int, longest: int) -> NDArray[np.int64]:
+def _write_by_numpy(indices: NDArray[np.int64], start: int, skip: int) -> NDArray[np.int64]:
     gaps = np.diff(indices, prepend=np.int64(start - 1)) - 1
     if gaps.min() < 0 or indices.min() < start:
         raise _not_ascending()
-    skips, rest = np.divmod(gaps, longest)
+    skips, rest = np.divmod(gaps, skip)
     ends = np.cumsum(skips + 1) - 1
-    symbols = np.full(int(ends[-1]) + 1, longest, np.int64)
+    symbols = np.full(int(ends[-1]) + 1, skip, np.int64)
     symbols[ends] = rest
     return symbols
 
 
-def _read_by_numpy(symbols: NDArray[Any], longest: int) -> NDArray[np.int64]:
-    ends = symbols != longest
+def _read_by_numpy(symbols: NDArray[Any], skip: int) -> NDArray[np.int64]:
+    ends = symbols != skip
     after = np.cumsum(symbols.astype(np.int64) + ends)
     indices: NDArray[np.int64] = after[ends] - 1
     return indices
 
 
-def _write_loop(indices: Any, following: Any, longest: Any, out: Any) -> Any:
-    """What numba compiles; returns the number of symbols, -1 where indices do not ascend.
+def _write_loop(indices: Any, following: Any, skip: Any, out: Any) -> Any:
+    """Compiled: write the symbols; return their number, -1 if the indices do not ascend.
 
-    Unsigned, a negative gap is a huge one, and the usual gap needs one comparison only.
+    As an unsigned number a negative gap is a huge one, so the usual gap needs one comparison.
     """
     one = np.uint64(1)
     at = np.uint64(0)
@@ -258,34 +269,34 @@ def _write_loop(indices: Any, following: Any, longest: Any, out: Any) -> Any:
         index = np.uint64(indices[k])
         gap = index - following
         following = index + one
-        if gap >= longest:
+        if gap >= skip:
             if (gap | index) >> np.uint64(63):
                 return -1
-            while gap >= longest:
-                out[at] = longest
+            while gap >= skip:
+                out[at] = skip
                 at += one
-                gap -= longest
+                gap -= skip
         out[at] = gap
         at += one
     return np.int64(at)
 
 
-def _read_loop(symbols: Any, longest: Any, out: Any) -> Any:
-    """What numba compiles; the last symbol ends a gap, so that `out` is never overrun."""
+def _read_loop(symbols: Any, skip: Any, out: Any) -> Any:
+    """Compiled: decode the symbols; the last one ends a gap, so `out` is never overrun."""
     count: Any = 0
     index: Any = 0
     for k in range(symbols.size):
         symbol = np.int64(symbols[k])
         index += symbol
         out[count] = index
-        ends = np.int64(symbol != longest)
+        ends = np.int64(symbol != skip)
         count += ends
         index += ends
     return count
 
 
 def _match_loop(stream: Any, indices: Any) -> Any:
-    """What numba compiles; the last symbol ends a gap."""
+    """Compiled: compare a stream with indices; its last symbol ends a gap."""
     count = 0
     index = np.int64(0)
     for symbol in stream:
@@ -300,7 +311,7 @@ def _match_loop(stream: Any, indices: Any) -> Any:
 
 @made_once
 def _match(width: int) -> Callable[[Any, Any], bool] | None:
-    """The loop for indices of `width` bytes; None without numba."""
+    """Compile the loop for indices of `width` bytes; None without numba."""
     try:
         from numba import types
     except ImportError:
@@ -311,7 +322,7 @@ def _match(width: int) -> Callable[[Any, Any], bool] | None:
 
 @made_once
 def _loops(width: int) -> _Loops | None:
-    """The loops for symbols of `width` bytes; None without numba."""
+    """Compile the loops for symbols of `width` bytes; None without numba."""
     try:
         from numba import types
     except ImportError:
@@ -330,6 +341,6 @@ def _not_ascending() -> ValueError:
 
 
 def warm_up() -> None:
-    """Compile the loops now, so that the first sync does not wait for it."""
+    """Compile the loops now, so that the first sync does not wait for the compiler."""
     for width in _SYMBOLS:
         _loops(width)

@@ -1,9 +1,9 @@
-"""The identity of a part: equal for two parts only if they write the same elements.
+"""Compute the identity of a part, which is equal for two parts only if they write the same.
 
-The container's own checksum covers positions and values, not which tensors they are for, and
-slime's form of it is an XOR that does not see order. Repeats are recognised by this hash instead.
-What a sender may change when it sends a part again (its sync id, its number) stays out of it.
-Differences are those elements only together with the old values, so their digest is in it.
+Repeated parts are recognised by it. The container's own checksum would not do: it covers positions
+and values but not which tensors they are for, and slime's form of it ignores order. What a sender
+may change when it sends a part again (its sync id, its number) is not included. Differences write
+the same only on the same old values, so the digest of these is included.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 
 def part_identity(header: Header, container: Buffer) -> str:
-    """xxh3_128 over all that says what is written, as 32 hex digits.
+    """Return the xxh3_128 of everything that determines what is written, as 32 hex digits.
 
-    That is the encoding, the ``params`` text, the dtype and place of the two tensors, and the
-    data section; with differences ``digest_part`` too.
+    The hashed bytes are, as text joined with NUL: the encoding, the dtype of the values, the
+    offsets of the two tensors in the data section, the ``params`` text, and with differences
+    ``digest_part``; then the data section.
 
     Args:
         header: the parsed header of `container`.

@@ -1,4 +1,4 @@
-"""Upper bounds on what a part may declare, checked before anything of that size is allocated."""
+"""Limit what a part may declare; checked before anything of that size is allocated."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a receiver is ready to be told.
+    """Upper bounds on what a part may declare.
 
     Attributes:
         max_header_bytes: Length of the safetensors header JSON.

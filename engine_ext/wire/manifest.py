@@ -1,7 +1,7 @@
-"""The manifest of a part: the strings of its safetensors ``__metadata__``, parsed and checked.
+"""Parse and check the manifest of a part: the strings of its safetensors ``__metadata__``.
 
-Everything that can be known to be wrong without the data is refused here. What depends on the
-sizes of the two tensors is left to `container`, what depends on the engine to the receiver.
+Everything that can be known to be wrong without the data is refused here. Checks against the sizes
+of the two tensors are in `engine_ext.wire.container`, checks against the engine in the receiver.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.errors import ChecksumMismatch, MalformedPart, TooLarge
 from engine_ext.wire.limits import Limits
 
-# encoding -> legal `pos_width` of a sparse param; a dense one has 0 in each of them
+# encoding -> legal `pos_width` of a sparse param; a dense one has 0 in all of them
 POSITION_WIDTHS: Final[dict[str, tuple[int, ...]]] = {
     "indices": (4,),
     "deltas": (2, 4),
@@ -29,7 +29,7 @@ POSITION_WIDTHS: Final[dict[str, tuple[int, ...]]] = {
 ENCODINGS: Final = tuple(POSITION_WIDTHS)
 # encodings that compress positions and values inside the container
 PACKED_ENCODINGS: Final = frozenset({"gap8_exp", "gap8_ulp"})
-# the one whose values are differences to the old ones; it is taken with a proof of these only
+# the encoding whose values are differences from the old ones, which `digest_part` must prove
 DIFFERENCES: Final = "gap8_ulp"
 
 INDICES_MAX_NUMEL: Final = 2**31 - 1
@@ -43,13 +43,17 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
 
 
 class ParamEntry(msgspec.Struct, frozen=True):
-    """One entry of ``params``: a tensor of the checkpoint and its slices of the two blobs.
+    """One entry of ``params``: a tensor of the checkpoint and its slices of the two tensors.
 
-    ``pos_start`` and ``pos_end`` are byte offsets into ``__positions__``, ``val_start`` and
-    ``val_end`` element offsets into ``__values__``. ``pos_width`` is the bytes of one position.
-    Where the encoding compresses, they count what was compressed: bytes of the gap streams,
-    elements, and bytes of one symbol of a gap stream.
-    ``pos_width`` 0 always means dense: it is refused unless every element is sent.
+    Attributes:
+        name, shape: As in the checkpoint.
+        dtype: The checkpoint's, by its manifest name (``bfloat16``).
+        pos_start, pos_end: Slice of ``__positions__`` in bytes; with a packed encoding, of the
+            decompressed gap streams.
+        pos_width: Bytes of one position, or of one symbol of a gap stream. 0 means dense, and is
+            refused unless every element is sent.
+        val_start, val_end: Slice of ``__values__`` in elements; with a packed encoding, of the
+            decoded values.
     """
 
     name: str
@@ -68,25 +72,25 @@ class ParamEntry(msgspec.Struct, frozen=True):
 
     @property
     def nnz(self) -> int:
-        """Elements that this part sends."""
+        """Elements that the part sends."""
         return self.val_end - self.val_start
 
     @property
     def is_dense(self) -> bool:
-        """Whether every element is sent, in row-major order and without positions."""
+        """Whether every element is sent, in row-major order, without positions."""
         return self.pos_width == 0 and self.nnz == self.numel
 
 
-def longest_symbol(width: int) -> int:
-    """The symbol of `width` bytes that skips in a gap stream; it skips as many elements."""
+def skip_symbol(width: int) -> int:
+    """Return the symbol of `width` bytes that skips, as many elements as its value."""
     return (1 << 8 * width) - 1
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """A part's metadata; None where an optional key is absent.
+    """A part's metadata, parsed; None for an absent optional key.
 
-    `checksum` is kept as written: `checksum.verify_checksum` reads it. The digests are 32
-    lower-case hex digits.
+    ``checksum`` is kept as written; see `engine_ext.wire.checksum.verify_checksum`. The digests are
+    32 lower-case hex digits each.
     """
 
     encoding: str
@@ -108,14 +112,14 @@ _DECODE_PARAMS: Final = msgspec.json.Decoder(tuple[ParamEntry, ...])
 
 
 def parse_version(text: str, what: str) -> int:
-    """Read a version: ASCII decimal digits without sign or leading zero, 0 to 2**63 - 1.
+    """Parse a version: ASCII decimal digits without sign or leading zero, 0 to 2**63 - 1.
 
     Args:
         text: The digits.
         what: Where they come from, for the message (``current_version``).
 
     Raises:
-        MalformedPart: It is anything else.
+        MalformedPart: `text` is anything else.
     """
     if _DECIMAL.fullmatch(text) is None or int(text) > MAX_VERSION:
         raise MalformedPart(f"{what} is not a decimal from 0 to 2**63 - 1: {text[:80]!r}")
@@ -123,7 +127,7 @@ def parse_version(text: str, what: str) -> int:
 
 
 def manifest_checksum(metadata: Mapping[str, str]) -> str:
-    r"""Hash the metadata: ``xxh3_128:<32 hex digits>``.
+    r"""Return the hash of the metadata as ``xxh3_128:<32 hex digits>``.
 
     The hashed bytes are the UTF-8 lines ``key=value\n`` of every key other than
     ``manifest_checksum`` itself, sorted by key.
@@ -139,9 +143,9 @@ def parse_manifest(metadata: dict[str, str], limits: Limits) -> Manifest:
     """Parse and check a part's metadata. Unknown keys are ignored.
 
     Raises:
-        MalformedPart: A required key is missing, or a value is not what the format says.
-        ChecksumMismatch: ``manifest_checksum`` is there and is another one.
-        TooLarge: A count is over `limits`.
+        MalformedPart: A required key is missing, or a value violates the format.
+        ChecksumMismatch: ``manifest_checksum`` is present and wrong.
+        TooLarge: A count exceeds `limits`.
     """
     declared = metadata.get("manifest_checksum")
     if declared is not None:
@@ -158,7 +162,7 @@ def parse_manifest(metadata: dict[str, str], limits: Limits) -> Manifest:
     if full == "true":
         sparse = next((entry.name for entry in params if not entry.is_dense), None)
         if sparse is not None:
-            raise MalformedPart("a full part sends a param that is not dense", tensor=sparse)
+            raise MalformedPart("a full part has a param that is not dense", tensor=sparse)
     if encoding == DIFFERENCES:
         _check_differences(metadata, full == "true", params)
     return Manifest(
@@ -181,11 +185,13 @@ def parse_manifest(metadata: dict[str, str], limits: Limits) -> Manifest:
 def _check_differences(
     metadata: Mapping[str, str], full: bool, params: Sequence[ParamEntry]
 ) -> None:
-    """Check that the old values, to which a part's differences are added, are proven."""
+    """Check that ``digest_part`` can prove the old values that differences are added to."""
     if "digest_part" not in metadata:
-        raise MalformedPart(f"{DIFFERENCES} without digest_part: nothing proves the old values")
+        raise MalformedPart(f"{DIFFERENCES} needs digest_part, to prove the old values")
     if full:
-        raise MalformedPart(f"a full part cannot be {DIFFERENCES}: it takes any old values")
+        raise MalformedPart(
+            f"a full part cannot be {DIFFERENCES}: it must not depend on old values"
+        )
     dense = next((entry.name for entry in params if entry.pos_width == 0), None)
     if dense is not None:
         raise MalformedPart(f"{DIFFERENCES} has no dense form", tensor=dense)
@@ -193,7 +199,7 @@ def _check_differences(
 
 def _check_manifest_checksum(declared: str, metadata: dict[str, str]) -> None:
     for key, value in metadata.items():
-        # Two different sets of keys would hash to the same lines.
+        # Two different sets of keys could hash to the same lines.
         if "=" in key or "\n" in key or "\n" in value:
             raise MalformedPart(
                 f"manifest_checksum is ambiguous: '=' or a newline in metadata key {key[:80]!r}"
@@ -241,14 +247,14 @@ def _parse_part(metadata: dict[str, str], limits: Limits) -> tuple[int | None, i
     if max((part or 0) + 1, num_parts or 1) > limits.max_parts:
         raise TooLarge(f"a sync of more than {limits.max_parts} parts", limit=limits.max_parts)
     if part is None and num_parts is not None and num_parts > 1:
-        raise MalformedPart(f"one of {num_parts} parts does not say which one it is")
+        raise MalformedPart(f"one of {num_parts} parts has no part number")
     if part is not None and num_parts is not None and part >= num_parts:
         raise MalformedPart(f"part {part} of {num_parts}; parts count from 0")
     return part, num_parts
 
 
 def _parse_params(text: str, encoding: str, limits: Limits) -> tuple[ParamEntry, ...]:
-    # The header limit already bounds what decoding can allocate: an entry has eight keys.
+    # The header limit bounds what decoding can allocate: an entry has eight keys.
     try:
         params = _DECODE_PARAMS.decode(text)
     except (ValueError, RecursionError) as error:
@@ -291,7 +297,7 @@ def _check_entry(entry: ParamEntry, encoding: str, limits: Limits) -> None:
     if entry.pos_width not in POSITION_WIDTHS[encoding]:
         raise MalformedPart(
             f"pos_width {entry.pos_width} with {entry.nnz} of {entry.numel} values"
-            f" is none of {encoding}",
+            f" is not valid for {encoding}",
             tensor=entry.name,
         )
     if entry.nnz > entry.numel:
@@ -304,7 +310,7 @@ def _lengths_agree(entry: ParamEntry, encoding: str) -> bool:
     size = entry.pos_end - entry.pos_start
     if encoding not in PACKED_ENCODINGS or entry.pos_width not in POSITION_WIDTHS[encoding]:
         return size == entry.nnz * entry.pos_width
-    # More symbols than elements are skips, and so many fit into the tensor.
+    # Every element ends one symbol; the others are skips, of which only so many fit the tensor.
     symbols, rest = divmod(size, entry.pos_width)
-    skips = entry.numel // longest_symbol(entry.pos_width) if entry.nnz else 0
+    skips = entry.numel // skip_symbol(entry.pos_width) if entry.nnz else 0
     return rest == 0 and entry.nnz <= symbols <= entry.nnz + skips

@@ -1,4 +1,4 @@
-"""A whole part: from the params' changed elements to bytes, and back."""
+"""Encode a whole part from the params' changed elements to bytes, and decode it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from engine_ext.dtypes import TORCH_DTYPE, bits_dtype
 from engine_ext.errors import DeltaError, MalformedPart
 from engine_ext.wire.checksum import verify_checksum, xxh3_checksum
 from engine_ext.wire.container import Header, read_container, write_container
-from engine_ext.wire.exponent_planes import read_planes, write_planes
-from engine_ext.wire.gap_streams import read_streams, write_streams
+from engine_ext.wire.exponent_planes import decode_planes, encode_planes
+from engine_ext.wire.gap_streams import pack_streams, unpack_streams
 from engine_ext.wire.limits import Limits
 from engine_ext.wire.manifest import (
     DIFFERENCES,
@@ -28,7 +28,7 @@ from engine_ext.wire.manifest import (
     parse_manifest,
 )
 from engine_ext.wire.positions import Positions, decode_positions, encode_positions
-from engine_ext.wire.ulp_differences import read_differences, write_differences
+from engine_ext.wire.ulp_differences import decode_differences, encode_differences
 from engine_ext.wire.undo_promotion import narrow_values
 from engine_ext.wire.zstd_frames import compress_frame
 
@@ -36,24 +36,25 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _DEFAULT_LIMITS: Final = Limits()
-_WORTH_THREADS = 1 << 19  # bytes that take much longer to pack or unpack than threads to start
+_WORTH_THREADS = 1 << 19  # bytes that take far longer to pack or unpack than threads take to start
 
 _Place = tuple[NDArray[np.int64] | None, Positions | None]
 
 
 @dataclass(frozen=True, slots=True)
 class ParamDelta:
-    """What one part says of one param, in checkpoint coordinates.
+    """The changed elements of one param, in checkpoint coordinates.
 
     Attributes:
         name, dtype, shape: As in the checkpoint; the dtype by its manifest name.
-        indices: int64 [nnz], ascending unique flat indices, to be encoded also int32; None means
-            dense.
+        indices: int64 [nnz], ascending unique flat indices (int32 is accepted for encoding); None
+            means dense.
         values: The new elements' bit patterns, unsigned ints of the dtype's width; [nnz], or
-            [numel] where dense. May be a read-only view of the part's buffer.
-        differences: The values are new less old bit patterns, modulo the width, and never dense.
-        positions: What `indices` were decoded from, where they were; may be such a view too.
-        stream: Their gap stream, to be encoded, where it is known.
+            [numel] if dense. May be a read-only view of the part's buffer.
+        differences: Whether the values are new minus old bit patterns modulo 2**width; never
+            dense.
+        positions: What `indices` were decoded from, if they were; may be such a view too.
+        stream: The gap stream of `indices`, if it is known before encoding.
     """
 
     name: str
@@ -78,7 +79,7 @@ class ParamDelta:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A decoded part; the deltas stand in the order of ``params``."""
+    """A decoded part; the deltas are in the order of ``params``."""
 
     header: Header
     deltas: tuple[ParamDelta, ...]
@@ -90,7 +91,7 @@ class Part:
 
 
 def decode_part(buffer: Buffer, limits: Limits = _DEFAULT_LIMITS) -> Part:
-    """Verify a container and decode every param of it.
+    """Verify a container and decode all its params.
 
     Args:
         buffer: The decompressed container. The deltas may keep views of it, so it must stay
@@ -102,6 +103,13 @@ def decode_part(buffer: Buffer, limits: Limits = _DEFAULT_LIMITS) -> Part:
             (`ChecksumMismatch`), or a value does not narrow to its param's dtype.
         TooLarge: A declared size is over `limits`.
         NotUpdatable: An index is out of range or not ascending.
+
+    Example:
+        >>> import numpy as np
+        >>> delta = ParamDelta("w", "bfloat16", (4,), np.array([2]), np.array([0x3F80], np.uint16))
+        >>> raw = encode_part([delta], encoding="deltas", current_version=1)
+        >>> decode_part(raw).deltas[0].indices
+        array([2])
     """
     header, positions, values = read_container(buffer, limits)
     manifest = header.manifest
@@ -132,15 +140,15 @@ def decode_part(buffer: Buffer, limits: Limits = _DEFAULT_LIMITS) -> Part:
 def _unpacked(
     manifest: Manifest, positions: NDArray[np.uint8], values: NDArray[np.uint8]
 ) -> tuple[list[_Place], list[NDArray[Any]]]:
-    """Each param's places and values, of tensors that are compressed; large ones by threads."""
+    """Decode the params of a packed part, with threads if it is large."""
     encoding, params = manifest.encoding, manifest.params
-    read = read_differences if encoding == DIFFERENCES else read_planes
+    read = decode_differences if encoding == DIFFERENCES else decode_planes
     if positions.size + values.size < _WORTH_THREADS:
-        streams = read_streams(positions, params)
+        streams = unpack_streams(positions, params)
         return _places(encoding, params, streams), read(values, params)
     with ThreadPoolExecutor(2, thread_name_prefix="delta-decode") as pool:
         own_values = pool.submit(read, values, params)
-        unpacked = [*read_streams(positions, params)]
+        unpacked = [*unpack_streams(positions, params)]
         half = sum(2 * entry.pos_end <= params[-1].pos_end for entry in params)
         first = pool.submit(_places, encoding, params[:half], unpacked[:half])
         second = _places(encoding, params[half:], unpacked[half:])
@@ -150,7 +158,7 @@ def _unpacked(
 def _places(
     encoding: str, params: Sequence[ParamEntry], streams: Iterable[NDArray[np.uint8]]
 ) -> list[_Place]:
-    """Each param's indices, and what they were decoded from."""
+    """Decode each param's indices; None, None for a dense one."""
     return [
         (_indices(entry, encoding, stream), _positions(entry, encoding, stream))
         for entry, stream in zip(params, streams, strict=True)
@@ -158,7 +166,7 @@ def _places(
 
 
 def _own_values(header: Header, raw: NDArray[np.uint8]) -> Iterator[NDArray[Any]]:
-    """Each param's values, out of a tensor that holds them as they are or widened."""
+    """Yield each param's values from a tensor that holds them as they are or promoted."""
     wide = header.values.dtype
     values = np.require(raw.view(bits_dtype(wide)), requirements="A")
     for entry in header.manifest.params:
@@ -176,7 +184,7 @@ def _indices(entry: ParamEntry, encoding: str, raw: NDArray[np.uint8]) -> NDArra
     try:
         indices = decode_positions(encoding, raw, entry.pos_width, entry.numel)
         if indices.size != entry.nnz:
-            raise MalformedPart(f"{indices.size} gaps end in the stream of {entry.nnz} values")
+            raise MalformedPart(f"the positions have {indices.size} gaps for {entry.nnz} values")
     except DeltaError as error:
         error.operands["tensor"] = entry.name
         raise
@@ -198,7 +206,7 @@ def encode_part(
     digest_after: str | None = None,
     with_manifest_checksum: bool = True,
 ) -> bytes:
-    """Build one part; `decode_part` of the (unwrapped) result gives `deltas` back.
+    """Encode one part; `decode_part` of the (unwrapped) result returns `deltas` again.
 
     Args:
         deltas: One dtype for all; may be empty. Differences with ``gap8_ulp``, and with it only.
@@ -216,8 +224,8 @@ def encode_part(
         with_manifest_checksum: Whether to write ``manifest_checksum``.
 
     Raises:
-        ValueError: The deltas have several dtypes, an argument is one that `decode_part` would
-            refuse, or an index that the encoding cannot carry.
+        ValueError: The deltas have several dtypes, `decode_part` would refuse an argument, or the
+            encoding cannot hold an index.
     """
     dtypes = {delta.dtype for delta in deltas}
     if len(dtypes) > 1:
@@ -291,12 +299,12 @@ def _packed(
     widths: Sequence[int],
     values: Sequence[NDArray[Any]],
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Both tensors of a part that compresses them; large ones side by side."""
-    write = write_differences if encoding == DIFFERENCES else write_planes
+    """Return both tensors of a packed part; large ones are compressed in parallel."""
+    write = encode_differences if encoding == DIFFERENCES else encode_planes
     if sum(array.nbytes for array in (*streams, *values)) < _WORTH_THREADS:
-        return write_streams(streams, widths), write(values)
+        return pack_streams(streams, widths), write(values)
     with ThreadPoolExecutor(1, thread_name_prefix="delta-encode") as pool:
-        positions = pool.submit(write_streams, streams, widths)
+        positions = pool.submit(pack_streams, streams, widths)
         packed = write(values)
         return positions.result(), packed
 
@@ -311,7 +319,7 @@ def _check_delta(delta: ParamDelta, *, differences: bool) -> None:
     if delta.nnz != sent:
         raise ValueError(f"{delta.name}: {delta.nnz} values for {sent} elements")
     if delta.differences != differences:
-        raise ValueError(f"{delta.name}: differences are for {DIFFERENCES}, and it for them")
+        raise ValueError(f"{delta.name}: {DIFFERENCES} takes differences, other encodings values")
     if delta.indices is not None:
         if delta.indices.ndim != 1 or delta.indices.dtype not in (np.int32, np.int64):
             raise ValueError(f"{delta.name}: indices are not int32 or int64 in one dimension")

@@ -1,4 +1,12 @@
-"""Positions of one param: ascending flat indices to bytes, and back."""
+"""Encode one param's positions, ascending flat indices, to bytes, and decode them.
+
+For flat indices idx[0] < idx[1] < ... and idx[-1] = -1, little-endian::
+
+    encoding                width   each position
+    indices                 4       int32 idx[k]
+    deltas, deltas_zstd     2, 4    uint16 or uint32 idx[k] - idx[k-1] - 1; one width per param
+    gap8_exp, gap8_ulp      1, 2    symbols, see `engine_ext.wire.gap_streams`
+"""
 
 from __future__ import annotations
 
@@ -8,37 +16,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_ext.errors import MalformedPart, NotUpdatable
-from engine_ext.wire.gap_streams import decode_gaps, encode_gaps, joined, stream_bytes
+from engine_ext.wire.gap_streams import decode_gaps, encode_gaps, join_planes, stream_bytes
 from engine_ext.wire.manifest import (
     ENCODINGS,
     PACKED_ENCODINGS,
     POSITION_WIDTHS,
-    longest_symbol,
+    skip_symbol,
 )
 
 __all__ = ["ENCODINGS", "Positions", "decode_positions", "encode_positions", "position_bytes"]
 
 _GAP_DTYPE: Final[dict[int, np.dtype[Any]]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
-# so many gaps of up to 2**32 - 1 cannot overflow the int64 of their running sum
+# the int64 sum of so many gaps of up to 2**32 - 1 cannot overflow
 _MAX_POSITIONS: Final = 2**31 - 1
 
 
 class Positions(NamedTuple):
-    """One param's positions as they travelled, decompressed; arguments of `decode_positions`."""
+    """One param's positions as received, decompressed: the arguments of `decode_positions`."""
 
     encoding: str
     raw: NDArray[np.uint8]
     width: int
 
     def gaps(self) -> tuple[NDArray[Any], int] | None:
-        """What is added up to the indices.
+        """Return the gaps without decoding them.
 
         Returns:
-            Symbols, unsigned ints [n], and the one that skips as many elements with the gap going
-            on, -1 where none does; None where the positions are absolute.
+            Symbols, unsigned ints [n], and the symbol that does not end a gap, -1 if none; None if
+            the positions are absolute.
         """
         if self.encoding in PACKED_ENCODINGS:
-            return joined(self.raw, self.width), longest_symbol(self.width)
+            return join_planes(self.raw, self.width), skip_symbol(self.width)
         return None if self.encoding == "indices" else (self.raw.view(_GAP_DTYPE[self.width]), -1)
 
 
@@ -50,22 +58,22 @@ def encode_positions(
     Args:
         encoding: One of `ENCODINGS`.
         indices: int32 or int64 [nnz], ascending, unique, from 0.
-        stream: their gap stream, where it is known; of use where the encoding has one.
+        stream: Their gap stream, if known; used only by the gap8 encodings.
 
     Returns:
-        The bytes, uint8 [nnz * pos_width], and ``pos_width``: 4 for ``indices``; 2 for gaps
-        that all fit uint16 (none do), else 4. Where the encoding compresses, the gap stream
-        that is to be compressed, and the bytes of its symbols.
+        The bytes, uint8 [nnz * pos_width], and ``pos_width``: 4 for ``indices``; 2 if all gaps
+        fit uint16 (also if there are none), else 4. With a gap8 encoding the gap stream, not yet
+        compressed, and the bytes of its symbols.
 
     Raises:
         ValueError: Unknown encoding; indices not ascending; an index of 2**31 or more with
-            ``indices``; with ``deltas`` a gap of 2**32 or more; with the gap8 ones an index
-            beyond any tensor, or a stream of others.
+            ``indices``; a gap of 2**32 or more with ``deltas``; with a gap8 encoding an index
+            beyond any tensor, or a stream of other indices.
     """
     if encoding not in ENCODINGS:
         raise ValueError(f"unknown encoding {encoding!r}")
     if encoding in PACKED_ENCODINGS:
-        # With a stream only their number and the last one are looked at.
+        # `encode_gaps` takes int32 indices too if it need not encode them.
         wide = indices if stream is not None else indices.astype(np.int64, copy=False)
         return encode_gaps(wide, stream)
     gaps = np.diff(indices, prepend=np.int64(-1))
@@ -74,7 +82,7 @@ def encode_positions(
         raise ValueError("indices are negative or not ascending")
     if encoding == "indices":
         if indices.size and indices[-1] >= 2**31:
-            raise ValueError("an index that int32 cannot carry; use 'deltas'")
+            raise ValueError("an index is too large for int32; use 'deltas'")
         return indices.astype("<i4").view(np.uint8), 4
     if gaps.size > _MAX_POSITIONS:
         raise ValueError("too many indices; send the param dense")
@@ -92,16 +100,16 @@ def decode_positions(
 
     Args:
         encoding: One of `ENCODINGS`.
-        raw: uint8 [nnz * pos_width], or a gap stream; any alignment.
-        pos_width: Bytes of one position.
+        raw: uint8 [nnz * pos_width], or a decompressed gap stream; any alignment.
+        pos_width: Bytes of one position, or symbol.
         numel: Elements of the tensor.
 
     Returns:
         int64 [nnz], ascending, unique, in [0, numel).
 
     Raises:
-        MalformedPart: `pos_width` is none of the encoding's, or does not divide the bytes; a gap
-            stream ends within a gap.
+        MalformedPart: The encoding does not have this `pos_width`, or it does not divide the bytes;
+            a gap stream ends within a gap.
         NotUpdatable: An index is out of range or not ascending.
     """
     if pos_width not in POSITION_WIDTHS.get(encoding, ()) or raw.size % pos_width:
@@ -128,7 +136,7 @@ def decode_positions(
 
 
 def position_bytes(encoding: str, indices: NDArray[np.int64]) -> int:
-    """Bytes of the positions before any compression; of a gap stream about so many.
+    """Return the bytes of the positions before compression; approximate for a gap stream.
 
     Args:
         encoding: One of `ENCODINGS`.

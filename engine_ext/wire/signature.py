@@ -1,4 +1,4 @@
-"""Signed parts: HMAC-SHA256 over the bytes of a part as they are sent, in hex."""
+"""Sign and verify parts: HMAC-SHA256 of a part's bytes as they are sent, in hex."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ if TYPE_CHECKING:
 
 HMAC_KEY_ENVIRONMENT: Final = "DELTA_HMAC_KEY"
 SIGNATURE_HEADER: Final = "X-Delta-Signature"
-SIGNATURE_SUFFIX: Final = ".sig"  # of the file that lies beside a part on disk
+SIGNATURE_SUFFIX: Final = ".sig"  # appended to the name of a part's file on disk
 
 
 def sign(key: str, part: Buffer) -> str:
-    """The signature of a part: 64 lower-case hex digits.
+    """Return the signature of a part: 64 lower-case hex digits.
 
     Args:
-        key: shared with the receiver; its UTF-8 bytes count.
-        part: the bytes that are sent, compressed where they are.
+        key: shared with the receiver; encoded as UTF-8.
+        part: the bytes as they are sent, after any compression.
     """
     return hmac.new(_bytes(key), memoryview(part), hashlib.sha256).hexdigest()
 
 
 def signing_key() -> str | None:
-    """The key that this receiver's parts must be signed with; None: they need no signature."""
+    """Return the key from the environment; None if parts need no signature."""
     return os.environ.get(HMAC_KEY_ENVIRONMENT)
 
 
 class Verifier:
-    """Compares a part with its signature, while it arrives.
+    """Verifies the signature of a part while it arrives.
 
     Args:
         key: shared with the sender.
         given: the signature that came with the part, or None.
 
     Raises:
-        Unauthorized: there is none, or the key is empty, which is a mistake.
+        Unauthorized: there is no signature, or the key is empty, which is a misconfiguration.
     """
 
     def __init__(self, key: str, given: str | None) -> None:
         if not key or not (given or "").strip():
             raise Unauthorized(
-                f"this engine takes signed parts only: send {SIGNATURE_HEADER}, or put a file "
-                f"with {SIGNATURE_SUFFIX} added to its name beside the part; the HMAC-SHA256 of "
-                f"the part, in hex, with the key in {HMAC_KEY_ENVIRONMENT}, which is not empty"
+                f"this engine accepts signed parts only: send {SIGNATURE_HEADER}, or write a file "
+                f"named like the part with {SIGNATURE_SUFFIX} appended, with the HMAC-SHA256 of "
+                f"the part in hex; the key is in {HMAC_KEY_ENVIRONMENT} and must not be empty"
             )
         self._given = (given or "").strip().lower()
         self._mac = hmac.new(_bytes(key), digestmod=hashlib.sha256)
@@ -58,14 +58,14 @@ class Verifier:
         self._mac.update(memoryview(data))
 
     def finish(self) -> None:
-        """Say that the part has ended.
+        """Verify the signature of all bytes.
 
         Raises:
-            Unauthorized: its sender has signed other bytes, or with another key.
+            Unauthorized: other bytes were signed, or with another key.
         """
         if not hmac.compare_digest(_bytes(self._given), _bytes(self._mac.hexdigest())):
             raise Unauthorized(
-                f"the signature is not that of the part with the key in {HMAC_KEY_ENVIRONMENT}"
+                f"the part does not have this signature with the key in {HMAC_KEY_ENVIRONMENT}"
             )
 
 

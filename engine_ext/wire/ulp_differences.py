@@ -1,8 +1,16 @@
-"""Values of ``gap8_ulp``: small differences of bit patterns, in half a byte each before zstd.
+"""Encode values as differences of bit patterns in half a byte each, as ``gap8_ulp`` does.
 
-Nine of ten changed weights move by one unit in the last place. A difference, modulo the width of
-the dtype, is zigzagged (0, -1, 1, -2, ... become 0, 1, 2, 3, ...). Below 15 it is a nibble; of
-any other the nibble is 15, and it stands whole behind all nibbles.
+Nine of ten changed weights move by one unit in the last place (ulp). The difference new - old of
+two bit patterns, as unsigned ints modulo their width of ``w`` bytes, is zigzag-encoded: 0, -1, 1,
+-2, ... become z = 0, 1, 2, 3, ... It takes one nibble if z < 15; otherwise the nibble is 15 and z
+follows in full.
+
+The ``__values__`` tensor is one zstd frame of these bytes, with ``nnz`` elements per param::
+
+    bytes                   content
+    ceil(nnz / 2)           param by param: min(z, 15), two a byte, the first in the low nibble; the
+                            last high nibble is 0 if nnz is odd
+    w * (number of 15s)     param by param: every z >= 15, little-endian, w bytes each
 """
 
 from __future__ import annotations
@@ -16,22 +24,22 @@ from numpy.typing import NDArray
 from engine_ext.dtypes import bits_dtype
 from engine_ext.errors import MalformedPart
 from engine_ext.kernels.jit import array, compile_loop, made_once
-from engine_ext.kernels.simd import lowest, ones, teach
+from engine_ext.kernels.simd import popcount, register_intrinsics, trailing_zeros
 from engine_ext.wire.manifest import ParamEntry
-from engine_ext.wire.zstd_frames import deflate, inflate
+from engine_ext.wire.zstd_frames import compress_planes, decompress_planes
 
 _ESCAPE: Final = 15
 
 
-def write_differences(values: Sequence[NDArray[Any]]) -> NDArray[np.uint8]:
-    """The values tensor of a part.
+def encode_differences(values: Sequence[NDArray[Any]]) -> NDArray[np.uint8]:
+    """Encode the differences of all params.
 
     Args:
-        values: Of each param, new less old bit patterns, unsigned ints of its dtype's width, [n].
+        values: One per param: new minus old bit patterns, unsigned ints of the dtype's width,
+            [nnz].
 
     Returns:
-        uint8 [bytes], `deflate`d: each param's nibbles, two a byte and the first one low, in
-        bytes of its own; then all that are escaped, in the dtypes' widths.
+        The ``__values__`` tensor, uint8 [bytes]; see the top of this module.
     """
     nibbles: list[NDArray[np.uint8]] = [np.empty(0, np.uint8)]
     escaped: list[NDArray[np.uint8]] = [np.empty(0, np.uint8)]
@@ -39,23 +47,26 @@ def write_differences(values: Sequence[NDArray[Any]]) -> NDArray[np.uint8]:
         pairs, whole = _zigzag_nibbles(differences)
         nibbles.append(pairs)
         escaped.append(whole.view(np.uint8))
-    return deflate(np.concatenate(nibbles), np.concatenate(escaped), search=False)
+    return compress_planes(np.concatenate(nibbles), np.concatenate(escaped), search=False)
 
 
-def read_differences(raw: NDArray[np.uint8], params: Sequence[ParamEntry]) -> list[NDArray[Any]]:
-    """The inverse of `write_differences`.
+def decode_differences(raw: NDArray[np.uint8], params: Sequence[ParamEntry]) -> list[NDArray[Any]]:
+    """Decode the differences of all params; the inverse of `encode_differences`.
 
     Args:
-        raw: The values tensor.
-        params: Of the manifest.
+        raw: The ``__values__`` tensor, uint8 [bytes].
+        params: From the manifest; none is dense.
+
+    Returns:
+        One per param: new minus old bit patterns, unsigned ints of the dtype's width, [nnz].
 
     Raises:
-        MalformedPart: The frame is corrupt, or its size is impossible; the escaped differences
-            are not as many as the nibbles say, or one need not be; the padding is not 0.
+        MalformedPart: The frame is corrupt, or its size impossible; there are more or fewer
+            escaped differences than nibbles of 15, or one would fit a nibble; the padding is not 0.
     """
     halves = sum((entry.nnz + 1) // 2 for entry in params)
     most = halves + sum(entry.nnz * bits_dtype(entry.dtype).itemsize for entry in params)
-    content = inflate(raw, halves, most, "the differences")
+    content = decompress_planes(raw, halves, most, "the differences")
     found = []
     start, escaped = 0, halves
     for entry in params:
@@ -63,25 +74,25 @@ def read_differences(raw: NDArray[np.uint8], params: Sequence[ParamEntry]) -> li
         pairs = content[start : start + (entry.nnz + 1) // 2]
         start += pairs.size
         if entry.nnz % 2 and pairs[-1] >> 4:
-            raise MalformedPart("the last nibble is padding and not 0", tensor=entry.name)
+            raise MalformedPart("the padding nibble is not 0", tensor=entry.name)
         large = _escapes(pairs)
         whole = content[escaped : escaped + large.size * bits.itemsize]
         escaped += large.size * bits.itemsize
         if whole.size != large.size * bits.itemsize:
-            raise MalformedPart("differences that are escaped are missing", tensor=entry.name)
+            raise MalformedPart("escaped differences are missing", tensor=entry.name)
         zigzag = whole.view(bits)
         if (zigzag < _ESCAPE).any():
-            raise MalformedPart("a difference is escaped and fits a nibble", tensor=entry.name)
+            raise MalformedPart("an escaped difference fits a nibble", tensor=entry.name)
         own = _unzigzag_nibbles(pairs, entry.nnz, bits)
         own[large] = zigzag >> 1 ^ (0 - (zigzag & 1))
         found.append(own)
     if escaped != content.size:
-        raise MalformedPart(f"{content.size - escaped} bytes behind the differences")
+        raise MalformedPart(f"{content.size - escaped} bytes after the differences")
     return found
 
 
 def _zigzag_nibbles(differences: NDArray[Any]) -> tuple[NDArray[np.uint8], NDArray[Any]]:
-    """Nibbles, two a byte, and the zigzagged differences that are escaped."""
+    """Return the nibbles, two a byte, and the zigzag-encoded differences that are escaped."""
     size, width = differences.size, differences.itemsize
     loops = _loops(width)
     if loops is not None:
@@ -96,7 +107,7 @@ def _zigzag_nibbles(differences: NDArray[Any]) -> tuple[NDArray[np.uint8], NDArr
 
 
 def _escapes(pairs: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Which of the nibbles are 15, ascending."""
+    """Return the numbers of the nibbles that are 15, ascending."""
     loops = _loops(1)
     if loops is not None:
         whole = pairs.size // 8 * 8
@@ -110,7 +121,7 @@ def _escapes(pairs: NDArray[np.uint8]) -> NDArray[np.int64]:
 
 
 def _unzigzag_nibbles(pairs: NDArray[np.uint8], number: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """The differences [number] of nibbles, two a byte."""
+    """Decode nibbles, two a byte, to differences [number]."""
     out: NDArray[Any] = np.empty(2 * pairs.size, dtype)
     loops = _loops(dtype.itemsize)
     if loops is not None:
@@ -122,7 +133,7 @@ def _unzigzag_nibbles(pairs: NDArray[np.uint8], number: int, dtype: np.dtype[Any
 
 
 def _split_loop(differences: Any, pairs: Any, whole: Any) -> Any:
-    """What numba compiles; returns how many are escaped. `whole` has room for all."""
+    """Compiled: encode; return how many are escaped. `whole` has room for all."""
     count = 0
     for k in range(differences.size):
         signed = np.int64(differences[k])
@@ -139,23 +150,23 @@ def _split_loop(differences: Any, pairs: Any, whole: Any) -> Any:
 
 
 def _escaped(word: Any) -> Any:
-    """The lowest bit of each of 16 nibbles that is 15."""
+    """Return the lowest bit of each nibble of a 64-bit word that is 15."""
     both = word & word >> np.uint64(1)
     return both & both >> np.uint64(2) & np.uint64(0x1111111111111111)
 
 
 def _count_loop(words: Any, rest: Any) -> Any:
-    """What numba compiles; returns how many nibbles are 15."""
+    """Compiled: count the nibbles that are 15."""
     count: Any = 0
     for k in range(words.size):
-        count += ones(_escaped(words[k]))
+        count += popcount(_escaped(words[k]))
     for k in range(rest.size):
-        count += ones(_escaped(np.uint64(rest[k])))
+        count += popcount(_escaped(np.uint64(rest[k])))
     return count
 
 
 def _find_loop(words: Any, rest: Any, found: Any) -> None:
-    """What numba compiles; `found` has room for as many as there are."""
+    """Compiled: write the numbers of the nibbles that are 15; `found` has room for them."""
     count = 0
     for k in range(words.size + rest.size):
         if k < words.size:
@@ -164,13 +175,13 @@ def _find_loop(words: Any, rest: Any, found: Any) -> None:
             first = 16 * words.size + 2 * (k - words.size)
             mask = _escaped(np.uint64(rest[k - words.size]))
         while mask != 0:
-            found[count] = first + lowest(mask) // 4
+            found[count] = first + trailing_zeros(mask) // 4
             count += 1
             mask &= mask - np.uint64(1)
 
 
 def _join_loop(pairs: Any, out: Any) -> None:
-    """What numba compiles."""
+    """Compiled: decode the nibbles."""
     for pair in range(pairs.size):
         low, high = np.int64(pairs[pair]) & 15, np.int64(pairs[pair]) >> 4
         out[2 * pair] = low >> 1 ^ -(low & 1)
@@ -186,13 +197,13 @@ class _Loops(NamedTuple):
 
 @made_once
 def _loops(width: int) -> _Loops | None:
-    """The loops for differences of `width` bytes; None without numba."""
+    """Compile the loops for differences of `width` bytes; None without numba."""
     try:
         from numba import types
         from numba.extending import register_jitable
     except ImportError:
         return None
-    teach()
+    register_intrinsics()
     register_jitable(_escaped)
     words = array(types, "uint64")
     nibbles, found = array(types, "uint8"), array(types, "int64", readonly=False)
@@ -207,6 +218,6 @@ def _loops(width: int) -> _Loops | None:
 
 
 def warm_up() -> None:
-    """Compile the loops now, so that the first sync does not wait for it."""
+    """Compile the loops now, so that the first sync does not wait for the compiler."""
     for width in (1, 2, 4, 8):
         _loops(width)

@@ -1,8 +1,8 @@
-"""Values of one param out of a values tensor that is wider than the param.
+"""Undo the type promotion of values that slime concatenates.
 
-slime concatenates params of several dtypes, and torch promotes them to a common one. Only a
-promotion that carries every value of the narrow dtype can be undone; from any other (int32 in
-bfloat16), and for anything that does not come back bit by bit, the sender's bytes are unknown.
+slime concatenates params of several dtypes, which torch promotes to a common one. Only a promotion
+to a dtype that holds every value of the narrow one can be undone. For any other (int32 to
+bfloat16), and for any value that does not convert back bit by bit, the sender's bytes are unknown.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine_ext.dtypes import TORCH_DTYPE, bits_dtype, itemsize, torch_bits_dtyp
 from engine_ext.errors import MalformedPart
 from engine_ext.wire.checksum import as_tensor
 
-# wide dtype -> the narrower ones whose every value it holds
+# wide dtype -> the narrower ones all of whose values it holds
 _HOLDS: Final[dict[str, frozenset[str]]] = {
     "float16": frozenset({"float8_e4m3fn", "float8_e5m2", "int8", "uint8", "bool"}),
     "bfloat16": frozenset(
@@ -38,7 +38,7 @@ _HOLDS: Final[dict[str, frozenset[str]]] = {
 
 
 def narrow_values(values: NDArray[Any], wide: str, dtype: str, tensor: str) -> NDArray[Any]:
-    """The bit patterns of one param's values.
+    """Return the bit patterns of one param's values in its own dtype.
 
     Args:
         values: Unsigned ints of the width of `wide`, [n].
@@ -47,12 +47,12 @@ def narrow_values(values: NDArray[Any], wide: str, dtype: str, tensor: str) -> N
         tensor: The param's name, for the message.
 
     Returns:
-        Unsigned ints of the width of `dtype`, [n]; a view of `values` where the bytes are the
-        param's own (the same dtype, or a uint8 tensor holding a one-byte dtype).
+        Unsigned ints of the width of `dtype`, [n]; a view of `values` if the bytes are the param's
+        own (the same dtype, or a one-byte dtype in a uint8 tensor).
 
     Raises:
-        MalformedPart: `wide` does not hold every value of `dtype`, or a value does not come
-            back exactly. A NaN only does so from bfloat16 in float32, which is a shift: other
+        MalformedPart: `wide` does not hold every value of `dtype`, or a value does not convert
+            back exactly. A NaN does so only from bfloat16 in float32, which is a shift; other
             conversions change its payload.
     """
     if wide == dtype or (wide == "uint8" and itemsize(dtype) == 1):

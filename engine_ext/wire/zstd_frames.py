@@ -1,9 +1,9 @@
-"""zstd frames: the one around a ``deltas_zstd`` part, and those inside the container of others.
+"""Read and write zstd frames: around a ``deltas_zstd`` part, and inside a packed container.
 
-The reader of an outer one never asks the library to decompress more than a few blocks at a time.
-A zstd block holds at most 128 KiB, and the sizes of the blocks stand in the clear, so the stream
-is cut by them: a bomb is stopped by what it has produced so far, whatever its ratio is. The size
-of an inner one is known from the manifest before it is decompressed.
+``FrameReader`` unwraps an outer frame from a stream. It never asks the library to decompress more
+than a few blocks at a time: a zstd block holds at most 128 KiB and its header states its size, so
+the stream is cut between blocks, and a decompression bomb is stopped by the output so far, whatever
+its ratio. The size of an inner frame is known from the manifest before it is decompressed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CONTENT_CHECKSUM: Final = 4
 # 16 blocks of at most 128 KiB: 2 MiB of output for each call into the library
 _BLOCKS_PER_CALL: Final = 16
 _SEARCH: Final = zstandard.ZstdCompressionParameters.from_level(1)
-# A memory for so few places that hardly any repeat is found.
+# So small a hash table that hardly any repeat is found.
 _NO_SEARCH: Final = zstandard.ZstdCompressionParameters.from_level(1, hash_log=6)
 
 
@@ -40,14 +40,16 @@ def compress_frame(data: Buffer, level: int = 1) -> bytes:
     return zstandard.ZstdCompressor(level=level, write_content_size=True).compress(memoryview(data))
 
 
-def deflate(*planes: NDArray[np.uint8], search: bool) -> NDArray[np.uint8]:
-    """A stream of a packed part: one zstd frame, or nothing where there is nothing.
+def compress_planes(*planes: NDArray[np.uint8], search: bool) -> NDArray[np.uint8]:
+    """Compress planes of bytes, one after the other, into one zstd frame.
 
     Args:
-        planes: uint8 [bytes], compressed behind each other. Each begins a block, and so has a
-            code of its own.
-        search: Whether there may be repeats. Where there are none, zstd finds some by chance all
-            the same; they cost more bytes than they save, and most of the time.
+        planes: uint8 [bytes] each. Each begins a new block, and so has an entropy code of its own.
+        search: Whether repeats are worth searching for. In data without any, those that zstd finds
+            by chance cost more bytes than they save, and most of the time.
+
+    Returns:
+        The frame, uint8 [bytes], which declares its content size; empty if all planes are.
     """
     planes = tuple(plane for plane in planes if plane.size)
     if not planes:
@@ -62,24 +64,29 @@ def deflate(*planes: NDArray[np.uint8], search: bool) -> NDArray[np.uint8]:
     return np.frombuffer(b"".join([*pieces, stream.flush()]), np.uint8)
 
 
-def inflate(frame: NDArray[np.uint8], least: int, most: int, what: str) -> NDArray[np.uint8]:
-    """The inverse of `deflate`.
+def decompress_planes(
+    frame: NDArray[np.uint8], least: int, most: int, what: str
+) -> NDArray[np.uint8]:
+    """Decompress the result of `compress_planes`.
 
     Args:
         frame: uint8 [bytes].
-        least, most: Bounds of the decompressed length; the caller has found `most` bearable.
-        what: The stream's name, for the messages.
+        least, most: Bounds of the decompressed length; so much memory may be allocated.
+        what: What the frame holds, for the messages.
+
+    Returns:
+        The planes, concatenated: uint8 [bytes].
 
     Raises:
-        MalformedPart: The frame is corrupt or cut short, has data behind it, does not declare
-            its size or another one than it has or than is possible.
+        MalformedPart: The frame is corrupt, cut short or followed by other data; or it declares
+            no size, a wrong one, or one out of bounds.
     """
     if not frame.size and least == 0:
         return frame
     try:
         parameters = zstandard.get_frame_parameters(bytes(frame[:_MAX_FRAME_HEADER]))
         if parameters.content_size == zstandard.CONTENTSIZE_UNKNOWN or parameters.dict_id:
-            raise MalformedPart(f"the zstd frame of {what} does not say its size")
+            raise MalformedPart(f"the zstd frame of {what} does not declare its size")
         if not max(least, 1) <= parameters.content_size <= most:
             raise MalformedPart(
                 f"the zstd frame of {what} declares {parameters.content_size} bytes",
@@ -97,10 +104,10 @@ def inflate(frame: NDArray[np.uint8], least: int, most: int, what: str) -> NDArr
 class FrameReader:
     """Unwraps a stream that may be one zstd frame; sans-I/O.
 
-    A stream that starts with the zstd magic is decompressed, anything else passes through.
+    A stream that starts with the zstd magic is decompressed; any other passes through unchanged.
 
     Args:
-        max_bytes: Most bytes that may come out.
+        max_bytes: Limit of the unwrapped length.
 
     Attributes:
         compressed: Whether the stream is a zstd frame; False until its magic has been seen.
@@ -115,15 +122,15 @@ class FrameReader:
         self._frame: _Frame | None = None
 
     def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
-        """Take the next bytes; yield what they unwrap to, in pieces.
+        """Take the next bytes of the stream, and yield the unwrapped bytes in pieces.
 
         A decompressed piece has at most a few MiB. The iterator must be exhausted before the
         next call.
 
         Raises:
-            TooLarge: The declared content size, or what has come out, is over `max_bytes`.
+            TooLarge: The declared content size, or the output so far, exceeds `max_bytes`.
             MalformedPart: The frame is corrupt, needs a dictionary or a window over 128 MiB, or
-                has data behind it.
+                is followed by other data.
         """
         if not self._plain and self._frame is None:
             self._head += data
@@ -137,7 +144,7 @@ class FrameReader:
                 yield self._count(piece)
 
     def finish(self) -> None:
-        """Say that the stream has ended.
+        """Check that the stream may end here.
 
         Raises:
             MalformedPart: It was empty, or its frame is cut short or declares another size.
@@ -148,7 +155,7 @@ class FrameReader:
             raise MalformedPart("the body is empty or ends within its first bytes")
 
     def _open(self) -> bytes:
-        """Decide what the stream is; return the held bytes once that is known."""
+        """Find out whether the stream is a frame; return the bytes so far once that is known."""
         head = bytes(self._head)
         if not head.startswith(ZSTD_MAGIC[: len(head)]):
             self._plain = True
@@ -192,7 +199,7 @@ class _Frame:
     def __init__(self, parameters: zstandard.FrameParameters, header_bytes: int) -> None:
         self._content_size = parameters.content_size
         self._has_checksum = parameters.has_checksum
-        self._inflate = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompressobj()
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompressobj()
         self._skip = header_bytes  # bytes of the frame until the next block header
         self._block_header = bytearray()
         self._last_block = False
@@ -205,7 +212,7 @@ class _Frame:
                 self._skip -= step
                 at += step
             elif self._last_block:
-                raise MalformedPart("data behind the end of the zstd frame")
+                raise MalformedPart("data after the end of the zstd frame")
             else:
                 at += self._read_block_header(data[at:])
                 blocks += 1
@@ -215,7 +222,7 @@ class _Frame:
         yield self._decompress(data[start:])
 
     def finish(self, produced: int) -> None:
-        if not self._inflate.eof:
+        if not self._decompressor.eof:
             raise MalformedPart("the zstd frame is cut short")
         if self._content_size not in (zstandard.CONTENTSIZE_UNKNOWN, produced):
             raise MalformedPart(
@@ -223,7 +230,7 @@ class _Frame:
             )
 
     def _read_block_header(self, data: memoryview) -> int:
-        """Take what `data` has of the next block header; return how many bytes that was."""
+        """Consume the bytes of the next block header that are in `data`; return their number."""
         taken = min(_BLOCK_HEADER - len(self._block_header), len(data))
         self._block_header += data[:taken]
         if len(self._block_header) == _BLOCK_HEADER:
@@ -242,6 +249,6 @@ class _Frame:
         if not data:
             return b""
         try:
-            return self._inflate.decompress(data)
+            return self._decompressor.decompress(data)
         except zstandard.ZstdError as error:
             raise MalformedPart(f"the zstd frame is corrupt: {error}") from None

@@ -24,7 +24,7 @@ from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
 from engine_ext.model.constants import Constants, is_constant
 from engine_ext.receiver.receiver import Receiver
 from engine_ext.receiver.startup import LoadedModel, make_receiver
-from engine_ext.repacks.infer import Learned, learn
+from engine_ext.repacks.infer import InferredRepacks, infer_repacks
 from engine_ext.settings import Settings
 from engine_ext.wire import ParamDelta, decode_part, encode_part
 from engine_ext.wire.identity import PartId, part_identity
@@ -155,10 +155,10 @@ def _load(rank: Rank, place: _Place) -> LoadedModel:
     )
 
 
-def _learned(model: nn.Module) -> Learned:
+def _learned(model: nn.Module) -> InferredRepacks:
     """What the post-load processing will move, learned on copies."""
     if type(model).after_loading is ToyModel.after_loading:
-        return Learned({}, {})
+        return InferredRepacks({}, {})
     parameters = dict(model.named_parameters())
 
     def process(probes: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -178,7 +178,7 @@ def _learned(model: nn.Module) -> Learned:
             if name in probes or not (_recomputes(model) or _storage(tensor) in own)
         }
 
-    return learn(parameters, process)
+    return infer_repacks(parameters, process)
 
 
 def _recomputes(model: nn.Module) -> bool:

@@ -13,4 +13,3 @@ def test_a_row_per_kind_of_fault() -> None:
     whats = list(dict.fromkeys(fault.what for fault in faults))
     assert [row.split(" | ")[0].removeprefix("| ") for row in rows[2:]] == whats
     assert len({fault.name for fault in faults}) == len(faults)
-

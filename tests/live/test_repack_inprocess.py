@@ -1,4 +1,4 @@
-"""Learned repacks on a live vLLM, in one process: what is exact with them and without.
+"""InferredRepacks repacks on a live vLLM, in one process: what is exact with them and without.
 
 Each engine runs in a process of its own; this file is its script too, and writes what it finds as
 JSON.

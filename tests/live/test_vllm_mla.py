@@ -119,7 +119,7 @@ def _state(llm: Any, worker: Any) -> dict[str, Any]:
     from vllm import SamplingParams
 
     from engine_ext.model.fingerprint import fingerprint
-    from engine_ext.model.module_walk import hanging
+    from engine_ext.model.module_walk import reachable_tensors
 
     model = worker.model_runner.get_model()
     llm.reset_prefix_cache()
@@ -131,7 +131,7 @@ def _state(llm: Any, worker: Any) -> dict[str, Any]:
             "buffers": {n: fingerprint(b) for n, b in model.named_buffers()},
             "absorbed": {
                 f"{path}.{name}": fingerprint(tensor)
-                for path, _, name, tensor in hanging(model)
+                for path, _, name, tensor in reachable_tensors(model)
                 if name in ("W_UV", "W_UK_T")
             },
             "tokens": list(answer.outputs[0].token_ids),

@@ -18,9 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_ext.kernels.jit import array, compile_loop, made_once
-from engine_ext.kernels.simd import LINE, differing, fetch_to_read, lowest, ones, teach
+from engine_ext.kernels.simd import (
+    LINE,
+    differing_mask,
+    popcount,
+    prefetch_to_read,
+    register_intrinsics,
+    trailing_zeros,
+)
 from engine_ext.wire.digest import Digest, change_digest
-from engine_ext.wire.gap_streams import byte_stream, joined_stream
+from engine_ext.wire.gap_streams import byte_stream, join_streams
 
 _CHUNK: Final = 1 << 21  # elements that a thread compares at a time; a multiple of any line's
 _AHEAD: Final = 64  # lines that are asked for before they are compared; a core's own guess is fewer
@@ -114,7 +121,7 @@ def _check(old: NDArray[Any], new: NDArray[Any]) -> None:
 
 def _joined(found: Sequence[Difference], dtype: np.dtype[Any], name: str | None) -> Difference:
     pieces = [(one.indices, one.stream) for one in found if one.stream is not None]
-    stream = joined_stream(pieces) if pieces else None
+    stream = join_streams(pieces) if pieces else None
     if len(found) == 1:
         return found[0]._replace(stream=stream)
     return Difference(
@@ -167,19 +174,19 @@ def _compare(old: Any, new: Any, start: Any, found: Any, was: Any, now: Any) -> 
     elements = LINE // old.itemsize
     whole = old.size // elements * elements
     for first in range(0, whole, elements):
-        fetch_to_read(old, first + _AHEAD * elements)
-        fetch_to_read(new, first + _AHEAD * elements)
-        mask = differing(old, new, first)
+        prefetch_to_read(old, first + _AHEAD * elements)
+        prefetch_to_read(new, first + _AHEAD * elements)
+        mask = differing_mask(old, new, first)
         following = mask & (mask - np.uint64(1))
-        number = ones(mask)
+        number = popcount(mask)
         for at, rest in ((count, mask), (count + 1, following)):
-            k = first + (lowest(rest) & (elements - 1))
+            k = first + (trailing_zeros(rest) & (elements - 1))
             found[at], was[at], now[at] = start + k, old[k], new[k]
         if number > 2:
             at = count + 2
             rest = following & (following - np.uint64(1))
             while rest != 0:
-                k = first + lowest(rest)
+                k = first + trailing_zeros(rest)
                 found[at], was[at], now[at] = start + k, old[k], new[k]
                 at += 1
                 rest &= rest - np.uint64(1)
@@ -198,7 +205,7 @@ def _loop(width: int) -> Callable[..., int] | None:
         from numba import types
     except ImportError:
         return None
-    teach()
+    register_intrinsics()
     bits = array(types, f"uint{8 * width}")
     indices = array(types, "int64", readonly=False)
     out = array(types, f"uint{8 * width}", readonly=False)

@@ -1,13 +1,13 @@
-"""What is done where the weights lie, when that is an accelerator: kernels, and copies beside them.
+"""Triton kernels for weights on an accelerator.
 
-The kernels are written in Triton, which is optional: they are used for tensors on a CUDA device
-(ROCm's go by that name too) where Triton can be imported. Elsewhere PyTorch's operators do the
-same, and the tests hold the kernels against them.
+Triton is optional. The kernels are used for tensors on a CUDA device (ROCm devices have the same
+name in PyTorch) if Triton can be imported. Otherwise PyTorch's operators do the same work, and the
+tests compare the kernels with them.
 
-No accelerator was at hand when this was written. The kernels are run by Triton's interpreter, on
-the CPU, and compiled to machine code for NVIDIA GPUs, which says that they compile and what they
-compute, and nothing of how fast they are or of what only a real device shows. So they are tried on
-each device before they are used on it, and left alone where they fail.
+The kernels were written without access to an accelerator: they were run by Triton's interpreter on
+the CPU, and compiled for NVIDIA GPUs. This shows that they compile and what they compute, but not
+how fast they are or what only a real device reveals. So each is tested on a device before it is
+used there (`engine_ext.kernels.triton.self_test`), and not used if the test fails.
 """
 
 from __future__ import annotations
@@ -22,27 +22,31 @@ logger = logging.getLogger(__name__)
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether tensors on this device are handled by the Triton kernels.
+    """Return whether the Triton kernels are used for tensors on this device.
 
-    The first call for a device compiles them, and tries them on it (`engine_ext.kernels.triton.self_test`).
+    The first call for a device compiles them and tests them on it.
     """
-    return device.type == "cuda" and _proven(device)
+    return device.type == "cuda" and _pass_self_test(device)
 
 
 @made_once
-def _proven(device: torch.device) -> bool:
+def _pass_self_test(device: torch.device) -> bool:
     try:
         import triton  # noqa: F401
     except ImportError:
         return False
-    logger.info("trying the Triton kernels on %s; seconds, once on a machine", device)
+    logger.info(
+        "compiling and testing the Triton kernels on %s; takes seconds, once per machine", device
+    )
     try:
         from engine_ext.kernels.triton import self_test
 
         wrong = self_test.wrong(device)
-    except Exception as error:  # whatever it is, the operators do without
+    except Exception as error:  # whatever it is, PyTorch's operators are used instead
         wrong = [f"{type(error).__name__}: {error}"]
     if wrong:
         problem = "; ".join(wrong)
-        logger.warning("no Triton kernels on %s, PyTorch's operators instead: %s", device, problem)
+        logger.warning(
+            "not using Triton kernels on %s but PyTorch's operators: %s", device, problem
+        )
     return not wrong

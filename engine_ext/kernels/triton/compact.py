@@ -1,7 +1,7 @@
-"""Which elements of two tensors on an accelerator differ, written down in order.
+"""List the elements of two tensors on an accelerator that differ, in order: stream compaction.
 
-Memory is read twice: first each block counts its own, then each writes to where the counts of
-those before it say.
+Memory is read twice: first each block counts its differing elements, then each writes them to the
+offset given by the counts of the blocks before it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BLOCK: Final = 1024  # elements of a program
 
 @triton.jit
 def _blocks(old, new, size, BLOCK: tl.constexpr):
-    """A block's places, old and new bits, and 1 for each place that differs."""
+    """Load a block's indices, old and new bits, and 1 for each element that differs."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     before = tl.load(old + at, mask=at < size, other=0)
     after = tl.load(new + at, mask=at < size, other=0)
@@ -53,7 +53,7 @@ def write_differing(
 
 
 def count(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """How many elements differ up to the end of each block; nothing is waited for.
+    """Count the elements that differ up to the end of each block, without waiting for the device.
 
     Args:
         old, new: integers of one dtype, contiguous [n], on one device.
@@ -77,17 +77,17 @@ def write(
     start: int,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The elements that differ; nothing is waited for.
+    """List the elements that differ, without waiting for the device.
 
     Args:
-        old, new: as of `count`, and unchanged since.
-        ends: what it gave.
-        nnz: the last of `ends`, 0 without any.
-        start: the number of the first element.
-        dtype: int32 or int64, that the last one's number fits.
+        old, new: see `count`; unchanged since.
+        ends: the result of `count`.
+        nnz: the last of `ends`, 0 if there is none.
+        start: index of the first element.
+        dtype: int32 or int64, wide enough for the last index.
 
     Returns:
-        Their numbers, ascending, and their old and new bits, [nnz] each.
+        Their indices, ascending, and their old and new bits, [nnz] each.
     """
     device = old.device
     places = torch.empty(nnz, dtype=dtype, device=device)

@@ -1,8 +1,8 @@
-"""Gaps to offsets in live memory, on an accelerator: the positions cross the bus as they came.
+"""Decode gaps to offsets in live memory on an accelerator.
 
-That is one or two bytes for most elements, where offsets are four or eight. Decoding and writing
-are kernels of their own, because between them lie the old values, the ranks' vote, and an undo that
-needs the offsets too.
+The positions cross the bus as they were received, which is one or two bytes for most elements,
+while offsets take four or eight. Decoding and writing are separate kernels, because the old values,
+the ranks' vote and an undo, which needs the offsets too, come between them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SIGNED: Final = {1: np.uint8, 2: np.int16, 4: np.int32}  # the integers that to
 
 @triton.jit
 def _symbols(symbols, skip, size, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """A block's symbols, and whether each ends a gap; int64, none beyond the last."""
+    """Load a block's symbols, and 1 for each that ends a gap; int64, 0 beyond the last."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     symbol = tl.load(symbols + at, mask=inside, other=0).to(tl.int64) & ((1 << (8 * WIDTH)) - 1)
@@ -42,7 +42,7 @@ def sum_gaps(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """By how much each block moves the index on, and how many gaps end in it."""
+    """Sum by how much each block advances the index, and count the gaps that end in it."""
     symbol, ending = _symbols(symbols, skip, size, WIDTH, BLOCK)
     tl.store(moves + tl.program_id(0), tl.sum(symbol + ending, 0))
     tl.store(ends + tl.program_id(0), tl.sum(ending, 0))
@@ -65,7 +65,7 @@ def write_offsets(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The offset of each gap's end, of those numbered `first` to below `last`."""
+    """Write the offset that each gap leads to, for the gaps from `first` to below `last`."""
     symbol, ending = _symbols(symbols, skip, size, WIDTH, BLOCK)
     moved = symbol + ending
     block = tl.program_id(0)
@@ -83,25 +83,25 @@ def decode(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """Offsets of the elements that gaps lead to.
+    """Decode gaps to the offsets of the elements that they lead to.
 
     Args:
-        symbols: unsigned ints [n] of 1, 2 or 4 bytes, in host memory, any alignment; checked
-            before: the last one ends a gap, and no index is beyond the tensor.
-        skip: The symbol that skips as many elements, with the gap going on; -1: none does.
-        chosen: Which elements are wanted, by their number; start and stop.
-        shift: Taken from every index.
-        dtype: int32 or int64, that the wanted offsets fit.
-        device: Where they are wanted.
+        symbols: unsigned ints [n] of 1, 2 or 4 bytes in host memory, any alignment; already
+            checked: the last one ends a gap, and no index is beyond the tensor.
+        skip: the symbol that skips as many elements and does not end the gap; -1 if none does.
+        chosen: which gaps to decode, with start and stop.
+        shift: subtracted from every index.
+        dtype: int32 or int64, wide enough for the result.
+        device: of the result.
 
     Returns:
-        [stop - start].
+        [stop - start] on `device`.
     """
     offsets = torch.empty(chosen.stop - chosen.start, dtype=dtype, device=device)
     if not offsets.numel():
         return offsets
     size, width = symbols.size, symbols.itemsize
-    # A copy, because the wire's buffers are read-only and torch has no read-only tensors.
+    # A copy: the wire's buffers are read-only, and torch has no read-only tensors.
     sent = torch.from_numpy(symbols.view(_SIGNED[width]).copy()).to(device)
     grid = (triton.cdiv(size, BLOCK),)
     sums = torch.empty((2, *grid), dtype=torch.int64, device=device)

@@ -1,7 +1,7 @@
-"""Single elements of a live tensor on an accelerator: overwritten, and the old ones kept.
+"""Overwrite single elements of a live tensor on an accelerator, and return the old ones.
 
-Nothing is specialised on sizes or alignments, so that one compilation at start-up serves every
-sync: one that happened during a commit would hold generation up.
+Nothing is specialised on sizes or alignments, so one compilation at start-up serves every sync: a
+compilation during a commit would delay generation.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def put(flat: torch.Tensor, offsets: torch.Tensor, bits: torch.Tensor) -> None:
 
     Args:
         flat: [n], live memory as integers.
-        offsets: int32 or int64 [k], contiguous, each at least 0 and below n, unique.
-        bits: [k], dtype of `flat`, contiguous. All are on one device.
+        offsets: int32 or int64 [k], contiguous, each in [0, n), unique.
+        bits: [k], dtype of `flat`, contiguous. All tensors are on one device.
     """
     _launch(flat, offsets, bits, None)
 
 
 def swap(flat: torch.Tensor, offsets: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """`put`, in one pass with a copy of the old elements, [k] on the same device."""
+    """Overwrite elements as `put`, and return the old ones, [k] on the same device."""
     old = torch.empty_like(bits)
     _launch(flat, offsets, bits, old)
     return old
@@ -54,7 +54,7 @@ def _launch(
     count = offsets.numel()
     if not count:
         return
-    kept = bits if old is None else old  # something must be given
+    kept = bits if old is None else old  # unused, but the kernel needs a pointer
     with current(flat.device):
         grid = (triton.cdiv(count, BLOCK),)
         exchange_elements[grid](flat, offsets, bits, kept, count, KEEP=old is not None, BLOCK=BLOCK)

@@ -1,4 +1,4 @@
-"""Where a kernel is launched."""
+"""Choose the device that a kernel is launched on."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import torch
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Make a device the thread's current one: Triton launches there, wherever the tensors lie."""
+    """Make a device current: Triton launches there, whatever device the tensors are on."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,7 +1,7 @@
-"""A trial of the Triton kernels on the device that they are to run on.
+"""Test the Triton kernels on the device that they are to run on.
 
-Nobody has seen them run on this one. So at start-up each does a little, for every width it is used
-for, and what comes out is compared with what is known to be right; that compiles them too.
+At start-up each kernel runs on small inputs, for every width it is used for, and the results are
+compared with known ones. This also compiles the kernels.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import torch
 
 from engine_ext.kernels.triton import compact, gap_decode, gather_scatter
 
-_SIZE = 3000  # elements; over the borders of two blocks
+_SIZE = 3000  # elements; crosses two block borders
 
 
 def wrong(device: torch.device) -> list[str]:
-    """The kernels that did not do on this device what they are to do.
+    """Return the kernels and dtypes that give wrong results on this device; usually empty.
 
     Raises:
-        Exception: one could not be compiled or run.
+        Exception: a kernel could not be compiled or run.
     """
     random = np.random.default_rng(0)
     found = []
@@ -58,9 +58,9 @@ def _exchanges(live: torch.Tensor, new: torch.Tensor, places: torch.Tensor) -> b
 
 
 def _decodes(width: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Gaps of several skips now and then; with 4 bytes nothing skips, and the first one is long."""
+    """Decode gaps some of which skip several times; with 4 bytes none skips, and one is long."""
     skip = -1 if width == 4 else (1 << 8 * width) - 1
-    start = 3 << 30 if width == 4 else 4  # what is taken for a signed integer goes wrong
+    start = 3 << 30 if width == 4 else 4  # wrong if read as a signed integer
     symbols = np.tile(np.array([0, 3, max(skip, 9), max(skip, 9), 5], f"u{width}"), _SIZE // 5)
     symbols[0] = start
     ends = symbols.astype(np.int64) != skip

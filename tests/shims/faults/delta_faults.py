@@ -95,11 +95,11 @@ def _leave(file: Path, text: str) -> None:
 
 def _hashes(model: Any) -> dict[str, str]:
     from engine_ext.model.fingerprint import fingerprint
-    from engine_ext.model.module_walk import hanging
+    from engine_ext.model.module_walk import reachable_tensors
 
     return {
         f"{path}.{attribute}": fingerprint(tensor)
-        for path, _, attribute, tensor in hanging(model)
+        for path, _, attribute, tensor in reachable_tensors(model)
         if not tensor.is_meta and attribute != "kv_cache"
     }
 
@@ -107,7 +107,7 @@ def _hashes(model: Any) -> dict[str, str]:
 def _memory(receiver: Any) -> dict[str, Any]:
     """What this process keeps: its id, for its memory; spool files that it has mapped, threads,
     bytes of old values, staged parts, and the address of every tensor that hangs on the model."""
-    from engine_ext.model.module_walk import hanging
+    from engine_ext.model.module_walk import reachable_tensors
 
     gc.collect()
     maps = Path("/proc/self/maps").read_text()
@@ -119,7 +119,7 @@ def _memory(receiver: Any) -> dict[str, Any]:
         "staged": len(receiver._staging) + sum(not one.done() for one in receiver._running),
         "addresses": {
             f"{path}.{attribute}": tensor.data_ptr()
-            for path, _, attribute, tensor in hanging(receiver._applier._model)
+            for path, _, attribute, tensor in reachable_tensors(receiver._applier._model)
             if not tensor.is_meta
         },
     }

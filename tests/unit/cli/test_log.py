@@ -107,7 +107,7 @@ def test_verify_sees_versions_that_do_not_join(
     assert main(["verify", str(tmp_path)]) == OK
     write(tmp_path, 3, [sparse("a", {1: 3})], digest_before="4" * 32)
     assert main(["verify", str(tmp_path)]) == DAMAGED
-    assert "weight_v000003: begins at other weights" in capsys.readouterr().out
+    assert "weight_v000003: starts at other weights" in capsys.readouterr().out
 
 
 def test_fold(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,7 +153,7 @@ def test_prune_keeps_the_way_from_the_base(log: Path, capsys: pytest.CaptureFixt
     assert main(["prune", str(log), "--keep", "2"]) == OK
     out = capsys.readouterr().out
     assert "0 of 6 version(s) deleted" in out
-    assert "4 more are on the way from version 0" in out
+    assert "4 more are on the route from version 0" in out
     assert main(["fold", str(log), "0", "5"]) == OK
     assert main(["prune", str(log), "--keep", "2", "--dry-run"]) == OK
     assert len(folders(log)) == 7
@@ -178,7 +178,7 @@ def test_prune_keeps_what_engines_need(
     assert folders(log) == [f"weight_v{version:06d}" for version in (3, 4, 5, 6)]
     assert tokens == ["Bearer secret"] * 2
     assert main(["prune", str(log), "--url", "http://gone:1", "--keep", "1"]) == USAGE
-    assert "http://gone:1 does not say its version" in capsys.readouterr().err
+    assert "http://gone:1 does not report its version" in capsys.readouterr().err
     assert len(folders(log)) == 4
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import threading
@@ -160,7 +161,12 @@ def test_a_folder_is_loaded_by_the_engine_which_may_print(
             return [[row("exact")]]
 
     monkeypatch.setenv("DELTA_UPDATES_SETTINGS", "")
-    monkeypatch.setattr(plan.importlib, "import_module", lambda name: Offline)
+
+    def imported(name: str) -> type[Offline]:
+        assert importlib.util.find_spec(name) is not None
+        return Offline
+
+    monkeypatch.setattr(plan.importlib, "import_module", imported)
     flags = ["--tensor-parallel-size", "2"]
     assert plan.main([str(tmp_path), "--json", *flags]) == 0
     [(model, given, settings)] = asked

@@ -75,17 +75,17 @@ def engine(status: dict[str, Any]) -> Iterator[FakeEngine]:
         thread.join()
 
 
-def shown(seen: list[top.Seen], syncs: int = 10) -> str:
+def shown(answers: list[top.Answer], syncs: int = 10) -> str:
     console = Console(width=250)
     with console.capture() as capture:
-        console.print(top.table(seen, syncs))
+        console.print(top.table(answers, syncs))
     return capture.get()
 
 
 def test_a_real_server(rig: Rig) -> None:
     rig.send(delta_part(sync_id="a"))
 
-    async def ask() -> top.Seen:
+    async def ask() -> top.Answer:
         transport = httpx.ASGITransport(app_of(rig.service), client=("127.0.0.1", 9))
         async with httpx.AsyncClient(transport=transport) as client:
             return await top.ask(client, "http://engine")
@@ -165,15 +165,15 @@ def test_an_engine_that_does_not_answer_in_time(
     ],
 )
 def test_the_state(status: dict[str, Any], changes: Any, state: str, code: int) -> None:
-    seen = [top.Seen("http://engine", {**status, **changes})]
+    seen = [top.Answer("http://engine", {**status, **changes})]
     assert (seen[0].state, top.exit_status(seen)) == (state, code)
     assert state in shown(seen)
-    assert top.exit_status([*seen, top.Seen("http://other", None, "gone")]) == 1
+    assert top.exit_status([*seen, top.Answer("http://other", None, "gone")]) == 1
 
 
 def test_an_engine_cannot_steer_the_terminal(status: dict[str, Any]) -> None:
     status["engine"] = "\x1b]0;title\x07[red]x\nnext"
-    printed = shown([top.Seen("http://engine", status)])
+    printed = shown([top.Answer("http://engine", status)])
     assert "\x1b" not in printed
     assert "\x07" not in printed
     assert "[red]x" in printed

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from engine_ext.derived.proof import _MANTISSA, _others
+from engine_ext.derived.proof import _MANTISSA, varied
 from engine_ext.derived.recompute import Recomputation
 from engine_ext.model.constants import is_constant
 from engine_ext.model.state_guard import TracingError
@@ -627,18 +627,18 @@ class MakesZeros(Attention):
 LIARS: dict[type[Attention], str] = {
     MakesZeros: "layers.0.W_UK_T is zero",
     Lies: "changes layers.0.W_UV on the weights as they are",
-    Caches: "leaves (parts of) layers.0.W_UK_T, layers.0.W_UV as they were",
-    CachesARow: "leaves (parts of) layers.0.W_UV as they were",
-    DoesNothing: "leaves (parts of)",
+    Caches: "leaves parts of layers.0.W_UK_T, layers.0.W_UV unchanged",
+    CachesARow: "leaves parts of layers.0.W_UV unchanged",
+    DoesNothing: "leaves parts of",
     PacksWeights: "changes layers.0.kv_b_proj.weight on the weights as they are",
     PacksOthers: "changes layers.0.one with the weights",
     Remembers: "on the old weights after others",
     Raises: "ValueError: only once",
     RaisesForOthers: "ValueError: not these",
     ChangesLayout: "another layout",
-    MakesMore: "makes or removes layers.0.more",
+    MakesMore: "adds or removes layers.0.more",
     AroundTheWeight: "layers.0.whole shares memory with a weight",
-    InAList: "no plain attribute",
+    InAList: "not a plain attribute",
 }
 
 
@@ -698,7 +698,7 @@ def test_a_function_that_writes_elsewhere_keeps_the_engine_from_starting(tmp_pat
         model.attentions[0].fails = lambda: model.norm.add_(1)
         return each(model)
 
-    with pytest.raises(TracingError, match="recomputes derived tensors"):
+    with pytest.raises(TracingError, match="functions for recomputed tensors"):
         Service(tmp_path, functions=functions)
 
 
@@ -716,6 +716,6 @@ def test_other_values_differ_everywhere_and_are_numbers(dtype: torch.dtype, seed
     old = values.view(
         {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     )
-    new = _others(old, dtype, torch.Generator().manual_seed(seed))
+    new = varied(old, dtype, torch.Generator().manual_seed(seed))
     assert bool((new != old).all())
     assert new.view(dtype).double().isfinite().all()

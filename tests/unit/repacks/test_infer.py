@@ -16,7 +16,7 @@ from engine_ext.placement.certify import certify, holds
 from engine_ext.placement.repacked import gather_live
 from engine_ext.placement.segments import Placed, Repack, Segment, Status, TensorSpec
 from engine_ext.repacks import index_probe
-from engine_ext.repacks.infer import Learned, compose, learn
+from engine_ext.repacks.infer import InferredRepacks, compose, infer_repacks
 from tests.support.receiver_harness import PROPERTY, random_tensor
 
 Tensors = dict[str, torch.Tensor]
@@ -46,10 +46,10 @@ def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 def of_weight(
     change: Change, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16
-) -> Learned:
+) -> InferredRepacks:
     """Learn what a processing does to the one parameter of a module."""
     weight = torch.empty(shape, dtype=dtype)
-    return learn({"weight": weight}, lambda probes: {"weight": change(probes["weight"])})
+    return infer_repacks({"weight": weight}, lambda probes: {"weight": change(probes["weight"])})
 
 
 def vnni(weight: torch.Tensor) -> torch.Tensor:
@@ -148,7 +148,7 @@ def test_any_permutation_is_learned(rows: int, columns: int, seed: int, alike: b
 def test_what_stays_is_neither_moved_nor_refused(
     dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
-    assert of_weight(lambda w: w.clone(), shape, dtype) == Learned({}, {})
+    assert of_weight(lambda w: w.clone(), shape, dtype) == InferredRepacks({}, {})
 
 
 def padded(weight: torch.Tensor) -> torch.Tensor:
@@ -210,11 +210,11 @@ def test_a_sort_that_digits_cannot_tell_from_a_copy_is_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float8_e8m0fnu], ids=str)
 def test_a_dtype_without_digits_is_refused_if_it_is_moved(dtype: torch.dtype) -> None:
     learned = of_weight(lambda w: w.view(torch.uint8).roll(1).view(dtype), (32,), dtype)
-    assert "has no digits" in learned.refusals["weight"]
+    assert "holds no digits" in learned.refusals["weight"]
 
 
 def test_a_map_that_would_be_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_probe, "_SMALL", 0)
+    monkeypatch.setattr(index_probe, "_SMALL_MAP", 0)
     shape = (4, 8)
     assert of_weight(lambda w: w.flip(0), shape, torch.bfloat16).refusals == {}
     assert of_weight(lambda w: w.flip(1), shape, torch.uint8).refusals == {}
@@ -223,13 +223,16 @@ def test_a_map_that_would_be_too_large_is_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_a_parameter_that_is_not_contiguous_is_refused() -> None:
     strided = torch.empty(4, 6).t()
-    assert "not contiguous" in learn({"w": strided}, lambda p: {"w": p["w"].flip(0)}).refusals["w"]
+    assert (
+        "not contiguous"
+        in infer_repacks({"w": strided}, lambda p: {"w": p["w"].flip(0)}).refusals["w"]
+    )
 
 
 def test_the_parameters_themselves_are_not_touched() -> None:
     weight = random_tensor((4, 6), torch.bfloat16, 0)
     before = weight.clone()
-    learn({"w": weight}, lambda p: {"w": p["w"].zero_()})
+    infer_repacks({"w": weight}, lambda p: {"w": p["w"].zero_()})
     assert torch.equal(weight, before)
 
 
@@ -240,14 +243,14 @@ def test_parameters_are_judged_one_by_one() -> None:
         moved = probes["moved"].flip(1)
         return {"moved": moved, "kept": probes["kept"], "scaled": probes["scaled"] / 2}
 
-    learned = learn({name: torch.empty(shape) for name, shape in shapes.items()}, process)
+    learned = infer_repacks({name: torch.empty(shape) for name, shape in shapes.items()}, process)
     assert set(learned.repacks) == {"moved"}
     assert set(learned.refusals) == {"scaled", "gone"}
-    assert "takes it away" in learned.refusals["gone"]
+    assert "removes it" in learned.refusals["gone"]
 
 
 def test_parameters_that_change_places_are_refused() -> None:
-    learned = learn(
+    learned = infer_repacks(
         {"a": torch.empty(2, 300), "b": torch.empty(2, 300)},
         lambda probes: {"a": probes["b"], "b": probes["a"]},
     )
@@ -257,7 +260,7 @@ def test_parameters_that_change_places_are_refused() -> None:
 
 def test_a_move_that_depends_on_values_is_refused() -> None:
     """As act-order packing does, by the values of another parameter."""
-    learned = learn(
+    learned = infer_repacks(
         {"weight": torch.empty(1, 64), "order": torch.empty(64)},
         lambda probes: {
             "weight": probes["weight"][:, probes["order"].argsort()],
@@ -271,13 +274,13 @@ def test_a_move_that_depends_on_values_is_refused() -> None:
 def test_what_a_refused_parameter_is_made_of_is_refused() -> None:
     """A scale that stays where it is, folded into the weight: a new scale alone would be lost."""
     shapes = {"weight": (8, 6), "scale": (8, 1), "bias": (8,)}
-    learned = learn(
+    learned = infer_repacks(
         {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shapes.items()},
         lambda probes: {**probes, "weight": probes["weight"] * probes["scale"]},
     )
     assert learned.repacks == {}
     assert set(learned.refusals) == {"weight", "scale"}
-    assert learned.refusals["scale"].endswith("makes weight of it too")
+    assert learned.refusals["scale"].endswith("also computes weight from it")
 
 
 def test_a_parameter_that_is_also_kept_elsewhere_is_refused() -> None:
@@ -285,21 +288,21 @@ def test_a_parameter_that_is_also_kept_elsewhere_is_refused() -> None:
         unpacked = probes["weight"].clone()
         return {**probes, "weight": probes["weight"].flip(0), "unpacked": unpacked}
 
-    learned = learn({"weight": torch.empty(8), "bias": torch.empty(8)}, process)
+    learned = infer_repacks({"weight": torch.empty(8), "bias": torch.empty(8)}, process)
     assert learned.repacks == {}
     assert learned.refusals.keys() == {"weight"}
     assert "unpacked" in learned.refusals["weight"]
 
 
 def test_something_made_of_no_parameter_refuses_none() -> None:
-    learned = learn({"w": torch.empty(8)}, lambda p: {**p, "rotary": torch.arange(4)})
-    assert learned == Learned({}, {})
+    learned = infer_repacks({"w": torch.empty(8)}, lambda p: {**p, "rotary": torch.arange(4)})
+    assert learned == InferredRepacks({}, {})
 
 
 def test_something_that_is_never_the_same_refuses_all() -> None:
     """A handle: an address, which says nothing of what lies there."""
     calls = iter(range(1000))
-    learned = learn(
+    learned = infer_repacks(
         {"v": torch.empty(8), "w": torch.empty(8)},
         lambda p: {**p, "handle": torch.tensor(next(calls))},
     )
@@ -315,7 +318,9 @@ def test_a_processing_that_fails_refuses_all(call: int) -> None:
             raise ValueError("no such kernel\nat all")
         return {"v": probes["v"].flip(0), "w": probes["w"]}
 
-    learned = learn({"v": torch.empty(2, 300, dtype=torch.bfloat16), "w": torch.empty(8)}, process)
+    learned = infer_repacks(
+        {"v": torch.empty(2, 300, dtype=torch.bfloat16), "w": torch.empty(8)}, process
+    )
     if next(calls) <= call:  # it was never called so often
         assert learned.repacks.keys() == {"v"}
         return

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -83,6 +85,43 @@ def test_what_computes_is_refused() -> None:
     learner = learned_of(double)
     assert learner.refusals.keys() == {"0.weight"}
     assert not learner.repacks
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self, scale: torch.Tensor) -> None:
+        self.scale = scale
+
+    def apply(self) -> torch.Tensor:
+        return self.scale
+
+
+KEEPERS: dict[str, Callable[[torch.Tensor], object]] = {
+    "kept": lambda scale: scale,
+    "kept[0]": lambda scale: [scale],
+    "kept['a']": lambda scale: {"a": scale},
+    "kept.scale": Slotted,
+    "kept.__self__.scale": lambda scale: Slotted(scale).apply,
+    "kept.keywords['s']": lambda scale: functools.partial(print, s=scale),
+    "kept.__defaults__[0]": lambda scale: lambda s=scale: s,
+}
+
+
+@pytest.mark.parametrize("path", KEEPERS)
+def test_what_is_computed_and_kept_is_found_wherever_it_is(path: str) -> None:
+    def keep(layer: Any) -> None:
+        layer.kept = KEEPERS[path](layer.weight.float().amax(0))
+
+    assert learned_of(keep).refusals["0.weight"].endswith(f"in {path}")
+
+    def recomputed(model: nn.Module, *args: Any) -> Iterator[Processing]:
+        return (dataclasses.replace(one, recomputed=True) for one in walk(model))
+
+    owner = engine()
+    with RepackLearner(owner, "process", recomputed) as learner:
+        owner.process(nn.Sequential(Layer(Method(keep))), "cpu")
+    assert bool(learner.refusals) == (path != "kept")
 
 
 def test_what_fails_is_refused() -> None:

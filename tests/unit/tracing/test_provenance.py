@@ -17,8 +17,8 @@ from engine_ext.placement.certify import holds
 from engine_ext.placement.segments import Placement, Repack, Status, TensorSpec
 from engine_ext.repacks.infer import compose
 from engine_ext.tracing import index_replay, recorder, strided_boxes
-from engine_ext.tracing.permutations import shuffle
-from engine_ext.tracing.strided_boxes import ElementIds, boxes
+from engine_ext.tracing.permutations import find_permutation
+from engine_ext.tracing.strided_boxes import ElementIds, find_boxes
 from engine_ext.tracing.trace import trace_placement
 from tests.support.receiver_harness import (
     PROPERTY,
@@ -155,16 +155,16 @@ def test_layers_that_are_alike_are_replayed_once(monkeypatch: pytest.MonkeyPatch
     assert replays == [["layer0"]]
     assert [p.segments[0].live.name for p in placement.values()] == list(Layers.shapes)
     # A large index is not compared, and so each of its moves is replayed.
-    monkeypatch.setattr(index_replay, "_MOST_COMPARED", 4)
+    monkeypatch.setattr(index_replay, "_MAX_COMPARED", 4)
     replays.clear()
     trace(load(PickedByLayer, base_checkpoint(PickedByLayer)))
     assert len(replays) == 3
 
 
 def test_what_takes_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_replay, "_MOST_BYTES", 100)
+    monkeypatch.setattr(index_replay, "_MAX_BYTES", 100)
     placed = trace(load(Reversed, base_checkpoint(Reversed)))["many"]
-    assert "too many to be followed" in placed.reason
+    assert "too many elements to be followed" in placed.reason
 
 
 # --- any chain of moves ---
@@ -335,7 +335,7 @@ def test_boxes_are_the_array(chunk: int, numbers: ElementIds, permuted: bool) ->
         )
     before, strided_boxes._CHUNK = strided_boxes._CHUNK, chunk
     try:
-        found = boxes(numbers, 2, numbers.values.stride(), 1000)
+        found = find_boxes(numbers, 2, numbers.values.stride(), 1000)
     finally:
         strided_boxes._CHUNK = before
     assert found is not None
@@ -350,7 +350,7 @@ def test_boxes_are_the_array(chunk: int, numbers: ElementIds, permuted: bool) ->
     read = memory.as_strided(numbers.values.shape, numbers.values.stride(), 2)
     assert torch.equal(read, numbers.values)
     if len(found) > 1:
-        fewer = boxes(numbers, 2, numbers.values.stride(), len(found) - 1)
+        fewer = find_boxes(numbers, 2, numbers.values.stride(), len(found) - 1)
         assert fewer is None or len(fewer) < len(found)
 
 
@@ -360,7 +360,7 @@ def test_a_shuffle_is_found(order: list[int], missing: bool) -> None:
     values = torch.tensor(order, dtype=torch.int32).view(3, 4) + 5
     if missing:
         values[0, 0] = values[2, 3]
-    found = shuffle(ElementIds(values.t(), [5, 17]), (1, 4))
+    found = find_permutation(ElementIds(values.t(), [5, 17]), (1, 4))
     if missing:
         assert found is None
         return
@@ -370,8 +370,8 @@ def test_a_shuffle_is_found(order: list[int], missing: bool) -> None:
     assert torch.equal(
         values.reshape(-1)[torch.from_numpy(places).long()], torch.arange(5, 17).int()
     )
-    assert shuffle(ElementIds(values, [5, 11, 17]), (4, 1)) is None
-    assert shuffle(ElementIds(values, [5, 17]), (5, 1)) is None
+    assert find_permutation(ElementIds(values, [5, 11, 17]), (4, 1)) is None
+    assert find_permutation(ElementIds(values, [5, 17]), (5, 1)) is None
 
 
 def test_a_large_transpose_takes_no_time_and_no_pieces() -> None:

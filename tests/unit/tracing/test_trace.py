@@ -130,7 +130,7 @@ def test_a_wrapped_loader_is_not_traced() -> None:
 
 
 def test_a_thread_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thread_propagation, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(thread_propagation, "_JOIN_TIMEOUT_S", 0.01)
     live = loaded(toy_models.PlainCopy)
     end = threading.Event()
 
@@ -519,8 +519,8 @@ def test_a_rehearsal_tells_whether_the_loader_needs_company(
 @pytest.mark.parametrize(
     ("model", "name", "fragment"),
     [
-        (toy_models.PairsTogether, "gate", "otherwise"),
-        (toy_models.FallsBackToEmbedding, "embed", "otherwise"),
+        (toy_models.PairsTogether, "gate", "differently"),
+        (toy_models.FallsBackToEmbedding, "embed", "differently"),
         (toy_models.PairsOrFailure, "gate", "KeyError"),
         (toy_models.WantsAll, "bias", "not loaded"),
         (toy_models.DefaultsWhatIsMissing, "weight", "writes over bias"),

@@ -14,7 +14,7 @@ from engine_ext.wire.gap_streams import (
     byte_stream,
     decode_gaps,
     encode_gaps,
-    joined_stream,
+    join_streams,
     stream_bytes,
 )
 from tests.support.independent_encoder import PROPERTY
@@ -165,7 +165,7 @@ def test_pieces_are_joined_to_the_whole(gaps_between: list[int], cuts: list[int]
         (piece, byte_stream(piece[1:], int(piece[0]) + 1 if piece.size else 0))
         for piece in np.split(indices, sorted(cuts))
     ]
-    stream = joined_stream(pieces)
+    stream = join_streams(pieces)
     raw, width = encode_gaps(indices)
     if stream is None:  # more skips than elements
         assert indices[-1] + 1 > 256 * indices.size
@@ -177,12 +177,12 @@ def test_pieces_are_joined_to_the_whole(gaps_between: list[int], cuts: list[int]
 
 def test_joined_streams_by_hand() -> None:
     empty = np.empty(0, np.uint8)
-    assert joined_stream([]).tobytes() == b""  # type: ignore[union-attr]
+    assert join_streams([]).tobytes() == b""  # type: ignore[union-attr]
     first, later = indices_of([3, 4]), indices_of([600])
     pieces = [(first, byte_stream(first[1:], 4)), (indices_of([]), empty), (later, empty)]
-    assert joined_stream(pieces).tobytes() == bytes.fromhex("03 00 ffff55")  # type: ignore[union-attr]
-    assert joined_stream([(indices_of([256]), empty)]).tobytes() == b"\xff\x01"  # type: ignore[union-attr]
-    assert joined_stream([(indices_of([511]), empty)]) is None
+    assert join_streams(pieces).tobytes() == bytes.fromhex("03 00 ffff55")  # type: ignore[union-attr]
+    assert join_streams([(indices_of([256]), empty)]).tobytes() == b"\xff\x01"  # type: ignore[union-attr]
+    assert join_streams([(indices_of([511]), empty)]) is None
 
 
 @pytest.mark.usefixtures("loops")

@@ -180,7 +180,7 @@ BROKEN_FOR_BOTH: list[tuple[dict[str, Any], str]] = [
     ({"part": -1}, "part"),
     ({"part": 2, "num_parts": 2}, "parts count from 0"),
     ({"num_parts": 0}, "at least one part"),
-    ({"num_parts": 2}, "which one"),
+    ({"num_parts": 2}, "no part number"),
     ({"part": 1 << 16}, "more than 65536 parts"),
     ({"part": 0, "num_parts": (1 << 16) + 1}, "more than 65536 parts"),
     ({"sync_id": ""}, "sync_id"),
