@@ -288,7 +288,7 @@ def test_interrupted(
     serve(interrupt)
     arguments = ["--base", str(base), "--target", str(target), "--url", URL]
     assert cli.main(arguments) == 130
-    assert "interrupted; GET /delta_status tells" in capsys.readouterr().err
+    assert "interrupted; GET /delta_status returns" in capsys.readouterr().err
 
 
 OTHER = "http://other:8001"
@@ -353,12 +353,13 @@ def test_one_of_several_engines_lags(
             assert go.wait(20)
         return accept(request)
 
-    def close(sender: cli.CheckpointSender) -> None:
+    def close(sender: MultiSender) -> None:
         if in_time:
             go.set()
-        MultiSender.close(sender)
+        closes(sender)
 
-    monkeypatch.setattr(cli.CheckpointSender, "close", close, raising=False)
+    closes = MultiSender.close
+    monkeypatch.setattr(MultiSender, "close", close)
     serve(answer)
     limit = "1" if in_time else "0.02"
     arguments = ["--base", str(base), "--target", str(target), "--url", URL, "--url", OTHER]
