@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +21,7 @@ from delta_sender.destination import Destination
 from delta_sender.http_client import EngineClient
 from delta_sender.log_destination import LogDestination
 from delta_sender.multi_sender import MultiSender
-from delta_sender.options import MultiOptions, declared
+from delta_sender.options import MultiOptions, Option, declared
 from delta_sender.results import PartialSyncError, SyncError, SyncReport
 from delta_sender.snapshot import MappedSnapshot, NamedTensors
 from engine_ext.wire.signature import HMAC_KEY_ENVIRONMENT
@@ -157,20 +157,19 @@ def make_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("sync options")
     for name, option in declared(MultiOptions).items():
         if option.flag is not None:
-            _add_flag(group, name.replace("_", "-"), name, option.default, option.help, option.flag)
+            _add_flag(group, name, option)
     return parser
 
 
-def _add_flag(
-    group: Any, flag: str, name: str, default: Any, text: str, keywords: Mapping[str, Any]
-) -> None:
-    """Add the argument of one option; one that is on by default gets a flag that turns it off."""
-    if default is True:
+def _add_flag(group: Any, name: str, option: Option) -> None:
+    flag, keywords = name.replace("_", "-"), option.flag or {}
+    if option.default is True:
         group.add_argument(f"--no-{flag}", dest=name, action="store_false", **keywords)
-    else:
-        shown = "" if default is None else " (default: %(default)s)"
-        keywords = {"help": text + shown, **keywords}
-        group.add_argument(f"--{flag}", default=default, **keywords)
+        return
+    help_text = option.doc[:1].lower() + option.doc[1:].split(". ")[0].rstrip(".")
+    if option.default is not None:
+        help_text += " (default: %(default)s)"
+    group.add_argument(f"--{flag}", default=option.default, **{"help": help_text, **keywords})
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Condition
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from delta_sender.acked_state import without_old
@@ -67,7 +66,7 @@ class MultiSender:
 
         If some engines refuse, the others are at the new version:
 
-        >>> urls = ["http://engine-0:8000", "http://broken:8000"]
+        >>> urls[1] = "http://broken:8000"
         >>> sender = MultiSender(urls, weights.items(), base_version=1)
         >>> weights["lm_head.weight"][5] += 0.5
         >>> try:
@@ -122,8 +121,8 @@ class MultiSender:
             engines = [session.destination for session in self._sessions]
             self._log_destination = LogDestination(Path(delta_log), engines, options["hmac_key"])
             self._log = self._session(self._log_destination, None, is_log=True)
-            if not self._log_destination.continues_from(self._log.version):
-                self._log.state.needs_full = True
+            continues = self._log_destination.continues_from(self._log.version)
+            self._log.state.needs_full |= not continues
         self._unfinished: tuple[SyncRound, list[SessionThread]] | None = None
         # Set while the snapshot and the sessions advance; still set if that was interrupted.
         self._is_inconsistent = False
@@ -139,29 +138,18 @@ class MultiSender:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     @property
     def versions(self) -> dict[str, int]:
         """The version that each engine acknowledged last, by url."""
-        return {
-            url: session.version for url, session in zip(self._urls, self._sessions, strict=True)
-        }
+        return {self._url_of(session): session.version for session in self._sessions}
 
     @property
     def lagging(self) -> list[str]:
         """Urls of engines that are still being sent a sync that has returned without them."""
-        return [
-            self._url_of(session)
-            for session, thread in self._lagging.items()
-            if thread.outcome is None
-        ]
+        return [self._url_of(s) for s, thread in self._lagging.items() if thread.outcome is None]
 
     def close(self) -> None:
         """Close own HTTP clients, the log and the state file.
@@ -285,9 +273,7 @@ class MultiSender:
                 assert thread.outcome is not None
                 session.end_lagging(thread.outcome)
             except Exception as failed:
-                logger.warning(
-                    "%s: the sync that it lagged behind with has failed: %s", url, failed
-                )
+                logger.warning("%s: the sync that it lagged with has failed: %s", url, failed)
             else:
                 logger.info("%s has committed version %d", url, session.version)
                 self._tracker.note(url, session.version, thread.content)
@@ -313,10 +299,8 @@ class MultiSender:
         unknown = [thread.session.state.note_failed(sync_round.changes) for thread in failed]
         logged = _logged(done)
         if advances:
-            committed = [thread.session for thread in done if thread not in failed]
-            for session in self._all:
-                if session not in committed:
-                    session.state.note_missed(sync_round.changes)
+            for session in set(self._all) - {t.session for t in done if t not in failed}:
+                session.state.note_missed(sync_round.changes)
             self._snapshot.advance(sync_round.changes)
             self._tracker.advance(digest)
             for session in self._sessions:
@@ -336,15 +320,13 @@ class MultiSender:
             raise PartialSyncError(failures, reports)
         return reports
 
-    def _drop_from_log(
-        self, committed: Committed, sync_round: SyncRound, *, is_unknown: bool
-    ) -> None:
+    def _drop_from_log(self, logged: Committed, sync_round: SyncRound, *, is_unknown: bool) -> None:
         """Take back a version of the log that no engine has acknowledged, if none can have it."""
         assert self._log is not None
         self._unfinished = None
         if is_unknown:  # an engine that has it must find it there when it restarts
             self._is_inconsistent = True  # until both are noted
-            self._log.acknowledge(committed)
+            self._log.acknowledge(logged)
             self._log.state.missed = without_old(sync_round.changes)
             self._is_inconsistent = False
         else:
@@ -353,8 +335,7 @@ class MultiSender:
     def _write_state(self, threads: Sequence[SessionThread], content: str) -> None:
         for thread in threads:
             if thread.has_committed and not thread.session.state.needs_full:
-                url = self._url_of(thread.session)
-                self._tracker.note(url, thread.session.version, content)
+                self._tracker.note(self._url_of(thread.session), thread.session.version, content)
         unknown = any(session.state.unknown_outcome for session in self._sessions)
         self._tracker.write(is_unknown=self._unfinished is not None or unknown)
 

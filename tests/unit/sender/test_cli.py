@@ -464,6 +464,7 @@ def test_usage(arguments: list[str], said: str, capsys: pytest.CaptureFixture[st
 def test_runs_as_a_program_and_imports_nothing_unasked(base: Path, target: Path) -> None:
     code = (
         "import runpy, sys\n"
+        "sys.modules.update(dict.fromkeys(['numba', 'prometheus_client']))\n"  # not installed
         "try: runpy.run_module('delta_sender', run_name='__main__', alter_sys=True)\n"
         "finally:\n"
         "    import engine_ext.apply.scatter\n"  # uses Triton on an accelerator, as the sender does
