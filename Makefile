@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-sglang demo soak test test-fast test-all fuzz lint format clean clean-all
+.PHONY: help setup setup-sglang demo soak test test-fast test-all fuzz lint format docs package clean clean-all
 
 ifneq ($(filter demo soak,$(MAKECMDGOALS)),)
 ifeq ($(filter $(ENGINES),$(ENGINE)),)
@@ -36,7 +36,7 @@ help: ## list the targets
 	@echo
 	@echo "  PYTHON=python3.11   the interpreter that setup makes .venv with"
 	@echo "  ENGINE=vllm         the engine of make demo and make soak, vllm or sglang"
-	@echo "  DEMO_ARGS=...       goes to scripts/demo/__main__.py, SOAK_ARGS=... (--syncs 1000) to scripts/soak/__main__.py"
+	@echo "  DEMO_ARGS=...       goes to scripts.demo, SOAK_ARGS=... (--syncs 1000) to scripts.soak"
 	@echo "  PYTEST_ARGS=...     goes to pytest"
 	@echo "  FUZZ_SECONDS=600    how long make fuzz takes; FUZZ_SEED=... repeats one"
 
@@ -47,10 +47,10 @@ setup-sglang: ## make .venv-sglang with SGLang's pinned packages; nothing to do 
 	@PYTHON="$(PYTHON)" scripts/setup_env.sh sglang
 
 demo: setup $(if $(filter sglang,$(ENGINE)),setup-sglang) ## update a live engine and check every weight
-	@$(BIN)/python scripts/demo/__main__.py --engine $(ENGINE) $(DEMO_ARGS)
+	@$(BIN)/python -m scripts.demo --engine $(ENGINE) $(DEMO_ARGS)
 
 soak: setup $(if $(filter sglang,$(ENGINE)),setup-sglang) ## 1000 syncs of a live engine under load: figures, and whether all is well
-	@$(BIN)/python scripts/soak/__main__.py --engine $(ENGINE) $(SOAK_ARGS)
+	@$(BIN)/python -m scripts.soak --engine $(ENGINE) $(SOAK_ARGS)
 
 test: setup setup-sglang lint test-fast ## lint, and every test but those marked full (this is what CI runs)
 	@echo "test: the tests that start engines, but for the full ones"
@@ -69,11 +69,13 @@ fuzz: setup ## throw broken parts and requests at the receiver, for FUZZ_SECONDS
 	@FUZZ_SECONDS=$(FUZZ_SECONDS) FUZZ_SEED=$(FUZZ_SEED) \
 		$(BIN)/python -m pytest -s tests/fuzz $(PYTEST_ARGS)
 
-lint: setup ## ruff and mypy
+lint: setup ## ruff, the import contracts, and mypy
 	@echo "lint: ruff check"
 	@$(BIN)/ruff check .
 	@echo "lint: ruff format"
 	@$(BIN)/ruff format --check .
+	@echo "lint: import contracts"
+	@PYTHONPATH=.:server:trainer $(BIN)/lint-imports --no-logo
 	@echo "lint: mypy"
 	@$(BIN)/mypy
 
@@ -81,10 +83,19 @@ format: setup ## let ruff format and fix the code
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
+docs: setup ## write the reference tables and build the documentation into site/
+	@PYTHON="$(PYTHON)" scripts/setup_env.sh docs
+	@$(BIN)/python -m scripts.doc_tables --fast
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
+	@echo "docs: site/index.html"
+
+package: setup ## build wheel and sdist, and try the wheel in an empty environment
+	@PYTHON="$(PYTHON)" BUILD_PYTHON=$(BIN)/python scripts/try_package.sh
+
 clean: ## remove build outputs and caches; the environments stay
-	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -not -path './.venv*' -not -path './.git/*' \
 		-prune -exec rm -rf {} +
 
-clean-all: clean ## remove .venv and .venv-sglang too
-	@rm -rf .venv .venv-sglang
+clean-all: clean ## remove the environments too
+	@rm -rf .venv .venv-sglang .venv-docs

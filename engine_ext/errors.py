@@ -15,14 +15,14 @@ answered with and the state the engine is in afterwards::
     │   ├── BaseMismatch       409  the engine's old bytes are not the sender's
     │   ├── SyncInProgress     409  another sync has parts staged; retry later
     │   ├── WeightsAsleep      409  the engine has released its weights
-    │   └── LogDamaged         409  the delta log has nothing sound that leads on from here
+    │   └── LogDamaged         409  the delta log has no sound route from here
     ├── TooLarge               413  body or declared size over a limit
     ├── UnsupportedMedia       415  content type or content encoding
     ├── NotUpdatable           422  unknown tensor, wrong shape or dtype, bad index, inexact tensor
-    ├── TooManyUploads         429  as many as are allowed are being taken; retry later
+    ├── TooManyUploads         429  too many updates in progress; retry later
     ├── SpoolFull              507  no room for the body
     ├── WriteUndone            500  the write failed, and every rank was put back
-    ├── PublishFailed          500  committed, but the engine did not go on: send it again
+    ├── PublishFailed          500  committed, but publishing or resuming failed: send it again
     └── CommitFailed           500  the write failed half-way: the engine is ``uncertain``
         └── EngineUncertain    503  an earlier write did; only a full resync is taken
 
@@ -69,17 +69,17 @@ class DeltaError(Exception):
 
 
 class MalformedPart(DeltaError):
-    """The bytes are not a delta container, or their manifest contradicts itself."""
+    """The bytes are not a delta part, or its metadata contradicts itself."""
 
     status = 400
 
 
 class ChecksumMismatch(MalformedPart):
-    """The container is well formed, but its bytes are not the ones the sender hashed."""
+    """The part is well formed, but its bytes are not the ones the sender hashed."""
 
 
 class Unauthorized(DeltaError):
-    """No bearer token or signature of a part, or a wrong one."""
+    """The bearer token or the part's signature is missing or wrong."""
 
     status = 401
 
@@ -91,13 +91,13 @@ class LoopbackOnly(DeltaError):
 
 
 class PathForbidden(DeltaError):
-    """A disk request names a path outside every allowed folder."""
+    """A disk request names a path outside every ``--delta-root``."""
 
     status = 403
 
 
 class UploadTooSlow(DeltaError):
-    """The body stalled for longer than the stage timeout, or came too slowly on the whole."""
+    """The body stalled for longer than the stage timeout, or was below the minimum rate."""
 
     status = 408
 
@@ -109,7 +109,7 @@ class Conflict(DeltaError):
 
 
 class VersionConflict(Conflict):
-    """The sync starts from a version that the engine is not at."""
+    """The sync does not start from the engine's version (``expected``, ``actual``)."""
 
 
 class BaseMismatch(Conflict):
@@ -117,7 +117,7 @@ class BaseMismatch(Conflict):
 
 
 class SyncInProgress(Conflict):
-    """Another sync has staged parts; ``retry_after`` says in how many seconds to try again."""
+    """Another sync has staged parts; retry in ``retry_after`` seconds."""
 
 
 class WeightsAsleep(Conflict):
@@ -125,7 +125,7 @@ class WeightsAsleep(Conflict):
 
 
 class LogDamaged(Conflict):
-    """A version in the delta log is damaged or missing; the engine stays where it is."""
+    """The delta log has no sound route to its newest version; the engine stays where it is."""
 
 
 class TooLarge(DeltaError):
@@ -135,19 +135,19 @@ class TooLarge(DeltaError):
 
 
 class UnsupportedMedia(DeltaError):
-    """A content type or content encoding that the endpoint does not take."""
+    """The endpoint does not accept this content type or content encoding."""
 
     status = 415
 
 
 class NotUpdatable(DeltaError):
-    """A tensor that this engine does not hold, or cannot update exactly."""
+    """The engine does not hold the named tensor as sent, or cannot update it exactly."""
 
     status = 422
 
 
 class TooManyUploads(DeltaError):
-    """Others are being taken; ``retry_after`` says in how many seconds to try again."""
+    """``--delta-max-uploads`` updates are in progress; retry in ``retry_after`` seconds."""
 
     status = 429
 
@@ -159,27 +159,27 @@ class SpoolFull(DeltaError):
 
 
 class WriteUndone(DeltaError):
-    """The write failed on some rank, and every rank holds its old values again."""
+    """The write failed on some rank and was undone on every rank."""
 
 
 class PublishFailed(DeltaError):
-    """Every rank has committed, but the engine did not take the version or did not go on.
+    """Every rank has committed, but publishing the version or resuming generation failed.
 
-    A repeat of the sync does that again, and is answered ``already_applied``.
+    A repeat of the sync does both again, and is answered ``already_applied``.
     """
 
     engine_state = "committed"
 
 
 class CommitFailed(DeltaError):
-    """The write failed on some rank and could not be taken back."""
+    """The write failed on some rank and could not be undone."""
 
     status = 500
     engine_state = "uncertain"
 
 
 class EngineUncertain(CommitFailed):
-    """An earlier write failed half-way; only a ``full`` sync is taken until one commits."""
+    """An earlier write failed half-way; only a ``full`` sync is accepted until one commits."""
 
     status = 503
 

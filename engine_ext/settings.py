@@ -1,8 +1,8 @@
-"""What a user can set, once, for every engine: the ``--delta-*`` flags.
+"""The ``--delta-*`` flags, the same for every engine.
 
-The flags are parsed by the engine's own parser in the API server's process. What the workers need
-travels to them in one environment variable, because that reaches every process an engine spawns
-without touching the engine's own configuration.
+The engine's own parser parses them in the API server's process. The workers receive the result in
+one environment variable, which reaches every process that an engine spawns without touching the
+engine's own configuration.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The values of the flags, in bytes and seconds.
 
     Attributes:
-        chunk_bytes: full-shape bytes that one call of the engine's loader gets at most.
-        read_workers: parts that a rank decodes at once, and files read at once. A large part is
-            decoded by three threads.
-        roots: folders below which disk requests may read.
+        chunk_bytes: largest total size of the full-shape tensors in one call of the engine's
+            loader.
+        read_workers: parts that a rank decodes at once, and files that it reads at once. A large
+            part is decoded by three threads.
+        roots: directories below which disk requests may read.
         log: the delta log whose versions are replayed at start-up, or None.
-        spool_dir: where bodies are kept while they are staged; None picks one.
-        max_body_bytes: largest decompressed part.
-        max_uploads: updates that one HTTP process takes at once.
-        min_upload_rate: bytes per second that a body must come with, on the whole.
-        stage_timeout: seconds a staged sync keeps others out, and a body may stall.
+        spool_dir: directory of the request bodies that are being staged; None chooses one.
+        max_body_bytes: size limit of a decompressed part.
+        max_uploads: updates that one HTTP process accepts at once.
+        min_upload_rate: minimum average rate of an upload, in bytes per second.
+        stage_timeout: seconds after its last part until a staged sync expires, and how long an
+            upload may stall.
         base_version: version of the freshly loaded weights.
-        apply: ``scatter``, ``masked``, or ``auto``, which scatters.
+        apply: ``scatter``, ``masked``, or ``auto``, which is ``scatter``.
         undo_bytes: host memory per rank for the old values of the last version.
-        certify_sample: share of a large tensor's elements that certification compares, 1 for all.
     """
 
     chunk_bytes: int = 512 << 20
@@ -53,24 +54,27 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     base_version: int = 0
     apply: Literal["auto", "scatter", "masked"] = "auto"
     undo_bytes: int = 4 << 30
-    certify_sample: float = 1.0
 
     def export(self) -> None:
-        """Make the settings visible to every process that this one starts."""
+        """Write the settings to the environment of every process that this one starts."""
         os.environ[ENVIRONMENT] = msgspec.json.encode(self).decode()
 
 
 def from_environment() -> Settings | None:
-    """The settings that a parent process exported, or None where nobody asked for updates."""
+    """Return the settings that a parent process exported, or None if updates are not enabled.
+
+    Raises:
+        ValueError: the environment variable is damaged.
+    """
     text = os.environ.get(ENVIRONMENT)
     return msgspec.json.decode(text, type=Settings) if text else None
 
 
 def from_namespace(args: argparse.Namespace) -> Settings | None:
-    """The settings of parsed arguments, or None without ``--enable-delta-updates``.
+    """Return the settings in parsed arguments, or None without ``--enable-delta-updates``.
 
     Raises:
-        ValueError: a companion flag is given without ``--enable-delta-updates``.
+        ValueError: another delta flag is given without ``--enable-delta-updates``.
     """
     given = {
         field: value
@@ -90,7 +94,11 @@ def _dest(field: str) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Bytes from ``1048576``, ``512M`` or ``4GiB``."""
+    """Return the bytes in ``1048576``, ``512M`` or ``4GiB``.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not a size above 0.
+    """
     match = re.fullmatch(r"([0-9]+)\s*([kmg]?)(?:i?b)?", text.strip().lower())
     if match is None or int(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"not a size: {text!r} (examples: 1048576, 512M, 4GiB)")
@@ -119,23 +127,14 @@ def _parse_seconds(text: str) -> float:
     return seconds
 
 
-def _parse_share(text: str) -> float:
-    """A share of a whole from ``0.01`` or ``1%``."""
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*(%?)", text.strip())
-    share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
-    if not 0 < share <= 1:
-        raise argparse.ArgumentTypeError(f"not a share of a whole: {text!r} (examples: 0.01, 1%)")
-    return share
-
-
 def _parse_directory(text: str) -> str:
     if not os.path.isdir(text):
         raise argparse.ArgumentTypeError(f"not a directory: {text}")
     return os.path.realpath(text)
 
 
-class _KeepSecret(argparse.Action):
-    """Moves a secret to the environment: engines log the arguments they were started with."""
+class _StoreInEnvironment(argparse.Action):
+    """Stores a secret in the environment, because engines log their parsed arguments."""
 
     def __call__(
         self,
@@ -148,7 +147,7 @@ class _KeepSecret(argparse.Action):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags to an engine's own parser, as a group of their own."""
+    """Add the flags to an engine's own parser, as one group."""
     defaults = Settings()
     group = parser.add_argument_group(
         "DeltaUpdates",
@@ -159,14 +158,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--enable-delta-updates",
         action="store_true",
         default=False,
-        help="Take sparse weight updates at POST /update_weights_delta.",
+        help="Accept sparse weight updates at POST /update_weights_delta.",
     )
     group.add_argument(
         "--delta-chunk-bytes",
         type=parse_size,
         default=argparse.SUPPRESS,
         metavar="BYTES",
-        help="Bytes of full-shape tensors that one call of the model's loader gets at most "
+        help="Most bytes of full-shape tensors in one call of the model's loader (masked apply) "
         f"(default: {defaults.chunk_bytes >> 20}M).",
     )
     group.add_argument(
@@ -174,9 +173,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_parse_positive,
         default=argparse.SUPPRESS,
         metavar="N",
-        help="Parts that a rank reads, verifies and decodes at once; of a large one, three threads "
-        "do "
-        f"(default: {defaults.read_workers}).",
+        help="Parts that a rank reads, verifies and decodes at once; a large one uses up to three "
+        f"threads (default: {defaults.read_workers}).",
     )
     group.add_argument(
         "--delta-root",
@@ -192,25 +190,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_parse_directory,
         default=argparse.SUPPRESS,
         metavar="DIR",
-        help="A folder that a sender writes its versions into (its --delta-log). Those that are "
-        "newer than the loaded weights are replayed before the engine serves, each verified as if "
-        "it came by HTTP, and later by POST /delta_catch_up. At a damaged or missing one the "
-        "engine stays on the last good version and says so.",
+        help="A folder that a sender writes its versions into (its --delta-log). Versions newer "
+        "than the loaded weights are replayed before the engine serves, each verified as if it "
+        "came by HTTP, and later by POST /delta_catch_up. If one is damaged or missing, the engine "
+        "stays on the last good version and reports it.",
     )
     group.add_argument(
         "--delta-spool-dir",
         type=_parse_directory,
         default=argparse.SUPPRESS,
         metavar="DIR",
-        help="Where bodies are kept while they are staged (default: /dev/shm, or the temporary "
-        "folder where that is too small).",
+        help="Folder for request bodies while they are staged (default: /dev/shm, or the temporary "
+        "folder if that is too small).",
     )
     group.add_argument(
         "--delta-max-body-bytes",
         type=parse_size,
         default=argparse.SUPPRESS,
         metavar="BYTES",
-        help="The largest part that is taken, decompressed "
+        help="Largest part that is accepted, decompressed "
         f"(default: {defaults.max_body_bytes >> 30}G).",
     )
     group.add_argument(
@@ -218,7 +216,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_parse_positive,
         default=argparse.SUPPRESS,
         metavar="N",
-        help="Updates that one HTTP process takes at once; more are answered 429 "
+        help="Updates that one HTTP process accepts at once; more are answered 429 "
         f"(default: {defaults.max_uploads}).",
     )
     group.add_argument(
@@ -226,7 +224,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_size,
         default=argparse.SUPPRESS,
         metavar="BYTES",
-        help="Bytes per second that a body must come with, on the whole "
+        help="Minimum bytes per second over a whole body "
         f"(default: {defaults.min_upload_rate >> 10}K).",
     )
     group.add_argument(
@@ -234,15 +232,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_parse_seconds,
         default=argparse.SUPPRESS,
         metavar="SECONDS",
-        help="How long after its last part an unfinished sync keeps other senders out, and how "
-        f"long a body may stall (default: {defaults.stage_timeout:g}).",
+        help="Seconds after its last part for which an unfinished sync keeps other senders out, "
+        f"and for which a body may stall (default: {defaults.stage_timeout:g}).",
     )
     group.add_argument(
         "--delta-base-version",
         type=_parse_version,
         default=argparse.SUPPRESS,
         metavar="N",
-        help=f"The version of the weights that are loaded (default: {defaults.base_version}).",
+        help=f"Version of the loaded weights (default: {defaults.base_version}).",
     )
     group.add_argument(
         "--delta-apply",
@@ -256,24 +254,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_size,
         default=argparse.SUPPRESS,
         metavar="BYTES",
-        help="Host memory per rank for the old values of the last version, which take a failed "
-        "write or a whole version back. A sync that would need more must be full "
+        help="Host memory per rank for the old values of the last version, which undo a failed "
+        "write and allow a rollback. A sync that would need more must be full "
         f"(default: {defaults.undo_bytes >> 30}G).",
     )
     group.add_argument(
-        "--delta-certify-sample",
-        type=_parse_share,
-        default=argparse.SUPPRESS,
-        metavar="SHARE",
-        help="Compare only this share of a large tensor's elements with the checkpoint at "
-        "start-up (0.01 or 1%%). Starts faster; a layout that differs elsewhere goes unseen "
-        "(default: every element).",
-    )
-    group.add_argument(
         "--delta-api-key",
-        action=_KeepSecret,
+        action=_StoreInEnvironment,
         default=argparse.SUPPRESS,
         metavar="TOKEN",
-        help="Bearer token that the delta endpoints ask for (default: the environment variable "
-        f"{API_KEY_ENVIRONMENT}; without either, they answer to clients on this host only).",
+        help="Bearer token of the delta endpoints; without one they answer only to clients on this "
+        f"host (default: {API_KEY_ENVIRONMENT}).",
     )

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# setup_env.sh [vllm|sglang]: makes .venv or .venv-sglang: the pinned packages of requirements/*.lock,
-# then this project, editable. Does nothing when it is current. Called by `make setup` and `make
-# setup-sglang`; PYTHON names the interpreter. The development tools are in .venv only.
+# setup_env.sh [vllm|sglang|docs]: makes .venv, .venv-sglang or .venv-docs: the pinned packages of
+# requirements/*.lock, then this project, editable (not in .venv-docs, which reads its sources only).
+# Does nothing when it is current. Called by `make setup`, `make setup-sglang` and `make docs`; PYTHON
+# names the interpreter. The development tools are in .venv only.
 #
 # An environment is current when its two stamps match: .stamp-packages (the lock files) and
 # .stamp-project (pyproject.toml). A stamp is removed before the step it stands for and written after
@@ -22,8 +23,12 @@ case ${1:-vllm} in
         VENV=.venv-sglang
         LOCKS=(requirements/sglang-cpu.lock)
         ;;
+    docs)
+        VENV=.venv-docs
+        LOCKS=(requirements/docs.lock)
+        ;;
     *)
-        printf 'setup: error: no environment for %s; there are: vllm, sglang\n' "$1" >&2
+        printf 'setup: error: no environment for %s; there are: vllm, sglang, docs\n' "$1" >&2
         exit 2
         ;;
 esac
@@ -62,7 +67,11 @@ write_stamp() {
 
 wanted_packages=$(packages_key)
 wanted_project=$(project_key)
-if matches "$PACKAGES_STAMP" "$wanted_packages" && matches "$PROJECT_STAMP" "$wanted_project"; then
+is_current() {
+    matches "$PACKAGES_STAMP" "$wanted_packages" || return 1
+    [[ $VENV == .venv-docs ]] || matches "$PROJECT_STAMP" "$wanted_project"
+}
+if is_current; then
     exit 0
 fi
 
@@ -87,18 +96,19 @@ if ! matches "$PACKAGES_STAMP" "$wanted_packages"; then
     rm -rf "$VENV"
     "$PYTHON" -m venv "$VENV"
     pip_install "$(pinned pip "$DEV_LOCK")"
-    torch=$(pinned torch "$RUNTIME_LOCK")
-    say "2/4 installing $torch"
-    pip_install -c "$RUNTIME_LOCK" "$torch"
+    if torch=$(pinned torch "$RUNTIME_LOCK"); then
+        say "2/4 installing $torch"
+        pip_install -c "$RUNTIME_LOCK" "$torch"
+    fi
     say "3/4 installing $(cat "${LOCKS[@]}" | grep -cE '^[^#]+==') packages of ${LOCKS[*]}"
     pip_install --no-deps "${LOCKS[@]/#/--requirement=}"
     write_stamp "$PACKAGES_STAMP" "$wanted_packages"
 fi
 
-if ! matches "$PROJECT_STAMP" "$wanted_project"; then
+if ! is_current; then
     rm -f "$PROJECT_STAMP"
     say "4/4 installing the project, editable"
-    # Built by the pinned setuptools: no package is fetched for the build.
+    # Built by the pinned hatchling: no package is fetched for the build.
     pip_install --no-deps --no-build-isolation --editable .
     "$VENV/bin/python" - <<'EOF'
 import importlib.metadata
@@ -108,7 +118,7 @@ import sys
 
 os.chdir("/")  # only what is installed counts
 sys.path = [entry for entry in sys.path if entry]
-for name in ("engine_ext", "delta_server"):
+for name in ("engine_ext", "delta_server", "delta_sender"):
     if importlib.util.find_spec(name) is None:
         sys.exit(f"setup: error: the package {name} was not installed")
 print(f"setup: done, delta-updates {importlib.metadata.version('delta-updates')}")

@@ -1,4 +1,8 @@
-"""The protocol between a transaction and what writes into the weights."""
+"""The interface between the steps of a sync and the code that writes the weights.
+
+`engine_ext.apply.delta_applier.DeltaApplier` implements it for a model whose placement is
+certified, `engine_ext.apply.initial_sync.InitialSyncApplier` for a model without known weights.
+"""
 
 from __future__ import annotations
 
@@ -12,42 +16,57 @@ from engine_ext.wire.digest import Digest
 
 
 class Applier(Protocol):
-    """What stages and writes syncs on one rank; see `engine_ext.apply.scatter.ScatterApplier`.
+    """Stages and writes syncs on one rank.
+
+    A sync goes through `stage` (once per part), `check_sync`, `check_base`, `brief`, `agree` and
+    `write`, then through `finish`, or through `undo` if some rank's write failed. The model is
+    unchanged until `write`: whatever an earlier step raises refuses the sync.
 
     Attributes:
-        name: as the answers call it.
-        plan: what can be updated; None while nothing is known.
-        digests: of what this rank counts, by tensor.
-        digest: the sum of these.
+        name: the apply mode in answers and metrics.
+        digests: the digest of the elements that this rank counts, by checkpoint tensor.
     """
 
     name: str
     digests: dict[str, Digest]
 
     @property
-    def plan(self) -> Plan | None: ...
+    def plan(self) -> Plan | None:
+        """The certified placement; None before the initial sync."""
 
     @property
-    def digest(self) -> Digest: ...
+    def digest(self) -> Digest:
+        """The sum of `digests`."""
 
-    def stage(self, part: Part) -> StagedPart: ...
+    def stage(self, part: Part) -> StagedPart:
+        """Check a part and prepare its writes; may run in several threads at once."""
 
-    def check_sync(self, staged: Sequence[StagedPart], *, full: bool) -> None: ...
+    def check_sync(self, staged: Sequence[StagedPart], *, full: bool) -> None:
+        """Check what only all parts of a sync together show on this rank."""
 
-    def check_in_place(self) -> None: ...
+    def check_in_place(self) -> None:
+        """Check that the live tensors are still where they were at start-up."""
 
-    def check_base(self, staged: Sequence[StagedPart]) -> None: ...
+    def check_base(self, staged: Sequence[StagedPart]) -> None:
+        """Check that the old values read while staging are still in live memory."""
 
-    def brief(self, staged: Sequence[StagedPart]) -> dict[str, Any]: ...
+    def brief(self, staged: Sequence[StagedPart]) -> dict[str, Any]:
+        """Return what the other ranks need to know of this rank's share of a sync, as JSON."""
 
-    def agree(self, staged: Sequence[StagedPart], briefs: Sequence[dict[str, Any]]) -> None: ...
+    def agree(self, staged: Sequence[StagedPart], briefs: Sequence[dict[str, Any]]) -> None:
+        """Check a sync by the briefs of all ranks; every rank reaches the same result."""
 
-    def write(self, staged: Sequence[StagedPart]) -> None: ...
+    def write(self, staged: Sequence[StagedPart]) -> None:
+        """Write a sync. If it raises, some elements may have been written."""
 
-    def undo(self, staged: Sequence[StagedPart]) -> None: ...
+    def undo(self, staged: Sequence[StagedPart]) -> None:
+        """Write the old values back after `write` succeeded or failed."""
 
-    def finish(self, staged: Sequence[StagedPart]) -> UndoLog | None: ...
+    def finish(self, staged: Sequence[StagedPart]) -> UndoLog | None:
+        """Record a written sync; return what rolls it back, or None if that was not kept."""
 
-    def roll_back(self, log: UndoLog) -> None: ...
+    def roll_back(self, log: UndoLog) -> None:
+        """Restore the weights and digests from before a committed sync."""
 
-    def describe(self) -> dict[str, Any]: ...
+    def describe(self) -> dict[str, Any]:
+        """Return the apply mode, certification summary and digest of this rank, as JSON."""

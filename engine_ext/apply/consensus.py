@@ -1,4 +1,10 @@
-"""Check that all ranks agree on a sync before anything is written."""
+"""Agreement of all ranks on a sync, before anything is written.
+
+Each rank summarises its share of the staged sync in a brief; the briefs are exchanged, and `agree`
+is a pure function of the sync and of all briefs, so that every rank reaches the same result.
+Together they show what no rank sees alone: that each element is held by some rank, that replicas
+held the same old values, and that the digests which the parts declare are those of the weights.
+"""
 
 from __future__ import annotations
 
@@ -6,35 +12,91 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from engine_ext.errors import BaseMismatch
+from engine_ext.apply.staged import StagedPart
+from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.wire.digest import Digest
 
 
-def _expect(what: str, declared: str | None, actual: Digest, part: int) -> None:
-    if declared is not None and Digest.parse(declared) != actual:
-        raise BaseMismatch(
-            f"{what} is {actual.hex()}, part {part} says {declared}: the engine's old bytes are "
-            "not the sender's; send a full sync",
-            expected=declared,
-            actual=actual.hex(),
-        )
+def brief(staged: Sequence[StagedPart], digest: Digest) -> dict[str, Any]:
+    """Return what the other ranks need to know of this rank's share of a sync, as JSON.
+
+    Args:
+        staged: the parts of the sync.
+        digest: the digest of this rank's weights before the sync.
+    """
+    replicas: dict[tuple[int, ...], Digest] = {}
+    for part in staged:
+        for param in part.params:
+            for ranks, change in param.replicas.items():
+                replicas[ranks] = replicas.get(ranks, Digest.ZERO) + change
+    return {
+        "counted": sum(param.counted for part in staged for param in part.params),
+        "changes": [
+            total(param.change - param.replaced for param in part.params).hex() for part in staged
+        ],
+        "added": total(param.change for part in staged for param in part.params).hex(),
+        "replicas": [[list(ranks), change.hex()] for ranks, change in replicas.items()],
+        "digest": digest.hex(),
+    }
 
 
-def _check_replicas(briefs: Sequence[dict[str, Any]]) -> None:
-    """Ranks that hold the same elements must have found the same old values there."""
-    by_group: dict[tuple[int, ...], set[str]] = defaultdict(set)
-    heard: Counter[tuple[int, ...]] = Counter()
-    for brief in briefs:
-        for ranks, change in brief["replicas"]:
-            by_group[tuple(ranks)].add(change)
-            heard[tuple(ranks)] += 1
-    for group, changes in by_group.items():
-        if len(changes) > 1 or heard[group] != len(group):
-            raise BaseMismatch(f"ranks {list(group)} hold different copies of the same weights")
+def agree(staged: Sequence[StagedPart], briefs: Sequence[dict[str, Any]]) -> None:
+    """Check a sync by the briefs of all ranks.
+
+    Args:
+        staged: the parts of the sync on this rank.
+        briefs: `brief` of every rank, in rank order.
+
+    Raises:
+        BaseMismatch: the old values are not the sender's, or differ between ranks.
+        NotUpdatable: an element is on no rank.
+    """
+    counted = sum(answer["counted"] for answer in briefs)
+    nnz = sum(part.nnz for part in staged)
+    if counted != nnz:
+        raise NotUpdatable(f"{nnz - counted} of {nnz} elements are on no rank")
+    full = all(part.manifest.full for part in staged)
+    if not full:
+        _check_replicas(briefs)
+    before = total(Digest.parse(answer["digest"]) for answer in briefs)
+    for number, part in enumerate(staged):
+        change = total(Digest.parse(answer["changes"][number]) for answer in briefs)
+        _check_digest("the digest of a part's change", part.manifest.digest_part, change, number)
+        if not part.manifest.full:
+            _check_digest("the model's digest", part.manifest.digest_before, before, number)
+    # A full sync replaces everything that the digest before it covers.
+    added = total(Digest.parse(answer["added"]) for answer in briefs)
+    after = added if full else before + added
+    for number, part in enumerate(staged):
+        _check_digest("the digest after the sync", part.manifest.digest_after, after, number)
 
 
-def _sum(digests: Iterable[Digest]) -> Digest:
+def total(digests: Iterable[Digest]) -> Digest:
+    """Return the sum of many digests; cheaper than to make one for every intermediate sum."""
     lane0 = lane1 = 0
     for digest in digests:
         lane0, lane1 = lane0 + digest.lane0, lane1 + digest.lane1
     return Digest(lane0, lane1)
+
+
+def _check_replicas(briefs: Sequence[dict[str, Any]]) -> None:
+    """Check that ranks which hold the same elements found the same old values."""
+    changes: dict[tuple[int, ...], set[str]] = defaultdict(set)
+    holders: Counter[tuple[int, ...]] = Counter()
+    for answer in briefs:
+        for ranks, change in answer["replicas"]:
+            changes[tuple(ranks)].add(change)
+            holders[tuple(ranks)] += 1
+    for ranks, found in changes.items():
+        if len(found) > 1 or holders[ranks] != len(ranks):
+            raise BaseMismatch(f"ranks {list(ranks)} hold different copies of the same weights")
+
+
+def _check_digest(what: str, declared: str | None, actual: Digest, part: int) -> None:
+    if declared is not None and Digest.parse(declared) != actual:
+        raise BaseMismatch(
+            f"{what} is {actual.hex()}, but part {part} declares {declared}: the engine's weights "
+            "are not the ones the delta was made from; send a full sync",
+            expected=declared,
+            actual=actual.hex(),
+        )

@@ -1,8 +1,8 @@
 """The first sync of an engine that was started without a checkpoint's weights.
 
-Nothing can be certified while there are no known bytes in memory. So such an engine takes only a
-``full`` sync. It is written by the engine's own reload path, like a checkpoint, and then certified
-against its own bytes; from then on the engine takes deltas as any other.
+Without known bytes in memory nothing can be certified, so such an engine accepts only a ``full``
+sync. The engine's own reload path writes it, like a checkpoint. The result is certified against
+the sync's own bytes, and from then on the engine accepts deltas like any other.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Reload = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """Where the tensors of a checkpoint would lie.
+    """The result of tracing the tensors of a checkpoint through the model's loader.
 
     Attributes:
         index: the model's storage index.
-        placement: not certified.
+        placement: not certified by the tracing.
         others: live boxes that the loader fills with something else (padding).
-        recomputed: derived tensors that are proven to follow.
+        recomputed: derived tensors that are proven to be recomputed correctly.
     """
 
     index: StorageIndex
@@ -48,15 +48,15 @@ class Traced:
 
 
 class InitialSyncApplier:
-    """Stands in for an applier until the first ``full`` sync.
+    """Applies the first ``full`` sync; see `engine_ext.apply.applier.Applier`.
 
     Args:
         model: the live model.
         trace: traces tensors through the model's loader.
-        reload: the engine's own way to load other weights into the running model.
+        reload: the engine's own function that loads other weights into the running model.
 
     Attributes:
-        seeded: called on every rank after the first sync, with its placement, certified.
+        on_initial_sync: called on every rank after the sync, with the certified placement.
     """
 
     name = "reload"
@@ -69,7 +69,7 @@ class InitialSyncApplier:
         reload: Reload,
     ) -> None:
         self.digests: dict[str, Digest] = {}
-        self.seeded: Callable[[Traced], None] = _nobody_listens
+        self.on_initial_sync: Callable[[Traced], None] = _no_successor
         self._model = model
         self._trace = trace
         self._reload = reload
@@ -77,14 +77,14 @@ class InitialSyncApplier:
 
     @property
     def digest(self) -> Digest:
-        """Nothing is covered yet."""
+        """Zero: nothing is covered yet."""
         return Digest.ZERO
 
     def stage(self, part: Part) -> StagedPart:
-        """Keep a part of a ``full`` sync.
+        """Stage a part of a ``full`` sync. The model is not read.
 
         Raises:
-            BaseMismatch: it is a part of another sync.
+            BaseMismatch: the part is not of a full sync.
         """
         if not part.manifest.full:
             raise BaseMismatch(
@@ -93,11 +93,11 @@ class InitialSyncApplier:
         return StagedPart(part.manifest, [StagedParam(delta) for delta in part.deltas])
 
     def check_sync(self, staged: Sequence[StagedPart], *, full: bool) -> None:
-        """Refuse a sync that the engine's loader would not spread over all of this rank.
+        """Check that the engine's loader would write every live weight of this rank from the sync.
 
         Raises:
-            NotUpdatable: names the tensors, or the live weights that they leave out. Nothing was
-                written.
+            NotUpdatable: names the tensors that are refused, or the live weights that are not
+                covered. Nothing was written.
         """
         deltas = list(_deltas(staged))
         counts = Counter(delta.name for delta in deltas)
@@ -112,25 +112,25 @@ class InitialSyncApplier:
         }
         if refused:
             raise NotUpdatable(
-                f"this engine cannot be given these exactly: {refused}",
+                f"this engine cannot load these exactly: {refused}",
                 tensors=sorted(refused),
                 reasons=refused,
             )
         left_out = _left_out(self._model, self._traced)
         if left_out:
             raise NotUpdatable(
-                f"a full sync must cover every live weight; it leaves out (parts of) {left_out}",
+                f"a full sync must cover every live weight; (parts of) {left_out} are missing",
                 missing=left_out,
             )
 
     def check_in_place(self) -> None:
-        """There is nothing to go back to, so nothing to check."""
+        """Accept any state: the reload does not depend on where the weights are."""
 
     def check_base(self, staged: Sequence[StagedPart]) -> None:
-        """No old values were gathered."""
+        """Accept any base: no old values were read."""
 
     def brief(self, staged: Sequence[StagedPart]) -> dict[str, Any]:
-        """What the other ranks must know, as JSON: who would hold what, and what is covered."""
+        """Return what this rank would hold and what the digest would cover, as JSON."""
         placement = self._traced.placement
         return {
             "boxes": boxes(placement),
@@ -138,12 +138,12 @@ class InitialSyncApplier:
         }
 
     def agree(self, staged: Sequence[StagedPart], briefs: Sequence[dict[str, Any]]) -> None:
-        """Judge the sync by what all ranks have said; every rank comes to the same end.
+        """Check the sync by the briefs of all ranks.
 
         Raises:
-            NotUpdatable: no rank would hold a tensor, or not all of it.
-            BaseMismatch: a digest in the parts is not that of their bytes, or is one of a change
-                from weights that nobody knows.
+            NotUpdatable: no rank would hold a tensor, or the ranks together not all of it.
+            BaseMismatch: a declared digest is not that of the sync's bytes, or is the digest of a
+                change from unknown weights.
         """
         placement = self._traced.placement
         resolve(placement, [brief["boxes"] for brief in briefs])
@@ -156,7 +156,7 @@ class InitialSyncApplier:
                 tensors=lost + ignored,
             )
         if any(part.manifest.digest_part is not None for part in staged):
-            raise BaseMismatch("the engine's weights are no checkpoint's: leave digest_part out")
+            raise BaseMismatch("the engine's weights are unknown: leave digest_part out")
         declared = {p.manifest.digest_after for p in staged if p.manifest.digest_after is not None}
         if declared:
             after = Digest.ZERO
@@ -165,20 +165,20 @@ class InitialSyncApplier:
                     after += tensor_digest(delta.name, delta.values)
             if declared != {after.hex()}:
                 raise BaseMismatch(
-                    f"the digest of this sync's bytes is {after.hex()}, its parts say "
+                    f"the digest of this sync's bytes is {after.hex()}, but its parts declare "
                     f"{sorted(declared)}",
                     actual=after.hex(),
                 )
 
     def write(self, staged: Sequence[StagedPart]) -> None:
-        """Let the engine load the sync, and certify what it has made of it.
+        """Reload the engine's weights from the sync, and certify the result.
 
         Raises:
             Exception: the engine's own, or RuntimeError if some tensor's bytes are not the sync's
-                afterwards. The weights are mixed then.
+                afterwards. The weights are uncertain then.
         """
         self._reload(_tensors(staged))
-        # Anew, because the reload may have moved weights, and made other derived tensors of them.
+        # Traced again, because the reload may have moved weights and replaced derived tensors.
         traced = self._traced = self._trace([_spec(delta) for delta in _deltas(staged)])
         certify(traced.placement, _tensors(staged))
         wrong = {
@@ -190,23 +190,19 @@ class InitialSyncApplier:
             raise RuntimeError(f"after the engine's own reload these are not exact: {wrong}")
 
     def undo(self, staged: Sequence[StagedPart]) -> None:
-        """Impossible.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError("the weights before were no checkpoint's, and were not kept")
+        """Raise RuntimeError: there is nothing to restore."""
+        raise RuntimeError("the weights before the first full sync were not kept")
 
     def finish(self, staged: Sequence[StagedPart]) -> None:
-        """Hand the certified placement on. All ranks must call it."""
-        self.seeded(self._traced)
+        """Pass the certified placement on. All ranks must call it."""
+        self.on_initial_sync(self._traced)
 
     def roll_back(self, log: UndoLog) -> None:
-        """Impossible; raises as `undo`."""
+        """Raise RuntimeError, as `undo` does."""
         self.undo([])
 
     def describe(self) -> dict[str, Any]:
-        """Apply mode and state of this rank, as JSON."""
+        """Return the apply mode and state of this rank, as JSON."""
         return {
             "apply": self.name,
             "awaits": "full sync",
@@ -216,8 +212,8 @@ class InitialSyncApplier:
         }
 
 
-def _nobody_listens(traced: Traced) -> None:
-    raise RuntimeError("no one takes over after the first sync")
+def _no_successor(traced: Traced) -> None:
+    raise RuntimeError("on_initial_sync was not set")
 
 
 def _deltas(staged: Sequence[StagedPart]) -> Iterator[ParamDelta]:
@@ -231,26 +227,28 @@ def _spec(delta: ParamDelta) -> TensorSpec:
 
 
 def _tensors(staged: Sequence[StagedPart]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The sync as a checkpoint: each tensor a copy that the loader may keep."""
+    """Yield the sync as a checkpoint; each tensor is a copy that the loader may keep."""
     for delta in _deltas(staged):
         yield delta.name, densify(delta)
 
 
 def _left_out(model: torch.nn.Module, traced: Traced) -> list[str]:
-    """Live parameters of which some element is written by nothing, and that do not follow."""
+    """Return the live parameters with elements that are neither written nor recomputed."""
     segments: dict[str, list[Segment]] = {}
     for segment in [*(s for p in traced.placement.values() for s in p.segments), *traced.others]:
         segments.setdefault(segment.live.name, []).append(segment)
-    entries = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    entries -= {path for one in traced.recomputed for path in one.paths}
-    found = []
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    parameters -= {path for one in traced.recomputed for path in one.paths}
+    missing = []
     for entry in traced.index.entries:
+        if entry.name not in parameters:
+            continue
         around = {other.name for other in traced.index.holding(entry.tensor)} - {entry.name}
-        if entry.name not in entries or (entry.name not in segments and around & segments.keys()):
-            continue  # what it is a view of is looked at
+        if entry.name not in segments and around & segments.keys():
+            continue  # a view of another live tensor, which is checked itself
         written = torch.zeros(extent(entry.tensor), dtype=torch.bool)
         for segment in segments.get(entry.name, []):
             written.as_strided(segment.sizes, segment.strides, segment.offset).fill_(True)
         if not written.as_strided(entry.tensor.shape, entry.tensor.stride(), 0).all():
-            found.append(entry.name)
-    return found
+            missing.append(entry.name)
+    return missing

@@ -1,11 +1,13 @@
 """The masked apply: a NaN-masked overwrite through the engine's own loader.
 
-Each param is made a full-shape tensor with NaN at unchanged positions and given to the model's
-``load_weights``, while ``Tensor.copy_`` and ``Tensor.fill_`` are replaced: a copy into live
-memory overwrites only where the source is not NaN. It is the base line of the field, and the
-oracle for faster ways. What it cannot carry is found by `refusal` before anything is written:
-values that are NaN, dtypes without NaN, loaders that write by other means, and every tensor whose
-placement is not certified. After the write the applier reads the touched elements back.
+Each param becomes a full-shape tensor with NaN at the unchanged positions and is passed to the
+model's ``load_weights``, while ``Tensor.copy_`` and ``Tensor.fill_`` are replaced: a copy into live
+memory overwrites only where the source is not NaN. This is how other projects apply sparse
+updates; here it is the baseline of the benchmarks and the oracle of the scatter apply's tests.
+
+What it cannot carry is refused by `refusal` before anything is written: values that are NaN, dtypes
+without NaN, loaders that write by other means, and tensors that are not certified as exact. After
+the write, every touched element is read back.
 """
 
 from __future__ import annotations
@@ -18,32 +20,108 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from engine_ext.apply.staged import StagedPart, Write
+from engine_ext.apply.thread_pool import ThreadPool
 from engine_ext.dtypes import TORCH_DTYPE, torch_bits_dtype
+from engine_ext.errors import NotUpdatable
 from engine_ext.model.storage_index import StorageIndex
-from engine_ext.placement.segments import Placed, Status
-from engine_ext.tracing.trace import COPY_REPLACED, LoadWeights
+from engine_ext.placement.segments import Placed, Placement, Status
+from engine_ext.tracing.trace import COPY_REPLACED, LoadWeights, rehearse
 from engine_ext.wire import ParamDelta
 
-# torch compares and selects these for NaN; the 8-bit floats it does not.
+# torch compares and selects these for NaN, but not the 8-bit floats.
 _MASKABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-def refusal(delta: ParamDelta, placed: Placed) -> str | None:
-    """Why the masked apply cannot carry this delta exactly, or None if it can.
+class MaskedWriter:
+    """Writes through the model's own loader.
 
     Args:
-        delta: the decoded param; shape and dtype agree with `placed`.
+        model: the live model.
+        index: its storage index.
+        placement: certified.
+        load_weights: the model's loader.
+        chunk_bytes: see `chunks`.
+    """
+
+    name = "masked"
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        index: StorageIndex,
+        placement: Placement,
+        *,
+        load_weights: LoadWeights,
+        chunk_bytes: int,
+    ) -> None:
+        self._model = model
+        self._index = index
+        self._placement = placement
+        self._load_weights = load_weights
+        self._chunk_bytes = chunk_bytes
+        self._rehearsed: list[list[str]] = []
+
+    def refusal(self, delta: ParamDelta, placed: Placed, digested: bool) -> str | None:
+        """Return why the loader cannot write a delta exactly, or None if it can."""
+        return refusal(delta, placed) if placed.segments else None
+
+    def check(self, staged: Sequence[StagedPart]) -> None:
+        """Check that the loader treats these tensors alone as it treated the whole checkpoint.
+
+        Raises:
+            NotUpdatable: names the tensors that it treats differently. Nothing was written.
+        """
+        deltas = self._deltas(staged)
+        calls = [[delta.name for delta in chunk] for chunk in chunks(deltas, self._chunk_bytes)]
+        if calls == self._rehearsed:
+            return
+        for names in calls:
+            reasons = rehearse(self._model, self._load_weights, names, self._placement, self._index)
+            if reasons:
+                raise NotUpdatable(
+                    f"this engine cannot update these exactly: {reasons}",
+                    tensors=sorted(reasons),
+                    reasons=reasons,
+                )
+        self._rehearsed = calls
+
+    def write(self, staged: Sequence[StagedPart], threads: ThreadPool) -> None:
+        """Write the new values and read them back.
+
+        Raises:
+            Exception: the loader's own, or RuntimeError if an element does not have its new bits
+                afterwards. Some elements may have been written.
+        """
+        for write in (write for part in staged for write in part.writes):
+            write.read_old()
+        apply_masked(self._load_weights, self._index, self._deltas(staged), self._chunk_bytes)
+        for param in (param for part in staged for param in part.params):
+            if not all(threads.map(Write.holds, param.writes)):
+                raise RuntimeError(f"{param.delta.name} does not hold its new bits after the write")
+
+    def _deltas(self, staged: Sequence[StagedPart]) -> list[ParamDelta]:
+        """Return the deltas that this rank's loader gets: of tensors that it holds elements of."""
+        deltas = [param.delta for part in staged for param in part.params if param.delta.nnz]
+        return merge(delta for delta in deltas if self._placement[delta.name].segments)
+
+
+def refusal(delta: ParamDelta, placed: Placed) -> str | None:
+    """Return why the masked apply cannot carry a delta exactly, or None if it can.
+
+    Args:
+        delta: the decoded param; its shape and dtype are the tensor's.
         placed: the tensor's certified placement.
     """
     if placed.status is not Status.EXACT:
         return placed.reason or f"its live copy is {placed.status.value}"
     if delta.differences:
-        return "its values are differences, and the loader takes values; send new ones"
+        return "it is sent as differences, but the loader needs values; send new values"
     if delta.indices is None:
         return None
     dtype = TORCH_DTYPE[delta.dtype]
     if not all(segment.python_copy for segment in placed.segments):
-        return "the engine's loader does not write it through Tensor.copy_"
+        return "the engine's loader does not write it with Tensor.copy_"
     if dtype not in _MASKABLE:
         return f"{delta.dtype} has no NaN that could mark unchanged elements"
     if bool(_bits_tensor(delta.values, torch_bits_dtype(dtype)).view(dtype).isnan().any()):
@@ -52,7 +130,7 @@ def refusal(delta: ParamDelta, placed: Placed) -> str | None:
 
 
 def densify(delta: ParamDelta) -> torch.Tensor:
-    """The delta as a tensor of the checkpoint's shape and dtype, NaN at unchanged positions."""
+    """Return the delta as a tensor of the checkpoint's shape and dtype, NaN where unchanged."""
     dtype = TORCH_DTYPE[delta.dtype]
     bits = torch_bits_dtype(dtype)
     if delta.indices is None:
@@ -79,11 +157,11 @@ def apply_masked(
     Args:
         load_weights: the model's own loader.
         index: the model's storage index.
-        deltas: params that `refusal` has let through, each name once.
-        chunk_bytes: as of `chunks`.
+        deltas: params that `refusal` accepts, each name once.
+        chunk_bytes: see `chunks`.
 
     Raises:
-        Exception: whatever the loader raises; some elements may be written then.
+        Exception: whatever the loader raises. Some elements may have been written.
     """
     for chunk in chunks(deltas, chunk_bytes):
         with masked_copies(index, dense=chunk[0].indices is None):
@@ -91,10 +169,10 @@ def apply_masked(
 
 
 def merge(deltas: Iterable[ParamDelta]) -> list[ParamDelta]:
-    """The same elements with each name once: a loader may keep only the last tensor of a name.
+    """Merge the deltas of each name into one: a loader may keep only the last tensor of a name.
 
     Args:
-        deltas: sparse where a name comes more than once, and without an element in common.
+        deltas: if a name occurs more than once, its deltas are sparse and disjoint.
     """
     by_name: dict[str, list[ParamDelta]] = defaultdict(list)
     for delta in deltas:
@@ -111,11 +189,12 @@ def _merged(deltas: Sequence[ParamDelta]) -> ParamDelta:
 
 
 def chunks(deltas: Sequence[ParamDelta], chunk_bytes: int) -> Iterator[list[ParamDelta]]:
-    """What each call of the loader is given: sparse params first, then dense ones.
+    """Yield what each call of the loader gets: sparse params first, then dense ones.
 
     Args:
         deltas: the params.
-        chunk_bytes: bytes of full-shape tensors in one chunk at most; one tensor may exceed it.
+        chunk_bytes: largest total size of the full-shape tensors in one chunk; a single larger
+            tensor is a chunk of its own.
     """
     yield from _cut([d for d in deltas if d.indices is not None], chunk_bytes)
     yield from _cut([d for d in deltas if d.indices is None], chunk_bytes)
@@ -140,12 +219,12 @@ def masked_copies(index: StorageIndex, *, dense: bool = False) -> Iterator[None]
     """Replace ``Tensor.copy_`` and ``Tensor.fill_`` for this thread while the loader runs.
 
     A copy into live memory overwrites only where the source is not NaN, and a fill of live
-    memory (padding, at load time) does nothing. Every other call, and every call of another
-    thread, does what it always did.
+    memory (padding, at load time) does nothing. Calls on other memory, and all calls of other
+    threads, are unchanged.
 
     Args:
-        index: what is live memory.
-        dense: the loader is given whole tensors: their copies overwrite everything, NaNs too.
+        index: defines which memory is live.
+        dense: the loader gets whole tensors, whose copies overwrite everything, NaNs too.
     """
     with COPY_REPLACED:
         owner = threading.get_ident()

@@ -1,27 +1,19 @@
-"""What a staged delta will write on this rank, and how to take it back.
+"""What staging makes of a part on this rank, and what undoes a committed sync.
 
-A `Write` is made while staging (see `engine_ext.apply.stager`): flat checkpoint indices have become
-offsets in live memory, the new values have the live dtype, and old values that are to be checked
-are gathered, so that the commit has nothing left to compute. Values move as integers throughout.
+A part becomes a `StagedPart` of `StagedParam`s, and these a list of `Write`s: flat checkpoint
+indices have become offsets in live memory, the new values have the live dtype, and the old values
+that the commit checks are read. `engine_ext.apply.stager` makes them. Values are integers (bit
+patterns) throughout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from engine_ext.placement.live_elements import DeviceElements, HostElements, LiveElements
-from engine_ext.placement.targets import Target
 from engine_ext.wire import Manifest, ParamDelta
 from engine_ext.wire.digest import Digest
-
-# Elements that are staged and written at a time by one thread. On the CPU the temporaries stay in
-# a core's cache, and the threads' shares come out even; elsewhere each piece costs some launches.
-_HOST_SPAN = 1 << 16
-_DEVICE_SPAN = 1 << 22
-# Of a dense param that lies as it came nothing is gathered, so that there are no temporaries.
-_RUN_SPAN = 1 << 20
 
 
 @dataclass(slots=True)
@@ -29,61 +21,61 @@ class Write:
     """Elements of one live tensor, with their old and new bits.
 
     Attributes:
-        place: where they lie.
+        elements: the elements of live memory.
         new: their new bits, in the live dtype.
-        keep: whether the old ones are kept.
-        old: in host memory; None until `remember`, at the latest until `put`.
+        keep: whether the old bits are kept for an undo.
+        old: the old bits, in host memory; None until `read_old` or `put`.
     """
 
-    place: LiveElements
+    elements: LiveElements
     new: Any
     keep: bool = True
     old: Any = None
 
     @property
     def undo_bytes(self) -> int:
-        """Host memory that it takes to know the old bits."""
-        return int(self.new.nbytes) + self.place.nbytes if self.keep else 0
+        """Host memory that the undo takes."""
+        return int(self.new.nbytes) + self.elements.nbytes if self.keep else 0
 
-    def remember(self) -> None:
-        """Gather the old bits, if they are to be kept and are not yet."""
+    def read_old(self) -> None:
+        """Read the old bits, unless they are known or not to be kept."""
         if self.keep and self.old is None:
-            self.old = self.place.read()
+            self.old = self.elements.read()
 
     def unchanged(self) -> bool:
-        """Whether live memory still holds the old bits, where these were remembered."""
-        return self.old is None or self.place.holds(self.old)
+        """Return whether live memory still holds the old bits, as far as they are known."""
+        return self.old is None or self.elements.holds(self.old)
 
     def holds(self) -> bool:
-        """Whether live memory holds the new bits."""
-        return self.place.holds(self.new)
+        """Return whether live memory holds the new bits."""
+        return self.elements.holds(self.new)
 
     def put(self) -> None:
-        """Write the new bits."""
-        place = self.place
-        if self.keep and self.old is None and isinstance(place, (HostElements, DeviceElements)):
-            self.old = place.swap(self.new)
+        """Write the new bits; read the old ones first if they are to be kept."""
+        elements = self.elements
+        if self.keep and self.old is None and isinstance(elements, (HostElements, DeviceElements)):
+            self.old = elements.swap(self.new)
         else:
-            self.remember()
-            place.put(self.new)
+            self.read_old()
+            elements.put(self.new)
 
     def undo(self) -> None:
-        """Write the old bits; before `put` that may be nothing to do."""
+        """Write the old bits back, if they are known: else `put` has not written either."""
         if self.old is not None:
-            self.place.put(self.old)
+            self.elements.put(self.old)
 
 
 @dataclass(slots=True)
 class StagedParam:
-    """One param of a part, or some elements of it, ready to be written on this rank.
+    """One param of a part, or a piece of it, ready to be written on this rank.
 
     Attributes:
         delta: the decoded param.
-        writes: what is written here; empty where this rank holds none of its elements.
+        writes: the writes on this rank; empty if it holds none of the elements.
         counted: elements of the delta that this rank counts (see `engine_ext.placement.ownership`).
-        change: digest of those elements, new minus old; in a full sync of the new alone.
-        replaced: in a full sync that of the old, where a part tells how much they change.
-        replicas: for each set of ranks that hold the same elements, the digest of this rank's.
+        change: digest of the counted elements, new minus old; in a full sync, of the new values.
+        replaced: in a full sync whose parts declare a ``digest_part``, digest of the old values.
+        replicas: by set of ranks that hold the same elements, the digest of their change.
     """
 
     delta: ParamDelta
@@ -94,7 +86,7 @@ class StagedParam:
     replicas: dict[tuple[int, ...], Digest] = field(default_factory=dict)
 
     def absorb(self, other: StagedParam) -> None:
-        """Add other elements of the same param."""
+        """Add another piece of the same param."""
         self.writes += other.writes
         self.counted += other.counted
         if other.change is not Digest.ZERO:
@@ -104,23 +96,12 @@ class StagedParam:
             self.replicas[ranks] = self.replicas.get(ranks, Digest.ZERO) + change
 
 
-def spans(delta: ParamDelta, targets: Sequence[Target]) -> list[tuple[int, int]]:
-    """The pieces in which a param is staged: ranges of its values."""
-    if not targets:
-        return []
-    if delta.indices is None and all(target.is_run for target in targets):
-        step = _RUN_SPAN
-    else:
-        step = _DEVICE_SPAN if targets[0].host is None else _HOST_SPAN
-    return [(start, min(start + step, delta.nnz)) for start in range(0, delta.nnz, step)]
-
-
 @dataclass(slots=True)
 class StagedPart:
     """A part, ready to be written on this rank.
 
     Attributes:
-        manifest: what the part says.
+        manifest: the part's manifest.
         params: its params, in the part's order.
     """
 
@@ -129,7 +110,7 @@ class StagedPart:
 
     @property
     def nnz(self) -> int:
-        """Elements of the delta, on whatever rank."""
+        """Elements that the part changes, on all ranks together."""
         return sum(param.delta.nnz for param in self.params)
 
     @property
@@ -143,19 +124,19 @@ class StagedPart:
 
 @dataclass(slots=True)
 class UndoLog:
-    """What takes a committed sync back on this rank.
+    """What rolls a committed sync back on this rank.
 
     Attributes:
-        writes: places, and their old bits.
-        changes: by how much each tensor's digest had moved.
-        live: names of the live tensors that were written to.
+        writes: elements of live memory, with their old bits.
+        changes: how much the sync changed the digest of each checkpoint tensor.
+        live_names: the live tensors that it wrote to.
     """
 
     writes: list[tuple[LiveElements, Any]]
     changes: dict[str, Digest]
-    live: frozenset[str] = frozenset()
+    live_names: frozenset[str] = frozenset()
 
     @property
     def nbytes(self) -> int:
-        """Host memory that it takes."""
-        return sum(int(old.nbytes) + place.nbytes for place, old in self.writes)
+        """Host memory that the log takes."""
+        return sum(int(old.nbytes) + elements.nbytes for elements, old in self.writes)

@@ -1,4 +1,9 @@
-"""Staging: from a decoded param to what is written on this rank, and to what the digest gains."""
+"""Staging: turn a decoded part into the writes of this rank and the change of the digest.
+
+A param is staged in pieces, by several threads. For each piece and each segment of the tensor on
+this rank, `_Stager` finds the elements, casts the new values to the live dtype, and reads the old
+values that must be checked or digested. The model is only read.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +13,82 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.apply.staged import StagedParam, Write
+from engine_ext.apply.staged import StagedParam, StagedPart, Write
+from engine_ext.apply.thread_pool import ThreadPool
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.errors import BaseMismatch
 from engine_ext.kernels.gather_scatter import Bits, bits_of, signed
 from engine_ext.placement.casts import as_host, checkpoint_bits, live_bits, typed
 from engine_ext.placement.live_elements import DeviceElements, HostElements, WholeBox
+from engine_ext.placement.plan import Plan
 from engine_ext.placement.targets import Target
-from engine_ext.wire import ParamDelta
+from engine_ext.wire import ParamDelta, Part
 from engine_ext.wire.digest import Digest, change_digest, tensor_digest
+
+# Elements of one piece. On the CPU the temporaries of a piece stay in a core's cache, and the
+# threads get equal shares; on a device each piece costs several kernel launches.
+_HOST_SPAN = 1 << 16
+_DEVICE_SPAN = 1 << 22
+# A dense param that is one contiguous run in live memory needs no temporaries.
+_RUN_SPAN = 1 << 20
+
+_Piece = tuple[ParamDelta, tuple[Target, ...], bool, int, int]
+
+
+def stage_part(part: Part, plan: Plan, threads: ThreadPool, *, undo: bool) -> StagedPart:
+    """Prepare the writes of a part on this rank.
+
+    Args:
+        part: the decoded part; every param has the shape and dtype of a certified tensor. A param
+            of differences is added to the old values here. The digest of the change proves that
+            these are the sender's, so that only a digested tensor may be sent so.
+        plan: this rank's plan.
+        threads: stages the pieces.
+        undo: whether the old values of dense params are kept; those of sparse ones always are.
+
+    Raises:
+        BaseMismatch: copies of one element on this rank differ.
+    """
+    manifest = part.manifest
+    stager = _Stager(plan.rank, manifest.full, undo, manifest.digest_part is not None)
+    pieces: list[_Piece] = []
+    counts = []
+    for delta in part.deltas:
+        targets = plan.targets.get(delta.name, ())
+        digested = delta.name in plan.digested
+        found = _spans(delta, targets)
+        counts.append(len(found))
+        pieces += [(delta, targets, digested, start, stop) for start, stop in found]
+    staged = iter(threads.map(lambda piece: stager.stage(*piece), pieces))
+    params = []
+    for delta, count in zip(part.deltas, counts, strict=True):
+        param = next(staged) if count else StagedParam(delta)
+        for _ in range(count - 1):
+            param.absorb(next(staged))
+        params.append(param)
+    return StagedPart(manifest, params)
+
+
+def _spans(delta: ParamDelta, targets: Sequence[Target]) -> list[tuple[int, int]]:
+    """Return the pieces in which a param is staged, as ranges of its values."""
+    if not targets:
+        return []
+    if delta.indices is None and all(target.is_run for target in targets):
+        step = _RUN_SPAN
+    else:
+        step = _DEVICE_SPAN if targets[0].host is None else _HOST_SPAN
+    return [(start, min(start + step, delta.nnz)) for start in range(0, delta.nnz, step)]
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
-    """What of a piece of a param lies in one segment, each element once.
+class _Found:
+    """The elements of a piece that are in one segment, each once.
 
     Attributes:
-        new: bit patterns in the checkpoint dtype, [n].
-        indices: flat indices, int64 [n]; None: they follow each other, from `start`.
-        start: the first index where they do.
-        old: those in live memory, [n, copies]; None where nothing depends on them.
+        new: their new bits in the checkpoint dtype, [n].
+        indices: their flat indices, int64 [n]; None: they are consecutive, from `start`.
+        start: the first index, if they are consecutive.
+        old: their old bits in the checkpoint dtype, [n, copies]; None if not needed.
     """
 
     new: Bits
@@ -37,125 +98,122 @@ class _Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Stager:
-    """How the params of one part are staged on this rank. The model is only read.
+class _Stager:
+    """Stages the params of one part.
 
     Attributes:
         rank: this rank.
-        full: whether the part belongs to a full sync, which replaces old values whatever they are.
-        undo: whether the old values of dense params are kept; those of sparse ones always are.
+        full: whether the part belongs to a full sync, which replaces old values unchecked.
+        undo: whether the old values of dense params are kept.
         replaced: whether the old values that a full part replaces are digested too.
     """
 
     rank: int
     full: bool
     undo: bool
-    replaced: bool = False
+    replaced: bool
 
-    def span(
+    def stage(
         self, delta: ParamDelta, targets: Sequence[Target], digested: bool, start: int, stop: int
     ) -> StagedParam:
-        """Locate a piece of a param's elements, and gather the old values that are checked.
+        """Stage one piece of a param.
 
         Args:
-            delta: the decoded param; shape and dtype agree with the tensor's. Differences are
-                added to the old values here; that these are the sender's is seen by the digest
-                of the change, so that only a digested tensor may come so.
-            targets: the tensor's on this rank.
+            delta: the decoded param.
+            targets: the tensor's targets on this rank.
             digested: whether the digest covers the tensor.
-            start, stop: of `spans`.
+            start, stop: the piece, as a range of the param's values.
 
         Raises:
             BaseMismatch: copies of one element differ.
         """
         staged = StagedParam(delta)
         if delta.indices is None and start == 0:
-            staged.writes += [self._box(delta, target) for target in targets if _in_boxes(target)]
-        firsts: dict[int, Bits] = {}
+            staged.writes += [self._box(delta, t) for t in targets if _takes_whole_box(t)]
+        old_of: dict[int, Bits] = {}
         for number, target in enumerate(targets):
             is_run = delta.indices is None and target.is_run
-            find = self._run if is_run else self._elements
-            share = find(staged, target, digested, start, stop)
-            if not share.new.size:
+            find = self._find_run if is_run else self._find_elements
+            found = find(staged, target, digested, start, stop)
+            if not found.new.size:
                 continue
             is_first = target.first == number
             if is_first and target.ranks[0] == self.rank:
-                staged.counted += share.new.size
+                staged.counted += found.new.size
             if not digested:
                 continue
-            if share.old is not None and not self.full:
-                expected = share.old if is_first else firsts[target.first]
-                alone = is_first and share.old.shape[1] == 1
-                if not alone and (share.old != expected[:, :1]).any():
+            if found.old is not None and not self.full:
+                expected = found.old if is_first else old_of[target.first]
+                alone = is_first and found.old.shape[1] == 1
+                if not alone and (found.old != expected[:, :1]).any():
                     raise BaseMismatch(
-                        f"{delta.name}: the engine holds copies of it that are not the same; send "
-                        "a full sync",
+                        f"{delta.name}: the copies of it on this rank differ; send a full sync",
                         tensor=delta.name,
                     )
-                firsts[number] = share.old
+                old_of[number] = found.old
             if is_first:
-                self._count(staged, target, share)
+                self._add_digests(staged, target, found)
         return staged
 
-    def _asks_for_old(self, digested: bool) -> bool:
+    def _needs_old(self, digested: bool) -> bool:
         return digested and (self.replaced or not self.full)
 
-    def _run(
+    def _find_run(
         self, staged: StagedParam, target: Target, digested: bool, start: int, stop: int
-    ) -> _Share:
-        """Of a dense param, where it lies in one run; it is written as a box."""
+    ) -> _Found:
+        """Find the elements of a dense param that is one run here; a box writes them."""
         delta, shift = staged.delta, target.locator.shift
         assert target.host is not None
         assert shift is not None
         first, end = target.locator.overlap(start, stop)
         old = None
-        if self._asks_for_old(digested):
+        if self._needs_old(digested):
             live = target.host[first - shift : end - shift]
             old = checkpoint_bits(live, target.dtype, delta.dtype).reshape(-1, 1)
-        return _Share(delta.values[first:end], None, first, old)
+        return _Found(delta.values[first:end], None, first, old)
 
-    def _elements(
+    def _find_elements(
         self, staged: StagedParam, target: Target, digested: bool, start: int, stop: int
-    ) -> _Share:
-        """Element by element; makes the write, unless a box does."""
+    ) -> _Found:
+        """Find single elements, and add the write of them unless a box writes them."""
         delta, copies = staged.delta, target.locator.copies
         indices = np.arange(start, stop) if delta.indices is None else delta.indices[start:stop]
         values = delta.values[start:stop]
         sent = delta.positions if stop - start == delta.nnz else None
-        boxed = delta.indices is None and _in_boxes(target)
-        if boxed and not self._asks_for_old(digested):
+        boxed = delta.indices is None and _takes_whole_box(target)
+        if boxed and not self._needs_old(digested):
             chosen, _ = target.locator(indices)
-            return _Share(values[chosen][::copies], indices[chosen][::copies], 0, None)
-        chosen, place = target.find(indices, sent)
+            return _Found(values[chosen][::copies], indices[chosen][::copies], 0, None)
+        chosen, elements = target.find(indices, sent)
         new = values[chosen]
         if not new.size:
-            return _Share(new, indices[chosen], 0, None)
-        gathered = None
+            return _Found(new, indices[chosen], 0, None)
+        read = None
         if delta.differences:
-            gathered = place.read()
-            new = new + checkpoint_bits(as_host(gathered), target.dtype, delta.dtype)
-        write = _element_write(place, live_bits(new, delta.dtype, target.dtype), self.undo)
-        write.old = gathered
+            read = elements.read()
+            new = new + checkpoint_bits(as_host(read), target.dtype, delta.dtype)
+        write = _element_write(elements, live_bits(new, delta.dtype, target.dtype), self.undo)
+        write.old = read
         old = None
-        if self._asks_for_old(digested):
-            live = place.read() if write.old is None else write.old
+        if self._needs_old(digested):
+            live = elements.read() if write.old is None else write.old
             write.old = live if write.keep else None
             old = checkpoint_bits(as_host(live), target.dtype, delta.dtype).reshape(-1, copies)
         if not boxed:
             staged.writes.append(write)
-        return _Share(new[::copies], indices[chosen][::copies], 0, old)
+        return _Found(new[::copies], indices[chosen][::copies], 0, old)
 
-    def _count(self, staged: StagedParam, target: Target, share: _Share) -> None:
-        name, old = staged.delta.name, None if share.old is None else share.old[:, 0]
+    def _add_digests(self, staged: StagedParam, target: Target, found: _Found) -> None:
+        name, old = staged.delta.name, None if found.old is None else found.old[:, 0]
         counted = target.ranks[0] == self.rank
         if self.full:
             if counted:
-                staged.change += tensor_digest(name, share.new, share.indices, share.start)
+                staged.change += tensor_digest(name, found.new, found.indices, found.start)
             if counted and old is not None:
-                staged.replaced += tensor_digest(name, old, share.indices, share.start)
+                staged.replaced += tensor_digest(name, old, found.indices, found.start)
             return
         assert old is not None
-        change = change_digest(name, share.indices, old, share.new, share.start)
+        change = change_digest(name, found.indices, old, found.new, found.start)
         if counted:
             staged.change += change
         if len(target.ranks) > 1:
@@ -166,17 +224,17 @@ class Stager:
         segment = target.segment
         box = segment.source_view(typed(delta.values, TORCH_DTYPE[delta.dtype]))
         write = Write(WholeBox(segment), bits_of(box.to(target.dtype)), self.undo)
-        if not self.full:  # there they are kept when they are replaced; nothing is checked by them
-            write.remember()
+        if not self.full:  # nothing checks those of a full sync; the write itself reads them
+            write.read_old()
         return write
 
 
-def _in_boxes(target: Target) -> bool:
-    """Whether a dense param is written there as a whole."""
+def _takes_whole_box(target: Target) -> bool:
+    """Return whether a dense param is written there in one copy."""
     return target.segment.repack is None
 
 
-def _element_write(place: HostElements | DeviceElements, new: Bits, keep: bool) -> Write:
-    if isinstance(place, HostElements):
-        return Write(place, new, keep)
-    return Write(place, signed(new.copy()).to(place.flat.device), keep)
+def _element_write(elements: HostElements | DeviceElements, new: Bits, keep: bool) -> Write:
+    if isinstance(elements, HostElements):
+        return Write(elements, new, keep)
+    return Write(elements, signed(new.copy()).to(elements.flat.device), keep)

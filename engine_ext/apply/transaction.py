@@ -1,9 +1,8 @@
 """Commit, vote and undo: one sync on all ranks, or on none.
 
-Every rank runs the same steps and meets the others three times: before the write, to see that all
-of them can; after it, to see that all of them did; and, if some did not, after the undo. Nothing a
-rank does alone in between can leave it waiting for the others, so each step turns what it raises
-into its vote.
+Every rank runs the same steps and exchanges votes three times: before the write, whether every rank
+can write; after it, whether every rank did; and if some rank did not, after the undo. An exception
+on one rank must not leave the others waiting, so each step turns what it raises into its vote.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 class Transaction:
-    """Commits on one rank, together with the others.
+    """Commits on one rank, together with the other ranks.
 
     Args:
         applier: writes this rank's weights.
-        ranks: the engine's ranks.
+        ranks: the ranks of the engine.
     """
 
     def __init__(self, applier: Applier, ranks: Ranks) -> None:
@@ -33,14 +32,17 @@ class Transaction:
         self._ranks = ranks
 
     def agree(self, prepare: Callable[[], Sequence[StagedPart]]) -> Sequence[StagedPart]:
-        """Meet the other ranks before a write.
+        """Agree with the other ranks that a sync can be written.
 
         Args:
-            prepare: finds and checks what is to be written on this rank.
+            prepare: returns the staged and checked sync of this rank.
+
+        Returns:
+            What `prepare` returned.
 
         Raises:
-            DeltaError: some rank's `prepare` raised, or what the ranks said of the sync does not
-                fit together. All ranks raise alike; nothing was written.
+            DeltaError: some rank's `prepare` raised, or the briefs of the ranks contradict each
+                other. All ranks raise the same error; nothing was written.
         """
         staged: Sequence[StagedPart] = []
         try:
@@ -56,25 +58,26 @@ class Transaction:
         return staged
 
     def write(self, staged: Sequence[StagedPart]) -> UndoLog | None:
-        """Write on every rank, or put every rank back.
+        """Write on every rank, or restore every rank.
 
         Returns:
-            What takes the sync back later, where the old values were kept.
+            What rolls the sync back later, or None if the old values were not kept.
 
         Raises:
-            WriteUndone: some rank failed; all ranks hold the old values again.
-            CommitFailed: some rank failed, and some rank could not be put back.
+            WriteUndone: some rank failed; all ranks have the old values again.
+            CommitFailed: some rank failed, and some rank could not be restored. The engine is
+                uncertain.
         """
         failures = self._vote(lambda: self._applier.write(staged))
         if failures:
             undo_failures = self._vote(lambda: self._applier.undo(staged))
             if not undo_failures:
                 raise WriteUndone(
-                    f"the write failed, and every rank was put back: {failures[0]}",
+                    f"the write failed, and every rank was restored: {failures[0]}",
                     failed=failures,
                 )
             raise CommitFailed(
-                f"the write failed and could not be taken back, weights are mixed: {failures[0]}; "
+                f"the write failed and could not be undone, the weights are mixed: {failures[0]}; "
                 f"{undo_failures[0]}; generation answers 503 until a full sync commits",
                 failed=failures,
                 not_undone=undo_failures,
@@ -83,14 +86,14 @@ class Transaction:
             return self._applier.finish(staged)
         except Exception as error:
             raise CommitFailed(
-                f"the sync was written, but not recorded: {type(error).__name__}: {error}"
+                f"the sync was written, but recording it failed: {type(error).__name__}: {error}"
             ) from error
 
     def roll_back(self, logs: Sequence[UndoLog]) -> None:
-        """Take committed syncs back on every rank, the last one first.
+        """Undo committed syncs on every rank, the last one first.
 
         Raises:
-            CommitFailed: some rank failed half-way.
+            CommitFailed: some rank failed. The engine is uncertain.
         """
 
         def restore() -> None:
@@ -100,17 +103,17 @@ class Transaction:
         failures = self._vote(restore)
         if failures:
             raise CommitFailed(
-                f"the rollback failed, weights are mixed: {failures[0]}; generation answers 503 "
-                "until a full sync commits",
+                f"the rollback failed, the weights are mixed: {failures[0]}; generation answers "
+                "503 until a full sync commits",
                 failed=failures,
             )
 
     def _vote(self, step: Callable[[], None]) -> list[str]:
-        """Do a step and hear from every rank who failed to.
+        """Run a step and return the failures of all ranks.
 
         Raises:
-            CommitFailed: the others cannot be heard. They may not hear this rank either, so
-                there is no further vote.
+            CommitFailed: the exchange failed. The other ranks may not have got this rank's vote
+                either, so there is no further one.
         """
         failure = None
         try:
@@ -123,7 +126,7 @@ class Transaction:
         except Exception as error:
             logger.exception("a vote of a commit failed")
             raise CommitFailed(
-                f"rank {self._ranks.rank} cannot hear the other ranks: "
+                f"rank {self._ranks.rank} did not get the votes of the other ranks: "
                 f"{type(error).__name__}: {error}",
                 failed=[failure] if failure else [],
             ) from error

@@ -93,13 +93,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--engine", choices=_ENGINES, default="vllm", help="what loads a folder")
     parser.add_argument("--uncertified", action="store_true", help="only tensors that are refused")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument(
-        "--delta-certify-sample",
-        type=float,
-        default=1.0,
-        metavar="SHARE",
-        help="share of a large tensor's elements to compare (default: 1, all)",
-    )
     return parser
 
 
@@ -121,8 +114,8 @@ def _ask(url: str) -> list[list[Row]]:
 
 
 def _load(options: argparse.Namespace, engine_flags: list[str]) -> list[list[Row]]:
-    Settings(certify_sample=options.delta_certify_sample).export()
-    offline = importlib.import_module(f"engine_ext.adapters.{options.engine}.offline")
+    Settings().export()
+    offline = importlib.import_module(f"engine_ext.adapters.{options.engine}.offline_plan")
     # The engine and its processes print to standard output; nothing of that belongs to the plan.
     kept = os.dup(1)
     os.dup2(2, 1)

@@ -12,15 +12,15 @@ from engine_ext.kernels.gather_scatter import Bits, bits_of, host_bits
 
 
 def live_bits(values: Bits, dtype: str, live: torch.dtype) -> Bits:
-    """New values as the engine's loader would store them.
+    """Return new values as the engine's loader would store them.
 
     Args:
-        values: [n], bit patterns of `dtype`.
-        dtype: the checkpoint's, by its manifest name.
-        live: the live tensor's; where it is another, the values are cast as a copy would.
+        values: bit patterns of `dtype`, [n].
+        dtype: manifest name of the checkpoint dtype.
+        live: the live tensor's dtype; if it differs, the values are cast as a copy would.
 
     Returns:
-        [n], of the live dtype's width; `values` itself where nothing is cast.
+        Bit patterns of `live`, [n]; `values` itself if nothing is cast.
     """
     if TORCH_DTYPE[dtype] == live:
         return values
@@ -28,21 +28,31 @@ def live_bits(values: Bits, dtype: str, live: torch.dtype) -> Bits:
 
 
 def checkpoint_bits(bits: Bits, live: torch.dtype, dtype: str) -> Bits:
-    """The reverse of `live_bits`, for a live dtype that holds every value of `dtype`."""
+    """Invert `live_bits`, for a live dtype that represents every value of `dtype`.
+
+    Args:
+        bits: bit patterns of `live`, [n].
+        live: the live tensor's dtype.
+        dtype: manifest name of the checkpoint dtype.
+
+    Returns:
+        Bit patterns of `dtype`, [n]; `bits` itself if nothing was cast.
+    """
     if TORCH_DTYPE[dtype] == live:
         return bits
     if (dtype, live) == ("bfloat16", torch.float32):
-        # Widening adds zeros; narrowing again would make every NaN the same one.
+        # Widening appends zeros. A cast back would lose the payload of a NaN.
         return (bits.view(np.uint32) >> 16).astype(np.uint16)
     return host_bits(bits_of(typed(bits, live).to(TORCH_DTYPE[dtype])))
 
 
 def typed(bits: Bits, dtype: torch.dtype) -> torch.Tensor:
+    """Return bit patterns as a tensor of `dtype`, [n]; a copy only of read-only memory."""
     raw = bits.view(np.uint8)
     # torch has no read-only tensors.
     return torch.from_numpy(raw if raw.flags.writeable else raw.copy()).view(dtype)
 
 
 def as_host(bits: Any) -> Bits:
-    """What a place of single elements reads, as an array."""
+    """Return what `HostElements.read` or `DeviceElements.read` returned as an array."""
     return host_bits(bits) if isinstance(bits, torch.Tensor) else bits

@@ -1,4 +1,4 @@
-"""Where elements of live memory lie: what is read, compared and overwritten there."""
+"""Elements of live memory that a sync reads, compares and overwrites."""
 
 from __future__ import annotations
 
@@ -18,21 +18,27 @@ class LiveElements(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes to know where they lie."""
+        """Host memory that their offsets take."""
 
     def read(self) -> Any:
-        """Their bits, a copy in host memory."""
+        """Return their bits, a copy in host memory."""
 
     def holds(self, bits: Any) -> bool:
-        """Whether these are their bits."""
+        """Return whether these are their bits."""
 
     def put(self, bits: Any) -> None:
-        """Overwrite them; takes what `read` gives."""
+        """Overwrite them; takes what `read` returns."""
 
 
 @dataclass(slots=True)
 class HostElements:
-    """Single elements of a live tensor in host memory; arguments as of `engine_ext.kernels.gather_scatter`."""
+    """Single elements of a live tensor in host memory.
+
+    Attributes:
+        flat: the live tensor as integers, [extent].
+        offsets: the elements, each plus `shift`, [n].
+        shift: subtracted from every offset.
+    """
 
     flat: Bits
     offsets: Offsets
@@ -52,13 +58,18 @@ class HostElements:
         gather_scatter.write(self.flat, self.offsets, bits, self.shift)
 
     def swap(self, bits: Bits) -> Bits:
-        """`read` and `put` in one pass, which does not fail half-way."""
+        """Overwrite them and return the old bits, in one pass that cannot fail in between."""
         return gather_scatter.swap(self.flat, self.offsets, bits, self.shift)
 
 
 @dataclass(slots=True)
 class DeviceElements:
-    """Single elements of a live tensor on another device, where bits may lie too."""
+    """Single elements of a live tensor on another device; new bits may be there, too.
+
+    Attributes:
+        flat: the live tensor as integers, [extent].
+        offsets: the elements, [n], on the same device.
+    """
 
     flat: torch.Tensor
     offsets: torch.Tensor
@@ -79,13 +90,13 @@ class DeviceElements:
         gather_scatter.scatter(self.flat, self.offsets, bits.to(self.flat.device))
 
     def swap(self, bits: torch.Tensor) -> torch.Tensor:
-        """`read` and `put` in one pass."""
+        """Overwrite them and return the old bits in host memory, in one pass."""
         return gather_scatter.exchange(self.flat, self.offsets, bits.to(self.flat.device))
 
 
 @dataclass(slots=True)
 class WholeBox:
-    """All of a segment whose elements lie as the loader wrote them; bits have its shape."""
+    """All elements of a segment without a repack; bits have the segment's shape."""
 
     segment: Segment
 
@@ -98,9 +109,10 @@ class WholeBox:
 
     def read(self) -> torch.Tensor:
         box = self._box()
-        # numpy asks for huge pages, without which new memory takes twice the time of the copy.
-        kept = gather_scatter.signed(np.empty(box.shape, f"u{box.itemsize}"))
-        return kept.copy_(box)
+        # Allocated by numpy, which asks for huge pages: without them, page faults take twice as
+        # long as the copy.
+        old = gather_scatter.signed(np.empty(box.shape, f"u{box.itemsize}"))
+        return old.copy_(box)
 
     def holds(self, bits: torch.Tensor) -> bool:
         return torch.equal(self._box(), bits.to(self.segment.live.tensor.device))

@@ -1,10 +1,10 @@
-"""From flat checkpoint indices to offsets in live memory.
+"""Find the offsets in live memory of flat checkpoint indices.
 
-A segment is a strided box on both sides. Its dimensions are put in the order of their source
-strides and merged where both sides allow it, so that a whole tensor, a row shard and an expert
-each become one range, and locating in it is a slice and a subtraction. A column shard keeps two
-dimensions and costs a division. The dimensions of a box must nest, as `engine_ext.placement.ownership` sees
-to; of one that does not, elements are not found, and none is found in a wrong place.
+A segment is a strided box on both sides. Its dimensions are sorted by source stride and merged if
+both sides allow it, so that a whole tensor, a row shard and an expert each become one range:
+locating in it is a slice and a subtraction. A column shard keeps two dimensions and costs a
+division. The dimensions of a box must nest, which `engine_ext.placement.ownership` checks; in a box
+that does not, some elements are not found, but none is found in a wrong place.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from engine_ext.kernels.jit import array, compile_loop, made_once
 from engine_ext.placement.segments import Segment
 
 _Int64s = NDArray[np.int64]
-Offsets = NDArray[Any]  # int32 [n], int64 where the live tensor is too large for that
+Offsets = NDArray[Any]  # int32 [n], or int64 if the live tensor is too large for that
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +31,13 @@ class _Dim:
 
 
 class Locator:
-    """Locates the elements of one segment.
+    """Finds the elements of one segment.
 
     Args:
-        segment: the box; its `repack` is applied to what is located.
+        segment: the box; its `repack` is applied to the offsets.
+
+    Attributes:
+        offset_dtype: numpy dtype of the offsets: int32 if every offset fits, else int64.
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -54,24 +56,24 @@ class Locator:
         self._offset = segment.offset
         self._empty = 0 in segment.sizes
         self._repack = segment.repack
-        self._dtype = offset_dtype(segment.live.flat().numel())
+        self.offset_dtype: Any = np.int32 if segment.live.flat().numel() <= 1 << 31 else np.int64
         self._is_range = not dims or (len(dims) == 1 and dims[0].source == dims[0].live == 1)
         if not self._is_range:
-            _compiled()  # now, and not when the first sync waits for it
+            _compiled()  # compiles the loop, which the first sync would otherwise wait for
 
     @property
     def copies(self) -> int:
-        """How many times the box holds each of its elements."""
+        """How many copies of each element the box holds."""
         return 1 if self._copies is None else len(self._copies)
 
     @property
     def shift(self) -> int | None:
-        """Where the box is one run in the checkpoint and in live memory: index less offset."""
-        plain = self._is_range and self._copies is None and self._repack is None
-        return self._start - self._offset if plain else None
+        """Index minus offset if the box is one run in the checkpoint and in memory, else None."""
+        is_run = self._is_range and self._copies is None and self._repack is None
+        return self._start - self._offset if is_run else None
 
     def within(self, indices: _Int64s) -> slice:
-        """Which of some ascending indices lie between the first and the last of the box."""
+        """Return which of the ascending indices are between the box's first and last index."""
         if self._empty or not indices.size:
             return slice(0, 0)
         if indices[0] >= self._start and indices[-1] < self._end:
@@ -80,22 +82,22 @@ class Locator:
         return slice(int(first), int(last))
 
     def overlap(self, start: int, stop: int) -> tuple[int, int]:
-        """`within` for all indices from `start` to below `stop`: first and end of those."""
+        """Return the part of the range `start` to `stop` that is between the box's ends."""
         if self._empty:
             return start, start
         first = min(max(start, self._start), stop)
         return first, max(first, min(stop, self._end))
 
     def __call__(self, indices: _Int64s) -> tuple[slice | _Int64s, Offsets]:
-        """Find the elements of a delta that lie in the box.
+        """Find the elements of a delta that are in the box.
 
         Args:
-            indices: int64 [n], ascending flat checkpoint indices.
+            indices: ascending flat checkpoint indices, int64 [n].
 
         Returns:
-            Which of `indices` lie in the box (a slice, or int64 positions), and their offsets in
-            `segment.live.flat()`. An element that the box holds several times comes as many
-            times, one after the other.
+            Which of `indices` are in the box (a slice, or int64 positions), and their offsets in
+            `segment.live.flat()`. If the box holds several copies of an element, they
+            are consecutive.
         """
         chosen, offsets = self._inside(indices)
         if self._copies is not None:
@@ -104,10 +106,10 @@ class Locator:
             offsets = (offsets[:, None] + self._copies).reshape(-1)
         if self._repack is not None:
             offsets = self._repack.move(offsets.astype(np.int64, copy=False))
-        return chosen, offsets.astype(self._dtype, copy=False)
+        return chosen, offsets.astype(self.offset_dtype, copy=False)
 
     def _inside(self, indices: _Int64s) -> tuple[slice | _Int64s, Offsets]:
-        """Which elements are in the box, and the live offsets of the first copies."""
+        """Return which elements are in the box, and the live offsets of their first copies."""
         within = self.within(indices)
         indices = indices[within]
         if self._is_range:
@@ -117,7 +119,7 @@ class Locator:
 
 
 def _merged(dims: list[_Dim]) -> list[_Dim]:
-    """Ordered by source stride, outermost first, with adjacent dimensions that are one joined."""
+    """Sort by source stride, outermost first, and merge dimensions contiguous on both sides."""
     merged: list[_Dim] = []
     for dim in sorted(dims, key=lambda d: -d.source):
         outer = merged[-1] if merged else None
@@ -133,7 +135,7 @@ def _merged(dims: list[_Dim]) -> list[_Dim]:
 
 
 def _copies(dims: list[_Dim]) -> _Int64s | None:
-    """Live offsets of the copies of one element that is broadcast, or None."""
+    """Return the live offsets of the copies of one broadcast element, or None without copies."""
     if not dims:
         return None
     offsets = np.zeros(1, np.int64)
@@ -143,7 +145,7 @@ def _copies(dims: list[_Dim]) -> _Int64s | None:
 
 
 def _in_box(indices: _Int64s, start: int, offset: int, dims: _Int64s) -> tuple[_Int64s, _Int64s]:
-    """The positions of the indices that lie in a box, and their live offsets."""
+    """Return the positions of the indices that are in a box, and their live offsets."""
     loop = _compiled()
     if loop is None:
         return _in_box_by_numpy(indices, start, offset, dims)
@@ -169,11 +171,14 @@ def _in_box_by_numpy(
 def _box_loop(
     indices: Any, start: Any, offset: Any, dims: Any, positions: Any, offsets: Any
 ) -> Any:
-    """What numba compiles; returns how many were found. `dims` holds (size, source, live)s."""
+    """Fill `positions` and `offsets` and return the count; `dims` has (size, source, live)s.
+
+    numba compiles this.
+    """
     count = 0
     for k in range(indices.size):
         rest = indices[k] - start
-        where = offset
+        live = offset
         inside = True
         for d in range(0, dims.size, 3):
             position = rest
@@ -181,9 +186,9 @@ def _box_loop(
                 position = rest // dims[d + 1]
             rest -= position * dims[d + 1]
             inside &= position < dims[d]
-            where += position * dims[d + 2]
+            live += position * dims[d + 2]
         positions[count] = k
-        offsets[count] = where
+        offsets[count] = live
         if inside and rest == 0:
             count += 1
     return count
@@ -198,14 +203,3 @@ def _compiled() -> Callable[..., int] | None:
     word, out = types.int64, array(types, "int64", readonly=False)
     words = array(types, "int64")
     return compile_loop(_box_loop, word(words, word, word, words, out, out))
-
-
-def offset_dtype(extent: int) -> Any:
-    """The narrowest dtype for offsets below `extent`."""
-    return np.int32 if extent <= 1 << 31 else np.int64
-
-
-def compact(offsets: Offsets, extent: int) -> torch.Tensor:
-    """Offsets as a tensor of the narrowest index dtype: int32 [n] where `extent` allows it."""
-    narrow = offsets.astype(offset_dtype(extent), copy=False)
-    return torch.from_numpy(np.ascontiguousarray(narrow))

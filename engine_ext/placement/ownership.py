@@ -1,9 +1,9 @@
-"""Which ranks hold which elements of a checkpoint tensor.
+"""Which ranks hold which elements of a checkpoint tensor, and which rank counts them.
 
-Every rank tells the others the source boxes of its segments once, after certification. From that
-every rank knows, per box, the set of ranks that hold the very same elements; the lowest of them
-counts these elements, for ownership and for the digest. Boxes of two ranks must be equal or
-disjoint; anything else, and elements that no rank holds, makes the tensor uncertified.
+After certification the ranks exchange the source boxes of their segments once. From these every
+rank computes, for each box, the ranks that hold exactly these elements; the lowest of them counts
+the elements, for the digest and for the check that every element of a delta is on some rank. The
+boxes of two ranks must be equal or disjoint and must cover the tensor, or it is uncertified.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from engine_ext.placement.segments import Placement, Segment, Status
 
 @dataclass(frozen=True, slots=True, order=True)
 class SourceBox:
-    """The source side of a segment, in its shortest form: start and (size, stride) pairs."""
+    """The checkpoint elements of a segment, in canonical form.
+
+    Attributes:
+        start: flat index of the first element.
+        dims: (size, stride) pairs, outermost first, merged as far as possible.
+    """
 
     start: int
     dims: tuple[tuple[int, int], ...]
@@ -35,7 +40,7 @@ class SourceBox:
 
     @property
     def nested(self) -> bool:
-        """Whether every element is in the box once, as far as its strides show."""
+        """Whether the strides prove that every element is in the box only once."""
         inner = 0
         for size, stride in reversed(self.dims):
             if stride <= inner:
@@ -44,7 +49,7 @@ class SourceBox:
         return True
 
     def indices(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """All flat indices of the box."""
+        """Return all flat indices of the box."""
         found = np.full(1, self.start, np.int64)
         for size, stride in self.dims:
             found = (found[:, None] + np.arange(size) * stride).reshape(-1)
@@ -52,7 +57,7 @@ class SourceBox:
 
 
 def box_of(segment: Segment) -> SourceBox:
-    """The checkpoint elements of a segment."""
+    """Return the checkpoint elements of a segment."""
     dims = sorted(
         (
             (size, stride)
@@ -74,7 +79,7 @@ RankBoxes = dict[str, list[tuple[int, tuple[tuple[int, int], ...]]]]
 
 
 def boxes(placement: Placement) -> RankBoxes:
-    """This rank's boxes by tensor, in a form that can be sent to the other ranks."""
+    """Return this rank's boxes by tensor, in a form that can be sent to the other ranks."""
     return {
         name: [(box.start, box.dims) for box in map(box_of, placed.segments)]
         for name, placed in placement.items()
@@ -86,14 +91,14 @@ Holders = dict[str, dict[SourceBox, tuple[int, ...]]]
 
 
 def resolve(placement: Placement, by_rank: Sequence[RankBoxes]) -> Holders:
-    """Work out the holders of every box, and refuse the tensors whose boxes do not fit.
+    """Compute which ranks hold each box, and refuse the tensors whose boxes do not fit together.
 
     Args:
-        placement: this rank's; tensors that do not fit become uncertified in it.
+        placement: this rank's placement; the refused tensors become uncertified in it.
         by_rank: `boxes` of every rank, in rank order; the same on every rank.
 
     Returns:
-        tensor -> box -> ranks that hold it, ascending.
+        By tensor and box, the ranks that hold it, ascending.
     """
     holders: Holders = {}
     for name, placed in placement.items():
@@ -107,7 +112,7 @@ def resolve(placement: Placement, by_rank: Sequence[RankBoxes]) -> Holders:
         if not all(box.nested for box in found):
             placed.refuse("the loader copies some of its elements several times")
         elif any(_overlap(a, b) for a, b in combinations(sorted(found), 2)):
-            placed.refuse("the ranks' parts of it overlap without being the same")
+            placed.refuse("the ranks' parts of it overlap without being equal")
         elif (held := sum(box.numel for box in found)) != placed.spec.numel:
             placed.refuse(f"{placed.spec.numel - held} of its elements are on no rank")
     return holders
@@ -122,7 +127,7 @@ def _overlap(a: SourceBox, b: SourceBox) -> bool:
 
 
 def _apart(a: SourceBox, b: SourceBox) -> bool:
-    """Whether two shards with the same strides are visibly disjoint in some dimension."""
+    """Return whether two boxes with the same strides are provably disjoint in some dimension."""
     if [d[1] for d in a.dims] != [d[1] for d in b.dims]:
         return False
     difference = b.start - a.start

@@ -1,7 +1,7 @@
-"""What one rank knows about the checkpoint: the plan that deltas are staged by.
+"""The plan: what one rank knows about the checkpoint, agreed with the other ranks at start-up.
 
-Made once at start-up, with one exchange among the ranks: certified placement, who holds what, and
-which tensors the digest covers.
+It combines the certified placement, the ranks that hold each element, and the set of tensors that
+the digest covers. Deltas are staged by it.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from engine_ext.ranks import Ranks
 from engine_ext.wire.digest import Digest, tensor_digest
 
 _SCAN_ELEMENTS = 1 << 20
-_SCAN_INDICES = 1 << 15  # where indices are made too, their temporaries stay in a core's cache
-# Of a tensor that is not on a rank, as far as can be seen, though its loader uses it.
+_SCAN_INDICES = 1 << 15  # if indices are needed, too: their temporaries stay in a core's cache
+# The loader reads the tensor, but no copy of it was found on the rank.
 _UNSEEN = "unseen"
-# Casts from which the checkpoint's bits can be had back from live memory, NaNs too.
+# Casts that keep the checkpoint's bits recoverable from live memory, also those of NaNs.
 _WIDENED = {torch.bfloat16: (torch.float32,)}
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The placement of every checkpoint tensor on this rank, and its place among the ranks.
+    """The placement of every checkpoint tensor on this rank, agreed with the other ranks.
 
     Attributes:
         rank: this rank.
         placement: certified; the status of each tensor is final.
-        targets: for each tensor its segments on this rank.
-        held: tensors that some rank holds.
-        digested: tensors that the digest covers, the same on every rank.
+        targets: the segments on this rank of each tensor that can be updated.
+        held: the tensors that some rank holds; the same on every rank.
+        digested: the tensors that the digest covers; the same on every rank.
     """
 
     rank: int
@@ -48,7 +48,7 @@ class Plan:
     digested: frozenset[str]
 
     def table(self) -> list[dict[str, Any]]:
-        """One row per checkpoint tensor, as JSON."""
+        """Return one row per checkpoint tensor, as JSON."""
         return [
             {
                 "name": name,
@@ -65,9 +65,12 @@ class Plan:
         ]
 
     def scan(self, threads: int = 1) -> dict[str, Digest]:
-        """The digest of every covered tensor's elements that this rank counts, from live memory.
+        """Return, by tensor, the digest of the elements that this rank counts, from live memory.
 
-        Where this rank holds copies of them, it is that of the first.
+        If this rank holds several copies of an element, it is that of the first one.
+
+        Args:
+            threads: how many pieces are digested at once.
         """
         pieces = [
             (name, target, start)
@@ -95,21 +98,21 @@ class Plan:
         step = _SCAN_INDICES if target.host is not None else _SCAN_ELEMENTS
         for begin in range(start, stop, step):
             indices = np.arange(begin, min(begin + step, stop))
-            chosen, place = target.find(indices)
+            chosen, elements = target.find(indices)
             once = slice(None, None, target.locator.copies)
-            bits = checkpoint_bits(as_host(place.read()), target.dtype, dtype)
+            bits = checkpoint_bits(as_host(elements.read()), target.dtype, dtype)
             total += tensor_digest(name, bits[once], indices[chosen][once])
         return total
 
 
 def make_plan(placement: Placement, ranks: Ranks) -> Plan:
-    """Agree with the other ranks on who holds what. All ranks must call it.
+    """Agree with the other ranks on which rank holds what. All ranks must call it.
 
     Args:
-        placement: this rank's, certified; tensors that do not fit the other ranks' become
-            uncertified in it. Those that no rank holds become ignored, or uncertified where some
-            rank's loader does something with them: it may put them where nobody looks.
-        ranks: the other ranks.
+        placement: this rank's certified placement; tensors that contradict the other ranks'
+            become uncertified in it. Tensors that no rank holds become ignored, or uncertified
+            if some rank's loader uses them, because it may keep a copy that was not found.
+        ranks: the ranks of the engine.
     """
     holders = resolve(placement, ranks.all_gather(boxes(placement)))
     mine = {name: (_state(p), covered(p)) for name, p in placement.items()}
@@ -121,7 +124,7 @@ def make_plan(placement: Placement, ranks: Ranks) -> Plan:
     unseen = {n for n in held if all(r[n][0] in (*absent, _UNSEEN) for r in everywhere)}
     for name, placed in placement.items():
         if name in unseen:
-            placed.refuse("the loader puts it where it cannot be followed")
+            placed.refuse("the loader reads it, but no copy of it was found on any rank")
         elif name not in held:
             placed.status = Status.IGNORED
     targets = {
@@ -134,12 +137,12 @@ def make_plan(placement: Placement, ranks: Ranks) -> Plan:
 
 
 def _state(placed: Placed) -> str:
-    """What the other ranks must know of a tensor's status."""
+    """Return the status of a tensor as the other ranks need to know it."""
     return _UNSEEN if placed.used and placed.status is Status.NOT_ON_RANK else placed.status.value
 
 
 def covered(placed: Placed) -> bool:
-    """Whether the checkpoint's bits can be told from live memory on this rank."""
+    """Return whether the checkpoint's bits can be recovered from live memory on this rank."""
     if placed.status in (Status.NOT_ON_RANK, Status.EXACT):
         return True
     wider = _WIDENED.get(placed.spec.dtype, ())
@@ -149,6 +152,6 @@ def covered(placed: Placed) -> bool:
 
 
 def _starts(target: Target) -> range:
-    """Where the pieces begin in which a segment is read; an empty one has a piece too."""
+    """Return where the pieces of a segment start; an empty segment has one piece, too."""
     box = box_of(target.segment)
     return range(box.start, max(box.end, box.start + 1), _SCAN_ELEMENTS)

@@ -1,4 +1,8 @@
-"""Read checkpoint elements through a repack: what post-load processing has moved, not changed."""
+"""Repacked tensors: live tensors whose elements post-load processing moved without changing them.
+
+`gather_live` and `unmoved` read them in the order in which the loader wrote them. `smallest_block`
+finds the shortest permutation that describes a move.
+"""
 
 from __future__ import annotations
 
@@ -14,50 +18,48 @@ from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.model.storage_index import extent
 from engine_ext.placement.segments import Repack, Segment
 
-# Elements worked on at a time, in up to eight temporaries of 8 bytes each: 64 MiB.
+# Elements processed at a time, in up to eight temporaries of 8 bytes per element: 64 MiB.
 CHUNK: Final = 1 << 20
 
 
 def gather_live(segment: Segment) -> torch.Tensor:
-    """The live elements of a segment with the repack undone.
+    """Return the live elements of a segment with the repack undone.
 
     Returns:
-        The live tensor's dtype, on its device, shaped `segment.sizes`: element by element what
-        `segment.source_view` of the checkpoint tensor should be. Without a repack it is a view,
-        else a copy of the stretch of memory that the box spans, made with less than 64 MiB of
-        temporaries.
+        Shape `segment.sizes`, the live tensor's dtype and device: the elements in the order of
+        `segment.source_view`. Without a repack it is a view; else it is a copy of the range of
+        memory that the box spans, made with less than 64 MiB of temporaries.
     """
     if segment.repack is None or 0 in segment.sizes:
         return segment.live_view()
     last = sum((n - 1) * s for n, s in zip(segment.sizes, segment.strides, strict=True))
     memory = flat_bits(segment.live.tensor)
-    stretch = torch.empty(last + 1, dtype=memory.dtype, device=memory.device)
+    span = torch.empty(last + 1, dtype=memory.dtype, device=memory.device)
     start = 0
     for piece in unmoved(memory, segment.repack, segment.offset, segment.offset + last + 1):
-        stretch[start : start + len(piece)] = piece
+        span[start : start + len(piece)] = piece
         start += len(piece)
-    values = stretch.view(segment.live.tensor.dtype)
+    values = span.view(segment.live.tensor.dtype)
     return values.as_strided(segment.sizes, segment.strides)
 
 
 def flat_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory, int [extent]."""
+    """Return the tensor's memory as integers, [extent]; writes go through."""
     data = tensor.detach()
     flat = data.as_strided((extent(data),), (1,), data.storage_offset())
     return flat.view(torch_bits_dtype(data.dtype))
 
 
 def unmoved(memory: torch.Tensor, repack: Repack, start: int, stop: int) -> Iterator[torch.Tensor]:
-    """The elements of a stretch of memory as the loader wrote them, in order, some at a time.
+    """Yield a range of elements in the order in which the loader wrote them.
 
     Args:
-        memory: [extent], the live tensor, after the move.
+        memory: the live tensor after the move, [extent].
         repack: the move.
-        start: first element, as the loader counted them.
-        stop: just past the last one.
+        start, stop: the range, as the loader counted the elements.
 
     Yields:
-        Copies of about `CHUNK` elements; [n], the dtype of `memory`.
+        Copies of about `CHUNK` elements, [n], with the dtype of `memory`.
     """
     block, order = repack.block, repack.permutation
     blocks = max(1, CHUNK // block)
@@ -68,20 +70,20 @@ def unmoved(memory: torch.Tensor, repack: Repack, start: int, stop: int) -> Iter
             yield _take(memory[first : first + block], order[start - first : end - first])
         else:
             end = min(stop, first + blocks * block)
-            lying = memory[first : -(-end // block) * block].view(-1, block)
-            yield _take(lying, order).view(-1)[start - first : end - first]
+            blocked = memory[first : -(-end // block) * block].view(-1, block)
+            yield _take(blocked, order).view(-1)[start - first : end - first]
         start = end
 
 
 def _take(values: torch.Tensor, order: NDArray[np.int32]) -> torch.Tensor:
-    """Elements of the last dimension; on the CPU numpy is several times faster."""
+    """Index the last dimension; on the CPU numpy is several times faster than torch."""
     if values.device.type == "cpu":
         return torch.from_numpy(np.take(values.numpy(), order, axis=-1))
     return values.index_select(-1, torch.from_numpy(order).to(values.device))
 
 
 def smallest_block(permutation: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The shortest permutation that is this one when repeated, block by block."""
+    """Return the shortest permutation that gives this one when repeated block by block."""
     highest = done = 0
     for block in _divisors(len(permutation))[:-1]:
         highest = max(highest, int(permutation[done:block].max()))

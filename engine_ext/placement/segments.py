@@ -1,10 +1,9 @@
-"""Where a checkpoint tensor's elements lie in live memory on this rank.
+"""The placement: which live memory holds each element of a checkpoint tensor on this rank.
 
-A placement is a list of strided segments. One segment says that a strided box of the checkpoint
-tensor (row-major flat coordinates) lies in a strided box of one live tensor. It has all of the
-engine's own name mapping, fusing and slicing, because it is read off the engine's own loader
-(`engine_ext.tracing.trace`), and it is believed only after `engine_ext.placement.certify` has compared both
-sides byte by byte.
+A placement is a list of strided segments per tensor. A segment maps a strided box of the checkpoint
+tensor (row-major flat coordinates) to a strided box of one live tensor. Placements are traced from
+the engine's own loader (`engine_ext.tracing.trace`), and therefore include its name mapping, fusing
+and slicing. They are used only after `engine_ext.placement.certify` has compared both sides.
 """
 
 from __future__ import annotations
@@ -36,33 +35,33 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Repack:
-    """A move of a live tensor's elements.
+    """A permutation of a live tensor's elements, block by block.
 
-    Either the engine made it after loading, or the loader before it copied, in an order that no
-    strides can say. Element ``p`` of a segment's box lies at
+    Either the engine moves them after loading, or the loader before it copies, in an order that
+    strides cannot express. Element ``p`` of a segment's box is at
     ``p // block * block + permutation[p % block]``.
 
     Attributes:
-        permutation: int32 or int64 [block]; each of 0 .. block-1 once.
+        permutation: int32 or int64 [block]; each of 0 to block - 1 once.
     """
 
     permutation: NDArray[Any]
 
     @property
     def block(self) -> int:
-        """Elements that are moved among themselves (one expert, say)."""
+        """How many elements are permuted among themselves (one expert, for example)."""
         return len(self.permutation)
 
     def move(self, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where the elements lie that the loader wrote to these offsets; int64, same shape."""
+        """Return where the elements are that the loader wrote to these offsets; int64 [n]."""
         within = offsets % self.block
         moved: NDArray[np.int64] = offsets - within + self.permutation[within]
         return moved
 
     def then(self, later: Repack) -> Repack:
-        """This move and then another one, as one.
+        """Compose this move with a later one.
 
-        Both blocks divide the tensor's extent, so that theirs in common does too.
+        Both blocks divide the tensor's extent, and so does their least common multiple.
         """
         moved = later.move(self.move(np.arange(math.lcm(self.block, later.block))))
         return Repack(moved.astype(np.int32 if len(moved) < 1 << 31 else np.int64))
@@ -79,16 +78,17 @@ class Segment:
     """A box of checkpoint elements and the box of live memory that holds them.
 
     Attributes:
-        live: the live tensor written to.
+        live: the live tensor.
         offset: element offset of the box in `live.flat()`.
         strides: element strides of the box in `live.flat()`, one per dimension of `sizes`.
         sizes: extent of the box in elements, per dimension.
         source_offset: flat index of the box's first element in the checkpoint tensor.
         source_strides: strides of the box in flat checkpoint indices.
-        python_copy: the loader wrote through Python's ``Tensor.copy_``, which is the one kind of
-            write a masked apply can intercept.
-        repack: how the box's elements were moved within the live tensor; None: not at all.
-        recast: they were cast on their way. Numbers survive that, but the bits of a NaN may not.
+        python_copy: whether the loader wrote it with Python's ``Tensor.copy_``, the only kind of
+            write that a masked apply can intercept.
+        repack: how the elements were moved within the live tensor, or None.
+        recast: whether the loader cast them before the copy. The casts keep all numbers, but may
+            change the bits of a NaN.
     """
 
     live: LiveTensor
@@ -102,21 +102,30 @@ class Segment:
     recast: bool = False
 
     def live_view(self) -> torch.Tensor:
-        """The live elements, shaped `sizes`; writes go to the model.
+        """Return the box of live memory, shaped `sizes`; writes go to the model.
 
-        Only the box: with a `repack`, other elements than the loader wrote lie in it.
+        With a `repack`, it contains other elements than those the loader wrote there.
         """
         flat = self.live.flat()
         return flat.as_strided(self.sizes, self.strides, flat.storage_offset() + self.offset)
 
     def source_view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same elements of a contiguous checkpoint tensor, shaped `sizes`."""
+        """Return the box of a contiguous checkpoint tensor, shaped `sizes`."""
         offset = tensor.storage_offset() + self.source_offset
         return tensor.as_strided(self.sizes, self.source_strides, offset)
 
 
 class Status(str, Enum):
-    """What is known of a checkpoint tensor on this rank."""
+    """What is known about a checkpoint tensor on this rank.
+
+    Attributes:
+        UNJUDGED: traced, but not certified yet.
+        EXACT: its live bytes are the checkpoint's.
+        CAST: its live bytes are the checkpoint's after a cast to the live dtype.
+        NOT_ON_RANK: other ranks hold it.
+        IGNORED: no rank holds it, because the loader drops it.
+        UNCERTIFIED: it cannot be updated exactly.
+    """
 
     UNJUDGED = "unjudged"
     EXACT = "exact"
@@ -128,16 +137,16 @@ class Status(str, Enum):
 
 @dataclass(slots=True)
 class Placed:
-    """A checkpoint tensor, its segments on this rank and what is known of them.
+    """A checkpoint tensor, its segments on this rank, and its status.
 
     Attributes:
         spec: the checkpoint tensor.
-        segments: where its elements lie; empty when this rank holds none of them.
+        segments: its segments; empty if this rank holds none of its elements.
         status: `UNJUDGED` between tracing and certification, one of the others afterwards.
-            `IGNORED` means that no rank holds it, because the loader drops it.
-        reason: why it is `UNCERTIFIED`, empty otherwise.
-        used: the loader does more with it than look at it, so that it may lie out of sight.
-        recomputed: derived tensors, by their paths, that are computed again when it is written.
+        reason: why it is `UNCERTIFIED`, else empty.
+        used: whether the loader read its elements for something else than a copy into live
+            memory, so that a copy may exist that was not found.
+        recomputed: paths of the derived tensors that are recomputed after it is written.
     """
 
     spec: TensorSpec
@@ -148,7 +157,7 @@ class Placed:
     recomputed: tuple[str, ...] = ()
 
     def refuse(self, reason: str) -> None:
-        """Mark the tensor as one that cannot be updated exactly; the first reason stands."""
+        """Mark the tensor as one that cannot be updated exactly; keep the first reason."""
         if self.status is not Status.UNCERTIFIED:
             self.status, self.reason = Status.UNCERTIFIED, reason
 

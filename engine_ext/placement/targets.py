@@ -1,4 +1,8 @@
-"""Live tensors as targets of writes: a segment, its locator and its elements."""
+"""The live tensors that a certified checkpoint tensor is written to, ready for staging.
+
+A `Target` is one segment together with everything derived from it once, at start-up: the locator of
+its elements, the ranks that hold the same elements, and the live memory as integers.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +17,45 @@ from numpy.typing import NDArray
 from engine_ext.kernels.gather_scatter import Bits, bits_of, host_bits
 from engine_ext.kernels.triton import runs_kernels
 from engine_ext.placement.live_elements import DeviceElements, HostElements
-from engine_ext.placement.locator import Locator, offset_dtype
+from engine_ext.placement.locator import Locator
 from engine_ext.placement.ownership import SourceBox, box_of
 from engine_ext.placement.segments import Segment
 from engine_ext.wire.positions import Positions
 
 
+def make_targets(
+    segments: Sequence[Segment], holders: dict[SourceBox, tuple[int, ...]]
+) -> tuple[Target, ...]:
+    """Return the targets of a certified tensor.
+
+    Args:
+        segments: its segments on this rank.
+        holders: the ranks that hold each box of it.
+    """
+    boxes = [box_of(segment) for segment in segments]
+    targets = []
+    for segment, box in zip(segments, boxes, strict=True):
+        flat = bits_of(segment.live.flat())
+        host = host_bits(flat) if flat.device.type == "cpu" else None
+        runs_kernels(flat.device)  # compiles them, which the first sync would otherwise wait for
+        first, dtype = boxes.index(box), segment.live.tensor.dtype
+        targets.append(Target(segment, Locator(segment), holders[box], first, dtype, flat, host))
+    return tuple(targets)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """One segment of a certified tensor, with all that staging needs to know of it.
+    """One segment of a certified tensor.
 
     Attributes:
-        segment: where the elements lie.
-        locator: finds them.
+        segment: the box of checkpoint elements and the box of live memory.
+        locator: finds elements in the segment.
         ranks: the ranks that hold the same elements, ascending; the first one counts them.
-        first: which of the tensor's targets is the first with these elements on this rank; the
-            others are copies of it.
-        dtype: the live tensor's.
+        first: position, among the tensor's targets on this rank, of the first one with the same
+            elements; the others are copies of it.
+        dtype: dtype of the live tensor.
         flat: the live tensor as integers, 1-D.
-        host: the same memory, where it is the host's.
+        host: the same memory as an array; None if it is on a device.
     """
 
     segment: Segment
@@ -44,21 +68,25 @@ class Target:
 
     @property
     def is_run(self) -> bool:
-        """Whether the elements lie in host memory as in the checkpoint, in one run."""
+        """Whether the elements are one contiguous run, in host memory and in the checkpoint."""
         return self.host is not None and self.locator.shift is not None
 
     def find(
         self, indices: NDArray[np.int64], sent: Positions | None = None
     ) -> tuple[Any, HostElements | DeviceElements]:
-        """Which of some ascending indices lie here, and where; see `Locator`.
+        """Find the elements of a delta that are in this segment.
 
         Args:
-            indices: int64 [n].
-            sent: what all of them were decoded from, if that is known.
+            indices: ascending flat checkpoint indices, int64 [n].
+            sent: the positions that all of `indices` were decoded from, if known.
+
+        Returns:
+            Which of `indices` are in the segment (see `Locator`), and these elements of live
+            memory.
         """
         shift, device = self.locator.shift, self.flat.device
         if self.host is not None and shift is not None:
-            # As they are: offsets of their own would only cost memory.
+            # The indices serve as offsets: offsets of their own would only cost memory.
             within = self.locator.within(indices)
             return within, HostElements(self.host, indices[within], shift)
         gaps = sent.gaps() if sent and shift is not None and runs_kernels(device) else None
@@ -66,33 +94,9 @@ class Target:
             from engine_ext.kernels.triton.gap_decode import decode
 
             within = self.locator.within(indices)
-            decoded = decode(*gaps, within, shift, _offset_dtype(self.flat), device)
-            return within, DeviceElements(self.flat, decoded)
+            dtype = torch.int32 if self.locator.offset_dtype is np.int32 else torch.int64
+            return within, DeviceElements(self.flat, decode(*gaps, within, shift, dtype, device))
         chosen, offsets = self.locator(indices)
         if self.host is not None:
             return chosen, HostElements(self.host, offsets)
         return chosen, DeviceElements(self.flat, torch.from_numpy(offsets).to(device))
-
-
-def make_targets(
-    segments: Sequence[Segment], holders: dict[SourceBox, tuple[int, ...]]
-) -> tuple[Target, ...]:
-    """The targets of a certified tensor.
-
-    Args:
-        segments: of its placement on this rank.
-        holders: the ranks that hold a box of it.
-    """
-    found = [box_of(segment) for segment in segments]
-    targets = []
-    for segment, box in zip(segments, found, strict=True):
-        flat = bits_of(segment.live.flat())
-        host = host_bits(flat) if flat.device.type == "cpu" else None
-        runs_kernels(flat.device)  # they are compiled now, and not when the first sync waits for it
-        first, dtype = found.index(box), segment.live.tensor.dtype
-        targets.append(Target(segment, Locator(segment), holders[box], first, dtype, flat, host))
-    return tuple(targets)
-
-
-def _offset_dtype(flat: torch.Tensor) -> torch.dtype:
-    return torch.int32 if offset_dtype(flat.numel()) is np.int32 else torch.int64

@@ -1,7 +1,8 @@
-"""From a loaded model to its receiver: trace, follow repacks, certify, plan.
+"""Start-up: make the receiver of a loaded model.
 
-An adapter says what the engine has loaded and how its loader is called; everything after that is
-the same for every engine.
+The model's loader is traced, repacks are followed, derived tensors found, the placement certified,
+and the plan agreed with the other ranks. An adapter describes what its engine has loaded
+(`LoadedModel`); everything after that is the same for every engine.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from dataclasses import dataclass, field
 import torch
 
 from engine_ext.apply.applier import Applier
+from engine_ext.apply.delta_applier import DeltaApplier, Writer
 from engine_ext.apply.initial_sync import InitialSyncApplier, Reload, Traced
-from engine_ext.apply.masked_applier import MaskedApplier
-from engine_ext.apply.scatter import ScatterApplier
+from engine_ext.apply.masked import MaskedWriter
+from engine_ext.apply.scatter import ScatterWriter
 from engine_ext.derived.find import find_derived, refuse_derived
 from engine_ext.derived.proof import prove
 from engine_ext.derived.recompute import Recomputation, note
@@ -39,21 +41,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """What an adapter knows of the model that one rank has loaded.
+    """What an adapter knows about the model that one rank has loaded.
 
     Attributes:
-        model: in serving state.
+        model: the model in serving state.
         load_weights: its own loader; takes (name, tensor) pairs.
-        checkpoint: reads the checkpoint that it was loaded from, anew with each call: (name,
-            tensor) pairs on the CPU, in the engine's order. None: its weights are no checkpoint's.
-        reload: the engine's own way to load other weights into the running model.
-        ranks: this rank among the engine's.
+        checkpoint: reads the loaded checkpoint again with each call: (name, tensor) pairs on the
+            CPU, in the engine's order. None if the weights are not a checkpoint's.
+        reload: the engine's own function that loads other weights into the running model.
+        ranks: this rank and its exchange with the other ranks of the engine.
         repacks: moves of live tensors after loading, by the live tensor's name.
         refusals: live tensors whose moves cannot be followed, with the reason.
-        learned: whether these two tell of everything that the engine does to weights after loading.
-        constants: which tensors beside the weights are known not to be made of them.
-        recomputations: the engine's functions for what it keeps beside the weights.
-        refuse_while: as of `trace_placement`.
+        learned: whether `repacks` and `refusals` include everything that the engine does to
+            weights after loading.
+        constants: returns whether a tensor that is not a weight is known not to be computed from
+            weights.
+        recomputations: the engine's functions that compute its derived tensors.
+        refuse_while: see `trace_placement`.
     """
 
     model: torch.nn.Module
@@ -69,60 +73,57 @@ class LoadedModel:
     refuse_while: Callable[[torch.nn.Module], str | None] | None = None
 
 
-def make_receiver(loaded: LoadedModel, chosen: Settings) -> Receiver:
+def make_receiver(loaded: LoadedModel, settings: Settings) -> Receiver:
     """Trace and certify a model and make its receiver. All ranks must call it.
 
     Args:
         loaded: the model; no KV cache needs to be allocated yet.
-        chosen: the user's flags.
+        settings: the user's flags.
 
     Raises:
         RuntimeError: nothing can be certified. The engine must not start.
         TracingError: tracing changed the model. The engine must not start.
     """
     if loaded.checkpoint is None:
-        seed = _seed_applier(loaded)
-        receiver = _receiver(loaded, chosen, seed)
+        initial = _initial_sync_applier(loaded)
+        receiver = _receiver(loaded, settings, initial)
 
-        def seeded(traced: Traced) -> None:
-            receiver.adopt(_applier(loaded, chosen, traced))
+        def on_initial_sync(traced: Traced) -> None:
+            receiver.adopt(_delta_applier(loaded, settings, traced))
 
-        seed.seeded = seeded
+        initial.on_initial_sync = on_initial_sync
         return receiver
     start = time.perf_counter()
     specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in loaded.checkpoint()]
     traced = _trace(loaded, specs)
     traced_s = time.perf_counter() - start
-    certify(
-        traced.placement,
-        loaded.checkpoint(),
-        chosen.certify_sample,
-        moves_known=loaded.learned,
-    )
+    certify(traced.placement, loaded.checkpoint(), moves_known=loaded.learned)
     certified_s = time.perf_counter() - start - traced_s
-    applier = _applier(loaded, chosen, traced)
-    logger.info("traced in %.2f s, certified in %.2f s", traced_s, certified_s)
-    return _receiver(loaded, chosen, applier)
+    applier = _delta_applier(loaded, settings, traced)
+    logger.info("delta updates: traced in %.2f s, certified in %.2f s", traced_s, certified_s)
+    return _receiver(loaded, settings, applier)
 
 
-def _receiver(loaded: LoadedModel, chosen: Settings, applier: Applier) -> Receiver:
+def _receiver(loaded: LoadedModel, settings: Settings, applier: Applier) -> Receiver:
     warm_up()
     for streams in (gap_streams, exponent_planes, ulp_differences):
         streams.warm_up()
     return Receiver(
         applier,
         loaded.ranks,
-        base_version=chosen.base_version,
-        stage_timeout=chosen.stage_timeout,
-        read_workers=chosen.read_workers,
-        undo_bytes=chosen.undo_bytes,
-        limits=Limits(max_part_bytes=chosen.max_body_bytes),
+        base_version=settings.base_version,
+        stage_timeout=settings.stage_timeout,
+        read_workers=settings.read_workers,
+        undo_bytes=settings.undo_bytes,
+        limits=Limits(max_part_bytes=settings.max_body_bytes),
     )
 
 
 def _trace(loaded: LoadedModel, specs: Sequence[TensorSpec]) -> Traced:
-    """Where the tensors of a checkpoint lie, repacks followed, nothing certified yet, and which
-    derived tensors follow them."""
+    """Trace the tensors of a checkpoint, follow repacks, and prove what can be recomputed.
+
+    The placement is not certified yet.
+    """
     index = StorageIndex(loaded.model)
     others: list[Segment] = []
     placement = trace_placement(
@@ -141,60 +142,58 @@ def _trace(loaded: LoadedModel, specs: Sequence[TensorSpec]) -> Traced:
     return Traced(index, placement, others, recomputed)
 
 
-def _seed_applier(loaded: LoadedModel) -> InitialSyncApplier:
-    """What takes the first sync of a model without a checkpoint.
+def _initial_sync_applier(loaded: LoadedModel) -> InitialSyncApplier:
+    """Make the applier of a model without a checkpoint.
 
     Raises:
-        RuntimeError: the engine moves weights after loading them, which its reload path is not
-            known to do again.
+        RuntimeError: the engine repacks weights after loading them, which its reload path is not
+            known to repeat.
     """
     moved = sorted({*loaded.repacks, *loaded.refusals})
     if moved:
         raise RuntimeError(
             "delta updates need a checkpoint to start from: the engine repacks "
             f"{', '.join(moved[:3])}{' and others' if len(moved) > 3 else ''} after loading, "
-            "which its reload path does not do again"
+            "which its reload path does not repeat"
         )
-    logger.info("no checkpoint to certify against; waiting for a full sync")
+    logger.info("delta updates: no checkpoint to certify against; waiting for a full sync")
     return InitialSyncApplier(loaded.model, functools.partial(_trace, loaded), loaded.reload)
 
 
-def _applier(loaded: LoadedModel, chosen: Settings, traced: Traced) -> ScatterApplier:
-    """The applier that the user has chosen, for a certified placement. All ranks must call it.
+def _delta_applier(loaded: LoadedModel, settings: Settings, traced: Traced) -> DeltaApplier:
+    """Make the applier of a certified placement. All ranks must call it.
 
     Raises:
-        RuntimeError: nothing in it is certified.
+        RuntimeError: no tensor is certified.
     """
     plan = make_plan(traced.placement, loaded.ranks)
-    _log(traced)
+    _log_summary(traced)
     if not plan.targets:
         raise RuntimeError("delta updates: no tensor of this model can be certified")
-    threads = torch.get_num_threads()
-    if chosen.apply != "masked":
-        return ScatterApplier(
+    writer: Writer = ScatterWriter()
+    if settings.apply == "masked":
+        writer = MaskedWriter(
             loaded.model,
             traced.index,
-            plan,
-            undo_bytes=chosen.undo_bytes,
-            threads=threads,
-            recomputed=traced.recomputed,
+            plan.placement,
+            load_weights=loaded.load_weights,
+            chunk_bytes=settings.chunk_bytes,
         )
-    return MaskedApplier(
+    return DeltaApplier(
         loaded.model,
         traced.index,
         plan,
-        undo_bytes=chosen.undo_bytes,
-        threads=threads,
+        writer,
+        undo_bytes=settings.undo_bytes,
+        threads=torch.get_num_threads(),
         recomputed=traced.recomputed,
-        load_weights=loaded.load_weights,
-        chunk_bytes=chosen.chunk_bytes,
     )
 
 
-def _log(traced: Traced) -> None:
+def _log_summary(traced: Traced) -> None:
     placement = traced.placement
     counts = ", ".join(f"{count} {status}" for status, count in summary(placement).items())
-    logger.info("delta updates: of %d tensors %s", len(placement), counts)
+    logger.info("delta updates: %d tensors: %s", len(placement), counts)
     paths = [path for one in traced.recomputed for path in one.paths]
     if paths:
         logger.info("delta updates: the engine's own function recomputes %s", ", ".join(paths))

@@ -203,8 +203,16 @@ def encode_part(
     Args:
         deltas: One dtype for all; may be empty. Differences with ``gap8_ulp``, and with it only.
         encoding: One of `positions.ENCODINGS`. ``deltas_zstd`` gives the wrapped frame.
-        current_version, base_version, sync_id, part, num_parts, full, digest_part,
-            digest_before, digest_after: The metadata of that name, left out where None.
+        current_version: The version that the sync leads to. This and what follows is metadata, left
+            out if None.
+        base_version: The version that it starts from.
+        sync_id: One string for all parts of the sync.
+        part: 0-based number of this part.
+        num_parts: How many parts the sync has.
+        full: Every param is dense, and the sync replaces whatever the engine holds.
+        digest_part: Of the new values minus that of the old ones, 32 hex digits.
+        digest_before: Of all covered tensors at the base version.
+        digest_after: Of all covered tensors at the target version.
         with_manifest_checksum: Whether to write ``manifest_checksum``.
 
     Raises:

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from engine_ext.apply.delta_applier import DeltaApplier
 from engine_ext.apply.masked import apply_masked
-from engine_ext.apply.scatter import ScatterApplier
+from engine_ext.apply.scatter import ScatterWriter
 from engine_ext.apply.staged import StagedPart
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.kernels.gather_scatter import bits_of, host_bits, warm_up
@@ -52,8 +53,8 @@ class LiveModel:
     load_weights: Callable[[Any], object]
     index: StorageIndex
     base: dict[str, torch.Tensor]
-    scatter: ScatterApplier
-    plain: ScatterApplier
+    scatter: DeltaApplier
+    plain: DeltaApplier
     timings: Timings
 
     @property
@@ -130,14 +131,18 @@ def equip(llm: Any, learner: Any, threads: int) -> LiveModel:
     plan = make_plan(placement, SingleRank())
     undo_bytes = Settings().undo_bytes
     ready = time.perf_counter()
-    scatter = ScatterApplier(model, index, plan, undo_bytes=undo_bytes, threads=threads)
+    scatter = DeltaApplier(
+        model, index, plan, ScatterWriter(), undo_bytes=undo_bytes, threads=threads
+    )
     timings = {
         "tracing": traced - begin,
         "certification": certified - traced,
         "first digest": time.perf_counter() - ready,
     }
     undigested = dataclasses.replace(plan, digested=frozenset())
-    plain = ScatterApplier(model, index, undigested, undo_bytes=undo_bytes, threads=threads)
+    plain = DeltaApplier(
+        model, index, undigested, ScatterWriter(), undo_bytes=undo_bytes, threads=threads
+    )
     return LiveModel(llm, model, load_weights, index, base, scatter, plain, timings)
 
 
@@ -164,7 +169,7 @@ def reverse(live: LiveModel, deltas: Sequence[ParamDelta]) -> Part:
     return as_part([dataclasses.replace(delta, values=delta.values ^ 1) for delta in deltas])[1]
 
 
-def scatter_apply(applier: ScatterApplier, part: Part) -> Timings:
+def scatter_apply(applier: DeltaApplier, part: Part) -> Timings:
     """One whole sync on this rank, from decoded deltas to weights; seconds of its two phases."""
     start = time.perf_counter()
     staged = [applier.stage(part)]
@@ -174,7 +179,7 @@ def scatter_apply(applier: ScatterApplier, part: Part) -> Timings:
     return {"total": end - start, "stage": middle - start, "commit": end - middle}
 
 
-def commit(applier: ScatterApplier, staged: list[StagedPart]) -> Any:
+def commit(applier: DeltaApplier, staged: list[StagedPart]) -> Any:
     """All that a rank does at the commit; returns what takes it back."""
     applier.check_sync(staged, full=False)
     applier.check_base(staged)

@@ -3,7 +3,7 @@
 The rows and the receivers are those of tests/conformance, where README.md says what is judged.
 vLLM's own function has a column where vLLM is installed.
 
-    python scripts/doc_tables/conformance.py [--json] [--subject package.module:factory ...]
+    python -m scripts.doc_tables.conformance [--json] [--subject package.module:factory ...]
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from scripts.doc_tables.markdown import table
+
 OWN = ("tests.conformance.receivers:scatter", "tests.conformance.receivers:masked")
 VLLM = "tests.conformance.vllm_checkpoint_patch:make"
 
@@ -78,13 +78,27 @@ def judge_all(factories: Sequence[Any], only: Sequence[str] = ()) -> list[dict[s
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """The table."""
+    """Return the table."""
     names = list(rows[0]["columns"])
-    lines = ["| the loader | " + " | ".join(names) + " |", "| --- " * (len(names) + 1) + "|"]
-    for row in rows:
-        cells = [row["columns"][name]["cell"] for name in names]
-        lines.append(f"| {row['name']}: {row['what']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return table(
+        ["the loader", *names],
+        (
+            [f"{row['name']}: {row['what']}", *(row["columns"][name]["cell"] for name in names)]
+            for row in rows
+        ),
+    )
+
+
+def default_table() -> str:
+    """Return the table of the documentation.
+
+    Raises:
+        RuntimeError: vLLM, which has a column there, is not installed.
+    """
+    factories = subjects([])
+    if len(factories) == len(OWN):
+        raise RuntimeError("the table in the documentation needs vLLM: run it from .venv")
+    return markdown(judge_all(factories))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -21,35 +21,36 @@ _SHARES: Final = (1e-5, 1e-4, 1e-3, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 
 
 _SYNCS: Final = Counter(
     "delta_updates_syncs",
-    "Requests to update the weights, by what became of them: committed, staged (parts are "
-    "missing), already_applied, rolled_back, refused, undone, uncertain, unpublished, failed. "
-    "'error' is the type that the answer named.",
+    "Update requests by outcome: committed, staged (parts are missing), already_applied, "
+    "rolled_back, refused, undone, uncertain, unpublished, failed. 'error' is the answer's type.",
     ["outcome", "error"],
 )
 _DENIED: Final = Counter(
-    "delta_updates_denied", "Requests without the right to use the endpoints.", ["error"]
+    "delta_updates_denied",
+    "Requests refused for a missing or wrong token, or from another host.",
+    ["error"],
 )
-_BYTES: Final = Counter("delta_updates_bytes", "Bytes of the parts that have arrived whole.")
-_ELEMENTS: Final = Counter("delta_updates_elements", "Elements that committed syncs have sent.")
+_BYTES: Final = Counter("delta_updates_bytes", "Bytes of completely received parts.")
+_ELEMENTS: Final = Counter("delta_updates_elements", "Elements sent by committed syncs.")
 _DENSITY: Final = Histogram(
     "delta_updates_density",
-    "Elements that a committed sync has sent, of those of the tensors that it names.",
+    "Elements sent by a committed sync over all elements of the tensors it names.",
     buckets=_SHARES,
 )
 _PHASES: Final = Histogram(
     "delta_updates_phase_seconds",
-    "Seconds of a request, by phase: receive, stage, pause (what generation felt), commit (the "
-    "writes, within the pause).",
+    "Seconds of a request by phase: receive, stage, pause (of generation), commit (the writes, "
+    "within the pause).",
     ["phase"],
     buckets=_SECONDS,
 )
 _MISMATCHES: Final = Counter(
     "delta_updates_digest_mismatches",
-    "Syncs and scans that have found other bits in the engine than there should be.",
+    "Syncs and scans that found other bits in the engine than expected.",
 )
 _VERSION: Final = Gauge(
     "delta_updates_version",
-    "The version of the live weights.",
+    "Version of the live weights.",
     multiprocess_mode="mostrecent",
 )
 

@@ -6,9 +6,9 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import apply_patches
 import pytest
 
+from scripts import apply_patches
 from tests.patches import copies, fake_engine
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import apply_patches
-
+from scripts import apply_patches
+from scripts.apply_patches import State
 from scripts.live_engine.sglang import SglangProcess
 
 ROOT = Path(__file__).parents[2]
@@ -105,17 +105,14 @@ def facts(name: str, folder: Path, script: str, out: Path, plugins: str | None) 
 @contextlib.contextmanager
 def half_patched(name: str, folder: Path, path: str) -> Iterator[None]:
     """Let one file of a patched copy, by its path in it, be as it was released."""
-    choice = apply_patches.choose(apply_patches.find(name, folder), None)
-    file = folder / path
-    after = file.read_bytes()
-    file.write_bytes(choice.patches.change(folder, path, revert=True, by_hash=True).after)
+    patches = apply_patches.choose(apply_patches.find(name, folder))
+    (folder / path).write_bytes(patches.rewritten(path, State.ORIGINAL))
     try:
         yield
     finally:
-        file.write_bytes(after)
+        (folder / path).write_bytes(patches.contents[path])
 
 
 def touched(name: str, folder: Path) -> dict[str, bytes]:
     """The content of every file of a source that the patches touch, by its path."""
-    choice = apply_patches.choose(apply_patches.find(name, folder), None)
-    return {path: (folder / path).read_bytes() for path in choice.states}
+    return apply_patches.choose(apply_patches.find(name, folder)).contents

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-import patch_sets
+from scripts.apply_patches import PatchSet
 
 VERSION = "1.2.3"
 FILES = {
@@ -59,7 +59,7 @@ def write_patches(folder: Path, source: Path) -> None:
                 n=1,
             )
         (folder / name).write_bytes("".join(lines).encode())
-    patch_sets.write_manifest(folder, source)
+    PatchSet(folder, source, by_hash=False).write_manifest()
 
 
 def read(folder: Path) -> dict[str, str]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import apply_patches
 import pytest
-from patch_sets import State
 
+from scripts import apply_patches
+from scripts.apply_patches import PatchSet, State
 from tests.patches import copies
 
 pytestmark = pytest.mark.engine
@@ -103,8 +103,6 @@ def test_half_patched_does_not_start(
 def test_hunks_fit_only_one_place(name: str) -> None:
     """So that on another version they go in where they belong, or not at all."""
     engine = apply_patches.find(name, copies.installed(name))
-    (patches,) = (
-        found for found in apply_patches.read_sets(name) if found.version == ENGINES[name]
-    )
-    states = patches.states(engine.root, by_hash=False)
-    assert set(states.values()) == {State.ORIGINAL}
+    folder = apply_patches.PATCHES / name / ENGINES[name]
+    patches = PatchSet(folder, engine.root, by_hash=False)
+    assert set(patches.states.values()) == {State.ORIGINAL}

@@ -17,8 +17,9 @@ import torch
 from hypothesis import settings
 from torch import nn
 
-from engine_ext.apply.masked_applier import MaskedApplier
-from engine_ext.apply.scatter import ScatterApplier
+from engine_ext.apply.delta_applier import DeltaApplier, Writer
+from engine_ext.apply.masked import MaskedWriter
+from engine_ext.apply.scatter import ScatterWriter
 from engine_ext.apply.staged import StagedParam, StagedPart, UndoLog
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
 from engine_ext.errors import NotUpdatable
@@ -205,7 +206,7 @@ class Served:
 
     model: ToyModel
     index: StorageIndex
-    applier: ScatterApplier
+    applier: DeltaApplier
     peer: Peer | None = None
 
     @property
@@ -231,18 +232,17 @@ def make_applier(
     chunk_bytes: int = CHUNK_BYTES,
     undo_bytes: int = UNDO_BYTES,
     threads: int = 1,
-) -> ScatterApplier:
-    if apply == "scatter":
-        return ScatterApplier(live, index, plan, undo_bytes=undo_bytes, threads=threads)
-    return MaskedApplier(
-        live,
-        index,
-        plan,
-        undo_bytes=undo_bytes,
-        threads=threads,
-        load_weights=live.load_weights,
-        chunk_bytes=chunk_bytes,
-    )
+) -> DeltaApplier:
+    writer: Writer = ScatterWriter()
+    if apply == "masked":
+        writer = MaskedWriter(
+            live,
+            index,
+            plan.placement,
+            load_weights=live.load_weights,
+            chunk_bytes=chunk_bytes,
+        )
+    return DeltaApplier(live, index, plan, writer, undo_bytes=undo_bytes, threads=threads)
 
 
 def serve(
@@ -346,7 +346,7 @@ def as_full(part: Part) -> Part:
     return replace(part, header=replace(part.header, manifest=manifest))
 
 
-def assert_digests(applier: ScatterApplier) -> None:
+def assert_digests(applier: DeltaApplier) -> None:
     """What is tracked is what live memory says, of the same tensors."""
     assert applier.digests == applier.plan.scan()
 

@@ -69,7 +69,6 @@ def test_every_flag(tmp_path: Path) -> None:
         "--delta-min-upload-rate=1M",
         "--delta-stage-timeout=1.5",
         "--delta-base-version=9223372036854775807",
-        "--delta-certify-sample=2.5%",
     ) == Settings(
         chunk_bytes=1 << 20,
         read_workers=2,
@@ -81,18 +80,11 @@ def test_every_flag(tmp_path: Path) -> None:
         min_upload_rate=1 << 20,
         stage_timeout=1.5,
         base_version=2**63 - 1,
-        certify_sample=0.025,
     )
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "1.5", "101%", "all", "", "nan"])
-def test_a_share_is_above_0_and_at_most_1(text: str) -> None:
-    with pytest.raises((argparse.ArgumentError, SystemExit)):
-        parse("--enable-delta-updates", f"--delta-certify-sample={text}")
-
-
 def test_roots_are_real_paths(tmp_path: Path) -> None:
-    """Disk requests are compared with them after their symlinks are resolved."""
+    """They are compared with the paths of disk requests after symlinks are resolved."""
     folder, link = tmp_path / "folder", tmp_path / "link"
     folder.mkdir()
     link.symlink_to(folder)
@@ -105,7 +97,7 @@ def test_roots_are_real_paths(tmp_path: Path) -> None:
     "flag", ["--delta-chunk-bytes=1M", "--delta-base-version=0", "--delta-stage-timeout=60"]
 )
 def test_a_companion_flag_alone_is_refused(flag: str) -> None:
-    """Even with the default's value: whoever gives it expects that it does something."""
+    """Even with the default's value: the user expects an effect."""
     with pytest.raises(ValueError, match=flag.partition("=")[0]):
         parse(flag)
 
@@ -191,7 +183,7 @@ def test_a_damaged_environment_is_an_error_not_a_default(monkeypatch: pytest.Mon
 
 
 def test_the_token_is_kept_out_of_the_namespace() -> None:
-    """Engines log the namespace; the token travels in the environment instead."""
+    """Engines log the namespace, so the token is in the environment instead."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     args = parser.parse_args(["--enable-delta-updates", "--delta-api-key", "s3cret"])

@@ -1,4 +1,4 @@
-"""Exact or refused, with no third outcome: every loader habit, from tracing to the last bit."""
+"""Applied exactly or refused, for every kind of loader, from tracing to the last bit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NAN = float("nan")
 
 
 def syncs() -> Iterator[tuple[type[ToyModel], tuple[str, ...]]]:
-    """Every model with each of its tensors alone, and with all of them."""
+    """Yield every model with each of its tensors alone, and with all of them."""
     for model in every_model():
         yield from ((model, (name,)) for name in model.shapes)
         if len(model.shapes) > 1:
@@ -66,7 +66,7 @@ CAST = {toy_models.Widened: frozenset({"weight"}), toy_models.Narrowed: frozense
 
 
 def is_updatable(model: type[ToyModel], names: Sequence[str], dense: bool, apply: str) -> bool:
-    """What the toy model says of itself."""
+    """Return what the toy model declares about itself."""
     if apply == "scatter":
         return not (model.refused - CAST.get(model, frozenset())) & set(names)
     return not model.refused & set(names) and (
@@ -110,7 +110,7 @@ def test_exact_or_refused(
 @pytest.mark.parametrize("model", every_model(), ids=sync_id)
 @DENSE
 def test_chunks_of_one_tensor(model: type[ToyModel], dense: bool) -> None:
-    """The loader then never sees two tensors together, and a pair must be refused, not lost."""
+    """The loader never sees two tensors together, so that a pair must be refused, not lost."""
     base = base_checkpoint(model)
     served = serve(model, base, chunk_bytes=1)
     names = [name for name in model.shapes if is_updatable(model, [name], dense, "masked")]
@@ -137,7 +137,7 @@ def test_chunks_of_one_tensor(model: type[ToyModel], dense: bool) -> None:
 )
 @APPLY
 def test_many_syncs_in_a_row(model: type[ToyModel], apply: str) -> None:
-    """Errors must not accumulate, and an update can be taken back by another."""
+    """Errors must not accumulate, and one update can revert another."""
     base = base_checkpoint(model)
     served = serve(model, base, apply=apply)
     first = memory(served.model)
@@ -153,7 +153,7 @@ def test_many_syncs_in_a_row(model: type[ToyModel], apply: str) -> None:
 @APPLY
 @pytest.mark.parametrize("undo_bytes", [0, 1 << 20], ids=["no log", "log"])
 def test_full_sync(model: type[ToyModel], apply: str, undo_bytes: int) -> None:
-    """It must cover what the engine holds, so one tensor that is refused refuses it whole."""
+    """It must cover what the engine holds, so that one refused tensor refuses it."""
     base = base_checkpoint(model)
     served = serve(model, base, apply=apply, undo_bytes=undo_bytes)
     names = sorted(served.applier.plan.held)
@@ -168,7 +168,7 @@ def test_full_sync(model: type[ToyModel], apply: str, undo_bytes: int) -> None:
 @DENSE
 @APPLY
 def test_every_dtype(dtype: str, dense: bool, apply: str) -> None:
-    """All go, but a masked sparse one only where there is a NaN to mark the rest."""
+    """All are applied, but masked and sparse only dtypes that have a NaN."""
 
     class Typed(ToyModel):
         shapes: ClassVar = {"weight": (3, 4)}
@@ -217,7 +217,7 @@ def test_live_nans_survive_and_can_be_overwritten(apply: str) -> None:
 
 
 def refused(served: Served, deltas: Sequence[ParamDelta], *, full: bool = False) -> set[str]:
-    """The tensors that the refusal names."""
+    """Return the tensors that the refusal names."""
     refusal = attempt(served, parts_of(deltas), full=full)
     assert refusal is not None
     return named_in(refusal)
@@ -273,7 +273,7 @@ def test_one_refused_tensor_refuses_the_others(apply: str) -> None:
 
 @APPLY
 def test_a_tensor_of_another_rank_is_let_through(apply: str) -> None:
-    """Nothing of it lies here, but shape and dtype are checked all the same."""
+    """This rank holds nothing of it, but checks shape and dtype all the same."""
     base = base_checkpoint(toy_models.Skipped)
     served = serve(toy_models.Skipped, base, elsewhere=["rotary"], apply=apply)
     before = memory(served.model)
@@ -321,7 +321,7 @@ def test_a_tensor_may_come_in_two_parts(model: type[ToyModel], apply: str) -> No
 
 @pytest.mark.parametrize("second", ["sparse", "dense"])
 def test_no_element_comes_twice(plain: Served, second: str) -> None:
-    """Whichever came last would win, and that is nobody's intention."""
+    """Otherwise the last one would win, which no sender intends."""
     one = ParamDelta("bias", "bfloat16", (6,), np.array([1, 3]), bits(ONES[:2]))
     two = ParamDelta("bias", "bfloat16", (6,), np.array([3, 5]), bits(ONES[:2]))
     other = dense_delta("bias", ONES) if second == "dense" else two
@@ -339,7 +339,7 @@ def test_a_full_sync_names_what_it_leaves_out(plain: Served, left_out: str) -> N
 
 
 def test_a_full_sync_is_dense() -> None:
-    """Such a part cannot even be made."""
+    """Such a part cannot even be encoded."""
     base = base_checkpoint(PlainCopy)
     deltas = [dense_delta("weight", base["weight"]), delta_between("bias", base["bias"], ONES)]
     with pytest.raises(ValueError, match="not dense"):
@@ -354,7 +354,7 @@ def test_a_full_sync_covers_what_other_ranks_hold(apply: str) -> None:
 
 
 def test_a_moved_weight_is_noticed(plain: Served) -> None:
-    """Even where the sync is for another tensor: an engine that moves weights is not understood."""
+    """Even if the sync is for another tensor: the placement of a moved model is not certified."""
     old = plain.model.weight.data
     plain.model.weight.data = old.clone()
     assert refused(plain, [dense_delta("bias", ONES)]) == {"weight"}
@@ -369,7 +369,7 @@ def test_a_moved_weight_is_noticed(plain: Served) -> None:
 def test_a_write_that_does_not_arrive_is_no_success(
     masked: Served, monkeypatch: pytest.MonkeyPatch, dense: bool
 ) -> None:
-    """A loader that behaves on meta tensors only: the read-back must find it out."""
+    """A loader that works on meta tensors only: the read-back must detect it."""
 
     def load_one(self: ToyModel, name: str, weight: torch.Tensor) -> None:
         if weight.is_meta:
@@ -385,7 +385,7 @@ def test_a_write_that_does_not_arrive_is_no_success(
 def test_a_loader_that_changes_its_mind_is_refused(
     masked: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Certified at start-up, but by now it puts the tensor somewhere else."""
+    """Certified at start-up, but the loader writes the tensor elsewhere by now."""
 
     def load_one(self: ToyModel, name: str, weight: torch.Tensor) -> None:
         getattr(self, name).copy_(weight.flip(0) if weight.dim() else weight)

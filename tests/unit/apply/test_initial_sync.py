@@ -1,4 +1,4 @@
-"""An engine without a checkpoint's weights: one full sync makes it one that takes deltas."""
+"""An engine started without a checkpoint's weights: a full sync first, then deltas."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from tests.support.toy_models import (
 )
 
 
-class Seeded:
-    """A model with garbage in it, and its receiver."""
+class Unloaded:
+    """A model whose weights are arbitrary, and its receiver."""
 
     def __init__(self, model: type[ToyModel], folder: Path, **settings: Any) -> None:
         self.model = model()
@@ -90,22 +90,22 @@ def kind(answer: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("model", every_model(), ids=lambda m: m.__name__)
-def test_seeded_like_a_fresh_engine_or_not_served(model: type[ToyModel], tmp_path: Path) -> None:
-    """Exact, refused with nothing changed, or (where only the bytes tell) uncertain; no other."""
+def test_loaded_like_a_fresh_engine_or_not_served(model: type[ToyModel], tmp_path: Path) -> None:
+    """Exact, refused and unchanged, or (if only the bytes show it) uncertain; nothing else."""
     base = base_checkpoint(model)
-    seeded = Seeded(model, tmp_path)
-    before = memory(seeded.model)
-    answer = seeded.send_full(base)
-    [status] = seeded.engine.status()
+    unloaded = Unloaded(model, tmp_path)
+    before = memory(unloaded.model)
+    answer = unloaded.send_full(base)
+    [status] = unloaded.engine.status()
     if "ok" in answer:
-        assert memory(seeded.model) == memory(load(model, base))
+        assert memory(unloaded.model) == memory(load(model, base))
         assert (status["version"], status["engine_state"]) == (1, "certain")
     elif kind(answer) == "CommitFailed":
         assert model.refused
         assert status["engine_state"] == "uncertain"
     else:
         assert kind(answer) == "NotUpdatable"
-        assert memory(seeded.model) == before
+        assert memory(unloaded.model) == before
         assert (status["version"], status["engine_state"]) == (0, "certain")
 
 
@@ -113,17 +113,17 @@ def test_seeded_like_a_fresh_engine_or_not_served(model: type[ToyModel], tmp_pat
 @pytest.mark.parametrize("apply", ["scatter", "masked"])
 def test_then_it_takes_deltas(model: type[ToyModel], apply: str, tmp_path: Path) -> None:
     base = base_checkpoint(model)
-    seeded = Seeded(model, tmp_path, apply=apply)
-    answer = seeded.send_full(base)
+    unloaded = Unloaded(model, tmp_path, apply=apply)
+    answer = unloaded.send_full(base)
     assert (answer["ok"]["apply"], answer["ok"]["rollback"]) == ("reload", False)
     assert answer["ok"]["digest"] == digest(base).hex()
     names = [n for n in base if base[n].dtype == torch.bfloat16]
     target = target_checkpoint(base, names)
     deltas = [delta_between(name, base[name], target[name]) for name in names]
-    answer = seeded.send(one_part(deltas, current_version=2, base_version=1))
+    answer = unloaded.send(one_part(deltas, current_version=2, base_version=1))
     assert answer["ok"]["apply"] == apply
-    assert memory(seeded.model) == memory(load(model, target))
-    [plan] = seeded.engine.call("plan")
+    assert memory(unloaded.model) == memory(load(model, target))
+    [plan] = unloaded.engine.call("plan")
     assert {row["status"] for row in plan["ok"]["tensors"]} == {"exact"}
 
 
@@ -132,80 +132,80 @@ def digest(checkpoint: Checkpoint) -> Digest:
 
 
 def test_it_says_what_it_waits_for(tmp_path: Path) -> None:
-    seeded = Seeded(PlainCopy, tmp_path)
-    [status] = seeded.engine.status()
+    unloaded = Unloaded(PlainCopy, tmp_path)
+    [status] = unloaded.engine.status()
     assert (status["apply"], status["awaits"], status["version"]) == ("reload", "full sync", 0)
-    assert seeded.engine.call("plan") == [{"ok": {"tensors": None}}]
-    [found] = seeded.engine.call("digest", scan=True)
+    assert unloaded.engine.call("plan") == [{"ok": {"tensors": None}}]
+    [found] = unloaded.engine.call("digest", scan=True)
     assert found["ok"]["tensors"] == {}
 
 
 def test_a_delta_is_refused_until_then(tmp_path: Path) -> None:
     base = base_checkpoint(PlainCopy)
-    seeded = Seeded(PlainCopy, tmp_path)
+    unloaded = Unloaded(PlainCopy, tmp_path)
     delta = delta_between("weight", base["weight"], base["weight"] + 1)
-    assert kind(seeded.send(one_part([delta], base_version=0))) == "BaseMismatch"
-    assert "ok" in seeded.send_full(base)
+    assert kind(unloaded.send(one_part([delta], base_version=0))) == "BaseMismatch"
+    assert "ok" in unloaded.send_full(base)
 
 
 @pytest.mark.parametrize("left_out", base_checkpoint(FusedQkv))
 def test_a_part_of_a_fused_weight_is_not_enough(left_out: str, tmp_path: Path) -> None:
     base = base_checkpoint(FusedQkv)
-    seeded = Seeded(FusedQkv, tmp_path)
-    before = memory(seeded.model)
-    answer = seeded.send_full({n: t for n, t in base.items() if n != left_out})
+    unloaded = Unloaded(FusedQkv, tmp_path)
+    before = memory(unloaded.model)
+    answer = unloaded.send_full({n: t for n, t in base.items() if n != left_out})
     assert kind(answer) == "NotUpdatable"
     assert answer["error"]["missing"]
-    assert memory(seeded.model) == before
-    seeded.engine.call("drop")
-    assert "ok" in seeded.send_full(base)
+    assert memory(unloaded.model) == before
+    unloaded.engine.call("drop")
+    assert "ok" in unloaded.send_full(base)
 
 
 def test_a_tensor_that_two_parts_send(tmp_path: Path) -> None:
     base = base_checkpoint(PlainCopy)
-    seeded = Seeded(PlainCopy, tmp_path)
+    unloaded = Unloaded(PlainCopy, tmp_path)
     more = {"base_version": None, "full": True, "num_parts": 2}
     whole = [dense_delta(n, t) for n, t in base.items()]
-    assert "ok" in seeded.send(one_part(whole, part=0, **more))
-    answer = seeded.send(one_part(whole[:1], part=1, **more))
+    assert "ok" in unloaded.send(one_part(whole, part=0, **more))
+    answer = unloaded.send(one_part(whole[:1], part=1, **more))
     assert kind(answer) == "NotUpdatable"
-    seeded.engine.call("drop")
-    assert "ok" in seeded.send_full(base)
+    unloaded.engine.call("drop")
+    assert "ok" in unloaded.send_full(base)
 
 
 def test_digests_of_a_full_sync_are_checked(tmp_path: Path) -> None:
     base = base_checkpoint(PlainCopy)
-    seeded = Seeded(PlainCopy, tmp_path)
+    unloaded = Unloaded(PlainCopy, tmp_path)
     right = digest(base).hex()
-    before = memory(seeded.model)
-    assert kind(seeded.send_full(base, digest_after="0" * 32)) == "BaseMismatch"
-    seeded.engine.call("drop")
-    assert kind(seeded.send_full(base, digest_part=right)) == "BaseMismatch"
-    seeded.engine.call("drop")
-    assert memory(seeded.model) == before
-    assert seeded.send_full(base, digest_after=right)["ok"]["digest"] == right
+    before = memory(unloaded.model)
+    assert kind(unloaded.send_full(base, digest_after="0" * 32)) == "BaseMismatch"
+    unloaded.engine.call("drop")
+    assert kind(unloaded.send_full(base, digest_part=right)) == "BaseMismatch"
+    unloaded.engine.call("drop")
+    assert memory(unloaded.model) == before
+    assert unloaded.send_full(base, digest_after=right)["ok"]["digest"] == right
 
 
 def test_what_the_reload_makes_of_it_is_compared(tmp_path: Path) -> None:
-    """A reload that leaves other bytes than the sync's is told, and never called certain."""
+    """If the reload writes other bytes than the sync's, the engine is uncertain."""
     base = base_checkpoint(PlainCopy)
-    seeded = Seeded(PlainCopy, tmp_path)
-    original = seeded.model.load_weights
+    unloaded = Unloaded(PlainCopy, tmp_path)
+    original = unloaded.model.load_weights
 
     def drop_a_bit(weights: Any) -> None:
         original(weights)
-        if not seeded.model.weight.is_meta:
-            seeded.model.weight.view(torch.int16)[0, 0] ^= 1
+        if not unloaded.model.weight.is_meta:
+            unloaded.model.weight.view(torch.int16)[0, 0] ^= 1
 
-    seeded.engine.receivers[0]._applier._reload = drop_a_bit
+    unloaded.engine.receivers[0]._applier._reload = drop_a_bit
     with torch.no_grad():
-        answer = seeded.send_full(base)
+        answer = unloaded.send_full(base)
     assert kind(answer) == "CommitFailed"
     assert "weight" in answer["error"]["message"]
-    seeded.engine.receivers[0]._applier._reload = original
+    unloaded.engine.receivers[0]._applier._reload = original
     with torch.no_grad():
-        assert "ok" in seeded.send_full(base)
-    assert seeded.engine.status()[0]["engine_state"] == "certain"
+        assert "ok" in unloaded.send_full(base)
+    assert unloaded.engine.status()[0]["engine_state"] == "certain"
 
 
 def test_an_engine_that_repacks_does_not_start_without_a_checkpoint() -> None:
@@ -223,13 +223,13 @@ def test_an_engine_that_repacks_does_not_start_without_a_checkpoint() -> None:
 
 
 def test_every_live_weight_counts(tmp_path: Path) -> None:
-    """Also one that no tensor of the sync is for."""
+    """Also one that no tensor of the sync writes."""
 
     class Extra(PlainCopy):
         def build(self) -> None:
             super().build()
             self.extra = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
 
-    answer = Seeded(Extra, tmp_path).send_full(base_checkpoint(PlainCopy))
+    answer = Unloaded(Extra, tmp_path).send_full(base_checkpoint(PlainCopy))
     assert kind(answer) == "NotUpdatable"
     assert "extra" in answer["error"]["message"]

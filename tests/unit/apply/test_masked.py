@@ -56,7 +56,7 @@ def sparse(
 
 
 def holds_new(served: Served, delta: ParamDelta) -> bool:
-    """Whether live memory holds the delta's new bits."""
+    """Return whether live memory holds the delta's new bits."""
     [part] = parts_of([delta])
     return all(write.holds() for write in served.applier.stage(part).writes)
 
@@ -72,7 +72,7 @@ def holds_new(served: Served, delta: ParamDelta) -> bool:
 def test_applied_is_freshly_loaded(
     shard: Shard, density: float, seed: int, chunk_bytes: int, dense: bool
 ) -> None:
-    """Any shard, any density, any chunking: live memory ends as a fresh load leaves it."""
+    """Any shard, any density, any chunking: live memory ends as after a fresh load."""
     model = shard.model(number=3)
     base = base_checkpoint(model, seed)
     served = serve(model, base)
@@ -100,11 +100,10 @@ def test_reading_back_sees_any_touched_element(
     assert holds_new(served, delta)
 
     assert delta.indices is not None
-    place = data.draw(st.integers(0, shard.on_rank().size - 1))
-    touched = bool(np.isin(shard.on_rank()[place], delta.indices))
-    box = served.model.w0.data[shard.live_index]
-    where = np.unravel_index(place, box.shape)
-    box.view(torch.int16)[where] ^= 1
+    element = data.draw(st.integers(0, shard.on_rank().size - 1))
+    touched = bool(np.isin(shard.on_rank()[element], delta.indices))
+    live = served.model.w0.data[shard.live_index]
+    live.view(torch.int16)[np.unravel_index(element, live.shape)] ^= 1
     assert holds_new(served, delta) is not touched
 
 
@@ -224,7 +223,7 @@ def originals_return() -> Iterator[None]:
 
 
 def masks(live: ToyModel) -> bool:
-    """Whether, right now, a copy of NaN into live memory leaves it alone."""
+    """Return whether a copy of NaN into live memory leaves it unchanged now."""
     before = bits(live.bias)
     with torch.no_grad():
         live.bias.copy_(torch.full((6,), NAN))
@@ -297,7 +296,7 @@ def test_another_thread_is_not_masked(live: ToyModel) -> None:
 
 
 def test_only_one_thread_masks_at_a_time(live: ToyModel) -> None:
-    """A second one waits, and the originals are back whichever of them ends last."""
+    """A second one waits, and the originals are restored whichever of them ends last."""
     index = StorageIndex(live)
     entered, leave, order = threading.Event(), threading.Event(), []
 

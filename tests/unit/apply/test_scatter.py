@@ -1,4 +1,4 @@
-"""The scatter apply: exact or refused for every loader habit, and how it finds the elements."""
+"""The scatter apply, the locator of elements, and the ranks that hold them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine_ext.apply.thread_pool import ThreadPool
 from engine_ext.errors import BaseMismatch
 from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.casts import checkpoint_bits, live_bits
@@ -65,9 +66,9 @@ def test_applied_and_taken_back(
     host: bool,
     full: bool,
 ) -> None:
-    """Any shard, any density, any pieces: live memory ends as a fresh load leaves it.
+    """Any shard, any density, any pieces: live memory ends as after a fresh load.
 
-    With `host` off by the operators for other devices, on the CPU.
+    Without `host`, the operators for other devices do it, on the CPU.
     """
     model = shard.model(number=2)
     base = base_checkpoint(model, seed)
@@ -88,7 +89,7 @@ def test_applied_and_taken_back(
         for n in base
     ]
     with mock.patch.multiple(
-        "engine_ext.apply.staged", _HOST_SPAN=span, _RUN_SPAN=span, _DEVICE_SPAN=span
+        "engine_ext.apply.stager", _HOST_SPAN=span, _RUN_SPAN=span, _DEVICE_SPAN=span
     ):
         assert attempt(served, parts_of(deltas), full=full) is None
     assert memory(served.model) == memory(load(model, target))
@@ -120,7 +121,7 @@ def test_a_nan_through_casts_is_refused(dense: bool) -> None:
 
 
 def test_windows_are_refused_for_what_they_are() -> None:
-    """As many elements are written as the tensor has; yet some twice, and others never."""
+    """As many elements are written as the tensor has, but some twice and others never."""
     _, _, placement = placed(Windows, base_checkpoint(Windows))
     plan = make_plan(placement, SingleRank())
     assert "several times" in placement["weight"].reason
@@ -142,7 +143,7 @@ class OneOfThree(Replicated):
 @pytest.mark.parametrize("live", ["first", "second"])
 @pytest.mark.parametrize("dense", [False, True])
 def test_copies_must_agree(model: type[ToyModel], row: int, live: str, dense: bool) -> None:
-    """A digest sees the first copy only; the others are compared with it. A full sync heals."""
+    """A digest sees the first copy only; the others are compared with it. A full sync repairs."""
     base = base_checkpoint(model)
     served = serve(model, base, apply="scatter")
     target = target_checkpoint(base, ["weight"])
@@ -169,12 +170,12 @@ def test_copies_count_once(model: type[ToyModel]) -> None:
     assert served.applier.digest == tensor_digest("weight", bits(base["weight"]))
 
 
-# --- side by side ---
+# --- threads ---
 
 
 def test_nothing_goes_on_after_a_failure() -> None:
-    """An undo must not run beside a write."""
-    served = serve(PlainCopy, base_checkpoint(PlainCopy), apply="scatter", threads=3)
+    """An undo must not run during a write."""
+    pool = ThreadPool(3)
     started, ended = [], []
     slow = threading.Event()
 
@@ -186,10 +187,10 @@ def test_nothing_goes_on_after_a_failure() -> None:
         ended.append(number)
 
     with pytest.raises(OSError, match="the first"):
-        served.applier._each(range(50), do)
+        pool.map(do, range(50))
     assert sorted(started) == sorted([*ended, 1])
     assert len(started) < 50
-    assert served.applier._each(range(50), lambda n: n * n) == [n * n for n in range(50)]
+    assert pool.map(lambda n: n * n, range(50)) == [n * n for n in range(50)]
 
 
 # --- locating ---
@@ -197,7 +198,7 @@ def test_nothing_goes_on_after_a_failure() -> None:
 
 @st.composite
 def boxes(draw: st.DrawFn) -> tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Offset, sizes, source strides (some 0: broadcast) and live strides (dense, any order)."""
+    """Draw offset, sizes, source strides (0: broadcast) and live strides (dense, any order)."""
     sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     source = tuple(draw(st.sampled_from([0, 1, 2, 3, 5, 12, 40])) for _ in sizes)
     order = draw(st.permutations(range(len(sizes))))
@@ -214,7 +215,7 @@ def test_locator_finds_what_the_box_says(
     repacked: bool,
     chosen: set[int],
 ) -> None:
-    """Against a walk over every element. Of a box that does not nest, some are not found."""
+    """Against a loop over every element; in a box that does not nest, some are not found."""
     offset, sizes, source, live = box
     model = torch.nn.Module()
     model.w = torch.nn.Parameter(torch.zeros(64), requires_grad=False)

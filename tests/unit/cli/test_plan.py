@@ -8,9 +8,11 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine_ext.cli import plan
+from engine_ext.settings import Settings
 
 
 def row(
@@ -160,10 +162,10 @@ def test_a_folder_is_loaded_by_the_engine_which_may_print(
     monkeypatch.setenv("DELTA_UPDATES_SETTINGS", "")
     monkeypatch.setattr(plan.importlib, "import_module", lambda name: Offline)
     flags = ["--tensor-parallel-size", "2"]
-    assert plan.main([str(tmp_path), "--json", "--delta-certify-sample", "0.5", *flags]) == 0
+    assert plan.main([str(tmp_path), "--json", *flags]) == 0
     [(model, given, settings)] = asked
     assert (model, given) == (str(tmp_path), flags)
-    assert json.loads(settings)["certify_sample"] == 0.5
+    assert msgspec.json.decode(settings, type=Settings) == Settings()
     captured = capfd.readouterr()
     assert json.loads(captured.out)[0]["status"] == "exact"
     assert "the engine says something" in captured.err

@@ -52,7 +52,7 @@ def segment(
 
 
 def pairs(seg: Segment) -> list[tuple[int, int]]:
-    """(checkpoint index, live offset) of every element, sorted."""
+    """Return (checkpoint index, live offset) of every element, sorted."""
     found = []
     for position in product(*map(range, seg.sizes)):
         index = seg.source_offset + sum(
@@ -108,7 +108,7 @@ def test_every_kind_of_box(name: str) -> None:
 
 @st.composite
 def segments(draw: st.DrawFn) -> Segment:
-    """Strided boxes; a padded live side."""
+    """Draw strided boxes with a padded live side."""
     dims = draw(st.integers(0, 3))
     sizes = tuple(draw(st.integers(1, 4)) for _ in range(dims))
     source = tuple(draw(st.sampled_from([0, 1, 2, 3, 4, 5, 8, 12, 16])) for _ in range(dims))
@@ -138,7 +138,7 @@ def test_located_is_what_counting_finds(seg: Segment, indices: set[int]) -> None
 def test_of_a_box_that_does_not_nest_nothing_is_found_elsewhere(
     seg: Segment, indices: set[int]
 ) -> None:
-    """`resolve` refuses it; until then, what is said of it must be true."""
+    """`resolve` refuses it; until then, what the locator finds in it must be right."""
     assert set(located(seg, np.array(sorted(indices), np.int64))) <= set(pairs(seg))
 
 
@@ -164,7 +164,7 @@ def test_a_run_is_where_indices_are_offsets_but_for_a_shift() -> None:
 @PROPERTY
 @given(segments().filter(nested))
 def test_copies_of_one_element_stand_together(seg: Segment) -> None:
-    """Staging takes every `copies`-th element for one of its own."""
+    """Staging takes one of every `copies` consecutive elements."""
     locator = Locator(seg)
     chosen, offsets = locator(np.arange(140))
     found = np.arange(140)[chosen].reshape(-1, locator.copies)
@@ -181,7 +181,7 @@ def placement(numel: int, *held: Segment, status: Status = Status.EXACT) -> Plac
 
 
 def judge(numel: int, *ranks: list[Segment]) -> tuple[Placed, dict[SourceBox, tuple[int, ...]]]:
-    """What rank 0 makes of all ranks' segments; every rank must make the same of them."""
+    """Resolve all ranks' segments on rank 0; every rank must get the same result."""
     placements = [placement(numel, *held) for held in ranks]
     told = [boxes(p) for p in placements]
     found = [resolve(p, told) for p in placements]
@@ -232,7 +232,7 @@ def test_a_tensor_that_nobody_holds_is_left_to_others() -> None:
 @PROPERTY
 @given(st.lists(st.lists(segments().filter(nested), max_size=2), min_size=1, max_size=3))
 def test_resolved_is_what_sets_say(ranks: list[list[Segment]]) -> None:
-    """Certified if, and only if, different boxes are disjoint and nothing is missing."""
+    """Certified if and only if different boxes are disjoint and nothing is missing."""
     found = {box_of(s) for held in ranks for s in held}
     elements = {
         box: {i for i, _ in pairs(s)} for held in ranks for s in held for box in [box_of(s)]

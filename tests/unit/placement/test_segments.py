@@ -15,7 +15,7 @@ from tests.support.toy_models import PlainCopy
 @PROPERTY
 @given(shards())
 def test_segments_name_the_elements_of_the_shard(shard: Shard) -> None:
-    """The placement's checkpoint indices, in the live box's order, are those that numpy gives."""
+    """The placement's checkpoint indices, in the live box's order, are numpy's."""
     model = shard.model()
     served = serve(model, base_checkpoint(model))
     segments = served.placement["w0"].segments
@@ -29,7 +29,7 @@ def test_segments_name_the_elements_of_the_shard(shard: Shard) -> None:
 @PROPERTY
 @given(shards())
 def test_the_two_views_of_a_segment_correspond(shard: Shard) -> None:
-    """What is written through `live_view` stands in the parameter where the loader puts it."""
+    """A write through `live_view` is in the parameter where the loader puts it."""
     model = shard.model()
     base = base_checkpoint(model)
     live = model()

@@ -76,7 +76,7 @@ def test_the_table_has_every_route() -> None:
 
 
 def test_the_documentation_has_every_route() -> None:
-    text = (Path(__file__).parents[3] / "SECURITY.md").read_text()
+    text = (Path(__file__).parents[3] / "docs/security.md").read_text()
     documented = set(re.findall(r"^\| `(GET|POST) ([^`]*)`.*\| token \|", text, re.MULTILINE))
     assert documented == {(method, path.partition("?")[0]) for method, path, *_ in ROUTES.values()}
 

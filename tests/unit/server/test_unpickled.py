@@ -21,7 +21,7 @@ MODULES = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpi
 CALLS = {"eval", "exec", "compile", "__import__"}
 METHODS = {("torch", "load"), ("torch", "package"), ("jit", "load"), ("np", "load"),
            ("numpy", "load"), ("np", "fromfile"), ("np", "lib")}  # fmt: skip
-# The engine's own processes among themselves: what a rank says to the others (SECURITY.md).
+# The engine's own processes among themselves: what a rank says to the others (docs/security.md).
 BETWEEN_RANKS = {"adapters/vllm/worker.py", "adapters/sglang/scheduler.py"}
 
 

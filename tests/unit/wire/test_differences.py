@@ -85,7 +85,7 @@ def test_applied_and_taken_back(
 
         served.peer.brief = with_change  # type: ignore[method-assign, assignment]
     with mock.patch.multiple(
-        "engine_ext.apply.staged", _HOST_SPAN=span, _RUN_SPAN=span, _DEVICE_SPAN=span
+        "engine_ext.apply.stager", _HOST_SPAN=span, _RUN_SPAN=span, _DEVICE_SPAN=span
     ):
         assert attempt(served, [part]) is None
     assert memory(served.model) == memory(load(model, target))
@@ -133,7 +133,7 @@ def test_copies_must_agree() -> None:
     ("model", "apply", "digested", "reason"),
     [
         (toy_models.PlainCopy, "scatter", False, "no digest"),
-        (toy_models.PlainCopy, "masked", True, "the loader takes values"),
+        (toy_models.PlainCopy, "masked", True, "the loader needs values"),
         (toy_models.CastBefore, "scatter", True, "casts"),
         (toy_models.Narrowed, "scatter", True, "no digest"),
     ],

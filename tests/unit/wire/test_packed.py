@@ -94,26 +94,26 @@ def test_a_part_built_without_our_encoder() -> None:
     assert_well_formed(part)
 
 
-def test_the_readme_shows_what_is_written() -> None:
+def test_the_specification_shows_what_is_written() -> None:
     """The values tensor, then the positions."""
-    readme = " ".join((Path(__file__).parents[3] / "README.md").read_text().split())
+    page = " ".join((Path(__file__).parents[3] / "docs/wire-format.md").read_text().split())
     where = np.array([1, 2, 6])
     values = ParamDelta("a", "bfloat16", (2, 4), where, bits16(0x3F80, 0x7FC1, 0x8000))
     dense = ParamDelta("b", "bfloat16", (), None, bits16(0xC000))
     body = encode_part([values, dense], encoding="gap8_exp", current_version=8)
     shown = "008201 01 28b52ffd 20 04 210000 7fff0080 28b52ffd 20 03 190000 010003"
-    assert shown in readme
+    assert shown in page
     assert body.endswith(bytes.fromhex(shown))
     change = ParamDelta("a", "bfloat16", (2, 4), where, bits16(1, 0xFFFF, 20), True)
     body = encode_part([change], encoding="gap8_ulp", current_version=8, digest_part="0" * 32)
     shown = "28b52ffd 20 04 100000 120f 110000 2800 28b52ffd 20 03 190000 010003"
-    assert shown in readme
+    assert shown in page
     assert body.endswith(bytes.fromhex(shown))
     where = np.array([70000, 140001])
     wide = ParamDelta("a", "bfloat16", (200_000,), where, bits16(0x3F80, 0x4000))
     body = encode_part([wide], encoding="gap8_exp", current_version=8)
     shown = "0000 28b52ffd 20 02 110000 7f80 28b52ffd 20 08 200000 ff71ff71 210000 ff11ff11"
-    assert shown in readme
+    assert shown in page
     assert body.endswith(bytes.fromhex(shown))
     assert_same(decode_part(body), [wide])
 

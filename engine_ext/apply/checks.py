@@ -1,0 +1,117 @@
+"""Checks of a sync on one rank. Each raises before anything is written."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+
+import numpy as np
+
+from engine_ext.apply.staged import StagedPart
+from engine_ext.dtypes import NAME_OF_TORCH
+from engine_ext.errors import NotUpdatable
+from engine_ext.placement.plan import Plan
+from engine_ext.placement.segments import Placed, Status
+from engine_ext.wire import ParamDelta
+
+
+def check_param(
+    delta: ParamDelta, plan: Plan, refusal: Callable[[ParamDelta, Placed, bool], str | None]
+) -> None:
+    """Check that a param is a tensor of the checkpoint that can be updated exactly.
+
+    Args:
+        delta: the decoded param.
+        plan: this rank's plan.
+        refusal: returns why the apply mode cannot write a delta of a certified tensor, or None;
+            its last argument is whether the digest covers the tensor.
+
+    Raises:
+        NotUpdatable: names the tensor.
+    """
+    name = delta.name
+    placed = plan.placement.get(name)
+    if placed is None:
+        raise NotUpdatable(
+            f"{name}: the checkpoint this engine was loaded from has no such tensor", tensor=name
+        )
+    if placed.status is Status.IGNORED:
+        raise NotUpdatable(f"{name}: the engine ignores this tensor; leave it out", tensor=name)
+    dtype = NAME_OF_TORCH[placed.spec.dtype]
+    if (delta.shape, delta.dtype) != (placed.spec.shape, dtype):
+        raise NotUpdatable(
+            f"{name}: it is {dtype} {list(placed.spec.shape)} in the checkpoint, and {delta.dtype} "
+            f"{list(delta.shape)} in the delta",
+            tensor=name,
+        )
+    if placed.status is Status.UNCERTIFIED:
+        reason: str | None = placed.reason
+    else:
+        reason = refusal(delta, placed, name in plan.digested)
+    if reason:
+        raise NotUpdatable(
+            f"{name}: this engine cannot update it exactly: {reason}", tensor=name, reason=reason
+        )
+
+
+def check_no_overlap(staged: Sequence[StagedPart]) -> None:
+    """Check that no element of a tensor is sent more than once.
+
+    Raises:
+        NotUpdatable: names the tensor.
+    """
+    by_name: dict[str, list[ParamDelta]] = defaultdict(list)
+    for part in staged:
+        for param in part.params:
+            by_name[param.delta.name].append(param.delta)
+    for name, deltas in by_name.items():
+        if len(deltas) > 1 and _overlap(deltas):
+            raise NotUpdatable(f"{name}: two parts send the same elements", tensor=name)
+
+
+def _overlap(deltas: Sequence[ParamDelta]) -> bool:
+    if any(delta.indices is None for delta in deltas):
+        return True
+    indices = np.concatenate([d.indices for d in deltas if d.indices is not None])
+    return len(np.unique(indices)) != len(indices)
+
+
+def check_covers(staged: Sequence[StagedPart], held: AbstractSet[str]) -> None:
+    """Check that a full sync sends every element of every tensor.
+
+    Args:
+        staged: the parts of the sync.
+        held: the tensors that some rank of the engine holds.
+
+    Raises:
+        NotUpdatable: names the tensors that are sparse or missing.
+    """
+    deltas = [param.delta for part in staged for param in part.params]
+    sparse = sorted({delta.name for delta in deltas if delta.indices is not None})
+    if sparse:
+        raise NotUpdatable(
+            f"a full sync must be dense; these tensors are sparse: {sparse}", tensors=sparse
+        )
+    missing = sorted(held - {delta.name for delta in deltas})
+    if missing:
+        raise NotUpdatable(
+            f"a full sync must cover every tensor; {len(missing)} are missing: {missing}",
+            tensors=missing,
+        )
+
+
+def check_undo_log(staged: Sequence[StagedPart], limit: int) -> None:
+    """Check that the old values of a sync fit into `limit` bytes of host memory.
+
+    Raises:
+        NotUpdatable: with the bytes ``needed`` and the ``limit``.
+    """
+    needed = sum(write.undo_bytes for part in staged for write in part.writes)
+    if needed > limit:
+        raise NotUpdatable(
+            f"the undo log of this sync takes {needed} bytes, --delta-undo-bytes allows {limit}; "
+            "send a full sync",
+            needed=needed,
+            limit=limit,
+        )

@@ -1,0 +1,252 @@
+"""The applier of a certified model: everything but the write itself, which a `Writer` does.
+
+Staging does the work in advance: it locates, casts, reads old values and digests the change. The
+commit then checks that the old values are unchanged, writes, and recomputes the derived tensors
+that depend on what was written.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from engine_ext.apply import checks, consensus
+from engine_ext.apply.staged import StagedPart, UndoLog, Write
+from engine_ext.apply.stager import stage_part
+from engine_ext.apply.thread_pool import ThreadPool
+from engine_ext.derived.recompute import Recomputed, triggered
+from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
+from engine_ext.errors import BaseMismatch, NotUpdatable
+from engine_ext.model.storage_index import StorageIndex
+from engine_ext.placement.plan import Plan
+from engine_ext.placement.segments import Placed, Status
+from engine_ext.wire import ParamDelta, Part
+from engine_ext.wire.digest import Digest, change_digest
+
+
+class Writer(Protocol):
+    """An apply mode: how staged writes reach live memory.
+
+    See `engine_ext.apply.scatter.ScatterWriter` and `engine_ext.apply.masked.MaskedWriter`.
+
+    Attributes:
+        name: the apply mode in answers and metrics.
+    """
+
+    name: str
+
+    def refusal(self, delta: ParamDelta, placed: Placed, digested: bool) -> str | None:
+        """Return why this mode cannot write a delta exactly, or None if it can.
+
+        Args:
+            delta: the decoded param; its shape and dtype are the tensor's.
+            placed: the tensor, not uncertified.
+            digested: whether the digest covers the tensor.
+        """
+
+    def check(self, staged: Sequence[StagedPart]) -> None:
+        """Raise NotUpdatable if this mode cannot write the sync as a whole."""
+
+    def write(self, staged: Sequence[StagedPart], threads: ThreadPool) -> None:
+        """Write the new values. If it raises, some elements may have been written."""
+
+
+class DeltaApplier:
+    """Stages, writes and undoes syncs on one rank; see `engine_ext.apply.applier.Applier`.
+
+    Args:
+        model: the live model.
+        index: its storage index, made before the certification.
+        plan: this rank's plan.
+        writer: the apply mode.
+        undo_bytes: host memory that the old values of one sync may take.
+        threads: how many pieces of live tensors are staged or written at once.
+        recomputed: derived tensors that are proven to be recomputed correctly.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        index: StorageIndex,
+        plan: Plan,
+        writer: Writer,
+        *,
+        undo_bytes: int,
+        threads: int,
+        recomputed: Sequence[Recomputed] = (),
+    ) -> None:
+        self.name = writer.name
+        self.plan = plan
+        self.digests = plan.scan(threads)
+        self._model = model
+        self._index = index
+        self._writer = writer
+        self._undo_bytes = undo_bytes
+        self._recomputed = recomputed
+        self._threads = ThreadPool(threads)
+        devices = {entry.tensor.device for entry in index.entries}
+        self._devices = [device for device in devices if device.type != "cpu"]
+        for dtype in {placed.spec.dtype for placed in plan.placement.values()}:
+            # Compiles the loop, which the first sync would otherwise wait for.
+            none = np.empty(0, bits_dtype(NAME_OF_TORCH[dtype]))
+            change_digest("", np.empty(0, np.int64), none, none)
+
+    @property
+    def digest(self) -> Digest:
+        """The digest of all covered elements that this rank counts."""
+        return consensus.total(self.digests.values())
+
+    def stage(self, part: Part) -> StagedPart:
+        """Check every param of a part and prepare its writes. The model is only read.
+
+        Raises:
+            NotUpdatable: names the tensor.
+            BaseMismatch: names a tensor whose copies on this rank differ.
+        """
+        for delta in part.deltas:
+            checks.check_param(delta, self.plan, self._writer.refusal)
+        undo = not part.manifest.full or self._full_undo_fits()
+        return stage_part(part, self.plan, self._threads, undo=undo)
+
+    def check_sync(self, staged: Sequence[StagedPart], *, full: bool) -> None:
+        """Check what only all parts of a sync together show on this rank.
+
+        Raises:
+            NotUpdatable: the engine has moved a weight, parts overlap, a ``full`` sync leaves
+                tensors out, the old values would not fit the undo log, or the apply mode cannot
+                write the sync as a whole. Nothing was written.
+        """
+        self.check_in_place()
+        checks.check_no_overlap(staged)
+        if full:
+            checks.check_covers(staged, self.plan.held)
+        else:
+            checks.check_undo_log(staged, self._undo_bytes)
+        self._writer.check(staged)
+
+    def check_in_place(self) -> None:
+        """Check that the weights and the recomputed tensors are where they were at start-up.
+
+        Raises:
+            NotUpdatable: names the tensors that are not. Nothing was written.
+        """
+        moved = set(self._index.moved(self._model))
+        moved.update(path for one in self._recomputed for path in one.moved())
+        if moved:
+            tensors = sorted(moved)
+            raise NotUpdatable(f"the engine moved these after start-up: {tensors}", tensors=tensors)
+
+    def check_base(self, staged: Sequence[StagedPart]) -> None:
+        """Check that the old values read while staging are still in live memory.
+
+        Raises:
+            BaseMismatch: one of them is not. Nothing was written.
+        """
+        self._synchronize()
+        writes = [w for part in staged for w in part.writes if w.old is not None]
+        if not all(self._threads.map(Write.unchanged, writes)):
+            raise BaseMismatch("a weight changed between staging and commit; send the sync again")
+
+    def brief(self, staged: Sequence[StagedPart]) -> dict[str, Any]:
+        """See `engine_ext.apply.consensus.brief`."""
+        return consensus.brief(staged, self.digest)
+
+    def agree(self, staged: Sequence[StagedPart], briefs: Sequence[dict[str, Any]]) -> None:
+        """See `engine_ext.apply.consensus.agree`."""
+        consensus.agree(staged, briefs)
+
+    def write(self, staged: Sequence[StagedPart]) -> None:
+        """Write the new values and recompute the derived tensors that depend on them.
+
+        Raises:
+            Exception: some elements may have been written; `undo` restores them.
+        """
+        self._writer.write(staged, self._threads)
+        self._after_write(self._written(staged))
+
+    def undo(self, staged: Sequence[StagedPart]) -> None:
+        """Restore the old values after `write` succeeded or failed, derived tensors too.
+
+        Raises:
+            RuntimeError: the old values were not kept.
+            Exception: a derived tensor could not be recomputed.
+        """
+        writes = [write for part in staged for write in part.writes]
+        if not all(write.keep for write in writes):
+            raise RuntimeError("the old values were not kept: they do not fit the undo log")
+        self._threads.map(Write.undo, writes)
+        self._after_write(self._written(staged))
+
+    def finish(self, staged: Sequence[StagedPart]) -> UndoLog | None:
+        """Advance the digests after a write.
+
+        Returns:
+            What rolls the sync back, or None if the old values were not kept.
+        """
+        changes: dict[str, Digest] = {}
+        for part in staged:
+            for param in part.params:
+                name = param.delta.name
+                if name not in self.digests:  # another rank counts it
+                    continue
+                change = param.change
+                if part.manifest.full:  # then it is the digest of the new values
+                    change -= self.digests[name]
+                self.digests[name] += change
+                changes[name] = changes.get(name, Digest.ZERO) + change
+        writes = [write for part in staged for write in part.writes]
+        if not all(write.keep for write in writes):
+            return None
+        old = [(write.elements, write.old) for write in writes]
+        return UndoLog(old, changes, self._written(staged))
+
+    def roll_back(self, log: UndoLog) -> None:
+        """Restore the weights, derived tensors and digests from before a committed sync.
+
+        Raises:
+            Exception: some elements may have been restored.
+        """
+        self._threads.map(lambda write: write[0].put(write[1]), log.writes)
+        self._after_write(log.live_names)
+        for name, change in log.changes.items():
+            self.digests[name] -= change
+
+    def describe(self) -> dict[str, Any]:
+        """Return the apply mode, certification summary and digest of this rank, as JSON."""
+        placement = self.plan.placement
+        return {
+            "apply": self.name,
+            "certification": dict(Counter(p.status.value for p in placement.values())),
+            "uncertified": {
+                name: placed.reason
+                for name, placed in placement.items()
+                if placed.status is Status.UNCERTIFIED
+            },
+            "digest": self.digest.hex(),
+        }
+
+    def _full_undo_fits(self) -> bool:
+        size = sum(entry.end - entry.start for entry in self._index.entries)
+        return size <= self._undo_bytes
+
+    def _written(self, staged: Sequence[StagedPart]) -> frozenset[str]:
+        """Return the live tensors on this rank that a sync writes to, by name."""
+        names = [param.delta.name for part in staged for param in part.params if param.writes]
+        targets = [target for name in names for target in self.plan.targets[name]]
+        return frozenset(target.segment.live.name for target in targets)
+
+    def _after_write(self, live_names: frozenset[str]) -> None:
+        """Wait for the writes, and recompute what depends on these live tensors."""
+        self._synchronize()
+        for recompute in triggered(self._recomputed, live_names):
+            recompute()
+            self._synchronize()
+
+    def _synchronize(self) -> None:
+        """Wait for all work on the devices of the weights, the engine's and this thread's."""
+        for device in self._devices:
+            torch.get_device_module(device).synchronize(device)

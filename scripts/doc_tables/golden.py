@@ -1,0 +1,67 @@
+"""A whole part in hex, with its digest and signature, to test another encoder against."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+
+from engine_ext.wire import ParamDelta, encode_part, read_container
+from engine_ext.wire.digest import tensor_digest
+from engine_ext.wire.limits import Limits
+from engine_ext.wire.signature import sign
+
+_INDICES = np.array([1, 2, 6])
+_OLD = np.array([0x3F00, 0x3F81, 0x0000], np.uint16)
+_NEW = np.array([0x3F80, 0x7FC1, 0x8000], np.uint16)
+_KEY = "secret"
+
+
+def markdown() -> str:
+    """Return the part's meaning, its header, its bytes, and what is computed over them."""
+    delta = ParamDelta("w", "bfloat16", (2, 4), _INDICES, _NEW)
+    old, new = (tensor_digest("w", bits, _INDICES) for bits in (_OLD, _NEW))
+    body = encode_part(
+        [delta],
+        encoding="deltas",
+        current_version=8,
+        sync_id="example",
+        digest_part=(new - old).hex(),
+    )
+    header, _, _ = read_container(body, Limits())
+    metadata = {**header.metadata, "params": json.loads(header.metadata["params"])}
+    return "\n".join(
+        [
+            f"Tensor `w`, bf16 of shape [2, 4]; positions {', '.join(map(str, _INDICES))}; "
+            f"old values {_hex(_OLD)}, new values {_hex(_NEW)}.",
+            "",
+            "| | |",
+            "| --- | --- |",
+            f"| digest of the old values | `{old.hex()}` |",
+            f"| digest of the new values | `{new.hex()}` |",
+            f"| signature with the key `{_KEY}` | `{sign(_KEY, body)}` |",
+            "",
+            f"Metadata, `params` decoded; the part has {len(body)} bytes:",
+            "",
+            "```json",
+            json.dumps(metadata, indent=2),
+            "```",
+            "",
+            "```",
+            *(_dump(body)),
+            "```",
+        ]
+    )
+
+
+def _hex(bits: np.ndarray) -> str:
+    return " ".join(f"{value:04x}" for value in bits.tolist())
+
+
+def _dump(body: bytes) -> list[str]:
+    lines = []
+    for start in range(0, len(body), 16):
+        row = body[start : start + 16]
+        text = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in row)
+        lines.append(f"{start:04x}  {row.hex(' '):47}  {text}")
+    return lines

@@ -1,0 +1,139 @@
+"""``docs/openapi.json``: the delta endpoints for client generators.
+
+Paths, summaries, bodies and errors are read from the server's code. Answers are plain dicts there,
+so their schemas are written here; a test compares them with what the server answers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from typing import Any, Final
+
+import msgspec
+
+import engine_ext
+from delta_server.request_options import PAUSE_MODES, DiskRequest
+from engine_ext.errors import DeltaError
+from scripts.doc_tables.markdown import summary
+from scripts.doc_tables.reference import error_classes, routes
+
+_INTEGER: Final = {"type": ["integer", "null"]}
+_STRING: Final = {"type": ["string", "null"]}
+_SCHEMAS: Final[dict[str, Any]] = {
+    "Answer": {
+        "type": "object",
+        "required": ["status", "version", "timings_ms"],
+        "properties": {
+            "status": {"enum": ["committed", "staged", "already_applied"]},
+            "version": {"type": "integer"},
+            "base_version": _INTEGER,
+            "nnz": {"type": "integer", "description": "elements sent"},
+            "tensors": {"type": "integer"},
+            "bytes": {"type": "integer", "description": "bytes received"},
+            "apply": {**_STRING, "description": "scatter, masked or reload"},
+            "rollback": {"type": ["boolean", "null"]},
+            "timings_ms": {"type": "object", "additionalProperties": {"type": "number"}},
+            "digest": _STRING,
+            "success": {"type": "boolean", "description": "/update_weights_from_disk only"},
+            "message": {"type": "string", "description": "/update_weights_from_disk only"},
+        },
+        "additionalProperties": False,
+    },
+    "Refusal": {
+        "type": "object",
+        "required": ["error"],
+        "properties": {
+            "error": {
+                "type": "object",
+                "required": ["type", "message", "engine_state"],
+                "properties": {
+                    "type": {"type": "string"},
+                    "message": {"type": "string"},
+                    "engine_state": {"enum": ["unchanged", "uncertain", "committed"]},
+                },
+            }
+        },
+    },
+}
+_QUERIES: Final[dict[str, tuple[str, ...]]] = {
+    "/update_weights_delta": ("weight_version", "base_version", "pause_mode", "flush_cache"),
+    "/update_weights_from_disk": ("weight_version", "base_version", "pause_mode", "flush_cache"),
+    "/delta_status": ("plan", "history"),
+    "/delta_digest": ("scan",),
+    "/delta_rollback": ("pause_mode", "flush_cache"),
+    "/delta_catch_up": ("pause_mode", "flush_cache"),
+}
+_VERSION: Final = {"type": "string", "pattern": "^(0|[1-9][0-9]{0,18})$"}
+_PARAMETERS: Final[dict[str, dict[str, Any]]] = {
+    "weight_version": _VERSION,
+    "base_version": _VERSION,
+    "pause_mode": {"enum": list(PAUSE_MODES), "default": "keep"},
+    "flush_cache": {"type": "boolean", "default": True},
+    "plan": {"type": "boolean", "default": False},
+    "history": {"type": "boolean", "default": False},
+    "scan": {"type": "boolean", "default": False},
+}
+
+
+def document() -> str:
+    """Return the OpenAPI description as JSON text."""
+    [body], components = msgspec.json.schema_components(
+        [DiskRequest], ref_template="#/components/schemas/{name}"
+    )
+    paths: dict[str, dict[str, Any]] = defaultdict(dict)
+    for route in routes():
+        for method in route.methods:
+            paths[route.path][method.lower()] = _operation(route.path, method, route.endpoint, body)
+    found = {
+        "openapi": "3.1.0",
+        "info": {"title": "delta-updates", "version": engine_ext.__version__},
+        "security": [{"token": []}],
+        "paths": paths,
+        "components": {
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+            "schemas": {**components, **_SCHEMAS},
+        },
+    }
+    return json.dumps(found, indent=2) + "\n"
+
+
+def _operation(path: str, method: str, endpoint: object, body: dict[str, Any]) -> dict[str, Any]:
+    updates = path.startswith("/update_weights")
+    operation: dict[str, Any] = {
+        "operationId": path.strip("/"),
+        "summary": summary(endpoint),
+        "parameters": [
+            {"name": name, "in": "query", "schema": _PARAMETERS[name]} for name in _QUERIES[path]
+        ],
+        "responses": _responses(updates),
+    }
+    if updates:
+        content = {"application/json": {"schema": body}}
+        if path == "/update_weights_delta":
+            content["application/octet-stream"] = {"schema": {}}
+            operation["parameters"].append(
+                {"name": "X-Delta-Signature", "in": "header", "schema": {"type": "string"}}
+            )
+        operation["requestBody"] = {"required": True, "content": content}
+    return operation
+
+
+def _responses(updates: bool) -> dict[str, Any]:
+    """Return the answers by status; queries and rollbacks share one entry for every error."""
+    answer = {"$ref": "#/components/schemas/Answer"} if updates else {"type": "object"}
+    responses = {"200": _response("Done", answer)}
+    refusal = {"$ref": "#/components/schemas/Refusal"}
+    if not updates:
+        return {**responses, "default": _response("Refused", refusal)}
+    by_status: dict[int, list[type[DeltaError]]] = defaultdict(list)
+    for cls in error_classes():
+        by_status[cls.status].append(cls)
+    for status, classes in sorted(by_status.items()):
+        text = "; ".join(f"{cls.__name__}: {summary(cls)}" for cls in classes)
+        responses[str(status)] = _response(text, refusal)
+    return responses
+
+
+def _response(description: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": schema}}}

@@ -1,0 +1,65 @@
+"""What README and pages show can be pasted, and what they link to is there."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from scripts.doc_tables.pages import DOCS
+from tests.support.fake_engine import Engine, bits
+
+ROOT = DOCS.parent
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md", *DOCS.rglob("*.md")]
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/getting-started.md"])
+def test_the_send_block_runs_as_pasted(
+    page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Against an engine that holds the checkpoint in the folder MODEL."""
+    model = {"a.weight": torch.randn(40, 30).bfloat16(), "b.weight": torch.randn(500).bfloat16()}
+    save_file(model, tmp_path / "model.safetensors")
+    monkeypatch.setitem(os.environ, "MODEL", str(tmp_path))
+    engine = Engine.of(model)
+    client = httpx.Client
+
+    def to_engine(**options: object) -> httpx.Client:
+        return client(transport=httpx.MockTransport(engine.answer))
+
+    monkeypatch.setattr(httpx, "Client", to_engine)
+    [block] = [
+        text
+        for text in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+        if "os.environ" in text
+    ]
+    pasted: dict[str, object] = {}
+    exec(compile(block, page, "exec"), pasted)
+    trained = pasted["weights"]
+    assert isinstance(trained, dict)
+    assert engine.version == 3
+    for name, tensor in trained.items():
+        assert (bits(tensor) == engine.weights[name]).all()
+        assert (bits(tensor) != bits(model[name])).any()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+        if not target.startswith(("http://", "https://")):
+            assert (page.parent / target).exists(), target
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for page in DOCS.rglob("*.md"):
+        assert f": {page.relative_to(DOCS).as_posix()}\n" in navigation
