@@ -38,11 +38,11 @@ class MultiSender:
     The tensors are read and compared once, while parts with earlier ones are encoded and posted.
     Each engine gets the parts on its own connection, at the same time as the others, and the very
     same bytes if it holds and wants the same. After a sync, every engine that committed is at the
-    same version. See `DeltaSender` for tensors, shapes and dtypes.
+    same version. See `DeltaSender` for the tensors.
 
     The snapshot advances once some engine has committed. For an engine that has not, the changes
-    that it missed are kept; its next sync brings it those too, or the whole model if it missed
-    more than half of that or holds something else by then.
+    that it missed are kept; its next sync includes them, or is a full one if that is more than
+    half of the model or the engine holds something else by then.
 
     A sync returns when every engine is done or has failed, at the latest `lag_limit` seconds after
     the first commit. Engines that are not done by then continue on their own with the parts that
@@ -81,8 +81,9 @@ class MultiSender:
     Args:
         urls: The engines' roots, ``http://host:port``, each once.
         base: What every engine holds now, as (name, tensor); copied.
-        connect: Makes the destination for a url from the options.
+        connect: Makes the destination of a url.
         snapshot_type: Makes the snapshot.
+        **options: See `MultiOptions`.
 
     Raises:
         ValueError: An option has an unknown value, no url is given or one twice, or the state file
@@ -287,14 +288,13 @@ class MultiSender:
         late = [thread for thread in threads if thread.outcome is None]
         done = [thread for thread in threads if thread not in late]
         advances = any(thread.has_committed for thread in done)
-        # An interruption in here makes the next sync a full one. No session is ever ahead of its
-        # engine.
+        # An interruption in here makes the next sync full. No session gets ahead of its engine.
         self._is_inconsistent = advances
         for thread in late:
             thread.content = digest.hex()
             thread.session.state.note_lagging(sync_round.changes)
             self._lagging[thread.session] = thread
-            logger.warning("%s lags behind; the others go on", self._url_of(thread.session))
+            logger.warning("%s lags behind; the others continue", self._url_of(thread.session))
         failed = [thread for thread in done if not isinstance(thread.outcome, Committed)]
         unknown = [thread.session.state.note_failed(sync_round.changes) for thread in failed]
         logged = _logged(done)

@@ -43,6 +43,9 @@ def _seconds(text: str) -> float | None:
     return seconds if math.isfinite(seconds := float(text)) else None
 
 
+_KEY_FLAG: Final = {"metavar": "KEY", "help": "bearer token (default: that in DELTA_API_KEY)"}
+
+
 class Options(TypedDict, total=False):
     """Keyword arguments of `DeltaSender`.
 
@@ -88,7 +91,7 @@ class Options(TypedDict, total=False):
     encoding: Annotated[str, Option("deltas_zstd", {"choices": CHOICES})]
     bucket_bytes: Annotated[int, Option(256 << 20, {"type": int, "metavar": "N"})]
     digest: Annotated[bool, Option(True, {"help": "send no digests along"})]
-    api_key: Annotated[str | None, Option(None, {"metavar": "KEY"})]
+    api_key: Annotated[str | None, Option(None, _KEY_FLAG)]
     hmac_key: Annotated[str | None, Option(None)]
     pause_mode: Annotated[str, Option("keep", {"choices": ("keep", "wait", "abort")})]
     flush_cache: Annotated[bool, Option(True, {"help": "keep KV entries of the old weights"})]

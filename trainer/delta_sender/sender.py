@@ -57,6 +57,7 @@ class DeltaSender:
     Args:
         url: The engine's root, ``http://host:port``.
         base: What the engine holds now, as (name, tensor); copied.
+        **options: See `Options`.
 
     Raises:
         ValueError: An option has an unknown value, or the state file is not one.

@@ -1,4 +1,4 @@
-"""The reference sender as a program, on two tiny checkpoints."""
+"""The command ``delta-send`` on two tiny checkpoints."""
 
 from __future__ import annotations
 

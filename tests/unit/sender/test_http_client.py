@@ -1,4 +1,4 @@
-"""What the reference sender posts, as a server gets it."""
+"""What the sender posts, as a server gets it."""
 
 from __future__ import annotations
 

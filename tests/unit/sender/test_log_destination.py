@@ -1,4 +1,4 @@
-"""The delta log that the reference sender writes."""
+"""The delta log that the sender writes."""
 
 from __future__ import annotations
 

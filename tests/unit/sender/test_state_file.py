@@ -1,4 +1,4 @@
-"""What the reference sender remembers over its own restart."""
+"""What the sender remembers over its own restart."""
 
 from __future__ import annotations
 
