@@ -81,6 +81,16 @@ class SimulatedDestination:
         return answer
 
 
+def simulated_sender(base: _Tensors, bytes_per_s: float, **options: Any) -> MultiSender:
+    """Return a sender whose only engine is behind a simulated link."""
+    return MultiSender(
+        ["http://nobody"],
+        base.items(),
+        connect=lambda url, options: SimulatedDestination(bytes_per_s),
+        **options,
+    )
+
+
 def diff(old: _Bits, new: _Bits, pool: ThreadPoolExecutor) -> list[Difference]:
     """What a sync finds."""
     begun = [
@@ -168,14 +178,8 @@ def sync_over(
 ) -> tuple[float, SyncReport]:
     """Seconds of the fastest sync but the first, which shows `auto` the link; and its report."""
     syncs: list[tuple[float, SyncReport]] = []
-    with MultiSender(
-        ["http://nobody"],
-        old.items(),
-        connect=lambda url, options: SimulatedDestination(link),
-        encoding=encoding,
-        bucket_bytes=bucket_bytes,
-        snapshot_on=snapshot_on,
-    ) as sender:
+    options = {"encoding": encoding, "bucket_bytes": bucket_bytes, "snapshot_on": snapshot_on}
+    with simulated_sender(old, link, **options) as sender:
         for trained in steps:
             start = time.perf_counter()
             (report,) = sender.sync(trained.items()).values()

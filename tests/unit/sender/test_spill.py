@@ -150,7 +150,7 @@ _MEMORY = """
 import ctypes, threading, time
 import torch
 from delta_sender import snapshot as sender_snapshot
-from scripts.bench.sender import SimulatedSender
+from scripts.bench.sender import simulated_sender
 
 def anonymous():
     with open("/proc/self/status") as status:
@@ -176,7 +176,7 @@ def change(density, tensors):
 for encoding, density in (("gap8_exp", 0.5), ("gap8_ulp", 1.0)):
     ctypes.CDLL(None).malloc_trim(0)
     before = anonymous()
-    with SimulatedSender(base, 1e12, encoding=encoding, bucket_bytes=4 << 20) as sender:
+    with simulated_sender(base, 1e12, encoding=encoding, bucket_bytes=4 << 20) as sender:
         snapshot = anonymous() - before
         change(density, 32)
         sender.sync(base.items())  # what is allocated once is there
