@@ -35,9 +35,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from delta_sender.diff_device import KEPT_ON
+from delta_sender.bandwidth import LinkSpeed
+from delta_sender.diff_device import SNAPSHOT_ON
 from delta_sender.diff_host import Difference, begin_compare
-from delta_sender.http_client import EngineClient
 from delta_sender.multi_sender import MultiSender
 from delta_sender.results import SyncReport
 from engine_ext.kernels import gather_scatter
@@ -53,14 +53,24 @@ _Tensors = dict[str, torch.Tensor]
 _Syncs = dict[str, dict[str, tuple[float, SyncReport]]]  # by link and encoding
 
 
-class SimulatedServer(EngineClient):
-    """Takes what it is sent, as fast as a link of so many bytes a second would carry it."""
+class SimulatedDestination:
+    """Take what is sent, at the speed of a link in bytes/s."""
 
-    def __init__(self, url: str, options: Any, speed: float) -> None:
-        super().__init__(url, options)
-        self._bytes_per_s = speed
+    def __init__(self, bytes_per_s: float) -> None:
+        self.speed = LinkSpeed()
+        self.highest_posted = 0
+        self._bytes_per_s = bytes_per_s
+
+    def close(self) -> None:
+        pass
 
     def plan(self) -> Any:
+        return None
+
+    def status(self) -> dict[str, Any]:
+        return {}
+
+    def catch_up(self) -> int | None:
         return None
 
     def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:
@@ -71,15 +81,14 @@ class SimulatedServer(EngineClient):
         return answer
 
 
-class SimulatedSender(MultiSender):
-    """Sends into a simulated link."""
-
-    def __init__(self, base: _Tensors, speed: float, **options: Any) -> None:
-        self._link_speed = speed
-        super().__init__(["http://nobody"], base.items(), **options)
-
-    def _make_server(self, url: str) -> EngineClient:
-        return SimulatedServer(url, self._options, self._link_speed)
+def simulated_sender(base: _Tensors, bytes_per_s: float, **options: Any) -> MultiSender:
+    """Return a sender whose only engine is behind a simulated link."""
+    return MultiSender(
+        ["http://nobody"],
+        base.items(),
+        connect=lambda url, options: SimulatedDestination(bytes_per_s),
+        **options,
+    )
 
 
 def diff(old: _Bits, new: _Bits, pool: ThreadPoolExecutor) -> list[Difference]:
@@ -170,7 +179,7 @@ def sync_over(
     """Seconds of the fastest sync but the first, which shows `auto` the link; and its report."""
     syncs: list[tuple[float, SyncReport]] = []
     options = {"encoding": encoding, "bucket_bytes": bucket_bytes, "snapshot_on": snapshot_on}
-    with SimulatedSender(old, link, **options) as sender:
+    with simulated_sender(old, link, **options) as sender:
         for trained in steps:
             start = time.perf_counter()
             (report,) = sender.sync(trained.items()).values()
@@ -255,7 +264,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--real-steps", type=int, default=5, help=real_help)
     add("--device", choices=("cpu", "cuda"), default="cpu", help="of the tensors (%(default)s)")
     on_help = "what CUDA tensors are compared with, as of DeltaSender (default: %(default)s)"
-    add("--snapshot-on", choices=KEPT_ON, default="auto", help=on_help)
+    add("--snapshot-on", choices=SNAPSHOT_ON, default="auto", help=on_help)
     add("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args(arguments)
     if missing := sender_device.missing_device(options.device):

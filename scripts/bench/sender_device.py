@@ -36,7 +36,7 @@ def measure(
 
     Args:
         old, new: on the device.
-        kept_on: of `sender_device.KEPT_ON`.
+        kept_on: one of `diff_device.SNAPSHOT_ON`.
         nnz: how many elements differ.
         fastest: times something.
 

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,7 +68,7 @@ def test_one_sender_two_engines(both: Both) -> None:
         assert both.versions() == [3, 3]
         assert both.hold_the_trainers_bytes()
 
-        server = sender._links[0].server
+        server = sender._sessions[0].destination
         address, server._url = server._url, f"{server._url}/nowhere"
         trainer.step()
         with pytest.raises(PartialSyncError) as caught:
@@ -106,7 +105,7 @@ def test_one_that_lags_holds_up_nobody(both: Both) -> None:
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
             assert both.versions() == [version + 2, version + 1]
-            sender._options = replace(sender._options, lag_limit=None)
+            sender._options["lag_limit"] = None
             trainer.step()
             reports = sender.sync(trainer.tensors.items())
             assert [report.full for report in reports.values()] == [False, False]

@@ -12,7 +12,6 @@ import httpx
 import pytest
 import torch
 
-import delta_sender
 from delta_sender import DeltaSender
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
@@ -307,7 +306,7 @@ def test_command_line_of_the_sender(run: Run, tmp_path: Path) -> None:
     base_version = run.trainer.version
     run.trainer.step()
     after = tiny_models.save_checkpoint(run.base, tmp_path / "b", run.trainer.tensors)
-    command = [sys.executable, delta_sender.__file__]
+    command = [sys.executable, "-m", "delta_sender"]
     command += ["--base", str(before), "--target", str(after), "--url", run.engine.url]
     command += ["--base-version", str(base_version)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

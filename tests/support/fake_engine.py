@@ -1,4 +1,4 @@
-"""An engine in the same process that commits as a real one, its faults, and a trainer."""
+"""An engine in this process that commits like a real one, its faults, and a trainer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Handler = Callable[[httpx.Request], httpx.Response]
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor's bytes as unsigned ints [numel], copied."""
+    """Return the tensor's bytes as unsigned ints [numel], copied."""
     flat = tensor.detach().clone().contiguous().view(-1)
     return flat.view(torch_bits_dtype(tensor.dtype)).numpy().view(f"u{tensor.itemsize}")
 
@@ -38,9 +38,9 @@ def error(status: int, kind: str, state: str = "unchanged", **operands: object) 
 
 @dataclass
 class Engine:
-    """Stages and commits parts as a real one; it hashes its weights anew for every digest.
+    """Stage and commit parts like a real one; every digest hashes all weights again.
 
-    `faults` replaces the answer to the n-th POST. `ignored`, `uncertified`, `undigested` and `cast`
+    `faults` replace the answer to the n-th POST. `ignored`, `uncertified`, `undigested` and `cast`
     name tensors of its checkpoint; it holds no weights for ignored ones.
     """
 
@@ -170,7 +170,7 @@ class Engine:
         return self.weights[delta.name][self.where(delta)] + delta.values
 
     def mismatch(self, parts: list[Part], full: bool) -> bool:
-        """Whether some digest that the parts carry is not that of the engine's own weights."""
+        """Return whether a digest in the parts differs from that of the engine's own weights."""
         before = after = self.digest()
         wrong = False
         for part in parts:
@@ -195,17 +195,17 @@ class Engine:
 
 
 def sends(response: httpx.Response) -> Callable[[Handler, httpx.Request], httpx.Response]:
-    """A fault: answer so, and take nothing."""
+    """Return a fault: a fixed answer; nothing is taken."""
     return lambda take, request: response
 
 
 def breaks(take: Handler, request: httpx.Request) -> httpx.Response:
-    """A fault: the connection fails before the engine has the part."""
+    """Fail: the connection breaks before the engine has the part."""
     raise httpx.ConnectError("refused", request=request)
 
 
 def loses(take: Handler, request: httpx.Request) -> httpx.Response:
-    """A fault: the engine takes the part, and its answer is lost."""
+    """Fail: the engine takes the part, and its answer is lost."""
     take(request)
     raise httpx.ReadTimeout("late", request=request)
 
@@ -236,7 +236,7 @@ def sender_of(engine: Engine, base: Model, **options: object) -> DeltaSender:
 def snapshot_is(sender: DeltaSender, engine: Engine) -> bool:
     snapshot = sender._sender._snapshot
     return all(
-        np.array_equal(kept, engine.weights[name].view(kept.dtype))
+        np.array_equal(held, engine.weights[name].view(held.dtype))
         for name in snapshot
-        for kept in [snapshot.image(name).values]
+        for held in [snapshot.image(name).values]
     )

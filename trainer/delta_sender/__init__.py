@@ -1,30 +1,36 @@
-"""Reference sender: compare a trainer's weights with what engines have, and send the changes.
+"""Send a trainer's weights to vLLM and SGLang engines: compare, encode what changed, post it.
 
-It needs the core of `engine_ext` (no engine), httpx, tenacity and rich. In a trainer::
+    >>> import torch
+    >>> from delta_sender import DeltaSender
+    >>> weights = {"lm_head.weight": torch.zeros(16, 4, dtype=torch.bfloat16)}
+    >>> with DeltaSender("http://engine:8000", base=weights.items()) as sender:
+    ...     for step in range(3):
+    ...         weights["lm_head.weight"][step] += 0.5  # your training step
+    ...         report = sender.sync(weights.items())
+    >>> report.version, f"{report.density:.1%} of the elements"
+    (3, '6.2% of the elements')
 
-    with DeltaSender("http://engine:8000", base=checkpoint_tensors) as sender:
-        for batch in data:
-            train(batch)
-            print(sender.sync(model.state_dict().items()).wire_bytes)
+`MultiSender` keeps several engines, of either kind, at one version. The command ``delta-send``
+(``python -m delta_sender``) sends the difference between two Hugging Face checkpoints.
 
-For several engines, of either kind, at once: `MultiSender`. As a program it sends the difference
-between two Hugging Face checkpoints; see ``--help``.
-
-The one rule: the snapshot is what the engine holds. It moves only once the engine has answered
+The one rule: the snapshot is what the engine holds. It advances only once the engine has answered
 that it committed, and by exactly the bytes sent. Whatever fails, the next sync sends all of it.
-Of several engines, each is known by what it acknowledged: what one missed is kept until it has it.
 
-The engine's plan, read before the first sync and before every full one, says which tensors the
-engine ignores and which its digest covers. Ignored ones are left out of every sync. The digests
-let engine and sender find out that they do not hold the same bytes.
+The engine's plan is read before the first sync and before every full one. Tensors that the engine
+ignores are left out of every sync. The digests that it keeps let engine and sender find out if
+they do not hold the same bytes.
 
-What lies where: `sender_snapshot` compares (`sender_device` what lies on an accelerator),
-`sender_spill` bounds what of that stays in memory,
-`sender_step` hands what is read to whoever sends it, `sender_choice` says how a param travels,
-`sender_http` posts, `sender_link` makes one engine's parts (`sender_parts`), `sender_outbox` posts
-them beside that, `sender_log` writes them into a delta log, `sender_warm` compiles what they use,
-`sender_standing` and `sender_state` keep what engines hold, now and over a restart,
-`sender_engines` and `sender_one` have the two classes, `sender_cli` the program.
+Modules, in the order of the data's way:
+
+- `snapshot`, `diff_host`, `diff_device`, `copy_streams`, `spill`: compare the weights.
+- `sync_round`: shares one sync between all destinations.
+- `session`, `part_builder`, `encoding_policy`, `recovery`: one destination's share of it.
+- `post_queue`, `http_client`, `bandwidth`, `log_destination`: deliver the parts.
+- `acked_state`, `engine_plan`, `state_file`, `state_tracker`: what destinations hold.
+- `sender`, `multi_sender`, `session_thread`, `options`, `results`, `cli`: the public interface.
+
+The package needs no engine. Of this project it may import `engine_ext.wire`, `engine_ext.kernels`,
+`engine_ext.delta_log`, `engine_ext.errors`, `engine_ext.dtypes` and `engine_ext.durable_files`.
 """
 
 from __future__ import annotations

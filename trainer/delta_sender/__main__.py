@@ -1,4 +1,4 @@
-"""``python -m delta_sender``: the command ``delta-send``."""
+"""Run the command ``delta-send`` as ``python -m delta_sender``."""
 
 import sys
 

@@ -1,175 +1,247 @@
-"""What is known of the weights that one engine holds."""
+"""Track what one destination is known to hold, relative to the shared snapshot."""
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from delta_sender.engine_plan import EnginePlan
 from delta_sender.snapshot import Changes, Snapshot
-from engine_ext.wire.digest import Digest
+from engine_ext.wire.digest import Digest, tensor_digest
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class PostedSync:
-    """A sync that was posted to its end.
+    """A sync whose last part was posted.
 
     Attributes:
-        version: that its parts have.
-        sync_ids: one of which they have.
-        digest: of what the engine holds after it; None where no digest is kept.
-        is_whole: the digest leaves no tensor out.
+        version: The version of its parts.
+        sync_ids: The ids that its parts may carry.
+        digest: The digest of the weights after it; None if no digest is kept.
+        is_complete: Whether the digest covers every tensor.
     """
 
     version: int
     sync_ids: frozenset[str]
     digest: Digest | None
-    is_whole: bool
+    is_complete: bool
 
-    def is_what_is_held(self, state: dict[str, Any]) -> bool:
-        """Whether an engine with this status has committed it."""
-        last = state.get("last_sync")
-        if state.get("version") != self.version or state.get("engine_state") == "uncertain":
+    def is_held_by(self, status: dict[str, Any]) -> bool:
+        """Return whether an engine with this ``/delta_status`` has committed the sync."""
+        last = status.get("last_sync")
+        if status.get("version") != self.version or status.get("engine_state") == "uncertain":
             return False
-        if state.get("foreign") is not None:  # weights that came by another way
+        if status.get("foreign") is not None:  # weights that came by another way
             return False
         if isinstance(last, dict):
             return last.get("version") == self.version and last.get("sync_id") in self.sync_ids
-        digest = self.digest if self.is_whole else None
-        return digest is not None and state.get("digest") == digest.hex()
+        digest = self.digest if self.is_complete else None
+        return digest is not None and status.get("digest") == digest.hex()
 
 
 @dataclass(frozen=True, slots=True)
 class UnknownOutcome:
-    """What an engine holds if it has committed a sync.
+    """A sync that the destination may have committed, though no answer came.
 
     Attributes:
-        behind: from the snapshot to that; without old bits. None: too much was missed since.
-        posted: that sync; None while it is still being posted.
+        missed: Changes from the snapshot to what the destination holds if it has committed,
+            without old bits. None: they became too large to keep.
+        posted: That sync; None while it is still being posted.
     """
 
-    behind: Changes | None
+    missed: Changes | None
     posted: PostedSync | None
 
 
 class AckedState:
-    """An engine holds the snapshot, but for `behind`, at `version`.
+    """The weights of one destination: the snapshot with `missed` applied, at `version`.
 
     Args:
-        snapshot: shared by all engines; not changed here.
-        version: the version the engine is at.
+        snapshot: The snapshot that all destinations share; not changed here.
+        version: The version that the destination is at.
 
     Attributes:
-        version: the version that the engine acknowledged last.
-        behind: from the snapshot to what the engine holds; what it has missed, reversed. Without
-            old bits.
-        doubt: what the engine holds in place of that, if it has committed a sync without an answer.
-        suspect: the engine may hold other bytes; the next sync is a full one.
-        latest: what led to the snapshot; None where that is not known.
+        version: The version that the destination acknowledged last.
+        missed: Changes that turn the snapshot into what the destination holds, that is, the syncs
+            that it missed, reversed; without old bits.
+        unknown_outcome: A sync that it may have committed without an answer.
+        needs_full: It may hold other bytes; the next sync is a full one.
+        latest: The sync that led to the snapshot; None if that is not known.
+        plan: The destination's plan, as it was last read.
+        plan_is_current: Whether the plan can be used without reading it again.
+        digest: Digest of what the destination holds; None if no digest is kept.
+        posted: The sync that the destination may be committing.
     """
 
     def __init__(self, snapshot: Snapshot, version: int) -> None:
         self.version = version
-        self.behind: Changes = {}
-        self.doubt: UnknownOutcome | None = None
-        self.suspect = False
+        self.missed: Changes = {}
+        self.unknown_outcome: UnknownOutcome | None = None
+        self.needs_full = False
         self.latest: PostedSync | None = None
+        self.plan = EnginePlan()
+        self.plan_is_current = False
+        self.digest: Digest | None = None
+        self.posted: PostedSync | None = None
         self._snapshot = snapshot
-        self._names: list[str] = []  # what is sent when all is sent; empty until the plan is read
-        self._digested: set[str] = set()  # names that the digest covers
-        self._digest: Digest | None = None  # of what the engine holds
-        self._posted: PostedSync | None = None  # what it may be committing
 
     @property
     def is_proven(self) -> bool:
-        """Whether every sync is proven by a digest that leaves no tensor out."""
-        return self._digest is not None and self._digested == {*self._names}
+        """Whether a digest that leaves no tensor out proves every sync."""
+        return self.digest is not None and self.plan.is_fully_digested
 
     @property
-    def newest(self) -> int:
-        """The newest version that the engine may be at, as far as is known here."""
-        doubted = None if self.doubt is None else self.doubt.posted
-        posted = [one.version for one in (doubted, self._posted) if one is not None]
+    def highest_version(self) -> int:
+        """The highest version that the destination may be at."""
+        unknown = None if self.unknown_outcome is None else self.unknown_outcome.posted
+        posted = [one.version for one in (unknown, self.posted) if one is not None]
         return max([self.version, *posted])
 
-    def begins(self) -> None:
-        """Note that a step is about to be sent, of which nothing was posted yet."""
-        self._posted = None
-
-    def miss(self, changes: Changes) -> None:
-        """The snapshot is about to move on by `changes`, which this engine does not have.
-
-        What is more than half of the model is not kept: the next sync is a full one then.
-        """
-        behind = self._moved(changes, self.behind)
-        self.behind, self.suspect = behind or {}, self.suspect or behind is None
-        if self.doubt is not None and self.doubt.behind is not None:
-            behind = self._moved(changes, self.doubt.behind)
-            self.doubt = replace(self.doubt, behind=behind)
-
-    def is_left_in_doubt(self, changes: Changes) -> bool:
-        """Note that the engine may have committed a step all the same; the snapshot has not moved.
+    def read_plan(self, answer: Any, *, keep_digest: bool, full: bool) -> None:
+        """Take in the destination's plan, and compute the digest of what it holds.
 
         Args:
-            changes: of that step, which is sent no more.
+            answer: See `EnginePlan.read`.
+            keep_digest: Whether a digest is kept.
+            full: A full sync follows; its digest starts at zero, as it replaces every tensor.
+        """
+        first_time = not self.plan.names
+        self.plan = plan = EnginePlan.read(answer, self._snapshot)
+        self.plan_is_current = plan.is_known
+        self.digest = None
+        if plan.is_known and keep_digest and not plan.missing:
+            counted = () if full else plan.digested
+            self.digest = digest_of((name, self._held(name)) for name in counted)
+        if first_time and plan.ignored:
+            logger.warning("left out, as the engine ignores them: %s", sorted(plan.ignored))
+        if first_time and plan.missing:
+            logger.warning(
+                "no digests, as the engine's cover tensors not in base: %s", plan.missing
+            )
+
+    def begin_sync(self) -> None:
+        """Note that a sync is about to be sent, and that nothing of it was posted yet."""
+        self.posted = None
+
+    def end_posting(self, sync_ids: frozenset[str] | None) -> None:
+        """Note how an attempt has failed.
+
+        Args:
+            sync_ids: Ids under which the destination may be committing it; None if it is not.
+        """
+        if sync_ids is None:
+            self.posted = None
+        elif self.posted is not None:  # the delta log may lead there too, by values
+            self.posted = replace(self.posted, sync_ids=sync_ids)
+
+    def note_missed(self, changes: Changes) -> None:
+        """Note that the snapshot is about to advance by changes that this destination lacks.
+
+        Missed changes of more than half of the model are not kept; the next sync is a full one.
+        """
+        missed = self._rebased(changes, self.missed)
+        self.missed, self.needs_full = missed or {}, self.needs_full or missed is None
+        unknown = self.unknown_outcome
+        if unknown is not None and unknown.missed is not None:
+            rebased = self._rebased(changes, unknown.missed)
+            self.unknown_outcome = replace(unknown, missed=rebased)
+
+    def note_failed(self, changes: Changes) -> bool:
+        """Note that a sync has failed; the snapshot has not advanced by it.
+
+        Args:
+            changes: The sync's changes.
 
         Returns:
-            Whether it may; not if it has refused, or has not got the last part.
+            Whether the destination may have committed it all the same: it got the last part and
+            did not refuse.
         """
-        if self._posted is not None:
-            self.doubt = UnknownOutcome(without_old(changes), self._posted)
-        elif self.doubt is not None and self.doubt.posted is None:
-            self.doubt = None
-        return self._posted is not None
+        if self.posted is not None:
+            self.unknown_outcome = UnknownOutcome(without_old(changes), self.posted)
+        elif self.unknown_outcome is not None and self.unknown_outcome.posted is None:
+            self.unknown_outcome = None
+        return self.posted is not None
 
-    def goes_on_alone(self, changes: Changes) -> None:
-        """Note that a step is still being sent, and its end is not waited for; see `settle`.
+    def note_lagging(self, changes: Changes) -> None:
+        """Note that a sync is still being sent, and that nobody waits for its end.
 
-        Where an earlier doubt has not been ended yet, nothing of the step will be sent.
+        If an earlier outcome is still unknown, nothing of the sync will be sent.
         """
-        if self.doubt is None:
-            self.doubt = UnknownOutcome(without_old(changes), None)
+        if self.unknown_outcome is None:
+            self.unknown_outcome = UnknownOutcome(without_old(changes), None)
 
-    def loses_track(self) -> None:
-        """Note that the snapshot is not what others are known by: the next sync is a full one."""
-        self.behind, self.suspect, self.latest = {}, True, None
-        if self.doubt is not None:
-            self.doubt = replace(self.doubt, behind=None)
+    def end_lagging(self, *, committed: bool) -> None:
+        """Note how a sync that nobody waited for has ended; see `note_lagging`."""
+        unknown = self.unknown_outcome
+        assert unknown is not None
+        if committed:
+            self.missed = unknown.missed or {}
+            self.needs_full = self.needs_full or unknown.missed is None
+            self.unknown_outcome = None
+        elif unknown.posted is None:
+            posted = self.posted
+            self.unknown_outcome = None if posted is None else replace(unknown, posted=posted)
 
-    def decide(self, state: dict[str, Any]) -> None:
-        """End the doubt by what the engine says of itself."""
-        doubt, self.doubt = self.doubt, None
-        if doubt is None or doubt.posted is None or not doubt.posted.is_what_is_held(state):
+    def lose_track(self) -> None:
+        """Note that its difference from the snapshot is no longer known; the next sync is full."""
+        self.missed, self.needs_full, self.latest = {}, True, None
+        if self.unknown_outcome is not None:
+            self.unknown_outcome = replace(self.unknown_outcome, missed=None)
+
+    def resolve(self, status: dict[str, Any]) -> None:
+        """Find out by the destination's status whether it has committed the unknown sync."""
+        unknown, self.unknown_outcome = self.unknown_outcome, None
+        if unknown is None or unknown.posted is None or not unknown.posted.is_held_by(status):
             return
-        self.version, self._digest = doubt.posted.version, doubt.posted.digest
-        self.behind = doubt.behind or {}
-        self.suspect = self.suspect or doubt.behind is None
+        self.version, self.digest = unknown.posted.version, unknown.posted.digest
+        self.missed = unknown.missed or {}
+        self.needs_full = self.needs_full or unknown.missed is None
 
-    def is_at_the_snapshot(self, state: dict[str, Any]) -> bool:
-        """Whether the engine says that it has what led to the snapshot; it has then: a delta log
-        has brought it there.
+    def resolve_latest(self, status: dict[str, Any]) -> bool:
+        """Return whether, by its status, the destination holds the snapshot, and note it if so.
+
+        A delta log may have led it there.
         """
-        if self.latest is None or not self.latest.is_what_is_held(state):
+        if self.latest is None or not self.latest.is_held_by(status):
             return False
-        self.version, self._digest, self.behind = self.latest.version, self.latest.digest, {}
+        self.version, self.digest, self.missed = self.latest.version, self.latest.digest, {}
         return True
 
-    def _moved(self, changes: Changes, behind: Changes) -> Changes | None:
-        """`behind` once the snapshot has moved by `changes`; None if it is too much to keep."""
-        moved: Changes = {}
+    def _held(self, name: str) -> NDArray[Any]:
+        """Return the bits [numel] that the destination holds of a tensor; maybe no copy."""
+        key = self._snapshot.key(name)
+        return self._snapshot.image(key, self.missed.get(key)).values
+
+    def _rebased(self, changes: Changes, missed: Changes) -> Changes | None:
+        """Return `missed` relative to the advanced snapshot; None if that is too much to keep."""
+        rebased: Changes = {}
         left = self._snapshot.nbytes // 2
-        for kept in {**changes, **behind}:
-            turn = self._snapshot.turn(kept, changes.get(kept), behind.get(kept))
-            if turn is not None:
-                moved |= without_old({kept: turn})
-                left -= turn.nbytes
+        for key in {**changes, **missed}:
+            change = self._snapshot.change_between(key, changes.get(key), missed.get(key))
+            if change is not None:
+                rebased |= without_old({key: change})
+                left -= change.nbytes
             if left < 0:
                 return None
-        return moved
+        return rebased
+
+
+def digest_of(tensors: Iterable[tuple[str, NDArray[Any]]]) -> Digest:
+    """Return the digest of whole tensors, given as (name, bits [numel])."""
+    threads = os.cpu_count() or 1
+    digests = (tensor_digest(name, values, threads=threads) for name, values in tensors)
+    return sum(digests, start=Digest.ZERO)
 
 
 def without_old(changes: Changes) -> Changes:
-    """The same without old bits and gaps, which are of use only while a change is sent."""
+    """Return the changes without old bits and gap streams, which only sending them needs."""
     none = np.empty(0)
-    return {kept: replace(change, old=none, stream=None) for kept, change in changes.items()}
+    return {key: replace(change, old=none, stream=None) for key, change in changes.items()}

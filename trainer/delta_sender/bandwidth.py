@@ -1,15 +1,17 @@
-"""How fast the link to one engine is, as the requests to it have shown.
+"""Estimate the speed of the link to one engine from the requests to it.
 
-A request with a body of n bytes takes o + n / v + w seconds: an overhead, whatever its size; the
-link; and the engine's own work, of which its answer tells. Of a post it also tells for how long
-the body was arriving, which is n / v where bytes are handed on as they come, and next to nothing
-where something on the way has kept them back. So the rest of its time, without that, is never less
-than o. The least such rest of the last posts, or the time of a request without a body where that
-is less, is taken for o; and what a post took beyond o and w, for n / v.
+A request with a body of n bytes takes ``o + n / v + w`` seconds: a fixed overhead, the link, and
+the engine's own work, which its answer reports. Link speed is bytes over request time, excluding
+the overhead and the engine's work.
 
-What takes no longer than the overhead cannot be told from chance, nor does it matter: such a post
-says that the link is fast. Of what the last posts say the median is taken, each with the weight of
-its bytes. An engine that tells nothing of a post's arrival is taken to have no overhead.
+The answer to a post also reports how long the body was arriving. That is ``n / v`` if bytes are
+forwarded as they come, and next to nothing if a proxy buffers them; so request time without the
+engine's work and without arrival is never less than the overhead. The overhead is estimated as the
+least of these over the last posts, or the time of a request without a body if that is less. An
+engine that does not report arrival is assumed to have no overhead.
+
+A post that takes no longer than the overhead is indistinguishable from noise, and counts as a fast
+link. The estimate is the median of the last posts, weighted by their bytes.
 """
 
 from __future__ import annotations
@@ -19,39 +21,39 @@ from collections import deque
 from itertools import accumulate
 from typing import Any, Final
 
-_UNKNOWN: Final = 125e6  # bytes a second, of 1 Gbit/s, until a post has been measured
-_FAST: Final = 1e10  # bytes a second, where it does not matter
-_LEAST_MEASURED: Final = 1 << 16  # bytes; the time of a smaller post is not that of its bytes
+_UNKNOWN: Final = 125e6  # bytes/s until a post has been measured: 1 Gbit/s
+_FAST: Final = 1e10  # bytes/s of a link whose time is lost in the overhead
+_LEAST_MEASURED: Final = 1 << 16  # bytes; smaller posts say nothing about the link
 _KEPT: Final = 16  # posts
 
 
 class LinkSpeed:
-    """The link to one engine.
+    """Speed of the link to one engine.
 
     Attributes:
-        measured: bytes a second; None until a post has been measured.
+        measured: In bytes/s; None until a post has been measured.
     """
 
     def __init__(self) -> None:
         self.measured: float | None = None
         self._overheads: deque[float] = deque(maxlen=_KEPT)  # seconds
-        self._posts: deque[tuple[float, int]] = deque(maxlen=_KEPT)  # bytes a second, and bytes
+        self._posts: deque[tuple[float, int]] = deque(maxlen=_KEPT)  # bytes/s, and bytes
 
     def note(self, nbytes: int, seconds: float, answer: dict[str, Any]) -> None:
         """Take in a request that was answered.
 
         Args:
-            nbytes: of its body.
-            seconds: that it took, with the engine's own work.
-            answer: the engine's.
+            nbytes: Bytes of its body.
+            seconds: Seconds it took, with the engine's own work.
+            answer: The engine's answer.
         """
         timings = answer.get("timings_ms")
-        known = timings if isinstance(timings, dict) else {}
-        told = {key: ms / 1e3 for key, ms in known.items() if isinstance(ms, (int, float))}
-        arriving = told.get("receive_ms")
-        work = told.get("stage_ms", 0.0) + told.get("pause_ms", 0.0)
-        if arriving is not None and "total_ms" in told:
-            work = told["total_ms"] - arriving
+        timings = timings if isinstance(timings, dict) else {}
+        reported = {key: ms / 1e3 for key, ms in timings.items() if isinstance(ms, (int, float))}
+        arriving = reported.get("receive_ms")
+        work = reported.get("stage_ms", 0.0) + reported.get("pause_ms", 0.0)
+        if arriving is not None and "total_ms" in reported:
+            work = reported["total_ms"] - arriving
         rest = seconds - work
         if nbytes == 0:
             self._overheads.append(rest)
@@ -66,12 +68,12 @@ class LinkSpeed:
 
     @property
     def bytes_per_s(self) -> float:
-        """What to reckon with."""
+        """The measured speed, or a default."""
         return self.measured or _UNKNOWN
 
 
 def _median(weighted: deque[tuple[float, int]]) -> float:
-    """The value at half of the weight."""
+    """Return the value at half of the weight."""
     ordered = sorted(weighted)
     sums = list(accumulate(weight for _, weight in ordered))
     return ordered[bisect_left(sums, sums[-1] / 2)][0]

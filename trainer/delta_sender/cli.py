@@ -1,15 +1,14 @@
-"""The reference sender as a program: the difference of two checkpoints, to engines or files."""
+"""The command ``delta-send``: send the difference of two checkpoints to engines or files."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import torch
@@ -19,25 +18,46 @@ from safetensors import SafetensorError, safe_open
 
 from delta_sender.bandwidth import LinkSpeed
 from delta_sender.destination import Destination
-from delta_sender.encoding_policy import CHOICES, sparse_encoding
 from delta_sender.http_client import EngineClient
 from delta_sender.log_destination import LogDestination
 from delta_sender.multi_sender import MultiSender
+from delta_sender.options import MultiOptions, Option, declared
 from delta_sender.results import PartialSyncError, SyncError, SyncReport
-from delta_sender.snapshot import MappedSnapshot, NamedTensors, Snapshot
+from delta_sender.snapshot import MappedSnapshot, NamedTensors
 from engine_ext.wire.signature import HMAC_KEY_ENVIRONMENT
+
+_DESCRIPTION = """\
+Send the difference between two Hugging Face checkpoints (safetensors) to engines that hold the
+first one, as a sparse weight update. Each engine applies it bit-exactly on every rank, or refuses
+it and stays as it was."""
+
+_EPILOG = f"""\
+examples:
+  delta-send --base CHECKPOINT --target NEXT --url http://engine:8000
+  delta-send --base CHECKPOINT --target NEXT --dry-run --encoding auto
+  delta-send --target NEXT --full --url http://engine:8000 --base-version 7
+
+environment:
+  DELTA_API_KEY    bearer token, if --api-key is not given
+  {HMAC_KEY_ENVIRONMENT}   key that the parts are signed with
+
+exit status:
+  0    done
+  1    an engine refused, could not be reached or was too late; the others have committed
+  2    bad usage, or checkpoints that are unreadable or do not match
+  130  interrupted"""
 
 
 class DryRunDestination:
-    """Counts what an engine would be sent.
+    """Count what an engine would be sent.
 
     Args:
-        engine: is only asked for its plan; None where there is none.
+        engine: Asked for its plan only; None if there is none to ask.
     """
 
     def __init__(self, engine: EngineClient | None) -> None:
         self.speed = LinkSpeed()
-        self.tried = 0  # nothing is delivered
+        self.highest_posted = 0  # nothing is posted
         self._engine = engine
 
     def close(self) -> None:
@@ -57,47 +77,40 @@ class DryRunDestination:
         return {"status": "dry run"}
 
 
-class CheckpointSender(MultiSender):
-    """Sends one sync between two checkpoints that are mapped from disk.
+def open_sender(arguments: argparse.Namespace, base: NamedTensors) -> MultiSender:
+    """Return the sender for one sync between two checkpoints that are mapped from disk.
 
     Args:
-        arguments: The command line's.
+        arguments: Those of the command line.
         base: What the engines hold.
     """
+    given = {name: getattr(arguments, name) for name in declared(MultiOptions) if name in arguments}
+    options = cast(MultiOptions, given)
+    options["api_key"] = arguments.api_key or os.environ.get("DELTA_API_KEY")
+    options["hmac_key"] = os.environ.get(HMAC_KEY_ENVIRONMENT)
+    if arguments.dry_run:
+        options["delta_log"] = options["state"] = None
 
-    def __init__(self, arguments: argparse.Namespace, base: NamedTensors) -> None:
-        self._arguments = arguments
-        super().__init__(
-            arguments.url or [""],
-            base,
-            base_version=arguments.base_version,
-            delta_log=None if arguments.dry_run else arguments.delta_log,
-            state=None if arguments.dry_run else arguments.state,
-            lag_limit=arguments.lag_limit if math.isfinite(arguments.lag_limit) else None,
-            encoding=arguments.encoding,
-            bucket_bytes=arguments.bucket_bytes,
-            digest=not arguments.no_digest,
-            api_key=arguments.api_key or os.environ.get("DELTA_API_KEY"),
-            hmac_key=os.environ.get(HMAC_KEY_ENVIRONMENT),
-            pause_mode=arguments.pause_mode,
-            flush_cache=not arguments.no_flush_cache,
-        )
-
-    def _make_snapshot(self, base: NamedTensors) -> Snapshot:
-        return MappedSnapshot(base, sparse_encoding(self._options.encoding))
-
-    def _make_server(self, url: str) -> Destination:
-        engine = EngineClient(url, self._options) if url else None
-        if self._arguments.dry_run:
+    def connect(url: str, options: MultiOptions) -> Destination:
+        engine = EngineClient(url, options) if url else None
+        if arguments.dry_run:
             return DryRunDestination(engine)
-        if self._arguments.save is not None:
+        if arguments.save is not None:
             asked = [] if engine is None else [engine]
-            return LogDestination(self._arguments.save, asked, self._options.hmac_key)
-        return super()._make_server(url)
+            return LogDestination(arguments.save, asked, options["hmac_key"])
+        return EngineClient(url, options)
+
+    return MultiSender(
+        arguments.url or [""], base, connect=connect, snapshot_type=MappedSnapshot, **options
+    )
 
 
 def checkpoint_entries(folder: Path) -> list[tuple[Path, str]]:
-    """The (file, tensor name) pairs of a Hugging Face checkpoint, ordered by file."""
+    """Return the (file, tensor name) pairs of a Hugging Face checkpoint, ordered by file.
+
+    Raises:
+        FileNotFoundError: There is no index and no tensor.
+    """
     index = folder / "model.safetensors.index.json"
     if index.exists():
         weight_map = json.loads(index.read_bytes())["weight_map"]
@@ -112,7 +125,7 @@ def checkpoint_entries(folder: Path) -> list[tuple[Path, str]]:
 
 
 def read_checkpoint(folder: Path, progress: Progress) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor), mapped from the files and not read; moves a progress bar on."""
+    """Yield (name, tensor), mapped from the files and not read; advance a progress bar."""
     entries = progress.track(checkpoint_entries(folder), description=folder.name)
     for path, group in groupby(entries, key=lambda entry: entry[0]):
         with safe_open(path, framework="pt") as file:
@@ -121,61 +134,46 @@ def read_checkpoint(folder: Path, progress: Progress) -> Iterator[tuple[str, tor
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Return the parser of the command line; options come from `options.MultiOptions`."""
     parser = argparse.ArgumentParser(
-        description="Send the difference between two Hugging Face checkpoints (safetensors) to "
-        "engines that hold the first one, as a sparse weight update.",
-        epilog="Exit status: 0 done, 1 an engine refused, could not be reached or was too late "
-        "(the others have committed), 2 bad usage or unreadable or unlike checkpoints, 130 "
-        f"interrupted. With a key in {HMAC_KEY_ENVIRONMENT} the parts are signed.",
+        prog="delta-send",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--base", type=Path, metavar="DIR", help="checkpoint that the engine holds now")
-    add("--target", type=Path, metavar="DIR", required=True, help="checkpoint it is to hold")
+    add("--base", type=Path, metavar="DIR", help="checkpoint that the engines hold now")
+    add("--target", type=Path, metavar="DIR", required=True, help="checkpoint to send")
     url_help = "root of an engine's server, http://host:port; repeatable, for several engines"
     add("--url", action="append", help=url_help)
-    version_help = "version the engines are at (default: %(default)s)"
-    add("--base-version", type=int, metavar="N", default=0, help=version_help)
-    encoding_help = "how changes travel; auto: by density and speed of link (default: %(default)s)"
-    add("--encoding", choices=CHOICES, default="deltas_zstd", help=encoding_help)
     add("--full", action="store_true", help="send all of --target, dense; needs no --base")
-    bucket_help = "most bytes of a part before compression (default: %(default)s, 256 MiB)"
-    add("--bucket-bytes", type=int, metavar="N", default=256 << 20, help=bucket_help)
-    add("--no-digest", action="store_true", help="send no digests along")
-    add("--api-key", metavar="KEY", help="bearer token (default: that in DELTA_API_KEY)")
-    pause_help = "requests in flight go on with the new weights (default), finish first, or end"
-    add("--pause-mode", choices=("keep", "wait", "abort"), default="keep", help=pause_help)
-    add("--no-flush-cache", action="store_true", help="keep KV entries of the old weights")
-    log_help = (
-        "a folder that gets every version before an engine commits it, for engines that are "
-        "started with --delta-log; see also the command delta-log"
-    )
-    add("--delta-log", type=Path, metavar="DIR", help=log_help)
-    state_help = (
-        "remember in FILE what each engine has acknowledged; where --base is what it is at, that "
-        "version counts and not --base-version"
-    )
-    add("--state", type=Path, metavar="FILE", help=state_help)
-    add(
-        "--lag-limit",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="go on without engines that need longer than the first and SECONDS (default: 60; inf "
-        "waits for every engine)",
-    )
     save_help = (
         "write the parts to DIR/weight_v<version>/, as a delta log or for the disk endpoint, and "
-        "post nothing; with --url the engine is only asked which tensors it ignores and what its "
+        "post nothing; with --url, the engine is only asked which tensors it ignores and what its "
         "digest covers"
     )
     add("--save", type=Path, metavar="DIR", help=save_help)
-    add("--dry-run", action="store_true", help="tell what would be sent; post and write nothing")
+    add("--dry-run", action="store_true", help="print what would be sent; post and write nothing")
+    group = parser.add_argument_group("sync options")
+    for name, option in declared(MultiOptions).items():
+        if option.flag is not None:
+            _add_flag(group, name, option)
     return parser
 
 
+def _add_flag(group: Any, name: str, option: Option) -> None:
+    flag, keywords = name.replace("_", "-"), option.flag or {}
+    if option.default is True:
+        group.add_argument(f"--no-{flag}", dest=name, action="store_false", **keywords)
+        return
+    help_text = option.doc[:1].lower() + option.doc[1:].split(". ")[0].rstrip(".")
+    if option.default is not None:
+        help_text += " (default: %(default)s)"
+    group.add_argument(f"--{flag}", default=option.default, **{"help": help_text, **keywords})
+
+
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse and check the command line; exits with status 2 if it is wrong."""
+    """Parse and check the command line; a wrong one ends the process with status 2."""
     parser = make_parser()
     options = parser.parse_args(arguments)
     if options.full:
@@ -185,14 +183,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.url is None and options.save is None and not options.dry_run:
         parser.error("--url is needed, except with --save or --dry-run")
     if options.save is not None and (options.delta_log or options.state) is not None:
-        parser.error("--save does not go with --delta-log or --state: it posts nothing")
+        parser.error("--save cannot be combined with --delta-log or --state: it posts nothing")
     if options.save is not None and options.url is not None and len(options.url) > 1:
         parser.error("--save writes for one engine: give one --url at most")
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command and return its exit status."""
     options = parse_arguments(arguments)
     console = Console(stderr=True, markup=False, soft_wrap=True)
     several = len(options.url or []) > 1
@@ -200,18 +198,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failures: dict[str, SyncError] = {}
     try:
         with Progress(console=console) as progress:
-            with CheckpointSender(options, read_checkpoint(options.base, progress)) as sender:
+            with open_sender(options, read_checkpoint(options.base, progress)) as sender:
                 send = sender.sync_full if options.full else sender.sync
                 try:
                     reports = send(read_checkpoint(options.target, progress))
                 except PartialSyncError as some:
                     reports, failures = some.reports, some.failures
-        versions = sender.versions  # those that lagged were waited for once more
+        versions = sender.versions  # closing has waited for engines that lagged
     except (ValueError, KeyError, OSError, SafetensorError, httpx.InvalidURL) as error:
         console.print(f"{type(error).__name__}: {error}")
         return 2
     except KeyboardInterrupt:
-        console.print("interrupted; GET /delta_status tells which version the engine is at")
+        console.print("interrupted; GET /delta_status returns the version that an engine is at")
         return 130
     for url, report in reports.items():
         print((f"{url}: " if several else "") + describe(report))
@@ -226,16 +224,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def describe(report: SyncReport) -> str:
-    """One line about one sync."""
+    """Return one line about one sync."""
     return (
         f"version {report.base_version} -> {report.version}: {report.status}"
         f"{' (full)' if report.full else ''}; {report.nnz:,} of {report.numel:,} elements "
         f"({report.density:.3%}), {report.wire_bytes:,} of {report.full_bytes:,} bytes, "
-        f"{report.parts} part(s){_ways(report.picked)}, encode {report.encode_ms:.0f} ms, "
+        f"{report.parts} part(s){_counts(report.picked)}, encode {report.encode_ms:.0f} ms, "
         f"post {report.post_ms:.0f} ms"
     )
 
 
-def _ways(picked: dict[str, int]) -> str:
-    ways = ", ".join(f"{count} {pick}" for pick, count in sorted(picked.items()))
-    return f" ({ways})" if ways else ""
+def _counts(picked: dict[str, int]) -> str:
+    counts = ", ".join(f"{count} {how}" for how, count in sorted(picked.items()))
+    return f" ({counts})" if counts else ""

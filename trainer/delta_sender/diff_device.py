@@ -1,32 +1,32 @@
-"""How a trainer's tensors differ from the snapshot where these lie on an accelerator.
+"""Find how tensors on an accelerator differ from the snapshot, by their bits.
 
-The tensors stay there. What they are compared with is a copy of the snapshot on the device, or the
-snapshot itself, in pinned host memory, of which the next chunk is brought up while one is compared;
-only what differs comes back. Either way the snapshot in host memory is the one that counts: its
-copy is made of it, and follows when it moves.
+The tensors stay on their device. They are compared with a copy of the snapshot on the device, or
+with the snapshot in pinned host memory, uploaded in chunks while earlier chunks are compared; only
+what differs is copied to the host. The snapshot in host memory is the one that counts: its copy is
+made from it, and follows when it advances.
 
-No accelerator was at hand when this was written: it is tested on the CPU, where streams are nothing
-and the chunks are the same, and the kernels under Triton's interpreter.
+On the CPU, streams do nothing and the chunks are the same; there it is tested, with the kernels
+under Triton's interpreter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from delta_sender.copy_streams import Copies
+from delta_sender.copy_streams import CopyStreams
 from delta_sender.diff_host import Difference
-from delta_sender.differing import begin_differing
 from engine_ext.kernels import gather_scatter
+from engine_ext.kernels.triton import runs_kernels
 from engine_ext.wire.digest import change_digest
 
 # Where the copy is that the device compares with; `auto` by the device's free memory.
-KEPT_ON: Final = ("auto", "device", "host")
+SNAPSHOT_ON: Final = ("auto", "device", "host")
 
 _CHUNK_BYTES: Final = 32 << 20
 _SHARE: Final = 0.5  # most of the device's free memory that `auto` takes
@@ -34,147 +34,207 @@ _SHARE: Final = 0.5  # most of the device's free memory that `auto` takes
 Bits = NDArray[Any]  # unsigned ints [n]
 
 
+class DeviceDifference(NamedTuple):
+    """The elements that differ, on the tensors' device.
+
+    Attributes:
+        indices: Their flat indices, ascending; int32 or int64 [nnz].
+        old: Their old bits, integers [nnz].
+        new: Their new bits, integers [nnz].
+    """
+
+    indices: torch.Tensor
+    old: torch.Tensor
+    new: torch.Tensor
+
+
 class Change(Protocol):
-    """What the snapshot is moved by: new bits, and where, None if everywhere."""
+    """A change of the snapshot: new bits, and their flat indices, None if of every element."""
 
     @property
-    def places(self) -> NDArray[Any] | None: ...
+    def indices(self) -> NDArray[Any] | None: ...
 
     @property
     def new(self) -> Bits: ...
 
 
-def is_elsewhere(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is compared where it lies, and not in host memory."""
+def _at_once(data: torch.Tensor) -> Callable[[], torch.Tensor]:
+    return lambda: data
+
+
+def begin_device_compare(
+    old: torch.Tensor,
+    new: torch.Tensor,
+    start: int,
+    dtype: torch.dtype,
+    download: Callable[[torch.Tensor], Callable[[], torch.Tensor]] = _at_once,
+) -> Callable[[], DeviceDifference]:
+    """Begin to compare two tensors on the thread's current stream of their device.
+
+    Args:
+        old, new: Integers of one dtype, contiguous [n], on one device. They must not change until
+            the result has been used.
+        start: The flat index of the first element.
+        dtype: The dtype of the indices; int32 if the last one allows it.
+        download: Begins to copy to host memory, see `CopyStreams.download`. If it runs on a stream
+            of its own, what is launched after this call is not waited for.
+
+    Returns:
+        A function that waits for the number of differing elements, and has them written.
+
+    Raises:
+        ValueError: The tensors differ in dtype, shape or device.
+    """
+    if (old.dtype, old.shape, old.device) != (new.dtype, new.shape, new.device) or old.ndim != 1:
+        raise ValueError("old and new are not integers of one dtype, shape and device")
+    if not runs_kernels(old.device):
+        return lambda: _compare_by_operators(old, new, start, dtype)
+    from engine_ext.kernels.triton import compact
+
+    ends = compact.count(old, new)
+    nnz = download(ends[-1:])
+    return lambda: DeviceDifference(*compact.write(old, new, ends, int(nnz().sum()), start, dtype))
+
+
+def _compare_by_operators(
+    old: torch.Tensor, new: torch.Tensor, start: int, dtype: torch.dtype
+) -> DeviceDifference:
+    indices = (old != new).nonzero().view(-1)
+    return DeviceDifference((indices + start).to(dtype), old[indices], new[indices])
+
+
+def is_on_device(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is compared on its device, and not in host memory."""
     return tensor.device.type == "cuda"
 
 
 class DeviceSide:
-    """The devices' side of a snapshot. Its methods launch on the calling thread's current streams.
+    """A snapshot's copies on devices. Methods launch on the calling thread's current streams.
 
     Args:
-        kept_on: one of `KEPT_ON`.
+        snapshot_on: One of `SNAPSHOT_ON`.
 
     Raises:
-        ValueError: `kept_on` is another.
+        ValueError: `snapshot_on` is another.
     """
 
-    def __init__(self, kept_on: str) -> None:
-        if kept_on not in KEPT_ON:
-            raise ValueError(f"a snapshot on {kept_on!r}; it is one of {', '.join(KEPT_ON)}")
-        self._kept_on = kept_on
-        self._copies: dict[torch.device, Copies] = {}
-        self._keeps: dict[torch.device, bool] = {}  # copies of the snapshot on the device
+    def __init__(self, snapshot_on: str) -> None:
+        if snapshot_on not in SNAPSHOT_ON:
+            known = ", ".join(SNAPSHOT_ON)
+            raise ValueError(f"snapshot_on is {snapshot_on!r}; it is one of {known}")
+        self._snapshot_on = snapshot_on
+        self._streams: dict[torch.device, CopyStreams] = {}
+        self._has_mirrors: dict[torch.device, bool] = {}
         self._mirrors: dict[str, torch.Tensor] = {}
 
-    def hold(self, kept: str, held: Bits, device: torch.device, nbytes: int) -> Bits:
+    def prepare(self, key: str, bits: Bits, device: torch.device, nbytes: int) -> Bits:
         """Make a tensor of the snapshot ready to be compared on a device.
 
         Args:
-            kept: its name.
-            held: its bits.
-            device: where.
-            nbytes: of the whole snapshot.
+            key: Its name.
+            bits: Its bits.
+            device: The device.
+            nbytes: Bytes of the whole snapshot.
 
         Returns:
-            The bits in memory that the snapshot should keep instead; `held` if that will do.
+            The bits in memory that the snapshot should keep instead; `bits` itself if that will do.
         """
-        mirror = self._mirrors.pop(kept, None)
+        mirror = self._mirrors.pop(key, None)
         if mirror is not None and mirror.device == device:
-            self._mirrors[kept] = mirror
-            return held
-        if device not in self._keeps:
-            self._keeps[device] = self._kept_on == "device" or (
-                self._kept_on == "auto" and nbytes <= _SHARE * free_bytes(device)
+            self._mirrors[key] = mirror
+            return bits
+        if device not in self._has_mirrors:
+            self._has_mirrors[device] = self._snapshot_on == "device" or (
+                self._snapshot_on == "auto" and nbytes <= _SHARE * free_bytes(device)
             )
-        if self._keeps[device]:
+        if self._has_mirrors[device]:
             try:
-                self._mirrors[kept] = gather_scatter.signed(held).to(device, copy=True)
-                return held
+                self._mirrors[key] = gather_scatter.signed(bits).to(device, copy=True)
+                return bits
             except torch.OutOfMemoryError:
-                if self._kept_on == "device":
+                if self._snapshot_on == "device":
                     raise
-                self._keeps[device] = False
-        return pinned(held, device)
+                self._has_mirrors[device] = False
+        return pinned(bits, device)
 
     def begin(
-        self, kept: str, held: Bits, new: torch.Tensor, digested: str | None
+        self, key: str, bits: Bits, new: torch.Tensor, digested: str | None
     ) -> Callable[[], Difference]:
-        """Have a tensor compared with what was made ready by `hold`.
+        """Begin to compare a tensor with what `prepare` made ready.
 
         Args:
-            kept, held: name and bits in the snapshot.
-            new: integers of the same width, contiguous [n], on the device. It must stay as it is
-                until the result has been asked for.
-            digested: the name to digest the change under; None: it is not digested.
+            key, bits: Name and bits in the snapshot.
+            new: Integers of the same width, contiguous [n], on the device. It must not change until
+                the result has been asked for.
+            digested: The name to digest the change under; None: it is not digested.
 
         Returns:
-            What waits for the result, in the same thread.
+            A function that waits for the result, to be called in the same thread.
         """
         device = new.device
-        copies = self._copies.setdefault(device, Copies(device))
-        host, mirror = gather_scatter.signed(held), self._mirrors.get(kept)
+        streams = self._streams.setdefault(device, CopyStreams(device))
+        host, mirror = gather_scatter.signed(bits), self._mirrors.get(key)
         chunk = _CHUNK_BYTES // new.itemsize
         dtype = torch.int32 if new.numel() < 1 << 31 else torch.int64
 
         def counted(start: int) -> Callable[[], tuple[torch.Tensor, ...]]:
             these = slice(start, start + chunk)
-            old = copies.fetch(host[these])() if mirror is None else mirror[these]
-            return begin_differing(old, new[these], start, dtype, copies.bring)
+            old = streams.upload(host[these])() if mirror is None else mirror[these]
+            return begin_device_compare(old, new[these], start, dtype, streams.download)
 
         ahead = counted(0)
 
         def wait() -> Difference:
-            begun, brought = ahead, []
+            begun, downloads = ahead, []
             for start in range(chunk, new.numel(), chunk):
-                # While the one is written down, and on its way, the next is fetched and counted.
+                # While one chunk is written and downloaded, the next is uploaded and counted.
                 following = counted(start)
-                brought.append([copies.bring(found) for found in begun()])
+                downloads.append([streams.download(found) for found in begun()])
                 begun = following
-            brought.append([copies.bring(found) for found in begun()])
-            found = [[gather_scatter.host_bits(use()) for use in uses] for uses in brought]
-            places, was, now = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
-            places = places.view(f"i{places.itemsize}")
+            downloads.append([streams.download(found) for found in begun()])
+            found = [[gather_scatter.host_bits(use()) for use in uses] for uses in downloads]
+            indices, was, now = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+            indices = indices.view(f"i{indices.itemsize}")
             change = None
             if digested is not None:
-                change = change_digest(digested, places.astype(np.int64), was, now)
-            return Difference(places, was, now, change, None)
+                change = change_digest(digested, indices.astype(np.int64), was, now)
+            return Difference(indices, was, now, change, None)
 
         return wait
 
     @contextmanager
     def following(self, changes: Mapping[str, Change]) -> Iterator[None]:
-        """Let the copies follow the snapshot, which moves inside; `Change` by name.
+        """Make the copies follow the snapshot, which advances by `changes` inside the block.
 
-        If either is cut short, the copies concerned are gone, and made anew when they are needed.
+        If either is interrupted, the copies concerned are dropped, and made again when needed.
         """
-        behind = {kept: self._mirrors.pop(kept) for kept in changes if kept in self._mirrors}
+        behind = {key: self._mirrors.pop(key) for key in changes if key in self._mirrors}
         yield
-        for kept, mirror in behind.items():
-            _write(mirror, changes[kept].places, gather_scatter.signed(changes[kept].new))
+        for key, mirror in behind.items():
+            _write(mirror, changes[key].indices, gather_scatter.signed(changes[key].new))
         for device in {mirror.device for mirror in behind.values()}:
-            self._copies[device].settle()
+            self._streams[device].synchronize()
         self._mirrors |= behind
 
 
-def _write(mirror: torch.Tensor, places: NDArray[Any] | None, new: torch.Tensor) -> None:
-    if places is None:
+def _write(mirror: torch.Tensor, indices: NDArray[Any] | None, new: torch.Tensor) -> None:
+    if indices is None:
         mirror.copy_(new)
     else:
-        where = torch.from_numpy(places).to(mirror.device)
+        where = torch.from_numpy(indices).to(mirror.device)
         gather_scatter.scatter(mirror, where, new.to(mirror.device))
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of a device that nobody has taken."""
+    """Return the free memory of a device."""
     return int(torch.cuda.mem_get_info(device)[0])
 
 
-def pinned(held: Bits, device: torch.device) -> Bits:
-    """Bits in host memory that a device copies from while it computes; `held` if it is that."""
-    if device.type != "cuda" or gather_scatter.signed(held).is_pinned():
-        return held
-    there = torch.empty(held.size, dtype=gather_scatter.signed(held).dtype, pin_memory=True)
-    found = gather_scatter.host_bits(there)
-    found[:] = held
-    return found
+def pinned(bits: Bits, device: torch.device) -> Bits:
+    """Return bits in host memory that a device can copy from while it computes; maybe no copy."""
+    if device.type != "cuda" or gather_scatter.signed(bits).is_pinned():
+        return bits
+    memory = torch.empty(bits.size, dtype=gather_scatter.signed(bits).dtype, pin_memory=True)
+    copy = gather_scatter.host_bits(memory)
+    copy[:] = bits
+    return copy

@@ -1,10 +1,10 @@
-"""How two tensors differ, by their bits: the first step of every sparse sync.
+"""Find how two tensors in host memory differ, by their bits: the first step of a sparse sync.
 
-The compiled loop makes a mask of a cache line of both at a time. At a density of some percent a
-line has none, one or two elements that differ, and no processor foresees which, so two are written
-down for every line, and those that were none are written over. It runs without the interpreter
-lock, on chunks whose findings stay in a core's cache until they are digested and the gaps between
-them are written down: memory is read once.
+The compiled loop makes a mask of one cache line of both at a time. At a density of some percent a
+line has zero, one or two elements that differ, which no branch predictor foresees; so two are
+written for every line, and the wrong ones are overwritten. It runs without the interpreter lock,
+on chunks whose results stay in a core's cache until they are digested and their gaps are written:
+memory is read once.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from engine_ext.wire.digest import Digest, change_digest
 from engine_ext.wire.gap_streams import byte_stream, join_streams
 
 _CHUNK: Final = 1 << 21  # elements that a thread compares at a time; a multiple of any line's
-_AHEAD: Final = 64  # lines that are asked for before they are compared; a core's own guess is fewer
+_AHEAD: Final = 64  # lines to prefetch; the hardware's own prefetch is shorter
 
 
 class Difference(NamedTuple):
     """The elements that differ.
 
     Attributes:
-        indices: their flat indices, ascending; int32 [nnz], of 2**31 elements or more int64.
-        old, new: their bits, unsigned ints [nnz], copies.
-        change: what they add to the tensor's digest; None where no name was given.
-        stream: the gap stream of the indices, of bytes; None where it was not asked for, or may not
-            be the smallest.
+        indices: Their flat indices, ascending; int32 [nnz], int64 for 2**31 elements or more.
+        old, new: Their bits, unsigned ints [nnz], copies.
+        change: What they add to the tensor's digest; None if no name was given.
+        stream: The gap stream of the indices, in bytes; None if it was not asked for, or may not be
+            the smallest.
     """
 
     indices: NDArray[Any]
@@ -59,20 +59,20 @@ def begin_compare(
     *,
     streams: bool = False,
 ) -> Callable[[], Difference]:
-    """Have two tensors compared in threads.
+    """Begin to compare two tensors in threads.
 
     Args:
-        old, new: Bit patterns, unsigned ints of one width, contiguous [n]. They must stay as they
-            are until the result has been asked for.
-        name: The tensor's, where the change of its digest is wanted.
-        pool: What compares; each chunk is a task of its own.
+        old, new: Bit patterns, unsigned ints of one width, contiguous [n]. They must not change
+            until the result has been asked for.
+        name: The tensor's name, if the change of its digest is wanted.
+        pool: Runs the comparison; each chunk is a task.
         streams: Whether the gap stream is wanted.
 
     Returns:
-        What waits for the result.
+        A function that waits for the result.
 
     Raises:
-        ValueError: The two are not alike.
+        ValueError: The tensors differ in dtype or shape.
     """
     _check(old, new)
     starts = range(0, old.size, _CHUNK)
@@ -84,7 +84,7 @@ def begin_compare(
         with ending:
             found[start] = chunk
             last = len(found) == len(starts)
-        # Whoever ends last joins them: the caller has the next tensors to read.
+        # The thread that ends last joins them: the caller reads the next tensors.
         return _joined([found[each] for each in starts], new.dtype, name) if last else None
 
     futures = [pool.submit(compare_one, start) for start in starts]
@@ -104,7 +104,7 @@ def compare(
     *,
     streams: bool = False,
 ) -> Difference:
-    """`begin_compare`, and wait; `threads` share the work, 1 is the caller's own."""
+    """Compare two tensors, in `threads` threads (1: the caller's); see `begin_compare`."""
     if threads > 1 and old.size > _CHUNK:
         with ThreadPoolExecutor(threads) as pool:
             return begin_compare(old, new, name, pool, streams=streams)()
@@ -134,10 +134,10 @@ def _joined(found: Sequence[Difference], dtype: np.dtype[Any], name: str | None)
 
 
 class _Scratch(threading.local):
-    """Memory of a thread that a chunk's findings fit into; it is touched only as far as needed."""
+    """Memory of a thread that fits a chunk's results; it is touched only as far as needed."""
 
     def __init__(self) -> None:
-        most = _CHUNK + 2  # the loop writes two places ahead
+        most = _CHUNK + 2  # the loop writes two elements ahead
         self.indices = np.empty(most, np.int64)
         self.old, self.new = np.empty(most, np.uint64), np.empty(most, np.uint64)
 
@@ -148,28 +148,28 @@ _scratch: Final = _Scratch()
 def _compare_chunk(
     old: NDArray[Any], new: NDArray[Any], start: int, name: str | None, streams: bool
 ) -> Difference:
-    """What differs in a chunk; the stream is without the first index."""
+    """Return what differs in a chunk; the stream lacks the first index."""
     before, after = old[start : start + _CHUNK], new[start : start + _CHUNK]
     loop = _loop(old.itemsize)
     if loop is None:
-        places = np.flatnonzero(before != after)
-        was, now = before[places], after[places]
-        places += start
+        indices = np.flatnonzero(before != after)
+        was, now = before[indices], after[indices]
+        indices += start
     else:
         before, after = np.ascontiguousarray(before), np.ascontiguousarray(after)
         out = _scratch.old.view(old.dtype), _scratch.new.view(new.dtype)
         count = loop(before, after, start, _scratch.indices, *out)
-        places = _scratch.indices[:count]
+        indices = _scratch.indices[:count]
         was, now = out[0][:count].copy(), out[1][:count].copy()
-    change = None if name is None else change_digest(name, places, was, now)
-    following = int(places[0]) + 1 if places.size else 0
-    stream = byte_stream(places[1:], following) if streams else None
+    change = None if name is None else change_digest(name, indices, was, now)
+    following = int(indices[0]) + 1 if indices.size else 0
+    stream = byte_stream(indices[1:], following) if streams else None
     narrow = np.int32 if old.size < 1 << 31 else np.int64
-    return Difference(places.astype(narrow), was, now, change, stream)
+    return Difference(indices.astype(narrow), was, now, change, stream)
 
 
 def _compare(old: Any, new: Any, start: Any, found: Any, was: Any, now: Any) -> Any:
-    """What numba compiles; returns how many differ. Of a line's, two are written in any case."""
+    """Write what differs, and return how many; compiled by numba. Writes two per line at least."""
     count: Any = 0
     elements = LINE // old.itemsize
     whole = old.size // elements * elements
@@ -200,7 +200,7 @@ def _compare(old: Any, new: Any, start: Any, found: Any, was: Any, now: Any) -> 
 
 @made_once
 def _loop(width: int) -> Callable[..., int] | None:
-    """The loop for elements of `width` bytes; None without numba."""
+    """Return the loop for elements of `width` bytes; None without numba."""
     try:
         from numba import types
     except ImportError:

@@ -1,9 +1,9 @@
-"""How params travel: in the encoding that was asked for, or with ``auto`` in what is fastest.
+"""Choose how params travel: in the encoding that was asked for, or with ``auto`` in the fastest.
 
-The time of a param is that of encoding it, of its bytes on the link, and of decoding and applying
-it. The bytes follow from its density and dtype, and for differences from a sample of them; the
-link's speed is what the sender's own posts have shown (see `sender_speed`); the rest is constants
-of one core.
+The time of a param is that of encoding it, of sending its bytes, and of decoding and applying it.
+Its size follows from density and dtype, and for differences from a sample of them. The link's
+speed is measured on the sender's own posts (see `bandwidth`). The costs per element are constants,
+measured on one core.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ CHOICES: Final = (*ENCODINGS, AUTO)
 _SAMPLE: Final = 4096  # differences that are looked at
 _NIBBLES: Final = 15  # zigzagged differences below it take a nibble
 
-# Nanoseconds an element, of one core: encoding (without the gaps, which the comparison writes) and
-# decoding as `bench_codec.py` times them, and applying as `bench_apply.py` does, as served.
+# Nanoseconds per element on one core: encoding (without the gaps, which the comparison writes) and
+# decoding as `scripts/bench/codec.py` times them, and applying as `scripts/bench/apply.py` does.
 _CODING: Final = {"deltas": 10.0, "gap8_exp": 14.0, "gap8_ulp": 15.0}
 _APPLYING: Final = 20.0
 _DENSE_CODING: Final = {"deltas": 2.5, "gap8_exp": 7.5}
@@ -47,12 +47,14 @@ class ParamStats:
     """What a choice depends on.
 
     Attributes:
-        numel, nnz: elements of the tensor, and those that changed.
-        width: bytes of an element.
-        floating: whether its elements are floats; their exponents compress.
-        escaped: share of the differences that do not fit a nibble; None where differences are not
-            to be sent.
-        many: before compression all of the tensor is no longer than what changed, with its places.
+        numel: Elements of the tensor.
+        nnz: Elements that changed.
+        width: Bytes of an element.
+        floating: Whether its elements are floats; their exponents compress.
+        escaped: Share of the differences that do not fit a nibble; None if differences must not be
+            sent.
+        is_large: Before compression, the whole tensor is no longer than its changed elements with
+            their positions.
     """
 
     numel: int
@@ -60,110 +62,110 @@ class ParamStats:
     width: int
     floating: bool
     escaped: float | None = None
-    many: bool = False
+    is_large: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class EncodingPolicy:
-    """What was asked for.
+    """What was asked for, and what the engine takes.
 
     Attributes:
-        encoding: one of `CHOICES`.
-        differences: whether the engine takes differences, as far as is known.
-        heals: whether new values go whatever the old ones are, and of the digests only the one that
-            they lead to.
+        encoding: One of `CHOICES`.
+        differences: Whether the engine takes differences, as far as is known.
+        any_base: Send new values that are right over any old ones, and of the digests only
+            ``digest_after``.
     """
 
     encoding: str
     differences: bool = True
-    heals: bool = False
+    any_base: bool = False
 
     @property
-    def may_differ(self) -> bool:
+    def may_send_differences(self) -> bool:
         """Whether differences may be sent."""
         return self.differences and self.encoding in (DIFFERENCES, AUTO)
 
-    def of_values(self) -> EncodingPolicy:
-        """The same without differences."""
+    def values_only(self) -> EncodingPolicy:
+        """Return the policy without differences."""
         return replace(self, differences=False)
 
-    def healing(self) -> EncodingPolicy:
-        """For an engine whose old values were found to be others: values, right over any."""
-        return replace(self, differences=False, heals=True)
+    def over_any_base(self) -> EncodingPolicy:
+        """Return the policy for an engine whose old values turned out not to be the snapshot's."""
+        return replace(self, differences=False, any_base=True)
 
     @property
     def empty(self) -> str:
-        """The encoding of a sync of nothing."""
+        """The encoding of a sync without changes."""
         return "gap8_exp" if self.encoding in (DIFFERENCES, AUTO) else self.encoding
 
-    def pick(self, facts: ParamStats, dense: bool, speed: float) -> EncodingChoice:
-        """How a param travels: with ``auto`` in the shortest time, else in the fewest bytes.
+    def choose(self, stats: ParamStats, dense: bool, speed: float) -> EncodingChoice:
+        """Return how a param travels: with ``auto`` in the shortest time, else in fewest bytes.
 
         Args:
-            facts: about it.
-            dense: whether it can only go dense.
-            speed: the link's, bytes a second.
+            stats: The param's.
+            dense: Whether it can only travel dense.
+            speed: Of the link, in bytes/s.
         """
         if not self.differences:
-            facts = replace(facts, escaped=None)
-        if self.encoding != AUTO:
-            as_values = facts.escaped is None or not self.may_differ
-            sparse, whole = (
-                EncodingChoice(self.empty if as_values else self.encoding, False),
-                self.empty,
-            )
-            if facts.many and whole not in PACKED_ENCODINGS:
-                dense = True  # nothing is compressed: those were its bytes
-            elif facts.many and not dense:
-                sizes = dict(_sizes(facts))
-                dense = sizes[sparse] >= sizes[EncodingChoice(whole, True)]
-            return EncodingChoice(whole, True) if dense else sparse
-        times = {pick: seconds for pick, seconds in _times(facts, speed) if pick.dense or not dense}
-        return min(times, key=lambda pick: times[pick])
+            stats = replace(stats, escaped=None)
+        if self.encoding == AUTO:
+            times = {c: seconds for c, seconds in _times(stats, speed) if c.dense or not dense}
+            return min(times, key=lambda choice: times[choice])
+        as_values = stats.escaped is None or not self.may_send_differences
+        sparse = EncodingChoice(self.empty if as_values else self.encoding, False)
+        whole = EncodingChoice(self.empty, True)
+        if stats.is_large and whole.encoding not in PACKED_ENCODINGS:
+            dense = True  # without compression, those are the sizes on the wire
+        elif stats.is_large and not dense:
+            sizes = dict(_sizes(stats))
+            dense = sizes[sparse] >= sizes[whole]
+        return whole if dense else sparse
 
 
 def sparse_encoding(encoding: str) -> str:
-    """By whose bytes a change is kept sparse or dense."""
+    """Return the encoding whose sizes decide whether a change is kept sparse or dense."""
     return "gap8_exp" if encoding == AUTO else encoding
 
 
 def escaped_share(old: NDArray[Any], new: NDArray[Any]) -> float:
-    """The share of differences that do not fit a nibble, from a sample.
+    """Return the share of differences that do not fit a nibble, from a sample.
 
     Args:
-        old, new: bit patterns, unsigned ints of one width, [n]; what is alike does not count.
+        old, new: Bit patterns, unsigned ints of one width, [n]; equal elements do not count.
     """
-    step = max(1, new.size // _SAMPLE)
-    differences = new[::step] - old[::step]
+    stride = max(1, new.size // _SAMPLE)
+    differences = new[::stride] - old[::stride]
     differences = differences[differences != 0]
     zigzag = differences << 1 ^ (0 - (differences >> (8 * differences.itemsize - 1)))
     return float(np.mean(zigzag >= _NIBBLES)) if zigzag.size else 0.0
 
 
-def _times(facts: ParamStats, speed: float) -> Iterator[tuple[EncodingChoice, float]]:
-    """Seconds of every way in which a param can go."""
-    for pick, nbytes in _sizes(facts):
-        coding, applying = (_DENSE_CODING, _DENSE_APPLYING) if pick.dense else (_CODING, _APPLYING)
-        elements = facts.numel if pick.dense else facts.nnz
-        yield pick, nbytes / speed + elements * (coding[pick.encoding] + applying) / 1e9
+def _times(stats: ParamStats, speed: float) -> Iterator[tuple[EncodingChoice, float]]:
+    """Yield every way in which a param can travel, and its seconds."""
+    for choice, nbytes in _sizes(stats):
+        coding, applying = (
+            (_DENSE_CODING, _DENSE_APPLYING) if choice.dense else (_CODING, _APPLYING)
+        )
+        elements = stats.numel if choice.dense else stats.nnz
+        yield choice, nbytes / speed + elements * (coding[choice.encoding] + applying) / 1e9
 
 
-def _sizes(facts: ParamStats) -> Iterator[tuple[EncodingChoice, float]]:
-    """Bytes of every way in which a param can go, about."""
-    width, nnz = facts.width, facts.nnz
-    # Weights have few exponents, and a byte that is none hardly compresses.
-    value = width - (0.65 if facts.floating and width > 1 else 0.1)
-    yield EncodingChoice("deltas", True), facts.numel * width
-    yield EncodingChoice("gap8_exp", True), facts.numel * value
+def _sizes(stats: ParamStats) -> Iterator[tuple[EncodingChoice, float]]:
+    """Yield every way in which a param can travel, and its approximate bytes."""
+    width, nnz = stats.width, stats.nnz
+    # Weights have few exponents; the other bytes hardly compress.
+    value = width - (0.65 if stats.floating and width > 1 else 0.1)
+    yield EncodingChoice("deltas", True), stats.numel * width
+    yield EncodingChoice("gap8_exp", True), stats.numel * value
     if not nnz:
         return
-    density = nnz / facts.numel
+    density = nnz / stats.numel
     rest = 1 - density
-    # Bits, of gaps between elements that change independently.
+    # Entropy in bits of the gap between elements that change independently.
     gap = -math.log2(density) - (rest / density * math.log2(rest) if rest else 0.0)
-    # A gap above 65535 somewhere, and the param's gaps are of four bytes.
+    # One gap above 65535 makes all gaps of the param four bytes wide.
     wide = nnz * rest**65536 > 0.5
     yield EncodingChoice("deltas", False), nnz * ((4 if wide else 2) + width)
     yield EncodingChoice("gap8_exp", False), nnz * (gap / 8 + value)
-    if facts.escaped is not None:
-        yield EncodingChoice("gap8_ulp", False), nnz * (gap / 8 + 0.25 + facts.escaped * width)
+    if stats.escaped is not None:
+        yield EncodingChoice("gap8_ulp", False), nnz * (gap / 8 + 0.25 + stats.escaped * width)

@@ -1,4 +1,4 @@
-"""How the reference sender talks to one engine, and what it makes of the answers."""
+"""Call the delta endpoints of one engine, and turn its answers into results and errors."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tenacity.stop import stop_after_attempt, stop_before_delay
 from tenacity.wait import wait_random_exponential
 
 from delta_sender.bandwidth import LinkSpeed
-from delta_sender.destination import Options
+from delta_sender.options import MultiOptions
 from delta_sender.results import SyncError
 from engine_ext.wire.signature import SIGNATURE_HEADER, sign
 
 _CONNECT_S: Final = 10.0
-# httpx copies all that is left of a body whenever the socket has taken some of it.
-_PIECE: Final = 1 << 18
+# httpx copies the rest of a body whenever the socket has taken some of it.
+_CHUNK: Final = 1 << 18
 
 
 class _Unreachable(SyncError):
-    """No answer, or only a proxy's. Parts are idempotent, so the request may be repeated."""
+    """No answer, or only a proxy's. Parts are idempotent, so the request can be repeated."""
 
 
 class _Busy(SyncError):
@@ -37,71 +37,75 @@ class EngineClient:
         options: How to post.
 
     Attributes:
-        speed: Of the link, as the posts show it.
-        tried: The highest version of which the last part was posted.
+        speed, highest_posted: See `Destination`.
+        client: The HTTP client.
     """
 
-    def __init__(self, url: str, options: Options) -> None:
+    def __init__(self, url: str, options: MultiOptions) -> None:
         self._url = url.rstrip("/")
-        self._timeout = options.timeout
+        self._timeout = options["timeout"]
         self._query = {
-            "pause_mode": options.pause_mode,
-            "flush_cache": "true" if options.flush_cache else "false",
+            "pause_mode": options["pause_mode"],
+            "flush_cache": "true" if options["flush_cache"] else "false",
         }
         self._headers = {"Content-Type": "application/octet-stream"}
-        if options.api_key is not None:
-            self._headers["Authorization"] = f"Bearer {options.api_key}"
-        self._hmac_key = options.hmac_key
+        if options["api_key"] is not None:
+            self._headers["Authorization"] = f"Bearer {options['api_key']}"
+        self._hmac_key = options["hmac_key"]
         self.speed = LinkSpeed()
-        self.tried = 0
+        self.highest_posted = 0
         self._unanswered = False
-        self._owns_client = options.client is None
-        # A host that is gone does not answer: its connection is not waited for as work is.
-        patience = httpx.Timeout(options.timeout, connect=min(options.timeout, _CONNECT_S))
-        self.client = options.client or httpx.Client(timeout=patience)
+        self._owns_client = options["client"] is None
+        # A connection to a host that is gone never opens; it is not given the time of a request.
+        timeout = httpx.Timeout(options["timeout"], connect=min(options["timeout"], _CONNECT_S))
+        self.client = options["client"] or httpx.Client(timeout=timeout)
 
     def close(self) -> None:
-        """Close the HTTP client, if it is an own one."""
+        """Close the HTTP client, unless it was given."""
         if self._owns_client:
             self.client.close()
 
     def plan(self) -> Any:
-        """For each rank a list of rows, one per checkpoint tensor; None if there is no plan."""
-        self.status()  # what next to nothing takes on the link
+        """Return for each rank a list of rows, one per checkpoint tensor; None without a plan."""
+        self.status()  # a request without a body shows the overhead of the link
         return self._status({"plan": "true"}).get("plan")
 
     def status(self) -> dict[str, Any]:
-        """The engine's version and what it says beside it; {} if it does not."""
+        """Return the engine's ``/delta_status``; {} if it has none."""
         return self._status({})
 
     def catch_up(self) -> int | None:
-        """Let the engine replay the delta log that it was started with; the version it is at then.
+        """Let the engine replay the delta log that it was started with; return its version then.
 
         Raises:
-            SyncError: it has none, or does not reach the newest version.
+            SyncError: It has no log, or does not reach the newest version.
         """
         version = self._request("POST", "/delta_catch_up", self._query).get("version")
         return version if isinstance(version, int) else None
 
     def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:
-        """Post one part until it is taken or refused; returns the engine's answer."""
-        when_free = retry(
+        """Post one part until it is taken or refused, and return the engine's answer.
+
+        Raises:
+            SyncError: The engine refused it or could not be reached; see `SyncError.unanswered`.
+        """
+        retry_busy = retry(
             retry=retry_if_exception_type(_Busy),
-            wait=_retry_after,
+            wait=_retry_after_s,
             stop=stop_before_delay(self._timeout),
             reraise=True,
         )
         if last:
-            self.tried = max(self.tried, version)
+            self.highest_posted = max(self.highest_posted, version)
         signed = {} if self._hmac_key is None else {SIGNATURE_HEADER: sign(self._hmac_key, body)}
-        post = when_free(self._request)
+        post = retry_busy(self._request)
         self._unanswered = False
         try:
             answer = post("POST", "/update_weights_delta", self._query, body, signed)
         except SyncError as failed:
             failed.unanswered = self._unanswered
             raise
-        # A part may be that of an earlier sync whose answer was lost.
+        # The part may belong to an earlier sync whose answer was lost.
         expected = ("committed" if last else "staged", "already_applied")
         if answer.get("status") not in expected or (last and answer.get("version") != version):
             raise SyncError(f"part {part} of version {version} was answered {answer}", 200)
@@ -132,7 +136,7 @@ class EngineClient:
         url, headers = self._url + path, {**self._headers, **(headers or {})}
         content = None
         if body is not None:
-            content, headers["Content-Length"] = _Pieces(body), str(len(body))
+            content, headers["Content-Length"] = _Chunks(body), str(len(body))
         start = time.perf_counter()
         try:
             answer = self.client.request(
@@ -145,20 +149,20 @@ class EngineClient:
             refusal = _refusal(answer)
             self._unanswered |= isinstance(refusal, _Unreachable)
             raise refusal
-        found = _json_object(answer)
-        self.speed.note(len(body or b""), time.perf_counter() - start, found)
-        return found
+        fields = _json_object(answer)
+        self.speed.note(len(body or b""), time.perf_counter() - start, fields)
+        return fields
 
 
-class _Pieces:
-    """A body in pieces; each iteration begins anew."""
+class _Chunks:
+    """A body in chunks; each iteration starts from the beginning."""
 
     def __init__(self, body: bytes) -> None:
         self._body = body
 
     def __iter__(self) -> Iterator[bytes]:
-        for start in range(0, len(self._body), _PIECE):
-            yield self._body[start : start + _PIECE]
+        for start in range(0, len(self._body), _CHUNK):
+            yield self._body[start : start + _CHUNK]
 
 
 def _json_object(response: httpx.Response) -> dict[str, Any]:
@@ -170,7 +174,7 @@ def _json_object(response: httpx.Response) -> dict[str, Any]:
 
 
 def _refusal(response: httpx.Response) -> SyncError:
-    """The exception for an answer other than 200; its class says whether a retry may help."""
+    """Return the exception for a status other than 200; its class says whether a retry may help."""
     status, error = response.status_code, _json_object(response).get("error")
     if not isinstance(error, dict):
         kind = _Unreachable if status in (502, 503, 504) else SyncError
@@ -183,6 +187,6 @@ def _refusal(response: httpx.Response) -> SyncError:
     return _Busy(message, status, {**error, "retry_after": seconds})
 
 
-def _retry_after(state: RetryCallState) -> float:
+def _retry_after_s(state: RetryCallState) -> float:
     failed = state.outcome.exception() if state.outcome else None
     return float(failed.error["retry_after"]) if isinstance(failed, _Busy) else 0.0

@@ -1,4 +1,4 @@
-"""The delta log as the reference sender sees it: one more place that gets every version."""
+"""Write every version into a delta log, as one more destination."""
 
 from __future__ import annotations
 
@@ -15,43 +15,46 @@ from engine_ext.wire.signature import sign
 
 
 class LogDestination:
-    """Takes parts in an engine's stead, and writes them into a delta log.
+    """Take parts like an engine, and write them into a delta log.
 
-    What it is sent must be of use to any engine, so it takes no differences.
+    Its parts must apply to any engine, so it gets no differences.
 
     Args:
-        folder: the log; made where it is missing.
-        engines: are asked which tensors there are and what their digest covers, until one answers;
-            without any there is no plan.
-        hmac_key: signs the parts.
+        folder: The log; created if it is missing.
+        engines: Asked for their plan, until one answers; without any there is no plan.
+        hmac_key: Signs the parts.
+
+    Attributes:
+        speed, highest_posted: See `Destination`.
+        writer: Writes the log.
 
     Raises:
-        BlockingIOError: another sender writes into the log.
+        BlockingIOError: Another sender writes into the log.
     """
 
     def __init__(self, folder: Path, engines: Sequence[Destination], hmac_key: str | None) -> None:
         self.speed = LinkSpeed()
-        self.tried = 0
+        self.highest_posted = 0
         self.writer = LogWriter(folder)
         self._engines, self._hmac_key = engines, hmac_key
         self._draft: Draft | None = None
 
-    def leads_on_from(self, version: int) -> bool:
-        """Whether a delta from a version continues the log, or begins it."""
+    def continues_from(self, version: int) -> bool:
+        """Return whether a delta from a version continues the log, or begins it."""
         entries = list_log(self.writer.folder).entries
         return not entries or any(version in (e.version, e.base_version) for e in entries)
 
     def close(self) -> None:
-        """Let another sender write."""
+        """Drop what is not complete, and let another sender write."""
         if self._draft is not None:
             self._draft.drop()
         self.writer.close()
 
     def plan(self) -> Any:
-        """The first engine's that answers.
+        """Return the plan of the first engine that answers.
 
         Raises:
-            SyncError: none does.
+            SyncError: None does.
         """
         failure: SyncError | None = None
         for engine in self._engines:
@@ -64,18 +67,18 @@ class LogDestination:
         return None
 
     def status(self) -> dict[str, Any]:
-        """A log has none."""
+        """Return {}: a log has no status."""
         return {}
 
     def catch_up(self) -> int | None:
-        """Nothing is newer than a log."""
+        """Return None: a log has nothing to replay."""
         return None
 
     def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:
-        """Write one part; with the last one the version is there.
+        """Write one part; the last one makes the version visible.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: It cannot be written.
         """
         if part == 0:
             if self._draft is not None:
@@ -86,5 +89,5 @@ class LogDestination:
         if not last:
             return {"status": "staged"}
         folder, self._draft = self._draft.finish(), None
-        self.tried = version
+        self.highest_posted = version
         return {"status": f"saved in {folder}"}

@@ -1,74 +1,94 @@
-"""The reference sender's class for several engines at once."""
+"""Send to several engines at once: the class `MultiSender`."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Condition
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from delta_sender.acked_state import without_old
-from delta_sender.destination import Destination, Options
+from delta_sender.destination import Destination
 from delta_sender.encoding_policy import CHOICES, EncodingPolicy, sparse_encoding
 from delta_sender.http_client import EngineClient
 from delta_sender.log_destination import LogDestination
+from delta_sender.options import MultiOptions, takes_options, with_defaults
 from delta_sender.results import PartialSyncError, SyncReport
 from delta_sender.session import Committed, Session
-from delta_sender.session_thread import SessionThread, latest, outcomes
+from delta_sender.session_thread import SessionThread, acknowledge_all, latest_sync, wait_for
 from delta_sender.snapshot import NamedTensors, Snapshot
 from delta_sender.spill import Spill
-from delta_sender.state_file import Known, StateFile
+from delta_sender.state_file import StateFile
+from delta_sender.state_tracker import StateTracker
 from delta_sender.sync_round import SyncRound
 from delta_sender.warm_up import warm_up
-from engine_ext.wire.digest import Digest
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
 
 logger = logging.getLogger(__name__)
 
 
+@takes_options(MultiOptions)
 class MultiSender:
-    """Keeps several engines in step with one trainer, as `DeltaSender` does one. Not thread-safe.
+    """Keep the weights of several engines equal to a trainer's. Not thread-safe.
 
-    The trainer's tensors are read and compared once, while parts with those before are encoded and
-    posted. Each engine gets the parts on a connection of its own, at the same time as the others,
-    and the very same bytes where engines hold the same and want the same. After a sync, every
-    engine that committed is at the same version.
+    The tensors are read and compared once, while parts with earlier ones are encoded and posted.
+    Each engine gets the parts on its own connection, at the same time as the others, and the very
+    same bytes if it holds and wants the same. After a sync, every engine that committed is at the
+    same version. See `DeltaSender` for the tensors.
 
-    What each engine acknowledged is kept for each: the snapshot moves once some engine has
-    committed, and for one that has not, what it missed is kept beside it. Its next sync brings it
-    that too; or the whole model, where more than half of that was missed or it holds something
-    else by then. A sync returns when the slowest engine is done or has failed.
+    The snapshot advances once some engine has committed. For an engine that has not, the changes
+    that it missed are kept; its next sync includes them, or is a full one if that is more than
+    half of the model or the engine holds something else by then.
 
-    It returns at the latest `lag_limit` seconds after the first engine has committed. Those that
-    are not done go on by themselves with the parts that they are being sent. They have no report,
-    are in `lagging`, are left out of the following syncs until they are done, and get what they
-    missed then. An engine that is dead is waited for no longer than that either.
+    A sync returns when every engine is done or has failed, at the latest `lag_limit` seconds after
+    the first commit. Engines that are not done by then continue on their own with the parts that
+    they are being sent. They have no report, are in `lagging`, are left out of later syncs until
+    they are done, and then get what they missed.
 
-    Host memory: as for `DeltaSender`, and for an engine that failed what it missed; for one that
-    lags, twice that and the parts that it has yet to get.
+    Host memory: see `DeltaSender`; plus, for an engine that failed, the changes that it missed;
+    for one that lags, twice those and the parts that it has yet to get.
+
+    Example:
+        >>> import torch
+        >>> weights = {"lm_head.weight": torch.zeros(16, 4, dtype=torch.bfloat16)}
+        >>> urls = ["http://engine-0:8000", "http://engine-1:8000"]
+        >>> with MultiSender(urls, weights.items(), lag_limit=30) as sender:
+        ...     weights["lm_head.weight"][3] += 0.5
+        ...     reports = sender.sync(weights.items())
+        >>> [(url, report.version, report.nnz) for url, report in sorted(reports.items())]
+        [('http://engine-0:8000', 1, 4), ('http://engine-1:8000', 1, 4)]
+        >>> sender.versions
+        {'http://engine-0:8000': 1, 'http://engine-1:8000': 1}
+
+        If some engines refuse, the others are at the new version:
+
+        >>> urls[1] = "http://broken:8000"
+        >>> sender = MultiSender(urls, weights.items(), base_version=1)
+        >>> weights["lm_head.weight"][5] += 0.5
+        >>> try:
+        ...     reports = sender.sync(weights.items())
+        ... except PartialSyncError as error:
+        ...     reports, failures = error.reports, error.failures
+        >>> {url: report.version for url, report in reports.items()}
+        {'http://engine-0:8000': 2}
+        >>> {url: error.status for url, error in failures.items()}
+        {'http://broken:8000': 507}
 
     Args:
         urls: The engines' roots, ``http://host:port``, each once.
-        base: What every engine holds now; copied.
-        base_version: The version that they are at.
-        delta_log: A folder. Every version is written there, durably, before an engine commits it,
-            so that an engine that starts with ``--delta-log`` reaches it by itself. Version numbers
-            go on from the highest in there. A version that no engine took is marked as refused,
-            and its number is not used again.
-        state: A file that remembers over a restart of the sender what each engine has
-            acknowledged; for one sender at a time. If `base` is what an engine acknowledged, or was
-            just being sent, it goes on from there, whatever `base_version` says; otherwise its next
-            sync is a full one.
-        options: As of `DeltaSender`, and `lag_limit`, 60 seconds; None waits for every engine.
+        base: What every engine holds now, as (name, tensor); copied.
+        connect: Makes the destination of a url.
+        snapshot_type: Makes the snapshot.
+        **options: See `MultiOptions`.
 
     Raises:
-        ValueError: An option is unknown, no url is given, or one twice; or the state is none.
-        BlockingIOError: Another sender writes into the log, or uses the state.
+        ValueError: An option has an unknown value, no url is given or one twice, or the state file
+            is not one.
+        BlockingIOError: Another sender writes into the log, or uses the state file.
     """
 
     def __init__(
@@ -76,279 +96,254 @@ class MultiSender:
         urls: Sequence[str],
         base: NamedTensors,
         *,
-        base_version: int = 0,
-        delta_log: str | Path | None = None,
-        state: str | Path | None = None,
-        **options: Any,
+        connect: Callable[[str, MultiOptions], Destination] = EngineClient,
+        snapshot_type: type[Snapshot] = Snapshot,
+        **options: Unpack[MultiOptions],
     ) -> None:
-        self._options = Options(**options)
-        if self._options.encoding not in CHOICES:
-            known = ", ".join(CHOICES)
-            raise ValueError(f"encoding {self._options.encoding!r} is not one of {known}")
+        self._options = options = with_defaults(options)
+        encoding, delta_log = options["encoding"], options["delta_log"]
+        if encoding not in CHOICES:
+            raise ValueError(f"encoding {encoding!r} is not one of {', '.join(CHOICES)}")
         if not urls or len({url.rstrip("/") for url in urls}) < len(urls):
             raise ValueError("give every engine's url, each once")
         self._urls = list(urls)
-        self._file = None if state is None else StateFile.taken(Path(state))
-        self._digests = self._options.digest or EncodingPolicy(self._options.encoding).may_differ
-        self._digests = self._digests or self._file is not None
-        self._snapshot = self._make_snapshot(base)
-        warm_up(self._snapshot.dtypes, self._options.encoding)
-        self._digest = Digest.ZERO if self._file is None else self._snapshot.digest()
-        self._known = {} if self._file is None else dict(self._file.state.engines)
-        self._links: list[Session] = []
-        for url in urls:
-            at, suspect = self._start(url, base_version)
-            server, logs = self._make_server(url), delta_log is not None
-            self._links.append(Session(server, self._snapshot, self._options, at, has_log=logs))
-            self._links[-1].suspect = suspect
+        file = None if options["state"] is None else StateFile.locked(Path(options["state"]))
+        sends_differences = EncodingPolicy(encoding).may_send_differences
+        self._digests = options["digest"] or sends_differences or file is not None
+        self._snapshot = snapshot_type(base, sparse_encoding(encoding), options["snapshot_on"])
+        warm_up(self._snapshot.dtypes, encoding)
+        self._tracker = StateTracker(file, self._snapshot)
+        has_log = delta_log is not None
+        self._sessions = [
+            self._session(connect(url, options), url, has_log=has_log) for url in urls
+        ]
         self._log: Session | None = None
         if delta_log is not None:
-            engines = [link.server for link in self._links]
-            self._log_server = LogDestination(Path(delta_log), engines, self._options.hmac_key)
-            at, suspect = self._start(None, base_version)
-            self._log = Session(self._log_server, self._snapshot, self._options, at, is_log=True)
-            self._log.suspect = suspect or not self._log_server.leads_on_from(at)
-        self._begun: tuple[SyncRound, list[SessionThread]] | None = (
-            None  # a sync that has not ended
-        )
-        self._torn = False  # the snapshot or the links were moving on, and were interrupted
-        self._alone: dict[Session, SessionThread] = {}  # what goes on by itself
-        self._news = Condition()
+            engines = [session.destination for session in self._sessions]
+            self._log_destination = LogDestination(Path(delta_log), engines, options["hmac_key"])
+            self._log = self._session(self._log_destination, None, is_log=True)
+            continues = self._log_destination.continues_from(self._log.version)
+            self._log.state.needs_full |= not continues
+        self._unfinished: tuple[SyncRound, list[SessionThread]] | None = None
+        # Set while the snapshot and the sessions advance; still set if that was interrupted.
+        self._is_inconsistent = False
+        self._lagging: dict[Session, SessionThread] = {}
+        self._ended = Condition()
 
-    def _start(self, url: str | None, base_version: int) -> tuple[int, bool]:
-        """The version at which an engine holds the base, and whether that is doubtful."""
-        if self._file is None:
-            return base_version, False
-        return self._file.state.standing_of(url, self._digest.hex(), base_version)
+    def _session(self, destination: Destination, url: str | None, **kind: bool) -> Session:
+        version, needs_full = self._tracker.start(url, self._options["base_version"])
+        session = Session(destination, self._snapshot, self._options, version, **kind)
+        session.state.needs_full = needs_full
+        return session
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     @property
     def versions(self) -> dict[str, int]:
         """The version that each engine acknowledged last, by url."""
-        return {url: link.version for url, link in zip(self._urls, self._links, strict=True)}
-
-    def close(self) -> None:
-        """Close own HTTP clients and the log; engines that lag are waited for up to the limit."""
-        for run in self._alone.values():
-            run.join(self._options.lag_limit)
-        for run in self._begun[1] if self._begun is not None else ():
-            if run.link is self._log:  # it may still be writing
-                run.join()
-        self._settle(wait=False)
-        self._remember([], "")
-        for link in self._all:
-            link.server.close()
-        if self._file is not None:
-            self._file.close()
+        return {self._url_of(session): session.version for session in self._sessions}
 
     @property
     def lagging(self) -> list[str]:
-        """Engines that are still being sent a step that the others went on from."""
-        return [self._url_of(link) for link, run in self._alone.items() if run.outcome is None]
+        """Urls of engines that are still being sent a sync that has returned without them."""
+        return [self._url_of(s) for s, thread in self._lagging.items() if thread.outcome is None]
 
-    @property
-    def _all(self) -> list[Session]:
-        return self._links if self._log is None else [*self._links, self._log]
+    def close(self) -> None:
+        """Close own HTTP clients, the log and the state file.
+
+        Engines that lag are waited for, `lag_limit` seconds each at most.
+        """
+        for thread in self._lagging.values():
+            thread.join(self._options["lag_limit"])
+        for thread in self._unfinished[1] if self._unfinished is not None else ():
+            if thread.is_log:  # it may still be writing
+                thread.join()
+        self._end_lagging(wait=False)
+        self._write_state([], "")
+        for session in self._all:
+            session.destination.close()
+        self._tracker.close()
 
     def sync(self, tensors: NamedTensors) -> dict[str, SyncReport]:
-        """Send what changed since the last sync; the reports, by url.
+        """Send what changed since the last sync to every engine.
+
+        Args:
+            tensors: The base's tensors, with their values now. None may change before the sync
+                ends.
+
+        Returns:
+            The reports by url, without engines that lag.
 
         Raises:
-            PartialSyncError: Some engines did not commit.
+            PartialSyncError: Some engines did not commit. Those in its `reports` did.
             ValueError: Names, shapes or dtypes are not the base's. No engine commits anything, and
                 nothing was sent if `tensors` is a collection and not an iterator.
         """
         return self._sync(tensors, full=False)
 
     def sync_full(self, tensors: NamedTensors) -> dict[str, SyncReport]:
-        """Send every tensor dense, whatever the engines hold. Raises as `sync`."""
+        """Send every tensor dense, whatever the engines hold. Raises what `sync` raises."""
         return self._sync(tensors, full=True)
 
-    def _sync(self, tensors: NamedTensors, *, full: bool) -> dict[str, SyncReport]:
-        self._pick_up()
-        started = time.perf_counter()
-        self._settle()
-        links = [link for link in self._all if link not in self._alone]
-        keepers = (self._log is not None) + (self._file is not None)
-        version = self._next_version(full=full)
-        step = SyncRound(version, full=full, engines=len(links), started=started, keepers=keepers)
-        runs = [SessionThread(link, step, self._news, is_log=link is self._log) for link in links]
-        self._begun = step, runs
-        try:
-            for run in runs:
-                run.thread.start()
-            spill = Spill(self._changes_in_memory)
-            step.read(self._snapshot.read(tensors, digests=self._digests, keep=spill.keep))
-            if self._file is not None:
-                self._file.begin(step.version, self._digest_after(step).hex())
-                step.note_kept()
-            self._wait(runs)
-            step.release()
-        except BaseException as error:
-            step.fail(error)
-            if isinstance(error, Exception):  # who interrupts is not kept waiting for an answer
-                self._pick_up()
-            raise
-        return self._acknowledge(step, runs)
+    @property
+    def _all(self) -> list[Session]:
+        return self._sessions if self._log is None else [*self._sessions, self._log]
 
-    def _pick_up(self) -> None:
-        """Take in what came of a sync that was interrupted; waits for its last answers."""
-        if self._begun is not None:
-            step, runs = self._begun
-            for run in runs:
-                run.join()
-                self._alone.pop(run.link, None)
-            doubts = [run.link.is_left_in_doubt(step.changes) for run in runs]
-            log = next((run.outcome for run in runs if run.link is self._log), None)
-            if isinstance(log, Committed) and not self._torn:
-                self._drop_from_log(log, step, in_doubt=any(doubts))
-            self._begun = None
-        if self._torn:
-            # What an engine has missed is kept beside a snapshot that did not come.
-            for link in self._all:
-                link.loses_track()
-            self._digest = Digest.ZERO if self._file is None else self._snapshot.digest()
-            self._torn = False
+    def _sync(self, tensors: NamedTensors, *, full: bool) -> dict[str, SyncReport]:
+        self._end_unfinished()
+        started = time.perf_counter()
+        self._end_lagging()
+        sessions = [session for session in self._all if session not in self._lagging]
+        sync_round = SyncRound(
+            self._next_version(full=full),
+            full=full,
+            destinations=len(sessions),
+            started=started,
+            writers=(self._log is not None) + (self._tracker.file is not None),
+        )
+        threads = [
+            SessionThread(session, sync_round, self._ended, is_log=session is self._log)
+            for session in sessions
+        ]
+        self._unfinished = sync_round, threads
+        try:
+            for thread in threads:
+                thread.thread.start()
+            limit = self._options["changes_in_memory"]
+            spill = Spill(self._snapshot.nbytes // 4 if limit is None else limit)
+            sync_round.read(self._snapshot.read(tensors, digests=self._digests, keep=spill.keep))
+            self._tracker.begin(sync_round)
+            wait_for(threads, self._ended, self._options["lag_limit"])
+            sync_round.release()
+        except BaseException as error:
+            sync_round.fail(error)
+            if isinstance(error, Exception):  # an interruption does not wait for answers
+                self._end_unfinished()
+            raise
+        return self._finish(sync_round, threads)
+
+    def _end_unfinished(self) -> None:
+        """Take in what came of a sync that was interrupted; wait for its last answers."""
+        if self._unfinished is not None:
+            sync_round, threads = self._unfinished
+            for thread in threads:
+                thread.join()
+                self._lagging.pop(thread.session, None)
+            unknown = [thread.session.state.note_failed(sync_round.changes) for thread in threads]
+            logged = _logged(threads)
+            if logged is not None and not self._is_inconsistent:
+                self._drop_from_log(logged, sync_round, is_unknown=any(unknown))
+            self._unfinished = None
+        if self._is_inconsistent:
+            # The missed changes of an engine are relative to a snapshot that did not come.
+            for session in self._all:
+                session.state.lose_track()
+            self._tracker.recompute_digest()
+            self._is_inconsistent = False
 
     def _next_version(self, *, full: bool) -> int:
-        """Above all that some engine may be at: a number stands for one content.
+        """Return a version above all that some engine may be at: a number has one content.
 
-        Where no digest proves what a sync led to, above all that were tried.
+        If no digest proves what a sync led to, it is above all that were posted.
         """
-        version = max(link.newest for link in self._all)
-        for link in self._all:
-            if full or link.suspect or not link.is_proven:
-                version = max(version, link.server.tried)
+        version = max(session.state.highest_version for session in self._all)
+        for session in self._all:
+            if full or session.state.needs_full or not session.state.is_proven:
+                version = max(version, session.destination.highest_posted)
         if self._log is not None:
-            version = max(version, self._log_server.writer.last_number)
-        if self._file is not None:
-            version = max(version, self._file.state.highest)
-        return version + 1
+            version = max(version, self._log_destination.writer.last_number)
+        return max(version, self._tracker.highest_version) + 1
 
-    def _wait(self, runs: Sequence[SessionThread]) -> None:
-        """Until every engine is done, or some have been for as long as the others may lag."""
-        deadline: float | None = None
-        with self._news:
-            while late := [run.link for run in runs if run.outcome is None]:
-                if deadline is None and any(run.has_committed for run in runs):
-                    limit = self._options.lag_limit
-                    deadline = None if limit is None else time.monotonic() + limit
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0 and self._log not in late:
-                    return
-                self._news.wait(None if self._log in late else left)
-
-    def _settle(self, *, wait: bool = True) -> None:
-        """Take in how the steps ended that had gone on alone; waits if all engines have one."""
-        with self._news:
+    def _end_lagging(self, *, wait: bool = True) -> None:
+        """Take in how lagging engines have ended; if all engines lag, wait for one."""
+        with self._ended:
             while (
                 wait
-                and len(self._alone) == len(self._links)
-                and all(run.outcome is None for run in self._alone.values())
+                and len(self._lagging) == len(self._sessions)
+                and all(thread.outcome is None for thread in self._lagging.values())
             ):
-                self._news.wait()
-            ended = {link: run for link, run in self._alone.items() if run.outcome is not None}
-        for link, run in ended.items():
-            url = self._url_of(link)
+                self._ended.wait()
+            ended = {s: thread for s, thread in self._lagging.items() if thread.outcome is not None}
+        for session, thread in ended.items():
+            url = self._url_of(session)
             try:
-                assert run.outcome is not None
-                link.settle(run.outcome)
+                assert thread.outcome is not None
+                session.end_lagging(thread.outcome)
             except Exception as failed:
-                logger.warning("%s: what had gone on alone has failed: %s", url, failed)
+                logger.warning("%s: the sync that it lagged with has failed: %s", url, failed)
             else:
-                logger.info("%s has committed version %d", url, link.version)
-                self._known[url] = Known(link.version, run.content)
-            del self._alone[link]
+                logger.info("%s has committed version %d", url, session.version)
+                self._tracker.note(url, session.version, thread.content)
+            del self._lagging[session]
 
-    def _acknowledge(self, step: SyncRound, runs: Sequence[SessionThread]) -> dict[str, SyncReport]:
-        """Let the snapshot and the links move on, as far as the engines have."""
-        content = self._digest_after(step)
-        late = [run for run in runs if run.outcome is None]
-        done = [run for run in runs if run not in late]
-        moves = any(run.has_committed for run in done)
-        # An interruption in here makes the next sync a full one. No link is ever ahead of its
-        # engine.
-        self._torn = moves
-        for run in late:
-            run.content = content.hex()
-            run.link.goes_on_alone(step.changes)
-            self._alone[run.link] = run
-            logger.warning("%s lags behind; the others go on", self._url_of(run.link))
-        failed = [run for run in done if not isinstance(run.outcome, Committed)]
-        doubts = [run.link.is_left_in_doubt(step.changes) for run in failed]
-        log = next((run.outcome for run in done if run.link is self._log), None)
-        if moves:
-            for link in self._all:
-                if link not in [run.link for run in done if run not in failed]:
-                    link.miss(step.changes)
-            self._snapshot.advance(step.changes)
-            self._digest = content
-            for link in self._links:
-                link.latest = latest(step, done)
-            if isinstance(log, Committed):
-                log.acknowledge()
-        elif isinstance(log, Committed):
-            self._drop_from_log(log, step, in_doubt=any(doubts))
-        runs_by_url = {self._url_of(run.link): run for run in done if run.link is not self._log}
-        reports, failures, others = outcomes(runs_by_url)
-        self._begun = None
-        self._torn = False
-        self._remember(done, content.hex())
+    def _finish(
+        self, sync_round: SyncRound, threads: Sequence[SessionThread]
+    ) -> dict[str, SyncReport]:
+        """Let the snapshot and the sessions advance, as far as the engines have."""
+        digest = self._tracker.digest_after(sync_round)
+        late = [thread for thread in threads if thread.outcome is None]
+        done = [thread for thread in threads if thread not in late]
+        advances = any(thread.has_committed for thread in done)
+        # An interruption in here makes the next sync full. No session gets ahead of its engine.
+        self._is_inconsistent = advances
+        for thread in late:
+            thread.content = digest.hex()
+            thread.session.state.note_lagging(sync_round.changes)
+            self._lagging[thread.session] = thread
+            logger.warning("%s lags behind; the others continue", self._url_of(thread.session))
+        failed = [thread for thread in done if not isinstance(thread.outcome, Committed)]
+        unknown = [thread.session.state.note_failed(sync_round.changes) for thread in failed]
+        logged = _logged(done)
+        if advances:
+            for session in set(self._all) - {t.session for t in done if t not in failed}:
+                session.state.note_missed(sync_round.changes)
+            self._snapshot.advance(sync_round.changes)
+            self._tracker.advance(digest)
+            for session in self._sessions:
+                session.state.latest = latest_sync(sync_round, done)
+            if self._log is not None and logged is not None:
+                self._log.acknowledge(logged)
+        elif logged is not None:
+            self._drop_from_log(logged, sync_round, is_unknown=any(unknown))
+        engines = {self._url_of(thread.session): thread for thread in done if not thread.is_log}
+        reports, failures, others = acknowledge_all(engines)
+        self._unfinished = None
+        self._is_inconsistent = False
+        self._write_state(done, digest.hex())
         if others:
             raise others[0]
         if failures:
             raise PartialSyncError(failures, reports)
         return reports
 
-    def _drop_from_log(self, logged: Committed, step: SyncRound, *, in_doubt: bool) -> None:
-        """No engine has acknowledged what is in the log."""
-        self._begun = None
-        if in_doubt:  # some may have it, and must find it there when it starts again
-            self._torn = True  # until both are noted
-            logged.acknowledge()
-            logged.link.behind = without_old(step.changes)
-            self._torn = False
+    def _drop_from_log(self, logged: Committed, sync_round: SyncRound, *, is_unknown: bool) -> None:
+        """Take back a version of the log that no engine has acknowledged, if none can have it."""
+        assert self._log is not None
+        self._unfinished = None
+        if is_unknown:  # an engine that has it must find it there when it restarts
+            self._is_inconsistent = True  # until both are noted
+            self._log.acknowledge(logged)
+            self._log.state.missed = without_old(sync_round.changes)
+            self._is_inconsistent = False
         else:
-            self._log_server.writer.refuse(step.version)
+            self._log_destination.writer.refuse(sync_round.version)
 
-    def _remember(self, runs: Sequence[SessionThread], content: str) -> None:
-        """Write the state file."""
-        if self._file is None:
-            return
-        for run in runs:
-            if run.has_committed and not run.link.suspect:
-                self._known[self._url_of(run.link)] = Known(run.link.version, content)
-        in_doubt = self._begun is not None or any(link.doubt for link in self._links)
-        self._file.end(self._known, in_doubt=in_doubt)
+    def _write_state(self, threads: Sequence[SessionThread], content: str) -> None:
+        for thread in threads:
+            if thread.has_committed and not thread.session.state.needs_full:
+                self._tracker.note(self._url_of(thread.session), thread.session.version, content)
+        unknown = any(session.state.unknown_outcome for session in self._sessions)
+        self._tracker.write(is_unknown=self._unfinished is not None or unknown)
 
-    def _digest_after(self, step: SyncRound) -> Digest:
-        """Of every tensor of the snapshot, once it has moved; ZERO where nobody asks for it."""
-        if self._file is None:
-            return Digest.ZERO
-        changes = (change.digest or Digest.ZERO for change in step.changes.values())
-        return sum(changes, start=self._digest)
+    def _url_of(self, session: Session) -> str:
+        return self._urls[self._sessions.index(session)]
 
-    @property
-    def _changes_in_memory(self) -> int:
-        most = self._options.changes_in_memory
-        return self._snapshot.nbytes // 4 if most is None else most
 
-    def _url_of(self, link: Session) -> str:
-        return self._urls[self._links.index(link)]
-
-    def _make_snapshot(self, base: NamedTensors) -> Snapshot:
-        options = self._options
-        return Snapshot(base, sparse_encoding(options.encoding), options.snapshot_on)
-
-    def _make_server(self, url: str) -> Destination:
-        return EngineClient(url, self._options)
+def _logged(threads: Sequence[SessionThread]) -> Committed | None:
+    """Return what the delta log's thread has ended with, if it has the version."""
+    outcome = next((thread.outcome for thread in threads if thread.is_log), None)
+    return outcome if isinstance(outcome, Committed) else None

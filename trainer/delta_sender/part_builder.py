@@ -1,70 +1,243 @@
-"""Of what the reference sender makes a part."""
+"""Build the parts of a sync for one destination while the weights are being read."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from delta_sender.encoding_policy import EncodingChoice
-from delta_sender.snapshot import Change
-from engine_ext.wire.digest import Digest, change_digest, tensor_digest
-from engine_ext.wire.part import ParamDelta
+from delta_sender.acked_state import AckedState, digest_of
+from delta_sender.bandwidth import LinkSpeed
+from delta_sender.encoding_policy import EncodingChoice, ParamStats, escaped_share
+from delta_sender.snapshot import Change, Snapshot, payload_bytes
+from delta_sender.sync_round import Attempt, SyncRound
+from engine_ext.dtypes import TORCH_DTYPE
+from engine_ext.wire.digest import Digest, change_digest
+from engine_ext.wire.manifest import DIFFERENCES
+from engine_ext.wire.part import ParamDelta, encode_part
+
+_LARGE: Final = 128 << 20  # bytes; a larger tensor of which most has changed goes dense
+
+
+class Part(NamedTuple):
+    """An encoded part.
+
+    Attributes:
+        body: What is posted.
+        number: Its number, from 0.
+        last: Whether it is the last one.
+    """
+
+    body: bytes
+    number: int
+    last: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class _Param:
     """What one param adds to a part.
 
     Attributes:
-        name: that it is sent under.
-        delta: what is sent; differences are made of it when it is encoded.
-        change: from what the engine holds; None in a full sync that leaves the tensor as it is.
-        own: whether `change` is of the name in the snapshot, so that its digest is.
-        pick: how it travels.
+        name: The name that it is sent under.
+        delta: What is sent; differences are computed from it when the part is encoded.
+        change: From what the destination holds; None if a full sync leaves the tensor as it is.
+        is_key: Whether `name` is the name in the snapshot, so that the digest of `change` is valid.
+        choice: How it travels.
     """
 
     name: str
     delta: ParamDelta
     change: Change | None
-    own: bool
-    pick: EncodingChoice
+    is_key: bool
+    choice: EncodingChoice
 
     @property
     def digest(self) -> Digest:
         """What it adds to the digest."""
         if self.change is None:
             return Digest.ZERO
-        if self.own and self.change.digest is not None:
+        if self.is_key and self.change.digest is not None:
             return self.change.digest
-        places = self.change.places
-        indices = None if places is None else places.astype(np.int64)
-        return change_digest(self.name, indices, self.change.old, self.change.new)
+        indices = self.change.indices
+        wide = None if indices is None else indices.astype(np.int64)
+        return change_digest(self.name, wide, self.change.old, self.change.new)
 
 
 @dataclass(slots=True)
-class Filling:
-    """A part that params are still added to."""
+class _Bucket:
+    """Params of one encoding and dtype that will be one part."""
 
     encoding: str
-    pieces: list[Piece] = field(default_factory=list)
+    params: list[_Param] = field(default_factory=list)
     nbytes: int = 0
 
 
-@dataclass(frozen=True)
-class Sent:
-    """What was made of a step: the digest that it leads to, and what a report counts."""
+class PartBuilder:
+    """The parts of one attempt for one destination.
 
-    digest: Digest | None
-    counts: dict[str, Any]
+    Args:
+        sync_round: What is sent.
+        attempt: How it is sent.
+        snapshot: The snapshot that the round's changes start from.
+        state: What the destination holds; not changed here.
+        bucket_bytes: Most bytes of positions and values in a part, before compression.
+        speed: Of the link, as the posts show it by then.
+
+    Attributes:
+        digest: Digest after the parts built so far; None if no digest is kept.
+    """
+
+    def __init__(
+        self,
+        sync_round: SyncRound,
+        attempt: Attempt,
+        snapshot: Snapshot,
+        state: AckedState,
+        *,
+        bucket_bytes: int,
+        speed: LinkSpeed,
+    ) -> None:
+        provable = state.digest is not None or not attempt.policy.any_base
+        assert provable, "no digest would prove what this attempt leads to"
+        self._round, self._attempt = sync_round, attempt
+        self._snapshot, self._state = snapshot, state
+        self._bucket_bytes, self._speed = bucket_bytes, speed
+        self._nnz = self._wire_bytes = self._count = 0
+        self._choices: Counter[str] = Counter()
+        self.digest = state.digest
+
+    def __iter__(self) -> Iterator[Part]:
+        """Build part by part; the weights that they need are read meanwhile.
+
+        Parts hold params of one encoding and dtype, `bucket_bytes` of them or one param.
+        """
+        for bucket, last in self._buckets():
+            number, self._count = self._count, self._count + 1
+            metadata: dict[str, Any] = {
+                "encoding": bucket.encoding,
+                "sync_id": self._round.sync_id(self._attempt),
+                "current_version": self._attempt.version,
+                "base_version": None if self._attempt.full else self._state.version,
+                "part": number,
+                "num_parts": self._count if last else None,  # unknown before all is read
+                "full": self._attempt.full,
+                **self._digests(bucket, last),
+            }
+            encode = functools.partial(_encode, bucket.params, **metadata)
+            # Destinations that have missed nothing get the same bytes for the same metadata.
+            params = [(param.name, param.choice) for param in bucket.params]
+            owner = id(self._state) if self._state.missed and not self._attempt.full else None
+            body = self._round.body(self._attempt, (*metadata.items(), *params, owner), encode)
+            self._nnz += sum(param.delta.nnz for param in bucket.params)
+            self._choices.update(str(param.choice) for param in bucket.params)
+            self._wire_bytes += len(body)
+            bucket.params.clear()  # the next ones are read while this part is posted
+            yield Part(body, number, last)
+
+    def report(self) -> Mapping[str, Any]:
+        """Return the fields of `SyncReport` that the parts determine."""
+        state, snapshot = self._state, self._snapshot
+        images = [snapshot.image(snapshot.key(name)).values for name in state.plan.names]
+        return {
+            "version": self._attempt.version,
+            "base_version": state.version,
+            "full": self._attempt.full,
+            "nnz": self._nnz,
+            "numel": sum(image.size for image in images),
+            "full_bytes": sum(image.nbytes for image in images),
+            "wire_bytes": self._wire_bytes,
+            "parts": self._count,
+            "digest": None if self.digest is None else self.digest.hex(),
+            "picked": dict(self._choices),
+        }
+
+    def _digests(self, bucket: _Bucket, last: bool) -> dict[str, str]:
+        """Return the digests in a part's metadata, and advance `digest`."""
+        if self.digest is None:
+            if bucket.encoding == DIFFERENCES:  # they are refused without
+                return {"digest_part": self._digest_of(bucket).hex()}
+            return {}
+        digests: dict[str, str] = {}
+        part, before = self._digest_of(bucket), self._state.digest
+        self.digest += part
+        if before is not None and not (self._attempt.full or self._attempt.policy.any_base):
+            digests |= {"digest_part": part.hex(), "digest_before": before.hex()}
+        if last:
+            digests["digest_after"] = self.digest.hex()
+        return digests
+
+    def _digest_of(self, bucket: _Bucket) -> Digest:
+        """Return what a part adds to the digest."""
+        plan = self._state.plan
+        if self._attempt.full:  # of the very values that are sent
+            return digest_of(
+                (p.name, p.delta.values) for p in bucket.params if p.name in plan.digested
+            )
+        counted = (param for param in bucket.params if plan.counts(param.name))
+        return sum((param.digest for param in counted), start=Digest.ZERO)
+
+    def _buckets(self) -> Iterator[tuple[_Bucket, bool]]:
+        """Yield full buckets, and whether each is the last."""
+        open_buckets: dict[tuple[str, str], _Bucket] = {}
+        for param in self._params():
+            encoding, dtype = param.choice.encoding, param.delta.dtype
+            size = payload_bytes(encoding, param.delta)
+            bucket = open_buckets.setdefault((encoding, dtype), _Bucket(encoding))
+            if bucket.params and bucket.nbytes + size > self._bucket_bytes:
+                yield bucket, False
+                bucket = open_buckets[encoding, dtype] = _Bucket(encoding)
+            bucket.params.append(param)
+            bucket.nbytes += size
+        rest = [*open_buckets.values()] or [_Bucket(self._attempt.policy.empty)]
+        for bucket in rest:
+            yield bucket, bucket is rest[-1]
+
+    def _params(self) -> Iterator[_Param]:
+        """Yield what the destination is to be sent, while it is read."""
+        snapshot, full = self._snapshot, self._attempt.full
+        names: defaultdict[str, list[str]] = defaultdict(list)
+        for name in self._state.plan.names:
+            names[snapshot.key(name)].append(name)
+        for key, read in self._round.tensors():
+            if key in names:
+                change = snapshot.change_between(key, self._state.missed.get(key), read)
+                for name in names[key] if full or change else ():
+                    choice = self._choose(name, change)
+                    if change is None or choice.dense:
+                        delta = replace(snapshot.image(key, read), name=name)
+                    else:
+                        change = snapshot.sparse(change)
+                        delta = change.delta(name)
+                    yield _Param(name, delta, change, name == key, choice)
+
+    def _choose(self, name: str, change: Change | None) -> EncodingChoice:
+        """Return how a param travels. Differences need old values that a digest proves."""
+        policy, full = self._attempt.policy, self._attempt.full
+        image = self._snapshot.image(self._snapshot.key(name))
+        nnz, escaped = image.values.size if change is None else change.nnz, None
+        is_large = change is not None and change.indices is None
+        # Its indices would be searched again, and take several times as much memory.
+        only_dense = full or change is None or (is_large and image.values.nbytes > _LARGE)
+        is_proven = not full and self._state.plan.counts(name)
+        if change is not None and is_proven and policy.may_send_differences:
+            escaped = escaped_share(change.old, change.new)
+        floating = TORCH_DTYPE[image.dtype].is_floating_point
+        stats = ParamStats(
+            image.values.size, nnz, image.values.itemsize, floating, escaped, is_large
+        )
+        return policy.choose(stats, only_dense, self._speed.bytes_per_s)
 
 
-def digest_of(tensors: Iterable[tuple[str, NDArray[Any]]]) -> Digest:
-    """Of whole tensors; bit patterns by name."""
-    threads = os.cpu_count() or 1
-    digests = (tensor_digest(name, values, threads=threads) for name, values in tensors)
-    return sum(digests, start=Digest.ZERO)
+def _encode(params: Iterable[_Param], *, encoding: str, **metadata: Any) -> bytes:
+    deltas = [param.delta for param in params]
+    if encoding == DIFFERENCES:
+        deltas = [
+            replace(delta, values=delta.values - param.change.old, differences=True)
+            for delta, param in zip(deltas, params, strict=True)
+            if param.change is not None
+        ]
+    return encode_part(deltas, encoding=encoding, **metadata)

@@ -1,4 +1,4 @@
-"""Posting one engine's parts in a thread, while the next ones are made."""
+"""Post the parts for one destination in a thread, while the next ones are built."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ _POLL_S = 0.05
 
 
 class PostQueue:
-    """Posts the parts of one attempt, in order. While one is posted, none is queued behind it,
-    unless the step is in a hurry.
+    """Post the parts of one attempt, in order.
+
+    While one is posted, none is queued behind it, unless the round is hurried.
 
     Args:
-        place: where they go.
-        step: that they are of; posting ends with it.
-        waits: the last part is posted only when all that must be on disk first is there.
+        destination: Where they go.
+        sync_round: The round that they belong to; posting ends if it fails.
+        waits: Post the last part only after the round is written; see `SyncRound.note_written`.
 
     Attributes:
-        posting_last: the last part was begun to be posted, so the engine may commit.
-        posting_s: seconds of posting, with retries and waits.
-        waited_s: seconds that nothing else was done in.
+        posting_last: Posting of the last part has begun, so the engine may commit.
+        posting_s: Seconds of posting, with retries and waits.
+        waited_s: Seconds in which the caller waited for posts.
     """
 
-    def __init__(self, place: Destination, step: SyncRound, *, waits: bool) -> None:
+    def __init__(self, destination: Destination, sync_round: SyncRound, *, waits: bool) -> None:
         self.posting_last = False
         self.posting_s = self.waited_s = 0.0
-        self._place, self._step, self._waits = place, step, waits
+        self._destination, self._round, self._waits = destination, sync_round, waits
         self._queue: deque[tuple[bytes, int, int, bool]] = deque()
-        self._news = Condition()
+        self._changed = Condition()
         self._failure: BaseException | None = None
         self._posting = self._closed = False
         self._answer: dict[str, Any] = {}
@@ -41,20 +42,23 @@ class PostQueue:
         self._thread.start()
 
     def put(self, body: bytes, version: int, number: int, last: bool) -> None:
-        """Have a part posted; waits for its turn. Raises what posting has failed with."""
+        """Queue a part; wait for its turn. Raises the error that posting has failed with."""
         start = time.perf_counter()
-        with self._news:
-            while self._busy and self._failure is None and not self._step.hurried:
-                self._step.check()
-                self._news.wait(_POLL_S)
+        with self._changed:
+            while self._busy and self._failure is None and not self._round.is_hurried:
+                self._round.check()
+                self._changed.wait(_POLL_S)
             self.waited_s += time.perf_counter() - start
             if self._failure is not None:
                 raise self._failure
             self._queue.append((body, version, number, last))
-            self._news.notify_all()
+            self._changed.notify_all()
 
     def finish(self) -> dict[str, Any]:
-        """Wait until all is posted; the last answer. Raises what posting has failed with."""
+        """Wait until all is posted, and return the last answer.
+
+        Raises the error that posting has failed with.
+        """
         start = time.perf_counter()
         self._close()
         self.waited_s += time.perf_counter() - start
@@ -63,8 +67,8 @@ class PostQueue:
         return self._answer
 
     def abandon(self) -> None:
-        """Post nothing more; waits for the answer to what is being posted."""
-        with self._news:
+        """Post nothing more; wait for the answer to the part that is being posted."""
+        with self._changed:
             self._queue.clear()
         self._close()
 
@@ -73,9 +77,9 @@ class PostQueue:
         return self._posting or bool(self._queue)
 
     def _close(self) -> None:
-        with self._news:
+        with self._changed:
             self._closed = True
-            self._news.notify_all()
+            self._changed.notify_all()
         self._thread.join()
 
     def _run(self) -> None:
@@ -83,26 +87,26 @@ class PostQueue:
             while (taken := self._next()) is not None:
                 body, version, number, last = taken
                 if last and self._waits:
-                    self._step.wait_until_kept()
-                self._step.check()
+                    self._round.wait_until_written()
+                self._round.check()
                 self.posting_last = last
                 start = time.perf_counter()
                 try:
-                    self._answer = self._place.deliver(body, version, number, last)
+                    self._answer = self._destination.deliver(body, version, number, last)
                 finally:
                     self.posting_s += time.perf_counter() - start
-                with self._news:
+                with self._changed:
                     self._posting = False
-                    self._news.notify_all()
+                    self._changed.notify_all()
         except BaseException as error:
-            with self._news:
+            with self._changed:
                 self._failure = error
                 self._queue.clear()
-                self._news.notify_all()
+                self._changed.notify_all()
 
     def _next(self) -> tuple[bytes, int, int, bool] | None:
-        with self._news:
+        with self._changed:
             while not self._queue and not self._closed:
-                self._news.wait()
+                self._changed.wait()
             self._posting = bool(self._queue)
             return self._queue.popleft() if self._queue else None

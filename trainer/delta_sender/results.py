@@ -1,4 +1,14 @@
-"""What the reference sender tells of a sync."""
+"""What a sync returns, and what it raises.
+
+Errors:
+
+- `SyncError`: an engine did not commit, or does not hold the sender's weights afterwards
+
+  - `PartialSyncError`: so for some engines of a `MultiSender`; the others have committed
+
+- `ValueError`: the tensors are not the base's; no engine commits anything
+- `OSError`: changes could not be kept in ``TMPDIR``, or the state file could not be written
+"""
 
 from __future__ import annotations
 
@@ -8,40 +18,61 @@ from typing import Any
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One sync. The model is what is sent when all is sent, so without the ignored tensors."""
+    """One sync of one engine. Tensors that the engine ignores do not count.
+
+    Attributes:
+        version: The version that the engine is at now.
+        base_version: The version that it was at.
+        nnz: Elements sent; a dense param counts with all its elements.
+        numel: Elements of the model.
+        full_bytes: Bytes of the model.
+        wire_bytes: Bytes of the request bodies, each counted once.
+        parts: Number of parts.
+        encode_ms: Milliseconds of reading tensors, comparing, hashing and encoding; all but waiting
+            for posts.
+        post_ms: Milliseconds of posting, with retries and waits; most of it overlaps `encode_ms`.
+        status: ``committed`` or ``already_applied``.
+        full: Whether the whole model was sent.
+        digest: The model's digest now, as 32 hex digits; None if no digest is kept.
+        engine: The engine's last answer.
+        picked: Number of params by how they travelled: ``gap8_exp``, ``gap8_exp, dense``, ...
+        link_bytes_per_s: Link speed in bytes/s, measured on the posts so far; None if none was
+            large enough.
+    """
 
     version: int
     base_version: int
-    nnz: int  # elements sent; a dense param counts with all of its elements
-    numel: int  # elements of the model
-    full_bytes: int  # bytes of the model
-    wire_bytes: int  # bytes of the request bodies, each counted once
+    nnz: int
+    numel: int
+    full_bytes: int
+    wire_bytes: int
     parts: int
-    encode_ms: float  # reading tensors, comparing, hashing, encoding; all but waiting for posts
-    post_ms: float  # posting the parts, with retries and waits; most of it beside the encoding
-    status: str  # "committed" or "already_applied"
+    encode_ms: float
+    post_ms: float
+    status: str
     full: bool
-    digest: str | None  # of the model, now; None where no digest is kept
-    engine: dict[str, Any]  # the engine's last answer
-    picked: dict[str, int]  # params by how they travelled: "gap8_exp" or "gap8_exp, dense", ...
-    link_bytes_per_s: float | None  # as the posts so far have shown it
+    digest: str | None
+    engine: dict[str, Any]
+    picked: dict[str, int]
+    link_bytes_per_s: float | None
 
     @property
     def density(self) -> float:
+        """Share of the model's elements that were sent."""
         return self.nnz / max(1, self.numel)
 
 
 class SyncError(Exception):
     """The sync did not commit, as far as is known; the version is as before it.
 
-    Or else it did commit, and the message says that the engine's digest then was another than the
-    sender's; the next sync is a full one.
+    If no answer to the last part came, the engine may have committed; the next sync finds out and
+    sends what is missing. If the engine did commit and its digest differs from the sender's, the
+    message says so, and the next sync is a full one.
 
     Attributes:
-        status: HTTP status of the last answer, None if none came. Where no answer to the last
-            part came, the engine may have committed; the next sync finds out and sets it right.
-        error: The engine's ``error`` object, {} if the answer was not the engine's.
-        unanswered: The part had been posted before, and that had no answer.
+        status: HTTP status of the last answer; None if none came.
+        error: The engine's ``error`` object; {} if the answer was not the engine's.
+        unanswered: An earlier post of the same part got no answer, so the engine may have it.
     """
 
     def __init__(
@@ -54,28 +85,17 @@ class SyncError(Exception):
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the engine itself has said that it did not commit, whenever it was posted."""
-        told = self.error.get("engine_state") in ("unchanged", "uncertain")
-        return told and not self.unanswered
-
-    @property
-    def is_of_old_values(self) -> bool:
-        """Whether a digest has shown that the engine's old values are not the snapshot's."""
-        return self.error.get("type") == "BaseMismatch" and "actual" in self.error
-
-    @property
-    def calls_for_full(self) -> bool:
-        """Whether a sync of the whole model can help: the engine's bytes are not the snapshot's."""
-        conflict = self.error.get("type") in ("VersionConflict", "BaseMismatch")
-        return conflict or self.error.get("engine_state") == "uncertain"
+        """Whether the engine itself has answered, to every post, that it did not commit."""
+        answered = self.error.get("engine_state") in ("unchanged", "uncertain")
+        return answered and not self.unanswered
 
 
 class PartialSyncError(SyncError):
-    """Some engines did not commit; the others have, and go on.
+    """Some engines did not commit. The others have committed and stay at the new version.
 
     Attributes:
-        failures: Why, by the engine's url.
-        reports: Of the engines that have committed, by url.
+        failures: The errors of the engines that did not commit, by url.
+        reports: The reports of those that have committed, by url.
     """
 
     def __init__(self, failures: dict[str, SyncError], reports: dict[str, SyncReport]) -> None:

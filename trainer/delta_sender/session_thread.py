@@ -1,8 +1,9 @@
-"""One engine's share of one sync, in a thread."""
+"""Run one session's share of one sync in a thread."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from threading import Condition, Thread
 
 from delta_sender.acked_state import PostedSync
@@ -12,32 +13,36 @@ from delta_sender.sync_round import SyncRound
 
 
 class SessionThread:
-    """A link that brings its engine one step.
+    """A thread in which a session sends one round.
 
     Args:
-        link: the link.
-        step: the step.
-        news: notified when it has ended.
-        is_log: the link is the delta log's; engines wait for it.
+        session: The session.
+        sync_round: The round.
+        ended: Notified when it has ended.
+        is_log: The session is the delta log's; engines wait for it.
 
     Attributes:
-        thread: to be started.
-        outcome: how it ended; None as long as it has not.
-        content: the digest of what the step leads to, in hex, where that is remembered.
+        session, is_log: As given.
+        thread: To be started by the caller.
+        outcome: How it ended; None until then.
+        content: The hex digest of what the round leads to, if that is remembered.
     """
 
-    def __init__(self, link: Session, step: SyncRound, news: Condition, *, is_log: bool) -> None:
-        self.link = link
-        link.begins()
+    def __init__(
+        self, session: Session, sync_round: SyncRound, ended: Condition, *, is_log: bool
+    ) -> None:
+        self.session = session
+        session.state.begin_sync()
         self.outcome: Committed | BaseException | None = None
         self.content = ""
-        self.thread = Thread(target=self._run, name="delta-bring", daemon=True)
-        self._step, self._news, self._is_log = step, news, is_log
+        self.thread = Thread(target=self._run, name="delta-sync", daemon=True)
+        self.is_log = is_log
+        self._round, self._ended = sync_round, ended
 
     @property
     def has_committed(self) -> bool:
-        """Whether it ended, and is an engine that has committed."""
-        return isinstance(self.outcome, Committed) and not self._is_log
+        """Whether it has ended, and its destination is an engine that has committed."""
+        return isinstance(self.outcome, Committed) and not self.is_log
 
     def join(self, seconds: float | None = None) -> None:
         """Wait until it has ended, if it was started."""
@@ -47,38 +52,58 @@ class SessionThread:
     def _run(self) -> None:
         outcome: Committed | BaseException
         try:
-            outcome = self.link.bring(self._step)
-            if self._is_log:
-                self._step.note_kept()
+            outcome = self.session.sync(self._round)
+            if self.is_log:
+                self._round.note_written()
         except BaseException as error:
             outcome = error
-            if self._is_log:
-                self._step.fail(_not_logged(error))
-        with self._news:
+            if self.is_log:
+                self._round.fail(_not_logged(error))
+        with self._ended:
             self.outcome = outcome
-            self._news.notify_all()
+            self._ended.notify_all()
 
 
-def outcomes(
-    runs: Mapping[str, SessionThread],
-) -> tuple[dict[str, SyncReport], dict[str, SyncError], list[BaseException]]:
-    """Let links move on whose engines have committed.
+def wait_for(threads: Sequence[SessionThread], ended: Condition, lag_limit: float | None) -> None:
+    """Wait until every thread has ended, or the lag limit after the first commit is over.
 
     Args:
-        runs: that have ended, by url.
+        threads: The threads of one round. The delta log's is waited for in any case.
+        ended: Notified when one has ended.
+        lag_limit: In seconds; None waits for every thread.
+    """
+    deadline: float | None = None
+    with ended:
+        while late := [thread for thread in threads if thread.outcome is None]:
+            if deadline is None and any(thread.has_committed for thread in threads):
+                deadline = None if lag_limit is None else time.monotonic() + lag_limit
+            left = None if deadline is None else deadline - time.monotonic()
+            is_writing = any(thread.is_log for thread in late)
+            if left is not None and left <= 0 and not is_writing:
+                return
+            ended.wait(None if is_writing else left)
+
+
+def acknowledge_all(
+    threads: Mapping[str, SessionThread],
+) -> tuple[dict[str, SyncReport], dict[str, SyncError], list[BaseException]]:
+    """Move the sessions on whose engines have committed.
+
+    Args:
+        threads: Threads that have ended, by url.
 
     Returns:
-        The reports, the failures, and what is none of a sync's.
+        The reports by url, the failures by url, and errors that are not a `SyncError`.
     """
     reports: dict[str, SyncReport] = {}
     failures: dict[str, SyncError] = {}
     others: list[BaseException] = []
-    for url, run in runs.items():
+    for url, thread in threads.items():
         try:
-            if isinstance(run.outcome, Committed):
-                reports[url] = run.outcome.acknowledge()
-            elif run.outcome is not None:
-                raise run.outcome
+            if isinstance(thread.outcome, Committed):
+                reports[url] = thread.session.acknowledge(thread.outcome)
+            elif thread.outcome is not None:
+                raise thread.outcome
         except SyncError as failed:
             failures[url] = failed
         except BaseException as error:
@@ -86,25 +111,27 @@ def outcomes(
     return reports, failures, others
 
 
-def latest(step: SyncRound, runs: Iterable[SessionThread]) -> PostedSync:
-    """What leads to where a step does.
+def latest_sync(sync_round: SyncRound, threads: Iterable[SessionThread]) -> PostedSync:
+    """Return the sync that leads to the snapshot once it has advanced.
 
     Args:
-        step: that some engine has committed.
-        runs: of it, that have ended.
+        sync_round: A round that some engine has committed.
+        threads: Its threads that have ended.
     """
     committed = [
-        (run.outcome.digest, run.link.is_proven)
-        for run in runs
-        if isinstance(run.outcome, Committed) and run.outcome.report.version == step.version
+        (thread.outcome.digest, thread.session.state.is_proven)
+        for thread in threads
+        if isinstance(thread.outcome, Committed)
+        and thread.outcome.report.version == sync_round.version
     ]
-    digests = {digest for digest, _ in committed}  # several, where engines leave tensors out
+    digests = {digest for digest, _ in committed}  # several, if engines leave tensors out
     digest = digests.pop() if len(digests) == 1 else None
-    return PostedSync(step.version, step.sync_ids(), digest, all(proven for _, proven in committed))
+    is_complete = all(proven for _, proven in committed)
+    return PostedSync(sync_round.version, sync_round.sync_ids(), digest, is_complete)
 
 
 def _not_logged(error: BaseException) -> BaseException:
-    """What the engines' links fail with when the delta log has not got a version."""
+    """Return the error of the engines' sessions after the delta log did not get a version."""
     if isinstance(error, SyncError):
         return error
-    return SyncError(f"not sent, as it could not be written to the delta log: {error}")
+    return SyncError(f"not sent, as writing the delta log failed: {error}")

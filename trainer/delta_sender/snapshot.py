@@ -1,6 +1,6 @@
-"""What the reference sender knows of the weights that engines hold, and how new ones differ.
+"""Keep the weights that engines hold, and find how new ones differ.
 
-Tensors in host memory are compared here, those on a device by `sender_device`.
+Tensors in host memory are compared with `diff_host`, those on an accelerator with `diff_device`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from delta_sender.diff_device import DeviceSide, is_elsewhere
+from delta_sender.diff_device import DeviceSide, is_on_device
 from delta_sender.diff_host import Difference, begin_compare, compare
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
 from engine_ext.kernels import gather_scatter
@@ -30,7 +30,7 @@ from engine_ext.wire.positions import position_bytes
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Bits = NDArray[Any]  # unsigned ints [n]
 
-# Bytes of tensors that are being compared while the one before them is waited for.
+# Most bytes of tensors that are being compared while an earlier one is waited for.
 _AHEAD: Final = 128 << 20
 
 
@@ -39,19 +39,19 @@ class Change:
     """How a tensor differs from what it is compared with; private copies.
 
     Attributes:
-        dtype, shape: as in the checkpoint.
-        places: int32 or int64 [nnz], ascending flat indices; None: dense.
-        old, new: bit patterns [nnz], or [numel] where dense; a dense `old` may be the snapshot's
-            own memory.
-        nnz: elements that differ.
-        digest: what the change adds to a digest, under the name in the snapshot; None if not
-            asked for.
-        stream: the gap stream of the places; None where it was not made on the way.
+        dtype, shape: As in the checkpoint.
+        indices: Flat indices, ascending, int32 or int64 [nnz]; None: dense.
+        old, new: Bit patterns [nnz], or [numel] if dense; a dense `old` may be the snapshot's own
+            memory.
+        nnz: Elements that differ.
+        digest: What the change adds to a digest, under the name in the snapshot; None if not asked
+            for.
+        stream: The gap stream of the indices; None if it was not made.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    places: NDArray[Any] | None
+    indices: NDArray[Any] | None
     old: Bits
     new: Bits
     nnz: int
@@ -60,40 +60,40 @@ class Change:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its new values and where they are."""
-        return self.new.nbytes + (0 if self.places is None else self.places.nbytes)
+        """Bytes of its new values and their indices."""
+        return self.new.nbytes + (0 if self.indices is None else self.indices.nbytes)
 
     def delta(self, name: str) -> ParamDelta:
-        """The new values, to be sent under a name."""
-        return ParamDelta(name, self.dtype, self.shape, self.places, self.new, stream=self.stream)
+        """Return the new values, to be sent under a name."""
+        return ParamDelta(name, self.dtype, self.shape, self.indices, self.new, stream=self.stream)
 
 
 Changes = dict[str, Change]  # by name in the snapshot
 
 
 class Snapshot:
-    """A model, kept as bit patterns in host memory; for tensors on a device maybe there too.
+    """A model, kept as bit patterns in host memory, and for CUDA tensors maybe on their device.
 
     Args:
         base: Tensors in checkpoint coordinates; copied. Of tied ones (one storage, several names)
-            one copy is kept, under the first name.
+            one copy is kept, under the first name, its key.
         encoding: One of `engine_ext.wire.positions.ENCODINGS`; a change that would take more bytes
-            with its places, before compression, than all of the tensor is kept dense.
-        kept_on: One of `sender_device.KEPT_ON`.
+            with its indices, before compression, than the whole tensor is kept dense.
+        snapshot_on: One of `diff_device.SNAPSHOT_ON`.
 
     Attributes:
-        tied: further name -> name in the snapshot.
+        tied: Keys of tied tensors, by their further names.
     """
 
-    def __init__(self, base: NamedTensors, encoding: str, kept_on: str = "auto") -> None:
+    def __init__(self, base: NamedTensors, encoding: str, snapshot_on: str = "auto") -> None:
         self._encoding, self._streams = encoding, encoding in PACKED_ENCODINGS
-        self._devices = DeviceSide(kept_on)
+        self._devices = DeviceSide(snapshot_on)
         self._dense: dict[str, ParamDelta] = {}
         self._threads = os.cpu_count() or 1
         self.tied: dict[str, str] = {}
         for name, tensor, first in _with_ties(base):
-            if is_elsewhere(tensor):
-                runs_kernels(tensor.device)  # they are compiled now, and not in the first sync
+            if is_on_device(tensor):
+                runs_kernels(tensor.device)  # compiles them now, not in the first sync
             if first is None:
                 self._dense[name] = self._keep(_to_bits(name, tensor))
             else:
@@ -113,8 +113,8 @@ class Snapshot:
     def nbytes(self) -> int:
         return sum(dense.values.nbytes for dense in self._dense.values())
 
-    def kept(self, name: str) -> str:
-        """The name in the snapshot of what is sent under `name`."""
+    def key(self, name: str) -> str:
+        """Return the key of the tensor that is sent under `name`."""
         return self.tied.get(name, name)
 
     def read(
@@ -124,19 +124,19 @@ class Snapshot:
         digests: bool = True,
         keep: Callable[[Change], Change] | None = None,
     ) -> Iterator[tuple[str, Change | None]]:
-        """Find out what is not as in the snapshot, in threads, some tensors ahead.
+        """Compare tensors with the snapshot, in threads, some tensors ahead.
 
         Args:
-            tensors: taken in the caller's thread. They must stay as they are until the end.
-            digests: whether the changes are digested on the way.
-            keep: what may put a change somewhere else, as `sender_spill` does.
+            tensors: Iterated in the caller's thread. They must not change until the end.
+            digests: Whether the changes are digested.
+            keep: Puts a change somewhere else, see `Spill.keep`.
 
         Yields:
-            For every tensor of the snapshot its name there, and its change, if any.
+            For every tensor of the snapshot its key, and its change, if any.
 
         Raises:
-            ValueError: Names, shapes or dtypes are not the base's, or tied tensors differ. Where
-                `tensors` is a collection, names, shapes and dtypes are looked at first.
+            ValueError: Names, shapes or dtypes are not the base's, or tied tensors differ. If
+                `tensors` is a collection, names, shapes and dtypes are checked first.
         """
         if isinstance(tensors, Collection):
             given = [self._known(*tensor) for tensor in _with_ties(tensors)]
@@ -159,23 +159,23 @@ class Snapshot:
         seen: set[str] = set()
 
         def finish() -> tuple[str, Change | None]:
-            kept, _, wait = begun.popleft()
-            change = self._change(self._dense[kept], wait())
-            changes[kept] = None if change is None else keep(change)
-            return kept, changes[kept]
+            key, _, wait = begun.popleft()
+            change = self._change(self._dense[key], wait())
+            changes[key] = None if change is None else keep(change)
+            return key, changes[key]
 
         for name, tensor, first in _with_ties(tensors):
-            kept = self._known(name, tensor, first)
-            if kept in seen:
-                while kept not in changes:
+            key = self._known(name, tensor, first)
+            if key in seen:
+                while key not in changes:
                     yield finish()
                 new = _to_bits(name, tensor)
-                if not np.array_equal(new.values, self.image(kept, changes[kept]).values):
-                    raise ValueError(f"{name}: differs from {kept}, which it is tied to or repeats")
+                if not np.array_equal(new.values, self.image(key, changes[key]).values):
+                    raise ValueError(f"{name}: differs from {key}, which it is tied to or repeats")
                 continue
-            seen.add(kept)
-            wait = self._begin(kept, name, tensor, kept if digests else None, pool)
-            begun.append((kept, tensor.nbytes, wait))
+            seen.add(key)
+            wait = self._begin(key, name, tensor, key if digests else None, pool)
+            begun.append((key, tensor.nbytes, wait))
             while sum(nbytes for _, nbytes, _ in begun) > _AHEAD:
                 yield finish()
         while begun:
@@ -183,62 +183,64 @@ class Snapshot:
         self._refuse_missing(seen)
 
     def _begin(
-        self, kept: str, name: str, tensor: torch.Tensor, digested: str | None, pool: Executor
+        self, key: str, name: str, tensor: torch.Tensor, digested: str | None, pool: Executor
     ) -> Callable[[], Difference]:
-        """Have a tensor compared, where it lies."""
-        old = self._dense[kept]
-        if not is_elsewhere(tensor):
+        """Begin to compare a tensor, in the memory that it is in."""
+        old = self._dense[key]
+        if not is_on_device(tensor):
             new = _to_bits(name, tensor).values
             return begin_compare(old.values, new, digested, pool, streams=self._streams)
-        held = self._devices.hold(kept, old.values, tensor.device, self.nbytes)
-        if held is not old.values:
-            self._dense[kept] = replace(old, values=held)
-        return self._devices.begin(kept, held, _flat_bits(tensor), digested)
+        bits = self._devices.prepare(key, old.values, tensor.device, self.nbytes)
+        if bits is not old.values:
+            self._dense[key] = replace(old, values=bits)
+        return self._devices.begin(key, bits, _flat_bits(tensor), digested)
 
     def _known(self, name: str, tensor: torch.Tensor, first: str | None) -> str:
-        """The name in the snapshot of a tensor that is to be like the base's."""
+        """Return the key of a tensor, which must have the dtype and shape of the base's."""
         known = name in self._dense or name in self.tied
-        kept = self.kept(name if known else first or name)
-        if kept not in self._dense:
+        key = self.key(name if known else first or name)
+        if key not in self._dense:
             raise ValueError(f"{name}: not in the base")
-        old, dtype, shape = self._dense[kept], _dtype_name(name, tensor), tuple(tensor.shape)
+        old, dtype, shape = self._dense[key], _dtype_name(name, tensor), tuple(tensor.shape)
         if (dtype, shape) != (old.dtype, old.shape):
             raise ValueError(f"{name}: {dtype} {shape}, but {old.dtype} {old.shape} in the base")
-        return kept
+        return key
 
     def _refuse_missing(self, seen: set[str]) -> None:
         if missing := self._dense.keys() - seen:
             raise ValueError(f"missing, but in the base: {', '.join(sorted(missing))}")
 
-    def image(self, kept: str, change: Change | None = None) -> ParamDelta:
-        """A tensor of the snapshot with a change made, dense; to read only, it may be no copy."""
-        old = self._dense[kept]
+    def image(self, key: str, change: Change | None = None) -> ParamDelta:
+        """Return a tensor of the snapshot with a change made, dense; read-only, maybe no copy."""
+        old = self._dense[key]
         if change is None:
             return old
-        if change.places is None:
+        if change.indices is None:
             return replace(old, values=change.new)
         values = old.values.copy()
-        gather_scatter.write(values, change.places, change.new)
+        gather_scatter.write(values, change.indices, change.new)
         return replace(old, values=values)
 
-    def turn(self, kept: str, before: Change | None, after: Change | None) -> Change | None:
-        """What turns a tensor with `before` made into that tensor with `after` made."""
+    def change_between(
+        self, key: str, before: Change | None, after: Change | None
+    ) -> Change | None:
+        """Return the change from a tensor with `before` made to that tensor with `after` made."""
         if before is None:
             return after
-        old, new = self.image(kept, before), self.image(kept, after)
-        return self._change(old, compare(old.values, new.values, kept, streams=self._streams))
+        old, new = self.image(key, before), self.image(key, after)
+        return self._change(old, compare(old.values, new.values, key, streams=self._streams))
 
-    def with_places(self, change: Change) -> Change:
-        """The same, where it is kept dense."""
-        if change.places is not None:
+    def sparse(self, change: Change) -> Change:
+        """Return the change with indices, even if it is kept dense."""
+        if change.indices is not None:
             return change
         found = compare(change.old, change.new, threads=self._threads, streams=self._streams)
         return replace(
-            change, places=found.indices, old=found.old, new=found.new, stream=found.stream
+            change, indices=found.indices, old=found.old, new=found.new, stream=found.stream
         )
 
     def digest(self) -> Digest:
-        """Of every tensor, under its name in the snapshot."""
+        """Return the digest of every tensor, under its key."""
         digests = (
             tensor_digest(name, dense.values, threads=self._threads)
             for name, dense in self._dense.items()
@@ -246,37 +248,37 @@ class Snapshot:
         return sum(digests, start=Digest.ZERO)
 
     def advance(self, changes: Changes) -> None:
-        """Make the committed `changes`."""
+        """Apply the committed `changes`."""
         with self._devices.following(changes), ThreadPoolExecutor(self._threads) as pool:
-            for _ in pool.map(self._make, changes.items()):
+            for _ in pool.map(self._apply, changes.items()):
                 pass
 
-    def _make(self, item: tuple[str, Change]) -> None:
+    def _apply(self, item: tuple[str, Change]) -> None:
         values, change = self._dense[item[0]].values, item[1]
-        if change.places is None:
+        if change.indices is None:
             values[:] = change.new
         else:
-            gather_scatter.write(values, change.places, change.new)
+            gather_scatter.write(values, change.indices, change.new)
 
     def _keep(self, dense: ParamDelta) -> ParamDelta:
         return replace(dense, values=dense.values.copy())
 
     def _change(self, old: ParamDelta, found: Difference) -> Change | None:
-        """What was found as a change of `old`."""
+        """Return a difference as a change of `old`; None if nothing differs."""
         if not found.indices.size:
             return None
         sparse = replace(old, indices=found.indices, values=found.new)
         if payload_bytes(self._encoding, sparse) < old.values.nbytes:
-            places, was, new, stream = found.indices, found.old, found.new, found.stream
+            indices, was, new, stream = found.indices, found.old, found.new, found.stream
         else:
-            places, was, new, stream = None, old.values, old.values.copy(), None
+            indices, was, new, stream = None, old.values, old.values.copy(), None
             gather_scatter.write(new, found.indices, found.new)
         nnz = found.indices.size
-        return Change(old.dtype, old.shape, places, was, new, nnz, found.change, stream)
+        return Change(old.dtype, old.shape, indices, was, new, nnz, found.change, stream)
 
 
 class MappedSnapshot(Snapshot):
-    """For one sync: what is mapped from files is neither copied nor changed."""
+    """A snapshot of mapped files for one sync: it is neither copied nor advanced."""
 
     def advance(self, changes: Changes) -> None:
         pass
@@ -286,7 +288,7 @@ class MappedSnapshot(Snapshot):
 
 
 def payload_bytes(encoding: str, delta: ParamDelta) -> int:
-    """Bytes of a param's positions and values, before compression."""
+    """Return the bytes of a param's positions and values, before compression."""
     if delta.indices is None:
         return delta.values.nbytes
     return position_bytes(encoding, delta.indices) + delta.values.nbytes
@@ -313,7 +315,7 @@ def _dtype_name(name: str, tensor: torch.Tensor) -> str:
 
 
 def _to_bits(name: str, tensor: torch.Tensor) -> ParamDelta:
-    """The tensor as a dense param: unsigned ints of its dtype's width, [numel], row-major.
+    """Return the tensor as a dense param: unsigned ints of its dtype's width, [numel], row-major.
 
     A contiguous CPU tensor is not copied.
     """
@@ -323,5 +325,5 @@ def _to_bits(name: str, tensor: torch.Tensor) -> ParamDelta:
 
 
 def _flat_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as integers of its width, [numel], row-major, where it lies; no copy if it can."""
+    """Return the tensor as integers of its width, [numel], row-major; maybe no copy."""
     return tensor.detach().contiguous().view(-1).view(torch_bits_dtype(tensor.dtype))

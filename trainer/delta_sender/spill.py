@@ -1,4 +1,4 @@
-"""What a step changes, kept until it is committed: in memory up to a limit, then in a file."""
+"""Keep the changes of a sync until it is committed: in memory up to a limit, then in a file."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from delta_sender.snapshot import Change
 
 _Array = NDArray[Any]
 
-_WINDOW: Final = 64 << 20  # bytes of a file, which many small changes share
+_WINDOW: Final = 64 << 20  # bytes of a file; many small changes share one
 
 
 class Spill:
-    """Changes of one step. What they hold is given back with them.
+    """The changes of one sync; their memory and files are freed with them.
 
     Args:
-        most: bytes of them that stay in memory. Of what is beyond, all but what the snapshot holds
-            is written into a temporary file without a name, below ``TMPDIR``, and mapped from
-            there: the system may drop it from memory when that is short, if it is no tmpfs.
+        limit: Most bytes of them that stay in memory. Beyond that, all but what the snapshot holds
+            is written to an unnamed temporary file below ``TMPDIR`` and mapped from there; unless
+            that is a tmpfs, the system may drop it from memory when memory is short.
 
     Attributes:
-        spilled: bytes that were written.
+        spilled: Bytes that were written.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, limit: int) -> None:
         self.spilled = 0
-        self._left = most
+        self._left = limit
         self._window: Any = b""
         self._at = 0
 
     def keep(self, change: Change) -> Change:
-        """The same change, wherever there is room for it.
+        """Return the same change, in memory or in a file.
 
         Raises:
-            OSError: the file cannot be written.
+            OSError: The file cannot be written.
         """
         own: dict[str, Any] = {"new": change.new}
-        if change.places is not None:
-            own |= {"places": change.places, "old": change.old}
+        if change.indices is not None:
+            own |= {"indices": change.indices, "old": change.old}
         if change.stream is not None:
             own["stream"] = change.stream
         size = sum(array.nbytes for array in own.values())
@@ -55,15 +55,15 @@ class Spill:
         return replace(change, **mapped)
 
     def _mapped(self, arrays: list[_Array]) -> list[_Array]:
-        """The same, in a file. It goes with the last change that lies there."""
+        """Return the same arrays in a file, which is freed with the last change in it."""
         size = sum(_rounded(array.nbytes) for array in arrays)
         if self._at + size > len(self._window):
             self._window, self._at = _new_window(max(size, _WINDOW)), 0
         mapped = []
         for array in arrays:
-            there = np.frombuffer(self._window, array.dtype, array.size, self._at)
-            there[:] = array
-            mapped.append(there)
+            copy = np.frombuffer(self._window, array.dtype, array.size, self._at)
+            copy[:] = array
+            mapped.append(copy)
             self._at += _rounded(array.nbytes)
         self.spilled += size
         return mapped
@@ -74,15 +74,15 @@ def _rounded(nbytes: int) -> int:
 
 
 def _new_window(size: int) -> mmap.mmap:
-    """A temporary file without a name, mapped; each costs a file descriptor as long as it is."""
+    """Return a mapped, unnamed temporary file; it holds a file descriptor until it is freed."""
     folder = tempfile.gettempdir()
     try:
         with tempfile.TemporaryFile(dir=folder, prefix="delta-changes-") as file:
-            os.posix_fallocate(file.fileno(), 0, size)  # where there is no room, it is said now
+            os.posix_fallocate(file.fileno(), 0, size)  # fails now if there is no room
             return mmap.mmap(file.fileno(), size)
     except OSError as error:
         raise OSError(
             error.errno,
-            f"{error.strerror}: what a step changes is more than `changes_in_memory`, and the "
-            f"rest cannot be kept in {folder} (TMPDIR)",
+            f"{error.strerror}: the changes of a sync exceed `changes_in_memory`, and the rest "
+            f"cannot be written to {folder} (TMPDIR)",
         ) from error

@@ -1,4 +1,4 @@
-"""What the reference sender remembers over its own restart: a small file, written atomically."""
+"""Remember over a restart of the sender what engines hold: a small file, written atomically."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine_ext.durable_files import lock, sync_folder, write_file
 
 
 class Known(msgspec.Struct, frozen=True):
-    """A version, and the digest of every tensor of it, as 32 hex digits."""
+    """A version, and the digest of every tensor at it, as 32 hex digits."""
 
     version: int
     digest: str
@@ -24,39 +24,38 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of the engines.
 
     Attributes:
-        engines: what each acknowledged last, by url.
-        in_flight: what was about to be committed when this was written, or may have been; None if
+        engines: What each acknowledged last, by url.
+        in_flight: What was about to be committed when this was written, or may have been; None if
             nothing was.
-        highest: the highest version that was ever sent.
+        highest: The highest version that was ever sent.
     """
 
     engines: dict[str, Known] = {}
     in_flight: Known | None = None
     highest: int = 0
 
-    def standing_of(self, url: str | None, digest: str, otherwise: int) -> tuple[int, bool]:
-        """Where an engine stands if it holds what has this digest.
+    def version_of(self, url: str | None, digest: str, otherwise: int) -> tuple[int, bool]:
+        """Return the version of an engine that holds given weights.
 
         Args:
-            url: of the engine; None for one that is not known.
-            digest: of every tensor.
-            otherwise: the version of weights that are not known here.
+            url: Of the engine; None for a destination that is not recorded.
+            digest: Of every tensor.
+            otherwise: The version of weights that are not known here.
 
         Returns:
             The version that has the digest, and whether an engine at this version may hold
-            something else. That is so where engines are known, and nothing known has the digest;
-            and where something else has the same number. One that is at another version is found
-            out by that.
+            something else: engines are known, but nothing known has the digest; or something else
+            has the same number. An engine at another version answers with a conflict.
         """
-        mine = self.engines.get(url) if url is not None else None
-        if mine is not None and mine.digest == digest:
-            return mine.version, False
+        own = self.engines.get(url) if url is not None else None
+        if own is not None and own.digest == digest:
+            return own.version, False
         known = [each for each in (self.in_flight, *self.engines.values()) if each is not None]
         for each in known:
             if each.digest == digest:
                 others = [one for one in known if one.version == each.version]
                 return each.version, any(one.digest != digest for one in others)
-        version = otherwise if mine is None else mine.version
+        version = otherwise if own is None else own.version
         return version, bool(self.engines) or any(each.version == version for each in known)
 
 
@@ -64,10 +63,13 @@ class StateFile:
     """The file.
 
     Args:
-        path: it need not be there.
+        path: Where it is, or will be.
+
+    Attributes:
+        state: Its content.
 
     Raises:
-        ValueError: it is there, and cannot be understood.
+        ValueError: It exists, and is not a sender's state.
     """
 
     def __init__(self, path: Path) -> None:
@@ -85,30 +87,31 @@ class StateFile:
             ) from error
 
     @classmethod
-    def taken(cls, path: Path) -> StateFile:
-        """The file, of which no other sender may make use until `close`.
+    def locked(cls, path: Path) -> StateFile:
+        """Read the file, and lock it against other senders until `close`.
 
         Raises:
-            BlockingIOError: another one does.
-            OSError: its folder cannot be written.
+            BlockingIOError: Another sender has locked it.
+            OSError: Its folder cannot be written.
+            ValueError: See `StateFile`.
         """
-        beside = path.with_name(f".{path.name}.lock")
+        lock_path = path.with_name(f".{path.name}.lock")
         taken = f"another sender uses the state {path}"
         # An object, so that it is closed with a sender that was never finished.
         with contextlib.ExitStack() as stack:
-            held = stack.enter_context(os.fdopen(lock(beside, os.O_RDWR | os.O_CREAT, taken)))
+            held = stack.enter_context(os.fdopen(lock(lock_path, os.O_RDWR | os.O_CREAT, taken)))
             file = cls(path)
             file._lock = held
             stack.pop_all()
         return file
 
     def close(self) -> None:
-        """Let another sender use it."""
+        """Release the lock."""
         if self._lock is not None:
             self._lock.close()
 
     def begin(self, version: int, digest: str) -> None:
-        """Note what is about to be committed; on disk when this returns."""
+        """Write what is about to be committed; it is on disk when this returns."""
         self._has_begun = True
         self._write(
             State(
@@ -118,17 +121,17 @@ class StateFile:
             )
         )
 
-    def end(self, engines: Mapping[str, Known], *, in_doubt: bool) -> None:
-        """Note what the engines have acknowledged.
+    def end(self, engines: Mapping[str, Known], *, is_unknown: bool) -> None:
+        """Write what the engines have acknowledged.
 
         Args:
-            engines: those that have.
-            in_doubt: some other may have committed what was in flight.
+            engines: What each of them has, by url.
+            is_unknown: Another engine may have committed what was in flight.
         """
         known = {**self.state.engines, **engines}
         highest = max([self.state.highest, *(each.version for each in engines.values())])
-        # What an earlier sender had in flight is as open as before.
-        in_flight = self.state.in_flight if in_doubt or not self._has_begun else None
+        # What an earlier sender had in flight is still unknown.
+        in_flight = self.state.in_flight if is_unknown or not self._has_begun else None
         self._write(State(engines=known, in_flight=in_flight, highest=highest))
 
     def _write(self, state: State) -> None:

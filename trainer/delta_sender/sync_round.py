@@ -1,4 +1,4 @@
-"""One sync of the reference sender, as all engines share it: read once, sent while it is read."""
+"""Share one sync between all destinations: the weights are read once, and sent while being read."""
 
 from __future__ import annotations
 
@@ -7,138 +7,165 @@ import uuid
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+from delta_sender.encoding_policy import EncodingPolicy
 from delta_sender.results import SyncError
 from delta_sender.snapshot import Change, Changes
 
 _KEPT_BODIES = 2
 
 
-class SyncRound:
-    """What is to be sent. One thread reads it while others send. Parts that are alike are encoded
-    once.
-
-    Args:
-        version: that every engine is to be at.
-        full: send every tensor dense.
-        engines: how many share it.
-        started: when it began, by `time.perf_counter`.
-        keepers: how many must have it on disk before an engine commits it, see `note_kept`.
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One way of sending a round to a destination.
 
     Attributes:
-        changes: from the snapshot to what every engine is to hold; all of them once it was read.
-        hurried: who sends it is to be done with reading soon, see `release`.
+        version: The version of the parts.
+        full: Every tensor is sent dense.
+        policy: How params travel.
+        next_policy: How they travel in later rounds if this attempt commits.
+    """
+
+    version: int
+    full: bool
+    policy: EncodingPolicy
+    next_policy: EncodingPolicy
+
+    @property
+    def key(self) -> str:
+        """A string that attempts with the same content share."""
+        return "full" if self.full else str(self.policy)
+
+
+class SyncRound:
+    """One sync. One thread reads the weights while others send; equal parts are encoded once.
+
+    Args:
+        version: The version that every engine is to reach.
+        full: Send every tensor dense.
+        destinations: How many share the round.
+        started: When it began, by `time.perf_counter`.
+        writers: How many must have it on disk before an engine commits it; see `note_written`.
+
+    Attributes:
+        changes: From the snapshot to what every engine is to hold; complete once all is read.
+        is_hurried: Senders must be done with reading soon; see `release`.
     """
 
     def __init__(
-        self, version: int, *, full: bool, engines: int, started: float, keepers: int = 0
+        self, version: int, *, full: bool, destinations: int, started: float, writers: int = 0
     ) -> None:
         self.version, self.full, self.started = version, full, started
         self.changes: Changes = {}
-        self._read: list[tuple[str, Change | None]] = []
-        self._complete, self._keepers = False, keepers
-        self.hurried, self._readers, self._released = False, 0, False
+        self.is_hurried = False
+        self._tensors: list[tuple[str, Change | None]] = []
+        self._is_complete = self._is_released = False
+        self._writers, self._readers = writers, 0
         self._failure: BaseException | None = None
-        self._news = threading.Condition()
-        self._keep = _KEPT_BODIES if engines > 1 else 0
+        self._changed = threading.Condition()
+        self._keep = _KEPT_BODIES if destinations > 1 else 0
         self._lock = threading.Lock()
         self._sync_ids: dict[str, str] = {}  # by attempt
         self._bodies: defaultdict[str, OrderedDict[Hashable, bytes]] = defaultdict(OrderedDict)
 
     def read(self, tensors: Iterable[tuple[str, Change | None]]) -> None:
         """Take in what `Snapshot.read` yields."""
-        for kept, change in tensors:
-            with self._news:
-                self._read.append((kept, change))
+        for key, change in tensors:
+            with self._changed:
+                self._tensors.append((key, change))
                 if change is not None:
-                    self.changes[kept] = change
-                self._news.notify_all()
-        with self._news:
-            self._complete = True
-            self._news.notify_all()
+                    self.changes[key] = change
+                self._changed.notify_all()
+        with self._changed:
+            self._is_complete = True
+            self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Let whoever sends this end with an error, at its next part."""
-        with self._news:
+        """Make every sender of the round raise an error, at its next part."""
+        with self._changed:
             self._failure = error
-            self._news.notify_all()
+            self._changed.notify_all()
 
-    def note_kept(self) -> None:
-        """One of the keepers has all of it on disk; after the last, engines may commit."""
-        with self._news:
-            self._keepers -= 1
-            self._news.notify_all()
+    def note_written(self) -> None:
+        """Note that a writer has all of it on disk; after the last one, engines may commit."""
+        with self._changed:
+            self._writers -= 1
+            self._changed.notify_all()
 
-    def wait_until_kept(self) -> None:
-        """Wait until engines may commit; raises the error that the step has failed with."""
-        with self._news:
-            while self._keepers > 0:
+    def wait_until_written(self) -> None:
+        """Wait until engines may commit; raise the error that the round has failed with."""
+        with self._changed:
+            while self._writers > 0:
                 self.check()
-                self._news.wait()
+                self._changed.wait()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """The snapshot and what links know beside it stay as they are within.
+        """Keep the snapshot, and what is relative to it, from moving on inside the block.
 
         Raises:
             SyncError: They have moved on.
         """
-        with self._news:
-            if self._released:
+        with self._changed:
+            if self._is_released:
                 raise SyncError(
-                    "the others went on without this engine; it gets all in the next sync"
+                    "the sync ended without this engine, which gets all changes in the next one"
                 )
             self._readers += 1
         try:
             yield
         finally:
-            with self._news:
+            with self._changed:
                 self._readers -= 1
-                self._news.notify_all()
+                self._changed.notify_all()
 
     def release(self) -> None:
-        """Wait until nobody reads, and let nobody begin: the snapshot is about to move on.
+        """Wait until nobody reads, and let nobody begin: the snapshot is about to advance.
 
-        Who has not posted all by then goes on with what it has made.
+        A sender that has not posted everything by then continues with the parts it has made.
         """
-        with self._news:
-            self.hurried = True
+        with self._changed:
+            self.is_hurried = True
             while self._readers > 0:
-                self._news.wait()
-            self._released = True
+                self._changed.wait()
+            self._is_released = True
 
     def check(self) -> None:
-        """Raise the error that the step has failed with, if it has."""
+        """Raise the error that the round has failed with, if it has."""
         if self._failure is not None:
             raise self._failure
 
     def tensors(self) -> Iterator[tuple[str, Change | None]]:
-        """All that is read, from the first tensor on, as it comes."""
+        """Yield all that is read, from the first tensor on, as it comes."""
         known = 0
         while True:
-            with self._news:
-                while known == len(self._read) and not self._complete:
+            with self._changed:
+                while known == len(self._tensors) and not self._is_complete:
                     self.check()
-                    self._news.wait()
-                if known == len(self._read):
+                    self._changed.wait()
+                if known == len(self._tensors):
                     return
-            yield self._read[known]
+            yield self._tensors[known]
             known += 1
 
-    def sync_id(self, attempt: str) -> str:
-        """One for all engines that are sent the same: ``full``, or changes in some encoding."""
+    def sync_id(self, attempt: Attempt) -> str:
+        """Return the id that all destinations share that are sent the same."""
         with self._lock:
-            return self._sync_ids.setdefault(attempt, uuid.uuid4().hex)
+            return self._sync_ids.setdefault(attempt.key, uuid.uuid4().hex)
 
     def sync_ids(self) -> frozenset[str]:
-        """All that were given."""
+        """Return all ids that were given."""
         with self._lock:
             return frozenset(self._sync_ids.values())
 
-    def body(self, attempt: str, key: Hashable, encode: Callable[[], bytes]) -> bytes:
-        """A part that one engine gets. The last of an attempt are kept for who follows."""
+    def body(self, attempt: Attempt, key: Hashable, encode: Callable[[], bytes]) -> bytes:
+        """Return a part, encoded once for all destinations that ask for the same key.
+
+        The last parts of an attempt are kept for destinations that ask later.
+        """
         with self._lock:
-            bodies = self._bodies[attempt]
+            bodies = self._bodies[attempt.key]
             body = bodies.get(key)
             if body is None:
                 body = bodies[key] = encode()

@@ -1,5 +1,8 @@
-"""What numba compiles for a sync, compiled before the first one: seconds once on a machine, and
-half a second in every later process, which loads it from numba's cache."""
+"""Compile the numba loops of a sync before the first one.
+
+That takes seconds once on a machine, and half a second in later processes, which load them from
+numba's cache.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,16 @@ from engine_ext.wire.manifest import DIFFERENCES
 from engine_ext.wire.part import ParamDelta, encode_part
 
 _NUMEL: Final = 1 << 20
-# Near each other and far apart: their gaps are symbols of one byte and of two.
-_PLACES: Final = {"near": [1, 2], "far": [1, _NUMEL - 1]}
+# Near each other and far apart: gap symbols of one byte and of two.
+_INDICES: Final = {"near": [1, 2], "far": [1, _NUMEL - 1]}
 
 
 def warm_up(dtypes: Iterable[str], encoding: str) -> None:
-    """Do with a few elements all that a sync does on this side.
+    """Do all that a sync computes on this side, with a few elements.
 
     Args:
-        dtypes: The model's, by their manifest names.
-        encoding: One of `sender_choice.CHOICES`.
+        dtypes: The model's dtypes, by their manifest names.
+        encoding: One of `encoding_policy.CHOICES`.
     """
     encodings = {
         AUTO: ("deltas", "gap8_exp", DIFFERENCES),
@@ -41,7 +44,7 @@ def warm_up(dtypes: Iterable[str], encoding: str) -> None:
             differences = name == DIFFERENCES
             deltas = [
                 ParamDelta(param, dtype, (_NUMEL,), np.array(at), found.new, differences)
-                for param, at in _PLACES.items()
+                for param, at in _INDICES.items()
             ]
             at, stream = found.indices, found.stream
             deltas.append(

@@ -19,9 +19,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from delta_sender import diff_device, differing
+from delta_sender import diff_device
 from delta_sender import snapshot as sender_snapshot
-from delta_sender.differing import begin_differing
+from delta_sender.diff_device import begin_device_compare
 from delta_sender.snapshot import Snapshot
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.kernels import gather_scatter as host_gather_scatter
@@ -59,7 +59,7 @@ def _small_blocks() -> Iterator[None]:
         patch.setitem(sys.modules, "numba", None)
         for module in (compact, gap_decode, gather_scatter):
             patch.setattr(module, "BLOCK", BLOCK)
-        for module in (device, differing, host_gather_scatter, targets):
+        for module in (device, diff_device, host_gather_scatter, targets):
             patch.setattr(module, "runs_kernels", lambda device: True)
         yield
 
@@ -99,9 +99,9 @@ def test_every_changed_bit_is_found(
     chosen = torch.from_numpy(np.flatnonzero(random.random(size) < density)).to(DEVICE)
     flips = torch.from_numpy(random.integers(0, 8 * dtype.itemsize, chosen.numel())).to(DEVICE)
     new[chosen] ^= (torch.ones_like(flips) << flips).to(dtype)
-    found = begin_differing(old, new, start, torch.int32)()
-    expected = differing._by_operators(old, new, start, torch.int32)
-    assert found.places.tolist() == (chosen + start).tolist()
+    found = begin_device_compare(old, new, start, torch.int32)()
+    expected = diff_device._compare_by_operators(old, new, start, torch.int32)
+    assert found.indices.tolist() == (chosen + start).tolist()
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.dtype == theirs.dtype
         assert torch.equal(mine, theirs)
@@ -125,9 +125,9 @@ def test_values_are_bits(dtype: torch.dtype, patterns: list[tuple[int, int]]) ->
         torch.from_numpy(np.ascontiguousarray(side).view(np.uint8)).view(torch_bits_dtype(dtype))
         for side in pairs.T
     )
-    found = begin_differing(old.to(DEVICE), new.to(DEVICE), 0, torch.int64)()
+    found = begin_device_compare(old.to(DEVICE), new.to(DEVICE), 0, torch.int64)()
     expected = np.flatnonzero(pairs[:, 0] != pairs[:, 1])
-    assert found.places.tolist() == expected.tolist()
+    assert found.indices.tolist() == expected.tolist()
     assert found.old.tolist() == old[expected].tolist()
     assert found.new.tolist() == new[expected].tolist()
 
@@ -136,15 +136,15 @@ def test_places_beyond_int32() -> None:
     old = torch.zeros(20, dtype=torch.int16, device=DEVICE)
     new = old.clone()
     new[[0, 19]] = 1
-    found = begin_differing(old, new, 1 << 32, torch.int64)()
-    assert found.places.tolist() == [1 << 32, (1 << 32) + 19]
+    found = begin_device_compare(old, new, 1 << 32, torch.int64)()
+    assert found.indices.tolist() == [1 << 32, (1 << 32) + 19]
 
 
 def test_what_cannot_be_compared() -> None:
     one = torch.zeros(3, dtype=torch.int16)
     for other in (one[1:], one.int(), one.view(1, 3), one.to("meta")):
         with pytest.raises(ValueError, match="not integers of one"):
-            begin_differing(one, other, 0, torch.int32)
+            begin_device_compare(one, other, 0, torch.int32)
 
 
 # --- elements ---
@@ -298,7 +298,7 @@ def test_as_a_sender_uses_them(kept_on: str) -> None:
     held = {"w": torch.arange(99, dtype=torch.int32, device=DEVICE).to(torch.bfloat16)}
     snapshot = Snapshot(held.items(), "gap8_exp", kept_on)
     with (
-        mock.patch.object(sender_snapshot, "is_elsewhere", return_value=True),
+        mock.patch.object(sender_snapshot, "is_on_device", return_value=True),
         mock.patch.object(diff_device, "_CHUNK_BYTES", 64),
     ):
         for places in ([0, 31, 32, 50, 98], [1, 31, 97]):
@@ -307,8 +307,8 @@ def test_as_a_sender_uses_them(kept_on: str) -> None:
             new[50] = float("nan")  # the second time it stays
             ((_, change),) = snapshot.read([("w", new)])
             assert change is not None
-            assert change.places is not None
-            assert change.places.tolist() == places
+            assert change.indices is not None
+            assert change.indices.tolist() == places
             snapshot.advance({"w": change})
             held = {"w": new}
         assert list(snapshot.read(held.items())) == [("w", None)]

@@ -49,7 +49,7 @@ def test_a_simulated_link(speed: float) -> None:
 @pytest.mark.parametrize("kept_on", ["device", "host"])
 def test_the_passes_on_a_device(kept_on: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here on the CPU, taken for a device."""
-    monkeypatch.setattr(snapshot, "is_elsewhere", lambda tensor: True)
+    monkeypatch.setattr(snapshot, "is_on_device", lambda tensor: True)
     bits = synthetic_weights.make_weights(10_000, np.random.default_rng(0))
     old, new = (sender.tensors(side) for side in (bits, bits ^ np.uint16(1)))
     times = sender_device.measure(

@@ -1,4 +1,4 @@
-"""The reference sender as a program, on two tiny checkpoints."""
+"""The command ``delta-send`` on two tiny checkpoints."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ def test_interrupted(
     serve(interrupt)
     arguments = ["--base", str(base), "--target", str(target), "--url", URL]
     assert cli.main(arguments) == 130
-    assert "interrupted; GET /delta_status tells" in capsys.readouterr().err
+    assert "interrupted; GET /delta_status returns" in capsys.readouterr().err
 
 
 OTHER = "http://other:8001"
@@ -353,12 +353,13 @@ def test_one_of_several_engines_lags(
             assert go.wait(20)
         return accept(request)
 
-    def close(sender: cli.CheckpointSender) -> None:
+    def close(sender: MultiSender) -> None:
         if in_time:
             go.set()
-        MultiSender.close(sender)
+        closes(sender)
 
-    monkeypatch.setattr(cli.CheckpointSender, "close", close, raising=False)
+    closes = MultiSender.close
+    monkeypatch.setattr(MultiSender, "close", close)
     serve(answer)
     limit = "1" if in_time else "0.02"
     arguments = ["--base", str(base), "--target", str(target), "--url", URL, "--url", OTHER]
@@ -463,6 +464,7 @@ def test_usage(arguments: list[str], said: str, capsys: pytest.CaptureFixture[st
 def test_runs_as_a_program_and_imports_nothing_unasked(base: Path, target: Path) -> None:
     code = (
         "import runpy, sys\n"
+        "sys.modules.update(dict.fromkeys(['numba', 'prometheus_client']))\n"  # not installed
         "try: runpy.run_module('delta_sender', run_name='__main__', alter_sys=True)\n"
         "finally:\n"
         "    import engine_ext.apply.scatter\n"  # uses Triton on an accelerator, as the sender does

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from delta_sender.copy_streams import Copies
+from delta_sender.copy_streams import CopyStreams
 
 
 class Event:
@@ -96,8 +96,8 @@ def pinned(cuda: Cuda) -> AbstractContextManager[Any]:
 
 
 def test_what_is_fetched_is_waited_for_by_the_device_only(cuda: Cuda) -> None:
-    copies = Copies(torch.device("cuda:1"), cuda)
-    first, second = (copies.fetch(Memory(name, cuda)) for name in ("a", "b"))  # type: ignore[arg-type]
+    copies = CopyStreams(torch.device("cuda:1"), cuda)
+    first, second = (copies.upload(Memory(name, cuda)) for name in ("a", "b"))  # type: ignore[arg-type]
     assert cuda.told == [
         "up copies a to cuda:1",
         "up records 1",
@@ -116,9 +116,9 @@ def test_what_is_fetched_is_waited_for_by_the_device_only(cuda: Cuda) -> None:
 
 
 def test_what_is_brought_is_complete_and_stays_until_it_is_copied(cuda: Cuda) -> None:
-    copies = Copies(torch.device("cuda:0"), cuda)
+    copies = CopyStreams(torch.device("cuda:0"), cuda)
     with pinned(cuda):
-        use = copies.bring(Memory("found", cuda))  # type: ignore[arg-type]
+        use = copies.download(Memory("found", cuda))  # type: ignore[arg-type]
     assert cuda.told == [
         "main records 1",
         "down waits for main 1",
@@ -132,12 +132,12 @@ def test_what_is_brought_is_complete_and_stays_until_it_is_copied(cuda: Cuda) ->
 
 
 def test_settling_waits_for_the_callers_stream(cuda: Cuda) -> None:
-    Copies(torch.device("cuda:0"), cuda).settle()
+    CopyStreams(torch.device("cuda:0"), cuda).synchronize()
     assert cuda.told == ["the host waits for main"]
 
 
 def test_on_the_cpu_nothing_is_copied() -> None:
-    copies, tensor = Copies(torch.device("cpu")), torch.arange(3)
-    assert copies.fetch(tensor)() is tensor
-    assert copies.bring(tensor)() is tensor
-    copies.settle()
+    copies, tensor = CopyStreams(torch.device("cpu")), torch.arange(3)
+    assert copies.upload(tensor)() is tensor
+    assert copies.download(tensor)() is tensor
+    copies.synchronize()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from delta_sender import DeltaSender, diff_device
 from delta_sender import snapshot as sender_snapshot
-from delta_sender.diff_device import KEPT_ON, DeviceSide
+from delta_sender.diff_device import SNAPSHOT_ON, DeviceSide
 from delta_sender.snapshot import Change, Snapshot
 from engine_ext.kernels import gather_scatter
 from tests.support.receiver_harness import changed, random_tensor
@@ -30,7 +30,7 @@ FREE = 1 << 20
 @pytest.fixture(autouse=True, scope="module")
 def _elsewhere() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sender_snapshot, "is_elsewhere", lambda tensor: True)
+        patch.setattr(sender_snapshot, "is_on_device", lambda tensor: True)
         patch.setattr(diff_device, "free_bytes", lambda device: FREE)
         patch.setattr(diff_device, "_CHUNK_BYTES", 64)
         yield
@@ -40,7 +40,7 @@ def found(snapshot: Snapshot, tensors: Tensors) -> dict[str, Any]:
     def plain(change: Change | None) -> Any:
         if change is None:
             return None
-        arrays = change.places, change.old, change.new
+        arrays = change.indices, change.old, change.new
         shown = [None if a is None else (a.dtype, a.tolist()) for a in arrays]
         return change.dtype, change.shape, shown, change.digest
 
@@ -49,7 +49,7 @@ def found(snapshot: Snapshot, tensors: Tensors) -> dict[str, Any]:
 
 def in_host_memory(old: Tensors, new: Tensors) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sender_snapshot, "is_elsewhere", lambda tensor: False)
+        patch.setattr(sender_snapshot, "is_on_device", lambda tensor: False)
         return found(Snapshot(old.items(), "deltas"), new)
 
 
@@ -64,7 +64,7 @@ def step(tensors: Tensors, seed: int, density: float) -> Tensors:
 
 @settings(deadline=None, database=None, max_examples=25)
 @given(
-    kept_on=st.sampled_from(KEPT_ON),
+    kept_on=st.sampled_from(SNAPSHOT_ON),
     size=st.sampled_from([1, 2, 11, 22, 43]),
     density=st.sampled_from([0.0, 0.1, 0.9, 1.0]),
     transposed=st.booleans(),
@@ -85,14 +85,14 @@ def test_syncs_in_a_row(
             held = new
 
 
-@pytest.mark.parametrize("kept_on", KEPT_ON)
+@pytest.mark.parametrize("kept_on", SNAPSHOT_ON)
 def test_nothing_and_a_tensor_without_elements(kept_on: str) -> None:
     held = {"empty": torch.empty(0, 3, dtype=torch.bfloat16), "w": torch.zeros(40)}
     snapshot = Snapshot(held.items(), "deltas", kept_on)
     assert found(snapshot, held) == {"empty": None, "w": None}
 
 
-@pytest.mark.parametrize("kept_on", KEPT_ON)
+@pytest.mark.parametrize("kept_on", SNAPSHOT_ON)
 def test_bits_and_not_values(kept_on: str) -> None:
     """A NaN that stays is no change, another NaN is one, and so is -0.0."""
     held = {"w": torch.tensor([0x7FC0, 0x7FC0, 0, 1], dtype=torch.int16).view(torch.bfloat16)}
@@ -103,7 +103,7 @@ def test_bits_and_not_values(kept_on: str) -> None:
     assert change.old.tolist() == [0x7FC0, 0x7FC0, 0, 1]
 
 
-@pytest.mark.parametrize("kept_on", KEPT_ON)
+@pytest.mark.parametrize("kept_on", SNAPSHOT_ON)
 def test_tied_tensors(kept_on: str) -> None:
     weight = random_tensor((40,), torch.bfloat16, 0)
     snapshot = Snapshot([("w", weight), ("head", weight)], "deltas", kept_on)
@@ -118,7 +118,7 @@ def test_tied_tensors(kept_on: str) -> None:
 
 def made_ready(kept_on: str, nbytes: int) -> tuple[DeviceSide, np.ndarray[Any, Any]]:
     side, held = DeviceSide(kept_on), np.zeros(40, np.uint16)
-    assert side.hold("w", held, CPU, nbytes) is held
+    assert side.prepare("w", held, CPU, nbytes) is held
     return side, held
 
 
@@ -172,12 +172,12 @@ def test_a_device_that_is_full_after_all(monkeypatch: pytest.MonkeyPatch) -> Non
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "to", out_of_memory)
         with pytest.raises(torch.OutOfMemoryError):
-            sides["device"].hold("w", held, CPU, 1)
-        assert sides["auto"].hold("w", held, CPU, 1) is held
+            sides["device"].prepare("w", held, CPU, 1)
+        assert sides["auto"].prepare("w", held, CPU, 1) is held
     assert sides["auto"].begin("w", held, new, None)().indices.tolist() == [7]
 
 
-@pytest.mark.parametrize("broken", ["_make", "_write"])
+@pytest.mark.parametrize("broken", ["_apply", "_write"])
 def test_a_copy_that_could_not_follow_is_made_anew(
     broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,7 +186,7 @@ def test_a_copy_that_could_not_follow_is_made_anew(
     snapshot = Snapshot(held.items(), "deltas", "device")
     new = step(held, 1, 0.2)
     changes = {kept: change for kept, change in snapshot.read(new.items()) if change is not None}
-    where: Any = snapshot if broken == "_make" else diff_device
+    where: Any = snapshot if broken == "_apply" else diff_device
     whole: Callable[..., None] = getattr(where, broken)
     calls: list[int] = []
 

@@ -6,7 +6,7 @@ import httpx
 import pytest
 import torch
 
-from delta_sender import DeltaSender, MultiSender, PartialSyncError, SyncError, session
+from delta_sender import DeltaSender, MultiSender, PartialSyncError, SyncError, part_builder
 from tests.support.fake_engine import Engine, Model, error, loses, model_of, sends, train
 
 ONE = "layers.2.weight"
@@ -223,13 +223,13 @@ def test_each_engine_falls_back_for_itself(
 ) -> None:
     """Who takes differences gets them; a part is encoded once for all who are sent it."""
     encoded: list[str] = []
-    original = session.encode_part
+    original = part_builder.encode_part
 
     def counted(*arguments: object, **options: object) -> bytes:
         encoded.append(str(options["encoding"]))
         return original(*arguments, **options)
 
-    monkeypatch.setattr(session, "encode_part", counted)
+    monkeypatch.setattr(part_builder, "encode_part", counted)
     model = model_of(tensors=3)
     a, b, c = Engine.of(model), Engine.of(model, cast={ONE}), Engine.of(model)
     sender = multi_of([a, b, c], model, bucket_bytes=bucket_bytes)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from delta_sender import DeltaSender, MultiSender, session
+from delta_sender import DeltaSender, MultiSender, part_builder
 from delta_sender.encoding_policy import (
     EncodingChoice,
     EncodingPolicy,
@@ -27,9 +27,9 @@ SLOW, FAST = 20e6, 20e9
 
 
 def auto(
-    facts: ParamStats, speed: float, *, dense: bool = False, differences: bool = True
+    stats: ParamStats, speed: float, *, dense: bool = False, differences: bool = True
 ) -> EncodingChoice:
-    return EncodingPolicy("auto", differences).pick(facts, dense, speed)
+    return EncodingPolicy("auto", differences).choose(stats, dense, speed)
 
 
 def test_few_bytes_on_a_slow_link_and_little_work_on_a_fast_one() -> None:
@@ -50,8 +50,8 @@ def test_differences_that_are_large_go_as_values() -> None:
 def test_a_param_goes_dense_sooner_on_a_faster_link() -> None:
     def dense_from(speed: float) -> float:
         densities = [0.01 * percent for percent in range(1, 101)]
-        facts = [replace(BF16, nnz=int(d * BF16.numel), escaped=None) for d in densities]
-        picks = [auto(one, speed) for one in facts]
+        stats = [replace(BF16, nnz=int(d * BF16.numel), escaped=None) for d in densities]
+        picks = [auto(one, speed) for one in stats]
         first = next(number for number, pick in enumerate(picks) if pick.dense)
         assert all(pick.dense for pick in picks[first:])
         return densities[first]
@@ -73,8 +73,8 @@ def test_the_reckoned_bytes_are_those_of_the_parts(density: float, encoding: str
         deltas = synthetic_weights.as_differences(deltas, old)
     part = encode_part(deltas, encoding=encoding, current_version=1, digest_part="0" * 32)
     moved = old != new
-    facts = ParamStats(old.size, int(moved.sum()), 2, True, escaped_share(old[moved], new[moved]))
-    reckoned = dict(_sizes(facts))[EncodingChoice(encoding, False)]
+    stats = ParamStats(old.size, int(moved.sum()), 2, True, escaped_share(old[moved], new[moved]))
+    reckoned = dict(_sizes(stats))[EncodingChoice(encoding, False)]
     header = 8 + int.from_bytes(part[:8], "little")
     assert reckoned == pytest.approx(len(part) - header, rel=0.12)
 
@@ -105,12 +105,12 @@ def test_of_many_changes_the_shorter_form_goes(density: float, encoding: str) ->
         len(encode_part(dense, encoding="gap8_exp", current_version=1)),
     ]
     moved = old != new
-    facts = ParamStats(old.size, int(moved.sum()), 2, True, escaped_share(old, new), many=True)
-    picked = EncodingPolicy(encoding).pick(facts, False, SLOW)
+    stats = ParamStats(old.size, int(moved.sum()), 2, True, escaped_share(old, new), is_large=True)
+    picked = EncodingPolicy(encoding).choose(stats, False, SLOW)
     chosen, other = (sizes[1], sizes[0]) if picked.dense else sizes
     assert chosen <= 1.02 * other
-    assert EncodingPolicy(encoding).pick(facts, True, SLOW) == EncodingChoice("gap8_exp", True)
-    assert EncodingPolicy("deltas").pick(facts, False, SLOW) == EncodingChoice("deltas", True)
+    assert EncodingPolicy(encoding).choose(stats, True, SLOW) == EncodingChoice("gap8_exp", True)
+    assert EncodingPolicy("deltas").choose(stats, False, SLOW) == EncodingChoice("deltas", True)
 
 
 def test_where_bytes_are_not_packed_what_is_kept_dense_goes_dense() -> None:
@@ -130,7 +130,7 @@ def test_a_large_tensor_that_is_kept_dense_goes_dense(monkeypatch: pytest.Monkey
     engine = Engine.of(model)
     sender = sender_of(engine, model)
     for limit, sent in ((8000, "gap8_ulp"), (7999, "gap8_exp, dense")):
-        monkeypatch.setattr(session, "_LARGE", limit)
+        monkeypatch.setattr(part_builder, "_LARGE", limit)
         set_speed(sender, SLOW)
         train(model, limit, density=0.9)
         assert sender.sync(model.items()).picked == {sent: 6}
@@ -141,9 +141,9 @@ def test_any_param_has_a_way() -> None:
     for numel, nnz in ((1, 1), (1 << 34, 1), (10, 10), (5, 0)):
         for width in (1, 2, 4, 8):
             for speed in (SLOW, FAST):
-                facts = ParamStats(numel, nnz, width, True, 1.0)
-                assert auto(facts, speed, dense=True).dense
-                assert nnz in (0, numel) or not auto(facts, speed).dense
+                stats = ParamStats(numel, nnz, width, True, 1.0)
+                assert auto(stats, speed, dense=True).dense
+                assert nnz in (0, numel) or not auto(stats, speed).dense
     assert dict(_sizes(ParamStats(1 << 34, 1000, 2, True)))[EncodingChoice("deltas", False)] == 6000
 
 
@@ -156,7 +156,7 @@ def sender_of(engine: Engine, base: Model, **options: object) -> DeltaSender:
 
 
 def set_speed(sender: DeltaSender, speed: float) -> None:
-    sender._sender._links[0].server.speed.measured = speed
+    sender._sender._sessions[0].destination.speed.measured = speed
 
 
 def encodings(engine: Engine) -> set[str]:
@@ -228,8 +228,8 @@ def test_each_link_is_measured_for_itself() -> None:
     client = httpx.Client(transport=httpx.MockTransport(answer))
     urls = ["http://a:1", "http://b:2"]
     sender = MultiSender(urls, model.items(), client=client, encoding="auto")
-    for link, speed in zip(sender._links, (SLOW, FAST), strict=True):
-        link.server.speed.measured = speed
+    for session, speed in zip(sender._sessions, (SLOW, FAST), strict=True):
+        session.destination.speed.measured = speed
     train(model)
     reports = sender.sync(model.items())
     assert [set(report.picked) for report in reports.values()] == [{"gap8_ulp"}, {"deltas"}]
@@ -247,7 +247,7 @@ def test_posts_are_measured(naps: list[float]) -> None:
     engine.faults[0] = fails
     train(model)
     report = sender.sync(model.items())
-    measured = sender._sender._links[0].server.speed.measured
+    measured = sender._sender._sessions[0].destination.speed.measured
     assert measured is not None
     assert report.link_bytes_per_s == measured
     # Of the request that was answered, not of the wait before it.

@@ -1,4 +1,4 @@
-"""The delta log that the reference sender writes."""
+"""The delta log that the sender writes."""
 
 from __future__ import annotations
 
@@ -278,4 +278,4 @@ def test_the_program_takes_one_or_the_other(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit) as exit:
         cli.main([*arguments, "--save", "s", "--delta-log", "l"])
     assert exit.value.code == 2
-    assert "does not go with" in capsys.readouterr().err
+    assert "cannot be combined with" in capsys.readouterr().err

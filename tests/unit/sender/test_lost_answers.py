@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
-from delta_sender import DeltaSender, MultiSender, PartialSyncError, SyncError, multi_sender
+from delta_sender import DeltaSender, PartialSyncError, SyncError, multi_sender
 from delta_sender.session_thread import SessionThread
 from delta_sender.snapshot import Changes
 from delta_sender.state_file import StateFile
@@ -32,15 +31,15 @@ from tests.unit.sender.test_multi_sender import A, B, refuse, sender_of, two
 from tests.unit.sender.test_slow_engines import SOON, Slow, ended, lagging
 
 
-def interrupt_at_the_end(sender: MultiSender, patch: pytest.MonkeyPatch) -> None:
+def interrupt_at_the_end(patch: pytest.MonkeyPatch) -> None:
     """Every engine is done, and who waits for them is interrupted."""
 
-    def wait(runs: Sequence[SessionThread]) -> None:
-        for run in runs:
-            run.thread.join()
+    def wait(threads: Sequence[SessionThread], *arguments: object) -> None:
+        for thread in threads:
+            thread.join()
         raise KeyboardInterrupt
 
-    patch.setattr(sender, "_wait", wait)
+    patch.setattr(multi_sender, "wait_for", wait)
 
 
 @pytest.mark.parametrize("commits", [True, False])
@@ -57,7 +56,7 @@ def test_a_wait_that_is_interrupted(
     sender = sender_of(a, b, model, delta_log=log, digest=digest)
     train(model)
     with monkeypatch.context() as patch:
-        interrupt_at_the_end(sender, patch)
+        interrupt_at_the_end(patch)
         with pytest.raises(KeyboardInterrupt):
             sender.sync(model.items())
     model["layers.1.weight"].copy_(base["layers.1.weight"])  # less than was committed
@@ -78,9 +77,10 @@ def test_closed_after_an_interruption(tmp_path: Path, monkeypatch: pytest.Monkey
     engine, file = Engine.of(model), tmp_path / "state"
     with DeltaSender(A, model.items(), client=engine.client(), state=file) as sender:
         train(model)
-        interrupt_at_the_end(sender._sender, monkeypatch)
-        with pytest.raises(KeyboardInterrupt):
-            sender.sync(model.items())
+        with monkeypatch.context() as patch:
+            interrupt_at_the_end(patch)
+            with pytest.raises(KeyboardInterrupt):
+                sender.sync(model.items())
     assert StateFile(file).state.in_flight is not None
     with DeltaSender(A, model.items(), client=engine.client(), state=file) as sender:
         train(model, 1)
@@ -142,7 +142,7 @@ def test_others_go_on_while_one_is_asked_what_it_holds(naps: list[float]) -> Non
         with pytest.raises(PartialSyncError):
             sender.sync(model.items())
         assert b.version == 1
-        sender._options = replace(sender._options, lag_limit=SOON)
+        sender._options["lag_limit"] = SOON
         b.status = status  # type: ignore[method-assign]
         for step in (1, 2):
             train(model, step, 0.01)
@@ -313,8 +313,8 @@ def test_closed_while_the_log_is_written(tmp_path: Path, monkeypatch: pytest.Mon
 
     sender = DeltaSender(A, model.items(), client=engine.client(), delta_log=log)
     train(model)
-    monkeypatch.setattr(sender._sender, "_wait", interrupted)
     with monkeypatch.context() as patch:
+        patch.setattr(multi_sender, "wait_for", interrupted)
         patch.setattr(Draft, "finish", slow)
         with pytest.raises(KeyboardInterrupt):
             sender.sync(model.items())

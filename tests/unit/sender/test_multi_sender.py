@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from delta_sender import MultiSender, PartialSyncError, session
+from delta_sender import MultiSender, PartialSyncError, part_builder
 from delta_sender.snapshot import Changes
 from tests.support.fake_engine import (
     Engine,
@@ -52,9 +52,9 @@ def test_both_follow_and_get_the_same_bytes(
 ) -> None:
     """A part is encoded once, whichever engine asks first, if the other is not far behind."""
     encoded = []
-    original = session.encode_part
+    original = part_builder.encode_part
     monkeypatch.setattr(
-        session, "encode_part", lambda *a, **k: encoded.append(1) or original(*a, **k)
+        part_builder, "encode_part", lambda *a, **k: encoded.append(1) or original(*a, **k)
     )
     model = model_of(torch.bfloat16, torch.float32)
     a, b = two(model)

@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -15,8 +14,8 @@ import pytest
 import torch
 
 from delta_sender import DeltaSender, MultiSender, PartialSyncError
-from delta_sender.destination import Options
 from delta_sender.http_client import EngineClient
+from delta_sender.options import with_defaults
 from delta_sender.state_file import StateFile
 from tests.support.fake_engine import Engine, Handler, Model, error, model_of, train
 from tests.unit.sender.test_log_destination import chain, copied, replayed
@@ -44,7 +43,7 @@ class Slow:
 
 def ended(sender: MultiSender) -> None:
     """Wait until no engine lags; from now on every engine is waited for."""
-    sender._options = replace(sender._options, lag_limit=None)
+    sender._options["lag_limit"] = None
     deadline = time.monotonic() + 20
     while sender.lagging:
         assert time.monotonic() < deadline
@@ -133,7 +132,7 @@ def test_without_a_limit_all_are_waited_for() -> None:
 def test_no_engine_holds_up_the_others_for_ever() -> None:
     a, b = two(model := model_of(tensors=2))
     with sender_of(a, b, model) as sender:
-        assert sender._options.lag_limit == 60
+        assert sender._options["lag_limit"] == 60
 
 
 def test_where_all_lag_one_is_waited_for() -> None:
@@ -183,7 +182,7 @@ def test_a_host_that_is_gone_is_given_up_soon(timeout: float) -> None:
     """Work may take long, a connection does not; each is tried several times."""
     with httpx.Client(timeout=timeout) as given:
         for client, seconds in ((None, min(timeout, 10.0)), (given, timeout)):
-            server = EngineClient(A, Options(timeout=timeout, client=client))
+            server = EngineClient(A, with_defaults({"timeout": timeout, "client": client}))
             assert server.client.timeout.connect == seconds
             assert server.client.timeout.read == timeout
             server.close()

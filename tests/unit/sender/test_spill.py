@@ -40,7 +40,7 @@ def keep_all(spill: Spill, read: Changes) -> Changes:
 
 def own_bytes(change: Change) -> int:
     arrays = [change.new, change.stream]
-    arrays += [] if change.places is None else [change.places, change.old]
+    arrays += [] if change.indices is None else [change.indices, change.old]
     return sum(array.nbytes for array in arrays if array is not None)
 
 
@@ -55,14 +55,14 @@ def test_what_is_in_a_file_is_the_same(encoding: str, density: float) -> None:
         assert name == same_name
         assert (after.dtype, after.shape, after.nnz) == (before.dtype, before.shape, before.nnz)
         assert after.digest == before.digest
-        for field in ("places", "old", "new", "stream"):
+        for field in ("indices", "old", "new", "stream"):
             was, now = getattr(before, field), getattr(after, field)
             assert (was is None) == (now is None)
             if was is not None:
                 assert (now.dtype, now.tolist()) == (was.dtype, was.tolist())
                 assert now.flags.aligned
                 assert now.flags.writeable  # as torch wants it
-        if before.places is None:
+        if before.indices is None:
             assert after.old is before.old  # the snapshot's
 
 
@@ -150,7 +150,7 @@ _MEMORY = """
 import ctypes, threading, time
 import torch
 from delta_sender import snapshot as sender_snapshot
-from scripts.bench.sender import SimulatedSender
+from scripts.bench.sender import simulated_sender
 
 def anonymous():
     with open("/proc/self/status") as status:
@@ -176,7 +176,7 @@ def change(density, tensors):
 for encoding, density in (("gap8_exp", 0.5), ("gap8_ulp", 1.0)):
     ctypes.CDLL(None).malloc_trim(0)
     before = anonymous()
-    with SimulatedSender(base, 1e12, encoding=encoding, bucket_bytes=4 << 20) as sender:
+    with simulated_sender(base, 1e12, encoding=encoding, bucket_bytes=4 << 20) as sender:
         snapshot = anonymous() - before
         change(density, 32)
         sender.sync(base.items())  # what is allocated once is there

@@ -1,4 +1,4 @@
-"""What the reference sender remembers over its own restart."""
+"""What the sender remembers over its own restart."""
 
 from __future__ import annotations
 
@@ -177,8 +177,8 @@ def test_killed_while_the_last_part_was_posted(file: Path, committed: bool, went
         StateFile.end = wrote  # type: ignore[method-assign]
     engine.faults = {}
     assert StateFile(file).state.in_flight is not None
-    assert sender._sender._file is not None
-    sender._sender._file.close()  # as with every file of a process that is gone
+    assert sender._sender._tracker.file is not None
+    sender._sender._tracker.file.close()  # as with every file of a process that is gone
 
     base = model if went_on else before
     with sender_of(engine, base, file) as sender:
@@ -266,7 +266,7 @@ def known(file: Path, **engines: Engine) -> None:
     """A state in which engines have acknowledged what they hold."""
     urls = {"a": A, "b": B}
     at = {urls[name]: Known(e.version, e.digest().hex()) for name, e in engines.items()}
-    StateFile(file).end(at, in_doubt=False)
+    StateFile(file).end(at, is_unknown=False)
 
 
 def test_a_number_that_two_engines_have_for_different_weights(file: Path) -> None:

@@ -16,7 +16,7 @@ from delta_sender import (
     PartialSyncError,
     SyncError,
     diff_host,
-    session,
+    part_builder,
     session_thread,
 )
 from delta_sender import snapshot as sender_snapshot
@@ -79,7 +79,7 @@ def test_a_part_is_encoded_while_the_one_before_is_posted(
     engine = Engine.of(model)
     sender = sender_of(engine, model)
     encoded = [threading.Event() for _ in range(4)]
-    encode, numbers = session._encode, iter(range(4))
+    encode, numbers = part_builder._encode, iter(range(4))
 
     def tells(*pieces: object, **metadata: object) -> bytes:
         body = encode(*pieces, **metadata)
@@ -93,7 +93,7 @@ def test_a_part_is_encoded_while_the_one_before_is_posted(
 
         return wait
 
-    monkeypatch.setattr(session, "_encode", tells)
+    monkeypatch.setattr(part_builder, "_encode", tells)
     engine.faults = {number: lingers(number) for number in range(3)}
     train(model)
     report = sender.sync(model.items())

@@ -1,0 +1,181 @@
+"""Declare the keyword arguments of the senders: name, type, default, documentation and flag.
+
+This is the only declaration: `DeltaSender` takes the keywords of `Options`, `MultiSender` those of
+`MultiOptions`, and their signatures, their docstrings and the command line are made from it. A
+flag's help is the first sentence of the documentation.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import re
+import textwrap
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, NamedTuple, TypedDict, TypeVar, cast, get_type_hints
+
+import httpx
+
+from delta_sender.diff_device import SNAPSHOT_ON
+from delta_sender.encoding_policy import CHOICES
+
+_Class = TypeVar("_Class", bound=type)
+
+
+class Option(NamedTuple):
+    """One keyword argument.
+
+    Attributes:
+        default: Its value if it is not given.
+        flag: Keywords of `argparse.ArgumentParser.add_argument`; None if it has no flag. An option
+            that is on by default has a flag that turns it off.
+        doc: Its documentation.
+    """
+
+    default: Any
+    flag: Mapping[str, Any] | None = None
+    doc: str = ""
+
+
+def _seconds(text: str) -> float | None:
+    return seconds if math.isfinite(seconds := float(text)) else None
+
+
+_KEY_FLAG: Final = {"metavar": "KEY", "help": "bearer token (default: that in DELTA_API_KEY)"}
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of `DeltaSender`.
+
+    Attributes:
+        base_version: Version that the engines are at.
+        delta_log: Folder that gets every version, durably, before an engine commits it, for engines
+            that are started with --delta-log. Versions continue from the highest number in it. A
+            version that no engine committed is marked as refused; its number is not used again.
+        state: File that remembers over a restart of the sender what each engine has acknowledged;
+            if the base is what an engine is at, the version in the file counts. One sender at a
+            time may use it. If the base is neither what an engine acknowledged nor what it was
+            being sent last, the next sync to it is a full one.
+        encoding: How changes travel; auto picks by density and link speed. One of ``indices``,
+            ``deltas``, ``deltas_zstd``, ``gap8_exp``, ``gap8_ulp`` and ``auto``. With ``gap8_ulp``,
+            full syncs, dense params and params that the engine's digest does not cover travel as
+            ``gap8_exp``; so does everything after an engine has refused differences and taken
+            values, and one sync if its old values are not the snapshot's. ``auto`` picks for each
+            param the fastest of ``gap8_ulp``, ``gap8_exp`` and ``deltas``, sparse or dense; see
+            `SyncReport.picked`.
+        bucket_bytes: Most bytes of positions and values in one part, before compression. A param is
+            never split; a larger one travels alone.
+        digest: Keep the model's digest, and send digests along if the engine has a plan.
+        api_key: Bearer token.
+        hmac_key: Key to sign the parts with, for engines with ``DELTA_HMAC_KEY``.
+        pause_mode: What happens to requests in flight: they continue with the new weights (keep),
+            finish first (wait), or end (abort).
+        flush_cache: Drop KV entries of the old weights.
+        timeout: Seconds for one request, and for waiting until another sync is out of the way.
+            Connecting is given 10 seconds at most.
+        client: HTTP client to use; it is not closed with the sender.
+        snapshot_on: What CUDA tensors are compared with. ``device``: a copy of the snapshot on
+            their device, which takes the model's size there. ``host``: the snapshot in pinned host
+            memory, uploaded in chunks. ``auto``: on the device if that takes at most half of the
+            memory that is free there at the first sync.
+        changes_in_memory: Most bytes of one sync's changes that are kept in memory until they are
+            committed; None: a quarter of the snapshot. The rest is written to a temporary file
+            below ``TMPDIR``.
+    """
+
+    base_version: Annotated[int, Option(0, {"type": int, "metavar": "N"})]
+    delta_log: Annotated[str | Path | None, Option(None, {"type": Path, "metavar": "DIR"})]
+    state: Annotated[str | Path | None, Option(None, {"type": Path, "metavar": "FILE"})]
+    encoding: Annotated[str, Option("deltas_zstd", {"choices": CHOICES})]
+    bucket_bytes: Annotated[int, Option(256 << 20, {"type": int, "metavar": "N"})]
+    digest: Annotated[bool, Option(True, {"help": "send no digests along"})]
+    api_key: Annotated[str | None, Option(None, _KEY_FLAG)]
+    hmac_key: Annotated[str | None, Option(None)]
+    pause_mode: Annotated[str, Option("keep", {"choices": ("keep", "wait", "abort")})]
+    flush_cache: Annotated[bool, Option(True, {"help": "keep KV entries of the old weights"})]
+    timeout: Annotated[float, Option(600.0)]
+    client: Annotated[httpx.Client | None, Option(None)]
+    snapshot_on: Annotated[str, Option(SNAPSHOT_ON[0])]
+    changes_in_memory: Annotated[int | None, Option(None)]
+
+
+_LAG_FLAG: Final = {
+    "type": _seconds,
+    "metavar": "SECONDS",
+    "help": "go on without engines that need SECONDS longer than the first; inf waits for all "
+    "(default: %(default)s)",
+}
+
+
+class MultiOptions(Options, total=False):
+    """Keyword arguments of `MultiSender`.
+
+    Attributes:
+        lag_limit: Seconds after the first engine's commit at which a sync returns without engines
+            that are not done. None waits for all.
+    """
+
+    lag_limit: Annotated[float | None, Option(60.0, _LAG_FLAG)]
+
+
+@functools.cache
+def declared(options: type) -> dict[str, Option]:
+    """Return what one of the classes above declares, by name."""
+    docs: dict[str, str] = {}
+    for declaring in (Options, options):
+        entries = re.findall(
+            r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", inspect.getdoc(declaring) or "", re.M
+        )
+        docs |= {name: " ".join(text.split()) for name, text in entries}
+    hints = get_type_hints(options, include_extras=True)
+    return {n: hint.__metadata__[0]._replace(doc=docs.get(n, "")) for n, hint in hints.items()}
+
+
+_DEFAULTS: Final = {name: option.default for name, option in declared(MultiOptions).items()}
+
+
+def with_defaults(given: Mapping[str, Any], options: type = MultiOptions) -> MultiOptions:
+    """Return every option: as given, or its default.
+
+    Args:
+        given: Options by name.
+        options: The class that declares which names are allowed.
+
+    Raises:
+        TypeError: A name is not declared.
+    """
+    if unknown := given.keys() - declared(options).keys():
+        raise TypeError(f"unexpected keyword arguments: {', '.join(sorted(unknown))}")
+    return cast(MultiOptions, {**_DEFAULTS, **given})
+
+
+def takes_options(options: type) -> Callable[[_Class], _Class]:
+    """Complete the signature and docstring of a class whose ``__init__`` takes ``**options``.
+
+    Args:
+        options: The class that declares them.
+    """
+    hints = get_type_hints(options)
+
+    def complete(sender: _Class) -> _Class:
+        *parameters, _ = inspect.signature(sender).parameters.values()
+        doc = f"{(sender.__doc__ or '').rstrip()}\n\n    Keyword Args:\n"
+        for name, option in declared(options).items():
+            parameters.append(
+                inspect.Parameter(
+                    name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=option.default,
+                    annotation=hints[name],
+                )
+            )
+            text = f"{name}: {option.doc} (default: {option.default!r})"
+            doc += textwrap.fill(text, 100, initial_indent=" " * 8, subsequent_indent=" " * 12)
+            doc += "\n"
+        sender.__doc__ = doc
+        sender.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return sender
+
+    return complete
