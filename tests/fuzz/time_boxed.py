@@ -7,11 +7,12 @@ import signal
 import time
 import tracemalloc
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
+
+from scripts.process_memory import peak_resident, reset_peak
 
 # Of all targets together; `make fuzz` takes longer.
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "8"))
@@ -20,7 +21,6 @@ FIRST_SEED = int(os.environ.get("FUZZ_SEED", "0"))
 HANGS_S = 20
 # Of one example, beside what is traced: zstd's own memory, for one.
 _RESIDENT_BYTES = 128 << 20
-_RESET_PEAK = "5"  # to /proc/PID/clear_refs
 ROUND = settings(
     max_examples=10, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
@@ -59,14 +59,13 @@ def hammer(
     def taken(example: Any) -> tuple[int, int]:
         before, _ = tracemalloc.get_traced_memory()
         tracemalloc.reset_peak()
-        Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
-        resident = _peak_resident()
+        resident = reset_peak()
         signal.alarm(HANGS_S)
         try:
             check(example)
         finally:
             signal.alarm(0)
-        return tracemalloc.get_traced_memory()[1] - before, _peak_resident() - resident
+        return tracemalloc.get_traced_memory()[1] - before, peak_resident() - resident
 
     def alarmed(number: int, frame: object) -> None:
         raise Hangs(f"longer than {HANGS_S} s")
@@ -89,9 +88,3 @@ def hammer(
         tracemalloc.stop()
         signal.signal(signal.SIGALRM, old)
     return count
-
-
-def _peak_resident() -> int:
-    """Bytes of this process that were in memory at once, since that was last forgotten."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) << 10

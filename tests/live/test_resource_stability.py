@@ -18,7 +18,7 @@ import pytest
 from engine_ext.cli import top
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineError, EngineProcess
-from scripts.soak.memory import memory_bytes
+from scripts.process_memory import unmapped_bytes
 from tests.live.conftest import fingerprint
 from tests.support.plain_trainer import Trainer, container, split
 
@@ -79,7 +79,7 @@ class Server:
         found: dict[str, Any] = json.loads(shown.read_text())
         assert self.engine._process is not None
         for process, pid in (("rank", found["pid"]), ("http", self.engine._process.pid)):
-            found[process] = memory_bytes(Path(f"/proc/{pid}/smaps_rollup").read_text())
+            found[process] = unmapped_bytes(pid)
         return found
 
     def metrics(self) -> dict[str, float]:

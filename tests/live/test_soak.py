@@ -18,7 +18,6 @@ from scripts.soak import __main__ as soak
 from scripts.soak.syncs import PAUSE_MODES, Trainer
 from tests.live.scripts import start
 
-ROOT = Path(__file__).parents[2]
 # On two cores, both of which vLLM's processes spin on, a sync waits for its turn at every step: one
 # took 1.5 s in some runs and 10 s in others.
 pytestmark = pytest.mark.timeout(960)
@@ -86,11 +85,3 @@ def left_in(folder: Path) -> list[str]:
     return [path.name for path in folder.glob("delta-soak-*")] + [
         path.name for path in folder.glob("engine-*")
     ]
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """A job in a shell's background ignores SIGINT, and what it starts would too."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
