@@ -12,7 +12,7 @@ columns:
   step                    of training
   reward                  mean reward of the step's completions
   density                 changed elements / elements of the model
-  full bytes, wire bytes  of all weights, and of the request that was sent
+  full bytes, wire bytes  bytes of all weights, and bytes that were sent
   encode ms               time in which the sender found and encoded the changes
   stage ms                time in which the engine decoded, checked and staged them
   pause ms                time for which generation was paused
