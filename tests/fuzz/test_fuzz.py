@@ -21,7 +21,7 @@ from engine_ext.wire import part as wire_part
 from engine_ext.wire.manifest import parse_manifest
 from tests.fuzz.bodies import TEXTS, any_json, bodies, chunks, good
 from tests.fuzz.requests import REQUESTS
-from tests.fuzz.time_boxed import SECONDS, hammer
+from tests.fuzz.time_boxed import SECONDS, check_for
 from tests.support.in_process_engine import (
     DELTA,
     FROM_DISK,
@@ -66,7 +66,7 @@ def test_container(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_well_formed(part)
 
     sizes = st.lists(st.integers(0, 300), max_size=5)
-    count = hammer(check, st.tuples(bodies(SHAPES), sizes), 0.35, MOST_BYTES)
+    count = check_for(check, st.tuples(bodies(SHAPES), sizes), 0.35, MOST_BYTES)
     print(f"container: {count} examples")
 
 
@@ -86,7 +86,7 @@ def test_manifest() -> None:
         assert all(entry.nnz <= entry.numel for entry in manifest.params)
 
     changes = st.dictionaries(keys, strings, max_size=3)
-    count = hammer(check, st.tuples(known, changes), 0.15, MOST_BYTES)
+    count = check_for(check, st.tuples(known, changes), 0.15, MOST_BYTES)
     print(f"manifest: {count} examples")
 
 
@@ -128,7 +128,7 @@ def test_http(tmp_path: Path) -> None:
         finally:
             rig.close()
 
-    count = hammer(check, st.lists(REQUESTS, min_size=1, max_size=4), 0.5, MOST_BYTES)
+    count = check_for(check, st.lists(REQUESTS, min_size=1, max_size=4), 0.5, MOST_BYTES)
     print(f"http: {count} sequences of requests, {commits} commits in them")
     assert commits
 

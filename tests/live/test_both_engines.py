@@ -16,7 +16,8 @@ from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from scripts.live_engine.sglang import SglangProcess
 from scripts.live_engine.vllm import VllmProcess
-from tests.support.lossy_proxy import Relay
+from tests.live.scripts import environment
+from tests.support.lossy_proxy import LossyProxy
 from tests.support.plain_trainer import Trainer, model_digest
 
 
@@ -90,17 +91,17 @@ def test_one_that_lags_holds_up_nobody(both: Both) -> None:
     trainer = both.trainer
     version = trainer.version
     vllm, sglang = both.engines
-    with Relay(sglang.port) as relay:
-        urls = [vllm.url, relay.url]
+    with LossyProxy(sglang.port) as proxy:
+        urls = [vllm.url, proxy.url]
         base = trainer.tensors.items()
         with MultiSender(urls, base, base_version=version, lag_limit=0.5) as sender:
-            relay.lose("requests", 1)
+            proxy.lose("requests", 1)
             for step in (1, 2):
                 trainer.step()
                 assert list(sender.sync(trainer.tensors.items())) == [vllm.url]
-                assert sender.lagging == [relay.url]
+                assert sender.lagging == [proxy.url]
                 assert both.versions() == [version + step, version]
-            relay.let_go()
+            proxy.recover()
             deadline = time.monotonic() + 60
             while sender.lagging:
                 assert time.monotonic() < deadline
@@ -125,7 +126,7 @@ def test_the_program_sends_to_both(both: Both, tmp_path: Path) -> None:
     command += ["--base-version", str(version)]
     for url in both.urls:
         command += ["--url", url]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     said = f"version {version} -> {version + 1}: committed; "

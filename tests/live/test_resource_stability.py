@@ -1,4 +1,4 @@
-"""What an engine must keep up over a long life: memory, addresses, its cache, sleep, and telling.
+"""What must stay stable in a long run: memory, addresses, cache, sleep, metrics and status.
 
 What is not served at all (LoRA, data parallel replicas) is refused before the engine loads
 anything; ``test_startup.py`` shows it for every option, and here a whole server does.
@@ -34,7 +34,7 @@ ARGUMENTS = {
 
 
 class Server:
-    """A live engine, the trainer it follows, and what its rank keeps in memory."""
+    """A live engine, its trainer, and the memory that its rank uses."""
 
     def __init__(self, kind: str, engine: EngineProcess, base: Path, faults: Path) -> None:
         self.kind = kind
@@ -59,7 +59,7 @@ class Server:
         assert answer["status"] == "committed", answer
 
     def refused_sync(self) -> None:
-        """One that is staged whole and then does not fit: its old bits are not the engine's."""
+        """Send a sync that is staged but refused at the commit, as its old bits are wrong."""
         tensors = dict(self.trainer.tensors)
         changed = self.trainer.step()
         metadata = {**self.trainer.metadata(), "digest_part": "0" * 32}

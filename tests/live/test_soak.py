@@ -16,7 +16,7 @@ from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from scripts.soak import __main__ as soak
 from scripts.soak.syncs import PAUSE_MODES, Trainer
-from tests.live.scripts import start
+from tests.live.scripts import left_in, start
 
 # On two cores, both of which vLLM's processes spin on, a sync waits for its turn at every step: one
 # took 1.5 s in some runs and 10 s in others.
@@ -79,9 +79,3 @@ def folder() -> Iterator[Path]:
     """With a short name: vLLM has sockets below it, whose paths have at most 107 characters."""
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         yield Path(name)
-
-
-def left_in(folder: Path) -> list[str]:
-    return [path.name for path in folder.glob("delta-soak-*")] + [
-        path.name for path in folder.glob("engine-*")
-    ]
