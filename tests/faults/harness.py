@@ -212,6 +212,28 @@ class Harness:
         found = self.engine.get("/delta_digest", params={"scan": "true"}).json()
         return (found["digest"], found["corrupted"]) == (model_digest(tensors).hex(), [])
 
+    def check_weights(self, before: object, *, new: bool) -> object:
+        """Check that every rank holds the new or the old weights, bit by bit, and generates.
+
+        New weights are rolled back, to the old ones.
+
+        Args:
+            before: what `prints` returned before the step.
+            new: whether the engine must be at the new version.
+
+        Returns:
+            What `prints` returned before the rollback.
+        """
+        assert self.engine.weight_version() == str(self.version())
+        assert self.holds(self.trainer.tensors if new else self.trainer.old)
+        assert self.generates() == 200
+        found = self.prints()
+        assert (found == before) != new
+        if new:
+            assert self.engine.post("/delta_rollback").json()["status"] == "rolled_back"
+            assert self.prints() == before
+        return found
+
     def generates(self) -> int:
         """Return the HTTP status of a small completion."""
         request = {"prompt": "a", "max_tokens": 2}

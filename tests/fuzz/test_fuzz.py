@@ -1,7 +1,7 @@
-"""Whatever comes is taken exactly, or refused with an error of the tree; bounded in time and room.
+"""Any input is applied exactly or refused with a documented error, in bounded time and memory.
 
 `make fuzz` runs this for ten minutes, the tests for some seconds. A failure shows the smallest
-example; what it found becomes a test of its own beside the code that was wrong.
+example, which becomes a unit test of the code that was wrong.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.support.in_process_engine import (
 from tests.support.independent_encoder import assert_well_formed, header_of, unwrap
 
 LIMITS = Limits(max_part_bytes=1 << 18, max_header_bytes=1 << 20)
-# Every value of a part becomes 8 bytes of an index at most, and JSON its objects.
+# A value becomes at most 8 bytes of an index, and JSON becomes objects.
 MOST_BYTES = 32 << 20
 
 REFUSALS = {400, 403, 405, 409, 413, 415, 422}
@@ -44,8 +44,8 @@ pytestmark = pytest.mark.timeout(SECONDS + 300)
 
 
 def test_container(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes in chunks, through the frame and the gate, to a decoded part; some of them unpacked as
-    large parts are."""
+    """Bytes in chunks pass the frame reader and the gate to the decoder, also its path for large
+    parts."""
 
     def check(example: tuple[bytes, list[int]]) -> None:
         body, sizes = example

@@ -1,4 +1,4 @@
-"""The reference sender, one vLLM and one SGLang: both end on the trainer's bytes."""
+"""One sender updates a vLLM and an SGLang: both end with the trainer's weights."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def both(
 
 
 def test_one_sender_two_engines(both: Both) -> None:
-    """Also where one of them has left the sender's version, or is not found for a while."""
+    """Also if one of them leaves the sender's version, or is unreachable for a while."""
     trainer = both.trainer
     with MultiSender(both.urls, trainer.tensors.items()) as sender:
         for version in (1, 2):

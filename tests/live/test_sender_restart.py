@@ -1,4 +1,4 @@
-"""The reference sender as a program that remembers: it is killed, and goes on where it was."""
+"""The sender's command line with a state file: it is killed and resumes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS = ["vllm", pytest.param("sglang", marks=pytest.mark.full)]
 
 
 class Program:
-    """Runs it between the trainer's checkpoints, through a proxy."""
+    """Runs the sender's command line on the trainer's checkpoints, through a proxy."""
 
     def __init__(self, engine: EngineProcess, proxy: LossyProxy, base: Path, folder: Path) -> None:
         self.engine, self.proxy = engine, proxy
@@ -88,7 +88,7 @@ def test_it_is_killed_and_goes_on(
     start: Callable[..., EngineProcess],
     tmp_path: Path,
 ) -> None:
-    """It is told no version, and no sync need be a full one."""
+    """It resumes without a version on its command line and without a full sync."""
     timeout = ["--delta-stage-timeout", "2"]  # until what a killed sender has staged is dropped
     engine = start(kind, checkpoint("qwen3"), extra_args=timeout)
     with LossyProxy(engine.port) as proxy:

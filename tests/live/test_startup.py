@@ -1,4 +1,4 @@
-"""A server that was asked for delta updates has them, or does not start; others have nothing."""
+"""A server with --enable-delta-updates has them or does not start; others have nothing."""
 
 from __future__ import annotations
 

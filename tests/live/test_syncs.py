@@ -1,4 +1,4 @@
-"""Every way a delta can travel, on a live engine, against a fresh engine on the target."""
+"""Every way to send a delta to a live engine, compared with a fresh engine."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ def test_reference_sender(run: Run, encoding: str) -> None:
 
 
 def test_differences_to_other_old_values(run: Run) -> None:
-    """The sender goes over to values, and to all of them where those are not enough.
+    """The sender falls back to values, and to a full sync if those are not enough.
 
     The masked apply takes no differences, and of values it refuses those to other old ones.
     """
