@@ -283,8 +283,8 @@ def report(
     numel = sum(tensor.numel() for tensor in live.base.values())
     console.print(
         f"Qwen3, {numel / 1e6:.0f} million parameters, {live.nbytes / 1e6:.0f} MB, on "
-        f"{options.device}; {torch.get_num_threads()} threads, shortest of {options.runs} runs; "
-        "every way leaves the bits of a load"
+        f"{options.device}; {torch.get_num_threads()} threads, fastest of {options.runs} runs; "
+        "all ways leave a load's bits"
     )
     table = Table("density", "nnz", "way", "ms", "stage", "commit", "x masked", "x vLLM", "wanted")
     table.box = box.SIMPLE_HEAD
