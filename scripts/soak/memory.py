@@ -151,7 +151,7 @@ def _name(pid: int) -> str:
         command = psutil.Process(pid).cmdline() or [""]
     except psutil.Error:
         return str(pid)
-    title = command[0]
+    title: str = command[0]
     if "::" in title:
         return title.strip()
     module: str = (
