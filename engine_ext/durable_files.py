@@ -1,4 +1,4 @@
-"""Files that outlive a crash, and locks that do not outlive their process."""
+"""Files that survive a crash, and locks that end with their process."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import contextlib
 import errno
 import fcntl
 import os
+import weakref
 from pathlib import Path
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file; its bytes are on disk when this returns, its name is with `sync_folder`."""
+    """Write a file's bytes to disk; `sync_folder` makes its name durable too."""
     with open(path, "wb") as file:
         file.write(data)
         file.flush()
@@ -18,36 +19,63 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to disk, where its file system can."""
+    """Write the names in a folder to disk, if its file system can."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        # Some network file systems know no fsync of a folder.
+        # Some network file systems cannot fsync a folder.
         with contextlib.suppress(OSError):
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def lock(path: Path, flags: int, taken: str) -> int:
-    """Keep every other process, and every other caller in this one, from locking the same.
+class FileLock(contextlib.AbstractContextManager["FileLock"]):
+    """Lock a file or folder against every other process, and every other lock of this process.
+
+    The lock is released by `close`, when this object is collected, or when the process ends.
 
     Args:
-        path, flags: as `os.open` takes them.
-        taken: says what is wrong if somebody else has it.
+        path: what to lock.
+        flags: `os.open`'s; they decide whether a missing file is created.
+        conflict: the message if another process has the lock; None waits for it instead.
 
-    Returns:
-        The descriptor that holds the lock until it is closed.
+    Attributes:
+        is_enforced: False if the file system has no locks, so that others may have one too.
 
     Raises:
-        BlockingIOError: somebody else has it.
-        OSError: it cannot be opened.
+        BlockingIOError: another process has the lock.
+        OSError: the path cannot be opened.
     """
-    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        # A file system that knows no locks lets everybody in.
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            os.close(descriptor)
-            raise BlockingIOError(taken) from None
-    return descriptor
+
+    def __init__(self, path: Path, flags: int, conflict: str | None) -> None:
+        self._path = path
+        self._descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+        self.is_enforced = True
+        wait = 0 if conflict is None else fcntl.LOCK_NB
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | wait)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                self.close()
+                raise BlockingIOError(conflict) from None
+            self.is_enforced = False
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the lock; calling this again does nothing."""
+        self._close()
+
+    def stat(self) -> os.stat_result:
+        """Return the status of the locked file, wherever it is now."""
+        return os.fstat(self._descriptor)
+
+    def is_in_place(self) -> bool:
+        """Return whether the locked file is still what its path names."""
+        try:
+            found = os.lstat(self._path)
+        except OSError:
+            return False
+        return os.path.samestat(found, self.stat())

@@ -19,7 +19,7 @@ from engine_ext.delta_log.catalog import (
     folder_name,
     version_of,
 )
-from engine_ext.durable_files import lock, sync_folder, write_file
+from engine_ext.durable_files import FileLock, sync_folder, write_file
 from engine_ext.wire import FrameReader, Limits, Manifest, PartGate
 from engine_ext.wire.signature import SIGNATURE_SUFFIX
 
@@ -43,8 +43,8 @@ class LogWriter:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        taken = f"another sender writes to the log {folder}"
-        self._lock = lock(folder, os.O_RDONLY | os.O_DIRECTORY, taken)
+        conflict = f"another sender writes into the log {folder}"
+        self._lock = FileLock(folder, os.O_RDONLY | os.O_DIRECTORY, conflict)
 
     def __enter__(self) -> Self:
         return self
@@ -54,9 +54,7 @@ class LogWriter:
 
     def close(self) -> None:
         """Release the lock, so that another sender can write."""
-        if self._lock >= 0:
-            os.close(self._lock)
-        self._lock = -1
+        self._lock.close()
 
     @property
     def last_number(self) -> int:

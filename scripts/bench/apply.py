@@ -1,9 +1,34 @@
-"""Time what one rank does with a delta, on a live vLLM: scatter, masked, and vLLM's own way.
+"""Time how one rank applies a delta on a live vLLM: scatter, masked, and vLLM's own way.
+
+    python -m scripts.bench.apply
+    python -m scripts.bench.apply --layers 1 --runs 1      # to see whether it works
 
 Builds a random Qwen3 with bf16 weights (and one with twice the layers) in a temporary folder,
 loads both with vLLM in this process, traces and certifies them as the plugin does, and applies
-the same random deltas in turn. Timed is the way from decoded (indices, values) to written
-weights, without HTTP: locating, gathering old values, writing.
+the same random deltas in each way. A measurement starts with decoded (indices, values) and ends
+with written weights, without HTTP: it locates, gathers old values, and writes. Every time is the
+shortest of --runs runs; the ways take turns, each from the same weights. The first run of each way
+must leave the model, bit for bit, as vLLM's own load of the changed checkpoint does. PyTorch and
+engine_ext use the same number of threads.
+
+ways:
+  scatter               engine_ext's, staged and committed as an engine does, but with the digest
+                        off: old values are only gathered for the undo, by the pass that writes
+  scatter, with digest  as in an engine: old values are gathered and digested while staging,
+                        compared again at the commit, then overwritten
+  masked                engine_ext.apply.masked.apply_masked
+  vLLM's own            load_checkpoint_weight_patches, with its defaults
+columns:
+  density, nnz          changed elements / elements, and changed elements
+  ms, stage, commit     milliseconds of the whole apply and of its two phases
+  x masked, x vLLM      how many times faster than these ways
+  wanted                the target for "x masked"
+lines below the table:
+  doubling              commit of the same delta (with digest) in the model with twice the layers,
+                        over that in the model
+  extra memory          the peak above the model's memory, over nnz: decoded indices and undo log
+                        are included, the container is not; the larger of what tracemalloc sees
+                        (Python's and numpy's memory) and of the growth of resident memory
 """
 
 from __future__ import annotations
@@ -12,7 +37,6 @@ import argparse
 import ctypes
 import json
 import os
-import signal
 import sys
 import tempfile
 import tracemalloc
@@ -25,6 +49,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from scripts import command_line
+from scripts.process_memory import peak_resident, reset_peak
+
 if TYPE_CHECKING:
     from engine_ext.wire import ParamDelta
     from scripts.bench.live_vllm import LiveModel
@@ -33,46 +60,20 @@ _DENSITIES: Final = (0.006, 0.02, 0.03)
 _WANTED: Final = {0.006: 40, 0.02: 20}
 _MEMORY_DENSITY: Final = 0.02
 _CHUNK_BYTES: Final = 512 << 20  # vLLM's default, and ours
-_WIDTHS: Final = {
-    "vocab_size": 32000,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-}
+_PHASES: Final = ("total", "stage", "commit")
 _EPILOG: Final = """\
-ways:
-  scatter               engine_ext's, staged and committed as an engine does, but with the digest
-                        off: the old values are gathered for the undo, by the pass that writes
-  scatter, with digest  as it runs in an engine: old values are gathered and digested while
-                        staging, compared again at the commit, then written
-  masked                engine_ext.apply.masked.apply_masked
-  vLLM's own            load_checkpoint_weight_patches, with its defaults
-
-Every time is the least of --runs runs; the ways take turns, each from the same weights. The first
-run of each way must leave the model, bit for bit, as vLLM's own load of the changed checkpoint
-does. PyTorch and engine_ext get the same number of threads.
-
-doubling: the commit of the same delta (with digest) in the model of twice the layers, over that
-in the model. extra bytes: the peak beside the model, the decoded indices and the undo log
-included, the container not; the larger of what tracemalloc sees (Python's and numpy's memory) and
-of the growth of the process's peak resident memory.
-
 With --json the last line on stdout is one JSON object: scatter_vs_masked and scatter_vs_vllm
 (density to how many times faster scatter is), doubling, extra_bytes_per_nnz.
 
-exit status: 0 measured and verified; 1 the weights were not those of a load, or vLLM failed;
+exit status: 0 measured and verified; 1 a way left other weights than a load, or vLLM failed;
 2 bad usage; 130 interrupted
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status."""
+    """Run the benchmark; return the exit status."""
     options = parse_arguments(arguments)
-    signal.signal(signal.SIGTERM, _terminate)
-    errors = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
-    # Before torch is imported: it reads them then.
+    # torch reads these when it is imported.
     os.environ.update(
         OMP_NUM_THREADS=str(options.threads),
         VLLM_CPU_OMP_THREADS_BIND="nobind",
@@ -82,40 +83,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         VLLM_NO_USAGE_STATS="1",
         HF_HUB_OFFLINE="1",
     )
-    try:
+
+    def program() -> int:
         with tempfile.TemporaryDirectory(prefix="delta-bench-") as folder:
-            result = run(options, Path(folder), errors)
-    except KeyboardInterrupt:
-        errors.print("interrupted; the models are deleted")
-        return 130
-    except Exception as error:
-        errors.print(f"{type(error).__name__}: {error}")
-        return 1
-    if options.json:
-        print(json.dumps(result), flush=True)
-    return 0
+            result = run(options, Path(folder))
+        if options.json:
+            print(json.dumps(result), flush=True)
+        return 0
+
+    return command_line.run(program, (Exception,), "interrupted; the models are deleted")
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.make_parser("scripts.bench.apply", __doc__, _EPILOG)
+    add, positive = parser.add_argument, command_line.at_least(1)
     cores = len(os.sched_getaffinity(0))
-    add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], default="cpu", help="of the model (%(default)s)")
-    add("--threads", type=_positive, metavar="N", default=cores, help="(%(default)s)")
-    add("--runs", type=_positive, metavar="N", default=9, help="of each way (%(default)s)")
-    layers_help = "of the model; each has 12.6 million parameters, beside 66 million (%(default)s)"
-    add("--layers", type=_positive, metavar="N", default=13, help=layers_help)
+    add("--threads", type=positive, metavar="N", default=cores, help="(%(default)s)")
+    add("--runs", type=positive, metavar="N", default=9, help="of each way (%(default)s)")
+    layers_help = "of 12.6 million parameters each, besides 66 million others (%(default)s)"
+    add("--layers", type=positive, metavar="N", default=13, help=layers_help)
     add("--seed", type=int, metavar="N", default=0, help="of weights and deltas (%(default)s)")
-    add("--json", action="store_true", help="end the output with one JSON object")
+    add("--json", action="store_true", help="end with one line of JSON")
     return parser.parse_args(arguments)
 
 
-def run(options: argparse.Namespace, folder: Path, errors: Console) -> dict[str, Any]:
-    """Build, load, measure and print; returns the JSON object."""
+def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Build, load, measure and print; return the JSON object."""
     steps = len(_DENSITIES) * (options.runs + 1) + options.runs + 5
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    errors = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
     with Progress(*columns, TimeElapsedColumn(), console=errors) as progress:
         task = progress.add_task("building the models", total=steps)
 
@@ -135,28 +132,28 @@ def run(options: argparse.Namespace, folder: Path, errors: Console) -> dict[str,
 def _models(options: argparse.Namespace, folder: Path, step: Any) -> list[LiveModel]:
     import torch
 
-    from scripts.bench.live_vllm import equip, start
+    from scripts.bench.live_vllm import make_live_model, start
     from scripts.bench.sender_device import missing_device
+    from scripts.bench.synthetic_weights import QWEN3_SIZES
     from scripts.live_engine import tiny_models
 
     if missing := missing_device(options.device):
         raise RuntimeError(missing)
     if options.device == "cpu" and torch.cuda.is_available():
         raise RuntimeError(
-            "--device cpu, but vLLM would take the CUDA device that is here: measure it with "
+            "--device cpu, but vLLM would use this machine's CUDA device: measure it with "
             "--device cuda, or hide it with CUDA_VISIBLE_DEVICES= and a vLLM built for CPUs"
         )
     started = []
     for layers in (options.layers, 2 * options.layers):
         step(f"building a model of {layers} layers")
-        path = tiny_models.build(
-            "qwen3", folder / str(layers), seed=options.seed, num_hidden_layers=layers, **_WIDTHS
-        )
+        sizes = {**QWEN3_SIZES, "num_hidden_layers": layers}
+        path = tiny_models.build("qwen3", folder / str(layers), seed=options.seed, **sizes)
         step(f"loading a model of {layers} layers")
         started.append(start(path))
     if torch.get_num_threads() != options.threads:
         raise RuntimeError(f"PyTorch has {torch.get_num_threads()} threads, not {options.threads}")
-    return [equip(llm, learner, options.threads) for llm, learner in started]
+    return [make_live_model(llm, learner, options.threads) for llm, learner in started]
 
 
 class Bench:
@@ -164,7 +161,7 @@ class Bench:
 
     Args:
         models: a model, and one with twice its layers.
-        options: the command line's.
+        options: of the command line.
         step: advances the progress bar.
     """
 
@@ -180,17 +177,17 @@ class Bench:
         return random_deltas(self.model.base, density, self.options.seed)
 
     def compare(self, density: float) -> dict[str, dict[str, float]]:
-        """The least seconds of every way, whole and by phase.
+        """Return the shortest seconds of every way, in total and by phase.
 
         Raises:
-            RuntimeError: a way leaves other bits than a load of the changed checkpoint.
+            RuntimeError: A way leaves other bits than a load of the changed checkpoint.
         """
         from scripts.bench.live_vllm import as_part, reverse, scatter_apply, ways
 
         deltas = self.deltas(density)
         self.nnz[density] = sum(delta.nnz for delta in deltas)
         _, part = as_part(deltas)
-        back = reverse(self.model, deltas)
+        undo = reverse(deltas)
         expected = self._loaded(deltas)
         found: dict[str, dict[str, float]] = {}
         todo = list(ways(self.model, part, deltas, _CHUNK_BYTES))
@@ -202,12 +199,14 @@ class Bench:
                     raise RuntimeError(f"{name} leaves other bits than a load at {density:.1%}")
                 known = found.setdefault(name, times)
                 found[name] = {phase: min(known[phase], times[phase]) for phase in times}
-                scatter_apply(self.model.plain, back)
+                scatter_apply(self.model.plain, undo)
         return found
 
     def _loaded(self, deltas: Sequence[ParamDelta]) -> str:
-        """The checksum of the model once the engine has loaded the changed tensors; it is put
-        back to the base."""
+        """Return the model's checksum after the engine loads the changed tensors.
+
+        The base weights are loaded again afterwards.
+        """
         import torch
 
         from engine_ext.kernels.gather_scatter import bits_of, host_bits
@@ -225,7 +224,7 @@ class Bench:
         return checksum
 
     def doubling(self) -> list[float]:
-        """The least seconds of one commit in both models; it is taken back each time."""
+        """Return the shortest seconds of one commit in both models; each is rolled back."""
         import time
 
         from scripts.bench.live_vllm import as_part, commit
@@ -243,7 +242,7 @@ class Bench:
         return found
 
     def extra_bytes(self) -> dict[str, float]:
-        """Bytes per changed element that a sync takes at its peak, container not included."""
+        """Return a sync's peak bytes per changed element, without the container."""
         from engine_ext.wire import decode_part
         from scripts.bench.live_vllm import as_part, commit
 
@@ -257,9 +256,10 @@ class Bench:
         def sync() -> Any:
             return commit(applier, [applier.stage(decode_part(body))])
 
-        before = _reset_peak()
+        ctypes.CDLL(None).malloc_trim(0)  # memory freed earlier would hide what the sync takes
+        before = reset_peak()
         log = sync()
-        resident = _status("VmHWM") - before
+        resident = peak_resident() - before
         applier.roll_back(log)
         tracemalloc.start()
         log = sync()
@@ -269,21 +269,6 @@ class Bench:
         return {"resident": resident / nnz, "traced": traced / nnz}
 
 
-def _reset_peak() -> int:
-    """Give freed memory back, and let the kernel count the peak anew; returns what is resident."""
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
-
-
-def _status(key: str) -> int:
-    """Bytes, from /proc/self/status."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) << 10
-    raise RuntimeError(f"/proc/self/status has no {key}")
-
-
 def report(
     console: Console,
     bench: Bench,
@@ -291,15 +276,15 @@ def report(
     commits: Sequence[float],
     extra: dict[str, float],
 ) -> dict[str, Any]:
-    """Print the tables; returns the JSON object."""
+    """Print the tables; return the JSON object."""
     import torch
 
     live, options = bench.model, bench.options
     numel = sum(tensor.numel() for tensor in live.base.values())
     console.print(
         f"Qwen3, {numel / 1e6:.0f} million parameters, {live.nbytes / 1e6:.0f} MB, on "
-        f"{options.device}; {torch.get_num_threads()} threads, least of {options.runs} runs; every "
-        "way leaves the bits of a load"
+        f"{options.device}; {torch.get_num_threads()} threads, fastest of {options.runs} runs; "
+        "all ways leave a load's bits"
     )
     table = Table("density", "nnz", "way", "ms", "stage", "commit", "x masked", "x vLLM", "wanted")
     table.box = box.SIMPLE_HEAD
@@ -347,21 +332,6 @@ def report(
         "doubling": round(doubling, 3),
         "extra_bytes_per_nnz": round(extra_bytes, 1),
     }
-
-
-_PHASES: Final = ("total", "stage", "commit")
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
-
-
-def _terminate(number: int, frame: object) -> None:
-    """SIGTERM: leave through the ``with`` blocks, so that the models are deleted."""
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,34 @@
-"""Bytes on the wire and speed of every encoding, beside the least that is possible.
+"""Measure the size and speed of every encoding, against the least possible size.
 
-    python scripts/bench/codec.py            # 200M elements; about 2 GB of memory
-    python scripts/bench/codec.py --json     # the last line is JSON
-    python scripts/bench/codec.py --plot docs/bytes_per_element.png      # needs matplotlib
-    python scripts/bench/codec.py --real-steps 0     # needs no transformers
-    python scripts/bench/codec.py --dtype float16    # of the synthetic weights
+    python -m scripts.bench.codec            # 200M elements; about 2 GB of memory
+    python -m scripts.bench.codec --json     # the last line is JSON
+    python -m scripts.bench.codec --plot docs/bytes_per_element.png      # needs matplotlib
+    python -m scripts.bench.codec --real-steps 0     # needs no transformers
+    python -m scripts.bench.codec --dtype float16    # of the synthetic weights
 
-`bench_data.py` says how the weights and their changes are drawn. Sizes are of whole parts, so with
-all framing. The gaps of the `gap8` encodings are written while the snapshots are compared, so that
-"encode" is without them. "/ read" is a time in times of reading both copies of the weights once, in
-the same run (the real model's weights are too few to time that). The floors are entropies of the
-same data: of positions that are drawn independently, plus of the new values, or of the differences
-to the old ones. "apply" is the time of decoding and scattering, in times of scattering alone; the
-scatter is in one thread, of decoding see `engine_ext/wire/part.py`.
+See scripts/bench/synthetic_weights.py for the synthetic weights and their changes. The real deltas
+come from a few steps of REINFORCE on the demo's policy (3M bf16 weights with fp32 masters, AdamW),
+at learning rates that change more or fewer of the weights.
 
-Real deltas come from a few steps of REINFORCE on the demo's policy (3M bf16 weights with fp32
-masters, AdamW), at learning rates that change more or less of them; the floor of their positions is
-per tensor, since tensors differ much in density. What positions would cost beside the exponents of
-the old weights, which say how likely an element is to move, is printed too.
-
-The speed of `gap8_exp`, from two snapshots to the part, is compared with `deltas_zstd` made the
-plain way: torch's `!=`, `nonzero` and indexing, numpy's differences, zstd; and with reading both
-snapshots once and nothing else. All may use as many threads.
+columns:
+  density    changed elements / elements
+  bytes      of the whole part with its framing, per changed element
+  floor      entropy of the same changes in bytes per changed element: of positions, drawn
+             independently (real deltas: with each tensor's own density), plus that of the new
+             values, or of the differences for gap8_ulp
+  ratio      bytes / floor
+  encode ms  encoding the part from the found changes. The gap8 encodings' gaps are written
+             while the snapshots are compared, so their time is not included.
+  decode ms  decoding the part; see engine_ext/wire/part.py for the threads
+  / read     the time left of it, over that of reading both copies of the weights once, in the same
+             run; "-" for the real model, which is too small to time
+  apply      time of decoding and scattering over that of scattering, which uses one thread
+lines below the tables:
+  bits of a position  entropy by each tensor's density, and by the density of the elements that have
+                      the same exponent in the old weights; one pair per learning rate
+  diff and encode     from two snapshots to the part of gap8_exp, compared with deltas_zstd in plain
+                      torch (!=, nonzero, indexing, numpy's differences, zstd) and with reading both
+                      snapshots once; all with the same number of threads
 """
 
 from __future__ import annotations
@@ -47,6 +54,7 @@ from rich.table import Table
 from delta_sender.diff_host import compare
 from engine_ext.kernels import gather_scatter
 from engine_ext.wire import ENCODINGS, FrameReader, ParamDelta, decode_part, encode_part
+from scripts import command_line
 from scripts.bench.memory_read import fastest, read_time
 from scripts.bench.sizes import Size
 from scripts.bench.synthetic_weights import (
@@ -68,7 +76,7 @@ TIMED_AT = 0.02
 
 
 def plain_torch(old: torch.Tensor, new: torch.Tensor) -> bytes:
-    """`deltas_zstd` without this package, less the header of some kilobytes."""
+    """Encode `deltas_zstd` without this package, and without the header of some kilobytes."""
     pieces: list[Any] = []
     for start in range(0, old.numel(), PARAM):
         before, after = old[start : start + PARAM], new[start : start + PARAM]
@@ -81,7 +89,7 @@ def plain_torch(old: torch.Tensor, new: torch.Tensor) -> bytes:
 
 
 def scatter_time(deltas: Sequence[ParamDelta], repeats: int) -> float:
-    """Seconds of writing the new values into weights, in one thread; indices as when decoded."""
+    """Return the seconds of writing decoded values into weights with one thread."""
     live = [
         (np.zeros(delta.numel, np.uint16), np.asarray(delta.indices, np.int64), delta.values)
         for delta in deltas
@@ -96,6 +104,7 @@ def scatter_time(deltas: Sequence[ParamDelta], repeats: int) -> float:
 
 
 def unwrap(body: bytes) -> bytes:
+    """Return the container in a body, which may be a zstd frame."""
     reader = FrameReader(1 << 32)
     return b"".join(reader.feed(body)) if body.startswith(b"\x28\xb5\x2f\xfd") else body
 
@@ -108,7 +117,7 @@ def measure(
     repeats: int,
     read_ms: float = float("nan"),
 ) -> list[Size]:
-    """All encodings of some changes; `floor` is of `floors`."""
+    """Measure all encodings of some changes; see `floors` for `floor`."""
     nnz = sum(delta.nnz for delta in values)
     sizes = []
     for encoding in ENCODINGS:
@@ -128,7 +137,7 @@ def measure(
                 np.array_equal(np.asarray(sent.indices), np.asarray(got.indices))
                 and np.array_equal(sent.values, got.values)
             ):
-                raise AssertionError(f"{encoding} does not come back")
+                raise AssertionError(f"{encoding} does not decode to what was encoded")
         sizes.append(
             Size(
                 encoding,
@@ -147,7 +156,7 @@ def measure(
 def measure_synthetic(
     old: Bits, new: Bits, density: float, threads: int, repeats: int, dtype: str
 ) -> list[Size]:
-    """All encodings of a synthetic change."""
+    """Measure all encodings of a synthetic change."""
     values = deltas_of(old, new, threads, dtype)
     differences = as_differences(values, old)
     floor = floors(values, differences, counts_of(new))
@@ -159,7 +168,7 @@ def measure_synthetic(
 def measure_real(
     learning_rate: float, steps: int, repeats: int
 ) -> tuple[list[Size], tuple[float, float]]:
-    """All encodings of the last step of a training run; `positions_by_exponent`."""
+    """Measure all encodings of a training run's last step; also `positions_by_exponent`."""
     from scripts.bench.real_steps import train
 
     training = train(learning_rate, steps)
@@ -168,9 +177,9 @@ def measure_real(
         found = compare(old, training.new[name], streams=True)
         if found.indices.size:
             new, stream = found.new, found.stream
-            sparse = ParamDelta(name, "bfloat16", old.shape, found.indices, new, stream=stream)
-            values.append(sparse)
-            differences.append(replace(sparse, values=found.new - found.old, differences=True))
+            delta = ParamDelta(name, "bfloat16", old.shape, found.indices, new, stream=stream)
+            values.append(delta)
+            differences.append(replace(delta, values=found.new - found.old, differences=True))
     floor = floors(values, differences, None)
     pairs = [(old, training.new[name]) for name, old in training.old.items()]
     sizes = measure(values, differences, floor, training.density, repeats)
@@ -180,7 +189,7 @@ def measure_real(
 def compare_speed(
     old: Bits, new: Bits, threads: int, repeats: int, dtype: str
 ) -> tuple[float, float, float]:
-    """Seconds from two snapshots to a part: ours, and the plain way; and of reading them."""
+    """Return seconds from two snapshots to a part, ours and in plain torch; and of reading them."""
     torch.set_num_threads(threads)
     before, after = (torch.from_numpy(w.view(np.int16)).view(DTYPES[dtype]) for w in (old, new))
 
@@ -195,6 +204,7 @@ def compare_speed(
 
 
 def show(title: str, sizes: Sequence[Size], console: Console) -> None:
+    """Print a table of sizes and speeds."""
     columns = ["density", "encoding", "bytes", "floor", "ratio"]
     columns += ["encode ms", "/ read", "decode ms", "/ read", "apply"]
     console.print(f"\n{title}\n")
@@ -207,24 +217,25 @@ def show(title: str, sizes: Sequence[Size], console: Console) -> None:
             f"{size.floor:.3f}",
             f"{size.nbytes / size.floor:.3f}",
             f"{size.encode_ms:.0f}",
-            _times(size.encode_ms / size.read_ms),
+            _ratio(size.encode_ms / size.read_ms),
             f"{size.decode_ms:.0f}",
-            _times(size.decode_ms / size.read_ms),
+            _ratio(size.decode_ms / size.read_ms),
             f"{size.apply_ratio:.2f}",
         )
     console.print(table)
 
 
-def _times(ratio: float) -> str:
+def _ratio(ratio: float) -> str:
     return "-" if math.isnan(ratio) else f"{ratio:.2f}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = command_line.make_parser("scripts.bench.codec", __doc__)
     add = parser.add_argument
     add("--elements", type=int, default=200_000_000, help="weights (default: %(default)s)")
     add("--threads", type=int, default=os.cpu_count(), help="threads (default: all cores)")
-    add("--repeats", type=int, default=3, help="the fastest of so many is taken (%(default)s)")
+    repeats_help = "runs of each measurement, of which the fastest counts (%(default)s)"
+    add("--repeats", type=int, default=3, help=repeats_help)
     dtype_help = "of the synthetic weights (default: %(default)s)"
     add("--dtype", choices=[*DTYPES], default="bfloat16", help=dtype_help)
     steps_help = "steps of the real training runs, 0 for none (default: %(default)s)"
@@ -234,7 +245,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install matplotlib")
+    return options
 
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; return the exit status."""
+    options = parse_arguments(arguments)
     threads, repeats, dtype = options.threads, options.repeats, options.dtype
     weights = make_weights(options.elements, np.random.default_rng(0), dtype)
     sizes: list[Size] = []
@@ -250,8 +266,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     real: list[Size] = []
     positions: list[tuple[float, float]] = []
     for learning_rate in LEARNING_RATES if options.real_steps else ():
-        some, bits = measure_real(learning_rate, options.real_steps, repeats)
-        real += some
+        of_rate, bits = measure_real(learning_rate, options.real_steps, repeats)
+        real += of_rate
         positions.append(bits)
     if real:
         show("real, by learning rate", real, console)
@@ -264,13 +280,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(
         f"{options.elements:,} elements, {threads} thread(s), {TIMED_AT:.0%} changed: diff "
         f"and encode of gap8_exp {ours * 1e3:.0f} ms, {ours / reading:.2f} times reading both "
-        f"copies; deltas_zstd the plain torch way {plain * 1e3:.0f} ms: {plain / ours:.2f} times "
+        f"copies; deltas_zstd in plain torch {plain * 1e3:.0f} ms: {plain / ours:.2f} times "
         "as fast"
     )
     if options.json:
         found: dict[str, Any] = {}
-        for prefix, some in (("", sizes), ("real_", real)):
-            for size in some:
+        for prefix, group in (("", sizes), ("real_", real)):
+            for size in group:
                 columns = {
                     "bytes_per_element": size.nbytes,
                     "floor": size.floor,

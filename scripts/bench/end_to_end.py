@@ -1,18 +1,23 @@
-"""Syncs to a live engine over a simulated link, beside a reload of the whole checkpoint.
+"""Time syncs to a live engine over simulated links, against a reload of the whole checkpoint.
 
-    python scripts/bench/end_to_end.py                        # vLLM; about 2 GB of memory
-    python scripts/bench/end_to_end.py --engine sglang --json  # the last line is JSON
+    python -m scripts.bench.end_to_end                         # vLLM; about 2 GB of memory
+    python -m scripts.bench.end_to_end --engine sglang --json  # the last line is JSON
 
-Starts an engine with a random Qwen3 and syncs it with every encoding over every link. The time is
-that of the whole `sync`, from the trainer's tensors to the answer that the engine has committed,
-the fastest and the slowest of some; "pause" is what generation felt of the fastest. The engine is
-on this machine: a link is simulated by letting each part through only once its bytes would have
-crossed it; "no link" lets all through at once.
+Starts an engine with a random Qwen3 on this machine, and syncs it with every encoding over every
+link. A link is simulated: the client sends each part only after the time in which the link would
+carry its bytes; "no link" does not wait.
 
-"full" is a sync that sends every tensor dense. "reload" is the engine's own way: the checkpoint's
-bytes on the link, reckoned, and then its loading of the folder, measured (vLLM's `reload_weights`,
-SGLang's `/update_weights_from_disk`). That the checkpoint must first be written here, and then
-there, is not counted.
+rows:
+  <encoding>  syncs with this encoding; see `delta-send --help` for auto
+  full        a sync that sends every tensor dense
+  reload      computed time of the checkpoint's bytes on the link, plus the measured time in which
+              the engine loads it from a folder (vLLM's `reload_weights`, SGLang's
+              `/update_weights_from_disk`). Writing the checkpoint on both machines is not counted.
+columns:
+  <link>: ms  the fastest and the slowest of --runs syncs, from the trainer's tensors to the answer
+              that the engine has committed
+  pause ms    time for which generation was paused: of the fastest sync, and the least of all links
+  bytes       of all parts of the sync; for auto and full, on each link where they differ
 """
 
 from __future__ import annotations
@@ -20,7 +25,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 import tempfile
 import threading
@@ -39,20 +43,13 @@ from rich.progress import track
 from rich.table import Table
 
 from delta_sender import DeltaSender, SyncError, SyncReport
+from scripts import command_line
 from scripts.bench import synthetic_weights
 from scripts.bench.sender import LINKS, SENT_AS
 from scripts.live_engine.process import EngineError, EngineProcess
 from scripts.live_engine.registry import ENGINES
 from scripts.live_engine.tiny_models import build, load_tensors, save_checkpoint
 
-_WIDTHS: Final = {
-    "vocab_size": 32000,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-}
 _LINKS: Final = {**LINKS, "no link": float("inf")}
 _BUCKET_BYTES: Final = 4 << 20
 _TIMEOUT_S: Final = 600.0
@@ -65,7 +62,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class SlowTransport(httpx.HTTPTransport):
-    """Lets a request through once its body would have crossed a link of so many bytes a second."""
+    """Sends each request after the time that a link of `bytes_per_s` takes for its body."""
 
     def __init__(self, bytes_per_s: float) -> None:
         super().__init__()
@@ -81,8 +78,12 @@ class SlowTransport(httpx.HTTPTransport):
 
 @dataclass(frozen=True)
 class Measured:
-    """One way to bring an engine new weights: milliseconds in all, of the fastest time and of the
-    slowest; those of pause in the fastest; bytes sent.
+    """Figures of one way to update an engine.
+
+    Attributes:
+        ms, slowest_ms: of the fastest and the slowest sync.
+        pause_ms: time for which the fastest sync paused generation.
+        nbytes: sent by the fastest sync.
     """
 
     ms: float
@@ -92,7 +93,7 @@ class Measured:
 
     @classmethod
     def of(cls, syncs: Sequence[tuple[float, SyncReport]]) -> Measured:
-        """Of seconds, and reports."""
+        """Summarise syncs, given as seconds and report of each."""
         times = [round(seconds * 1e3, 1) for seconds, _ in syncs]
         fastest = syncs[times.index(min(times))][1]
         pause_ms = round(fastest.engine["timings_ms"]["pause_ms"], 1)
@@ -100,8 +101,16 @@ class Measured:
 
 
 @dataclass
-class Run:
-    """A live engine, what it holds, and what it is to hold next; a sync swaps the two."""
+class LiveEngine:
+    """A live engine that is synced back and forth between two sets of weights.
+
+    Attributes:
+        process: the engine.
+        tensors: what it holds.
+        other: what the next sync sends; the sync swaps the two.
+        runs: number of syncs per measurement.
+        version: of the engine's weights.
+    """
 
     process: EngineProcess
     tensors: Tensors
@@ -111,14 +120,15 @@ class Run:
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of all weights."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def syncs(self, encoding: str, speed: float, *, full: bool = False) -> Measured:
-        """Some syncs.
+        """Time `runs` syncs with an encoding over a link of `speed` bytes/s.
 
         Raises:
-            EngineError: The engine did not hold what it had been sent.
-            SyncError: It refused a sync.
+            EngineError: The engine was not at the version that was sent before.
+            SyncError: The engine refused a sync.
         """
         found = []
         transport = SlowTransport(speed)
@@ -133,7 +143,7 @@ class Run:
                 bucket_bytes=_BUCKET_BYTES,
             ) as sender,
         ):
-            sender.sync(self.tensors.items())  # asks for the plan, and digests all
+            sender.sync(self.tensors.items())  # gets the plan and digests every tensor
             for _ in range(self.runs):
                 self.tensors, self.other = self.other, self.tensors
                 send = sender.sync_full if full else sender.sync
@@ -141,46 +151,47 @@ class Run:
                 report = send(self.tensors.items())
                 found.append((time.perf_counter() - start, report))
                 if report.full != full:
-                    raise EngineError("the engine did not hold what it was sent")
+                    raise EngineError("the engine was not at the version that was sent before")
             self.version = sender.version
         return Measured.of(found)
 
     def reload(self, engine: str, checkpoint: Path) -> float:
-        """Milliseconds of the engine's own loading of a whole checkpoint.
+        """Return the milliseconds in which the engine itself loads a whole checkpoint.
 
-        The engine takes no deltas afterwards.
+        The engine refuses deltas afterwards.
         """
         path, body = _RELOADS[engine]
-        where: dict[str, Any] = {"model_path": str(checkpoint)}
+        source: dict[str, Any] = {"model_path": str(checkpoint)}
         if engine == "vllm":
-            where = {"kwargs": {"weights_path": str(checkpoint)}}
+            source = {"kwargs": {"weights_path": str(checkpoint)}}
         start = time.perf_counter()
-        answer = self.process.post(path, json={**body, **where}, timeout=_TIMEOUT_S)
+        answer = self.process.post(path, json={**body, **source}, timeout=_TIMEOUT_S)
         if answer.status_code != httpx.codes.OK:
             raise EngineError(f"{path}: HTTP {answer.status_code}: {answer.text[:500]}")
         return (time.perf_counter() - start) * 1e3
 
 
 def change(tensors: Tensors, density: float) -> Tensors:
-    """The tensors with some elements moved, as in `bench_data`."""
+    """Return the tensors with some elements changed, see `synthetic_weights`."""
     rng, changed = np.random.default_rng(0), {}
     for name, tensor in tensors.items():
         bits = tensor.contiguous().view(-1).view(torch.int16).numpy().view(np.uint16)
-        moved = synthetic_weights.change(bits, density, rng).view(np.int16)
-        changed[name] = torch.from_numpy(moved).view(torch.bfloat16).view(tensor.shape)
+        after = synthetic_weights.change(bits, density, rng).view(np.int16)
+        changed[name] = torch.from_numpy(after).view(torch.bfloat16).view(tensor.shape)
     return changed
 
 
 def measure(
     options: argparse.Namespace, scratch: Path, console: Console
 ) -> dict[str, dict[str, Measured]]:
-    """All ways over all links, by link and way.
+    """Measure all ways over all links; return figures by link and way.
 
     Raises:
-        EngineError: The engine did not start or refused.
-        SyncError: It refused a sync.
+        EngineError: The engine did not start, or one of its own routes failed.
+        SyncError: The engine refused a sync.
     """
-    base = build("qwen3", scratch / "base", num_hidden_layers=options.layers, **_WIDTHS)
+    sizes = {**synthetic_weights.QWEN3_SIZES, "num_hidden_layers": options.layers}
+    base = build("qwen3", scratch / "base", **sizes)
     kind = ENGINES[options.engine]
     console.print(f"starting {kind.name}")
     threads = {"OMP_NUM_THREADS": str(options.threads)}
@@ -188,17 +199,17 @@ def measure(
         base, enable_delta=True, extra_env=threads, log_path=scratch / "engine.log"
     ) as process:
         tensors = load_tensors(base)
-        run = Run(process, tensors, change(tensors, options.density), options.runs)
+        engine = LiveEngine(process, tensors, change(tensors, options.density), options.runs)
         found: dict[str, dict[str, Measured]] = {link: {} for link in _LINKS}
         for way, link in _progress([*SENT_AS, "full"], console):
             encoding = "auto" if way == "full" else way
-            found[link][way] = run.syncs(encoding, _LINKS[link], full=way == "full")
-        changed = save_checkpoint(base, scratch / "changed", run.tensors)
-        reloads = [run.reload(options.engine, changed) for _ in range(options.runs)]
+            found[link][way] = engine.syncs(encoding, _LINKS[link], full=way == "full")
+        changed = save_checkpoint(base, scratch / "changed", engine.tensors)
+        reloads = [engine.reload(options.engine, changed) for _ in range(options.runs)]
     for link, speed in _LINKS.items():
-        on_link = run.nbytes / speed * 1e3
+        on_link = engine.nbytes / speed * 1e3
         least, most = (round(on_link + ms, 1) for ms in (min(reloads), max(reloads)))
-        found[link]["reload"] = Measured(least, most, round(min(reloads), 1), run.nbytes)
+        found[link]["reload"] = Measured(least, most, round(min(reloads), 1), engine.nbytes)
     return found
 
 
@@ -208,6 +219,7 @@ def _progress(ways: Sequence[str], console: Console) -> Iterator[tuple[str, str]
 
 
 def show(found: Mapping[str, Mapping[str, Measured]], console: Console) -> None:
+    """Print the figures by way and link."""
     table = Table("", *(f"{link}: ms" for link in found), "pause ms", "bytes", box=box.MARKDOWN)
     first = next(iter(found.values()))
     for way in first:
@@ -221,11 +233,10 @@ def show(found: Mapping[str, Mapping[str, Measured]], console: Console) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    epilog = "exit status: 0 measured; 1 the engine failed; 2 bad usage; 130 interrupted"
+    parser = command_line.make_parser("scripts.bench.end_to_end", __doc__, epilog)
     add = parser.add_argument
-    add("--engine", choices=sorted(ENGINES), default="vllm", help="which (default: %(default)s)")
+    add("--engine", choices=sorted(ENGINES), default="vllm", help="engine to sync (%(default)s)")
     add("--layers", type=int, default=8, help="layers of its model (default: %(default)s)")
     add("--density", type=float, default=0.02, help="share that changes (default: %(default)s)")
     add("--runs", type=int, default=5, help="syncs of each way (default: %(default)s)")
@@ -236,33 +247,26 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status: 1 where the engine failed, 130 interrupted."""
+    """Run the benchmark; return the exit status."""
     options = parse_arguments(arguments)
-    signal.signal(signal.SIGTERM, _terminate)
-    console = Console(width=120, markup=False, highlight=False)
-    errors = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
-    try:
+
+    def program() -> int:
+        console = Console(width=120, markup=False, highlight=False)
         with tempfile.TemporaryDirectory(prefix="delta-bench-") as scratch:
             found = measure(options, Path(scratch), console)
-    except (EngineError, SyncError, httpx.HTTPError) as error:
-        errors.print(f"{type(error).__name__}: {error}")
-        return 1
-    except KeyboardInterrupt:
-        errors.print("interrupted; the engine is stopped")
-        return 130
-    nbytes = next(iter(found.values()))["reload"].nbytes
-    kind = ENGINES[options.engine].name
-    console.print(f"{kind}, {nbytes:,} bytes of weights, {options.density:.1%} changed")
-    show(found, console)
-    if options.json:
-        rows = {link: {way: asdict(one) for way, one in row.items()} for link, row in found.items()}
-        print(json.dumps({"engine": options.engine, "syncs": rows}))
-    return 0
+        nbytes = next(iter(found.values()))["reload"].nbytes
+        kind = ENGINES[options.engine].name
+        console.print(f"{kind}, {nbytes:,} bytes of weights, {options.density:.1%} changed")
+        show(found, console)
+        if options.json:
+            rows = {
+                link: {way: asdict(one) for way, one in by.items()} for link, by in found.items()
+            }
+            print(json.dumps({"engine": options.engine, "syncs": rows}))
+        return 0
 
-
-def _terminate(number: int, frame: object) -> None:
-    """SIGTERM: leave through the ``with`` blocks, so that the engine is stopped."""
-    raise SystemExit(128 + number)
+    failures = (EngineError, SyncError, httpx.HTTPError)
+    return command_line.run(program, failures, "interrupted; the engine is stopped")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A live vLLM in this process, and the three ways to apply a delta to it, for `bench_apply`."""
+"""A live vLLM in this process, and the ways to apply a delta to it, for `scripts.bench.apply`."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ Timings = dict[str, float]
 
 @dataclass(frozen=True)
 class LiveModel:
-    """A model that vLLM has loaded, and what the receiver knows of it.
+    """A model that vLLM has loaded, with its appliers.
 
     Attributes:
-        llm: keeps it alive.
+        llm: keeps the model alive.
         model: the model.
         load_weights: its loader.
         index: its storage index.
-        base: the checkpoint's tensors, as they were loaded.
-        scatter: the applier as an engine has it.
-        plain: the same without digests: nothing of the old values is compared or hashed, but they
-            are kept for the undo.
+        base: the checkpoint's tensors.
+        scatter: the applier of an engine.
+        plain: the same without digests: old values are kept for the undo, but neither compared
+            nor hashed.
         timings: seconds of tracing, certification and the first digest.
     """
 
@@ -62,7 +62,7 @@ class LiveModel:
         return sum(entry.end - entry.start for entry in self.index.entries)
 
     def checksum(self) -> str:
-        """Of every bit of every parameter and buffer."""
+        """Return a checksum of every bit of every parameter and buffer."""
         threads = torch.get_num_threads()
         found = [
             tensor_digest(entry.name, host_bits(bits_of(entry.flat()).cpu()), threads=threads)
@@ -71,7 +71,7 @@ class LiveModel:
         return sum(found[1:], found[0]).hex()
 
     def synchronize(self) -> None:
-        """Wait for the device, where it is not the CPU."""
+        """Wait for the device if it is not the CPU."""
         if next(self.model.parameters()).is_cuda:
             torch.cuda.synchronize()
 
@@ -79,8 +79,11 @@ class LiveModel:
 def start(folder: Path) -> tuple[Any, Any]:
     """Load a checkpoint with vLLM as the plugin's worker does.
 
-    No model can be started after one was equipped: vLLM looks into every loaded module when it
-    starts a worker, and trips over numba.
+    Start all models before `make_live_model`: vLLM inspects every loaded module when it starts a
+    worker, and fails on numba's.
+
+    Returns:
+        vLLM's ``LLM``, and what the load hook learned of repacks.
     """
     from vllm import LLM
 
@@ -100,15 +103,15 @@ def start(folder: Path) -> tuple[Any, Any]:
     return llm, learner
 
 
-def equip(llm: Any, learner: Any, threads: int) -> LiveModel:
+def make_live_model(llm: Any, learner: Any, threads: int) -> LiveModel:
     """Trace and certify a model, and make its appliers.
 
     Args:
-        llm, learner: of `start`.
+        llm, learner: see `start`.
         threads: of the appliers.
 
     Raises:
-        RuntimeError: a tensor is not certified, so that there is nothing to compare.
+        RuntimeError: A tensor is not certified, so that scatter cannot write it.
     """
     from engine_ext.adapters.vllm import worker as adapter
 
@@ -147,7 +150,7 @@ def equip(llm: Any, learner: Any, threads: int) -> LiveModel:
 
 
 def random_deltas(base: dict[str, torch.Tensor], density: float, seed: int) -> list[ParamDelta]:
-    """Every tensor with that share of its elements' lowest bits flipped, at least one each."""
+    """Flip the lowest bit of that share of every tensor's elements, at least one each."""
     random = np.random.default_rng(seed)
     deltas = []
     for name, tensor in base.items():
@@ -159,18 +162,18 @@ def random_deltas(base: dict[str, torch.Tensor], density: float, seed: int) -> l
 
 
 def as_part(deltas: Sequence[ParamDelta]) -> tuple[bytes, Part]:
-    """The container of a sync of one part, and what is decoded of it."""
+    """Encode a sync of one part; return the container and the decoded part."""
     body = encode_part(deltas, encoding="deltas", current_version=1)
     return body, decode_part(body)
 
 
-def reverse(live: LiveModel, deltas: Sequence[ParamDelta]) -> Part:
-    """What takes the deltas back to the base checkpoint."""
+def reverse(deltas: Sequence[ParamDelta]) -> Part:
+    """Return the part that leads back from `random_deltas` to the base checkpoint."""
     return as_part([dataclasses.replace(delta, values=delta.values ^ 1) for delta in deltas])[1]
 
 
 def scatter_apply(applier: DeltaApplier, part: Part) -> Timings:
-    """One whole sync on this rank, from decoded deltas to weights; seconds of its two phases."""
+    """Apply a decoded part on this rank; return seconds in total and of both phases."""
     start = time.perf_counter()
     staged = [applier.stage(part)]
     middle = time.perf_counter()
@@ -180,7 +183,7 @@ def scatter_apply(applier: DeltaApplier, part: Part) -> Timings:
 
 
 def commit(applier: DeltaApplier, staged: list[StagedPart]) -> Any:
-    """All that a rank does at the commit; returns what takes it back."""
+    """Commit staged parts as a rank does; return the undo log."""
     applier.check_sync(staged, full=False)
     applier.check_base(staged)
     applier.agree(staged, [applier.brief(staged)])
@@ -191,11 +194,11 @@ def commit(applier: DeltaApplier, staged: list[StagedPart]) -> Any:
 def ways(
     live: LiveModel, part: Part, deltas: Sequence[ParamDelta], chunk_bytes: int
 ) -> Iterator[tuple[str, Callable[[], Timings]]]:
-    """Every way to apply the same delta, by its name; each returns its seconds."""
+    """Yield the name of every way to apply the delta, with a function that times it."""
     from vllm.model_executor.model_loader import checkpoint_weight_patch as own
 
     device = next(live.model.parameters()).device
-    # What vLLM's way takes: tensors, on the device as its transfer delivers them.
+    # vLLM's way takes tensors on the device, where its own transfer delivers them.
     patches = [
         own.CheckpointWeightPatch(
             delta.name,

@@ -1,4 +1,4 @@
-"""What the speeds of the benchmarks are held against: reading two copies of the weights once."""
+"""The baseline of the benchmarks' speeds: reading two copies of the weights once."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 Bits = NDArray[np.uint16]
-_CHUNK = 1 << 18  # words of a thread's turn
+_CHUNK = 1 << 18  # words that a thread reads at a time
 
 
 def fastest(call: Callable[[], object], repeats: int) -> float:
-    """Seconds of the fastest of some calls."""
+    """Return the seconds of the fastest of some calls."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -25,7 +25,7 @@ def fastest(call: Callable[[], object], repeats: int) -> float:
 
 
 def _read(first: Any, second: Any) -> Any:
-    """What numba compiles."""
+    """Read two arrays of words; numba compiles this."""
     differs = np.uint64(0)
     for k in range(first.size):
         differs |= first[k] ^ second[k]
@@ -33,7 +33,7 @@ def _read(first: Any, second: Any) -> Any:
 
 
 def reader() -> Callable[[Any, Any], Any]:
-    """A loop that reads two arrays of words; without numba numpy's reductions of each."""
+    """Return a loop that reads two arrays of words; without numba, numpy's reduction of each."""
     try:
         from numba import njit
     except ImportError:
@@ -43,13 +43,13 @@ def reader() -> Callable[[Any, Any], Any]:
 
 
 def read_time(old: Bits, new: Bits, pool: ThreadPoolExecutor, repeats: int) -> float:
-    """Seconds of reading both."""
+    """Return the seconds of reading both copies once."""
     loop = reader()
     words = old.view(np.uint64), new.view(np.uint64)
-    shares = [slice(start, start + _CHUNK) for start in range(0, words[0].size, _CHUNK)]
+    chunks = [slice(start, start + _CHUNK) for start in range(0, words[0].size, _CHUNK)]
 
     def read() -> None:
-        for _ in pool.map(lambda share: loop(words[0][share], words[1][share]), shares):
+        for _ in pool.map(lambda chunk: loop(words[0][chunk], words[1][chunk]), chunks):
             pass
 
     read()

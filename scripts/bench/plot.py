@@ -1,4 +1,4 @@
-"""The plot of `bench_codec.py`: bytes per changed element against density, with the floors."""
+"""The plot of `scripts.bench.codec`: bytes per changed element by density, with the floors."""
 
 from __future__ import annotations
 
@@ -24,28 +24,30 @@ _FLOORS = {"gap8_exp": "--", "gap8_ulp": ":"}
 
 
 def positions_floor(density: Any) -> Any:
-    """Bytes of the entropy of one changed element's position, where each changes independently."""
+    """Return the entropy of a changed element's position in bytes, if all change independently."""
     rest = 1 - density
     return -(np.log2(density) + rest / density * np.log2(rest)) / 8
 
 
 def plot(synthetic: Sequence[Size], real: Sequence[Size], file: Path) -> None:
-    """Write the picture, in the format that the file's name says.
+    """Draw the plot.
 
     Args:
-        synthetic: of all encodings; their lines. The floor of their positions is
+        synthetic: of all encodings; drawn as lines. The floor of their positions is
             `positions_floor`.
-        real: single points.
-        file: overwritten.
+        real: drawn as points.
+        file: overwritten; its suffix decides the format.
     """
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     axes = figure.add_subplot()
     for encoding, colour in _COLOURS.items():
         sizes = [size for size in synthetic if size.encoding == encoding]
-        own = [size for size in real if size.encoding == encoding]
+        points = [size for size in real if size.encoding == encoding]
         densities = np.array([size.density for size in sizes])
         axes.plot(densities, [s.nbytes for s in sizes], "o-", c=colour, ms=4, label=encoding)
-        axes.plot([s.density for s in own], [s.nbytes for s in own], "D", c=colour, mfc="none")
+        axes.plot(
+            [s.density for s in points], [s.nbytes for s in points], "D", c=colour, mfc="none"
+        )
         if encoding in _FLOORS:
             values = np.mean([size.floor for size in sizes] - positions_floor(densities))
             grid = np.geomspace(densities.min(), densities.max(), 100)

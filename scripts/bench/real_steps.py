@@ -1,4 +1,4 @@
-"""Real deltas for the benchmarks: a short run of REINFORCE on the demo's policy, on the CPU."""
+"""Deltas of a real training run for the benchmarks: REINFORCE on the demo's policy, on the CPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ _COMPLETION_TOKENS: Final = 12
 
 @dataclass(frozen=True)
 class Training:
-    """One step of a run: the bf16 patterns of every tensor before and after, by name."""
+    """One step of a training run.
+
+    Attributes:
+        learning_rate: AdamW's.
+        old, new: name -> bf16 bit patterns [numel] before and after the step.
+    """
 
     learning_rate: float
     old: dict[str, NDArray[np.uint16]]
@@ -30,12 +35,13 @@ class Training:
 
     @property
     def density(self) -> float:
+        """Return changed elements / elements of the model."""
         changed = sum(int(np.count_nonzero(self.new[n] != old)) for n, old in self.old.items())
         return changed / sum(old.size for old in self.old.values())
 
 
 def train(learning_rate: float, steps: int, *, seed: int = 0) -> Training:
-    """The last step of a run. The first ones are AdamW's warm-up, in which more moves.
+    """Train some steps and return the last one. AdamW changes more weights in the first ones.
 
     Tokens are sampled from the policy itself; the reward of a completion is the share of its
     tokens in the lower half of the vocabulary.
@@ -52,7 +58,7 @@ def train(learning_rate: float, steps: int, *, seed: int = 0) -> Training:
 
 
 def _bits(trainer: Trainer) -> dict[str, NDArray[np.uint16]]:
-    """A copy of the trainer's weights."""
+    """Copy the trainer's weights."""
     return {
         name: tensor.detach().view(torch.int16).numpy().view(np.uint16).reshape(-1).copy()
         for name, tensor in trainer.tensors().items()

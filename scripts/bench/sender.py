@@ -1,21 +1,29 @@
-"""Speed of the sender: its pass over two copies of the weights, and whole syncs over slow links.
+"""Time the sender: its passes over the weights, and whole syncs over simulated links.
 
-    python scripts/bench/sender.py                     # 200M elements; about 2 GB of memory
-    python scripts/bench/sender.py --json              # the last line is JSON
-    python scripts/bench/sender.py --real-steps 0      # needs no transformers
+    python -m scripts.bench.sender                     # 200M elements; about 2 GB of memory
+    python -m scripts.bench.sender --json              # the last line is JSON
+    python -m scripts.bench.sender --real-steps 0      # needs no transformers
 
-The data is that of `bench_data.py`. "read" is the time of reading both copies once and nothing
-else, by as many threads, in the same run. "diff" finds the changed elements, copies their places,
-old and new bits, writes down the gaps and digests the change, params side by side, as a sync does;
-"refresh" writes the new bits into the snapshot, as a sync does once the engine has committed.
+See scripts/bench/synthetic_weights.py for the weights and their changes. Times are the fastest of
+--repeats runs.
 
-With --device cuda the trainer's tensors lie there: "read" and "diff" are the device's, and what
-differs is brought back. With --snapshot-on host the snapshot is brought up in every diff.
+columns of the first table, at one density each:
+  read ms     reading both copies of the weights once, with the same threads, in the same run
+  diff ms     finding the changed elements: positions, old and new bits, gap stream and digest of
+              every param, params in parallel, as a sync does
+  refresh ms  writing the new bits into the snapshot, as a sync does after the engine's commit
+  / read      the time left of it, over "read ms"
+columns of the tables of whole syncs, from the trainer's tensors to the refreshed snapshot:
+  <link>: ms           time of the sync. A link is simulated: a part is answered after the time in
+                       which the link would carry its bytes; the engine behind it does nothing (see
+                       scripts/bench/end_to_end.py for live engines).
+  bytes                of all parts of the sync; for auto, on each link
+  picked on each link  encodings that auto chose
+  all weights          all bytes over the link's speed, computed
+The last table is of a real step: REINFORCE on the demo's policy, as in scripts/bench/codec.py.
 
-The syncs are whole ones, from the trainer's tensors to the moved snapshot. The link is simulated: a
-part is answered once its bytes would have crossed it, and the engine behind it does nothing;
-`bench_end_to_end.py` syncs to a live one. The last syncs are of a real step: REINFORCE on the
-demo's policy, as in `bench_codec.py`.
+With --device cuda the trainer's tensors are on the device, "read" and "diff" run there, and changes
+are copied to the host. With --snapshot-on host every diff copies the snapshot to the device.
 """
 
 from __future__ import annotations
@@ -41,6 +49,7 @@ from delta_sender.diff_host import Difference, begin_compare
 from delta_sender.multi_sender import MultiSender
 from delta_sender.results import SyncReport
 from engine_ext.kernels import gather_scatter
+from scripts import command_line
 from scripts.bench import sender_device, synthetic_weights
 from scripts.bench.memory_read import fastest, read_time
 
@@ -92,16 +101,16 @@ def simulated_sender(base: _Tensors, bytes_per_s: float, **options: Any) -> Mult
 
 
 def diff(old: _Bits, new: _Bits, pool: ThreadPoolExecutor) -> list[Difference]:
-    """What a sync finds."""
+    """Find the changes as a sync does."""
     begun = [
-        begin_compare(old[where], new[where], f"model.layers.{number}.weight", pool, streams=True)
-        for number, where in enumerate(synthetic_weights.params(old))
+        begin_compare(old[param], new[param], f"model.layers.{number}.weight", pool, streams=True)
+        for number, param in enumerate(synthetic_weights.params(old))
     ]
     return [wait() for wait in begun]
 
 
 def refresh(snapshot: _Bits, found: Sequence[Difference], pool: ThreadPoolExecutor) -> None:
-    """What a sync does with it in the end."""
+    """Write the changes into the snapshot as a sync does."""
 
     def write(item: tuple[slice, Difference]) -> None:
         gather_scatter.write(snapshot[item[0]], item[1].indices, item[1].new)
@@ -112,7 +121,7 @@ def refresh(snapshot: _Bits, found: Sequence[Difference], pool: ThreadPoolExecut
 
 
 def measure(old: _Bits, density: float, options: argparse.Namespace) -> dict[str, float]:
-    """Seconds at one density."""
+    """Return the seconds of every pass at one density."""
     threads, repeats = options.threads, options.repeats
     number = synthetic_weights.DENSITIES.index(density)
     new = synthetic_weights.change(old, density, np.random.default_rng([0, number]))
@@ -127,12 +136,12 @@ def measure(old: _Bits, density: float, options: argparse.Namespace) -> dict[str
     with ThreadPoolExecutor(threads) as pool:
         found = diff(old, new, pool)
         if sum(one.indices.size for one in found) != np.count_nonzero(old != new):
-            raise AssertionError("the diff has not found what changed")
+            raise AssertionError("the diff did not find every change")
         snapshot = old.copy()
         refresh(snapshot, found, pool)
         if not np.array_equal(snapshot, new):
-            raise AssertionError("the snapshot is not what it should be")
-        # In turn, as the machine is not as fast at all times.
+            raise AssertionError("the snapshot was not refreshed")
+        # In turn, as the machine's speed varies over time.
         rounds = [
             {
                 "read": read_time(old, new, pool, 1),
@@ -145,15 +154,15 @@ def measure(old: _Bits, density: float, options: argparse.Namespace) -> dict[str
 
 
 def tensors(weights: _Bits, device: str = "cpu") -> _Tensors:
-    """The weights as a trainer has them."""
+    """Return the weights as a trainer's tensors."""
     return {
-        f"model.layers.{number}.weight": _tensor(weights[where]).to(device)
-        for number, where in enumerate(synthetic_weights.params(weights))
+        f"model.layers.{number}.weight": _tensor(weights[param]).to(device)
+        for number, param in enumerate(synthetic_weights.params(weights))
     }
 
 
 def real_step(steps: int) -> tuple[_Tensors, _Tensors, float]:
-    """A trainer's tensors before and after the last of some steps, and the share that changed."""
+    """Return a trainer's tensors before and after the last of some steps, and the density."""
     from scripts.bench.real_steps import train
 
     training = train(LEARNING_RATE, steps)
@@ -176,7 +185,7 @@ def sync_over(
     bucket_bytes: int,
     snapshot_on: str = "auto",
 ) -> tuple[float, SyncReport]:
-    """Seconds of the fastest sync but the first, which shows `auto` the link; and its report."""
+    """Return seconds and report of the fastest sync after the first, which measures the link."""
     syncs: list[tuple[float, SyncReport]] = []
     options = {"encoding": encoding, "bucket_bytes": bucket_bytes, "snapshot_on": snapshot_on}
     with simulated_sender(old, link, **options) as sender:
@@ -188,7 +197,7 @@ def sync_over(
 
 
 def all_syncs(old: _Tensors, new: _Tensors, options: argparse.Namespace) -> _Syncs:
-    """There and back, some times, in all encodings over all links."""
+    """Sync between two versions, some times each, in all encodings over all links."""
     here = {name: tensor.to(options.device) for name, tensor in old.items()}
     there = {name: tensor.to(options.device) for name, tensor in new.items()}
     steps = [there, here] * (1 + options.repeats // 6)
@@ -203,6 +212,7 @@ def all_syncs(old: _Tensors, new: _Tensors, options: argparse.Namespace) -> _Syn
 
 
 def show_passes(rows: dict[float, dict[str, float]], numel: int, console: Console) -> None:
+    """Print the seconds of the passes by density."""
     table = Table(
         "density",
         "read ms",
@@ -227,6 +237,7 @@ def show_passes(rows: dict[float, dict[str, float]], numel: int, console: Consol
 
 
 def show_syncs(found: _Syncs, full_bytes: int, console: Console) -> None:
+    """Print whole syncs by encoding and link."""
     table = Table(
         "encoding",
         *(f"{link}: ms" for link in found),
@@ -243,7 +254,7 @@ def show_syncs(found: _Syncs, full_bytes: int, console: Console) -> None:
         sizes = ", ".join(f"{size:,}" for size in nbytes)
         table.add_row(encoding, *times, sizes, ", ".join(picked) if encoding == "auto" else "")
     times = [_milliseconds(full_bytes / LINKS[link]) for link in found]
-    table.add_row("all weights", *times, f"{full_bytes:,}", "reckoned, the link alone")
+    table.add_row("all weights", *times, f"{full_bytes:,}", "computed, link only")
     console.print(table)
 
 
@@ -252,18 +263,18 @@ def _milliseconds(seconds: float) -> str:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command_line.make_parser("scripts.bench.sender", __doc__)
     add = parser.add_argument
     add("--elements", type=int, default=200_000_000, help="weights (default: %(default)s)")
     add("--threads", type=int, default=os.cpu_count(), help="threads (default: all cores)")
-    repeats_help = "of so many the fastest is taken, of syncs of a third (default: %(default)s)"
+    repeats_help = "runs of each pass; syncs run a third as often (default: %(default)s)"
     add("--repeats", type=int, default=15, help=repeats_help)
-    bucket_help = "bytes of a part before compression, of the syncs (default: %(default)s)"
+    bucket_help = "bytes of a part before compression, in syncs (default: %(default)s)"
     add("--bucket-bytes", type=int, default=4 << 20, help=bucket_help)
     real_help = "steps of the real training run, 0 for none (default: %(default)s)"
     add("--real-steps", type=int, default=5, help=real_help)
     add("--device", choices=("cpu", "cuda"), default="cpu", help="of the tensors (%(default)s)")
-    on_help = "what CUDA tensors are compared with, as of DeltaSender (default: %(default)s)"
+    on_help = "where the snapshot of CUDA tensors is, see DeltaSender (default: %(default)s)"
     add("--snapshot-on", choices=SNAPSHOT_ON, default="auto", help=on_help)
     add("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args(arguments)
@@ -274,7 +285,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status."""
+    """Run the benchmark; return the exit status."""
     options = parse_arguments(arguments)
     console = Console(width=120)
     old = synthetic_weights.make_weights(options.elements, np.random.default_rng(0))

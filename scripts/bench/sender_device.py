@@ -1,6 +1,6 @@
-"""The sender's passes on an accelerator, for `bench_sender --device cuda`.
+"""Time the sender's passes on an accelerator, for `scripts.bench.sender --device cuda`.
 
-Not run by its authors: no accelerator was at hand.
+It has been tested on the CPU only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def missing_device(device: str) -> str | None:
-    """Why nothing can be measured on ``cpu`` or ``cuda``, and what to do; None if it can be."""
+    """Return why the device cannot be measured, and what to do; None if it can."""
     if device == "cpu" or torch.cuda.is_available():
         return None
     built = "has CUDA" if torch.version.cuda else "was built without CUDA"
@@ -32,16 +32,16 @@ def measure(
     nnz: int,
     fastest: Callable[[Callable[[], object]], float],
 ) -> dict[str, float]:
-    """Seconds of each pass.
+    """Return the seconds of each pass.
 
     Args:
-        old, new: on the device.
-        kept_on: one of `diff_device.SNAPSHOT_ON`.
-        nnz: how many elements differ.
-        fastest: times something.
+        old, new: name -> tensor on the device.
+        kept_on: where the snapshot is, one of `delta_sender.diff_device.SNAPSHOT_ON`.
+        nnz: number of elements that differ.
+        fastest: times a function.
 
     Raises:
-        AssertionError: the passes did not do what they are to do.
+        AssertionError: A pass gave a wrong result.
     """
     device = next(iter(old.values())).device
     words = [tensor.view(-1).view(torch.int16) for side in (old, new) for tensor in side.values()]
@@ -56,9 +56,9 @@ def measure(
     read()
     changes = {kept: change for kept, change in snapshot.read(new.items()) if change is not None}
     if sum(change.new.size for change in changes.values()) != nnz:
-        raise AssertionError("the diff has not found what changed")
+        raise AssertionError("the diff did not find every change")
     times = {"read": fastest(read), "diff": fastest(lambda: list(snapshot.read(new.items())))}
     times["refresh"] = fastest(lambda: snapshot.advance(changes))
     if any(change is not None for _, change in snapshot.read(new.items())):
-        raise AssertionError("the snapshot is not what it should be")
+        raise AssertionError("the snapshot was not refreshed")
     return times

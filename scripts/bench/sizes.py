@@ -1,4 +1,4 @@
-"""Bytes of one encoded delta."""
+"""One row of the codec benchmark, which `codec` measures and `plot` draws."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Size:
-    """One encoding at one density: bytes per changed element, and milliseconds.
+    """Size and speed of one encoding at one density.
 
-    `scatter_ms` is for writing the decoded elements into flat weights, without a single check;
-    `read_ms` for reading both copies of all weights once, NaN where they are too few to time.
+    Attributes:
+        encoding: its name.
+        density: changed elements / elements.
+        nbytes: bytes of the whole part per changed element.
+        floor: the least possible bytes per changed element.
+        encode_ms, decode_ms: milliseconds of encoding and decoding the part.
+        scatter_ms: milliseconds of writing the decoded elements into weights, without checks.
+        read_ms: milliseconds of reading both copies of all weights once; NaN if the weights are
+            too few to time it.
     """
 
     encoding: str
@@ -24,5 +31,5 @@ class Size:
 
     @property
     def apply_ratio(self) -> float:
-        """Decoding and scattering in times of scattering."""
+        """Return the time of decoding and scattering over that of scattering."""
         return (self.decode_ms + self.scatter_ms) / self.scatter_ms

@@ -1,7 +1,8 @@
-"""The data of the benchmarks: weights, how a step changes them, and the least bytes of that.
+"""The data of the benchmarks: weights, the changes of a step, and the entropy of these changes.
 
-The weights are bfloat16 or float16, N(0, 0.02). Each changes with the same probability, by one unit
-in the last place (89 %), two (5 %) or 2 + k with probability 2**-k, up or down; the seed is fixed.
+The weights are bfloat16 or float16, N(0, 0.02). Each changes with the same probability, up or down,
+by one unit in the last place (89 %), two (5 %), or 2 + k, k >= 1, with probability 2**-k (6 %). The
+seed is fixed.
 """
 
 from __future__ import annotations
@@ -23,75 +24,84 @@ DENSITIES = (0.001, 0.006, 0.02, 0.03, 0.1)
 SIGMA = 0.02
 PARAM = 1 << 24  # elements of one param
 Bits = NDArray[np.uint16]
+# Of the random Qwen3 that live engines serve in benchmarks: 12.6 million parameters per layer.
+QWEN3_SIZES = {
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+}
 
 
 def params(weights: Bits) -> Iterator[slice]:
-    """Where the params lie in the weights."""
+    """Split the weights into params of `PARAM` elements."""
     return (slice(start, start + PARAM) for start in range(0, weights.size, PARAM))
 
 
 def make_weights(elements: int, rng: np.random.Generator, dtype: str = "bfloat16") -> Bits:
-    """Bit patterns [elements] of one of `DTYPES`."""
+    """Draw weights; return the bit patterns [elements] of one of `DTYPES`."""
     weights = np.empty(elements, np.uint16)
-    for where in params(weights):
-        normal = rng.standard_normal(weights[where].size, np.float32) * np.float32(SIGMA)
+    for param in params(weights):
+        normal = rng.standard_normal(weights[param].size, np.float32) * np.float32(SIGMA)
         bits = torch.from_numpy(normal).to(DTYPES[dtype]).view(torch.int16)
-        weights[where] = bits.numpy().view(np.uint16)
+        weights[param] = bits.numpy().view(np.uint16)
     return weights
 
 
 def change(weights: Bits, density: float, rng: np.random.Generator) -> Bits:
-    """A copy of the weights with some changed."""
+    """Return a copy of the weights with this share of them changed."""
     changed = weights.copy()
-    for where in params(weights):
-        chosen = np.flatnonzero(rng.random(weights[where].size, np.float32) < density)
+    for param in params(weights):
+        chosen = np.flatnonzero(rng.random(weights[param].size, np.float32) < density)
         kind = rng.random(chosen.size)
         steps = np.where(
             kind < 0.94, np.where(kind < 0.89, 1, 2), 2 + rng.geometric(0.5, kind.size)
         )
         steps = np.where(rng.random(kind.size) < 0.5, steps, -steps)
-        changed[where][chosen] += steps.astype(np.int16).view(np.uint16)
+        changed[param][chosen] += steps.astype(np.int16).view(np.uint16)
     return changed
 
 
 def deltas_of(old: Bits, new: Bits, threads: int, dtype: str = "bfloat16") -> list[ParamDelta]:
-    """What a sender finds in two snapshots."""
+    """Compare two copies of the weights as a sender does."""
     with ThreadPoolExecutor(threads) as pool:
         begun = [
-            begin_compare(old[where], new[where], None, pool, streams=True) for where in params(old)
+            begin_compare(old[param], new[param], None, pool, streams=True) for param in params(old)
         ]
         found = [wait() for wait in begun]
     return [
         ParamDelta(
             f"model.layers.{number}.weight",
             dtype,
-            (new[where].size,),
+            (new[param].size,),
             one.indices,
             one.new,
             stream=one.stream,
         )
-        for number, (where, one) in enumerate(zip(params(old), found, strict=True))
+        for number, (param, one) in enumerate(zip(params(old), found, strict=True))
     ]
 
 
 def as_differences(deltas: Sequence[ParamDelta], old: Bits) -> list[ParamDelta]:
-    """The same deltas with new less old patterns."""
+    """Return the same deltas with differences, new minus old bit patterns, as values."""
     return [
-        replace(delta, values=delta.values - old[where][delta.indices], differences=True)
-        for delta, where in zip(deltas, params(old), strict=True)
+        replace(delta, values=delta.values - old[param][delta.indices], differences=True)
+        for delta, param in zip(deltas, params(old), strict=True)
     ]
 
 
 def entropy(counts: NDArray[Any]) -> float:
-    """Bits per symbol of symbols that come so often."""
+    """Return the entropy, in bits per symbol, of symbols with these frequencies."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log2(shares)).sum())
 
 
 def counts_of(bits: Bits) -> NDArray[Any]:
-    """How often each pattern comes."""
+    """Count each bit pattern; int64 [65536]."""
     return sum(
-        (np.bincount(bits[where], minlength=1 << 16) for where in params(bits)),
+        (np.bincount(bits[param], minlength=1 << 16) for param in params(bits)),
         np.zeros(1 << 16, np.int64),
     )
 
@@ -99,13 +109,13 @@ def counts_of(bits: Bits) -> NDArray[Any]:
 def floors(
     values: Sequence[ParamDelta], differences: Sequence[ParamDelta], model: NDArray[Any] | None
 ) -> dict[bool, float]:
-    """Least bytes per changed element; the key says whether values travel as differences.
+    """Return the least possible bytes per changed element, by whether differences are sent.
 
     Args:
-        values, differences: the same changes.
-        model: how often each pattern comes in the whole model, where the values are drawn from it
-            and positions with one density everywhere; None: the values' own counts, and each
-            tensor's own density.
+        values, differences: the same changes in both forms.
+        model: frequency of each pattern in the whole model, if the values are drawn from it and the
+            density is the same everywhere; None takes the values' own frequencies and each tensor's
+            own density.
     """
     nnz = sum(delta.nnz for delta in values)
     if model is not None:
@@ -115,27 +125,30 @@ def floors(
         own = ([delta.nnz, delta.numel - delta.nnz] for delta in values)
         positions = sum(entropy(np.array(counts)) * sum(counts) for counts in own) / nnz
         model = sum((counts_of(delta.values) for delta in values), np.zeros(1 << 16, np.int64))
-    moved = sum((counts_of(d.values) for d in differences), np.zeros(1 << 16, np.int64))
+    steps = sum((counts_of(d.values) for d in differences), np.zeros(1 << 16, np.int64))
     return {
         False: (positions + entropy(model)) / 8,
-        True: (positions + entropy(moved)) / 8,
+        True: (positions + entropy(steps)) / 8,
     }
 
 
 def positions_by_exponent(pairs: Sequence[tuple[Bits, Bits]]) -> tuple[float, float]:
-    """Bits of one changed element's position: by each tensor's density, and by that of the elements
-    with the same exponent, which who holds the old weights may know.
+    """Return the entropy, in bits, of a changed element's position.
 
     Args:
-        pairs: the bfloat16 patterns of each tensor before and after.
+        pairs: each tensor's bfloat16 patterns before and after.
+
+    Returns:
+        With each tensor's density alone; and with the density among the elements of the same
+        exponent, which a receiver knows because it holds the old weights.
     """
     plain = known = nnz = 0.0
     for old, new in pairs:
         exponents, changed = old >> 7 & 255, old != new
-        moved = np.bincount(exponents[changed], minlength=256)
+        changes = np.bincount(exponents[changed], minlength=256)
         kept = np.bincount(exponents[~changed], minlength=256)
-        nnz += moved.sum()
-        plain += entropy(np.array([moved.sum(), kept.sum()])) * old.size
-        present = np.stack([moved, kept], 1)[moved + kept > 0]
+        nnz += changes.sum()
+        plain += entropy(np.array([changes.sum(), kept.sum()])) * old.size
+        present = np.stack([changes, kept], 1)[changes + kept > 0]
         known += sum(entropy(counts) * counts.sum() for counts in present)
     return plain / nnz, known / nnz

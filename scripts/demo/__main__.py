@@ -1,9 +1,21 @@
 """Train a small policy against a live engine, sync every step as a delta, and check every weight.
 
-Builds a small random Qwen3-style model, starts an engine with ``--enable-delta-updates``, and runs
+    python -m scripts.demo                        # vLLM, 12 steps
+    python -m scripts.demo --engine sglang
+
+Builds a small random Qwen3-style model, starts an engine with --enable-delta-updates, and runs
 policy-gradient steps on completions sampled from the live engine. After each step only the
 weights that changed are sent. At the end the trainer's checkpoint is loaded into a second, fresh
 engine, and the checksums of every live parameter and buffer of the two engines are compared.
+
+columns:
+  step                    of training
+  reward                  mean reward of the step's completions
+  density                 changed elements / elements of the model
+  full bytes, wire bytes  bytes of all weights, and bytes that were sent
+  encode ms               time in which the sender found and encoded the changes
+  stage ms                time in which the engine decoded, checked and staged them
+  pause ms                time for which generation was paused
 """
 
 from __future__ import annotations
@@ -11,7 +23,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import signal
 import sys
 import tempfile
 import time
@@ -27,8 +38,9 @@ from rich.table import Table
 
 from delta_sender import DeltaSender, SyncError, SyncReport
 from delta_sender.encoding_policy import CHOICES
+from scripts import command_line
 from scripts.demo.policy import Sample, Trainer, build_policy, reward
-from scripts.live_engine.fingerprint import _SHA256_OF_NOTHING, Fingerprint, fingerprint
+from scripts.live_engine.fingerprint import fingerprint, verify
 from scripts.live_engine.process import EngineError, EngineProcess
 from scripts.live_engine.registry import ENGINES
 from scripts.live_engine.tiny_models import load_tensors, save_checkpoint
@@ -65,37 +77,32 @@ exit status: 0 verified; 1 not verified, or an engine failed; 2 bad usage; 130 i
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo; returns the exit status."""
+    """Run the demo; return the exit status."""
     options = parse_arguments(arguments)
-    signal.signal(signal.SIGTERM, _terminate)
-    console = Console(markup=False, highlight=False, soft_wrap=not sys.stdout.isatty())
-    errors = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
-    try:
+
+    def program() -> int:
+        console = Console(markup=False, highlight=False, soft_wrap=not sys.stdout.isatty())
         with _folder(options.keep) as folder:
             result = run(options, folder, console)
-    except (EngineError, SyncError, httpx.HTTPError) as error:
-        errors.print(f"{type(error).__name__}: {error}")
-        return 1
-    except KeyboardInterrupt:
-        errors.print("interrupted; the engines are stopped")
-        return 130
-    print(json.dumps(result), flush=True)
-    return 0 if result["verified"] else 1
+        print(json.dumps(result), flush=True)
+        return 0 if result["verified"] else 1
+
+    failures = (EngineError, SyncError, httpx.HTTPError)
+    return command_line.run(program, failures, "interrupted; the engines are stopped")
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.make_parser("scripts.demo", __doc__, _EPILOG)
     add = parser.add_argument
+    positive = command_line.at_least(1)
     add("--engine", choices=sorted(ENGINES), default="vllm", help="engine to update (%(default)s)")
-    add("--steps", type=_positive, metavar="N", default=12, help="training steps (%(default)s)")
+    add("--steps", type=positive, metavar="N", default=12, help="training steps (%(default)s)")
     rate_help = "AdamW's; decides how many weights change per step (%(default)s)"
     add("--learning-rate", type=float, metavar="RATE", default=1e-6, help=rate_help)
     add("--seed", type=int, metavar="N", default=0, help="of model and sampling (%(default)s)")
     keep_help = "keep the checkpoints and the engines' logs in this new or empty folder"
     add("--keep", type=Path, metavar="DIR", help=keep_help)
-    encoding_help = "how changes travel (%(default)s)"
+    encoding_help = "encoding of the changes (%(default)s)"
     add("--encoding", choices=CHOICES, default="deltas_zstd", help=encoding_help)
     options = parser.parse_args(arguments)
     if options.keep and options.keep.exists() and any(options.keep.iterdir()):
@@ -104,7 +111,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace, folder: Path, console: Console) -> dict[str, Any]:
-    """Train, sync, verify; returns the object of the last line."""
+    """Train, sync and verify; return the object that is printed last."""
     base = build_policy(folder / "base", seed=options.seed)
     trainer = Trainer(base, learning_rate=options.learning_rate, seed=options.seed)
     kind = ENGINES[options.engine]
@@ -137,10 +144,10 @@ def train(
     options: argparse.Namespace,
     console: Console,
 ) -> list[SyncReport]:
-    """The loop: sample from the engine, step, send what changed.
+    """Sample from the engine, train a step and send what changed, in a loop.
 
     Raises:
-        SyncError: The engine refused a delta, or could not tell where it stood.
+        SyncError: The engine refused a delta, or was not at the base version.
     """
     reports: list[SyncReport] = []
     started = time.perf_counter()
@@ -153,7 +160,7 @@ def train(
             trainer.step(samples)
             report = sender.sync(trainer.tensors().items())
             if report.full:
-                raise SyncError(f"step {step}: the engine did not hold the base version")
+                raise SyncError(f"step {step}: the engine was not at the base version")
             reports.append(report)
             mean_reward = sum(s.reward for s in samples) / len(samples)
             progress.add(step, mean_reward, report)
@@ -161,7 +168,7 @@ def train(
 
 
 def sample(engine: EngineProcess, *, seed: int) -> list[Sample]:
-    """Completions of every prompt from the live engine, with their rewards."""
+    """Sample completions of every prompt from the live engine, with their rewards."""
     answer = engine.complete(
         PROMPTS,
         n=SAMPLES_PER_PROMPT,
@@ -176,34 +183,8 @@ def sample(engine: EngineProcess, *, seed: int) -> list[Sample]:
     ]
 
 
-def verify(before: Fingerprint, live: Fingerprint, fresh: Fingerprint, console: Console) -> bool:
-    """Whether the updated engine's bytes are the fresh engine's; prints the verdict and why."""
-    problems = [
-        f"{name}: differs from the fresh engine's"
-        for ours, theirs in ((live.parameters, fresh.parameters), (live.buffers, fresh.buffers))
-        for name in sorted(ours.keys() | theirs.keys())
-        if ours.get(name) != theirs.get(name)
-    ]
-    problems += [
-        f"{name}: its checksum is that of an empty tensor, which proves nothing"
-        for name, checksum in live.parameters.items()
-        if checksum == _SHA256_OF_NOTHING
-    ]
-    changed = sum(before.parameters.get(n) != c for n, c in live.parameters.items())
-    if not changed:
-        problems.append("no parameter changed since the start")
-    for problem in problems:
-        console.print(problem)
-    verdict = "NOT VERIFIED" if problems else "VERIFIED: bit-identical"
-    console.print(
-        f"{verdict}; compared {len(live.parameters)} parameters ({changed} of them changed by the "
-        f"deltas) and {len(live.buffers)} buffers with a fresh engine's"
-    )
-    return not problems
-
-
 class Progress:
-    """One row per step: a live table on a terminal, plain lines elsewhere."""
+    """Prints one row per step: a live table on a terminal, plain lines elsewhere."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -224,7 +205,7 @@ class Progress:
             self._live.stop()
 
     def add(self, step: int, mean_reward: float, report: SyncReport) -> None:
-        """Show one step."""
+        """Print one step."""
         timings = report.engine["timings_ms"]
         cells = (
             str(step),
@@ -257,18 +238,6 @@ def _folder(keep: Path | None) -> Iterator[Path]:
     else:
         with tempfile.TemporaryDirectory(prefix="delta-demo-") as name:
             yield Path(name)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
-
-
-def _terminate(number: int, frame: object) -> None:
-    """SIGTERM: leave through the ``with`` blocks, so that the engines are stopped."""
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

@@ -19,16 +19,15 @@ _CONFIG: Final = {
     "num_hidden_layers": 4,
     "initializer_range": 0.04,
 }
-# What tells a trained model from a random one, as far as steps of 1e-6 are concerned: hidden
-# states share a direction, and the output distribution is peaked. Without both, no step this
-# small moves a reward visibly.
+# Two properties of a trained model: hidden states share a direction, and the output distribution
+# is peaked. Without both, steps of 1e-6 do not change the reward visibly.
 _SHARED_DIRECTION_STD: Final = 0.1
 _OUTPUT_GAIN: Final = 5.0
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion: token ids as the engine gave them, and the reward of its text."""
+    """One completion: the engine's token ids, and the reward of its text."""
 
     prompt_ids: Sequence[int]
     completion_ids: Sequence[int]
@@ -43,7 +42,7 @@ def build_policy(directory: Path, *, seed: int) -> Path:
 
 
 def _peaked(untrained: Path, seed: int) -> dict[str, torch.Tensor]:
-    """The tensors of a random checkpoint, with a shared direction and a peaked output."""
+    """Load a random checkpoint; add a shared direction and a peaked output."""
     tensors = tiny_models.load_tensors(untrained)
     generator = torch.Generator().manual_seed(seed)
     embedding = tensors["model.embed_tokens.weight"]
@@ -54,18 +53,18 @@ def _peaked(untrained: Path, seed: int) -> dict[str, torch.Tensor]:
 
 
 def reward(text: str) -> float:
-    """Fraction of the characters that are lowercase ASCII letters; 0 for no characters."""
+    """Return the share of lowercase ASCII letters in the text; 0 for an empty one."""
     return sum("a" <= character <= "z" for character in text) / max(1, len(text))
 
 
 class Trainer:
-    """A bf16 policy with fp32 master weights, as RL trainers hold them.
+    """A bf16 policy with fp32 master weights, like those of RL trainers.
 
     Args:
         directory: Checkpoint to start from.
-        learning_rate: AdamW's. In one step it moves a weight by about this much, so it decides
-            how many weights cross to another bf16 value.
-        seed: Of the digits that the masters have beyond bf16's.
+        learning_rate: AdamW's. A step moves each weight by about this much, so it decides how
+            many weights round to another bf16 value.
+        seed: Of the bits that the masters have beyond bf16's.
     """
 
     def __init__(self, directory: Path, *, learning_rate: float, seed: int) -> None:
@@ -79,15 +78,15 @@ class Trainer:
 
     @property
     def model(self) -> Any:
-        """The live bf16 model, to sample from."""
+        """Return the live bf16 model, to sample from."""
         return self._model
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The bf16 weights by their checkpoint names; views of the live model."""
+        """Return the bf16 weights by checkpoint name; they are views of the live model."""
         return dict(self._model.state_dict())
 
     def step(self, samples: Sequence[Sample]) -> None:
-        """One REINFORCE step; the baseline is the mean reward of the same prompt's samples."""
+        """Do one REINFORCE step; the baseline is the mean reward of the same prompt's samples."""
         ids, mask = _padded(samples)
         logits = self._model(ids[:, :-1]).logits.float()
         log_probs = -torch.nn.functional.cross_entropy(
@@ -106,17 +105,17 @@ class Trainer:
 
 
 def _master(weight: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """An fp32 master for a bf16 weight, somewhere among the values that round to it.
+    """Return an fp32 master for a bf16 weight, drawn from the values that round to it.
 
-    A master that was merely widened would lie in the middle of them, and small steps would
-    change almost no bf16 weight for a long time, then many at once. No trainer is like that.
+    A widened weight would be in the middle of them, so that small steps change almost no bf16
+    weight for a long time, then many at once. In a real training run the masters are spread.
     """
     spacing = (weight.view(torch.int16) + 1).view(torch.bfloat16).float() - weight.float()
     return weight.float() + (torch.rand(weight.shape, generator=generator) - 0.5) * spacing
 
 
 def _padded(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids int64 [samples, length], and float [samples, length - 1]: 1 at completions."""
+    """Return token ids int64 [samples, length], and a completion mask float [samples, length-1]."""
     length = max(len(s.prompt_ids) + len(s.completion_ids) for s in samples)
     ids = torch.zeros(len(samples), length, dtype=torch.int64)
     mask = torch.zeros(len(samples), length - 1)
@@ -128,7 +127,7 @@ def _padded(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _advantages(samples: Sequence[Sample]) -> torch.Tensor:
-    """Reward minus the mean of the same prompt, over the batch's deviation; float [samples]."""
+    """Return rewards less their prompt's mean, over the batch's deviation; float [samples]."""
     rewards = torch.tensor([sample.reward for sample in samples])
     groups: dict[tuple[int, ...], list[int]] = {}
     for row, sample in enumerate(samples):

@@ -1,13 +1,13 @@
 """Run a real server of an engine as a child process, for tests, the demo and benchmarks.
 
-`vllm_process` and `sglang_process` have one class each, `engine_kinds` knows them by name::
+`vllm` and `sglang` have one class each; `registry` maps names to them::
 
     with VllmProcess(model_dir, enable_delta=True) as engine:
         engine.complete("the quick", max_tokens=8, temperature=0.0)
         engine.checksums()
 
-The settings are those of a CPU-only machine. Whatever ends the ``with`` block, the server and
-all the processes it started are gone afterwards.
+The settings are for a machine without an accelerator. However the ``with`` block ends, the server
+and every process that it started have ended afterwards.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Final
 
 import httpx
+import psutil
 
 HOST: Final = "127.0.0.1"
 _POLL_S: Final = 0.2
@@ -39,10 +39,11 @@ _REQUEST_TIMEOUT_S: Final = 300.0
 _EXCEPTION: Final = re.compile(r"\w(Error|Exception): ")
 _MAX_ERRORS: Final = 10
 _SHARED_MEMORY: Final = Path("/dev/shm")
+_ENDED: Final = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
 class EngineError(RuntimeError):
-    """The server did not start, or an answer was not 200; the message shows why."""
+    """The server did not start, or answered something else than 200; the message shows why."""
 
 
 class EngineProcess(abc.ABC):
@@ -51,18 +52,18 @@ class EngineProcess(abc.ABC):
     Args:
         model: Folder of the model to serve.
         tp: Tensor parallel size, 1 or 2.
-        port: Where it serves; a free one if None. Of a server that starts again, the one it had.
+        port: Port to serve on; None picks a free one.
         enable_delta: Add ``--enable-delta-updates``.
         extra_args: Further command line arguments.
-        python_path: Folders in which the server's Python looks first.
-        command_prefix: A program that runs the server, and its arguments.
-        extra_env: Further environment variables; they win over the built-in ones. A large model
-            wants more than the one ``OMP_NUM_THREADS`` per rank.
-        log_path: File for the server's output; a temporary one if None. It is kept.
-        start_timeout_s: Seconds until a server that does not answer ``/health`` is given up.
+        python_path: Folders to put first in the server's ``PYTHONPATH``.
+        command_prefix: A command that runs the server, such as ``unshare`` and its options.
+        extra_env: Further environment variables; they override the built-in ones. A large model
+            needs more than the default of one ``OMP_NUM_THREADS`` per rank.
+        log_path: File for the server's output; None creates a temporary one. It is kept.
+        start_timeout_s: Seconds to wait for ``/health``.
 
     Attributes:
-        name: the engine's.
+        name: Display name of the engine.
     """
 
     name: ClassVar[str]
@@ -105,10 +106,10 @@ class EngineProcess(abc.ABC):
         self._client = httpx.Client(base_url=self.url, timeout=_REQUEST_TIMEOUT_S, trust_env=False)
 
     def __enter__(self) -> EngineProcess:
-        """Start the server and return once it is healthy.
+        """Start the server and return when it is healthy.
 
         Raises:
-            EngineError: It died or did not answer in time; the message shows its log.
+            EngineError: The server exited or did not answer in time; the message shows its log.
         """
         try:
             self._scratch = Path(tempfile.mkdtemp(prefix="engine-"))
@@ -127,16 +128,11 @@ class EngineProcess(abc.ABC):
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.stop()
 
     def stop(self, grace_s: float = _GRACE_S) -> None:
-        """End the server and everything it started: SIGTERM, after `grace_s` seconds SIGKILL."""
+        """Stop the server and its processes with SIGTERM, and after `grace_s` s with SIGKILL."""
         self._client.close()
         process, self._process = self._process, None
         scratch, self._scratch = self._scratch, None
@@ -155,7 +151,7 @@ class EngineProcess(abc.ABC):
                 shutil.rmtree(scratch, ignore_errors=True)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether the server exits by itself within these seconds."""
+        """Return whether the server exits by itself within `timeout_s` seconds."""
         assert self._process is not None
         try:
             self._process.wait(timeout_s)
@@ -164,33 +160,33 @@ class EngineProcess(abc.ABC):
         return True
 
     def pids(self) -> list[int]:
-        """Every process of the server that runs now."""
+        """Return the ids of the server's running processes, in order."""
         return [] if self._process is None else _running(self._process.pid)
 
     def log_tail(self, lines: int = _TAIL_LINES) -> str:
-        """The last lines of the server's output."""
+        """Return the last lines of the server's output."""
         text = self.log_path.read_text(encoding="utf-8", errors="replace")
         return "\n".join(text.splitlines()[-lines:])
 
     def log_errors(self) -> str:
-        """The lines of the server's output that name an exception, first ones first.
+        """Return the first lines of the server's output that name an exception.
 
-        vLLM's processes wrap each other's failures, so the cause stands far above the tail.
+        vLLM's processes wrap each other's failures, so the cause is far above the tail.
         """
         text = self.log_path.read_text(encoding="utf-8", errors="replace")
         lines = [line for line in text.splitlines() if _EXCEPTION.search(line)]
         return "\n".join(dict.fromkeys(lines[:_MAX_ERRORS]))
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        """``GET path``; `options` are httpx's (params, headers, timeout in seconds)."""
+        """Send ``GET path``; `options` are httpx's (params, headers, timeout in seconds)."""
         return self._client.get(path, **options)
 
     def post(self, path: str, **options: Any) -> httpx.Response:
-        """``POST path``; `options` are httpx's (json, content, params, headers, timeout)."""
+        """Send ``POST path``; `options` are httpx's (json, content, params, headers, timeout)."""
         return self._client.post(path, **options)
 
     def complete(self, prompt: str | Sequence[int] | Sequence[str], **options: Any) -> Any:
-        """Answer of ``/v1/completions``; `options` are fields of the request.
+        """Return the answer of ``/v1/completions``; `options` are fields of the request.
 
         Useful ones: ``n``, ``max_tokens``, ``temperature``, ``seed``, ``logprobs``, and
         ``return_token_ids``, which adds ``token_ids`` and ``prompt_token_ids`` to each choice.
@@ -200,41 +196,41 @@ class EngineProcess(abc.ABC):
 
     @abc.abstractmethod
     def checksums(self) -> dict[str, str]:
-        """The engine's own checksum of every live parameter, by rank and name."""
+        """Return the engine's own checksum of every live parameter, by rank and name."""
 
     @abc.abstractmethod
     def buffer_checksums(self) -> dict[str, str]:
-        """Checksums of the registered buffers that `checksums` leaves out, by rank and name."""
+        """Return checksums of the buffers that `checksums` leaves out, by rank and name."""
 
     @abc.abstractmethod
     def weight_version(self) -> str:
-        """The version of the weights as the engine's own route tells it."""
+        """Return the version of the weights that the engine's own route reports."""
 
     @abc.abstractmethod
     def pause(self) -> None:
-        """Stop generation by the engine's own route; requests are kept."""
+        """Pause generation with the engine's own route; requests are kept."""
 
     @abc.abstractmethod
     def resume(self) -> None:
-        """Let generation go on by the engine's own route."""
+        """Resume generation with the engine's own route."""
 
     def delta_status(self) -> dict[str, Any]:
-        """Answer of ``GET /delta_status``."""
+        """Return the answer of ``GET /delta_status``."""
         status: dict[str, Any] = self._checked(self.get("/delta_status"))
         return status
 
     @classmethod
     @abc.abstractmethod
     def interpreter(cls) -> Path:
-        """The Python that has the engine; it may not exist."""
+        """Return the Python interpreter that has the engine; it may not exist."""
 
     @abc.abstractmethod
     def _server_arguments(self) -> list[str]:
-        """What the interpreter is called with."""
+        """Return the interpreter's arguments."""
 
     @abc.abstractmethod
     def _server_environment(self) -> dict[str, str]:
-        """Environment variables of the server."""
+        """Return the server's own environment variables."""
 
     def _checked(self, response: httpx.Response) -> Any:
         if response.status_code != httpx.codes.OK:
@@ -277,9 +273,9 @@ def _temporary_log() -> Path:
 
 
 def _shared_memory_of(scratch: Path) -> list[Path]:
-    """Segments of the ranks' shared memory, which vLLM does not remove (4 MiB per rank).
+    """List the segments of the ranks' shared memory, which vLLM does not remove (4 MiB per rank).
 
-    They are named after the rendezvous file that the ranks have in the temporary folder.
+    They are named after the ranks' rendezvous file in the temporary folder.
     """
     names = [file.name for file in scratch.glob("vllm_dist_*")]
     return [segment for name in names for segment in _SHARED_MEMORY.glob(f"{name}-*")]
@@ -291,7 +287,7 @@ def _signal_group(group: int, number: signal.Signals) -> None:
 
 
 def _wait_group(leader: subprocess.Popen[bytes], timeout_s: float) -> None:
-    """Wait until no process of the group that `leader` leads runs, at most `timeout_s`."""
+    """Wait at most `timeout_s` seconds for every process of the leader's group to end."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         leader.poll()
@@ -301,12 +297,13 @@ def _wait_group(leader: subprocess.Popen[bytes], timeout_s: float) -> None:
 
 
 def _running(group: int) -> list[int]:
-    """The processes of the group that are alive; orphaned zombies, which stay where no init reaps
-    them, are not."""
+    """Return the ids of a process group's running processes, in order.
+
+    Zombies are left out: without an init process that reaps them, orphans stay zombies for ever.
+    """
     found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended just now
-            state, _, of_group = stat.read_text().rpartition(")")[2].split()[:3]
-            if int(of_group) == group and state not in "ZX":
-                found.append(int(stat.parent.name))
-    return sorted(found)
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):  # it ended just now
+            if os.getpgid(pid) == group and psutil.Process(pid).status() not in _ENDED:
+                found.append(pid)
+    return found

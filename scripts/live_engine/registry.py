@@ -1,4 +1,4 @@
-"""The engines that a server process can be started of, by name."""
+"""The engines that the programs and the live tests can start, by the name that options take."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Run a real SGLang server as a child process.
 
-SGLang has an environment of its own: ``SGLANG_PYTHON`` names its interpreter; without it, this
-one is taken where it has SGLang, and otherwise ``.venv-sglang``, which ``make setup-sglang`` makes.
+SGLang has its own environment. ``SGLANG_PYTHON`` names its interpreter; without it, the current
+interpreter is used if it has SGLang, else ``.venv-sglang``, which ``make setup-sglang`` creates.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ _ENV: Final = {
 
 
 class SglangProcess(EngineProcess):
-    """One SGLang server; arguments as of `EngineProcess`."""
+    """One SGLang server; see `EngineProcess` for the arguments."""
 
     name = "SGLang"
-    # The wheels for CPU-only machines lack what SGLang imports all the same.
+    # The wheels for CPU-only machines lack modules that SGLang imports all the same.
     _python_path = (_ROOT / "tests" / "shims" / "sglang_cpu",)
 
     @classmethod
     def interpreter(cls) -> Path:
+        """Return the first of the three interpreters that the module's docstring names."""
         named = os.environ.get("SGLANG_PYTHON")
         if named:
             return Path(named)
@@ -41,7 +42,7 @@ class SglangProcess(EngineProcess):
         return _ROOT / ".venv-sglang" / "bin" / "python"
 
     def checksums(self) -> dict[str, str]:
-        """SGLang's checksum of every live parameter and persistent buffer, by rank and name."""
+        """Return SHA-256 of every parameter and persistent buffer, by ``tp<rank>:<name>``."""
         answer = self._checked(self.post("/weights_checker", json={"action": "checksum"}))
         return {
             f"tp{rank}:{name}": checksum
@@ -50,7 +51,7 @@ class SglangProcess(EngineProcess):
         }
 
     def buffer_checksums(self) -> dict[str, str]:
-        """None: `checksums` has the buffers too."""
+        """Return nothing: `checksums` has the buffers too."""
         return {}
 
     def weight_version(self) -> str:
@@ -67,7 +68,7 @@ class SglangProcess(EngineProcess):
             *("-m", "sglang.launch_server"),
             *("--model-path", str(self.model), "--host", HOST, "--port", str(self.port)),
             *("--dtype", "bfloat16", "--device", "cpu", "--max-total-tokens", "4096"),
-            "--sleep-on-idle",  # or every scheduler keeps a core busy
+            "--sleep-on-idle",  # otherwise every scheduler keeps a core busy
             *("--tp-size", str(self.tp)),
         ]
 

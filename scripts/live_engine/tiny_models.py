@@ -1,9 +1,9 @@
-"""Small random Hugging Face models, built without a hub, for tests and for the demo.
+"""Build small random Hugging Face models without a hub, for the tests, demo and benchmarks.
 
-A model folder holds what an engine needs to serve: a config, bf16 safetensors weights with the
+A model folder has what an engine needs to serve: a config, bf16 safetensors weights with the
 names of a real checkpoint of that architecture, a generation config and a byte-level BPE
-tokenizer. Every tensor is random, norms and biases too: a tensor of ones would look the same
-wherever it was put.
+tokenizer. Every tensor is random, norms and biases too: a misplaced tensor of ones would look
+like the right one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CORPUS: Final = (
     "In 2024 there were 365 days and 12 months; 100 % of them had at least 28 days.",
 )
 
-# Sizes that every kind shares: two layers, heads that two ranks can split, aligned widths.
+# Sizes of every architecture: two layers, heads that two ranks can split, aligned widths.
 _COMMON: Final[dict[str, Any]] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 128,
@@ -55,7 +55,7 @@ _EXPERTS: Final[dict[str, Any]] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
 }
-# Head sizes here and in _MLA are the only ones that vLLM has CPU kernels for.
+# vLLM has CPU kernels for these head sizes and those of _MLA only.
 _GDN: Final[dict[str, Any]] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -85,7 +85,7 @@ _MLA: Final[dict[str, Any]] = {
     "n_group": 1,
     "topk_group": 1,
     "topk_method": "noaux_tc",
-    # SGLang has no other rotary embedding for this architecture on CPU.
+    # SGLang's only rotary embedding for this architecture on CPU.
     "rope_scaling": {
         "rope_type": "yarn",
         "factor": 4.0,
@@ -96,11 +96,11 @@ _MLA: Final[dict[str, Any]] = {
         "mscale_all_dim": 1.0,
     },
     "first_k_dense_replace": 1,
-    # Fields of the published config that transformers leaves out and SGLang asks for.
+    # Fields of the published config that transformers leaves out and SGLang reads.
     "moe_layer_freq": 1,
     "scoring_func": "sigmoid",
 }
-# The config's class in transformers, which is imported late: it takes seconds.
+# Names of config classes in transformers, which is imported late: it takes seconds.
 _KINDS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "qwen3": ("Qwen3Config", {**_ATTENTION, "tie_word_embeddings": False}),
     "llama_tied": ("LlamaConfig", {**_ATTENTION, "tie_word_embeddings": True}),
@@ -123,7 +123,7 @@ def build(kind: str, directory: Path, *, seed: int = 0, **overrides: Any) -> Pat
     Args:
         kind: One of `KINDS`.
         directory: Where to write; created if needed.
-        seed: The weights are a function of `kind`, `overrides` and this.
+        seed: Of the weights, with `kind` and `overrides`.
         **overrides: Fields of the architecture's Hugging Face config.
 
     Raises:
@@ -154,7 +154,7 @@ def build(kind: str, directory: Path, *, seed: int = 0, **overrides: Any) -> Pat
 
 
 def build_tokenizer() -> Any:
-    """A byte-level BPE tokenizer of exactly `VOCAB_SIZE` tokens, the same every time."""
+    """Train a byte-level BPE tokenizer of exactly `VOCAB_SIZE` tokens, the same every time."""
     from transformers import PreTrainedTokenizerFast
 
     core = Tokenizer(models.BPE())
@@ -179,7 +179,11 @@ def build_tokenizer() -> Any:
 
 
 def load_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint folder, by its checkpoint name, in the files' order."""
+    """Load every tensor of a checkpoint folder, by checkpoint name, in the files' order.
+
+    Raises:
+        FileNotFoundError: The folder has no safetensors file.
+    """
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")):
         tensors.update(load_file(file))
@@ -192,8 +196,8 @@ def save_checkpoint(base_dir: Path, target_dir: Path, tensors: Mapping[str, torc
     """Write `tensors` as a checkpoint with the config and tokenizer of `base_dir`.
 
     Raises:
-        ValueError: A name, shape or dtype is not the base checkpoint's, or the two folders are
-            one (loaded tensors are mapped from the files).
+        ValueError: A name, shape or dtype differs from the base checkpoint's, or both folders
+            are the same (loaded tensors are mapped from the files).
     """
     if base_dir.resolve() == target_dir.resolve():
         raise ValueError(f"cannot write over {base_dir}, which is read from")
@@ -222,12 +226,12 @@ def perturb(
     """Write a copy of a checkpoint in which a fraction of every tensor's elements differ.
 
     Args:
-        directory: The checkpoint to start from; it is left alone.
+        directory: The checkpoint to start from; it is only read.
         target: The folder to write.
         density: Changed elements / numel, 0 to 1; at least one per tensor unless it is 0.
-        seed: Which elements change, and to what, is a function of this.
+        seed: Of the choice of elements and their new values.
         kind: ``ulp`` flips the lowest bit of the element (a neighbouring value), ``random``
-            draws a new value with the tensor's own spread. Either way its bytes differ.
+            draws a new value with the tensor's own spread. Both always change its bytes.
     """
     generator = torch.Generator().manual_seed(seed)
     tensors = load_tensors(directory)
@@ -237,7 +241,7 @@ def perturb(
 
 
 def _jitter_constants(model: torch.nn.Module) -> None:
-    """Add noise to what an initialiser leaves constant or regular: norms, biases, ramps."""
+    """Add noise to tensors that are initialised to constants or ramps, such as norms and biases."""
     with torch.no_grad():
         for tensor in model.state_dict().values():
             if tensor.is_floating_point() and (tensor.dim() < 2 or bool(tensor.std() == 0)):
@@ -247,20 +251,20 @@ def _jitter_constants(model: torch.nn.Module) -> None:
 def _perturbed(
     tensor: torch.Tensor, density: float, kind: str, generator: torch.Generator
 ) -> torch.Tensor:
-    """A copy of `tensor` with ``round(density * numel)`` elements changed."""
+    """Return a copy of `tensor` with ``round(density * numel)`` elements changed."""
     result = tensor.clone()
     count = round(density * tensor.numel())
     if density > 0:
         count = min(max(count, 1), tensor.numel())
-    where = torch.randperm(tensor.numel(), generator=generator)[:count]
+    indices = torch.randperm(tensor.numel(), generator=generator)[:count]
     bits = result.view(-1).view(_BITS[tensor.dtype.itemsize])
-    new_bits = bits[where] ^ 1
+    new_bits = bits[indices] ^ 1
     if kind == "random":
         spread = tensor.float().std(correction=0)
         drawn = (torch.randn(count, generator=generator) * spread).to(tensor.dtype)
         drawn_bits = drawn.view(bits.dtype)
-        new_bits = torch.where(drawn_bits == bits[where], new_bits, drawn_bits)
-    bits[where] = new_bits
+        new_bits = torch.where(drawn_bits == bits[indices], new_bits, drawn_bits)
+    bits[indices] = new_bits
     return result
 
 

@@ -10,36 +10,36 @@ from scripts.live_engine.process import HOST, EngineProcess
 
 _ENV: Final = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "VLLM_SERVER_DEV_MODE": "1",  # serves the checksums, and routes to pause and sleep
+    "VLLM_SERVER_DEV_MODE": "1",  # enables the routes for checksums, pause and sleep
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "PYTHONUNBUFFERED": "1",
     # The default binds threads to cores: it asserts with two ranks on a machine of one NUMA node,
-    # and two engines on one machine would be given the same cores.
+    # and binds two engines on one machine to the same cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
 
 
 class VllmProcess(EngineProcess):
-    """One vLLM server with its development routes; arguments as of `EngineProcess`."""
+    """One vLLM server with its development routes; see `EngineProcess` for the arguments."""
 
     name = "vLLM"
 
     @classmethod
     def interpreter(cls) -> Path:
-        """This interpreter."""
+        """Return the current interpreter."""
         return Path(sys.executable)
 
     def checksums(self) -> dict[str, str]:
-        """SHA-256 of every live parameter, by ``dp0:pp0:pcp0:tp<rank>:<name>``."""
+        """Return SHA-256 of every live parameter, by ``dp0:pp0:pcp0:tp<rank>:<name>``."""
         answer = self._checked(self.post("/weight_checker", json={"action": "checksum"}))
         checksums: dict[str, str] = answer["checksums"]
         return checksums
 
     def buffer_checksums(self) -> dict[str, str]:
-        """SHA-256 of every registered buffer, named alike; the server has delta updates."""
+        """Return SHA-256 of every registered buffer, named alike; needs delta updates enabled."""
         body = {"method": "delta_buffer_checksums"}
         answer = self._checked(self.post("/collective_rpc", json=body))
         return {name: digest for rank in answer["results"] for name, digest in rank.items()}

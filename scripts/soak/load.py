@@ -1,4 +1,7 @@
-"""Generation load for the soak: clients that keep asking, and what became of every request."""
+"""Generation load for the soak: clients that keep sending requests, and their outcomes.
+
+``python -m scripts.soak.load URL CLIENTS SEED`` is the clients' process, which `Load` starts.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +20,26 @@ from typing import Any, Final
 
 import httpx
 
-# A request that takes longer has failed. It is far above what any pause may take.
+# A request that takes longer has failed. No pause takes nearly as long.
 _TIMEOUT_S: Final = 60.0
 _AFTER_FAILURE_S: Final = 0.2
-# Engines close a connection on which nothing came for 5 s; nothing is to be sent on one just then.
+# Engines close a connection that is idle for 5 s; a request sent at that moment would fail.
 _LIMITS: Final = httpx.Limits(keepalive_expiry=1.0)
 _PROBLEMS_KEPT: Final = 5
-_PREFIX_TOKENS: Final = 160  # longer than a block of vLLM's on CPU, so that its cache is of use
+_PREFIX_TOKENS: Final = 160  # longer than vLLM's block on CPU, so that its prefix cache is used
 _FIRST_TOKEN, _TOKENS = 3, 250  # ordinary ones of the tiny models' vocabulary
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One completion to ask for: token ids, how many more, and how."""
+    """One completion request.
+
+    Attributes:
+        prompt: token ids.
+        max_tokens: number of tokens to generate.
+        temperature: of the sampling.
+        stream: whether the answer is streamed.
+    """
 
     prompt: list[int]
     max_tokens: int
@@ -37,7 +47,7 @@ class Ask:
     stream: bool
 
     def body(self) -> dict[str, Any]:
-        """Of ``/v1/completions``. A whole answer has exactly `max_tokens` tokens."""
+        """Return the JSON for ``/v1/completions``; a complete answer has `max_tokens` tokens."""
         body = {
             "prompt": self.prompt,
             "max_tokens": self.max_tokens,
@@ -50,9 +60,11 @@ class Ask:
 
 
 def asks(seed: int, client: int) -> Iterator[Ask]:
-    """What one client asks for, without end: short and long prompts, and such that share one of a
-    few long beginnings with those of other clients."""
-    beginnings = [_tokens(random.Random(f"{seed} {n}"), _PREFIX_TOKENS) for n in range(3)]
+    """Generate one client's requests, endlessly.
+
+    Prompts are short, long, or share one of a few long prefixes with those of other clients.
+    """
+    prefixes = [_tokens(random.Random(f"{seed} {n}"), _PREFIX_TOKENS) for n in range(3)]
     rng = random.Random(f"{seed} client {client}")
     while True:
         shape = rng.randrange(4)
@@ -61,7 +73,7 @@ def asks(seed: int, client: int) -> Iterator[Ask]:
         elif shape == 1:
             prompt = _tokens(rng, rng.randint(100, 180))
         else:
-            prompt = rng.choice(beginnings) + _tokens(rng, rng.randint(1, 16))
+            prompt = rng.choice(prefixes) + _tokens(rng, rng.randint(1, 16))
         yield Ask(
             prompt,
             max_tokens=rng.randint(4, 48),
@@ -75,7 +87,7 @@ def _tokens(rng: random.Random, count: int) -> list[int]:
 
 
 class AbortPolicy:
-    """When requests may end aborted: where a sync that aborts was under way meanwhile."""
+    """Decides which requests may be aborted: those that overlap a sync with pause mode abort."""
 
     def __init__(self) -> None:
         self._begun: list[float] = []
@@ -83,7 +95,7 @@ class AbortPolicy:
 
     @contextlib.contextmanager
     def aborting(self) -> Iterator[None]:
-        """A sync that aborts is under way within."""
+        """Mark the time of a sync that aborts requests."""
         self._begun.append(time.monotonic())
         try:
             yield
@@ -91,15 +103,17 @@ class AbortPolicy:
             self._ended.append(time.monotonic())
 
     def allows(self, begin: float, end: float) -> bool:
-        """Whether a request may have been aborted that lasted from `begin` to `end`, both by
-        `time.monotonic`, of whatever process."""
+        """Return whether a request from `begin` to `end` may have been aborted.
+
+        Both are of `time.monotonic`, which all processes of a machine share.
+        """
         pairs = itertools.zip_longest(self._begun, self._ended, fillvalue=math.inf)
         return any(begin <= ended and begun <= end for begun, ended in pairs)
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Requests by what became of them, and completion tokens of all of them."""
+    """Number of requests by outcome, and completion tokens of all of them."""
 
     finished: int = 0
     aborted: int = 0
@@ -109,12 +123,12 @@ class Counts:
 
 @dataclass
 class Tally:
-    """Counts what comes back.
+    """Outcomes of requests.
 
     Attributes:
         counts: so far.
-        problems: what the first failed ones met.
-        seconds: of every request that did not fail.
+        problems: reasons of the first failures.
+        seconds: duration of every request that did not fail.
     """
 
     counts: Counts = field(default_factory=Counts)
@@ -124,15 +138,19 @@ class Tally:
     def answered(
         self, reason: str | None, tokens: int, wanted: int, seconds: float, *, may_abort: bool
     ) -> None:
-        """Take in an answer: why it ended, after how many tokens of those wanted, and seconds.
+        """Count an answer; it failed unless it is complete, or was aborted when that is allowed.
 
-        It has failed unless it is whole, or was aborted when that was allowed.
+        Args:
+            reason: the engine's finish reason.
+            tokens, wanted: how many tokens it has, and how many were requested.
+            seconds: duration of the request.
+            may_abort: whether a sync may have aborted it.
         """
         whole = reason == "length" and tokens == wanted
         aborted = reason == "abort" and may_abort and tokens <= wanted
         if not whole and not aborted:
-            said = "" if reason != "abort" else ", while no sync aborts"
-            self.failed(f"ended with {reason!r} after {tokens} of {wanted} tokens{said}")
+            suffix = "" if reason != "abort" else " without a sync that aborts"
+            self.failed(f"ended with {reason!r} after {tokens} of {wanted} tokens{suffix}")
             return
         counts = self.counts
         self.counts = replace(
@@ -144,25 +162,26 @@ class Tally:
         self.seconds.append(seconds)
 
     def failed(self, problem: str) -> None:
-        """Take in one that failed."""
+        """Count a request that failed."""
         self.counts = replace(self.counts, failed=self.counts.failed + 1)
         if len(self.problems) < _PROBLEMS_KEPT:
             self.problems.append(problem)
 
 
 class Load:
-    """Clients in a process of their own that send completions, each its next one as soon as the
-    last is answered.
+    """Clients that send completion requests, from a process of their own.
 
-    Within ``with``; at its end every request is answered before it returns.
+    Each sends its next request as soon as the last one is answered. They run within the ``with``
+    block, which ends when every request has been answered.
 
     Args:
         url: The engine's root.
-        clients: How many.
-        seed: Of what they ask for.
+        clients: Number of clients.
+        seed: Of the requests.
 
     Attributes:
-        tally, policy: see there.
+        tally: outcomes so far.
+        policy: to be told of syncs that abort requests.
     """
 
     def __init__(self, url: str, clients: int, seed: int) -> None:
@@ -177,7 +196,7 @@ class Load:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C is for this process; it ends the other
+            start_new_session=True,  # so that Ctrl-C reaches this process only
         )
         self._reader.start()
         return self
@@ -185,7 +204,7 @@ class Load:
     def __exit__(self, *exc_info: object) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        self._process.stdin.close()  # what it waits for
+        self._process.stdin.close()  # tells the clients to stop
         self._reader.join()
         if self._process.wait() != 0:
             self.tally.failed("the clients' process failed")
@@ -197,7 +216,7 @@ class Load:
             self.take(json.loads(line))
 
     def take(self, answer: dict[str, Any]) -> None:
-        """Take in what became of one request, as `main` prints it."""
+        """Count one request, as `main` prints it."""
         if "problem" in answer:
             self.tally.failed(answer["problem"])
             return
@@ -212,7 +231,7 @@ class Load:
 
 
 def main() -> None:
-    """Be the clients: one line of JSON for every request, until stdin is closed."""
+    """Run the clients until stdin is closed; print one line of JSON per request."""
     url, clients, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     stop = threading.Event()
     threads = [
@@ -244,11 +263,11 @@ def _ask(url: str, wanted: Iterator[Ask], stop: threading.Event) -> None:
 
 
 def _complete(client: httpx.Client, url: str, ask: Ask) -> tuple[str | None, int]:
-    """Why an answer ended, and how many tokens it has.
+    """Return an answer's finish reason and number of tokens.
 
     Raises:
-        httpx.HTTPError: No answer, or one that is not 200.
-        ValueError, LookupError, TypeError: The answer is not what it should look like.
+        httpx.HTTPError: There was no answer, or its status is not 200.
+        ValueError, LookupError, TypeError: The answer is malformed.
     """
     if not ask.stream:
         answer = client.post(url, json=ask.body())
@@ -263,12 +282,12 @@ def _complete(client: httpx.Client, url: str, ask: Ask) -> tuple[str | None, int
 
 
 def read_stream(pieces: Iterator[bytes]) -> tuple[str | None, int]:
-    """Why a streamed answer ended, and how many tokens it has.
+    """Return a streamed answer's finish reason and number of tokens.
 
-    vLLM gives no reason where a request is aborted before its first token: that is ``abort``.
+    vLLM gives no reason if a request is aborted before its first token; this returns ``abort``.
 
     Raises:
-        ValueError, LookupError, TypeError: It broke off, or is not what it should look like.
+        ValueError, LookupError, TypeError: The stream is incomplete or malformed.
     """
     reason, tokens, done = None, None, False
     for line in _lines(pieces):
@@ -289,7 +308,7 @@ def read_stream(pieces: Iterator[bytes]) -> tuple[str | None, int]:
 
 
 def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """Split at line feeds only; httpx's lines also end at what is text here, as U+0085."""
+    """Split at line feeds only; httpx also splits at U+0085 and others, which are text here."""
     rest = b""
     for piece in pieces:
         *whole, rest = (rest + piece).split(b"\n")

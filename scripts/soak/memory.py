@@ -1,4 +1,4 @@
-"""What the processes of an engine keep, sampled over a soak, and whether it stays flat."""
+"""Resources of an engine's processes, sampled over a soak, and whether their use stays flat."""
 
 from __future__ import annotations
 
@@ -10,57 +10,58 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-# Anonymous memory and shared memory, the latter by this process's share. Mapped files are left
-# out: which of their pages are here depends on what else runs on the machine.
-_COUNTED: Final = ("Pss_Anon", "Pss_Shmem", "SwapPss")
+import psutil
+
+from scripts.process_memory import unmapped_bytes
 
 MEMORY, FILES, THREADS = "memory", "open files", "threads"
 
 
 @dataclass(frozen=True)
-class Use:
-    """What one process keeps: bytes of memory, open files, threads."""
+class Usage:
+    """What one process uses: bytes of memory that no file backs, open files, threads."""
 
     memory: int
     files: int
     threads: int
 
     @classmethod
-    def of(cls, pid: int) -> Use:
-        """Raises OSError: it is gone."""
-        proc = Path(f"/proc/{pid}")
-        return cls(
-            memory_bytes((proc / "smaps_rollup").read_text()),
-            len(list((proc / "fd").iterdir())),
-            len(list((proc / "task").iterdir())),
-        )
+    def of(cls, pid: int) -> Usage:
+        """Measure a process.
+
+        Raises:
+            OSError, psutil.Error: It has ended.
+        """
+        process = psutil.Process(pid)
+        return cls(unmapped_bytes(pid), process.num_fds(), process.num_threads())
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What every process keeps after so many syncs, by process id; files in the spool folder."""
+    """Usage of every process after some number of syncs, by process id; files in the spool."""
 
     syncs: int
-    processes: Mapping[int, Use]
+    processes: Mapping[int, Usage]
     spooled: int
 
     @classmethod
     def take(cls, syncs: int, pids: Iterable[int], spool: Path) -> Sample:
-        uses = {}
+        """Measure all processes that still run."""
+        usage = {}
         for pid in pids:
-            with contextlib.suppress(OSError):
-                uses[pid] = Use.of(pid)
-        return cls(syncs, uses, len(spooled(spool)))
+            with contextlib.suppress(OSError, psutil.Error):
+                usage[pid] = Usage.of(pid)
+        return cls(syncs, usage, len(spooled(spool)))
 
 
 @dataclass(frozen=True)
 class Trend:
-    """How something went: medians of the first and the last quarter of the samples.
+    """Growth of one figure from the first to the last quarter of the samples.
 
     Attributes:
-        first, last: the medians.
-        syncs: between the middles of the two quarters.
-        bound: most by which `last` may be above `first`.
+        first, last: the quarters' medians.
+        syncs: number of syncs between the middles of the two quarters.
+        bound: the largest allowed `last - first`.
     """
 
     first: float
@@ -70,11 +71,11 @@ class Trend:
 
     @classmethod
     def of(cls, points: Sequence[tuple[int, float]], bound: float) -> Trend:
-        """Of (syncs, what was found) by syncs; at least two."""
+        """Compute the trend of at least two (number of syncs, figure), in order."""
         quarter = max(1, len(points) // 4)
-        begin, end = points[:quarter], points[-quarter:]
-        (begun, first), (ended, last) = map(_medians, (begin, end))
-        return cls(first, last, ended - begun, bound)
+        first_syncs, first = _medians(points[:quarter])
+        last_syncs, last = _medians(points[-quarter:])
+        return cls(first, last, last_syncs - first_syncs, bound)
 
     @property
     def is_flat(self) -> bool:
@@ -82,17 +83,17 @@ class Trend:
 
     @property
     def per_sync(self) -> float:
-        """How much was added per sync."""
+        """Return the growth per sync."""
         return (self.last - self.first) / max(1.0, self.syncs)
 
 
-# Most that each may grow by from the first to the last quarter of the samples. Memory: what an
-# allocator holds back. Files: connections come and go. Threads: pools grow when they are needed.
+# The largest allowed growth from the first to the last quarter of the samples. Memory: allocators
+# keep freed memory. Files: connections come and go. Threads: pools grow when they are needed.
 BOUNDS: Final[dict[str, float]] = {MEMORY: float(8 << 20), FILES: 8.0, THREADS: 4.0}
 
 
 def trends(samples: Sequence[Sample]) -> dict[int, dict[str, Trend]]:
-    """What became of each process that was there all the time, by process id.
+    """Compute the trends of every process that is in all samples, by process id.
 
     Args:
         samples: those after the warm-up, at least two, in order.
@@ -100,22 +101,22 @@ def trends(samples: Sequence[Sample]) -> dict[int, dict[str, Trend]]:
     lasting = set.intersection(*(set(sample.processes) for sample in samples))
     found: dict[int, dict[str, Trend]] = {}
     for pid in sorted(lasting):
-        uses = [(sample.syncs, sample.processes[pid]) for sample in samples]
+        measured = [(sample.syncs, sample.processes[pid]) for sample in samples]
         series: dict[str, list[tuple[int, float]]] = {
-            MEMORY: [(syncs, use.memory) for syncs, use in uses],
-            FILES: [(syncs, use.files) for syncs, use in uses],
-            THREADS: [(syncs, use.threads) for syncs, use in uses],
+            MEMORY: [(syncs, usage.memory) for syncs, usage in measured],
+            FILES: [(syncs, usage.files) for syncs, usage in measured],
+            THREADS: [(syncs, usage.threads) for syncs, usage in measured],
         }
         found[pid] = {what: Trend.of(points, BOUNDS[what]) for what, points in series.items()}
     return found
 
 
 def grown(samples: Sequence[Sample], names: Mapping[int, str]) -> list[str]:
-    """What is not flat, in words; processes that were started or lost on the way too.
+    """Describe every figure that grew, and every process that was started or lost.
 
     Args:
-        samples: as of `trends`.
-        names: of the processes.
+        samples: see `trends`.
+        names: of the processes, by id.
     """
     problems = [
         f"{names.get(pid, pid)}: {what} grew from {trend.first:,.0f} to {trend.last:,.0f}, "
@@ -125,7 +126,7 @@ def grown(samples: Sequence[Sample], names: Mapping[int, str]) -> list[str]:
         if not trend.is_flat
     ]
     before, after = set(samples[0].processes), set(samples[-1].processes)
-    problems += [f"process {pid} was started on the way" for pid in sorted(after - before)]
+    problems += [f"process {pid} was started during the soak" for pid in sorted(after - before)]
     problems += [f"{names.get(pid, pid)} was lost" for pid in sorted(before - after)]
     spool = Trend.of([(sample.syncs, sample.spooled) for sample in samples], 0.0)
     if not spool.is_flat:
@@ -134,7 +135,7 @@ def grown(samples: Sequence[Sample], names: Mapping[int, str]) -> list[str]:
 
 
 def names_of(pids: Iterable[int]) -> dict[int, str]:
-    """What processes call themselves, by id; of those with one name the later ones are numbered."""
+    """Return short names of processes by id; repeated names are numbered."""
     found: dict[int, str] = {}
     seen: Counter[str] = Counter()
     for pid in pids:
@@ -145,26 +146,22 @@ def names_of(pids: Iterable[int]) -> dict[int, str]:
 
 
 def _name(pid: int) -> str:
-    """What a process calls itself, short."""
+    """Return a process's title or the module that it runs."""
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
+        command = psutil.Process(pid).cmdline() or [""]
+    except psutil.Error:
         return str(pid)
-    title = words[0]
+    title: str = command[0]
     if "::" in title:
         return title.strip()
-    module = words[words.index("-m") + 1] if "-m" in words[:-1] else " ".join(words[1:])
-    return "resource tracker" if "resource_tracker" in module else f"{module[:40]}"
-
-
-def memory_bytes(rollup: str) -> int:
-    """Bytes of memory by the text of ``smaps_rollup``."""
-    pairs = (line.split() for line in rollup.splitlines())
-    return sum(int(pair[1]) << 10 for pair in pairs if pair[0].rstrip(":") in _COUNTED)
+    module: str = (
+        command[command.index("-m") + 1] if "-m" in command[:-1] else " ".join(command[1:])
+    )
+    return "resource tracker" if "resource_tracker" in module else module[:40]
 
 
 def spooled(folder: Path) -> list[Path]:
-    """Files in a spool folder that hold something."""
+    """List the files in a spool folder that are not empty."""
     found = []
     for file in folder.rglob("*"):
         with contextlib.suppress(OSError):  # it may be gone by now

@@ -1,4 +1,4 @@
-"""The figures of a soak, and how they are shown."""
+"""The figures of a soak, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from scripts.soak.syncs import Record
 
 @dataclass
 class Figures:
-    """What a soak has found.
+    """Results of a soak.
 
     Attributes:
         record: of the syncs.
         names: of the engine's processes, by id.
-        warm_up: syncs before memory is judged.
-        load: what became of all requests; `quiet` of those before the first sync.
-        quiet_s: how long that was.
+        warm_up: number of syncs after which growth is judged.
+        load: outcomes of all requests.
+        quiet: outcomes of the requests before the first sync.
+        quiet_s: seconds before the first sync.
         request_s: seconds of every request.
-        problems: why it has failed, in words.
+        problems: why the soak failed; empty if it passed.
     """
 
     record: Record
@@ -40,9 +41,9 @@ class Figures:
     problems: list[str]
 
     def all(self) -> dict[str, Any]:
-        """All of it, for `--json`."""
+        """Return all figures, for `--json`."""
         record, load, quiet = self.record, self.load, self.quiet
-        judged = trends(self.judged())
+        of_processes = trends(self.judged())
         return {
             "syncs": record.syncs,
             "seconds": round(record.seconds, 1),
@@ -68,12 +69,15 @@ class Figures:
                     what: [trend.first, trend.last, round(trend.per_sync, 1)]
                     for what, trend in of_process.items()
                 }
-                for pid, of_process in judged.items()
+                for pid, of_process in of_processes.items()
             },
             "memory_samples": [
                 [
                     sample.syncs,
-                    {self.names.get(p, str(p)): u.memory for p, u in sample.processes.items()},
+                    {
+                        self.names.get(pid, str(pid)): usage.memory
+                        for pid, usage in sample.processes.items()
+                    },
                 ]
                 for sample in record.samples
             ],
@@ -81,19 +85,19 @@ class Figures:
         }
 
     def judged(self) -> list[Sample]:
-        """The samples after the warm-up."""
+        """Return the samples after the warm-up."""
         return [sample for sample in self.record.samples if sample.syncs >= self.warm_up]
 
 
 def show(found: Figures, console: Console) -> None:
-    """The figures as tables."""
+    """Print the figures as tables."""
     figures = found.all()
     requests, rates = figures["requests"], figures["tokens_per_s"]
     table = Table("", "", box=box.MARKDOWN, show_header=False)
     rows = {
         "syncs": f"{figures['syncs']:,} in {figures['seconds']:,.0f} s",
         "syncs per second": f"{figures['syncs_per_s']:.2f}",
-        "of them": ", ".join(f"{count} {way}" for way, count in figures["by_way"].items()),
+        "by kind": ", ".join(f"{count} {way}" for way, count in figures["by_way"].items()),
         "digest of live memory compared": f"{figures['digest_checks']:,} times, equal",
         "requests finished": f"{requests['finished']:,}",
         "requests aborted by policy": f"{requests['aborted_by_policy']:,}",
@@ -101,17 +105,15 @@ def show(found: Figures, console: Console) -> None:
         "tokens per second": "without syncs {without_syncs:,.0f}, with {with_syncs:,.0f}".format(
             **rates
         ),
-        "request, s": _shown(figures["request_s"]),
-        "pause, ms": _shown(figures["pause_ms"]),
+        "request, s": _joined(figures["request_s"]),
+        "pause, ms": _joined(figures["pause_ms"]),
     }
-    for what, said in rows.items():
-        table.add_row(what, said)
+    for row in rows.items():
+        table.add_row(*row)
     console.print(table)
-    after = f"from {found.warm_up} syncs on"
-    memory = Table(
-        f"process, {after}", "memory, MiB", "bytes per sync", "open files", "threads",
-        box=box.MARKDOWN,
-    )  # fmt: skip
+    process = f"process, after {found.warm_up} syncs"
+    columns = (process, "memory, MiB", "bytes per sync", "open files", "threads")
+    memory = Table(*columns, box=box.MARKDOWN)
     for name, of_process in figures["processes"].items():
         first, last, per_sync = of_process[MEMORY]
         others = [f"{a:g} -> {b:g}" for what, (a, b, _) in of_process.items() if what != MEMORY]
@@ -126,5 +128,5 @@ def _percentiles(values: Sequence[float], digits: int) -> dict[str, float]:
     return {name: round(value, digits) for name, value in found.items()}
 
 
-def _shown(percentiles: dict[str, float]) -> str:
+def _joined(percentiles: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in percentiles.items())

@@ -1,4 +1,4 @@
-"""The syncs of the soak: a stand-in for a trainer, the reference sender, and the checks."""
+"""The syncs of the soak: a simulated trainer, the sender, and the checks."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ _SAMPLE_EVERY: Final = 2
 _ROUND: Final = 3  # syncs of one sender
 _FULL_EVERY: Final = 50
 _TIMEOUT_S: Final = 120.0
-# Shares of elements that change, in turn; no round number of them. One sync in seven is empty.
+# Shares of elements that change, in turn. Their number has no factor in common with the other
+# cycles. One sync in seven is empty.
 _DENSITIES: Final = (0.02, 0.005, 0.0, 0.1, 0.02, 0.3, 0.001)
-# Steps through all ways such that the first six already have every encoding and pause mode.
+# Chosen so that the first six of all ways already have every encoding and pause mode.
 _STRIDE: Final = 7
 
 
 class SoakFailed(Exception):
-    """The engine is not where it should be; the soak does not go on."""
+    """The engine's weights or version are wrong; the soak ends."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How the syncs of one sender go."""
+    """Options of one sender's syncs."""
 
     encoding: str
     pause_mode: str
@@ -48,21 +49,20 @@ class Way:
 
 
 def ways(pause_modes: tuple[str, ...]) -> Iterator[Way]:
-    """Every encoding with every pause mode, with and without the cache flushed, in turn."""
+    """Cycle through every encoding and pause mode, with and without a cache flush, endlessly."""
     every = [Way(*way) for way in itertools.product(CHOICES, pause_modes, (True, False))]
     return (every[number * _STRIDE % len(every)] for number in itertools.count())
 
 
 class Trainer:
-    """Checkpoint tensors of which some elements change with every step, by a few units in the last
-    place, so that they stay what they were but for a little.
+    """Checkpoint tensors; every step changes some elements by a few units in the last place.
 
     Args:
-        tensors: name -> tensor; changed in place.
-        seed: of what changes.
+        tensors: name -> tensor; copied.
+        seed: of the changes.
 
     Attributes:
-        tensors: as given.
+        tensors: name -> tensor after the last step.
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor], seed: int) -> None:
@@ -71,24 +71,24 @@ class Trainer:
 
     @property
     def dtypes(self) -> set[str]:
-        """Of the tensors, by their manifest names."""
+        """Return the manifest names of the tensors' dtypes."""
         return {NAME_OF_TORCH[tensor.dtype] for tensor in self.tensors.values()}
 
     def step(self, density: float) -> None:
         """Change this share of every tensor's elements."""
         for tensor in self.tensors.values():
             bits = _bits(tensor)
-            where = np.flatnonzero(self._rng.random(bits.size, np.float32) < density)
-            bits[where] ^= self._rng.integers(1, 4, where.size, bits.dtype)
+            indices = np.flatnonzero(self._rng.random(bits.size, np.float32) < density)
+            bits[indices] ^= self._rng.integers(1, 4, indices.size, bits.dtype)
 
     def digest(self) -> str:
-        """Of all tensors, as the endpoint writes it, from their bytes."""
+        """Return the digest of all tensors in hex, as the endpoint writes it."""
         digests = (tensor_digest(name, _bits(t)) for name, t in self.tensors.items())
         return sum(digests, start=Digest.ZERO).hex()
 
 
 def _bits(tensor: torch.Tensor) -> Any:
-    """The tensor's memory as unsigned ints [numel]."""
+    """View the tensor's memory as unsigned integers [numel]."""
     dtype = bits_dtype(NAME_OF_TORCH[tensor.dtype])
     flat: Any = tensor.view(-1).view(torch.uint8).numpy().view(dtype)
     return flat
@@ -96,16 +96,16 @@ def _bits(tensor: torch.Tensor) -> Any:
 
 @dataclass
 class Record:
-    """What a soak has seen.
+    """Figures of the syncs.
 
     Attributes:
-        syncs: committed.
-        elements, wire_bytes: sent by them.
-        pauses_ms: what generation felt of each.
-        by_way: syncs by encoding, pause mode and so on.
-        checks: of the engine's live memory against the trainer's bytes.
-        samples: of what the engine's processes keep.
-        seconds: that all of it took.
+        syncs: number of committed syncs.
+        elements, wire_bytes: totals that they sent.
+        pauses_ms: how long each paused generation.
+        by_way: number of syncs by encoding, pause mode and so on.
+        checks: how often the engine's live memory was compared with the trainer's.
+        samples: of the resources that the engine's processes use.
+        seconds: time of all syncs.
     """
 
     syncs: int = 0
@@ -118,6 +118,7 @@ class Record:
     seconds: float = 0.0
 
     def add(self, report: SyncReport, way: Way) -> None:
+        """Count one committed sync."""
         self.syncs += 1
         self.elements += report.nnz
         self.wire_bytes += report.wire_bytes
@@ -134,11 +135,12 @@ class Syncs:
     """Syncs of one engine under load.
 
     Args:
-        engine: at `version`, with the trainer's bytes.
-        trainer: that it follows.
-        load: that goes on meanwhile.
+        engine: live, at `version`, with the trainer's weights.
+        trainer: whose steps are sent.
+        load: requests that run at the same time.
         spool: the engine's spool folder.
-        pause_modes: that take turns.
+        pause_modes: used in turn.
+        version: of the engine's weights.
     """
 
     engine: EngineProcess
@@ -149,12 +151,12 @@ class Syncs:
     version: int = 0
 
     def run(self, count: int, done: Callable[[Record], None]) -> Record:
-        """So many syncs, and `done` after each.
+        """Do `count` syncs, and call `done` after each.
 
         Raises:
-            SoakFailed: The engine is not where it should be.
-            SyncError: It refused a sync.
-            EngineError: One of its own routes failed.
+            SoakFailed: The engine's weights or version are wrong.
+            SyncError: The engine refused a sync.
+            EngineError: One of the engine's own routes failed.
         """
         record, start = Record(), time.perf_counter()
         next_way = ways(self.pause_modes)
@@ -165,15 +167,15 @@ class Syncs:
                     for _ in range(min(_ROUND, count - record.syncs)):
                         record.add(self._sync(sender, way, record.syncs + 1), way)
                         record.seconds = time.perf_counter() - start
-                        self._look(record)
+                        self._measure(record)
                         done(record)
         return record
 
     def check(self, digest: str | None = None) -> None:
-        """Compare the engine's live memory and versions with what they should be.
+        """Compare the engine's live memory and versions with the trainer's.
 
         Args:
-            digest: the sender's, if it keeps one.
+            digest: the sender's, if it has one.
 
         Raises:
             SoakFailed: They differ.
@@ -183,9 +185,9 @@ class Syncs:
         status = self.engine.delta_status()
         found = {
             "digest of live memory": (scan["digest"], expected),
-            "tensors that something else has changed": (scan["corrupted"], []),
-            "digest that the engine keeps": (status["digest"], expected),
-            "digest that the sender keeps": (digest or expected, expected),
+            "tensors that something else changed": (scan["corrupted"], []),
+            "digest in /delta_status": (status["digest"], expected),
+            "the sender's digest": (digest or expected, expected),
             "version in /delta_status": (status["version"], self.version),
             "the engine's own weight version": (self.engine.weight_version(), str(self.version)),
         }
@@ -215,13 +217,13 @@ class Syncs:
         if (report.status, report.version, report.full) != ("committed", self.version, full):
             raise SoakFailed(
                 f"the sync to version {self.version} was {report.status} at {report.version}"
-                f"{', and full' if report.full else ''}: the engine did not hold the base version"
+                f"{', and full' if report.full else ''}: the engine was not at the base version"
             )
         if number % CHECK_EVERY == 0:
             self.check(report.digest)
         return report
 
-    def _look(self, record: Record) -> None:
+    def _measure(self, record: Record) -> None:
         record.checks = record.syncs // CHECK_EVERY
         if record.syncs % _SAMPLE_EVERY == 0:
             record.samples.append(Sample.take(record.syncs, self.engine.pids(), self.spool))

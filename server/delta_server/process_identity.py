@@ -1,4 +1,7 @@
-"""HTTP processes of one engine, as they name themselves to the ranks; all are on one host."""
+"""Names of an engine's HTTP processes, from which every other process sees whether one lives.
+
+All processes of one engine's HTTP side run on one host.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +9,30 @@ import os
 import uuid
 from pathlib import Path
 
-_STATE, _START_TIME = 0, 19  # fields of /proc/PID/stat behind the command
+_STATE, _START_TIME = 0, 19  # fields of /proc/PID/stat after the command
 
 
 def new_name() -> str:
-    """A name for something in this process, which tells whether the process still lives."""
+    """Return a unique name that identifies this process even if its pid is used again."""
     return f"{os.getpid()}:{_start_time(os.getpid())}:{uuid.uuid4().hex}"
 
 
 def is_alive(name: str) -> bool:
-    """Whether the process that made this name by `new_name` still lives."""
+    """Return whether the process that made this name with `new_name` still runs."""
     pid, start_time, _ = name.split(":")
     return _start_time(int(pid)) == start_time
 
 
 def _start_time(pid: int) -> str | None:
-    """In clock ticks since the host's start; None where the process is dead."""
+    """Return a process's start in clock ticks since boot; None if it is dead or a zombie.
+
+    `psutil.Process.create_time` is wall-clock time instead. It changes when the host's clock is
+    set, and a living process would then be taken for dead.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    # The command stands in parentheses and may hold any.
+    # The command is in parentheses and may contain some itself.
     fields = stat.rpartition(")")[2].split()
     return None if fields[_STATE] in "ZX" else fields[_START_TIME]

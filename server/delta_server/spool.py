@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import fcntl
 import logging
 import mmap
 import os
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from delta_server.upload_limits import MinimumRate, arriving
+from engine_ext.durable_files import FileLock
 from engine_ext.errors import SpoolFull, TooLarge
 from engine_ext.wire import FrameReader, Header, Limits, PartGate
 from engine_ext.wire.identity import part_identity
@@ -240,52 +240,36 @@ def _spool_error(error: OSError) -> Exception:
     return error
 
 
-def _make_locked(parent: str) -> tuple[Path, int]:
-    """A new private folder, and the descriptor that holds its lock until it is closed."""
+def _make_locked(parent: str) -> tuple[Path, FileLock]:
+    """Make a private folder and lock it."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        try:
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            continue  # a server that starts just now took it for a dead one's
-        # Where locks are not known nobody gets one, and so nobody removes anything.
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        if _is_at(lock, folder):
-            return folder, lock
-        os.close(lock)
+        # A server that starts at this moment may take the folder for a dead one's and remove it.
+        # Without locks in the file system nobody removes anything.
+        with contextlib.suppress(FileNotFoundError):
+            lock = FileLock(folder, os.O_RDONLY | os.O_DIRECTORY, None)
+            if lock.is_in_place():
+                return folder, lock
+            lock.close()
 
 
-def _remove(folder: Path, lock: int) -> None:
+def _remove(folder: Path, lock: FileLock) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    os.close(lock)
+    lock.close()
 
 
 def _remove_dead(parent: str) -> None:
-    """Remove the spools of this user whose processes are gone."""
+    """Remove this user's spools whose servers were killed."""
     for folder in Path(parent).glob(f"{_PREFIX}*"):
         try:
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            lock = FileLock(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, "in use")
         except OSError:
-            continue  # another user's, no folder, or gone
-        try:
-            if os.fstat(lock).st_uid == os.geteuid():
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _is_at(lock, folder):
-                    logger.warning("removing the spool of a server that was killed: %s", folder)
-                    shutil.rmtree(folder, ignore_errors=True)
-        except OSError:
-            continue  # its server lives
-        finally:
-            os.close(lock)
-
-
-def _is_at(descriptor: int, folder: Path) -> bool:
-    try:
-        found = os.lstat(folder)
-    except OSError:
-        return False
-    return os.path.samestat(found, os.fstat(descriptor))
+            continue  # its server lives, or it is another user's, no folder, or gone
+        with lock:
+            mine = lock.stat().st_uid == os.geteuid()
+            if mine and lock.is_enforced and lock.is_in_place():
+                logger.warning("removing the spool of a server that was killed: %s", folder)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _default_parent(needed: int) -> str:

@@ -1,4 +1,4 @@
-"""What the fault tests share with the engine tests: checkpoints, and servers that end."""
+"""Fixtures that the fault tests share with the live tests."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ FIRST = 5  # version of the checkpoint
 STAGE_TIMEOUT = 2
 SPOOL = 2 << 20
 
-# A sender in a process of its own: it sends, reads an answer or does not, and waits to be killed.
+# A sender in a process of its own: it sends, may read the answer, and waits to be killed.
 CHILD = """
 import socket, sys, time
 connection = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
@@ -42,20 +42,20 @@ time.sleep(600)
 """
 
 
-class Scene:
-    """One engine; the sender knows what the engine acknowledged last, as a real one does.
+class Harness:
+    """One engine with its trainer and sender, which knows only what the engine acknowledged.
 
     Args:
         engine: serves `base`.
         base: the checkpoint.
-        folder: for the faults that are armed.
-        spool: the engine's.
-        options: the sender's.
+        folder: for the files that arm faults.
+        spool: the engine's spool folder.
+        options: of the sender.
 
     Attributes:
-        base_version: what the engine is at before the fault.
-        changed: what the step under way changes, by name.
-        sent: the parts of the sync that were made last.
+        base_version: the engine's version before the fault.
+        changed: name -> indices that the current step changes.
+        sent: the last parts that were made.
     """
 
     def __init__(
@@ -75,8 +75,7 @@ class Scene:
     # What is sent ----------------------------------------------------------------------------
 
     def step(self, only: str = "") -> None:
-        """The trainer goes on, or some of its tensors do; the sync to its weights is what the fault
-        meets."""
+        """Train one step; the fault happens during the sync to its weights."""
         self.base_version = self.trainer.version = self.version()
         self.changed = self.trainer.step(only=only)
         self.sent = []
@@ -89,7 +88,7 @@ class Scene:
         manifest_checksum: bool = False,
         **metadata: str,
     ) -> list[bytes]:
-        """The sync to the trainer's weights."""
+        """Make the parts of the sync to the trainer's weights."""
         common = {**self.trainer.metadata(), "num_parts": str(count), **metadata}
         self.sent = [
             container(
@@ -104,7 +103,7 @@ class Scene:
         return self.sent
 
     def other_values(self) -> None:
-        """The trainer has others of the elements that it has changed; of half of each tensor's."""
+        """Change the new values of half of the elements that the step changed."""
         for name, where in self.changed.items():
             fresh = self.trainer.tensors[name].clone()
             fresh.view(-1).view(BITS[fresh.element_size()])[where[::2]] ^= 8
@@ -114,20 +113,20 @@ class Scene:
         return self.engine.post(ROUTE, content=body, headers=OCTETS, params=params)
 
     def told(self, response: httpx.Response) -> str:
-        """``staged``, ``committed``, ``already_applied``, or status and type of the error."""
+        """Return the answer's status, or the HTTP status and type of its error."""
         answer = response.json()
         if response.status_code == 200:
             return str(answer["status"])
         return f"{response.status_code} {answer['error']['type']}"
 
     def is_told(self, body: bytes, expected: str, **params: str) -> httpx.Response:
-        """Post a part; the answer must be this."""
+        """Post a part and check the answer."""
         response = self.post(body, **params)
         assert self.told(response) == expected, response.text
         return response
 
     def raw(self, body: bytes, *, chunked: bool = False) -> bytes:
-        """A part as the request that carries it."""
+        """Return the HTTP request that carries a part."""
         kind = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {len(body)}"
         if chunked:
             pieces = [body[k : k + 4096] for k in range(0, len(body), 4096)]
@@ -136,9 +135,9 @@ class Scene:
         return f"{head}{kind}\r\n\r\n".encode() + body
 
     def cut(self, tenths: int, *, reset: bool = False) -> None:
-        """Send so many tenths of a sync's body, then end the connection, or reset it.
+        """Send some tenths of a sync's body, then close the connection or reset it.
 
-        The one that is reset sends its body in chunks.
+        With `reset` the body is chunked.
         """
         [body] = self.parts()
         request = self.raw(body, chunked=reset)
@@ -149,7 +148,7 @@ class Scene:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     def killed_sender(self, data: bytes, *, reads: bool, when: Callable[[], bool]) -> None:
-        """Let another process send this, and kill it once something is so."""
+        """Let another process send `data`, and kill it when a condition holds."""
         file = self.folder / "request"
         file.write_bytes(data)
         command = [sys.executable, "-c", CHILD, str(self.engine.port), str(file)]
@@ -167,11 +166,11 @@ class Scene:
     # What goes wrong -------------------------------------------------------------------------
 
     def arm(self, fault: str, rank: int, text: str = "") -> None:
-        """Let something happen in a rank; see ``tests/shims/faults``."""
+        """Arm a fault in a rank; see ``tests/shims/faults``."""
         (self.folder / f"{fault}-{rank}").write_text(text)
 
     def sleep(self) -> None:
-        """The engine gives its weights' memory back, by its own route."""
+        """Release the memory of the weights, with the engine's own route."""
         if self.engine.name == "vLLM":
             answer = self.engine.post("/sleep", params={"level": "1"})
         else:
@@ -179,7 +178,7 @@ class Scene:
         assert answer.status_code == 200
 
     def wake(self) -> None:
-        """And takes it again."""
+        """Resume the memory of the weights, with the engine's own route."""
         if self.engine.name == "vLLM":
             answer = self.engine.post("/wake_up")
         else:
@@ -187,7 +186,7 @@ class Scene:
         assert answer.status_code == 200
 
     def spool(self) -> Path:
-        """The engine's spool folder, which is mounted for the engine alone."""
+        """Return the spool folder, which is mounted in the engine's namespace only."""
         assert self.engine._process is not None
         return Path(f"/proc/{self.engine._process.pid}/root{self._spool}")
 
@@ -197,7 +196,7 @@ class Scene:
         return int(self.engine.delta_status()["version"])
 
     def prints(self) -> dict[str, Any]:
-        """Checksums of everything on every rank: the engine's own, and of all of the model."""
+        """Return the engine's own checksums, and those of the whole model on every rank."""
         for rank in range(RANKS):
             self.arm("hash_model", rank)
         self.engine.delta_status()
@@ -209,17 +208,39 @@ class Scene:
         }
 
     def holds(self, tensors: dict[str, torch.Tensor]) -> bool:
-        """Whether the digest of live memory is that of these tensors."""
+        """Return whether the digest of live memory is that of `tensors`."""
         found = self.engine.get("/delta_digest", params={"scan": "true"}).json()
         return (found["digest"], found["corrupted"]) == (model_digest(tensors).hex(), [])
 
+    def check_weights(self, before: object, *, new: bool) -> object:
+        """Check that every rank holds the new or the old weights, bit by bit, and generates.
+
+        New weights are rolled back, to the old ones.
+
+        Args:
+            before: what `prints` returned before the step.
+            new: whether the engine must be at the new version.
+
+        Returns:
+            What `prints` returned before the rollback.
+        """
+        assert self.engine.weight_version() == str(self.version())
+        assert self.holds(self.trainer.tensors if new else self.trainer.old)
+        assert self.generates() == 200
+        found = self.prints()
+        assert (found == before) != new
+        if new:
+            assert self.engine.post("/delta_rollback").json()["status"] == "rolled_back"
+            assert self.prints() == before
+        return found
+
     def generates(self) -> int:
-        """The status of a small completion."""
+        """Return the HTTP status of a small completion."""
         request = {"prompt": "a", "max_tokens": 2}
         return self.engine.post("/v1/completions", json=request, timeout=60).status_code
 
     def next_sync(self) -> SyncReport:
-        """The sender goes on, from what it knows; nobody helps."""
+        """Sync another step with the sender, without help, and check the engine."""
         self.trainer.step()
         report = self.sender.sync(self.trainer.tensors.items())
         status = self.engine.delta_status()
@@ -230,14 +251,14 @@ class Scene:
         return report
 
     def spooled(self) -> list[str]:
-        """Parts that are left in the spool."""
+        """List the parts in the spool."""
         return [str(file) for file in self.spool().rglob("*.safetensors")]
 
 
 def launch(
     start: Callable[..., EngineProcess], kind: str, base: Path, folder: Path, *arguments: str
-) -> Scene:
-    """Start an engine of a kind, with two ranks and a small spool on a mount of its own."""
+) -> Harness:
+    """Start an engine with two ranks and a small spool on a mount of its own."""
     spool = folder / "spool"
     spool.mkdir(exist_ok=True)
     engine = start(
@@ -258,20 +279,20 @@ def launch(
             "sh",
         ],
     )
-    return Scene(engine, base, folder, spool)
+    return Harness(engine, base, folder, spool)
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    """Wait until something is so."""
+    """Wait until a condition holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, "it never was so"
+        assert time.monotonic() < deadline, "the condition never held"
         time.sleep(0.05)
 
 
 def fill(folder: Path) -> Path:
-    """Take all the room that is left in a file system; returns the file that has it."""
-    file = folder / "of somebody else"
+    """Fill a file system; return the file that does."""
+    file = folder / "filler"
     with file.open("wb", buffering=0) as out:
         try:
             while True:

@@ -1,4 +1,4 @@
-"""The deaths of an engine's processes, one row each; few are survived by the others."""
+"""Deaths of an engine's processes, one row each; the engine survives only `RESPAWNS`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from tests.faults.harness import RANKS, wait_until
-from tests.faults.restarts import DEATH_S, Lives
+from tests.faults.restarts import DEATH_S, RestartHarness
 from tests.faults.survivable import staged
 
-# A process that an engine has beside its ranks and the one that serves HTTP.
+# A process of the engine that is neither a rank nor serves HTTP.
 OTHER = {"vLLM": "VLLM::EngineCore", "SGLang": "sglang::detokenizer"}
 
-# SGLang's processes that serve HTTP, where it has several; it starts those again that die.
+# SGLang's processes that serve HTTP, if it has several; it restarts those that die.
 HTTP = "sglang::tokenizer_worker"
 
 Ends: TypeAlias = Literal["old", "new", "log"]
@@ -24,69 +24,68 @@ class Death:
     """One row of the matrix.
 
     Attributes:
-        what: for the table; rows with the same text are one row there.
-        told: what the sender is answered, for the table.
-        ends: the version that an engine holds that is started again: the ``old`` or the ``new``
-            one, or either of them, as the ``log`` says.
-        do: begins the sync that the scene has stepped to, and kills.
-        only: what the step changes: all tensors, in several parts, or those with this in the name.
-        lingers: engines of which processes are left, which end when they are told to.
+        what: text in the table; rows with the same text are merged.
+        told: the sender's answer, as text in the table.
+        ends: the version of the restarted engine: ``old``, ``new``, or the newest of the ``log``.
+        do: starts the sync of the current step, and kills.
+        only: the step changes only tensors with this in their names, so that one part is enough.
+        lingers: engines with processes that end on SIGTERM only.
     """
 
     name: str
     what: str
     told: str
     ends: Ends
-    do: Callable[[Lives], None]
+    do: Callable[[RestartHarness], None]
     only: str = ""
     lingers: tuple[str, ...] = ()
 
 
-def rank_while_it(fault: str, rank: int) -> Callable[[Lives], None]:
-    """Kill a rank where this fault has stalled it."""
+def rank_while_it(fault: str, rank: int) -> Callable[[RestartHarness], None]:
+    """Kill a rank while a fault stalls it."""
 
-    def do(lives: Lives) -> None:
-        lives.arm(fault, rank)
-        lives.begin()
-        lives.kill_stalled(rank)
+    def do(harness: RestartHarness) -> None:
+        harness.arm(fault, rank)
+        harness.begin()
+        harness.kill_stalled(rank)
 
     return do
 
 
-def kill_other(lives: Lives) -> None:
-    lives.kill_titled(OTHER[lives.engine.name])
+def kill_other(harness: RestartHarness) -> None:
+    harness.kill_titled(OTHER[harness.engine.name])
 
 
-def kill_http(lives: Lives) -> None:
-    lives.kill_titled(HTTP)
+def kill_http(harness: RestartHarness) -> None:
+    harness.kill_titled(HTTP)
 
 
 def between_parts(
-    kill: Callable[[Lives], None], *, outlived: bool = False
-) -> Callable[[Lives], None]:
-    """Kill, and let the sender go on, once the server has ended if the death is not outlived."""
+    kill: Callable[[RestartHarness], None], *, survived: bool = False
+) -> Callable[[RestartHarness], None]:
+    """Kill between two parts; the sender goes on, after the engine's end unless it survives."""
 
-    def do(lives: Lives) -> None:
-        lives.begin(halts=True)
-        wait_until(lambda: staged(lives) == [0])
-        kill(lives)
-        assert outlived or lives.engine.wait(DEATH_S)
-        lives.go_on()
+    def do(harness: RestartHarness) -> None:
+        harness.begin(halts=True)
+        wait_until(lambda: staged(harness) == [0])
+        kill(harness)
+        assert survived or harness.engine.wait(DEATH_S)
+        harness.go_on()
 
     return do
 
 
 def in_mid_commit(
-    kill: Callable[[Lives], None], fault: str = "stall_write"
-) -> Callable[[Lives], None]:
-    """Kill while rank 1 has this fault."""
+    kill: Callable[[RestartHarness], None], fault: str = "stall_write"
+) -> Callable[[RestartHarness], None]:
+    """Kill while a fault stalls or slows down rank 1."""
 
-    def do(lives: Lives) -> None:
-        lives.arm(fault, 1)
-        lives.begin()
-        stalled = lives.folder / "stalled-1"
+    def do(harness: RestartHarness) -> None:
+        harness.arm(fault, 1)
+        harness.begin()
+        stalled = harness.folder / "stalled-1"
         wait_until(stalled.exists)
-        kill(lives)
+        kill(harness)
         stalled.unlink()
 
     return do
@@ -136,7 +135,7 @@ DEATHS = [
         "API server killed between parts",
         "nothing",
         "old",
-        between_parts(Lives.kill_server),
+        between_parts(RestartHarness.kill_server),
         lingers=("vLLM",),
     ),
     Death(
@@ -144,7 +143,7 @@ DEATHS = [
         "API server killed in mid-commit",
         "nothing",
         "new",
-        in_mid_commit(Lives.kill_server),
+        in_mid_commit(RestartHarness.kill_server),
         lingers=("vLLM",),
     ),
     Death(
@@ -159,11 +158,11 @@ DEATHS = [
         "every process killed in mid-commit",
         "nothing",
         "new",
-        in_mid_commit(Lives.kill_all),
+        in_mid_commit(RestartHarness.kill_all),
     ),
 ]
 
-# The engine outlives these.
+# The engine survives these.
 RESPAWNS = [
     Death(
         f"all HTTP processes killed {when}",
@@ -173,7 +172,7 @@ RESPAWNS = [
         do,
     )
     for when, do in (
-        ("between parts", between_parts(kill_http, outlived=True)),
+        ("between parts", between_parts(kill_http, survived=True)),
         ("in mid-commit", in_mid_commit(kill_http, "slow_write")),
     )
 ]

@@ -1,6 +1,6 @@
-"""An engine that dies and is started again, as a supervisor does; its sender, and their delta log.
+"""An engine that dies and is restarted, with its sender and their delta log.
 
-The checkpoint, the log, the port and the spool's folder stay, and so does the sender.
+The checkpoint, the log, the port, the spool's folder and the sender stay the same.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import psutil
 from delta_sender import SyncError, SyncReport
 from engine_ext.delta_log.catalog import Listing, list_log
 from scripts.live_engine.process import EngineProcess
-from tests.faults.harness import FIRST, PLUGIN, RANKS, STAGE_TIMEOUT, Scene, wait_until
+from tests.faults.harness import FIRST, PLUGIN, RANKS, STAGE_TIMEOUT, Harness, wait_until
 
 SHARED_MEMORY = Path("/dev/shm")
 PART_BYTES = 4 << 10  # a step of all tensors makes several parts, one of the norms a single one
@@ -29,21 +29,21 @@ DEATH_S = 90  # SGLang looks for core dumps for 65 s when its detokenizer has di
 ENDS_S = 15
 
 
-class Lives(Scene):
-    """One life of an engine after the other; the sender is told of none.
+class RestartHarness(Harness):
+    """Restarts its engine; the sender is not notified.
 
     Args:
         start: starts an engine.
         kind: of the engine.
         base: the checkpoint.
         folder: an empty one.
-        arguments: further ones of the engine's.
-        environment: further variables of the engine's.
-        python_path: where the engine's Python looks before its own folders.
-        encoding: the sender's; where it sends differences, the log has values.
+        arguments: further arguments of the engine.
+        environment: further environment variables of the engine.
+        python_path: folders to put first in the engine's ``PYTHONPATH``.
+        encoding: the sender's; the log has values even if it sends differences.
 
     Attributes:
-        answers: statuses of the answers to the sync under way.
+        answers: HTTP statuses of the answers to the current sync.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Lives(Scene):
             python_path=[PLUGIN, *python_path],
             extra_env={
                 "DELTA_FAULTS": str(folder),
-                # What SGLang compiles at each start, once for all lives.
+                # Lets SGLang compile once for all starts.
                 "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled"),
                 **(environment or {}),
             },
@@ -102,15 +102,15 @@ class Lives(Scene):
         )
 
     def close(self) -> None:
-        """The engine ends, and the sender lets go of the log."""
+        """Stop the engine, and release the sender's log."""
         self.engine.stop()
         self.sender.close()
         self._client.close()
 
-    # The sync that meets its engine's death --------------------------------------------------
+    # The sync during which the engine dies ---------------------------------------------------
 
     def begin(self, *, halts: bool = False) -> None:
-        """Let the sender begin its sync; with `halts` its second part waits for `go_on`."""
+        """Start the sync in a thread; with `halts` its second part waits for `go_on`."""
         self.answers.clear()
         self._posted, self._halts = 0, halts
         self._go_on.clear()
@@ -122,7 +122,7 @@ class Lives(Scene):
         self._go_on.set()
 
     def commits(self) -> bool:
-        """Whether the sync ends as committed; it is waited for."""
+        """Wait for the sync; return whether it was committed."""
         assert self._syncing is not None
         self._syncing.join(2 * DEATH_S)
         assert not self._syncing.is_alive(), "the sender does not give up"
@@ -149,38 +149,38 @@ class Lives(Scene):
     # Death -----------------------------------------------------------------------------------
 
     def kill_stalled(self, rank: int) -> None:
-        """SIGKILL the rank that stalls, once it does."""
+        """Send SIGKILL to a rank when it stalls."""
         file = self.folder / f"stalled-{rank}"
         wait_until(file.exists)
         self.kill(int(file.read_text()))
         file.unlink()
 
     def kill_server(self) -> None:
-        """SIGKILL the process that was started, which serves HTTP."""
+        """Send SIGKILL to the process that was started, which serves HTTP."""
         assert self.engine._process is not None
         self.kill(self.engine._process.pid)
 
     def kill_titled(self, title: str) -> None:
-        """SIGKILL the processes that call themselves so."""
+        """Send SIGKILL to the processes with a title."""
         self.kill(*self.titled(title))
 
     def titled(self, title: str) -> list[int]:
-        """The engine's processes that call themselves so."""
+        """Return the engine's processes whose title starts with `title`."""
         found = []
         for process in self.engine.pids():
             with contextlib.suppress(psutil.Error):  # it ended just now
-                # One that begins just now has no arguments yet.
+                # A process that starts at this moment has no arguments yet.
                 if "".join(psutil.Process(process).cmdline()[:1]).startswith(title):
                     found.append(process)
         assert found
         return found
 
     def kill_all(self) -> None:
-        """SIGKILL every process of the engine."""
+        """Send SIGKILL to every process of the engine."""
         self.kill(*self.engine.pids())
 
     def kill(self, *processes: int) -> None:
-        """SIGKILL these, of the engine's."""
+        """Send SIGKILL to some of the engine's processes."""
         found = self.engine.pids()
         assert set(processes) <= {*found}
         self._segments = _segments_of(found)
@@ -189,11 +189,11 @@ class Lives(Scene):
                 os.kill(process, signal.SIGKILL)
 
     def serves_nothing(self) -> None:
-        """Nothing is generated any more, and soon nobody takes a request."""
+        """Check that nothing is generated, and wait until no process accepts requests."""
         deadline = time.monotonic() + DEATH_S
         gone = [False]
         while not all(gone):
-            assert time.monotonic() < deadline, "somebody still takes requests"
+            assert time.monotonic() < deadline, "the engine still accepts requests"
             gone = [self._is_gone(*request) for request in self._requests()]
 
     def _requests(self) -> list[tuple[str, str, object]]:
@@ -210,14 +210,13 @@ class Lives(Scene):
         except httpx.ConnectError:
             return True
         except httpx.TransportError:
-            return False  # it is about to go
-        # Ranks that live may still tell what they hold.
+            return False  # it is about to end
+        # Ranks that still run may answer status requests.
         assert answer.status_code >= 500 or method == "GET", (path, answer.text)
         return False
 
     def ends_by_itself(self) -> bool:
-        """Whether no process is left; those that are end when they are told to, as a supervisor
-        does."""
+        """Return whether all processes end by themselves; SIGTERM must end the others."""
         if self._has_ended():
             return True
         for process in self.engine.pids():
@@ -231,12 +230,14 @@ class Lives(Scene):
             wait_until(lambda: self.engine.wait(0) and not self.engine.pids(), ENDS_S)
         return not self.engine.pids()
 
-    # And life --------------------------------------------------------------------------------
+    # Restart ---------------------------------------------------------------------------------
 
     def restart(self) -> None:
-        """Start the engine again, beside what the dead one has left in shared memory: SGLang's
-        message queue and load figures, vLLM's queue between its ranks. That is removed then, for
-        the tests that follow."""
+        """Start the engine again while the dead one's shared memory still exists.
+
+        That is SGLang's message queue and load figures, and vLLM's queue between its ranks. It is
+        removed afterwards, for the next tests.
+        """
         self.engine.stop()
         left = self._segments
         self.engine = self._start(port=self.engine.port)
@@ -244,24 +245,23 @@ class Lives(Scene):
             segment.unlink(missing_ok=True)
 
     def listing(self) -> Listing:
-        """What is in the log."""
+        """List the log."""
         return list_log(self.log)
 
     def spools(self) -> list[Path]:
-        """The spools of all lives that are there."""
+        """List the spools that exist, of every start."""
         return [*self._spool.iterdir()]
 
     def spool(self) -> Path:
-        """Where the spools lie."""
+        """Return the folder that contains the spools."""
         return self._spool
 
 
 def _segments_of(processes: Iterable[int]) -> set[Path]:
-    """The files in shared memory that some processes have mapped."""
+    """Return the files in shared memory that some processes have mapped."""
     found = set()
     for process in processes:
-        with contextlib.suppress(OSError):
-            maps = Path(f"/proc/{process}/maps").read_text().splitlines()
-            names = {line.split(maxsplit=5)[-1] for line in maps if f" {SHARED_MEMORY}/" in line}
-            found |= {Path(name.removesuffix(" (deleted)")) for name in names}
+        with contextlib.suppress(psutil.Error):
+            maps = [Path(mapped.path) for mapped in psutil.Process(process).memory_maps()]
+            found |= {path for path in maps if path.is_relative_to(SHARED_MEMORY)}
     return found

@@ -1,4 +1,4 @@
-"""The faults that an engine must outlive, one row each."""
+"""Faults that an engine must survive, one row each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeAlias
 
-from tests.faults.harness import RANKS, STAGE_TIMEOUT, Scene, fill
+from tests.faults.harness import RANKS, STAGE_TIMEOUT, Harness, fill
 from tests.support.plain_trainer import edited
 
 Ends: TypeAlias = Literal["old", "new", "either", "uncertain"]
@@ -19,223 +19,223 @@ class Fault:
     """One row of the matrix.
 
     Attributes:
-        what: for the table; rows with the same text are one row there.
-        told: what the sender is answered, for the table.
-        ends: the version that the engine holds afterwards: the ``old`` or the ``new`` one, either
-            of them, or the fault leaves it ``uncertain``.
-        do: meets the sync that the scene has stepped to, and checks the answers.
+        what: text in the table; rows with the same text are merged.
+        told: the sender's answer, as text in the table.
+        ends: the engine's version afterwards: ``old``, ``new``, ``either`` of them, or
+            ``uncertain``.
+        do: causes the fault during the sync of the current step, and checks the answers.
     """
 
     name: str
     what: str
     told: str
     ends: Ends
-    do: Callable[[Scene], None]
+    do: Callable[[Harness], None]
 
 
-def killed_in_a_body(scene: Scene) -> None:
-    request = scene.raw(scene.parts()[0])
-    scene.killed_sender(request[: len(request) // 2], reads=False, when=lambda: True)
+def killed_in_a_body(harness: Harness) -> None:
+    request = harness.raw(harness.parts()[0])
+    harness.killed_sender(request[: len(request) // 2], reads=False, when=lambda: True)
 
 
-def killed_between_parts(scene: Scene) -> None:
-    first, _ = scene.parts(2)
-    scene.killed_sender(scene.raw(first), reads=True, when=lambda: staged(scene) == [0])
+def killed_between_parts(harness: Harness) -> None:
+    first, _ = harness.parts(2)
+    harness.killed_sender(harness.raw(first), reads=True, when=lambda: staged(harness) == [0])
 
 
-def killed_after_the_commit(scene: Scene) -> None:
-    after = scene.base_version + 1
-    [body] = scene.parts()
-    scene.killed_sender(scene.raw(body), reads=False, when=lambda: scene.version() == after)
-    # The one who comes next sends the same, and is told that it is there.
-    scene.is_told(body, "already_applied")
+def killed_after_the_commit(harness: Harness) -> None:
+    after = harness.base_version + 1
+    [body] = harness.parts()
+    harness.killed_sender(harness.raw(body), reads=False, when=lambda: harness.version() == after)
+    # A sender that sends the same part again learns that it is applied.
+    harness.is_told(body, "already_applied")
 
 
-def spool_full(scene: Scene) -> None:
-    full_for(scene, scene.parts()[0])
+def spool_full(harness: Harness) -> None:
+    full_for(harness, harness.parts()[0])
 
 
-def spool_full_at_the_second(scene: Scene) -> None:
-    first, second = scene.parts(2)
-    scene.is_told(first, "staged")
-    full_for(scene, second)
+def spool_full_at_the_second(harness: Harness) -> None:
+    first, second = harness.parts(2)
+    harness.is_told(first, "staged")
+    full_for(harness, second)
 
 
-def full_for(scene: Scene, body: bytes) -> None:
-    filler = fill(scene.spool())
+def full_for(harness: Harness, body: bytes) -> None:
+    filler = fill(harness.spool())
     try:
-        scene.is_told(body, "507 SpoolFull")
+        harness.is_told(body, "507 SpoolFull")
     finally:
         filler.unlink()
 
 
-def corrupted_data(scene: Scene) -> None:
-    [body] = scene.parts()
+def corrupted_data(harness: Harness) -> None:
+    [body] = harness.parts()
     for at in (len(body) - 1, len(body) - 100):
-        scene.is_told(flipped(body, at), "400 ChecksumMismatch")
+        harness.is_told(flipped(body, at), "400 ChecksumMismatch")
 
 
-def corrupted_header(scene: Scene) -> None:
+def corrupted_header(harness: Harness) -> None:
     """All over it, as the sender hashes the metadata too; only its key is not in its own hash."""
-    [body] = scene.parts(manifest_checksum=True)
+    [body] = harness.parts(manifest_checksum=True)
     key = body.index(b"manifest_checksum")
     for at in range(0, 8 + int.from_bytes(body[:8], "little"), 97):
         if not key <= at < key + len("manifest_checksum"):
-            assert scene.told(scene.post(flipped(body, at)))[:3] in ("400", "413")
+            assert harness.told(harness.post(flipped(body, at)))[:3] in ("400", "413")
 
 
-def truncated(scene: Scene) -> None:
-    [body] = scene.parts()
+def truncated(harness: Harness) -> None:
+    [body] = harness.parts()
     for length in (0, 7, 100, len(body) // 2, len(body) - 1):
-        scene.is_told(body[:length], "400 MalformedPart")
+        harness.is_told(body[:length], "400 MalformedPart")
 
 
-def corrupted_second(scene: Scene) -> None:
-    first, second = scene.parts(2)
-    scene.is_told(first, "staged")
-    scene.is_told(flipped(second, len(second) - 1), "400 ChecksumMismatch")
+def corrupted_second(harness: Harness) -> None:
+    first, second = harness.parts(2)
+    harness.is_told(first, "staged")
+    harness.is_told(flipped(second, len(second) - 1), "400 ChecksumMismatch")
 
 
-def reordered(scene: Scene) -> None:
-    parts = scene.parts(3)
-    scene.is_told(parts[2], "staged")
-    scene.is_told(parts[0], "staged")
-    scene.is_told(parts[1], "committed")
+def reordered(harness: Harness) -> None:
+    parts = harness.parts(3)
+    harness.is_told(parts[2], "staged")
+    harness.is_told(parts[0], "staged")
+    harness.is_told(parts[1], "committed")
 
 
-def duplicated(scene: Scene) -> None:
-    first, second = scene.parts(2)
-    scene.is_told(first, "staged")
-    scene.is_told(first, "staged")
-    scene.is_told(second, "committed")
-    scene.is_told(second, "already_applied")
-    scene.is_told(first, "already_applied")
+def duplicated(harness: Harness) -> None:
+    first, second = harness.parts(2)
+    harness.is_told(first, "staged")
+    harness.is_told(first, "staged")
+    harness.is_told(second, "committed")
+    harness.is_told(second, "already_applied")
+    harness.is_told(first, "already_applied")
 
 
-def duplicated_at_once(scene: Scene) -> None:
-    [body] = scene.parts()
+def duplicated_at_once(harness: Harness) -> None:
+    [body] = harness.parts()
     with ThreadPoolExecutor(4) as pool:
-        told = sorted(map(scene.told, pool.map(scene.post, [body] * 4)))
+        told = sorted(map(harness.told, pool.map(harness.post, [body] * 4)))
     assert told == [*["already_applied"] * 3, "committed"]
 
 
-def missing(scene: Scene) -> None:
-    parts = scene.parts(3)
-    scene.is_told(parts[0], "staged")
-    scene.is_told(parts[2], "staged")
+def missing(harness: Harness) -> None:
+    parts = harness.parts(3)
+    harness.is_told(parts[0], "staged")
+    harness.is_told(parts[2], "staged")
 
 
-def other_bytes(scene: Scene) -> None:
-    first, second = scene.parts(2, sync_id="one")
-    scene.is_told(first, "staged")
-    scene.is_told(edited(second, part="0"), "409 Conflict")
+def other_bytes(harness: Harness) -> None:
+    first, second = harness.parts(2, sync_id="one")
+    harness.is_told(first, "staged")
+    harness.is_told(edited(second, part="0"), "409 Conflict")
 
 
-def stale(scene: Scene) -> None:
-    [body] = scene.parts()
-    old = str(scene.base_version)
+def stale(harness: Harness) -> None:
+    [body] = harness.parts()
+    old = str(harness.base_version)
     # Another's way to the version that the engine is at, and one from further back.
-    before = str(scene.base_version - 1)
-    scene.is_told(edited(body, current_version=old, base_version=before), "409 VersionConflict")
-    scene.is_told(edited(body, base_version=before), "409 VersionConflict")
+    before = str(harness.base_version - 1)
+    harness.is_told(edited(body, current_version=old, base_version=before), "409 VersionConflict")
+    harness.is_told(edited(body, base_version=before), "409 VersionConflict")
 
 
-def future(scene: Scene) -> None:
-    [body] = scene.parts()
-    there, next_one = str(scene.base_version + 1), str(scene.base_version + 2)
-    answer = scene.is_told(
+def future(harness: Harness) -> None:
+    [body] = harness.parts()
+    there, next_one = str(harness.base_version + 1), str(harness.base_version + 2)
+    answer = harness.is_told(
         edited(body, current_version=next_one, base_version=there), "409 VersionConflict"
     )
-    assert answer.json()["error"]["actual"] == scene.base_version
+    assert answer.json()["error"]["actual"] == harness.base_version
 
 
-def two_senders(scene: Scene) -> None:
+def two_senders(harness: Harness) -> None:
     """Both have whole syncs to a version, of other weights; one of them wins."""
     syncs = []
     for encoding in ("deltas", "indices"):
-        syncs.append((dict(scene.trainer.tensors), scene.parts(encoding=encoding)))
-        scene.other_values()
+        syncs.append((dict(harness.trainer.tensors), harness.parts(encoding=encoding)))
+        harness.other_values()
     with ThreadPoolExecutor(2) as pool:
-        told = [scene.told(answer) for answer in pool.map(scene.post, [b for _, [b] in syncs])]
+        told = [harness.told(answer) for answer in pool.map(harness.post, [b for _, [b] in syncs])]
     won = told.index("committed")
     assert told[1 - won] in ("409 VersionConflict", "409 SyncInProgress")
-    scene.trainer.tensors, scene.sent = syncs[won]
+    harness.trainer.tensors, harness.sent = syncs[won]
 
 
-def two_senders_between_parts(scene: Scene) -> None:
-    tensors = dict(scene.trainer.tensors)
-    first, second = sent = scene.parts(2)
-    scene.other_values()
-    [other] = scene.parts()
-    scene.is_told(first, "staged")
-    answer = scene.is_told(other, "409 SyncInProgress")
+def two_senders_between_parts(harness: Harness) -> None:
+    tensors = dict(harness.trainer.tensors)
+    first, second = sent = harness.parts(2)
+    harness.other_values()
+    [other] = harness.parts()
+    harness.is_told(first, "staged")
+    answer = harness.is_told(other, "409 SyncInProgress")
     assert 1 <= int(answer.headers["Retry-After"]) <= STAGE_TIMEOUT
-    scene.is_told(second, "committed")
-    scene.trainer.tensors, scene.sent = tensors, sent
+    harness.is_told(second, "committed")
+    harness.trainer.tensors, harness.sent = tensors, sent
 
 
-def asleep(scene: Scene) -> None:
-    [body] = scene.parts()
-    scene.sleep()
-    scene.is_told(body, "409 WeightsAsleep")
-    scene.wake()
+def asleep(harness: Harness) -> None:
+    [body] = harness.parts()
+    harness.sleep()
+    harness.is_told(body, "409 WeightsAsleep")
+    harness.wake()
 
 
-def asleep_between_parts(scene: Scene) -> None:
-    first, second = scene.parts(2)
-    scene.is_told(first, "staged")
-    scene.sleep()
-    scene.is_told(second, "409 WeightsAsleep")
-    scene.wake()
+def asleep_between_parts(harness: Harness) -> None:
+    first, second = harness.parts(2)
+    harness.is_told(first, "staged")
+    harness.sleep()
+    harness.is_told(second, "409 WeightsAsleep")
+    harness.wake()
 
 
-def one_rank_cannot_stage(scene: Scene, rank: int) -> None:
-    scene.arm("fail_stage", rank)
-    assert scene.told(scene.post(scene.parts()[0])).startswith("500 ")
+def one_rank_cannot_stage(harness: Harness, rank: int) -> None:
+    harness.arm("fail_stage", rank)
+    assert harness.told(harness.post(harness.parts()[0])).startswith("500 ")
 
 
-def one_rank_cannot_write(scene: Scene, rank: int) -> None:
-    scene.arm("fail_write", rank)
-    scene.is_told(scene.parts()[0], "500 WriteUndone")
+def one_rank_cannot_write(harness: Harness, rank: int) -> None:
+    harness.arm("fail_write", rank)
+    harness.is_told(harness.parts()[0], "500 WriteUndone")
 
 
-def ranks_raise(scene: Scene) -> None:
+def ranks_raise(harness: Harness) -> None:
     """Where nothing should, and before they vote."""
     for rank in range(RANKS):
-        scene.arm("raise_commit", rank)
-    assert scene.told(scene.post(scene.parts()[0])).startswith("500 ")
+        harness.arm("raise_commit", rank)
+    assert harness.told(harness.post(harness.parts()[0])).startswith("500 ")
 
 
-def one_rank_cannot_undo(scene: Scene, rank: int) -> None:
-    scene.arm("fail_write", rank)
-    scene.arm("fail_undo", rank)
-    answer = scene.is_told(scene.parts()[0], "500 CommitFailed")
+def one_rank_cannot_undo(harness: Harness, rank: int) -> None:
+    harness.arm("fail_write", rank)
+    harness.arm("fail_undo", rank)
+    answer = harness.is_told(harness.parts()[0], "500 CommitFailed")
     assert answer.json()["error"]["engine_state"] == "uncertain"
 
 
-def gone_while_it_is_staged(scene: Scene) -> None:
+def gone_while_it_is_staged(harness: Harness) -> None:
     """The ranks take longer than the sender waits; what it began is done to its end."""
-    scene.arm("slow_stage", 1)
-    [body] = scene.parts()
-    scene.killed_sender(scene.raw(body), reads=False, when=lambda: stalled(scene))
+    harness.arm("slow_stage", 1)
+    [body] = harness.parts()
+    harness.killed_sender(harness.raw(body), reads=False, when=lambda: stalled(harness))
 
 
-def gone_while_it_is_written(scene: Scene) -> None:
-    scene.arm("slow_write", 1)
-    [body] = scene.parts()
-    scene.killed_sender(scene.raw(body), reads=False, when=lambda: stalled(scene))
+def gone_while_it_is_written(harness: Harness) -> None:
+    harness.arm("slow_write", 1)
+    [body] = harness.parts()
+    harness.killed_sender(harness.raw(body), reads=False, when=lambda: stalled(harness))
 
 
-def stalled(scene: Scene) -> bool:
-    file = scene.folder / "stalled-1"
+def stalled(harness: Harness) -> bool:
+    file = harness.folder / "stalled-1"
     found = file.exists()
     file.unlink(missing_ok=True)
     return found
 
 
-def staged(scene: Scene) -> list[int]:
+def staged(harness: Harness) -> list[int]:
     """The parts that the engine says are staged."""
-    sync = scene.engine.delta_status()["staged"]
+    sync = harness.engine.delta_status()["staged"]
     return [] if sync is None else sync["parts"]
 
 
@@ -244,7 +244,7 @@ def flipped(body: bytes, at: int) -> bytes:
 
 
 def rows(
-    what: str, told: str, ends: Ends, *cases: tuple[str, Callable[[Scene], None]]
+    what: str, told: str, ends: Ends, *cases: tuple[str, Callable[[Harness], None]]
 ) -> list[Fault]:
     return [Fault(name, what, told, ends, do) for name, do in cases]
 
@@ -254,14 +254,14 @@ FAULTS = [
         "connection ended or reset at every tenth of a body",
         "nothing",
         "old",
-        *((f"cut at {k} tenths", partial(Scene.cut, tenths=k)) for k in range(10)),
-        *((f"reset at {k} tenths", partial(Scene.cut, tenths=k, reset=True)) for k in range(10)),
+        *((f"cut at {k} tenths", partial(Harness.cut, tenths=k)) for k in range(10)),
+        *((f"reset at {k} tenths", partial(Harness.cut, tenths=k, reset=True)) for k in range(10)),
     ),
     *rows(
         "connection ended when all is sent",
         "nothing",
         "either",
-        ("cut at the end", partial(Scene.cut, tenths=10)),
+        ("cut at the end", partial(Harness.cut, tenths=10)),
     ),
     *rows(
         "sender killed in a body, or between parts",

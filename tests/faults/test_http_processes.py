@@ -1,4 +1,4 @@
-"""SGLang with several HTTP processes: it starts those again that die, and lives on."""
+"""SGLang with several HTTP processes: it restarts those that die, and goes on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from scripts.live_engine.process import EngineProcess
 from tests.faults.harness import wait_until
 from tests.faults.process_deaths import HTTP, RESPAWNS, Death
-from tests.faults.restarts import Lives
+from tests.faults.restarts import RestartHarness
 from tests.faults.test_process_deaths import check_version
 from tests.patches.conftest import patched_copy
 
@@ -22,14 +22,14 @@ PROCESSES = 2
 
 
 @pytest.fixture(scope="module")
-def lives(
+def harness(
     patched_copy: Callable[[str], Path],
     checkpoint: Callable[[str], Path],
     start: Callable[..., EngineProcess],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Lives]:
+) -> Iterator[RestartHarness]:
     """Its hooks are in its source: it loads no plugins in these processes."""
-    lives = Lives(
+    harness = RestartHarness(
         start,
         "sglang",
         checkpoint("qwen3"),
@@ -39,19 +39,19 @@ def lives(
         python_path=[patched_copy("sglang")],
         encoding="deltas_zstd",
     )
-    yield lives
-    lives.close()
+    yield harness
+    harness.close()
 
 
 @pytest.mark.parametrize("death", RESPAWNS, ids=lambda death: death.name)
-def test_respawn(lives: Lives, death: Death) -> None:
+def test_respawn(harness: RestartHarness, death: Death) -> None:
     """The ranks live, keep what was staged, and know that generation is to go on."""
-    before, dead = lives.prints(), lives.titled(HTTP)
-    lives.step()
-    death.do(lives)
-    assert lives.commits()
-    assert lives.answers == {200}
-    wait_until(lambda: len({*lives.titled(HTTP)} - {*dead}) == PROCESSES)
-    assert check_version(lives, before)
-    assert not lives.next_sync().full
-    assert lives.spooled() == []
+    before, dead = harness.prints(), harness.titled(HTTP)
+    harness.step()
+    death.do(harness)
+    assert harness.commits()
+    assert harness.answers == {200}
+    wait_until(lambda: len({*harness.titled(HTTP)} - {*dead}) == PROCESSES)
+    assert check_version(harness, before)
+    assert not harness.next_sync().full
+    assert harness.spooled() == []

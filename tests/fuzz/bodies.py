@@ -23,7 +23,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 DEEP = 20_000
 LENGTHS = [0, 1, 7, 8, 2**20, 2**26, 2**26 + 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1]
-# What no decoder may choke on; as it stands in the text.
+# Literal JSON texts on which no decoder may fail unexpectedly.
 TEXTS = [
     "[" * DEEP, '{"a":' * DEEP, "[" * DEEP + "]" * DEEP, "1" * 5000, "-1", "1e999", "NaN", "",
     "Infinity", '"\\ud800"', '"\\u0000"', "\x00", "\ufeff[]", "[]", "{}", "null", "true", '""',
@@ -33,7 +33,7 @@ TEXTS = [
 
 @st.composite
 def good(draw: st.DrawFn, shapes: Shapes, encodings: tuple[str, ...] = ENCODINGS) -> bytes:
-    """A part that is in order; its tensors are some of these."""
+    """A valid part with some of these tensors."""
     names = draw(st.lists(st.sampled_from(sorted(shapes)), max_size=3, unique=True))
     deltas = []
     for name in names:

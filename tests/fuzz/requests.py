@@ -1,4 +1,4 @@
-"""Requests to every route, most of them nearly in order. ROOT is the folder that may be read."""
+"""Requests to every route, most of them nearly valid. ROOT stands for the allowed folder."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DISK = st.fixed_dictionaries(
         "flush_cache": st.booleans() | any_json(),
     },
 )
-# A good part, sent as it should be: else hardly any would be committed.
+# A valid request with a valid part: otherwise hardly any would be committed.
 SYNCS = st.fixed_dictionaries(
     {
         "method": st.just("POST"),

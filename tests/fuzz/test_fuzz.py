@@ -1,7 +1,7 @@
-"""Whatever comes is taken exactly, or refused with an error of the tree; bounded in time and room.
+"""Any input is applied exactly or refused with a documented error, in bounded time and memory.
 
 `make fuzz` runs this for ten minutes, the tests for some seconds. A failure shows the smallest
-example; what it found becomes a test of its own beside the code that was wrong.
+example, which becomes a unit test of the code that was wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine_ext.wire import part as wire_part
 from engine_ext.wire.manifest import parse_manifest
 from tests.fuzz.bodies import TEXTS, any_json, bodies, chunks, good
 from tests.fuzz.requests import REQUESTS
-from tests.fuzz.time_boxed import SECONDS, hammer
+from tests.fuzz.time_boxed import SECONDS, check_for
 from tests.support.in_process_engine import (
     DELTA,
     FROM_DISK,
@@ -35,7 +35,7 @@ from tests.support.in_process_engine import (
 from tests.support.independent_encoder import assert_well_formed, header_of, unwrap
 
 LIMITS = Limits(max_part_bytes=1 << 18, max_header_bytes=1 << 20)
-# Every value of a part becomes 8 bytes of an index at most, and JSON its objects.
+# A value becomes at most 8 bytes of an index, and JSON becomes objects.
 MOST_BYTES = 32 << 20
 
 REFUSALS = {400, 403, 405, 409, 413, 415, 422}
@@ -44,8 +44,8 @@ pytestmark = pytest.mark.timeout(SECONDS + 300)
 
 
 def test_container(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes in chunks, through the frame and the gate, to a decoded part; some of them unpacked as
-    large parts are."""
+    """Bytes in chunks pass the frame reader and the gate to the decoder, also its path for large
+    parts."""
 
     def check(example: tuple[bytes, list[int]]) -> None:
         body, sizes = example
@@ -66,7 +66,7 @@ def test_container(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_well_formed(part)
 
     sizes = st.lists(st.integers(0, 300), max_size=5)
-    count = hammer(check, st.tuples(bodies(SHAPES), sizes), 0.35, MOST_BYTES)
+    count = check_for(check, st.tuples(bodies(SHAPES), sizes), 0.35, MOST_BYTES)
     print(f"container: {count} examples")
 
 
@@ -86,7 +86,7 @@ def test_manifest() -> None:
         assert all(entry.nnz <= entry.numel for entry in manifest.params)
 
     changes = st.dictionaries(keys, strings, max_size=3)
-    count = hammer(check, st.tuples(known, changes), 0.15, MOST_BYTES)
+    count = check_for(check, st.tuples(known, changes), 0.15, MOST_BYTES)
     print(f"manifest: {count} examples")
 
 
@@ -128,7 +128,7 @@ def test_http(tmp_path: Path) -> None:
         finally:
             rig.close()
 
-    count = hammer(check, st.lists(REQUESTS, min_size=1, max_size=4), 0.5, MOST_BYTES)
+    count = check_for(check, st.lists(REQUESTS, min_size=1, max_size=4), 0.5, MOST_BYTES)
     print(f"http: {count} sequences of requests, {commits} commits in them")
     assert commits
 

@@ -1,4 +1,4 @@
-"""Runs a check on examples for some seconds; an example that hangs or takes much memory fails."""
+"""Run a check on examples for some seconds; an example that hangs or takes much memory fails."""
 
 from __future__ import annotations
 
@@ -7,42 +7,45 @@ import signal
 import time
 import tracemalloc
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-# Of all targets together; `make fuzz` takes longer.
+from scripts.process_memory import peak_resident, reset_peak
+
+# For all targets together; `make fuzz` runs longer.
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "8"))
-# The same examples every time, as far as the time goes; `make fuzz` begins elsewhere.
+# The same examples in every run; `make fuzz` starts with another seed.
 FIRST_SEED = int(os.environ.get("FUZZ_SEED", "0"))
 HANGS_S = 20
-# Of one example, beside what is traced: zstd's own memory, for one.
+# Allowed for one example, as tracemalloc does not see zstd's own memory, for one.
 _RESIDENT_BYTES = 128 << 20
-_RESET_PEAK = "5"  # to /proc/PID/clear_refs
 ROUND = settings(
     max_examples=10, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
 
 
 class Hangs(Exception):
-    """An example took longer than any may."""
+    """An example took too long."""
 
 
-def hammer(
+def check_for(
     check: Callable[[Any], None], examples: st.SearchStrategy[Any], share: float, most_bytes: int
 ) -> int:
-    """Check examples until a share of the time is over.
+    """Check examples for a share of `SECONDS`.
 
     Args:
-        most_bytes: that checking one example may take beyond what was there before.
+        check: the test.
+        examples: what it is called with.
+        share: of the time.
+        most_bytes: traced memory that one example may take.
 
     Returns:
-        How many examples were checked.
+        The number of examples checked.
 
     Raises:
-        Hangs, AssertionError: with the smallest example that was found.
+        Hangs, AssertionError: With the smallest example found.
     """
     count = 0
 
@@ -59,19 +62,18 @@ def hammer(
     def taken(example: Any) -> tuple[int, int]:
         before, _ = tracemalloc.get_traced_memory()
         tracemalloc.reset_peak()
-        Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
-        resident = _peak_resident()
+        resident = reset_peak()
         signal.alarm(HANGS_S)
         try:
             check(example)
         finally:
             signal.alarm(0)
-        return tracemalloc.get_traced_memory()[1] - before, _peak_resident() - resident
+        return tracemalloc.get_traced_memory()[1] - before, peak_resident() - resident
 
     def alarmed(number: int, frame: object) -> None:
         raise Hangs(f"longer than {HANGS_S} s")
 
-    # What the first examples import and compile takes several times as long while it is traced.
+    # Untraced, as imports and compilation take several times as long while they are traced.
     seed(FIRST_SEED)(ROUND(given(examples)(check)))()
     number = FIRST_SEED
     begun = time.monotonic()
@@ -83,15 +85,9 @@ def hammer(
             seed(number)(ROUND(given(examples)(bounded)))()
             number += 1
             passed = time.monotonic() - begun
-            if passed + passed / (number - FIRST_SEED) / 2 > left:  # another would not be nearer
+            if passed + passed / (number - FIRST_SEED) / 2 > left:  # another round would overrun
                 break
     finally:
         tracemalloc.stop()
         signal.signal(signal.SIGALRM, old)
     return count
-
-
-def _peak_resident() -> int:
-    """Bytes of this process that were in memory at once, since that was last forgotten."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) << 10

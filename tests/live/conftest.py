@@ -1,4 +1,4 @@
-"""What the engine tests share: small checkpoints, and servers that live for a module."""
+"""Fixtures of the live tests: small checkpoints, and servers that run for a module's tests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a small checkpoint of some kind."""
+    """Return a function that builds a small checkpoint of one architecture once."""
     built: dict[str, Path] = {}
 
     def get(kind: str) -> Path:
@@ -39,7 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., EngineProcess]]:
-    """Starts servers that stop with the module."""
+    """Return a function that starts servers, which stop after the module's tests."""
     running: list[EngineProcess] = []
 
     def launch(engine: str, model: Path, **options: Any) -> EngineProcess:
@@ -57,21 +57,21 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., En
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """A job in a shell's background ignores SIGINT, and what it starts would too."""
+    """Handle SIGINT even in a shell's background job, which ignores it, as do its children."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 def delta_routes() -> list[tuple[str, str]]:
-    """Method and path of every route that the package adds to an engine's server."""
+    """Return method and path of every route that the package adds to an engine's server."""
     app = FastAPI(openapi_url=None)
     attach(app)
     return sorted((m, r.path) for r in app.routes for m in r.methods)  # type: ignore[attr-defined]
 
 
 def fingerprint(engine: EngineProcess) -> dict[str, Any]:
-    """Everything by which two engines with the same weights must agree."""
+    """Return everything that must be equal on two engines with the same weights."""
     generations = [
         engine.complete(prompt, max_tokens=12, temperature=0.0, logprobs=5)["choices"][0]
         for prompt in PROMPTS

@@ -1,7 +1,7 @@
-"""Importing this makes vLLM keep copies of MLA's projections, as of weights it has to dequantise.
+"""Make vLLM keep copies of MLA's projections when imported, as it does for quantised weights.
 
-Those of a weight that is not quantised are views of it otherwise. A server is given the class with
-``--worker-extension-cls``, and so imports it in every worker before the model is made.
+For other weights vLLM keeps views. ``--worker-extension-cls`` imports this module in every worker
+before the model is built.
 """
 
 from __future__ import annotations

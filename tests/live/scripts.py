@@ -1,4 +1,4 @@
-"""Scripts that tests start as a user would, with their temporary folders in one of the test's."""
+"""Start the project's programs as a user does."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
+def environment() -> dict[str, str]:
+    """Return an environment in which ``python -m`` finds the packages of this checkout."""
+    paths = [str(ROOT / folder) for folder in (".", "server", "trainer")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
 def start(name: str, folder: Path, *options: str) -> subprocess.Popen[str]:
-    """Start a module of ``scripts``, with its temporary folders in `folder`."""
-    paths = os.pathsep.join(str(ROOT / each) for each in (".", "server", "trainer"))
+    """Start ``python -m scripts.NAME``, with its temporary folders in `folder`."""
     return subprocess.Popen(
         [sys.executable, "-u", "-m", f"scripts.{name}", *options],
-        env={**os.environ, "PYTHONPATH": paths, "TMPDIR": str(folder)},
+        env={**environment(), "TMPDIR": str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -23,5 +28,5 @@ def start(name: str, folder: Path, *options: str) -> subprocess.Popen[str]:
 
 
 def left_in(folder: Path) -> list[str]:
-    """What a benchmark has left behind."""
-    return [path.name for path in folder.glob("delta-bench-*")]
+    """List what a program left in its folder for temporary files."""
+    return [path.name for what in ("delta-*", "engine-*") for path in folder.glob(what)]

@@ -1,4 +1,4 @@
-"""The apply benchmark, from start to end on a smaller model, and stopped in the middle."""
+"""The apply benchmark on a smaller model: complete, and interrupted."""
 
 from __future__ import annotations
 

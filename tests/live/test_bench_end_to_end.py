@@ -1,4 +1,4 @@
-"""The benchmark of syncs to a live engine, from start to end on a smaller model, and stopped."""
+"""The benchmark of syncs to a live engine on a smaller model: complete, and interrupted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCRIPT = "bench.end_to_end"
 
 @pytest.fixture
 def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a short name: an engine's sockets lie below it."""
+    """A folder with a short name, as the paths of the engine's sockets in it are limited."""
     return tmp_path_factory.mktemp("e2e")
 
 

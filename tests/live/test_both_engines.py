@@ -1,4 +1,4 @@
-"""The reference sender, one vLLM and one SGLang: both end on the trainer's bytes."""
+"""One sender updates a vLLM and an SGLang: both end with the trainer's weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from scripts.live_engine.sglang import SglangProcess
 from scripts.live_engine.vllm import VllmProcess
-from tests.support.lossy_proxy import Relay
+from tests.live.scripts import environment
+from tests.support.lossy_proxy import LossyProxy
 from tests.support.plain_trainer import Trainer, model_digest
 
 
@@ -51,7 +52,7 @@ def both(
 
 
 def test_one_sender_two_engines(both: Both) -> None:
-    """Also where one of them has left the sender's version, or is not found for a while."""
+    """Also if one of them leaves the sender's version, or is unreachable for a while."""
     trainer = both.trainer
     with MultiSender(both.urls, trainer.tensors.items()) as sender:
         for version in (1, 2):
@@ -89,17 +90,17 @@ def test_one_that_lags_holds_up_nobody(both: Both) -> None:
     trainer = both.trainer
     version = trainer.version
     vllm, sglang = both.engines
-    with Relay(sglang.port) as relay:
-        urls = [vllm.url, relay.url]
+    with LossyProxy(sglang.port) as proxy:
+        urls = [vllm.url, proxy.url]
         base = trainer.tensors.items()
         with MultiSender(urls, base, base_version=version, lag_limit=0.5) as sender:
-            relay.lose("requests", 1)
+            proxy.lose("requests", 1)
             for step in (1, 2):
                 trainer.step()
                 assert list(sender.sync(trainer.tensors.items())) == [vllm.url]
-                assert sender.lagging == [relay.url]
+                assert sender.lagging == [proxy.url]
                 assert both.versions() == [version + step, version]
-            relay.let_go()
+            proxy.recover()
             deadline = time.monotonic() + 60
             while sender.lagging:
                 assert time.monotonic() < deadline
@@ -124,7 +125,7 @@ def test_the_program_sends_to_both(both: Both, tmp_path: Path) -> None:
     command += ["--base-version", str(version)]
     for url in both.urls:
         command += ["--url", url]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     said = f"version {version} -> {version + 1}: committed; "

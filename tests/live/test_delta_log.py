@@ -16,7 +16,7 @@ from tests.support.plain_trainer import Trainer, model_digest, write_log
 KINDS = ["vllm", "sglang"]
 
 
-# SGLang's replay is in the short tests of its patched copy too.
+# The short tests of SGLang's patched copy have its replay too.
 @pytest.mark.parametrize("kind", ["vllm", pytest.param("sglang", marks=pytest.mark.full)])
 def test_an_engine_starts_where_the_log_ends(
     kind: str,
@@ -47,7 +47,7 @@ def test_an_engine_starts_where_the_log_ends(
     assert report.digest == model_digest(trainer.tensors).hex()
     assert engine.get("/delta_digest", params={"scan": "true"}).json()["corrupted"] == []
 
-    # An engine that has fallen behind is brought up by the log.
+    # An engine that is behind catches up from the log.
     assert engine.post("/delta_rollback").json()["version"] == 3
     assert engine.post("/delta_catch_up").json()["applied"] == [4]
     assert engine.delta_status()["digest"] == model_digest(trainer.tensors).hex()

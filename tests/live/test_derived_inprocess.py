@@ -1,4 +1,4 @@
-"""What a live vLLM keeps beside its weights, in one process: found, and its weights refused.
+"""Tensors that a live vLLM derives from weights, in one process: found, their weights refused.
 
 Each engine runs in a process of its own; this file is its script too, and writes what it finds as
 JSON.
@@ -29,13 +29,13 @@ REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "qwen3_next": {},
     "mamba2": {"A_log": ("mixer.A",)},
 }
-# Where the CPU computes in bf16, vLLM packs conv1d and keeps its plain values: Qwen3-Next in an
-# attribute, Mamba2 in a buffer beside all weights of its mixer.
+# If the CPU computes in bf16, vLLM packs conv1d and keeps its plain values: Qwen3-Next in an
+# attribute, Mamba2 in a buffer of the mixer, which has other weights too.
 if torch.cpu._is_avx512_bf16_supported():
     REFUSED["qwen3_next"] = {"conv1d.weight": ("_cpu_unpacked_conv_weight",)}
     REFUSED["mamba2"] |= {"conv1d.weight": ("without data",), "conv1d.bias": ("conv_weights",)}
-    beside = ("mixer.D", "dt_bias", "in_proj", "mixer.norm", "out_proj")
-    REFUSED["mamba2"] |= dict.fromkeys(beside, ("mixer.conv_weights",))
+    mixer = ("mixer.D", "dt_bias", "in_proj", "mixer.norm", "out_proj")
+    REFUSED["mamba2"] |= dict.fromkeys(mixer, ("mixer.conv_weights",))
 QUICK = ("deepseek_v3", "gpt_oss")
 
 

@@ -1,4 +1,4 @@
-"""An engine that is started on dummy weights: a full sync first, then deltas."""
+"""An engine started with dummy weights: a full sync first, then deltas."""
 
 from __future__ import annotations
 

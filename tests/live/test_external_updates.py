@@ -1,4 +1,4 @@
-"""What else changes an engine's weights, or takes them away: by each engine's own routes."""
+"""The engines' own routes that change the weights or release their memory."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ REFUSED = {
     # On the second of two ranks the loader zeroes the checkpoint's tensor.
     "gpt_oss": ("mlp.experts.down_proj_bias",),
 }
-# Where the CPU computes in bf16, vLLM packs conv1d and keeps its plain values beside all weights of
+# If the CPU computes in bf16, vLLM packs conv1d and keeps its plain values beside all weights of
 # Mamba2's mixer; they may be computed from any of them.
 if torch.cpu._is_avx512_bf16_supported():
     REFUSED["mamba2"] = ("mixer.",)

@@ -1,4 +1,4 @@
-"""What bad input gets: each row of the error table on a live server.
+"""Answers to bad input: each row of the error table on a live server.
 
 Each time the engine's checksums and version are what they were, and the next correct sync is
 taken.

@@ -1,4 +1,4 @@
-"""Whether a reload that has not ended is noticed; vLLM's own functions, without a served model."""
+"""An unfinished reload is detected; with vLLM's own functions, without a server."""
 
 from __future__ import annotations
 

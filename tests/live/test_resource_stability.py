@@ -1,4 +1,4 @@
-"""What an engine must keep up over a long life: memory, addresses, its cache, sleep, and telling.
+"""What must stay stable in a long run: memory, addresses, cache, sleep, metrics and status.
 
 What is not served at all (LoRA, data parallel replicas) is refused before the engine loads
 anything; ``test_startup.py`` shows it for every option, and here a whole server does.
@@ -18,7 +18,7 @@ import pytest
 from engine_ext.cli import top
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineError, EngineProcess
-from scripts.soak.memory import memory_bytes
+from scripts.process_memory import unmapped_bytes
 from tests.live.conftest import fingerprint
 from tests.support.plain_trainer import Trainer, container, split
 
@@ -34,7 +34,7 @@ ARGUMENTS = {
 
 
 class Server:
-    """A live engine, the trainer it follows, and what its rank keeps in memory."""
+    """A live engine, its trainer, and the memory that its rank uses."""
 
     def __init__(self, kind: str, engine: EngineProcess, base: Path, faults: Path) -> None:
         self.kind = kind
@@ -59,7 +59,7 @@ class Server:
         assert answer["status"] == "committed", answer
 
     def refused_sync(self) -> None:
-        """One that is staged whole and then does not fit: its old bits are not the engine's."""
+        """Send a sync that is staged but refused at the commit, as its old bits are wrong."""
         tensors = dict(self.trainer.tensors)
         changed = self.trainer.step()
         metadata = {**self.trainer.metadata(), "digest_part": "0" * 32}
@@ -79,7 +79,7 @@ class Server:
         found: dict[str, Any] = json.loads(shown.read_text())
         assert self.engine._process is not None
         for process, pid in (("rank", found["pid"]), ("http", self.engine._process.pid)):
-            found[process] = memory_bytes(Path(f"/proc/{pid}/smaps_rollup").read_text())
+            found[process] = unmapped_bytes(pid)
         return found
 
     def metrics(self) -> dict[str, float]:

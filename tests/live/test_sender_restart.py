@@ -1,4 +1,4 @@
-"""The reference sender as a program that remembers: it is killed, and goes on where it was."""
+"""The sender's command line with a state file: it is killed and resumes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ import torch
 
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
-from tests.support.lossy_proxy import Relay
+from tests.live.scripts import environment
+from tests.support.lossy_proxy import LossyProxy
 from tests.support.plain_trainer import Trainer, model_digest
 
 KINDS = ["vllm", pytest.param("sglang", marks=pytest.mark.full)]
 
 
 class Program:
-    """Runs it between the trainer's checkpoints, through a relay."""
+    """Runs the sender's command line on the trainer's checkpoints, through a proxy."""
 
-    def __init__(self, engine: EngineProcess, relay: Relay, base: Path, folder: Path) -> None:
-        self.engine, self.relay = engine, relay
+    def __init__(self, engine: EngineProcess, proxy: LossyProxy, base: Path, folder: Path) -> None:
+        self.engine, self.proxy = engine, proxy
         self.trainer = Trainer(tiny_models.load_tensors(base))
         self.state = folder / "state.json"
         self._model, self._folder, self._saved = base, folder, 0
@@ -42,34 +43,27 @@ class Program:
         return self.save()
 
     def start(self, base: Path, target: Path, *more: str) -> subprocess.Popen[str]:
-        command = [
-            sys.executable,
-            "-m",
-            "delta_sender",
-            "--base",
-            str(base),
-            "--target",
-            str(target),
-        ]
-        command += ["--url", self.relay.url, "--state", str(self.state), *more]
+        command = [sys.executable, "-m", "delta_sender"]
+        command += ["--base", str(base), "--target", str(target)]
+        command += ["--url", self.proxy.url, "--state", str(self.state), *more]
         pipe = subprocess.PIPE
-        return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
+        return subprocess.Popen(command, env=environment(), stdout=pipe, stderr=pipe, text=True)
 
     def says(self, base: Path, target: Path) -> str:
         """What it says of a sync that went well."""
-        self.relay.let_go()
+        self.proxy.recover()
         program = self.start(base, target)
         said, errors = program.communicate(timeout=120)
         assert program.returncode == 0, errors
-        assert self.known()["engines"][self.relay.url]["version"] == self.version()
+        assert self.known()["engines"][self.proxy.url]["version"] == self.version()
         return said
 
     def is_killed(self, base: Path, target: Path, lost: str, *more: str, part: int = 1) -> None:
-        """Let the relay lose something, and kill the program once it has."""
-        self.relay.lose(lost, part)
+        """Let the proxy lose something, and kill the program once it has."""
+        self.proxy.lose(lost, part)
         program = self.start(base, target, *more)
         try:
-            assert self.relay.lost.wait(120)
+            assert self.proxy.lost.wait(120)
         finally:
             program.send_signal(signal.SIGKILL)
             program.communicate()
@@ -94,11 +88,11 @@ def test_it_is_killed_and_goes_on(
     start: Callable[..., EngineProcess],
     tmp_path: Path,
 ) -> None:
-    """It is told no version, and no sync need be a full one."""
+    """It resumes without a version on its command line and without a full sync."""
     timeout = ["--delta-stage-timeout", "2"]  # until what a killed sender has staged is dropped
     engine = start(kind, checkpoint("qwen3"), extra_args=timeout)
-    with Relay(engine.port) as relay:
-        program = Program(engine, relay, checkpoint("qwen3"), tmp_path)
+    with LossyProxy(engine.port) as proxy:
+        program = Program(engine, proxy, checkpoint("qwen3"), tmp_path)
         trainer = program.trainer
         first, second = program.save(), program.step()
         assert program.says(first, second).startswith("version 0 -> 1: committed; ")
@@ -107,7 +101,7 @@ def test_it_is_killed_and_goes_on(
         held = dict(trainer.tensors)
         third = program.step()
         program.is_killed(second, third, "requests", "--bucket-bytes", "1", part=3)
-        assert program.version() == program.known()["engines"][relay.url]["version"] == 1
+        assert program.version() == program.known()["engines"][proxy.url]["version"] == 1
         assert program.holds(held)
         # 2 was about to be committed: it stands for those weights, and for no others.
         assert program.says(second, third).startswith("version 1 -> 3: committed; ")

@@ -25,7 +25,7 @@ DERIVED = ("w_kc", "w_vc")
 
 
 class Server:
-    """A server of which all memory can be seen."""
+    """A server whose whole model can be hashed."""
 
     def __init__(self, start: Callable[..., EngineProcess], model: Path, tp: int, seen: Path):
         self.seen = seen

@@ -1,4 +1,4 @@
-"""The soak on live engines, shorter than ``make soak``: all figures, and no problem in them."""
+"""The soak on live engines, shorter than ``make soak``: all figures, and no problem."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from scripts.soak import __main__ as soak
 from scripts.soak.syncs import PAUSE_MODES, Trainer
-from tests.live.scripts import start
+from tests.live.scripts import left_in, start
 
-ROOT = Path(__file__).parents[2]
-# On two cores, both of which vLLM's processes spin on, a sync waits for its turn at every step: one
+# vLLM's processes spin on both cores of a small machine, so that a sync waits at every step: one
 # took 1.5 s in some runs and 10 s in others.
 pytestmark = pytest.mark.timeout(960)
 
@@ -45,7 +44,7 @@ def test_syncs_under_load(
 @pytest.mark.full
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_the_program(engine: str, folder: Path) -> None:
-    """As ``make soak`` runs it, with the fresh engine at the end."""
+    """Run it as ``make soak`` does, with the fresh engine at the end."""
     process = start(
         "soak", folder, "--engine", engine, "--syncs", "40", "--quiet-seconds", "1", "--json"
     )
@@ -77,20 +76,6 @@ def test_interrupted_it_cleans_up(folder: Path) -> None:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """With a short name: vLLM has sockets below it, whose paths have at most 107 characters."""
+    """A folder with a short name: paths of vLLM's sockets in it have at most 107 characters."""
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         yield Path(name)
-
-
-def left_in(folder: Path) -> list[str]:
-    return [path.name for path in folder.glob("delta-soak-*")] + [
-        path.name for path in folder.glob("engine-*")
-    ]
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """A job in a shell's background ignores SIGINT, and what it starts would too."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""A server that was asked for delta updates has them, or does not start; others have nothing."""
+"""A server with --enable-delta-updates has them or does not start; others have nothing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ SGLANG_SHIMS = Path(__file__).parents[1] / "shims" / "sglang_cpu"
 
 def python(engine: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run an engine's Python."""
-    env = {**os.environ, "PYTHONPATH": str(SGLANG_SHIMS), "SGLANG_USE_CPU_ENGINE": "1"}
+    paths = os.pathsep.join(filter(None, [str(SGLANG_SHIMS), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": paths, "SGLANG_USE_CPU_ENGINE": "1"}
     return subprocess.run(
         [str(ENGINES[engine].interpreter()), *arguments],
         env={**env, **environment} if engine == "sglang" else {**os.environ, **environment},

@@ -1,4 +1,4 @@
-"""Every way a delta can travel, on a live engine, against a fresh engine on the target."""
+"""Every way to send a delta to a live engine, compared with a fresh engine."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from delta_sender import DeltaSender
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import PROMPTS, fingerprint
+from tests.live.scripts import environment
 from tests.support.plain_trainer import Trainer, container, model_digest, split
 
 ENCODINGS = ("indices", "deltas", "deltas_zstd", "gap8_exp", "gap8_ulp")
@@ -269,7 +270,7 @@ def test_reference_sender(run: Run, encoding: str) -> None:
 
 
 def test_differences_to_other_old_values(run: Run) -> None:
-    """The sender goes over to values, and to all of them where those are not enough.
+    """The sender falls back to values, and to a full sync if those are not enough.
 
     The masked apply takes no differences, and of values it refuses those to other old ones.
     """
@@ -306,16 +307,16 @@ def test_command_line_of_the_sender(run: Run, tmp_path: Path) -> None:
     base_version = run.trainer.version
     run.trainer.step()
     after = tiny_models.save_checkpoint(run.base, tmp_path / "b", run.trainer.tensors)
-    command = [sys.executable, "-m", "delta_sender"]
-    command += ["--base", str(before), "--target", str(after), "--url", run.engine.url]
-    command += ["--base-version", str(base_version)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "delta_sender", "--base", str(before), "--target", str(after)]
+    command += ["--url", run.engine.url, "--base-version", str(base_version)]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "env": environment()}
+    result = subprocess.run(command, **options, check=False)
     assert result.returncode == 0, result.stderr
     assert "committed" in result.stdout
-    again = subprocess.run(command, capture_output=True, text=True, check=True)
+    again = subprocess.run(command, **options, check=True)
     assert "already_applied" in again.stdout
     command[command.index("--base-version") + 1] = "0"
-    resync = subprocess.run(command, capture_output=True, text=True, check=True)
+    resync = subprocess.run(command, **options, check=True)
     assert "(full)" in resync.stdout
     run.trainer.version = run.engine.delta_status()["version"]
     assert run.trainer.version > base_version + 1

@@ -115,7 +115,7 @@ def test_a_write_that_fails_on_one_rank_is_taken_back_on_both(server: Server) ->
 
 
 def test_an_exception_that_escapes_does_not_end_the_server(server: Server) -> None:
-    """Both ranks raise where nothing should: an answer, no change, and the next sync is taken."""
+    """Both ranks raise unexpectedly: an error, no change, and the next sync is applied."""
     before = server.engine.checksums(), server.digest(scan=True)
     for rank in range(2):
         server.arm("raise_commit", rank)
@@ -151,7 +151,7 @@ def test_rollback(server: Server) -> None:
 
 @pytest.mark.parametrize("touched", [True, False])
 def test_a_corrupted_weight_is_found(server: Server, touched: bool) -> None:
-    """By the change's digest where the delta touches it, else by a scan."""
+    """By the change's digest if the delta touches it, otherwise by a scan."""
     name = "model.norm.weight"
     server.arm("flip_a_bit", 0, f"{name} 3")
     old, version = server.trainer.tensors, server.trainer.version
@@ -173,7 +173,7 @@ def test_a_corrupted_weight_is_found(server: Server, touched: bool) -> None:
 
 
 def test_replicas_that_differ_are_found(server: Server) -> None:
-    """A norm lies on both ranks; one of them is not what it was."""
+    """A norm is on both ranks, and one copy was changed."""
     name = "model.norm.weight"
     server.arm("flip_a_bit", 1, f"{name} 5")
     old = dict(server.trainer.tensors)

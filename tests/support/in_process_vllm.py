@@ -20,10 +20,10 @@ _ENVIRONMENT = {
 
 
 def run(script: str, model: Path, out: Path, *options: str) -> dict[str, Any]:
-    """What the program has written to `out`, as JSON.
+    """Run a program and return the JSON that it wrote to `out`.
 
     Args:
-        script: the file; its arguments are `model`, `out` and `options`.
+        script: its file; the arguments are `model`, `out` and `options`.
     """
     done = subprocess.run(
         [sys.executable, script, str(model), str(out), *options],

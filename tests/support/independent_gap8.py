@@ -1,7 +1,7 @@
-"""The gap8 encodings for the trainer's containers, from the table of the wire format.
+"""Encode gap8 containers for `plain_trainer`, by the table of the wire format.
 
-Written with numpy and zstandard alone and for clarity only, so that the engine's reader is not
-tested against the project's own writer.
+Written for clarity with numpy and zstandard only, so that the engine's reader is not tested against
+the project's own writer.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import numpy as np
 import zstandard
 
 _LONGEST = {1: 255, 2: 65535}
-_TWO_SKIPS = 2 * _LONGEST[1]  # gaps from here on go in two bytes
+_TWO_SKIPS = 2 * _LONGEST[1]  # a gap of this size or more makes two-byte symbols
 
 
 def gap_stream(where: np.ndarray) -> tuple[int, bytes]:
-    """(bytes of a symbol, gap stream) of ascending flat indices; of two bytes, low ones first."""
+    """Return (bytes per symbol, gap stream) of ascending flat indices; low bytes come first."""
     gaps = (np.diff(where, prepend=-1) - 1).tolist()
     width = 2 if max(gaps, default=0) >= _TWO_SKIPS else 1
     symbols: list[int] = []
@@ -28,14 +28,14 @@ def gap_stream(where: np.ndarray) -> tuple[int, bytes]:
 
 
 def positions(streams: Sequence[tuple[int, bytes]]) -> bytes:
-    """The positions tensor, of each param's (bytes of a symbol, gap stream)."""
+    """Return the positions tensor from each param's (bytes per symbol, gap stream)."""
     low = b"".join(raw[: len(raw) // max(width, 1)] for width, raw in streams)
     high = b"".join(raw[len(raw) // max(width, 1) :] for width, raw in streams)
     return _frame(low + high)
 
 
 def exponents(params: Iterable[np.ndarray]) -> bytes:
-    """The values tensor of ``gap8_exp``, of each param's bit patterns."""
+    """Return the values tensor of ``gap8_exp`` from each param's bit patterns."""
     lower = highest = b""
     for bits in params:
         width = 8 * bits.itemsize
@@ -48,7 +48,7 @@ def exponents(params: Iterable[np.ndarray]) -> bytes:
 
 
 def differences(params: Iterable[tuple[np.ndarray, np.ndarray]]) -> bytes:
-    """The values tensor of ``gap8_ulp``, of each param's old and new bit patterns."""
+    """Return the values tensor of ``gap8_ulp`` from each param's old and new bit patterns."""
     nibbles = escaped = b""
     for old, new in params:
         width = 8 * new.itemsize

@@ -1,22 +1,24 @@
-"""A relay in front of an engine's server that loses requests or answers from some moment on."""
+"""A TCP proxy in front of an engine that loses requests or answers on demand."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import threading
-from types import TracebackType
 
 HOST = "127.0.0.1"
 PART = b"POST /update_weights_delta"
 
 
-class Relay:
-    """Forwards connections on a free port.
+class LossyProxy:
+    """Forwards connections from a free port.
+
+    Args:
+        port: of the engine.
 
     Attributes:
-        url: of the relay.
-        lost: something has been lost.
+        url: of the proxy.
+        lost: set when something has been lost.
     """
 
     def __init__(self, port: int) -> None:
@@ -25,28 +27,23 @@ class Relay:
         self._listener = socket.create_server((HOST, 0))
         self._open: list[socket.socket] = []
         self.url = f"http://{HOST}:{self._listener.getsockname()[1]}"
-        self._what, self._left = "", 0
+        self._loses, self._left = "", 0
 
     def lose(self, what: str, part: int) -> None:
-        """Lose ``requests`` or ``answers`` from the n-th part on that comes from now."""
+        """Lose ``requests`` or ``answers`` from the `part`-th part on, counted from now."""
         self.lost.clear()
-        self._what, self._left = what, part
+        self._loses, self._left = what, part
 
-    def let_go(self) -> None:
-        """Lose nothing more; the connections that there are end."""
-        self._what, self._left = "", 0
+    def recover(self) -> None:
+        """Lose nothing more, and close the open connections."""
+        self._loses, self._left = "", 0
         self._end()
 
-    def __enter__(self) -> Relay:
+    def __enter__(self) -> LossyProxy:
         threading.Thread(target=self._accept, daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._listener.close()
         self._end()
 
@@ -69,9 +66,9 @@ class Relay:
     def _forward(self, source: socket.socket, sink: socket.socket, what: str) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
-                if what == "requests" and self._what and PART in data:
+                if what == "requests" and self._loses and PART in data:
                     self._left -= 1
-                if what == self._what and self._left <= 0:
+                if what == self._loses and self._left <= 0:
                     self.lost.set()
                     return
                 sink.sendall(data)

@@ -1,6 +1,6 @@
-"""A stand-in for a trainer: it changes weights at random and writes containers by hand.
+"""A simulated trainer that changes weights at random and writes containers by hand.
 
-The containers are made from the table of the wire format with numpy, torch and safetensors alone,
+The containers are written from the table of the wire format with numpy, torch and safetensors only,
 so that the engine's reader is not tested against the project's own writer.
 """
 
@@ -28,10 +28,10 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass
 class Trainer:
-    """Checkpoint tensors that move on step by step.
+    """Checkpoint tensors that change step by step.
 
     Attributes:
-        tensors: name -> tensor; what the engine must hold after the last step was committed.
+        tensors: name -> tensor; what the engine must hold after the last step's commit.
         version: version of `tensors`.
         old: name -> tensor before the last step.
     """
@@ -63,7 +63,7 @@ class Trainer:
         return changed
 
     def metadata(self) -> dict[str, str]:
-        """The versions of the last step, as a part's metadata."""
+        """Return a part's metadata with the versions of the last step."""
         return {
             "current_version": str(self.version),
             "base_version": str(self.version - 1),
@@ -81,26 +81,26 @@ def container(
     manifest_checksum: bool = False,
     old: Mapping[str, torch.Tensor] | None = None,
 ) -> bytes:
-    """One part, from the table of the wire format.
+    """Encode one part by the table of the wire format.
 
     Args:
         tensors: the new tensors.
-        changed: name -> int64 [nnz] indices that are sent, or None for a dense param.
+        changed: name -> int64 [nnz] indices to send, or None for a dense param.
         encoding: ``indices``, ``deltas``, ``deltas_zstd``, ``gap8_exp`` or ``gap8_ulp``.
         metadata: further metadata.
         checksum: ``xxh3``, or ``slime`` for the decimal form.
         manifest_checksum: whether to add one.
-        old: the old tensors, for ``gap8_ulp``; the others do not look at them.
+        old: the old tensors; only ``gap8_ulp`` needs them.
     """
     streams, values, params = [], [], []
     start = count = 0
-    for name, where in changed.items():
+    for name, indices in changed.items():
         tensor = tensors[name]
         flat = tensor.reshape(-1)
         width, raw = 0, b""
-        if where is not None:
-            width, raw = encode(where.numpy(), encoding)
-            flat = flat[where]
+        if indices is not None:
+            width, raw = encode(indices.numpy(), encoding)
+            flat = flat[indices]
         streams.append((width, raw))
         values.append(flat)
         params.append(
@@ -145,7 +145,7 @@ def container(
 
 
 def edited(part: bytes, /, **metadata: str | None) -> bytes:
-    """The same container with other metadata; None removes a key."""
+    """Return the container with changed metadata; None removes a key."""
     length = int.from_bytes(part[:8], "little")
     header = json.loads(part[8 : 8 + length])
     for key, value in metadata.items():
@@ -158,12 +158,12 @@ def edited(part: bytes, /, **metadata: str | None) -> bytes:
 
 
 def as_tensor(data: bytes) -> torch.Tensor:
-    """uint8 [bytes]."""
+    """Return the bytes as a uint8 tensor [bytes]."""
     return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
 
 
 def encode(where: np.ndarray, encoding: str) -> tuple[int, bytes]:
-    """(pos_width, bytes) of ascending flat indices."""
+    """Return (pos_width, bytes) of ascending flat indices."""
     if encoding.startswith("gap8"):
         return independent_gap8.gap_stream(where)
     if encoding == "indices":
@@ -185,19 +185,19 @@ def slime_of(positions: torch.Tensor, values: torch.Tensor) -> str:
 
 
 def split(changed: Mapping[str, torch.Tensor], parts: int) -> list[dict[str, torch.Tensor]]:
-    """The params dealt out to some parts."""
+    """Distribute the params over some parts."""
     names = list(changed)
     return [{name: changed[name] for name in names[k::parts]} for k in range(parts)]
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Bit patterns, flat, unsigned."""
+    """Return the bit patterns as unsigned integers [numel]."""
     flat = tensor.reshape(-1).view(BITS[tensor.element_size()]).numpy()
     return flat.view(f"u{tensor.element_size()}")
 
 
 def write_log(log: Path, trainer: Trainer, versions: int) -> None:
-    """What a trainer has published, in parts of several encodings, with the models' digests."""
+    """Write versions to a log, in parts of several encodings, with the model's digests."""
     encodings = ("deltas_zstd", "gap8_ulp", "indices")
     for number in range(versions):
         before = model_digest(trainer.tensors).hex()
@@ -221,5 +221,5 @@ def write_log(log: Path, trainer: Trainer, versions: int) -> None:
 
 
 def model_digest(tensors: Mapping[str, torch.Tensor]) -> Digest:
-    """The digest of a whole checkpoint."""
+    """Return the digest of a whole checkpoint."""
     return sum((tensor_digest(n, bits(t)) for n, t in tensors.items()), start=Digest.ZERO)

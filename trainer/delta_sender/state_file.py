@@ -6,11 +6,10 @@ import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
-from engine_ext.durable_files import lock, sync_folder, write_file
+from engine_ext.durable_files import FileLock, sync_folder, write_file
 
 
 class Known(msgspec.Struct, frozen=True):
@@ -75,7 +74,7 @@ class StateFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._has_begun = False
-        self._lock: IO[str] | None = None
+        self._lock: FileLock | None = None
         self.state = State()
         try:
             self.state = msgspec.json.decode(path.read_bytes(), type=State)
@@ -95,13 +94,12 @@ class StateFile:
             OSError: Its folder cannot be written.
             ValueError: See `StateFile`.
         """
-        lock_path = path.with_name(f".{path.name}.lock")
-        taken = f"another sender uses the state {path}"
-        # An object, so that it is closed with a sender that was never finished.
+        beside = path.with_name(f".{path.name}.lock")
+        conflict = f"another sender uses the state {path}"
         with contextlib.ExitStack() as stack:
-            held = stack.enter_context(os.fdopen(lock(lock_path, os.O_RDWR | os.O_CREAT, taken)))
+            lock = stack.enter_context(FileLock(beside, os.O_RDWR | os.O_CREAT, conflict))
             file = cls(path)
-            file._lock = held
+            file._lock = lock
             stack.pop_all()
         return file
 

@@ -57,7 +57,7 @@ def test_the_passes_on_a_device(kept_on: str, monkeypatch: pytest.MonkeyPatch) -
     )
     assert list(times) == ["read", "diff", "refresh"]
     assert min(times.values()) > 0
-    with pytest.raises(AssertionError, match="has not found"):
+    with pytest.raises(AssertionError, match="did not find every change"):
         sender_device.measure(old, new, kept_on, 1, lambda do: 0.0)
 
 

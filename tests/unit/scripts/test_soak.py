@@ -17,7 +17,7 @@ import torch
 from delta_sender.encoding_policy import CHOICES
 from scripts.soak import __main__ as soak
 from scripts.soak.load import AbortPolicy, Counts, Load, Tally, asks, read_stream
-from scripts.soak.memory import Sample, Trend, Use, grown, memory_bytes, names_of, spooled
+from scripts.soak.memory import Sample, Trend, Usage, grown, names_of, spooled
 from scripts.soak.syncs import PAUSE_MODES, Trainer, ways
 
 MIB = 1 << 20
@@ -54,7 +54,7 @@ def test_what_becomes_of_a_request(
 
 def test_an_abort_out_of_turn_is_named() -> None:
     assert answered("abort", 3).problems == [
-        "ended with 'abort' after 3 of 8 tokens, while no sync aborts"
+        "ended with 'abort' after 3 of 8 tokens without a sync that aborts"
     ]
 
 
@@ -178,7 +178,7 @@ def test_the_trainer_changes_the_share_it_is_told() -> None:
 
 
 def samples(memory: list[int], files: int = 10, spooled: int = 0) -> list[Sample]:
-    return [Sample(5 * n, {7: Use(m, files, 3)}, spooled) for n, m in enumerate(memory)]
+    return [Sample(5 * n, {7: Usage(m, files, 3)}, spooled) for n, m in enumerate(memory)]
 
 
 def test_a_few_high_samples_are_no_growth() -> None:
@@ -205,34 +205,21 @@ def test_a_trend_is_that_of_the_quarters() -> None:
 
 
 def test_processes_that_come_and_go_are_named() -> None:
-    use = Use(MIB, 1, 1)
+    use = Usage(MIB, 1, 1)
     before, after = Sample(0, {1: use, 2: use}, 0), Sample(5, {1: use, 3: use}, 0)
     assert grown([before, after], {1: "server", 2: "rank"}) == [
-        "process 3 was started on the way",
+        "process 3 was started during the soak",
         "rank was lost",
     ]
 
 
 def test_open_files_threads_and_the_spool_are_judged() -> None:
-    leaking = [Sample(n, {1: Use(MIB, n, n)}, n) for n in range(40)]
+    leaking = [Sample(n, {1: Usage(MIB, n, n)}, n) for n in range(40)]
     assert [problem.split(" grew")[0] for problem in grown(leaking, {1: "rank"})] == [
         "rank: open files",
         "rank: threads",
         "files in the spool",
     ]
-
-
-def test_memory_is_what_lies_in_no_file() -> None:
-    rollup = """\
-558b3a5a6000-7ffdc941f000 ---p 00000000 00:00 0                          [rollup]
-Rss:                1612 kB
-Pss:                 237 kB
-Pss_Anon:            108 kB
-Pss_File:            129 kB
-Pss_Shmem:             2 kB
-SwapPss:               1 kB
-"""
-    assert memory_bytes(rollup) == 111 << 10
 
 
 def test_only_spool_files_with_something_in_them_are_left(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import zstandard
 from delta_server import spool as spool_module
 from delta_server.spool import Spool, Spooled
 from delta_server.upload_limits import MinimumRate
+from engine_ext import durable_files
 from engine_ext.errors import DeltaError, MalformedPart, SpoolFull, TooLarge, UploadTooSlow
 from engine_ext.wire import Limits, decode_part
 from tests.support.in_process_engine import STEP, delta_part, pieces, zstd_declaring
@@ -164,7 +165,7 @@ def test_where_nothing_can_be_locked_nothing_is_removed(
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "no locks")
 
-    monkeypatch.setattr(spool_module.fcntl, "flock", flock)
+    monkeypatch.setattr(durable_files.fcntl, "flock", flock)
     one = Spool(str(tmp_path), LIMITS)
     other = Spool(str(tmp_path), LIMITS)
     assert one.directory.exists()

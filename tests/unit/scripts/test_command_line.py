@@ -1,0 +1,79 @@
+"""How programs fail and are stopped: through their `with` blocks, with the documented status."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from scripts import command_line
+
+SLEEPS = """
+import contextlib, signal, sys, time
+from scripts import command_line
+
+# A job in a shell's background ignores SIGINT, and what it starts would too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+def program():
+    with contextlib.ExitStack() as stack:
+        stack.callback(print, "cleaned up", flush=True)
+        print("ready", flush=True)
+        time.sleep(60)
+
+sys.exit(command_line.run(program, (), "interrupted"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "shown"),
+    [(signal.SIGTERM, 143, ""), (signal.SIGINT, 130, "interrupted\n")],
+)
+def test_a_signal_cleans_up(number: signal.Signals, status: int, shown: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", SLEEPS],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (status, "cleaned up\n", shown)
+
+
+def test_only_expected_failures_are_shown_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+
+    def program() -> int:
+        raise ValueError("too small")
+
+    assert command_line.run(program, (ValueError,), "") == 1
+    assert capsys.readouterr().err == "ValueError: too small\n"
+    with pytest.raises(ValueError, match="too small"):
+        command_line.run(program, (KeyError,), "")
+    assert command_line.run(lambda: 3, (), "") == 3
+
+
+def test_the_help_is_the_docstring(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = command_line.make_parser("scripts.demo", "First line.\n\ncolumns:\n  a  b\n", "Last.")
+    parser.add_argument("--steps", type=command_line.at_least(2))
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--help"])
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: python -m scripts.demo ")
+    assert "columns:\n  a  b\n" in shown
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--steps", "1"])
+    assert "must be at least 2" in capsys.readouterr().err
+    assert command_line.at_least(2)("2") == 2
+    with pytest.raises(argparse.ArgumentTypeError):
+        command_line.at_least(2)("1")

@@ -1,0 +1,46 @@
+"""The lock that the spool, the log and the sender's state share."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from engine_ext import durable_files
+from engine_ext.durable_files import FileLock
+
+FOLDER = os.O_RDONLY | os.O_DIRECTORY
+
+
+def test_one_lock_at_a_time(tmp_path: Path) -> None:
+    with FileLock(tmp_path, FOLDER, "taken") as lock:
+        assert lock.is_enforced
+        with pytest.raises(BlockingIOError, match="taken"):
+            FileLock(tmp_path, FOLDER, "taken")
+    lock.close()
+    again = FileLock(tmp_path, FOLDER, None)
+    del again  # a lock that nobody refers to is released
+    FileLock(tmp_path, FOLDER, "taken").close()
+
+
+def test_whether_the_path_still_names_what_is_locked(tmp_path: Path) -> None:
+    file = tmp_path / "lock"
+    with FileLock(file, os.O_RDWR | os.O_CREAT, "taken") as lock:
+        assert lock.is_in_place()
+        file.unlink()
+        assert not lock.is_in_place()
+        file.touch()
+        assert not lock.is_in_place()
+        assert lock.stat().st_nlink == 0
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(durable_files.fcntl, "flock", flock)
+    with FileLock(tmp_path, FOLDER, "taken") as one, FileLock(tmp_path, FOLDER, "taken") as other:
+        assert not one.is_enforced
+        assert not other.is_enforced
