@@ -1,47 +1,48 @@
-"""Which HTTP process pauses the engine, and whether generation is to go on after that.
+"""Which HTTP process may pause the engine, and whether generation must be resumed afterwards.
 
-Several HTTP processes may serve one engine. Every rank keeps one `Lease` and is told the same
-things in the same order, so that all of them answer alike, whichever process asks.
+Several HTTP processes may serve one engine. Every rank keeps one `Lease` and gets the same calls in
+the same order, so that all ranks answer alike, whichever process asks.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from engine_ext.wire.operations import LeaseGrant
 
 
 class Lease:
-    """One rank's knowledge of who pauses the engine.
+    """An exclusive lease that is revoked when its holder is dead.
 
     Attributes:
-        owed: the engine is paused by a commit, not by the caller; who holds it lets it go on.
+        resume_owed: a commit, not the caller, has paused the engine; the holder must resume it.
     """
 
     def __init__(self) -> None:
-        self.owed = False
+        self.resume_owed = False
         self._holder: str | None = None
         self._held = False
 
-    def take(self, holder: str, *, resumes: bool, instead_of: str | None) -> dict[str, Any]:
-        """Let one process change whether the engine is paused, and no other.
+    def acquire(self, holder: str, *, resumes: bool, instead_of: str | None) -> LeaseGrant:
+        """Grant the lease, unless another process holds it.
 
         Args:
-            holder: names the process; one that holds it already may take it again.
-            resumes: it has seen the engine run, and so owes that it runs afterwards.
+            holder: names the process; it may acquire a lease that it holds already.
+            resumes: the process has seen the engine run, and so must resume it afterwards. Counts
+                only if the grant is fresh: what was seen before may be another process's pause.
             instead_of: names a process that is known to be dead.
-
-        Returns:
-            ``granted``; if not, ``holder`` who has it. If it is, ``fresh`` says that no other
-            process has had it since this one: only then `resumes` counts, as what was seen before
-            may be another's pause.
         """
         if self._held and self._holder not in (holder, instead_of):
-            return {"granted": False, "holder": self._holder}
+            return LeaseGrant(granted=False, holder=self._holder)
         fresh = self._holder in (None, holder)
         self._holder, self._held = holder, True
-        self.owed = self.owed or (fresh and resumes)
-        return {"granted": True, "fresh": fresh}
+        self.resume_owed = self.resume_owed or (fresh and resumes)
+        return LeaseGrant(granted=True, fresh=fresh)
 
     def release(self, holder: str, *, owed: bool) -> None:
-        """Let others take it; `owed` is still to be done. Nothing, if `holder` has lost it."""
+        """Let others acquire the lease; does nothing if `holder` has lost it.
+
+        Args:
+            holder: names the process.
+            owed: the engine must still be resumed.
+        """
         if self._held and self._holder == holder:
-            self._held, self.owed = False, owed
+            self._held, self.resume_owed = False, owed

@@ -1,52 +1,42 @@
 """The receiver of one rank: stages parts in the background, commits them in one call.
 
-The engine's workers each hold one `Receiver`; the HTTP side reaches all of them with one
-collective call of `Receiver.handle`, which answers with a dict and never raises, because an
-executor that sees one rank raise leaves the other ranks' answers in its queue. All ranks get the
+Each of the engine's workers has one `Receiver`. The HTTP side reaches all of them with one
+collective call of `Receiver.handle`, which returns errors as answers and never raises: when an
+executor sees one rank raise, it leaves the other ranks' answers in its queue. All ranks get the
 same calls in the same order and so keep the same `SyncState`.
 """
 
 from __future__ import annotations
 
-import mmap
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Sequence
 from typing import Any
-
-import msgspec
 
 from engine_ext.apply.applier import Applier
 from engine_ext.apply.staged import StagedPart, UndoLog
 from engine_ext.apply.transaction import Transaction
-from engine_ext.errors import (
-    CommitFailed,
-    Conflict,
-    MalformedPart,
-    WeightsAsleep,
-    WriteUndone,
-    as_delta_error,
-)
+from engine_ext.errors import CommitFailed, Conflict, WeightsAsleep, WriteUndone
 from engine_ext.ranks import Ranks
+from engine_ext.receiver.background_staging import BackgroundStaging
 from engine_ext.receiver.lease import Lease
 from engine_ext.receiver.sync_history import SyncHistory
-from engine_ext.receiver.sync_state import SyncState
-from engine_ext.wire import Limits, decode_part
-from engine_ext.wire.identity import PartId, part_identity
+from engine_ext.receiver.sync_state import Sync, SyncState
+from engine_ext.wire import Limits
+from engine_ext.wire import operations as ops
 
 
 class Receiver:
-    """One rank's receiver.
+    """One rank's receiver. Every operation has a method with the name of its tag.
 
     Args:
         applier: writes into this rank's weights.
-        ranks: how to vote with the other ranks.
+        ranks: votes with the other ranks.
         base_version: version of the freshly loaded weights.
-        stage_timeout: seconds for which a staged sync keeps others out.
+        stage_timeout: seconds after its last part for which a staged sync keeps others out.
         read_workers: threads that read, verify and decode parts.
         limits: bounds for what is decoded.
-        undo_bytes: host memory that the old values of one version may take, its continuations'
-            included.
+        undo_bytes: host memory that the old values of one version may take, with those of its
+            continuations.
     """
 
     def __init__(
@@ -60,40 +50,19 @@ class Receiver:
         limits: Limits,
         undo_bytes: int = 4 << 30,
     ) -> None:
-        self.state = SyncState(base_version, stage_timeout)
-        self._hold = Lease()
-        self._log_hold = Lease()
-        history = SyncHistory()
+        self._sync_state = SyncState(base_version, stage_timeout)
+        self._lease = Lease()
+        self._log_lease = Lease()
+        self._history = SyncHistory()
         self._ranks = ranks
         self.adopt(applier)
-        self._limits = limits
         self._undo_bytes = undo_bytes
-        self._threads = ThreadPoolExecutor(read_workers, thread_name_prefix="delta-stage")
-        self._staging: dict[int, Future[StagedPart]] = {}
-        # Those of dropped syncs too.
-        self._running: list[Future[StagedPart]] = []
-        # What takes the last version back, its continuations too; empty where that is impossible.
+        self._staging = BackgroundStaging(read_workers, limits)
+        # Undo the last version with its continuations; empty if it cannot be undone.
         self._undo: list[UndoLog] = []
-        self._last_sync: dict[str, Any] | None = None
-        self._operations: dict[str, Callable[..., dict[str, Any]]] = {
-            "status": self._status,
-            "state": self._state,
-            "hold": self._take_hold,
-            "release": self._release_hold,
-            "hold_log": self._take_log,
-            "release_log": self._release_log,
-            "unseen": self._unseen,
-            "begin": self._begin,
-            "poll": self._poll,
-            "settle": self._settle,
-            "drop": self._drop,
-            "commit": self._commit,
-            "rollback": self._rollback,
-            "plan": self._plan,
-            "digest": self._digest,
-            "note": history.note,
-            "history": history.show,
-        }
+        self._last_sync: ops.CommittedSync | None = None
+
+    # What the adapter reports -----------------------------------------------------------------
 
     def adopt(self, applier: Applier) -> None:
         """Write with this applier from now on."""
@@ -101,206 +70,207 @@ class Receiver:
         self._transaction = Transaction(applier, self._ranks)
 
     def weights_replaced(self, by: str) -> None:
-        """Note that the engine itself has loaded other weights; only a full sync is taken then.
+        """Take only a full sync from now on: the engine itself has changed the weights.
 
         Args:
-            by: what did it, for the refusals.
+            by: what changed them, for the refusals.
         """
-        self.state.foreign = by
-        self._drop()
+        self._sync_state.foreign = by
+        self._drop_staged()
         self._undo = []
 
     def weights_released(self) -> None:
-        """Note that the engine is about to release the weights' memory.
+        """Prepare for the engine to release the weights' memory.
 
         Returns when nothing that is being staged reads it any more.
         """
-        self.state.asleep = True
-        self._drop()
-        wait(self._running)
+        self.set_asleep(True)
+        self._drop_staged()
+        self._staging.wait()
+
+    def set_asleep(self, asleep: bool) -> None:
+        """Record whether the weights' memory is released."""
+        self._sync_state.asleep = asleep
+
+    # Operations -------------------------------------------------------------------------------
 
     def handle(self, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Carry out one operation; the answer has ``ok`` or ``error`` (see `DeltaError.to_wire`).
+        """Carry out one encoded operation and return its answer.
 
-        Never raises. An error that is not a `DeltaError` is a fault of this program and is
-        reported as such, with the engine unchanged unless the operation was ``commit``.
+        Never raises. An error that is not a `DeltaError` is a bug and is reported as one; the
+        engine is unchanged then, unless the operation was a commit or a rollback.
+
+        Args:
+            operation, arguments: see `engine_ext.wire.operations.encode_request`.
+
+        Returns:
+            See `engine_ext.wire.operations.encode_answer`.
         """
-        try:
-            return {"ok": self._operations[operation](**arguments)}
-        except Exception as error:
-            return {"error": as_delta_error(error).to_wire()}
+        return ops.encode_answer(lambda: self.execute(ops.decode_request(operation, arguments)))
 
-    def _state(self) -> dict[str, Any]:
-        """What every HTTP process must know; costs next to nothing."""
-        return {
-            "version": self.state.version,
-            "engine_state": "uncertain" if self.state.uncertain else "certain",
-            "resume_owed": self._hold.owed,
-        }
+    def execute(self, request: ops.Operation[ops.ReplyT]) -> ops.ReplyT:
+        """Carry out one operation; raises what its method raises."""
+        reply: ops.ReplyT = getattr(self, request.name)(request)
+        return reply
 
-    def _take_hold(self, holder: str, resumes: bool, instead_of: str | None) -> dict[str, Any]:
-        """Let one HTTP process pause and resume the engine; see `Lease.take`."""
-        taken = self._hold.take(holder, resumes=resumes, instead_of=instead_of)
-        return {**taken, **self._state()}
-
-    def _release_hold(self, holder: str, owed: bool) -> dict[str, Any]:
-        self._hold.release(holder, owed=owed)
-        return {}
-
-    def _take_log(self, holder: str, instead_of: str | None) -> dict[str, Any]:
-        """Let one HTTP process replay the delta log, and no other."""
-        return self._log_hold.take(holder, resumes=False, instead_of=instead_of)
-
-    def _release_log(self, holder: str) -> dict[str, Any]:
-        self._log_hold.release(holder, owed=False)
-        return {}
-
-    def _status(self) -> dict[str, Any]:
-        return {
-            **self._state(),
-            "asleep": self.state.asleep,
-            "foreign": self.state.foreign,
-            "staged": self.state.describe(),
-            "last_sync": self._last_sync,
-            "can_roll_back": bool(self._undo),
+    def status(self, request: ops.GetStatus) -> ops.RankStatus:
+        """Describe the receiver."""
+        return ops.RankStatus(
+            version=self._sync_state.version,
+            engine_state=self._sync_state.engine_state,
+            resume_owed=self._lease.resume_owed,
+            asleep=self._sync_state.asleep,
+            foreign=self._sync_state.foreign,
+            staged=self._sync_state.describe(),
+            last_sync=self._last_sync,
+            can_roll_back=bool(self._undo),
             **self._applier.describe(),
-        }
+        )
 
-    def _unseen(self, version: int, identities: list[str]) -> dict[str, Any]:
-        """Which of these parts were not committed at this version yet."""
-        return {"unseen": [i for i in identities if not self.state.seen(version, i)]}
+    def state(self, request: ops.GetState) -> ops.RankState:
+        """Describe what every HTTP process must know; cheap."""
+        return self._state()
 
-    def _begin(self, part: dict[str, Any], path: str, now: float) -> dict[str, Any]:
-        """Admit a part and start staging it from a spool file."""
-        part_id = msgspec.convert(part, PartId)
-        before = self.state.sync
-        admission = self.state.admit(part_id, now)
-        if self.state.sync is not before:
+    def acquire_lease(self, request: ops.AcquireLease) -> ops.EngineLease:
+        """Let one HTTP process pause and resume the engine."""
+        grant = self._lease.acquire(
+            request.holder, resumes=request.resumes, instead_of=request.instead_of
+        )
+        return ops.EngineLease(grant=grant, state=self._state())
+
+    def release_lease(self, request: ops.ReleaseLease) -> ops.Reply:
+        """Take the lease back."""
+        self._lease.release(request.holder, owed=request.owed)
+        return ops.Reply()
+
+    def acquire_log_lease(self, request: ops.AcquireLogLease) -> ops.LeaseGrant:
+        """Let one HTTP process replay the delta log."""
+        return self._log_lease.acquire(request.holder, resumes=False, instead_of=request.instead_of)
+
+    def release_log_lease(self, request: ops.ReleaseLogLease) -> ops.Reply:
+        """Take the lease of the delta log back."""
+        self._log_lease.release(request.holder, owed=False)
+        return ops.Reply()
+
+    def unseen(self, request: ops.FindUnseen) -> ops.Unseen:
+        """Find which parts were not committed at this version."""
+        seen = self._sync_state.seen
+        return ops.Unseen(
+            unseen=[one for one in request.identities if not seen(request.version, one)]
+        )
+
+    def begin(self, request: ops.BeginPart) -> ops.PartBegun:
+        """Admit a part and start staging it.
+
+        Raises:
+            DeltaError: see `SyncState.admit`.
+        """
+        before = self._sync_state.sync
+        admission = self._sync_state.admit(request.part, request.now)
+        if self._sync_state.sync is not before:
             self._staging.clear()
         if admission == "new":
-            future = self._threads.submit(self._stage, path, part_id.identity)
-            self._staging[part_id.part] = future
-            self._running = [*(other for other in self._running if not other.done()), future]
-        return {
-            "admission": admission,
-            "version": self.state.version,
-            "complete": self._complete(),
-        }
+            self._staging.start(request.part, request.path, self._applier.stage)
+        return ops.PartBegun(
+            admission=admission, version=self._sync_state.version, complete=self._complete()
+        )
 
-    def _stage(self, path: str, identity: str) -> StagedPart:
-        """Read, verify, decode and locate one part; runs beside the engine's main loop."""
-        with open(path, "rb") as file:
-            # Nothing writes there, but of memory that is read-only torch has no tensors.
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        part = decode_part(data, self._limits)
-        if part_identity(part.header, data) != identity:
-            raise MalformedPart("the part changed between its arrival and its staging")
-        return self._applier.stage(part)
+    def poll(self, request: ops.PollPart) -> ops.PartProgress:
+        """Return whether a part is staged on this rank.
 
-    def _poll(self, part: int) -> dict[str, Any]:
-        """Whether a part is staged on this rank; raises what staging it raised."""
-        future = self._staging.get(part)
+        Raises:
+            Conflict: the part was dropped.
+            DeltaError: this rank refused the part.
+        """
+        future = self._staging.get(request.part)
         if future is None:
             raise Conflict("the sync of this part was dropped while the part was being staged")
         if not future.done():
-            return {"done": False}
-        return {"done": True, "nnz": future.result().nnz}
+            return ops.PartProgress(done=False)
+        return ops.PartProgress(done=True, nnz=future.result().nnz)
 
-    def _settle(self, part: int, staged: bool) -> dict[str, Any]:
-        """Keep a part that all ranks have staged, or forget one that some rank refused."""
-        self.state.settle(part, staged=staged)
-        if not staged:
-            self._staging.pop(part, None)
+    def settle(self, request: ops.SettlePart) -> ops.PartSettled:
+        """Keep a part that every rank has staged, or forget one that some rank refused.
+
+        Raises:
+            DeltaError: the sync is complete, and some rank refuses it as a whole.
+        """
+        self._sync_state.settle(request.part, staged=request.staged)
+        if not request.staged:
+            self._staging.forget(request.part)
         if self._complete():
             self._transaction.agree(self._checked)
-        return {"complete": self._complete()}
+        return ops.PartSettled(complete=self._complete())
 
-    def _drop(self, version: int | None = None, sync_id: str | None = None) -> dict[str, Any]:
-        """Forget the staged sync; where a version is given, only that one."""
-        sync = self.state.sync
-        if version is not None and (
-            sync is None or (sync.version, sync.sync_id) != (version, sync_id)
-        ):
-            return {}
-        self.state.drop()
-        self._staging.clear()
-        return {}
+    def drop(self, request: ops.DropSync) -> ops.Reply:
+        """Forget the staged sync; if the request names a version, only that one."""
+        if request.version is None or self._is_staged(request.version, request.sync_id):
+            self._drop_staged()
+        return ops.Reply()
 
-    def _commit(self, version: int, sync_id: str | None) -> dict[str, Any]:
-        """Write the staged sync on every rank, or leave every rank as it was."""
+    def commit(self, request: ops.CommitSync) -> ops.CommittedSync:
+        """Write the staged sync on every rank, or leave every rank as it was.
+
+        Raises:
+            CommitFailed: some rank failed and could not be restored; the engine is uncertain.
+            DeltaError: some rank refused or failed; every rank is unchanged.
+        """
 
         def prepare() -> Sequence[StagedPart]:
-            sync = self.state.sync
-            if sync is None or (sync.version, sync.sync_id) != (version, sync_id):
-                raise Conflict(f"no sync to version {version} is staged")
+            if not self._is_staged(request.version, request.sync_id):
+                raise Conflict(f"no sync to version {request.version} is staged")
             staged = self._checked()
             self._applier.check_base(staged)
             return staged
 
         staged = self._transaction.agree(prepare)
-        sync = self.state.sync
+        sync = self._sync_state.sync
         assert sync is not None
-        base, apply = self.state.version, self._applier.name
+        base, apply = self._sync_state.version, self._applier.name
         start = time.perf_counter()
         try:
             log = self._transaction.write(staged)
         except CommitFailed as error:
             error.operands["version"] = base
-            self.state.commit(uncertain=True)
+            self._sync_state.commit(uncertain=True)
             self._undo = []
             raise
         except WriteUndone:
-            self.state.drop()
+            self._sync_state.drop()
             raise
         finally:
             self._staging.clear()
-        commit_ms = (time.perf_counter() - start) * 1e3
-        if self.state.uncertain or self.state.foreign is not None:
-            # What the old values were is not known to anybody; they cannot be gone back to.
-            log = None
-        continued = sync.continues and sync.version == base
-        earlier = self._undo if continued else []
-        kept = [*earlier, log] if log is not None and (earlier or not continued) else []
-        self._undo = kept if sum(one.nbytes for one in kept) <= self._undo_bytes else []
-        self.state.commit(uncertain=False)
+        commit_ms = _ms_since(start)
+        self._keep_undo(sync, base, log)
+        self._sync_state.commit(uncertain=False)
         elements = {e.name: e.numel for part in staged for e in part.manifest.params}
-        self._last_sync = {
-            "version": sync.version,
-            "base_version": base,
-            "sync_id": sync.sync_id,
-            "full": sync.full,
-            "apply": apply,
-            "parts": len(staged),
-            "nnz": sum(part.nnz for part in staged),
-            "tensors": len(elements),
-            "elements": sum(elements.values()),
-            "commit_ms": round(commit_ms, 3),
-            "rollback": bool(self._undo),
-            "digest": self._applier.digest.hex(),
-        }
+        self._last_sync = ops.CommittedSync(
+            version=sync.version,
+            base_version=base,
+            sync_id=sync.sync_id,
+            full=sync.full,
+            apply=apply,
+            parts=len(staged),
+            nnz=sum(part.nnz for part in staged),
+            tensors=len(elements),
+            elements=sum(elements.values()),
+            commit_ms=commit_ms,
+            rollback=bool(self._undo),
+            digest=self._applier.digest.hex(),
+        )
         return self._last_sync
 
-    def _checked(self) -> Sequence[StagedPart]:
-        """The staged sync, checked as a whole.
+    def rollback(self, request: ops.RollBack) -> ops.RolledBack:
+        """Restore the version before the last one on every rank.
 
         Raises:
-            DeltaError: it is not complete, or cannot be written as the weights are now.
+            CommitFailed: some rank failed half-way; the engine is uncertain.
+            DeltaError: some rank refused; every rank is unchanged.
         """
-        sync = self.state.sync
-        if sync is None or not sync.complete:
-            raise Conflict("the sync lacks parts")
-        # The engine may have gone to sleep since the parts were admitted.
-        self.state.check_writable(full=sync.full)
-        staged = [self._staging[number].result() for number in sorted(sync.slots)]
-        self._applier.check_sync(staged, full=sync.full)
-        return staged
-
-    def _rollback(self) -> dict[str, Any]:
-        """Restore the version before the last one on every rank."""
 
         def prepare() -> Sequence[StagedPart]:
-            self.state.check_writable(full=False)
-            if not self._undo or self.state.previous is None:
+            self._sync_state.check_writable(full=False)
+            if not self._undo or self._sync_state.previous is None:
                 raise Conflict("there is no version to go back to: the old values were not kept")
             self._applier.check_in_place()
             return []
@@ -308,38 +278,97 @@ class Receiver:
         self._transaction.agree(prepare)
         start = time.perf_counter()
         undo, self._undo = self._undo, []
-        self._drop()
+        self._drop_staged()
         try:
             self._transaction.roll_back(undo)
         except CommitFailed:
-            self.state.uncertain = True
+            self._sync_state.uncertain = True
             raise
-        rolled_back = self.state.version
-        self.state.roll_back()
-        return {
-            "version": self.state.version,
-            "rolled_back": rolled_back,
-            "commit_ms": round((time.perf_counter() - start) * 1e3, 3),
-            "digest": self._applier.digest.hex(),
-        }
+        rolled_back = self._sync_state.version
+        self._sync_state.roll_back()
+        return ops.RolledBack(
+            version=self._sync_state.version,
+            rolled_back=rolled_back,
+            commit_ms=_ms_since(start),
+            digest=self._applier.digest.hex(),
+        )
 
-    def _plan(self) -> dict[str, Any]:
-        """What is known of every checkpoint tensor on this rank; null while nothing is."""
+    def plan(self, request: ops.GetPlan) -> ops.RankPlan:
+        """List every checkpoint tensor with its placement on this rank."""
         plan = self._applier.plan
-        return {"tensors": None if plan is None else plan.table()}
+        return ops.RankPlan(tensors=None if plan is None else plan.table())
 
-    def _digest(self, scan: bool) -> dict[str, Any]:
-        """The digest of every covered tensor's elements that this rank counts."""
-        if scan and self.state.asleep:
+    def digest(self, request: ops.GetDigest) -> ops.RankDigest:
+        """Return the digests of the elements that this rank counts.
+
+        Raises:
+            WeightsAsleep: a scan was asked for, and the weights' memory is released.
+        """
+        if request.scan and self._sync_state.asleep:
             raise WeightsAsleep("the engine has released its weights; wake it up first")
         tracked = self._applier.digests
         plan = self._applier.plan
-        found = plan.scan() if scan and plan is not None else tracked
-        return {
-            "version": self.state.version,
-            "tensors": {name: digest.hex() for name, digest in found.items()},
-            "tracked": {name: digest.hex() for name, digest in tracked.items()},
-        }
+        found = plan.scan() if request.scan and plan is not None else tracked
+        return ops.RankDigest(
+            version=self._sync_state.version,
+            tensors={name: digest.hex() for name, digest in found.items()},
+            tracked={name: digest.hex() for name, digest in tracked.items()},
+        )
+
+    def record(self, request: ops.RecordSync) -> ops.SyncRecord:
+        """Add a request to the history."""
+        return self._history.add(request.record)
+
+    def history(self, request: ops.GetHistory) -> ops.History:
+        """List the last syncs."""
+        return ops.History(syncs=self._history.syncs())
+
+    # ------------------------------------------------------------------------------------------
+
+    def _state(self) -> ops.RankState:
+        return ops.RankState(
+            version=self._sync_state.version,
+            engine_state=self._sync_state.engine_state,
+            resume_owed=self._lease.resume_owed,
+        )
 
     def _complete(self) -> bool:
-        return self.state.sync is not None and self.state.sync.complete
+        return self._sync_state.sync is not None and self._sync_state.sync.complete
+
+    def _is_staged(self, version: int, sync_id: str | None) -> bool:
+        sync = self._sync_state.sync
+        return sync is not None and (sync.version, sync.sync_id) == (version, sync_id)
+
+    def _drop_staged(self) -> None:
+        self._sync_state.drop()
+        self._staging.clear()
+
+    def _checked(self) -> Sequence[StagedPart]:
+        """Return the parts of the staged sync, checked as a whole.
+
+        Raises:
+            DeltaError: the sync is not complete, or cannot be written into the weights as they
+                are now.
+        """
+        sync = self._sync_state.sync
+        if sync is None or not sync.complete:
+            raise Conflict("the sync lacks parts")
+        # The engine may have gone to sleep since the parts were admitted.
+        self._sync_state.check_writable(full=sync.full)
+        staged = self._staging.results(sync.slots)
+        self._applier.check_sync(staged, full=sync.full)
+        return staged
+
+    def _keep_undo(self, sync: Sync, base: int, log: UndoLog | None) -> None:
+        """Keep the old values of a sync that was just written, if they can be restored later."""
+        if self._sync_state.uncertain or self._sync_state.foreign is not None:
+            # Nobody knows of which version the old values were.
+            log = None
+        continued = sync.continues and sync.version == base
+        earlier = self._undo if continued else []
+        kept = [*earlier, log] if log is not None and (earlier or not continued) else []
+        self._undo = kept if sum(one.nbytes for one in kept) <= self._undo_bytes else []
+
+
+def _ms_since(start: float) -> float:
+    return round((time.perf_counter() - start) * 1e3, 3)

@@ -1,63 +1,70 @@
-"""The last syncs of an engine and what became of them, as every rank remembers them.
+"""The last syncs of an engine and their outcomes, as every rank remembers them.
 
-What a request was answered, and how long its steps took, only the HTTP process knows that took it.
-It tells the ranks, so that several HTTP processes have one history.
+Only the HTTP process that took a request knows its answer and its timings. It reports them to the
+ranks, so that several HTTP processes share one history.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
 
-_MOST = 50
-_SUMMED = ("bytes", "parts")
+import msgspec
+
+from engine_ext.wire.operations import SyncRecord
+
+_CAPACITY = 50
 
 
 class SyncHistory:
-    """What became of the last syncs, the newest one last.
+    """The last syncs, the newest one last.
 
     Args:
-        most: how many are remembered.
+        capacity: how many are remembered.
     """
 
-    def __init__(self, most: int = _MOST) -> None:
-        self._syncs: deque[dict[str, Any]] = deque(maxlen=most)
-        # What the staged parts of the sync in progress have brought; there is one at a time.
-        self._staged: dict[str, Any] | None = None
+    def __init__(self, capacity: int = _CAPACITY) -> None:
+        self._syncs: deque[SyncRecord] = deque(maxlen=capacity)
+        # The sum of the staged parts of the sync in progress; there is at most one.
+        self._staged: SyncRecord | None = None
 
-    def note(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Remember what became of one request.
+    def add(self, record: SyncRecord) -> SyncRecord:
+        """Remember one request.
 
         Args:
-            record: JSON with ``outcome``, ``version``, ``sync_id``, ``bytes``, ``parts`` and
-                ``timings_ms``. One that is ``staged`` is a share of a later record of the same
-                version and ``sync_id``.
+            record: if it is ``staged``, it is a share of a later record of the same version and
+                ``sync_id``.
 
         Returns:
-            ``record``: the same, with all of the shares that came before it.
+            The record, with the shares that came before it added.
         """
         staged = self._staged
         if staged is not None and _key(staged) == _key(record):
             record = _sum(staged, record)
-        if record["outcome"] == "staged":
+        if record.outcome == "staged":
             self._staged = record
         else:
             self._syncs.append(record)
-            if staged is not None and record["outcome"] == "committed":
+            if staged is not None and record.outcome == "committed":
                 self._staged = None
-        return {"record": record}
+        return record
 
-    def show(self) -> dict[str, Any]:
-        """All that is remembered."""
-        return {"syncs": list(self._syncs)}
-
-
-def _key(record: dict[str, Any]) -> tuple[Any, ...]:
-    return record["version"], record["sync_id"]
+    def syncs(self) -> list[SyncRecord]:
+        """Return all that is remembered."""
+        return list(self._syncs)
 
 
-def _sum(staged: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
-    earlier, later = staged["timings_ms"], record["timings_ms"]
-    timings = {k: round(earlier.get(k, 0.0) + later.get(k, 0.0), 3) for k in {**earlier, **later}}
-    sums = {key: staged[key] + record[key] for key in _SUMMED}
-    return {**record, **sums, "timings_ms": timings}
+def _key(record: SyncRecord) -> tuple[int | None, str | None]:
+    return record.version, record.sync_id
+
+
+def _sum(staged: SyncRecord, record: SyncRecord) -> SyncRecord:
+    earlier, later = staged.timings_ms, record.timings_ms
+    return msgspec.structs.replace(
+        record,
+        bytes=staged.bytes + record.bytes,
+        parts=staged.parts + record.parts,
+        timings_ms={
+            phase: round(earlier.get(phase, 0.0) + later.get(phase, 0.0), 3)
+            for phase in {**earlier, **later}
+        },
+    )

@@ -1,15 +1,15 @@
 """Which parts belong together, and what may be committed: the receiver's state, without I/O.
 
-Every rank keeps one `SyncState` and is told the same things in the same order, so that all ranks
-decide alike. Time is an argument, given by the caller, for the same reason. Nothing here touches
-a weight; an error raised here always leaves the engine unchanged.
+Every rank keeps one `SyncState` and gets the same calls in the same order, so that all ranks decide
+alike. For the same reason the caller passes the time. Nothing here touches a weight; an error
+raised here always leaves the engine unchanged.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from engine_ext.errors import (
     BaseMismatch,
@@ -21,8 +21,7 @@ from engine_ext.errors import (
     WeightsAsleep,
 )
 from engine_ext.wire.identity import PartId
-
-Admission = Literal["new", "staged", "already_applied"]
+from engine_ext.wire.operations import Admission, StagedSync
 
 
 @dataclass(slots=True)
@@ -33,7 +32,7 @@ class _Slot:
 
 @dataclass(slots=True)
 class Sync:
-    """A sync that has parts, but is not committed yet."""
+    """A sync that has parts, but is not committed."""
 
     version: int
     base_version: int | None
@@ -46,7 +45,7 @@ class Sync:
 
     @property
     def complete(self) -> bool:
-        """Every part has arrived and is staged."""
+        """Whether every part has arrived and is staged."""
         return (
             self.num_parts is not None
             and len(self.slots) == self.num_parts
@@ -55,11 +54,18 @@ class Sync:
 
 
 class SyncState:
-    """Versions, staged parts and what was committed, on one rank.
+    """Versions, staged parts and committed parts, on one rank.
 
     Args:
         version: the version of the freshly loaded weights.
         stage_timeout: seconds after its last part for which a sync keeps others out.
+
+    Attributes:
+        uncertain: a write failed half-way; some weights may be new and some old.
+        asleep: the engine has released the weights' memory.
+        foreign: what changed the weights outside of delta sync since the last sync, or None.
+        sync: the staged sync, or None.
+        previous: version and committed parts before the last version; None if there is no way back.
     """
 
     def __init__(self, version: int, stage_timeout: float) -> None:
@@ -67,30 +73,33 @@ class SyncState:
         self.stage_timeout = stage_timeout
         self.uncertain = False
         self.asleep = False
-        # What has changed the weights since the last sync, other than a sync; None: nothing.
         self.foreign: str | None = None
         self.sync: Sync | None = None
-        self._committed: set[str] = set()
-        # Version and committed parts before the last version; None where it cannot be gone back to.
         self.previous: tuple[int, set[str]] | None = None
+        self._committed: set[str] = set()
+
+    @property
+    def engine_state(self) -> Literal["certain", "uncertain"]:
+        """Whether the weights are known to be of one version."""
+        return "uncertain" if self.uncertain else "certain"
 
     def admit(self, part: PartId, now: float) -> Admission:
-        """Decide what becomes of a part that has arrived.
+        """Decide what to do with a part that has arrived.
 
         Args:
-            part: what the part says it is.
+            part: the part.
             now: seconds on a clock that all callers share.
 
         Returns:
             ``new``: stage it, then call `settle`. ``staged``: it is staged or being staged
             already. ``already_applied``: it belongs to the committed sync; nothing to do. A part of
-            the staged sync does not, also if it has the bytes of a committed one: another ``full``
-            sync may lead to the same version.
+            the staged sync is never ``already_applied``, even if it has the bytes of a committed
+            one: another ``full`` sync may lead to the same version.
 
         Raises:
             EngineUncertain, WeightsAsleep, SyncInProgress, VersionConflict, Conflict,
-            MalformedPart: as their docstrings say; the state is unchanged, but for a stale sync
-            that was dropped.
+            MalformedPart: see their docstrings; the state is unchanged, except that a stale sync
+            may have been dropped.
         """
         if self.seen(part.version, part.identity) and not self._is_of(self.sync, part):
             return "already_applied"
@@ -109,17 +118,17 @@ class SyncState:
             raise
 
     def seen(self, version: int, identity: str) -> bool:
-        """Whether a part with this identity was committed at the version the engine is at."""
+        """Return whether a part was committed at `version`, and the engine is at that version."""
         known = not self.uncertain and self.foreign is None
         return known and version == self.version and identity in self._committed
 
     def check_writable(self, *, full: bool) -> None:
-        """Refuse a sync that the weights cannot take as they are now.
+        """Refuse a sync that cannot be written into the weights as they are now.
 
         Raises:
-            WeightsAsleep: their memory is released.
-            EngineUncertain: nobody knows what they are, and the sync is not a ``full`` one.
-            BaseMismatch: the engine has loaded others itself, and the sync is not a ``full`` one.
+            WeightsAsleep: the weights' memory is released.
+            EngineUncertain: an earlier write failed half-way, and the sync is not ``full``.
+            BaseMismatch: something else has changed the weights, and the sync is not ``full``.
         """
         if self.asleep:
             raise WeightsAsleep("the engine has released its weights; wake it up first")
@@ -127,8 +136,7 @@ class SyncState:
             raise EngineUncertain("an earlier write failed half-way; send a full sync")
         if self.foreign is not None and not full:
             raise BaseMismatch(
-                f"the weights are of no version that is known here, after {self.foreign}; send a "
-                "full sync"
+                f"{self.foreign} changed the weights outside of delta sync; send a full sync"
             )
 
     def settle(self, part: int, *, staged: bool) -> None:
@@ -147,7 +155,7 @@ class SyncState:
         self.sync = None
 
     def commit(self, *, uncertain: bool) -> None:
-        """Record that the staged sync was written (or, if `uncertain`, that writing it failed)."""
+        """Record that the staged sync was written or, if `uncertain`, that the write failed."""
         assert self.sync is not None
         sync, self.sync = self.sync, None
         self.uncertain = uncertain
@@ -164,33 +172,33 @@ class SyncState:
         self.version = sync.version
 
     def roll_back(self) -> None:
-        """Record that the weights are those of the version before the last one again."""
+        """Record that the version before the last one was restored."""
         assert self.previous is not None
         (self.version, self._committed), self.previous = self.previous, None
 
-    def describe(self) -> dict[str, Any] | None:
-        """The staged sync as JSON, or None."""
+    def describe(self) -> StagedSync | None:
+        """Return the staged sync, or None."""
         if self.sync is None:
             return None
-        return {
-            "version": self.sync.version,
-            "base_version": self.sync.base_version,
-            "sync_id": self.sync.sync_id,
-            "full": self.sync.full,
-            "num_parts": self.sync.num_parts,
-            "parts": sorted(number for number, slot in self.sync.slots.items() if slot.staged),
-        }
+        return StagedSync(
+            version=self.sync.version,
+            base_version=self.sync.base_version,
+            sync_id=self.sync.sync_id,
+            full=self.sync.full,
+            num_parts=self.sync.num_parts,
+            parts=sorted(number for number, slot in self.sync.slots.items() if slot.staged),
+        )
 
     def _stale(self, sync: Sync, part: PartId, now: float) -> bool:
-        """Whether this part may push the staged sync out: it is another's, and that one is old.
+        """Return whether this part may replace the staged sync: an old one, of another sync.
 
-        A slow sender's own next part still finds its sync, however long it took.
+        A slow sender's next part still finds its own sync, however old that is.
         """
         return not self._is_of(sync, part) and now - sync.last_part_at >= self.stage_timeout
 
     @staticmethod
     def _is_of(sync: Sync | None, part: PartId) -> bool:
-        """Whether a part says that it belongs to the staged sync."""
+        """Return whether a part belongs to the staged sync."""
         return sync is not None and (part.version, part.sync_id) == (sync.version, sync.sync_id)
 
     def _join(self, sync: Sync, part: PartId, now: float) -> Admission:
@@ -207,7 +215,7 @@ class SyncState:
         _check_numbers(sync, part)
         known = sync.slots.get(part.part)
         if known is not None and known.identity != part.identity:
-            raise Conflict(f"part {part.part} of this sync arrived before with other bytes")
+            raise Conflict(f"part {part.part} of this sync has arrived before with other bytes")
         sync.last_part_at = now
         sync.num_parts = part.num_parts if part.num_parts is not None else sync.num_parts
         if known is not None:

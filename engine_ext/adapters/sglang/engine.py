@@ -6,30 +6,37 @@ import asyncio
 from typing import Any
 
 from engine_ext.adapters.sglang.rpc import Channel
+from engine_ext.errors import DeltaError
+from engine_ext.wire.operations import Operation, ReplyT
 
 _IDLE_POLL_S = 0.05
 
 
 class SglangEngine:
-    """The engine as the endpoints see it (`delta_server.commit.Engine`)."""
+    """The engine as the endpoints see it, see `delta_server.engine.Engine`.
+
+    Args:
+        manager: SGLang's tokenizer manager. The methods that it has now stay the ones that are
+            called here; the caller's are replaced, see
+            `delta_server.commit.serialize_with_commits`.
+    """
 
     name = "sglang"
     shared = False
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
-        # As they are now: what the caller asks of the manager waits for our commits (`serialize_with_commits`).
         self._pause_generation = manager.pause_generation
         self._continue_generation = manager.continue_generation
         self._channel = Channel(manager)
 
-    async def call(self, operation: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        """One operation of the receiver on every rank; their answers, in rank order.
+    async def call(self, request: Operation[ReplyT]) -> list[ReplyT | DeltaError]:
+        """Carry out one operation on every rank; returns replies or errors in rank order.
 
         Raises:
             RuntimeError: the engine died before all ranks had answered.
         """
-        return await self._channel.call(operation, arguments)
+        return await self._channel.call(request)
 
     async def is_paused(self) -> bool:
         return bool(self._manager.is_pause)
@@ -53,7 +60,7 @@ class SglangEngine:
         """Drop all KV of a paused engine; the requests in flight are recomputed.
 
         Raises:
-            RuntimeError: the engine did not.
+            RuntimeError: the cache could not be flushed.
         """
         await self._pause("retract")
         await self._flush()
@@ -79,7 +86,7 @@ class SglangEngine:
         await self._pause_generation(PauseGenerationReqInput(mode=mode))
 
     async def _wait_for_requests(self) -> None:
-        """Let no new request in, and wait for those in flight, as SGLang's mode ``abort`` does."""
+        """Hold new requests back, as SGLang's mode ``abort`` does, and wait for those in flight."""
         async with self._manager.is_pause_cond:
             self._manager.is_pause = True
         while await self._manager.model_update_lock.is_locked():

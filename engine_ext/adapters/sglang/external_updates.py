@@ -1,7 +1,7 @@
-"""What else in SGLang changes weights: its own updates, and releasing the weights' memory.
+"""Weight changes outside of delta sync: SGLang's own updates, and releasing the weights' memory.
 
-After one of these nobody knows what a delta would be added to, and a failed one may have written a
-part of the weights. SGLang may serve what it has then, but only a full sync is taken.
+After one of these the base of a delta is unknown, and a failed one may have written some of the
+weights. SGLang may serve what it has then, but only a full sync is taken.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _UPDATES = (
 )
 
 
-class OtherChanges:
-    """Tells one rank's receiver when something else changes the weights.
+class ExternalUpdates:
+    """Reports weight changes outside of delta sync to one rank's receiver.
 
-    SGLang sends each such request to every rank, so all receivers learn the same.
+    SGLang sends each such request to every rank, so all receivers get the same reports.
 
     Args:
-        receiver: the rank's.
+        receiver: the rank's receiver.
     """
 
     def __init__(self, receiver: Receiver) -> None:
@@ -43,11 +43,11 @@ class OtherChanges:
         )
 
         for name in _UPDATES:
-            setattr(Updater, name, self._noting(name, getattr(Updater, name)))
-        Updater.check_weights = self._noting_a_reset(Updater.check_weights)
-        Updater.release_memory_occupation = self._noting_release(Updater.release_memory_occupation)
+            setattr(Updater, name, self._wrap_update(name, getattr(Updater, name)))
+        Updater.check_weights = self._wrap_check(Updater.check_weights)
+        Updater.release_memory_occupation = self._wrap_release(Updater.release_memory_occupation)
 
-    def _noting(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_update(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def update(updater: Any, request: Any) -> Any:
             if getattr(request, "load_format", None) == LOAD_FORMAT:
@@ -57,7 +57,7 @@ class OtherChanges:
 
         return update
 
-    def _noting_a_reset(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_check(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def check_weights(updater: Any, request: Any) -> Any:
             if request.action == "reset_tensors":
@@ -66,7 +66,7 @@ class OtherChanges:
 
         return check_weights
 
-    def _noting_release(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_release(self, original: Callable[..., Any]) -> Callable[..., Any]:
         from sglang.srt.runtime_context import get_exec
 
         features = get_exec().features
@@ -76,7 +76,7 @@ class OtherChanges:
         def release_memory_occupation(updater: Any, request: Any) -> Any:
             if not request.tags or _WEIGHTS in request.tags:
                 if not kept:
-                    # What comes back is not what any version was.
+                    # What comes back is of no version.
                     self._receiver.weights_replaced("SGLang's release of its weights")
                 self._receiver.weights_released()
             return original(updater, request)

@@ -15,7 +15,7 @@ from engine_ext.settings import Settings
 _DISK_PATH = "/update_weights_from_disk"
 _MAX_BODY_BYTES = 16 << 20
 _MAX_BODY_S = 60.0
-# Variables in which SGLang finds paths for generation that others choose.
+# Environment variables that set further paths of SGLang where it generates.
 _GENERATION_ROUTES = (
     "SGLANG_OLLAMA_CHAT_ROUTE",
     "SGLANG_OLLAMA_GENERATE_ROUTE",
@@ -24,7 +24,7 @@ _GENERATION_ROUTES = (
 
 
 async def serve(app: Any, manager: Any, chosen: Settings) -> None:
-    """Put the endpoints into an app that is about to serve, and connect them with the engine.
+    """Add the endpoints to an app that is about to serve, and connect them with the engine.
 
     Raises:
         DeltaError: some rank has no receiver; the server does not start.
@@ -34,37 +34,37 @@ async def serve(app: Any, manager: Any, chosen: Settings) -> None:
     from delta_server.commit import serialize_with_commits
     from delta_server.routes import attach
     from delta_server.service import DeltaService
-    from engine_ext.adapters.sglang.http_workers import OneOfSeveral, is_one_of_several
+    from engine_ext.adapters.sglang.http_workers import SglangHttpWorker, has_several_workers
 
-    kind = OneOfSeveral if is_one_of_several(manager) else SglangEngine
-    service = DeltaService(kind(manager), chosen)
+    engine_type = SglangHttpWorker if has_several_workers(manager) else SglangEngine
+    service = DeltaService(engine_type(manager), chosen)
     await service.start()
     for name in ("pause_generation", "continue_generation"):
-        setattr(manager, name, serialize_with_commits(service.commits, getattr(manager, name)))
+        setattr(manager, name, serialize_with_commits(service.committer, getattr(manager, name)))
     app.state.delta_service = service
     theirs = list(app.router.routes)
     attach(app, [os.environ[name] for name in _GENERATION_ROUTES if name in os.environ])
     ours = [route for route in app.router.routes if route not in theirs]
     for route in ours:
-        # As SGLang's own updates: the admin's key, where there is one, opens them.
+        # Like SGLang's own updates, these need the admin's key if one is set.
         auth_level(AuthLevel.ADMIN_OPTIONAL)(route.endpoint)
     _choose_by_format(ours, theirs)
     app.router.routes[:] = [*ours, *theirs]
 
 
 def _choose_by_format(ours: list[Any], theirs: list[Any]) -> None:
-    """Let disk updates of other formats go to SGLang's own route of that path."""
+    """Route disk updates of other formats to SGLang's own endpoint of that path."""
     [delta] = [route for route in ours if route.path == _DISK_PATH]
     [other] = [route for route in theirs if getattr(route, "path", None) == _DISK_PATH]
     delta.app = DiskUpdates(delta.app, other.app)
 
 
 class DiskUpdates:
-    """ASGI app: a disk update of the format ``delta`` goes to one app, others to another.
+    """ASGI app: passes disk updates of the format ``delta`` to one app, and others to another.
 
-    The other app must never see a ``delta``: what it is asked, it does not guard with our token.
-    So the body is read by the same parser, and one that is too large or too slow to be read here
-    goes to the first app, which refuses it.
+    The other app must never see a ``delta``, because our token does not guard it. So the body is
+    read with the same parser, and one that is too large or too slow to be read here goes to the
+    first app, which refuses it.
     """
 
     def __init__(self, delta: Any, other: Any) -> None:
@@ -86,15 +86,15 @@ class DiskUpdates:
             more = message["type"] == "http.request" and message.get("more_body", False)
             body += message.get("body", b"")
 
-        async def again() -> Any:
+        async def replay() -> Any:
             return messages.pop(0) if messages else await receive()
 
         app = self._delta if more or _format(body) == LOAD_FORMAT else self._other
-        await app(scope, again, send)
+        await app(scope, replay, send)
 
 
 def _format(body: bytearray) -> Any:
-    # As Starlette does it: what it takes for JSON, it must not take for another JSON.
+    # As Starlette parses it, so that both always find the same format.
     with contextlib.suppress(ValueError, RecursionError):
         request = json.loads(body)
         return request.get("load_format") if isinstance(request, dict) else None

@@ -1,8 +1,8 @@
-"""What SGLang calls, whichever way delta updates got in.
+"""The functions that SGLang calls, patched or not.
 
-On an unmodified SGLang the wrappers of `plugin` call these functions; with ``patches/`` applied,
-SGLang's own source does, and knows this module by the name `NAME`. That name in a module of SGLang
-is how one tells a patched source, and why there is never a second hook.
+On an unmodified SGLang the wrappers in `plugin` call them; with ``patches/`` applied, SGLang's own
+source does, and imports this module under the name `NAME`. That name in a module of SGLang shows
+that the source is patched, so that no hook is installed twice.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PATCHED = (
 
 
 def in_source() -> bool:
-    """Whether SGLang's own source has the flags; then the plugin has nothing to do."""
+    """Return whether SGLang's own source has the flags; the plugin has nothing to do then."""
     from sglang.srt import server_args
 
     return hasattr(server_args, NAME)
@@ -39,18 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_arguments(args: argparse.Namespace) -> bool:
-    """Export the settings, before SGLang starts a process, if delta updates are asked for.
+    """Export the settings if delta updates are enabled; called before SGLang starts a process.
 
-    The load format ``delta`` asks for them as ``--enable-delta-updates`` does. It becomes
-    ``auto`` then: SGLang takes the format it was started with as the default of later disk
+    The load format ``delta`` enables them like ``--enable-delta-updates``. It is replaced by
+    ``auto`` then: SGLang uses the format that it was started with as the default of later disk
     updates, which must keep their meaning.
 
     Returns:
-        Whether they are.
+        Whether delta updates are enabled.
 
     Raises:
-        ValueError: names the option that is in the way, or the files of SGLang that are not
-            patched although others are.
+        ValueError: an option is not supported, or SGLang is only partly patched.
     """
     if str(getattr(args, "load_format", "")).lower() == LOAD_FORMAT:
         args.enable_delta_updates = True
@@ -65,13 +64,13 @@ def read_arguments(args: argparse.Namespace) -> bool:
 
 
 async def attach(app: Any, manager: Any) -> None:
-    """Put the endpoints into the app of one HTTP process, if delta updates are asked for.
+    """Add the endpoints to the app of one HTTP process, if delta updates are enabled.
 
     Called in the app's lifespan, when SGLang's processes are up and nothing is served yet.
 
     Args:
         app: SGLang's FastAPI app.
-        manager: its tokenizer manager.
+        manager: SGLang's tokenizer manager.
 
     Raises:
         RuntimeError: a rank has no receiver; the server does not start.
@@ -86,14 +85,14 @@ async def attach(app: Any, manager: Any) -> None:
 
 
 def load_model(runner: Any, load: Callable[[], None] | None = None) -> None:
-    """Load a runner's model, and make its receiver if delta updates are asked for.
+    """Load a runner's model, and make its receiver if delta updates are enabled.
 
     Args:
         runner: SGLang's model runner; a draft model's gets no receiver.
         load: loads the model; the runner's own method if None.
 
     Raises:
-        RuntimeError: nothing can be certified. SGLang then does not start.
+        RuntimeError: nothing can be certified. SGLang does not start then.
     """
     load = load or runner.load_model
     chosen = settings.from_environment()
@@ -111,7 +110,7 @@ def update_weights(updater: Any, request: Any) -> Any:
 
     Args:
         updater: the rank's `SchedulerWeightUpdaterManager`.
-        request: an `UpdateWeightFromDiskReqInput`, of which `manifest` says what to do.
+        request: an `UpdateWeightFromDiskReqInput` whose `manifest` holds the operation.
 
     Returns:
         An `UpdateWeightFromDiskReqOutput`; SGLang sends rank 0's to the process that asked.
@@ -122,37 +121,37 @@ def update_weights(updater: Any, request: Any) -> Any:
 
 
 def _log_as_sglang() -> None:
-    """Let what this package logs come out where SGLang's own log does: at the root."""
+    """Log from the level INFO on, through the root logger that SGLang configures."""
     logging.getLogger("engine_ext").setLevel(logging.INFO)
     logging.getLogger("delta_server").setLevel(logging.INFO)
 
 
 def _is_patched() -> bool:
-    """Whether SGLang's source has the hooks.
+    """Return whether SGLang's source has the hooks.
 
     Raises:
-        ValueError: some modules have them and others have not.
+        ValueError: some modules have them and others do not.
     """
     from sglang.srt.configs import load_config
 
-    bare = [name for name in _PATCHED if not hasattr(importlib.import_module(name), NAME)]
+    unpatched = [name for name in _PATCHED if not hasattr(importlib.import_module(name), NAME)]
     if not hasattr(load_config.LoadFormat, LOAD_FORMAT.upper()):
-        bare.append(load_config.__name__)
-    if len(bare) == len(_PATCHED) + 1:
+        unpatched.append(load_config.__name__)
+    if len(unpatched) == len(_PATCHED) + 1:
         return False
-    if bare:
+    if unpatched:
         raise ValueError(
-            f"this SGLang is patched only in part, {', '.join(bare)} not at all; "
-            "scripts/apply_patches.py sglang --status says more"
+            f"this SGLang is patched only in part, {', '.join(unpatched)} not at all; "
+            "run scripts/apply_patches.py sglang --status"
         )
     return True
 
 
 def _refuse_untested(args: Any, patched: bool) -> None:
-    """Refuse, before anything is loaded, what the delta endpoints cannot serve.
+    """Refuse options that delta updates do not support, before anything is loaded.
 
     Raises:
-        ValueError: says which option is in the way.
+        ValueError: names the option.
     """
 
     def refuse(option: str, why: str) -> None:

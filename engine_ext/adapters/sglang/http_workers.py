@@ -1,7 +1,7 @@
 """One of several HTTP processes of SGLang (``--tokenizer-worker-num``), as the endpoints see it.
 
-SGLang's router tells every process of a pause and its end. What else one process knows, its
-requests in flight and the weight version that it answers with, the others do not: the ranks do.
+SGLang's router notifies every process of a pause and of its end. Each process knows only its own
+requests in flight and the weight version that it answers with; the ranks know them for all.
 """
 
 from __future__ import annotations
@@ -11,20 +11,22 @@ import logging
 from typing import Any
 
 from engine_ext.adapters.sglang.engine import SglangEngine
+from engine_ext.adapters.sglang.rpc import GetServing, Serving
+from engine_ext.errors import DeltaError
 
 logger = logging.getLogger(__name__)
 
 _IDLE_POLL_S = 0.05
 
 
-def is_one_of_several(manager: Any) -> bool:
-    """Whether other processes serve HTTP too."""
+def has_several_workers(manager: Any) -> bool:
+    """Return whether other processes serve HTTP too."""
     from sglang.srt.managers.multi_tokenizer_mixin import TokenizerWorker
 
     return isinstance(manager, TokenizerWorker)
 
 
-class OneOfSeveral(SglangEngine):
+class SglangHttpWorker(SglangEngine):
     """The engine behind one of several HTTP processes.
 
     Args:
@@ -35,32 +37,32 @@ class OneOfSeveral(SglangEngine):
 
     def __init__(self, manager: Any) -> None:
         super().__init__(manager)
-        self._in_order = asyncio.Lock()
-        self._apply_theirs = manager._apply_pause_continue_broadcast
+        self._broadcast_lock = asyncio.Lock()
+        self._original_apply = manager._apply_pause_continue_broadcast
         manager._apply_pause_continue_broadcast = self._apply_broadcast
 
     async def is_paused(self) -> bool:
-        """Whether it is, once what this process was told of that is applied."""
-        # The end of another process's pause waits for the ranks' weight version here. Taken for
-        # the caller's, that pause would be renewed by a commit, and never end.
-        async with self._in_order:
+        """Return whether the engine is paused, once all earlier broadcasts are applied."""
+        # The end of another process's pause waits for the ranks' weight version. A commit that
+        # mistook that pause for the caller's would renew it, and it would never end.
+        async with self._broadcast_lock:
             return await super().is_paused()
 
     async def get_weight_version(self) -> str:
-        """The ranks' weight version; this process answers with it from now on."""
-        version = str((await self._serving())["weight_version"])
+        """Return the ranks' weight version, and let this process answer with it from now on."""
+        version = (await self._serving()).weight_version
         self._manager._update_weight_version_if_provided(version)
         return version
 
     async def _apply_broadcast(self, broadcast: Any) -> None:
-        """Learn the weight version before requests go on: another process may have set it."""
-        async with self._in_order:
+        """Read the weight version before generation resumes: another process may have set it."""
+        async with self._broadcast_lock:
             if not broadcast.is_pause:
                 try:
                     await self.get_weight_version()
                 except Exception:
-                    logger.exception("delta updates: the weight version is not known")
-            await self._apply_theirs(broadcast)
+                    logger.exception("delta updates: the weight version could not be read")
+            await self._original_apply(broadcast)
 
     async def _pause(self, mode: str) -> None:
         await super()._pause(mode)
@@ -68,26 +70,25 @@ class OneOfSeveral(SglangEngine):
             await self._wait_until_idle()
 
     async def _wait_for_requests(self) -> None:
-        """Let no process send a new request, and wait for those in flight."""
+        """Stop all processes from sending new requests, and wait for those in flight."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         manager = self._manager
-        told = asyncio.get_running_loop().create_future()
-        manager._pause_continue_future = told
-        # The router tells every process, and does not pass this mode on to the ranks.
+        confirmed = asyncio.get_running_loop().create_future()
+        manager._pause_continue_future = confirmed
+        # The router notifies every process, and does not forward this mode to the ranks.
         manager._dispatch_to_scheduler(PauseGenerationReqInput(mode="abort"))
-        await told
+        await confirmed
         await self._wait_until_idle()
 
     async def _wait_until_idle(self) -> None:
-        """Wait until the ranks have no request, and let them begin none that is still under way."""
-        while not (await self._serving())["idle"]:
+        """Wait until the ranks run no request, then stop them from starting one in transit."""
+        while not (await self._serving()).idle:
             await asyncio.sleep(_IDLE_POLL_S)
         await super()._pause("retract")
 
-    async def _serving(self) -> dict[str, Any]:
-        [answer, *_] = await self.call("serving", {})
-        if "error" in answer:
-            raise RuntimeError(answer["error"]["message"])
-        found: dict[str, Any] = answer["ok"]
-        return found
+    async def _serving(self) -> Serving:
+        [reply, *_] = await self.call(GetServing())
+        if isinstance(reply, DeltaError):
+            raise RuntimeError(reply.message)
+        return reply

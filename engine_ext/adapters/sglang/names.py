@@ -1,8 +1,6 @@
-"""Names that SGLang's command line and source patches know this extension by."""
+"""The names by which SGLang's command line and the source patches know this extension."""
 
 from __future__ import annotations
 
 NAME = "delta_hooks"
-
-
 LOAD_FORMAT = "delta"

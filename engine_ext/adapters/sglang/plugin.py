@@ -1,11 +1,11 @@
-"""The entry point that SGLang loads in its launcher and its schedulers, for an unmodified SGLang.
+"""The entry point that SGLang loads in its launcher and schedulers, for an unmodified SGLang.
 
-In the launcher it adds the flags to the engine's own parser; when they are used, it exports the
-settings and puts the endpoints in. In a scheduler it finds the settings in the environment and
-hooks the loading of the model and the disk updates. Without the flag nothing but the parser is
-touched. SGLang logs and swallows what a plugin raises, so nothing here relies on raising: the flag
-itself does not exist where this module could not be loaded, and the endpoints ask every rank for
-its receiver before the server serves.
+In the launcher it adds the flags to SGLang's own parser; if they are used, it exports the settings
+and installs the endpoints. In a scheduler it reads the settings from the environment and hooks the
+loading of the model and the disk updates. Without the flag, only the parser is changed. SGLang logs
+and swallows what a plugin raises, so nothing here relies on raising: if this module cannot be
+loaded, the flag does not exist, and the endpoints ask every rank for its receiver before the server
+serves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine_ext.adapters.sglang import hooks, names
 def register() -> None:
     """Install the hooks; safe to call more than once per process.
 
-    A SGLang that was patched has them in its source: there this does nothing.
+    Does nothing if SGLang was patched and has the hooks in its source.
     """
     if hooks.in_source():
         return
@@ -75,7 +75,7 @@ def _hook_server() -> None:
 
 
 def _hook_schedulers() -> None:
-    """Make the receivers of this process, and let them answer."""
+    """Make this process's receiver when its model is loaded, and route requests to it."""
     from sglang.srt.managers.scheduler_components.weight_updater import (
         SchedulerWeightUpdaterManager,
     )

@@ -1,20 +1,45 @@
-"""What SGLang calls for each module of a model that it has loaded."""
+"""What SGLang computes from the weights after loading them: repacked and derived tensors."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from engine_ext.derived.recompute import Recomputation
 from engine_ext.repacks.load_hook import Processing, RepackLearner
 
 
 def repack_learner() -> RepackLearner:
-    """What learns SGLang's post-load processing; use it around the loading."""
+    """Return what learns SGLang's post-load processing; use it around the loading."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     return RepackLearner(DefaultModelLoader, "postprocess_weights", _processings)
+
+
+def recomputations(model: torch.nn.Module) -> list[Recomputation]:
+    """Return SGLang's own function for every layer with latent attention (MLA).
+
+    Only models that load as DeepSeek-V2 does have one.
+
+    Args:
+        model: the loaded model; nothing is run yet.
+    """
+    from sglang.srt.models.deepseek_common.deepseek_weight_loader import DeepseekV2WeightLoaderMixin
+
+    found = []
+    for path, loader in model.named_modules():
+        if not isinstance(loader, DeepseekV2WeightLoaderMixin):
+            continue
+        for name, _ in loader.named_modules():
+            if name.endswith(".self_attn.kv_b_proj"):
+                # The loader finds the layer by the name of the weight.
+                run = functools.partial(loader.post_load_weights, weight_names=[f"{name}.weight"])
+                attention = f"{path}.{name.removesuffix('.kv_b_proj')}".lstrip(".")
+                found.append(Recomputation((attention,), run))
+    return found
 
 
 def _processings(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Iterator[Processing]:
@@ -22,5 +47,5 @@ def _processings(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Iterator[
 
     for module, method in _modules_with_quant_method(model):
         yield Processing(
-            module, method, lambda twin: twin.quant_method.process_weights_after_loading(twin)
+            module, method, lambda copy: copy.quant_method.process_weights_after_loading(copy)
         )

@@ -1,8 +1,8 @@
-"""How the HTTP process reaches the ranks: SGLang's disk-update request, sent past its lock.
+"""Calls from the HTTP process to the ranks, as disk-update requests of SGLang.
 
-SGLang's tokenizer manager lets a disk update wait until no request runs, and knows one answer at a
-time. Staging must stop nobody, so these requests go straight to the schedulers, which take them
-between two forward passes, and every answer names the call it is for.
+SGLang's tokenizer manager holds a disk update back until no request runs, and expects one answer at
+a time. Staging must not stop generation, so these requests go straight to the schedulers, which
+take them between two forward passes, and every answer names the call that it belongs to.
 """
 
 from __future__ import annotations
@@ -14,17 +14,38 @@ from typing import Any
 import msgspec
 
 from engine_ext.adapters.sglang.names import LOAD_FORMAT
+from engine_ext.errors import DeltaError
+from engine_ext.wire import operations as ops
 
 _MARK = "delta-updates:"
 _DEATH_POLL_S = 0.5
 
 
+class Serving(ops.Reply, frozen=True, kw_only=True):
+    """What only the ranks know if there are several HTTP processes.
+
+    Attributes:
+        idle: no request runs.
+        weight_version: the weight version of the engine.
+    """
+
+    idle: bool
+    weight_version: str
+
+
+class GetServing(ops.Operation[Serving], frozen=True, kw_only=True, tag="serving"):
+    """Describe what the ranks serve; answered by the scheduler, not by its receiver."""
+
+
+Request = ops.Request | GetServing
+
+
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """One operation of the receivers, as it travels in a request's manifest.
+    """One operation on its way to the ranks, in a request's manifest.
 
     Attributes:
         call: names the call.
-        operation, arguments: as of `engine_ext.receiver.receiver.Receiver.handle`.
+        operation, arguments: see `engine_ext.wire.operations.encode_request`.
     """
 
     call: str
@@ -32,29 +53,37 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     arguments: dict[str, Any]
 
     @classmethod
-    def of(cls, manifest: Any) -> Call:
-        """The call in a manifest.
+    def from_manifest(cls, manifest: Any) -> Call:
+        """Return the call in a manifest.
 
         Raises:
-            msgspec.ValidationError: there is none.
+            msgspec.ValidationError: the manifest holds no call.
         """
         return msgspec.convert(manifest, cls)
 
+    def request(self) -> Any:
+        """Return the operation, one of `Request`.
+
+        Raises:
+            DeltaError: see `engine_ext.wire.operations.decode_request`.
+        """
+        return ops.decode_request(self.operation, self.arguments, Request)
+
     def reply(self, answers: list[dict[str, Any]]) -> str:
-        """A message that carries the ranks' answers."""
-        return _message(Reply(call=self.call, answers=answers))
+        """Return a message that carries the ranks' answers."""
+        return _message(CallReply(call=self.call, answers=answers))
 
     def failure(self, reason: str) -> str:
-        """A message that says why there are no answers."""
-        return _message(Reply(call=self.call, failure=reason))
+        """Return a message that says why there are no answers."""
+        return _message(CallReply(call=self.call, failure=reason))
 
 
-class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """What the ranks have answered.
+class CallReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The ranks' answers to one call.
 
     Attributes:
         call: names the call.
-        answers: in rank order.
+        answers: in rank order, see `engine_ext.wire.operations.encode_answer`.
         failure: why there are none.
     """
 
@@ -63,7 +92,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     failure: str | None = None
 
 
-def _message(reply: Reply) -> str:
+def _message(reply: CallReply) -> str:
     return _MARK + msgspec.json.encode(reply).decode()
 
 
@@ -78,22 +107,23 @@ class Channel:
         from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
 
         self._manager = manager
-        self._waiting: dict[str, asyncio.Future[Reply]] = {}
+        self._waiting: dict[str, asyncio.Future[CallReply]] = {}
         handlers = manager._result_dispatcher._mapping
-        self._other_answer = handlers[UpdateWeightFromDiskReqOutput]
-        handlers[UpdateWeightFromDiskReqOutput] = self._answered
+        self._original_handler = handlers[UpdateWeightFromDiskReqOutput]
+        handlers[UpdateWeightFromDiskReqOutput] = self._receive
 
-    async def call(self, operation: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        """One operation of the receiver on every rank; their answers, in rank order.
+    async def call(self, request: ops.Operation[ops.ReplyT]) -> list[ops.ReplyT | DeltaError]:
+        """Carry out one operation on every rank; returns replies or errors in rank order.
 
         Raises:
-            RuntimeError: the engine died, or the ranks could not answer together.
+            RuntimeError: the engine died, or the ranks' answers could not be gathered.
         """
         from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
+        operation, arguments = ops.encode_request(request)
         self._manager.auto_create_handle_loop()
         call = Call(call=uuid.uuid4().hex, operation=operation, arguments=arguments)
-        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[CallReply] = asyncio.get_running_loop().create_future()
         self._waiting[call.call] = future
         try:
             self._manager._dispatch_to_scheduler(
@@ -111,22 +141,22 @@ class Channel:
             self._waiting.pop(call.call, None)
         if reply.failure is not None:
             raise RuntimeError(reply.failure)
-        return reply.answers
+        return ops.decode_answers(request, reply.answers)
 
-    def _answered(self, output: Any) -> None:
+    def _receive(self, output: Any) -> None:
         if not output.message.startswith(_MARK):
-            self._other_answer(output)
+            self._original_handler(output)
             return
-        reply = msgspec.json.decode(output.message.removeprefix(_MARK), type=Reply)
+        reply = msgspec.json.decode(output.message.removeprefix(_MARK), type=CallReply)
         future = self._waiting.get(reply.call)
         if future is not None and not future.done():
             future.set_result(reply)
 
     def _require_alive(self) -> None:
-        """Raise where no answer will come: SGLang ends a server whose ranks die, but not at once.
+        """Raise if no answer will come: SGLang does not end a server at once when a rank dies.
 
         Raises:
-            RuntimeError: a process of the engine is dead, or the engine is about to end.
+            RuntimeError: a process of the engine is dead, or the engine is about to exit.
         """
         watchdog = self._manager._subprocess_watchdog
         dead = watchdog is not None and not all(p.is_alive() for p in watchdog._processes)

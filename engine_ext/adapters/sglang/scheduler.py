@@ -11,10 +11,9 @@ import msgspec
 import torch
 
 from engine_ext import settings
-from engine_ext.adapters.sglang.external_updates import OtherChanges
-from engine_ext.adapters.sglang.postload import repack_learner
-from engine_ext.adapters.sglang.recomputations import recomputations
-from engine_ext.adapters.sglang.rpc import Call
+from engine_ext.adapters.sglang.external_updates import ExternalUpdates
+from engine_ext.adapters.sglang.postload import recomputations, repack_learner
+from engine_ext.adapters.sglang.rpc import Call, GetServing, Serving
 from engine_ext.errors import (
     Conflict,
     DeltaError,
@@ -28,10 +27,9 @@ from engine_ext.receiver.receiver import Receiver
 from engine_ext.receiver.startup import LoadedModel, make_receiver
 from engine_ext.repacks.load_hook import RepackLearner
 from engine_ext.tracing.trace import LoadWeights
+from engine_ext.wire.operations import BeginPart, CommitSync, Reply, RollBack, encode_answer
 
 logger = logging.getLogger(__name__)
-
-_WRITES = ("commit", "rollback")
 
 
 def attach_receiver(runner: Any, chosen: settings.Settings, load: Callable[[], None]) -> None:
@@ -43,7 +41,7 @@ def attach_receiver(runner: Any, chosen: settings.Settings, load: Callable[[], N
         load: loads the model.
 
     Raises:
-        RuntimeError: nothing can be certified. SGLang then does not start.
+        RuntimeError: nothing can be certified. SGLang does not start then.
     """
     from sglang.srt.model_loader import loader
     from sglang.srt.runtime_context import get_parallel
@@ -54,7 +52,7 @@ def attach_receiver(runner: Any, chosen: settings.Settings, load: Callable[[], N
 
     ranks = TensorRanks(get_parallel().tp_group.cpu_group)
     receiver = build_receiver(runner, chosen, learner, constants, ranks)
-    OtherChanges(receiver).watch()
+    ExternalUpdates(receiver).watch()
     runner.delta_receiver = receiver
 
 
@@ -65,19 +63,19 @@ def build_receiver(
     constants: ConstantsWatch,
     ranks: TensorRanks,
 ) -> Receiver:
-    """Trace and certify the runner's model and make its receiver."""
+    """Trace and certify a runner's model and make its receiver; see `attach_receiver`."""
     from sglang.srt.runtime_context import get_parallel
 
     if runner.startup_weight_load is not None:
-        raise RuntimeError("delta updates need the weights before SGLang serves, not while it does")
+        raise RuntimeError("delta updates need the weights to be loaded before SGLang serves")
     parallel = get_parallel()
     if parallel.num_dp_ranks > 1 or parallel.pp_size > 1:
         raise RuntimeError("delta updates do not work with data or pipeline parallel yet")
     if runner.model_config.is_multimodal:
-        raise RuntimeError("delta updates: SGLang keeps embeddings of images of older weights")
-    kept = refusal(runner)
-    if kept is not None:
-        raise RuntimeError(f"delta updates: {kept}")
+        raise RuntimeError("delta updates: SGLang caches image embeddings of older weights")
+    reason = in_place_refusal(runner)
+    if reason is not None:
+        raise RuntimeError(f"delta updates: {reason}")
     loaded = LoadedModel(
         model=runner.model,
         load_weights=_loader(runner),
@@ -96,19 +94,20 @@ def build_receiver(
 def answer(updater: Any, request: Any) -> Any:
     """Carry out one operation on this rank and answer for all of them; never raises.
 
-    Every rank comes to the gather, whatever went wrong on it, so that none waits for another.
+    Every rank enters the gather, whatever failed on it, so that none waits for another forever.
     """
     from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
 
     try:
-        call = Call.of(request.manifest)
+        call = Call.from_manifest(request.manifest)
     except msgspec.ValidationError as error:
-        # The same request is on every rank, so all of them leave here.
+        # Every rank gets the same request, so all of them return here.
         return UpdateWeightFromDiskReqOutput(
             success=False, message=f"deltas are sent to the delta endpoints ({error})"
         )
     try:
-        answers = TensorRanks(updater.tp_cpu_group).all_gather(_handle(updater, call))
+        own = encode_answer(lambda: _carry_out(updater, call))
+        answers = TensorRanks(updater.tp_cpu_group).all_gather(own)
         return UpdateWeightFromDiskReqOutput(success=True, message=call.reply(answers))
     except Exception as error:
         logger.exception("delta updates: the ranks' answers could not be gathered")
@@ -117,72 +116,68 @@ def answer(updater: Any, request: Any) -> Any:
         )
 
 
-def _handle(updater: Any, call: Call) -> dict[str, Any]:
-    """This rank's answer; never raises."""
-    try:
-        if call.operation == "serving":
-            return {"ok": _serving(updater)}
-        runner = updater.tp_worker.model_runner
-        receiver: Receiver | None = getattr(runner, "delta_receiver", None)
-        if receiver is None:
-            raise DeltaError("this rank was started without --enable-delta-updates")
-        receiver.state.asleep = "weights" in updater.offload_tags
-        if call.operation in ("begin", *_WRITES):
-            _refuse_together(updater, writes=call.operation in _WRITES)
-        if call.operation in _WRITES:
-            # A forward pass may still run on a stream of its own.
-            torch.get_device_module().synchronize()
-        return receiver.handle(call.operation, call.arguments)
-    except Exception as error:
-        return {"error": as_delta_error(error).to_wire()}
+def _carry_out(updater: Any, call: Call) -> Reply:
+    request = call.request()
+    if isinstance(request, GetServing):
+        return _serving(updater)
+    receiver: Receiver | None = getattr(updater.tp_worker.model_runner, "delta_receiver", None)
+    if receiver is None:
+        raise DeltaError("this rank was started without --enable-delta-updates")
+    receiver.set_asleep("weights" in updater.offload_tags)
+    writes = isinstance(request, CommitSync | RollBack)
+    if writes or isinstance(request, BeginPart):
+        _refuse_together(updater, writes=writes)
+    if writes:
+        # A forward pass may still run on a stream of its own.
+        torch.get_device_module().synchronize()
+    reply: Reply = receiver.execute(request)
+    return reply
 
 
-def _serving(updater: Any) -> dict[str, Any]:
-    """What no HTTP process knows of the others: whether any request runs; the weight version."""
+def _serving(updater: Any) -> Serving:
     from sglang.srt.runtime_context import get_serving
 
-    return {
-        "idle": updater.scheduler.is_fully_idle(),
-        "weight_version": get_serving().weight_version,
-    }
+    return Serving(
+        idle=updater.scheduler.is_fully_idle(), weight_version=str(get_serving().weight_version)
+    )
 
 
 def _refuse_together(updater: Any, *, writes: bool) -> None:
-    """Refuse what the engine, as it is now, would not compute with; all ranks must call it.
+    """Refuse a sync that the engine would not serve correctly now; all ranks must call it.
 
     Raises:
-        DeltaError: as `_refuse_here` raised on some rank; all ranks raise alike.
+        DeltaError: `_refuse_here` has raised on some rank; all ranks raise the same.
     """
-    mine: dict[str, Any] | None = None
+    own: dict[str, Any] | None = None
     try:
         _refuse_here(updater, writes)
     except Exception as error:
-        mine = as_delta_error(error).to_wire()
-    refusals = TensorRanks(updater.tp_cpu_group).all_gather(mine)
-    for found in filter(None, refusals):
-        raise from_wire(found)
+        own = as_delta_error(error).to_wire()
+    refusals = TensorRanks(updater.tp_cpu_group).all_gather(own)
+    for refusal in filter(None, refusals):
+        raise from_wire(refusal)
 
 
 def _refuse_here(updater: Any, writes: bool) -> None:
-    """As `_refuse_together`, of this rank.
+    """Refuse a sync that this rank would not serve correctly now.
 
     Raises:
-        SyncInProgress: another update of SGLang's own has begun.
-        NotUpdatable: the engine keeps something that would not follow.
-        Conflict: something has let generation go on during the commit.
+        SyncInProgress: an update of SGLang's own has begun and not ended.
+        NotUpdatable: the engine caches something that a sync would not update.
+        Conflict: generation was resumed during the commit.
     """
     if updater._session is not None:
         raise SyncInProgress("SGLang's own weight update has begun and not ended")
     scheduler = updater.scheduler
-    kept = refusal(updater.tp_worker.model_runner) or _storage_refusal(scheduler)
-    if kept is not None:
-        raise NotUpdatable(kept)
+    reason = in_place_refusal(updater.tp_worker.model_runner) or _storage_refusal(scheduler)
+    if reason is not None:
+        raise NotUpdatable(reason)
     if writes and not scheduler._engine_paused and not scheduler.is_fully_idle():
-        raise Conflict("generation goes on: something has resumed it during the commit")
+        raise Conflict("generation was resumed during the commit")
 
 
-def refusal(runner: Any) -> str | None:
-    """Why SGLang could not take new weights in place: what it says itself of its own updates."""
+def in_place_refusal(runner: Any) -> str | None:
+    """Return why SGLang refuses new weights in its own updates, or None if it takes them."""
     from sglang.srt.model_executor.model_runner_components import weight_updater
 
     found: str | None = weight_updater._unsupported_derived_weight_cache_error(runner.model)
@@ -190,21 +185,21 @@ def refusal(runner: Any) -> str | None:
 
 
 def _storage_refusal(scheduler: Any) -> str | None:
-    """Why old KV would outlive a flush."""
+    """Return why KV of old weights would survive a flush, or None."""
     if not getattr(scheduler, "enable_hicache_storage", False):
         return None
     return "the attached storage of SGLang's hierarchical cache keeps KV of old weights; detach it"
 
 
 def _reads(runner: Any) -> bool:
-    """Whether the load format reads a checkpoint's tensors one by one."""
+    """Return whether the load format reads a checkpoint's tensors one by one."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     return isinstance(runner.loader, DefaultModelLoader)
 
 
 def checkpoint(runner: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The checkpoint's tensors as SGLang's own loader reads them, on the CPU."""
+    """Yield the checkpoint's tensors as SGLang's own loader reads them, on the CPU."""
     weights: Iterator[tuple[str, torch.Tensor]] = runner.loader._get_all_weights(
         runner.model_config, runner.model
     )
@@ -237,14 +232,14 @@ def _reload(runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 class TensorRanks:
-    """The ranks of a tensor parallel group, over its CPU group."""
+    """The ranks of a tensor-parallel group, over its CPU group."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
         self.rank = int(torch.distributed.get_rank(group))
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order."""
+        """Return every rank's value, in rank order."""
         size = torch.distributed.get_world_size(self._group)
         if size == 1:
             return [value]

@@ -1,7 +1,7 @@
-"""vLLM's front end: the endpoints, put in through the engine's own endpoint-plugin protocol.
+"""vLLM's front end: the endpoints, installed through vLLM's own endpoint-plugin protocol.
 
-vLLM loads endpoint plugins only where ``VLLM_PLUGINS`` names them. A flag on the command line is
-an explicit wish of the same kind, so the plugin is handed to vLLM's own wiring directly.
+vLLM loads an endpoint plugin only if ``VLLM_PLUGINS`` names it. A flag on the command line is just
+as explicit, so the plugin is handed to vLLM's own wiring directly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ class DeltaEndpoints:
         """Register the routes. vLLM calls this while it builds the app."""
         from delta_server.routes import attach
 
-        self._app = app
         attach(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
@@ -41,9 +40,6 @@ class DeltaEndpoints:
         service = DeltaService(VllmEngine(engine_client), chosen)
         await service.start()
         for name in ("pause_generation", "resume_generation"):
-            setattr(
-                engine_client,
-                name,
-                serialize_with_commits(service.commits, getattr(engine_client, name)),
-            )
+            original = getattr(engine_client, name)
+            setattr(engine_client, name, serialize_with_commits(service.committer, original))
         state.delta_service = service

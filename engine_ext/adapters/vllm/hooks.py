@@ -1,8 +1,8 @@
-"""What vLLM calls, whichever way delta updates got in.
+"""The functions that vLLM calls, patched or not.
 
-On an unmodified vLLM the wrappers of `plugin`, `frontend` and `worker` call these functions; with
-``patches/`` applied, vLLM's own source does, and knows this module by the name `NAME`. That name
-in a module of vLLM is how one tells a patched source, and why there is never a second hook.
+On an unmodified vLLM the wrappers in `plugin` call them; with ``patches/`` applied, vLLM's own
+source does, and imports this module under the name `NAME`. That name in a module of vLLM shows
+that the source is patched, so that no hook is installed twice.
 """
 
 from __future__ import annotations
@@ -26,32 +26,31 @@ _PATCHED = (
 
 
 def in_source() -> bool:
-    """Whether vLLM's own source has the flags; then the plugin has nothing to do."""
+    """Return whether vLLM's own source has the flags; the plugin has nothing to do then."""
     from vllm.engine import arg_utils
 
     return hasattr(arg_utils, NAME)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags to the parser of vLLM's HTTP server; leave other parsers alone.
+    """Add the flags to the parser of vLLM's HTTP server; leave other parsers unchanged.
 
-    vLLM's other commands serve no endpoint, and there the flag must not seem to work.
+    vLLM's other commands serve no endpoint, so the flag must not seem to work there.
     """
     if "--uvicorn-log-level" in parser._option_string_actions:
         settings.add_arguments(parser)
 
 
 def read_arguments(args: argparse.Namespace) -> bool:
-    """Export the settings, before vLLM starts a process, if delta updates are asked for.
+    """Export the settings if delta updates are enabled; called before vLLM starts a process.
 
-    The load format ``delta`` asks for them as ``--enable-delta-updates`` does.
+    The load format ``delta`` enables them like ``--enable-delta-updates``.
 
     Returns:
-        Whether they are.
+        Whether delta updates are enabled.
 
     Raises:
-        ValueError: names the option that is in the way, or the files of vLLM that are not
-            patched although others are.
+        ValueError: an option is not supported, or vLLM is only partly patched.
     """
     if hasattr(args, "enable_delta_updates") and _is_delta(getattr(args, "load_format", "")):
         args.enable_delta_updates = True
@@ -66,21 +65,21 @@ def read_arguments(args: argparse.Namespace) -> bool:
 
 
 def endpoint_plugins() -> list[Any]:
-    """The endpoints, as vLLM's own kind of plugin; none unless they are asked for."""
+    """Return the endpoints as endpoint plugins of vLLM; none unless delta updates are enabled."""
     if settings.from_environment() is None:
         return []
     from engine_ext.adapters.vllm.frontend import DeltaEndpoints
 
-    # One of several HTTP processes has not read the arguments itself.
+    # If there are several HTTP processes, this one has not called `read_arguments` itself.
     _log_as_vllm()
     return [DeltaEndpoints()]
 
 
 def on_worker_created(worker: Any) -> None:
-    """Let a worker take deltas, if they are asked for; called at the end of its constructor.
+    """Attach a receiver if delta updates are enabled; called at the end of a worker's constructor.
 
-    Without the HTTP server, the load format ``delta`` asks for them with the default settings;
-    deltas then come in through vLLM's ``collective_rpc``.
+    Without the HTTP server, the load format ``delta`` enables them with the default settings;
+    deltas then arrive through vLLM's ``collective_rpc``.
 
     Raises:
         RuntimeError: the worker serves LoRA adapters.
@@ -99,11 +98,11 @@ def on_worker_created(worker: Any) -> None:
 
 
 def _log_as_vllm() -> None:
-    """Let what this package logs come out where vLLM's own log does."""
-    theirs = logging.getLogger("vllm")
-    for ours in (logging.getLogger("engine_ext"), logging.getLogger("delta_server")):
-        ours.handlers, ours.propagate = list(theirs.handlers), False
-        ours.setLevel(theirs.level)
+    """Send this package's log to the handlers of vLLM's own."""
+    engine_logger = logging.getLogger("vllm")
+    for logger in (logging.getLogger("engine_ext"), logging.getLogger("delta_server")):
+        logger.handlers, logger.propagate = list(engine_logger.handlers), False
+        logger.setLevel(engine_logger.level)
 
 
 def _is_delta(load_format: Any) -> bool:
@@ -111,24 +110,24 @@ def _is_delta(load_format: Any) -> bool:
 
 
 def _refuse_half_patched() -> None:
-    """Refuse a source of which only some files are patched: a part of the hooks would be missing.
+    """Refuse a source with only some files patched: some of the hooks would be missing.
 
     Raises:
-        ValueError: names the modules that are not patched.
+        ValueError: some modules are patched and others are not.
     """
-    bare = [name for name in _PATCHED if not hasattr(importlib.import_module(name), NAME)]
-    if bare and len(bare) < len(_PATCHED):
+    unpatched = [name for name in _PATCHED if not hasattr(importlib.import_module(name), NAME)]
+    if unpatched and len(unpatched) < len(_PATCHED):
         raise ValueError(
-            f"this vLLM is patched only in part, {', '.join(bare)} not at all; "
-            "scripts/apply_patches.py vllm --status says more"
+            f"this vLLM is patched only in part, {', '.join(unpatched)} not at all; "
+            "run scripts/apply_patches.py vllm --status"
         )
 
 
 def _refuse_untested(args: Any) -> None:
-    """Refuse, before anything is loaded, what the delta endpoints cannot serve.
+    """Refuse options that delta updates do not support, before anything is loaded.
 
     Raises:
-        ValueError: says which option is in the way.
+        ValueError: names the option.
     """
     from vllm import envs
 

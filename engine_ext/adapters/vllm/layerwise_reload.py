@@ -1,29 +1,25 @@
-"""Whether vLLM has put something between a model's loader and its weights.
+"""Detect whether vLLM has wrapped a model's weight loaders.
 
-While layers are reloaded one by one, or quantised as they are loaded, the parameters' loaders are
-wrapped: they keep what they are given and process it later, into memory that is not the live
-parameters' yet. What such a loader does with a tensor says nothing about where its elements lie.
+While layers are reloaded one by one, or quantised while they are loaded, the parameters' loaders
+are wrapped: they buffer their input and process it later, into memory that is not the live
+parameters' yet. Tracing such a loader does not show where a tensor's elements end up.
 """
 
 from __future__ import annotations
 
 import torch
 
-# The name by which vLLM itself knows its wrapper, and the mark of the one around it.
+# The name by which vLLM itself recognises its wrapper, and an attribute of the one around it.
 _WRAPPER = "online_process_loader"
 _STAMP = "_rdt_stamp_inner"
 
 
 def active_wrapper(model: torch.nn.Module) -> str | None:
-    """Why this model's loader cannot be traced or used now; None if it can.
-
-    Args:
-        model: the model; it is only looked at.
-    """
+    """Return why this model's loader cannot be traced or used now, or None if it can."""
     from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
     if getattr(model, "_do_torchao_reload", False):
-        return "its loader quantises anew, with torchao, whatever it is given"
+        return "its loader quantises with torchao what it is given"
     for path, module in model.named_modules():
         info = LAYERWISE_INFO.get(module)
         if info is not None and info.can_load():

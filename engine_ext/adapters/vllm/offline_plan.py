@@ -1,9 +1,12 @@
-"""vLLM without its server: a model is loaded only to see what can be updated."""
+"""Load a model with vLLM, without its server, to see which tensors can be updated."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+
+from engine_ext.errors import DeltaError
+from engine_ext.wire.operations import GetPlan, decode_answers, encode_request
 
 
 def load_plan(model: str, flags: Sequence[str]) -> list[list[dict[str, Any]]]:
@@ -11,10 +14,10 @@ def load_plan(model: str, flags: Sequence[str]) -> list[list[dict[str, Any]]]:
 
     Args:
         model: the checkpoint's folder.
-        flags: of vLLM's own command line.
+        flags: flags of vLLM's own command line.
 
     Raises:
-        Exception: vLLM's own; it did not load the model, or nothing could be certified.
+        Exception: vLLM could not load the model, or nothing could be certified.
         SystemExit: vLLM's parser did not understand a flag.
     """
     from vllm import LLM
@@ -22,9 +25,17 @@ def load_plan(model: str, flags: Sequence[str]) -> list[list[dict[str, Any]]]:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="delta-plan"))
-    # Only the weights matter here: nothing is compiled, and little room is taken for the cache.
+    # Only the weights matter here: compile nothing, and keep the KV cache small.
     defaults = ["--model", model, "--enforce-eager", "--max-model-len", "256"]
     engine_args = EngineArgs.from_cli_args(parser.parse_args([*defaults, *flags]))
     llm = LLM.from_engine_args(engine_args)
-    answers = llm.collective_rpc("delta_updates", args=("plan", {}))
-    return [answer["ok"]["tensors"] for answer in answers]
+    request = GetPlan()
+    answers = llm.collective_rpc("delta_updates", args=encode_request(request))
+    plans = []
+    for reply in decode_answers(request, answers):
+        if isinstance(reply, DeltaError):
+            raise reply
+        if reply.tensors is None:
+            raise RuntimeError("vLLM has loaded no checkpoint, so there is nothing to plan")
+        plans.append(reply.tensors)
+    return plans

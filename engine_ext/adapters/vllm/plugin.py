@@ -1,11 +1,10 @@
-"""The entry point that vLLM loads in every one of its processes, for an unmodified vLLM.
+"""The entry point that vLLM loads in each of its processes, for an unmodified vLLM.
 
-In the API server it adds the flags to the engine's own parser; when they are used, it exports the
-settings and puts the endpoints in. In a worker it finds the settings in the environment and gives
-the worker its receiver. Without the flag nothing but the parser is touched. vLLM logs and
-swallows what a plugin raises, so nothing here relies on raising: the flag itself does not exist
-where this module could not be loaded, and `install_endpoints` and the front end check at start-up that both
-sides are in.
+In the API server it adds the flags to vLLM's own parser; if they are used, it exports the settings
+and installs the endpoints. In a worker it reads the settings from the environment and gives the
+worker its receiver. Without the flag, only the parser is changed. vLLM logs and swallows what a
+plugin raises, so nothing here relies on raising: if this module cannot be loaded, the flag does not
+exist, and `install_endpoints` and the front end check at start-up that both sides are installed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _PATH = "/update_weights_delta"
 def register() -> None:
     """Install the hooks; safe to call more than once per process.
 
-    A vLLM that was patched has them in its source: there this does nothing.
+    Does nothing if vLLM was patched and has the hooks in its source.
     """
     if hooks.in_source():
         return
@@ -67,7 +66,7 @@ def install_workers() -> None:
 
     if hasattr(WorkerBase.__init__, "delta_updates"):
         return
-    # vLLM loads plugins in the middle of making a worker, just before the worker's constructor.
+    # vLLM loads plugins while it makes a worker, just before it calls the worker's constructor.
     original = WorkerBase.__init__
 
     @functools.wraps(original)
@@ -80,10 +79,10 @@ def install_workers() -> None:
 
 
 def install_endpoints() -> None:
-    """Put the endpoints into the next app that vLLM builds; safe to call more than once.
+    """Add the endpoints to the next app that vLLM builds; safe to call more than once.
 
     Raises:
-        AttributeError: this vLLM is wired differently; it must not start with the flag.
+        AttributeError: this version of vLLM has other internals; it must not start with the flag.
     """
     from vllm import plugins
     from vllm.entrypoints.launchers.api_server import entry
@@ -100,7 +99,7 @@ def install_endpoints() -> None:
     @functools.wraps(original_serve)
     async def serve_http(app: Any, *args: Any, **kwargs: Any) -> Any:
         if not any(getattr(route, "path", None) == _PATH for route in app.routes):
-            raise RuntimeError("delta updates were asked for, but the endpoint is not in the app")
+            raise RuntimeError("delta updates are enabled, but their endpoint is not in the app")
         return await original_serve(app, *args, **kwargs)
 
     load_endpoint_plugins.delta_updates = True  # type: ignore[attr-defined]

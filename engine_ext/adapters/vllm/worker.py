@@ -12,8 +12,7 @@ import torch
 
 from engine_ext import settings
 from engine_ext.adapters.vllm.layerwise_reload import active_wrapper
-from engine_ext.adapters.vllm.postload import repack_learner
-from engine_ext.adapters.vllm.recomputations import recomputations
+from engine_ext.adapters.vllm.postload import recomputations, repack_learner
 from engine_ext.model.constants import ConstantsWatch
 from engine_ext.receiver.receiver import Receiver
 from engine_ext.receiver.startup import LoadedModel, make_receiver
@@ -22,51 +21,54 @@ from engine_ext.tracing.trace import LoadWeights
 
 
 def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
-    """Give one worker its receiver, once it has loaded its model, and the methods that the front
-    end calls by name.
+    """Wrap a worker's methods so that it makes its receiver when it has loaded its model.
+
+    The worker also gets the methods that the front end calls by name: `delta_updates`, and
+    `delta_buffer_checksums` for tests of the engine's state.
 
     Args:
-        worker: is about to end its constructor.
+        worker: a worker at the end of its constructor.
         chosen: the user's flags.
     """
     from vllm.model_executor.model_loader import base_loader
 
-    load_model, sleep, wake_up = worker.load_model, worker.sleep, worker.wake_up
+    original_load, original_sleep = worker.load_model, worker.sleep
+    original_wake_up = worker.wake_up
 
-    def loaded(*args: Any, **kwargs: Any) -> None:
+    def load_model(*args: Any, **kwargs: Any) -> None:
         _keep_checkpoint_layout()
         watch = ConstantsWatch(base_loader, "initialize_model")
         with repack_learner() as learner, watch as constants:
-            load_model(*args, **kwargs)
+            original_load(*args, **kwargs)
         worker.delta_receiver = build_receiver(worker, chosen, learner, constants)
 
-    def slept(level: int = 1) -> None:
+    def sleep(level: int = 1) -> None:
         worker.delta_receiver.weights_released()
         if level > 1:
-            # Level 2 throws the weights away; what wakes up is not what any version was.
+            # Level 2 discards the weights; what wakes up is of no version.
             worker.delta_receiver.weights_replaced("vLLM's sleep at level 2")
-        sleep(level)
+        original_sleep(level)
 
-    def woken(tags: list[str] | None = None) -> None:
-        wake_up(tags)
+    def wake_up(tags: list[str] | None = None) -> None:
+        original_wake_up(tags)
         if tags is None or "weights" in tags:
-            worker.delta_receiver.state.asleep = False
+            worker.delta_receiver.set_asleep(False)
 
-    def updates(operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    def delta_updates(operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = worker.delta_receiver.handle(operation, arguments)
         return answer
 
-    worker.load_model = loaded
-    worker.sleep, worker.wake_up = slept, woken
+    worker.load_model = load_model
+    worker.sleep, worker.wake_up = sleep, wake_up
     for name in ("reload_weights", "update_weights", "finish_weight_update", "reset_weights"):
-        setattr(worker, name, _noted(worker, name))
+        setattr(worker, name, _reporting(worker, name))
     if not hasattr(worker, "delta_updates"):  # a patched vLLM has the method in its own source
-        worker.delta_updates = updates
+        worker.delta_updates = delta_updates
     worker.delta_buffer_checksums = functools.partial(buffer_checksums, worker)
 
 
-def _noted(worker: Any, name: str) -> Callable[..., Any]:
-    """The worker's method, which changes weights; the receiver learns of it before it does."""
+def _reporting(worker: Any, name: str) -> Callable[..., Any]:
+    """Wrap a method that changes weights, so that the receiver knows before it runs."""
     original: Callable[..., Any] = getattr(worker, name)
 
     @functools.wraps(original)
@@ -78,9 +80,9 @@ def _noted(worker: Any, name: str) -> Callable[..., Any]:
 
 
 def _keep_checkpoint_layout() -> None:
-    """On CPU, keep linear weights where the checkpoint's elements can be found.
+    """Keep linear weights in their tensors on CPU.
 
-    vLLM otherwise packs them into opaque oneDNN or SGL handles and leaves empty tensors behind.
+    By default vLLM packs them into opaque oneDNN or SGL handles and leaves empty tensors.
     """
     from vllm.platforms import current_platform
 
@@ -99,16 +101,16 @@ def _keep_checkpoint_layout() -> None:
 def build_receiver(
     worker: Any, chosen: settings.Settings, learner: RepackLearner, constants: ConstantsWatch
 ) -> Receiver:
-    """Trace and certify the worker's model and make its receiver.
+    """Trace and certify a worker's model and make its receiver.
 
     Args:
-        worker: has loaded its model, but allocated no KV cache.
+        worker: a worker that has loaded its model, and allocated no KV cache.
         chosen: the user's flags.
-        learner: what it learned while the model was loaded.
-        constants: what it saw meanwhile.
+        learner: has observed the loading.
+        constants: has observed the loading.
 
     Raises:
-        RuntimeError: nothing can be certified. vLLM then does not start.
+        RuntimeError: nothing can be certified. vLLM does not start then.
     """
     config = worker.vllm_config
     parallel = config.parallel_config
@@ -123,7 +125,7 @@ def build_receiver(
         model=model,
         load_weights=_loader(model, config),
         checkpoint=functools.partial(checkpoint, model, config) if _reads(config) else None,
-        # The class's: the worker's own tells the receiver that somebody else has loaded weights.
+        # The class's method: the worker's own is wrapped by `_reporting`.
         reload=lambda w: type(worker).reload_weights(worker, weights_iterator=iter(w)),
         ranks=WorldRanks(),
         repacks=learner.repacks,
@@ -137,7 +139,7 @@ def build_receiver(
 
 
 def _reads(config: Any) -> bool:
-    """Whether the load format reads a checkpoint's tensors one by one."""
+    """Return whether the load format reads a checkpoint's tensors one by one."""
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -145,7 +147,7 @@ def _reads(config: Any) -> bool:
 
 
 def checkpoint(model: torch.nn.Module, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The checkpoint's tensors as vLLM's own loader reads them, on the CPU."""
+    """Yield the checkpoint's tensors as vLLM's own loader reads them, on the CPU."""
     from vllm.model_executor.model_loader import get_model_loader
 
     loader: Any = get_model_loader(dataclasses.replace(config.load_config, use_tqdm_on_load=False))
@@ -164,7 +166,7 @@ def _loader(model: Any, config: Any) -> LoadWeights:
 
 
 def buffer_checksums(worker: Any) -> dict[str, str]:
-    """sha256 of every registered buffer of the model, keyed like vLLM's weight checksums."""
+    """Return the SHA-256 of every registered buffer, keyed like vLLM's weight checksums."""
     prefix = worker._weight_checksum_prefix()
     return {
         prefix + name: hashlib.sha256(
@@ -176,7 +178,7 @@ def buffer_checksums(worker: Any) -> dict[str, str]:
 
 
 class WorldRanks:
-    """All ranks of the engine, over the CPU group that vLLM keeps."""
+    """All ranks of the engine, over vLLM's CPU group."""
 
     def __init__(self) -> None:
         from vllm.distributed.parallel_state import get_world_group
@@ -185,7 +187,7 @@ class WorldRanks:
         self.rank = int(self._group.rank_in_group)
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order."""
+        """Return every rank's value, in rank order."""
         if self._group.world_size == 1:
             return [value]
         values: list[Any] = [None] * self._group.world_size

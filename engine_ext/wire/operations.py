@@ -1,0 +1,459 @@
+"""The operations that the HTTP side asks of every rank's receiver, and their replies.
+
+Each operation is a struct, and its type parameter is the struct of its reply. Its tag is the name
+of the method that carries it out, see `engine_ext.receiver.receiver.Receiver`. The engines' own
+channels carry a request as its tag and a dict of JSON types, and an answer as ``{"ok": reply}`` or
+``{"error": error}`` (see `engine_ext.errors.DeltaError.to_wire`). Only this module converts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, Generic, Literal, TypeVar, get_args
+
+import msgspec
+
+from engine_ext.errors import DeltaError, as_delta_error, from_wire
+from engine_ext.wire.identity import PartId
+
+Admission = Literal["new", "staged", "already_applied"]
+
+_TAG = "operation"
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of the replies; by itself the reply of an operation that has nothing to report."""
+
+
+ReplyT = TypeVar("ReplyT", bound=Reply)
+
+
+class Operation(
+    msgspec.Struct,
+    Generic[ReplyT],
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field=_TAG,
+):
+    """Base of the operations."""
+
+    @property
+    def name(self) -> str:
+        """The operation's tag."""
+        return str(self.__struct_config__.tag)
+
+
+# Replies -------------------------------------------------------------------------------------
+
+
+class RankState(Reply, frozen=True, kw_only=True):
+    """What every HTTP process must know of a rank.
+
+    Attributes:
+        version: the version of the live weights.
+        engine_state: ``uncertain`` after a write that failed half-way.
+        resume_owed: a commit has paused the engine and not resumed it yet.
+    """
+
+    version: int
+    engine_state: Literal["certain", "uncertain"]
+    resume_owed: bool
+
+
+class LeaseGrant(Reply, frozen=True, kw_only=True):
+    """The answer to a process that asks for a lease.
+
+    Attributes:
+        granted: whether it has the lease now.
+        holder: if not, the process that has it.
+        fresh: if so, no other process has had it since this one last had it.
+    """
+
+    granted: bool
+    holder: str | None = None
+    fresh: bool = False
+
+
+class EngineLease(Reply, frozen=True, kw_only=True):
+    """A `LeaseGrant`, with the state of the rank that gave it."""
+
+    grant: LeaseGrant
+    state: RankState
+
+
+class StagedSync(Reply, frozen=True, kw_only=True):
+    """A sync that has parts, but is not committed.
+
+    Attributes:
+        parts: numbers of the parts that all ranks have staged.
+    """
+
+    version: int
+    base_version: int | None
+    sync_id: str | None
+    full: bool
+    num_parts: int | None
+    parts: list[int]
+
+
+class Written(Reply, frozen=True, kw_only=True):
+    """What a commit or a rollback has written.
+
+    Attributes:
+        version: the version of the live weights now.
+        commit_ms: milliseconds that this rank spent writing and voting.
+        digest: of what this rank counts, in hex.
+    """
+
+    version: int
+    commit_ms: float
+    digest: str
+
+
+class CommittedSync(Written, frozen=True, kw_only=True):
+    """A sync that was committed.
+
+    Attributes:
+        apply: name of the applier.
+        parts, tensors: number of parts and of tensors that the sync has named.
+        nnz: elements that the sync has sent.
+        elements: elements of the tensors that it has named.
+        rollback: whether this version can be rolled back.
+    """
+
+    base_version: int
+    sync_id: str | None
+    full: bool
+    apply: str
+    parts: int
+    nnz: int
+    tensors: int
+    elements: int
+    rollback: bool
+
+
+class RolledBack(Written, frozen=True, kw_only=True):
+    """A rollback; `rolled_back` is the version that was left."""
+
+    rolled_back: int
+
+
+class RankStatus(RankState, frozen=True, kw_only=True):
+    """The state of one rank's receiver.
+
+    Attributes:
+        asleep: the engine has released the weights' memory.
+        foreign: what changed the weights outside of delta sync since the last sync.
+        apply: name of the applier.
+        certification: number of tensors by certification status.
+        uncertified: why each tensor that is refused could not be certified, by name.
+        digest: of what this rank counts, in hex.
+        awaits: what the engine needs before it takes deltas.
+    """
+
+    asleep: bool
+    foreign: str | None
+    staged: StagedSync | None
+    last_sync: CommittedSync | None
+    can_roll_back: bool
+    apply: str
+    certification: dict[str, int]
+    uncertified: dict[str, str]
+    digest: str
+    awaits: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class Unseen(Reply, frozen=True, kw_only=True):
+    """The identities that were not committed at the version in question."""
+
+    unseen: list[str]
+
+
+class PartBegun(Reply, frozen=True, kw_only=True):
+    """How a part was admitted.
+
+    Attributes:
+        admission: see `engine_ext.receiver.sync_state.SyncState.admit`.
+        version: the version of the live weights.
+        complete: whether all parts of the staged sync are staged.
+    """
+
+    admission: Admission
+    version: int
+    complete: bool
+
+
+class PartProgress(Reply, frozen=True, kw_only=True):
+    """Whether a part is staged on this rank, and its number of elements if it is."""
+
+    done: bool
+    nnz: int | None = None
+
+
+class PartSettled(Reply, frozen=True, kw_only=True):
+    """Whether all parts of the staged sync are staged."""
+
+    complete: bool
+
+
+class RankPlan(Reply, frozen=True, kw_only=True):
+    """One row per checkpoint tensor, or None if the engine has loaded no checkpoint yet."""
+
+    tensors: list[dict[str, Any]] | None
+
+
+class RankDigest(Reply, frozen=True, kw_only=True):
+    """The digest of each covered tensor's elements that this rank counts, in hex.
+
+    Attributes:
+        tensors: scanned from live memory, if a scan was asked for; else `tracked`.
+        tracked: what the syncs add up to.
+    """
+
+    version: int
+    tensors: dict[str, str]
+    tracked: dict[str, str]
+
+
+class SyncRecord(Reply, frozen=True, kw_only=True):
+    """The result of one request for an update.
+
+    Attributes:
+        at: Unix time at which the request began.
+        outcome: ``committed``, ``staged``, ``refused``, ...
+        error, message: type and message of the error that it was answered with.
+        parts, bytes: number and size of the parts that it has sent.
+        nnz, elements, tensors, apply: see `CommittedSync`.
+        timings_ms: milliseconds by phase.
+    """
+
+    at: float
+    outcome: str
+    error: str | None = None
+    message: str | None = None
+    version: int | None = None
+    base_version: int | None = None
+    sync_id: str | None = None
+    full: bool = False
+    parts: int = 0
+    nnz: int | None = None
+    elements: int | None = None
+    tensors: int | None = None
+    bytes: int = 0
+    apply: str | None = None
+    timings_ms: dict[str, float]
+
+
+class History(Reply, frozen=True, kw_only=True):
+    """The last syncs, the newest one last."""
+
+    syncs: list[SyncRecord]
+
+
+# Operations ----------------------------------------------------------------------------------
+
+
+class GetStatus(Operation[RankStatus], frozen=True, kw_only=True, tag="status"):
+    """Describe the receiver."""
+
+
+class GetState(Operation[RankState], frozen=True, kw_only=True, tag="state"):
+    """Describe what every HTTP process must know; cheap."""
+
+
+class AcquireLease(Operation[EngineLease], frozen=True, kw_only=True, tag="acquire_lease"):
+    """Let one HTTP process pause and resume the engine.
+
+    Attributes:
+        holder, resumes, instead_of: see `engine_ext.receiver.lease.Lease.acquire`.
+    """
+
+    holder: str
+    resumes: bool
+    instead_of: str | None
+
+
+class ReleaseLease(Operation[Reply], frozen=True, kw_only=True, tag="release_lease"):
+    """Return the lease; `owed` says that generation must still be resumed."""
+
+    holder: str
+    owed: bool
+
+
+class AcquireLogLease(Operation[LeaseGrant], frozen=True, kw_only=True, tag="acquire_log_lease"):
+    """Let one HTTP process replay the delta log."""
+
+    holder: str
+    instead_of: str | None
+
+
+class ReleaseLogLease(Operation[Reply], frozen=True, kw_only=True, tag="release_log_lease"):
+    """Return the lease of the delta log."""
+
+    holder: str
+
+
+class FindUnseen(Operation[Unseen], frozen=True, kw_only=True, tag="unseen"):
+    """Find which parts were not committed at this version."""
+
+    version: int
+    identities: list[str]
+
+
+class BeginPart(Operation[PartBegun], frozen=True, kw_only=True, tag="begin"):
+    """Admit a part and start staging it.
+
+    Attributes:
+        path: the spool file that holds the part.
+        now: seconds on a clock that all HTTP processes share.
+    """
+
+    part: PartId
+    path: str
+    now: float
+
+
+class PollPart(Operation[PartProgress], frozen=True, kw_only=True, tag="poll"):
+    """Ask whether the part of this number is staged."""
+
+    part: int
+
+
+class SettlePart(Operation[PartSettled], frozen=True, kw_only=True, tag="settle"):
+    """Keep a part that every rank has staged, or forget one that some rank refused."""
+
+    part: int
+    staged: bool
+
+
+class DropSync(Operation[Reply], frozen=True, kw_only=True, tag="drop"):
+    """Forget the staged sync; with a version, only if it is that one."""
+
+    version: int | None = None
+    sync_id: str | None = None
+
+
+class CommitSync(Operation[CommittedSync], frozen=True, kw_only=True, tag="commit"):
+    """Write the staged sync on every rank, or on none."""
+
+    version: int
+    sync_id: str | None
+
+
+class RollBack(Operation[RolledBack], frozen=True, kw_only=True, tag="rollback"):
+    """Restore the version before the last one."""
+
+
+class GetPlan(Operation[RankPlan], frozen=True, kw_only=True, tag="plan"):
+    """List every checkpoint tensor with its placement on this rank."""
+
+
+class GetDigest(Operation[RankDigest], frozen=True, kw_only=True, tag="digest"):
+    """Compute the digests; with `scan` from live memory."""
+
+    scan: bool
+
+
+class RecordSync(Operation[SyncRecord], frozen=True, kw_only=True, tag="record"):
+    """Add a request to the history; the reply includes the parts staged before it."""
+
+    record: SyncRecord
+
+
+class GetHistory(Operation[History], frozen=True, kw_only=True, tag="history"):
+    """List the last syncs."""
+
+
+Request = (
+    GetStatus
+    | GetState
+    | AcquireLease
+    | ReleaseLease
+    | AcquireLogLease
+    | ReleaseLogLease
+    | FindUnseen
+    | BeginPart
+    | PollPart
+    | SettlePart
+    | DropSync
+    | CommitSync
+    | RollBack
+    | GetPlan
+    | GetDigest
+    | RecordSync
+    | GetHistory
+)
+
+
+# Transport -----------------------------------------------------------------------------------
+
+
+def encode_request(request: Operation[Any]) -> tuple[str, dict[str, Any]]:
+    """Return the operation's tag and its fields as JSON types.
+
+    Raises:
+        TypeError: `request` is not an operation.
+    """
+    if not isinstance(request, Operation):
+        raise TypeError(f"not an operation: {request!r}")
+    arguments: dict[str, Any] = msgspec.to_builtins(request)
+    return str(arguments.pop(_TAG)), arguments
+
+
+def decode_request(operation: str, arguments: dict[str, Any], types: Any = Request) -> Any:
+    """Return the operation that `encode_request` has encoded.
+
+    Args:
+        operation: the tag.
+        arguments: the fields.
+        types: the union of operations to choose from.
+
+    Raises:
+        DeltaError: the tag is unknown, or a field is missing, unknown or of another type.
+    """
+    try:
+        return msgspec.convert({**arguments, _TAG: operation}, types)
+    except (TypeError, msgspec.ValidationError) as error:
+        raise DeltaError(f"invalid operation {operation!r}: {error}") from error
+
+
+def encode_answer(carry_out: Callable[[], Reply]) -> dict[str, Any]:
+    """Carry out an operation and return its answer; never raises.
+
+    Args:
+        carry_out: returns the reply. What it raises becomes the answer's error.
+    """
+    try:
+        return {"ok": msgspec.to_builtins(carry_out())}
+    except Exception as error:
+        return {"error": as_delta_error(error).to_wire()}
+
+
+def decode_answers(
+    request: Operation[ReplyT], answers: Sequence[dict[str, Any]]
+) -> list[ReplyT | DeltaError]:
+    """Return every rank's reply or error, in rank order.
+
+    Args:
+        request: the operation.
+        answers: see `encode_answer`.
+
+    Raises:
+        msgspec.ValidationError: an answer is not one to this operation.
+    """
+    reply_type = _reply_type(type(request))
+    return [
+        from_wire(answer["error"])
+        if "error" in answer
+        else msgspec.convert(answer.get("ok"), reply_type)
+        for answer in answers
+    ]
+
+
+@cache
+def _reply_type(operation: type[Operation[Any]]) -> Any:
+    """Return the type parameter of an operation's class."""
+    [base] = operation.__orig_bases__  # type: ignore[attr-defined]
+    return get_args(base)[0]
