@@ -204,9 +204,15 @@ def from_wire(error: dict[str, Any]) -> DeltaError:
     return _BY_NAME.get(str(error.get("type")), unknown)(str(error.get("message")), **operands)
 
 
-def as_delta_error(error: Exception) -> DeltaError:
-    """The error as one of the tree; what is none of it is a fault of this program."""
+def as_delta_error(error: Exception, *, log: bool = True) -> DeltaError:
+    """Return the error as one of the tree; any other error is a bug and becomes a `DeltaError`.
+
+    Args:
+        error: the error.
+        log: write the traceback of a bug to the log.
+    """
     if isinstance(error, DeltaError):
         return error
-    logger.exception("a delta operation failed", exc_info=error)
+    if log:
+        logger.error("a delta operation failed", exc_info=error)
     return DeltaError(f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""The ranks of one engine, as far as this package needs to know them."""
+"""The ranks of one engine, for votes among them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ from typing import Any, Protocol
 
 
 class Ranks(Protocol):
-    """This rank's place among the engine's ranks."""
+    """This rank among the ranks of its engine.
+
+    Attributes:
+        rank: this rank's number, from 0.
+    """
 
     rank: int
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order; all ranks must call it."""
+        """Return every rank's value, in rank order; all ranks must call it."""
 
 
 class SingleRank:
@@ -20,5 +24,5 @@ class SingleRank:
     rank = 0
 
     def all_gather(self, value: Any) -> list[Any]:
-        """The value alone."""
+        """Return the value alone."""
         return [value]

@@ -32,7 +32,7 @@ def part_identity(header: Header, container: Buffer) -> str:
         container: the whole decompressed container.
     """
     start = min(header.positions.begin, header.values.begin)
-    meaning = (
+    hashed = (
         header.manifest.encoding,
         header.values.dtype,
         header.positions.begin - start,
@@ -40,25 +40,24 @@ def part_identity(header: Header, container: Buffer) -> str:
         header.metadata["params"],
         *([header.metadata["digest_part"]] if header.manifest.encoding == DIFFERENCES else []),
     )
-    digest = xxhash.xxh3_128("\0".join(map(str, meaning)).encode())
+    digest = xxhash.xxh3_128("\0".join(map(str, hashed)).encode())
     with memoryview(container) as view:
         digest.update(view[start:])
     return digest.hexdigest()
 
 
 class PartId(msgspec.Struct, frozen=True, kw_only=True):
-    """What one part says it is.
+    """One part and the sync that it belongs to.
 
     Attributes:
-        version: the version its sync leads to.
-        base_version: the version its sync starts from; None for a ``full`` sync.
-        identity: hash of the part's params, positions and values; two parts with the same
-            identity are the same part.
+        version: the version that its sync leads to.
+        base_version: the version that its sync starts from; None for a ``full`` sync.
+        identity: see `part_identity`.
         sync_id: one string for all parts of a sync, or None.
-        full: all params are dense and together cover the model.
-        part: 0-based number of this part.
-        num_parts: how many there are, or None where this part does not say.
-        continues: the part may be one more transaction at the version the engine is at.
+        full: the sync's params are dense and together cover the model.
+        part: number of this part, from 0.
+        num_parts: number of parts of the sync, or None if this part does not say.
+        continues: the part may be one more transaction at the version that the engine is at.
     """
 
     version: int

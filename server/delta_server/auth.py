@@ -1,4 +1,4 @@
-"""Who may use the endpoints: whoever has the token, or, where none is set, clients on this host."""
+"""Access to the endpoints: with the token, or from this host only if no token is set."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from engine_ext.settings import API_KEY_ENVIRONMENT
 _FORWARDED = ("forwarded", "x-real-ip", "via")
 _FORWARDED_PREFIX = "x-forwarded-"
 _SET_A_TOKEN = (
-    "no token is set, so this endpoint answers to clients on this host only; start the engine with "
+    "no token is set, so only clients on this host may use this endpoint; start the engine with "
     f"--delta-api-key or {API_KEY_ENVIRONMENT}, and send 'Authorization: Bearer'"
 )
 
 
 def check_access(request: Request) -> None:
-    """Refuse a request that may not use the delta endpoints; none of its body is read.
+    """Refuse a request that may not use the delta endpoints, before its body is read.
 
     Raises:
-        Unauthorized: a token is set, and the request has another or none.
-        LoopbackOnly: none is set, and the request may come from another host.
+        Unauthorized: a token is set, and the request's is missing or different.
+        LoopbackOnly: no token is set, and the request may come from another host.
     """
     token = os.environ.get(API_KEY_ENVIRONMENT)
     if token is not None:
@@ -38,15 +38,15 @@ def check_access(request: Request) -> None:
 
 
 def check_token(authorization: str | None, token: str) -> None:
-    """Compare a request's bearer token with the one that is asked for, in constant time.
+    """Compare a request's bearer token with the required one, in constant time.
 
     Raises:
-        Unauthorized: it is missing or another.
+        Unauthorized: it is missing or different.
     """
     scheme, _, given = (authorization or "").partition(" ")
-    # Hashing first makes the lengths equal, so that the comparison tells nothing of them.
+    # Hashing makes the lengths equal, so that the comparison does not leak them.
     same = hmac.compare_digest(_hash(given.strip()), _hash(token))
-    # An empty token is a mistake, not one that anybody can give.
+    # An empty token is a configuration mistake; nothing matches it.
     if scheme.lower() != "bearer" or not token or not same:
         raise Unauthorized("this endpoint needs 'Authorization: Bearer <--delta-api-key>'")
 
@@ -55,12 +55,12 @@ def check_loopback(client: str | None, headers: Mapping[str, str]) -> None:
     """Refuse a request that may come from another host.
 
     Args:
-        client: the peer's address; None where it is not known, as on a Unix socket.
-        headers: the request's, by lower-case names.
+        client: the peer's address; None if it is unknown, as on a Unix socket.
+        headers: the request's headers, by lower-case names.
 
     Raises:
-        LoopbackOnly: the peer is not on this host, a proxy there speaks for somebody else, or a
-            browser there does for another site's page.
+        LoopbackOnly: the peer is not on this host, or it is a proxy, or a browser that acts for a
+            page of another site.
     """
     if client is None or not _is_loopback(client):
         raise LoopbackOnly(_SET_A_TOKEN)
@@ -72,9 +72,10 @@ def check_loopback(client: str | None, headers: Mapping[str, str]) -> None:
         sites = (headers.get("origin", ""), "//" + headers.get("host", ""))
         if not all(_is_local_site(site) for site in sites if site):
             raise LoopbackOnly(f"{_SET_A_TOKEN}. A page of another site has sent this request")
-    # They send neither with what a page asks of its own host name, which may lead here by now.
-    if "host" in headers and not _may_be_ours(_host_of("//" + headers["host"])):
-        raise LoopbackOnly(f"{_SET_A_TOKEN}. This host has another name than the request's 'Host'")
+    # They send neither for a page's own host name, which may resolve to this host by now (DNS
+    # rebinding).
+    if "host" in headers and not _may_be_this_host(_host_of("//" + headers["host"])):
+        raise LoopbackOnly(f"{_SET_A_TOKEN}. The request's 'Host' is not a name of this host")
 
 
 def _is_local_site(origin: str) -> bool:
@@ -82,8 +83,8 @@ def _is_local_site(origin: str) -> bool:
     return host == "localhost" or _is_loopback(host)
 
 
-def _may_be_ours(host: str) -> bool:
-    """Whether a host name is an address, this host's, or one that nobody else can give out."""
+def _may_be_this_host(host: str) -> bool:
+    """Return whether a host name is an address, this host's name, or not a public name."""
     public = "." in host and not host.endswith(".localhost")
     return not public or _is_address(host) or host == socket.gethostname().lower()
 
@@ -92,7 +93,7 @@ def _host_of(origin: str) -> str:
     try:
         return urlsplit(origin).hostname or ""
     except ValueError:
-        return "."  # nobody's
+        return "."  # no host's name
 
 
 def _is_address(host: str) -> bool:

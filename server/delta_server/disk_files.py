@@ -1,8 +1,8 @@
-"""The files that a disk request names: found and opened below the allowed folders, or not at all.
+"""Resolve and open the files that a disk request names, only below the allowed folders.
 
-A path is resolved first, and its links may lead anywhere below a root. The resolved path is then
-walked down from the root without following any link, so that one that is put in its way after it
-was checked leads nowhere.
+A path is resolved first; its links may lead anywhere below a root. The resolved path is then opened
+component by component from the root without following links, so that a link that is created after
+the check has no effect.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _MAX_FILES = Limits().max_parts
 
 
 def resolve_files(request: DiskRequest, roots: Sequence[str]) -> list[Path]:
-    """The files of a disk request, with symlinks resolved.
+    """Return the files of a disk request, with symlinks resolved.
 
     Args:
-        request: its `files` are names in `model_path`; without any, all ``*.safetensors``.
-        roots: real paths of the folders below which files may lie.
+        request: its `files` are names in `model_path`; without `files`, all ``*.safetensors``.
+        roots: real paths of the allowed folders.
 
     Raises:
-        PathForbidden: a file lies outside every root, or there is no root.
+        PathForbidden: a file is outside every root, or there is no root.
         MalformedPart: there is no file.
-        TooLarge: there are more than a sync has parts.
+        TooLarge: there are more files than a sync may have parts.
     """
     if not roots:
         raise PathForbidden("disk requests are refused: the engine has no --delta-root")
     if any("\0" in name for name in (request.model_path, *(request.files or ()))):
-        raise MalformedPart("a path has a NUL character")
+        raise MalformedPart("a path contains a NUL character")
     folder = Path(os.path.realpath(request.model_path))
     _root_of(folder, roots)
     names = request.files
@@ -65,13 +65,13 @@ def open_file(path: Path, roots: Sequence[str]) -> BinaryIO:
 
     Args:
         path: real path of the file.
-        roots: as of `resolve_files`.
+        roots: see `resolve_files`.
 
     Raises:
-        PathForbidden: it lies outside every root, or behind a link that was not there before.
+        PathForbidden: it is outside every root, or behind a link created after it was resolved.
         MalformedPart: it cannot be read, or is not a regular file.
     """
-    # A fifo that nobody writes to must not keep the opener waiting.
+    # Opening a fifo without a writer must not block.
     descriptor = _open_below(path, roots, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -79,12 +79,12 @@ def open_file(path: Path, roots: Sequence[str]) -> BinaryIO:
     return os.fdopen(descriptor, "rb", buffering=0)
 
 
-def verifier_of(path: Path, roots: Sequence[str]) -> Verifier | None:
-    """What checks a part against the signature in the file beside it; None where none is asked for.
+def make_verifier(path: Path, roots: Sequence[str]) -> Verifier | None:
+    """Return a verifier with the signature in the file next to a part's; None if no key is set.
 
     Raises:
         Unauthorized: there is no signature.
-        PathForbidden: it is behind a link.
+        PathForbidden: the signature is behind a link.
     """
     key = signing_key()
     if key is None:
@@ -97,28 +97,28 @@ def verifier_of(path: Path, roots: Sequence[str]) -> Verifier | None:
 
 
 async def spool_files(
-    spool: Spool, paths: Sequence[Path], roots: Sequence[str], at_once: int
+    spool: Spool, paths: Sequence[Path], roots: Sequence[str], concurrency: int
 ) -> list[Spooled]:
-    """Keep copies of some files of `resolve_files`.
+    """Copy some files of `resolve_files` to the spool.
 
     Args:
-        spool: keeps them.
+        spool: the spool.
         paths: real paths of the files.
-        roots: as of `resolve_files`.
-        at_once: how many are read at the same time.
+        roots: see `resolve_files`.
+        concurrency: number of files that are read at the same time.
 
     Raises:
-        DeltaError: as of `open_file` and `Spool.read`; none is kept then.
+        DeltaError: see `open_file` and `Spool.read`; no copy is kept then.
     """
-    gate = asyncio.Semaphore(at_once)
+    semaphore = asyncio.Semaphore(concurrency)
 
     def copy(path: Path) -> Spooled:
-        verifier = verifier_of(path, roots)
+        verifier = make_verifier(path, roots)
         with open_file(path, roots) as source:
             return spool.read(source, verifier)
 
     async def read(path: Path) -> Spooled:
-        async with gate:
+        async with semaphore:
             return await asyncio.to_thread(copy, path)
 
     results = await asyncio.gather(*map(read, paths), return_exceptions=True)
@@ -147,7 +147,7 @@ def _root_of(path: Path, roots: Sequence[str]) -> str:
 
 
 def _open_below(path: Path, roots: Sequence[str], flags: int) -> int:
-    """A descriptor of a real path, reached from its root without following a link."""
+    """Return a descriptor of a real path, opened from its root without following a link."""
     root = _root_of(path, roots)
     names = path.relative_to(root).parts
     descriptor = _open(root, os.O_PATH | os.O_DIRECTORY if names else flags, None, path)
@@ -166,7 +166,7 @@ def _open(name: str, flags: int, folder: int | None, path: Path) -> int:
         return os.open(name, flags | os.O_CLOEXEC, dir_fd=folder)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR) and _is_link(name, folder):
-            raise PathForbidden("the path leads through a link that was not there before") from None
+            raise PathForbidden("a link was created on the path after it was checked") from None
         message = f"cannot read {path.name}: {error.strerror}"
         raise MalformedPart(message, file=path.name) from error
 

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
+
+from engine_ext.errors import DeltaError
+from engine_ext.wire.operations import Operation, ReplyT
 
 
 class Engine(Protocol):
-    """What an engine adapter gives the service. Every method may raise; none is retried.
+    """One engine. Every method may raise; none is retried.
 
-    What the caller itself asks of the engine, to pause or to resume, does not come this way; the
-    adapter makes it `serialize_with_commits`.
+    The caller's own requests to pause or resume do not use this protocol; adapters wrap those
+    methods with `delta_server.commit.serialize_with_commits`.
 
     Attributes:
-        name: the engine's.
-        shared: other HTTP processes serve the same engine.
+        name: the engine's name.
+        shared: whether other HTTP processes serve the same engine.
     """
 
     name: str
     shared: bool
 
-    async def call(self, operation: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        """`engine_ext.receiver.receiver.Receiver.handle` on every rank, in rank order."""
+    async def call(self, request: Operation[ReplyT]) -> list[ReplyT | DeltaError]:
+        """Carry out one operation on every rank; returns replies or errors in rank order."""
 
     async def is_paused(self) -> bool: ...
 

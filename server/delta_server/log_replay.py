@@ -1,8 +1,8 @@
-"""Bringing an engine up to a delta log: at start-up, and when it is asked for.
+"""Replay a delta log into an engine: at start-up, and on request.
 
-Each version is staged and committed as if its parts had come by HTTP, so the same checks hold.
-One that is damaged, missing or not for these weights ends the replay at the last good version,
-unless another way leads around it (a folded delta, a later full version).
+Each version is staged and committed as if its parts had arrived by HTTP, with the same checks. A
+version that is damaged, missing or not for these weights ends the replay at the last good version,
+unless there is a route around it (a folded delta, a later full version).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from engine_ext.errors import (
     WeightsAsleep,
     WriteUndone,
 )
+from engine_ext.wire.operations import AcquireLogLease, DropSync, ReleaseLogLease
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +41,10 @@ ApplyFiles = Callable[
     [Sequence[Path], Options, RequestRecord, Sequence[str]], Awaitable[dict[str, Any]]
 ]
 
-_TELL_EVERY_S = 2.0
-_WAIT_S = 0.2
-# Another version, or another way to this one, would meet the same.
-_NOT_THE_LOGS_FAULT = (
+_PROGRESS_EVERY_S = 2.0
+_POLL_S = 0.2
+# Errors that another version, or another route to this one, would not avoid.
+_ENGINE_ERRORS = (
     CommitFailed, PublishFailed, SpoolFull, SyncInProgress, WeightsAsleep, WriteUndone,
 )  # fmt: skip
 
@@ -53,10 +54,10 @@ class LogReplay:
 
     Args:
         committer: commits on the engine, and knows its state.
-        apply_files: stages the parts in some files and commits them, as a disk request does
-            (see `delta_server.service.DeltaService.apply_files`).
-        engine: its adapter.
-        folder: the log; its real path.
+        apply_files: stages the parts in some files and commits them, as a disk request does; see
+            `delta_server.service.DeltaService.apply_files`.
+        engine: the engine's adapter.
+        folder: real path of the log.
     """
 
     def __init__(
@@ -72,66 +73,73 @@ class LogReplay:
         self._problem: dict[str, Any] | None = None
 
     def describe(self, version: int) -> dict[str, Any]:
-        """What the last replay found, as JSON: the newest version, and what keeps the engine from
-        it, as long as it is at an older one.
+        """Return the result of the last replay, as JSON.
+
+        Args:
+            version: the engine's version.
+
+        Returns:
+            The newest version in the log, and the problem that keeps the engine from it, if the
+            engine is at an older one.
         """
-        overtaken = self._newest is not None and version >= self._newest
-        problem = None if overtaken else self._problem
+        reached = self._newest is not None and version >= self._newest
+        problem = None if reached else self._problem
         return {"folder": str(self._folder), "newest": self._newest, "problem": problem}
 
     async def at_start(self) -> None:
-        """Publish the engine's version, and replay before it serves. What goes wrong with that is
-        reported, not raised.
+        """Publish the engine's version and replay the log, before the engine serves.
+
+        A `DeltaError` of the replay is logged, not raised.
 
         Raises:
             Exception: the engine itself failed.
         """
         try:
-            async with self._lock, self._alone():
+            async with self._lock, self._lease():
                 await self._committer.publish()
                 await self._run(Options())
         except DeltaError as error:
             self._problem = self._problem or error.to_wire()
             logger.error(
-                "delta log: not caught up; the engine serves what it has: %s: %s",
+                "delta log: replay failed, the engine serves the version that it has: %s: %s",
                 type(error).__name__,
                 error.message,
             )
 
     async def run(self, options: Options) -> dict[str, Any]:
-        """Replay what the engine lacks.
+        """Replay the versions that the engine lacks.
 
         Args:
             options: pause mode, and whether cached KV is dropped, at each commit.
 
         Returns:
-            JSON: the version, which ones were applied, and the newest one in the log.
+            JSON: the engine's version, the versions applied, and the newest version in the log.
 
         Raises:
-            LogDamaged: the log has a newer version, but no sound way to it. The engine is at the
-                last good one.
-            DeltaError: the engine could not take a version, for reasons of its own.
+            LogDamaged: the log has a newer version, but no intact route to it. The engine is at
+                the last good version.
+            DeltaError: the engine could not take a version, whatever its route.
         """
-        async with self._lock, self._alone():
+        async with self._lock, self._lease():
             return await self._run(options)
 
     async def _run(self, options: Options) -> dict[str, Any]:
         applied: list[int] = []
-        bad: dict[str, DeltaError] = {}
-        begun = time.monotonic()
+        unusable: dict[str, DeltaError] = {}
+        start = time.monotonic()
         while True:
             listing = await asyncio.to_thread(list_log, self._folder)
             self._newest = listing.newest
             version, known = await self._version()
-            usable = [entry for entry in listing.entries if entry.folder.name not in bad]
-            way = route(usable, version if known else None)
-            if not way:
+            usable = [entry for entry in listing.entries if entry.folder.name not in unusable]
+            entries = route(usable, version if known else None)
+            if not entries:
                 break
-            await self._follow(way, options, applied, bad)
+            await self._follow(entries, options, applied, unusable)
         if applied:
-            seconds = time.monotonic() - begun
+            seconds = time.monotonic() - start
             logger.info("delta log: %d versions replayed in %.1f s", len(applied), seconds)
-        self._report(listing, version if known else None, bad)
+        self._report(listing, version if known else None, unusable)
         logger.info("delta log: at version %d, the newest in %s", version, self._folder)
         return {
             "status": "caught_up",
@@ -142,53 +150,55 @@ class LogReplay:
 
     async def _follow(
         self,
-        way: Sequence[Entry],
+        entries: Sequence[Entry],
         options: Options,
         applied: list[int],
-        bad: dict[str, DeltaError],
+        unusable: dict[str, DeltaError],
     ) -> None:
-        """Apply one version after another, up to one that is of no use or was overtaken.
+        """Apply one version after another, until one is unusable or a sender commits another.
 
         Args:
-            way: from the engine's version on.
-            options: as of `run`.
-            applied: gets the versions that were.
-            bad: gets the folder that is of no use, and why.
+            entries: the route from the engine's version on.
+            options: see `run`.
+            applied: the applied versions are added.
+            unusable: the folder that cannot be used is added, with its error.
 
         Raises:
-            DeltaError: the engine could not take a version, for reasons of its own.
+            DeltaError: the engine could not take a version, whatever its route.
         """
-        told = time.monotonic()
-        for entry in way:
+        logged_at = time.monotonic()
+        for entry in entries:
             before = await self._version()
             try:
                 await self._apply(entry, options)
             except VersionConflict:
                 if await self._version() == before:
                     raise
-                return  # a sender was faster
-            except _NOT_THE_LOGS_FAULT:
+                return  # a sender has committed another version
+            except _ENGINE_ERRORS:
                 raise
             except DeltaError as error:
-                bad[entry.folder.name] = error
-                logger.error("delta log: %s is of no use: %s", entry.folder.name, error.message)
+                unusable[entry.folder.name] = error
+                logger.error("delta log: %s cannot be used: %s", entry.folder.name, error.message)
                 return
             applied.append(entry.version)
-            if time.monotonic() - told > _TELL_EVERY_S:
-                told = time.monotonic()
-                logger.info("delta log: at version %d of %d", entry.version, way[-1].version)
+            if time.monotonic() - logged_at > _PROGRESS_EVERY_S:
+                logged_at = time.monotonic()
+                logger.info("delta log: at version %d of %d", entry.version, entries[-1].version)
 
-    def _report(self, listing: Listing, version: int | None, bad: Mapping[str, DeltaError]) -> None:
-        """Say what keeps the engine from the newest version.
+    def _report(
+        self, listing: Listing, version: int | None, unusable: Mapping[str, DeltaError]
+    ) -> None:
+        """Raise if the engine could not be brought to the newest version.
 
         Raises:
-            LogDamaged: something does.
+            LogDamaged: says why.
         """
         self._problem = None
-        why = why_not_newer(listing, version, bad)
+        why = why_not_newer(listing, version, unusable)
         if why is None:
             return
-        reasons = {**listing.damaged, **{name: error.message for name, error in bad.items()}}
+        reasons = {**listing.damaged, **{name: error.message for name, error in unusable.items()}}
         error = LogDamaged(why, version=version, newest=listing.newest, damaged=reasons)
         self._problem = error.to_wire()
         raise error
@@ -197,7 +207,7 @@ class LogReplay:
         """Stage and commit one version.
 
         Raises:
-            DeltaError: it was not committed.
+            DeltaError: the version was not committed.
         """
         await asyncio.to_thread(entry.require_files)
         at = Options(
@@ -210,33 +220,34 @@ class LogReplay:
         answer = await self._apply_files(real, at, RequestRecord(), [str(self._folder)])
         if answer["status"] != "committed":
             if answer["status"] == "staged":
-                await call(self._engine, "drop", {})
+                await call(self._engine, DropSync())
             raise entry.damaged(f"its parts are not all of a sync ({answer['status']})")
 
     async def _version(self) -> tuple[int, bool]:
-        """The engine's version, and whether its weights are known to be of it.
+        """Return the engine's version, and whether its weights are known to be of it.
 
         Raises:
             WeightsAsleep: nothing can be written now.
         """
-        [state, *_] = await self._committer.status()
-        if state["asleep"]:
+        [status, *_] = await self._committer.status()
+        if status.asleep:
             raise WeightsAsleep("the engine has released its weights; wake it up first")
-        known = not self._committer.uncertain and state["foreign"] is None
-        return int(state["version"]), known
+        known = not self._committer.uncertain and status.foreign is None
+        return status.version, known
 
     @contextlib.asynccontextmanager
-    async def _alone(self) -> AsyncIterator[None]:
-        """Keep every other HTTP process of this engine from replaying."""
+    async def _lease(self) -> AsyncIterator[None]:
+        """Hold the lease of the delta log: no other process of this engine replays it."""
         dead: str | None = None
         while True:
-            arguments = {"holder": self._name, "instead_of": dead}
-            [taken, *_] = await call(self._engine, "hold_log", arguments)
-            if taken["granted"]:
+            request = AcquireLogLease(holder=self._name, instead_of=dead)
+            [grant, *_] = await call(self._engine, request)
+            if grant.granted:
                 break
-            dead = None if is_alive(taken["holder"]) else taken["holder"]
-            await asyncio.sleep(0 if dead else _WAIT_S)
+            assert grant.holder is not None
+            dead = None if is_alive(grant.holder) else grant.holder
+            await asyncio.sleep(0 if dead else _POLL_S)
         try:
             yield
         finally:
-            await call(self._engine, "release_log", {"holder": self._name})
+            await call(self._engine, ReleaseLogLease(holder=self._name))

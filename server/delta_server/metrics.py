@@ -1,18 +1,18 @@
-"""What Prometheus is told of the syncs; it stands in the engine's own ``/metrics``.
+"""Prometheus metrics of the syncs, served by the engine's own ``/metrics``.
 
-The metrics go to the process's default registry, which is the one that the engines serve. An engine
-that has several processes has set ``PROMETHEUS_MULTIPROC_DIR`` before this module is imported (as
-prometheus_client wants it), and adds up what all of them have counted.
+The metrics are in the process's default registry, which both engines serve. An engine with several
+processes sets ``PROMETHEUS_MULTIPROC_DIR`` before this module is imported, as prometheus_client
+requires, and adds up the counts of all processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from prometheus_client import Counter, Gauge, Histogram
 
 from engine_ext.errors import BaseMismatch, DeltaError
+from engine_ext.wire.operations import SyncRecord
 
 _SECONDS: Final = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300,
@@ -54,28 +54,28 @@ _VERSION: Final = Gauge(
     multiprocess_mode="mostrecent",
 )
 
-
-# What leaves the weights at the version that a request names.
+# Outcomes after which the weights are at the version that the request names.
 _AT_ITS_VERSION: Final = ("committed", "rolled_back", "already_applied", "unpublished")
 
 
-def count(record: Mapping[str, Any], error: Exception | None) -> None:
-    """Count what became of one request.
+def count(sync: SyncRecord, error: Exception | None) -> None:
+    """Count one request.
 
     Args:
-        record: as `delta_server.request_record.Outcome.record` makes it.
-        error: what it was refused with, or None.
+        sync: its result.
+        error: the error that it is answered with, or None.
     """
-    _SYNCS.labels(record["outcome"], record.get("error") or "").inc()
-    _BYTES.inc(record["bytes"])
-    for phase, milliseconds in record["timings_ms"].items():
+    _SYNCS.labels(sync.outcome, sync.error or "").inc()
+    _BYTES.inc(sync.bytes)
+    for phase, milliseconds in sync.timings_ms.items():
         _PHASES.labels(phase.removesuffix("_ms")).observe(milliseconds / 1e3)
-    if record["outcome"] == "committed":
-        _ELEMENTS.inc(record["nnz"])
-        if record["elements"]:
-            _DENSITY.observe(record["nnz"] / record["elements"])
-    if record["outcome"] in _AT_ITS_VERSION and record["version"] is not None:
-        set_version(record["version"])
+    if sync.outcome == "committed":
+        nnz = sync.nnz or 0
+        _ELEMENTS.inc(nnz)
+        if sync.elements:
+            _DENSITY.observe(nnz / sync.elements)
+    if sync.outcome in _AT_ITS_VERSION and sync.version is not None:
+        set_version(sync.version)
     if isinstance(error, BaseMismatch) and "actual" in error.operands:
         count_mismatch()
 
@@ -86,10 +86,10 @@ def count_denied(error: DeltaError) -> None:
 
 
 def count_mismatch() -> None:
-    """Count bits that were not the expected ones."""
+    """Count unexpected bits in the weights."""
     _MISMATCHES.inc()
 
 
 def set_version(version: int) -> None:
-    """Tell the version of the live weights."""
+    """Set the version of the live weights."""
     _VERSION.set(version)

@@ -1,8 +1,8 @@
-"""Tells of every update: to Prometheus, to the log, and to the ranks, which remember it.
+"""Report every update to Prometheus, to the log, and to the ranks, which keep the history.
 
-The log has one line for each sync, of ``key=value`` pairs; values that are no plain words are JSON
-strings, so that a sender cannot forge a line. A request that takes long says every few seconds how
-far it is, and of a sync that does, a part of it is told every few seconds.
+The log has one line of ``key=value`` pairs per sync; a value that is not a plain word is written as
+a JSON string, so that a sender cannot forge a line. A long request logs its progress every few
+seconds, and a long sync of many short requests logs one of its parts every few seconds.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from starlette.requests import ClientDisconnect
+import msgspec
 
 from delta_server import metrics
 from delta_server.commit import call
 from delta_server.engine import Engine
 from delta_server.request_record import RequestRecord
-from engine_ext.errors import DeltaError, MalformedPart
+from engine_ext.errors import DeltaError, as_delta_error
+from engine_ext.wire.operations import GetHistory, RecordSync, SyncRecord
 
 logger = logging.getLogger(__name__)
 
 _PROGRESS_EVERY_S = 5.0
 _PLAIN = re.compile(r"[\w.:/+-]+", re.ASCII)
 _LEVELS = {
-    "staged": logging.DEBUG,  # the line of its sync has it too
+    "staged": logging.DEBUG,  # the line of its sync includes it
     "refused": logging.WARNING,
     "failed": logging.ERROR,
     "undone": logging.ERROR,
@@ -39,101 +40,94 @@ _LEVELS = {
 
 
 class SyncReporter:
-    """Tells of the updates that one HTTP process takes.
+    """Reports the updates that one HTTP process takes.
 
     Args:
-        engine: whose ranks remember them.
+        engine: its ranks keep the history.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._telling: set[asyncio.Task[None]] = set()
-        self._sync: tuple[Any, Any] | None = None  # of which a part was staged last
-        self._said_at = 0.0
+        self._tasks: set[asyncio.Task[None]] = set()
+        # The sync of the last staged part, and when a line about a staged part was last logged.
+        self._sync: tuple[int | None, str | None] | None = None
+        self._logged_at = 0.0
 
     @contextlib.asynccontextmanager
-    async def follow(self, outcome: RequestRecord) -> AsyncIterator[None]:
-        """Tell of one request, when it ends.
+    async def follow(self, record: RequestRecord) -> AsyncIterator[None]:
+        """Report one request when it ends; raises what the request raises.
 
-        The request is followed by whoever reads its body, and by what must go on when that one is
-        cancelled: what ends first tells, once.
+        A request is followed by the task that reads its body and by the task that must go on if
+        the first is cancelled. Whichever ends first reports it, once.
         """
-        async with _ticking(outcome):
+        async with _progress_logged(record):
             try:
                 yield
             except Exception as error:
-                self._tell(outcome, as_delta_error(error))
+                # The route that answers the request logs an unexpected error.
+                self._report(record, as_delta_error(error, log=False))
                 raise
-            self._tell(outcome, None)
+            self._report(record, None)
 
-    def denied(self, error: DeltaError) -> None:
-        """Tell of a request that may not use the endpoints."""
+    def report_denied(self, error: DeltaError) -> None:
+        """Report a request that may not use the endpoints."""
         metrics.count_denied(error)
-        logger.warning("%s", line("denied", {"error": type(error).__name__, "message": str(error)}))
+        facts = {"error": type(error).__name__, "message": str(error)}
+        logger.warning("%s", format_line("denied", facts))
 
     async def history(self) -> list[dict[str, Any]]:
-        """What became of the last syncs, the newest one last."""
-        answers = await call(self._engine, "history", {})
-        syncs: list[dict[str, Any]] = answers[0]["syncs"]
-        return syncs
+        """Return the last syncs as JSON objects, the newest one last."""
+        replies = await call(self._engine, GetHistory())
+        return [msgspec.structs.asdict(sync) for sync in replies[0].syncs]
 
-    async def settled(self) -> None:
-        """Wait until all is told."""
-        await asyncio.gather(*self._telling)
+    async def flush(self) -> None:
+        """Wait until everything is reported."""
+        await asyncio.gather(*self._tasks)
 
-    def _tell(self, outcome: RequestRecord, error: DeltaError | None) -> None:
-        if outcome.told:
+    def _report(self, record: RequestRecord, error: DeltaError | None) -> None:
+        if record.reported:
             return
-        outcome.told = True
-        record = outcome.record(error)
-        metrics.count(record, error)
+        record.reported = True
+        sync = record.summary(error)
+        metrics.count(sync, error)
         if error is not None and "retry_after" in error.operands:
-            # Whoever was told to wait may come again and again: the ranks need not hear of it.
-            self._log(record)
+            # A sender that must wait may retry often; the history does not need every refusal.
+            self._log(sync)
             return
-        # Nobody waits for it: an answer is due, and the ranks may have died.
-        task = asyncio.ensure_future(self._note(record))
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
+        # In the background: an answer is due, and the ranks may have died.
+        task = asyncio.ensure_future(self._remember(sync))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    async def _note(self, record: dict[str, Any]) -> None:
+    async def _remember(self, sync: SyncRecord) -> None:
         try:
-            answers = await call(self._engine, "note", {"record": record})
-            record = answers[0]["record"]
+            replies = await call(self._engine, RecordSync(record=sync))
+            sync = replies[0]
         except Exception:
-            logger.debug("the ranks did not hear what became of a sync", exc_info=True)
-        self._log(record)
+            logger.debug("a sync could not be added to the ranks' history", exc_info=True)
+        self._log(sync)
 
-    def _log(self, record: Mapping[str, Any]) -> None:
-        facts = {k: v for k, v in record.items() if k not in ("at", "timings_ms", "message")}
-        facts |= record["timings_ms"]
-        facts["message"] = record["message"]
-        level = _LEVELS.get(record["outcome"], logging.INFO)
-        if record["outcome"] == "staged" and self._is_long(record):
+    def _log(self, sync: SyncRecord) -> None:
+        facts = msgspec.structs.asdict(sync)
+        del facts["at"]
+        message, timings = facts.pop("message"), facts.pop("timings_ms")
+        level = _LEVELS.get(sync.outcome, logging.INFO)
+        if sync.outcome == "staged" and self._is_long(sync):
             level = logging.INFO
-        logger.log(level, "%s", line("sync", facts))
+        logger.log(level, "%s", format_line("sync", {**facts, **timings, "message": message}))
 
-    def _is_long(self, record: Mapping[str, Any]) -> bool:
-        """Whether a sync has had parts staged for long, and nothing was said of it meanwhile."""
-        sync, now = (record["version"], record["sync_id"]), time.monotonic()
-        known, self._sync = sync == self._sync, sync
-        if known and now - self._said_at < _PROGRESS_EVERY_S:
+    def _is_long(self, sync: SyncRecord) -> bool:
+        """Return whether a sync has been staging for long without a line in the log."""
+        key, now = (sync.version, sync.sync_id), time.monotonic()
+        known, self._sync = key == self._sync, key
+        if known and now - self._logged_at < _PROGRESS_EVERY_S:
             return False
-        self._said_at = now
+        self._logged_at = now
         return known
 
 
-def as_delta_error(error: Exception) -> DeltaError:
-    """The error as one of the tree; what is none of it is a fault of this program."""
-    if isinstance(error, ClientDisconnect):
-        return MalformedPart("the connection was closed before the body was complete")
-    if isinstance(error, DeltaError):
-        return error
-    return DeltaError(f"{type(error).__name__}: {error}")
-
-
-def line(what: str, facts: Mapping[str, Any]) -> str:
-    """One line of the log; facts that are None are left out."""
+def format_line(what: str, facts: Mapping[str, Any]) -> str:
+    """Return one line for the log; facts that are None are left out."""
     pairs = (f"{key}={_value(value)}" for key, value in facts.items() if value is not None)
     return f"delta {what} {' '.join(pairs)}"
 
@@ -144,21 +138,21 @@ def _value(value: Any) -> str:
 
 
 @contextlib.asynccontextmanager
-async def _ticking(outcome: RequestRecord) -> AsyncIterator[None]:
-    """Say now and then how far a request is."""
-    if outcome.ticking:
+async def _progress_logged(record: RequestRecord) -> AsyncIterator[None]:
+    """Log the progress of a request now and then, unless another task does."""
+    if record.progress_logged:
         yield
         return
-    outcome.ticking = True
-    task = asyncio.ensure_future(_tick(outcome))
+    record.progress_logged = True
+    task = asyncio.ensure_future(_log_progress(record))
     try:
         yield
     finally:
         task.cancel()
-        outcome.ticking = False
+        record.progress_logged = False
 
 
-async def _tick(outcome: RequestRecord) -> None:
+async def _log_progress(record: RequestRecord) -> None:
     while True:
         await asyncio.sleep(_PROGRESS_EVERY_S)
-        logger.info("%s", line("sync", outcome.progress()))
+        logger.info("%s", format_line("sync", record.progress()))

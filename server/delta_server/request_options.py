@@ -1,4 +1,4 @@
-"""What a request asks for: query parameters and JSON bodies, checked."""
+"""Options of requests: query parameters and JSON bodies, validated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """The query parameters of an update, or the same keys of a disk request.
 
     Attributes:
-        weight_version, base_version: decimals, or None where the metadata say it.
+        weight_version, base_version: versions, or None to take those in the part's metadata.
         pause_mode: what happens to requests in flight: ``keep``, ``wait`` or ``abort``.
         flush_cache: whether cached KV of the old weights is dropped.
     """
@@ -29,9 +29,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DiskRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON body of a disk request; keys that are not known are ignored.
+    """The JSON body of a disk request; unknown keys are ignored.
 
-    What `Options` holds may stand here or in the query string.
+    The keys of `Options` may be here or in the query string.
     """
 
     model_path: str
@@ -43,10 +43,10 @@ class DiskRequest(msgspec.Struct, frozen=True, kw_only=True):
     flush_cache: bool | None = None
 
     def options(self, query: Mapping[str, str]) -> Options:
-        """The options in this body and in the request's query string together.
+        """Return the options in this body and in the request's query string, merged.
 
         Raises:
-            MalformedPart: a value is not one of those allowed, or the two disagree.
+            MalformedPart: a value is invalid, or the two disagree.
         """
         merged = {key: query[key] for key in Options.__struct_fields__ if key in query}
         for key in Options.__struct_fields__:
@@ -60,17 +60,19 @@ class DiskRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_query(query: Mapping[str, str]) -> Options:
-    """The options in a query string; other parameters are ignored.
+    """Return the options in a query string; other parameters are ignored.
 
     Raises:
-        MalformedPart: a value is not one of those allowed.
+        MalformedPart: a value is invalid.
     """
     flush = query.get("flush_cache", "true").lower()
     if flush not in ("true", "false"):
-        raise MalformedPart(f"flush_cache is true or false, not {flush!r}")
+        raise MalformedPart(f"flush_cache must be true or false, not {flush!r}")
     pause_mode = query.get("pause_mode", "keep")
     if pause_mode not in PAUSE_MODES:
-        raise MalformedPart(f"pause_mode is one of {', '.join(PAUSE_MODES)}, not {pause_mode!r}")
+        raise MalformedPart(
+            f"pause_mode must be one of {', '.join(PAUSE_MODES)}, not {pause_mode!r}"
+        )
     return Options(
         weight_version=_version(query, "weight_version"),
         base_version=_version(query, "base_version"),
@@ -85,10 +87,10 @@ def _version(query: Mapping[str, str], key: str) -> int | None:
 
 
 def parse_disk_request(body: bytes) -> DiskRequest:
-    """The disk request in a JSON body.
+    """Return the disk request in a JSON body.
 
     Raises:
-        MalformedPart: it is not JSON, or a value has the wrong type.
+        MalformedPart: the body is not JSON, or a value has the wrong type.
     """
     try:
         return msgspec.json.decode(body, type=DiskRequest)
@@ -97,10 +99,10 @@ def parse_disk_request(body: bytes) -> DiskRequest:
 
 
 def part_id(manifest: Manifest, identity: str, options: Options) -> PartId:
-    """What a part is, from its metadata and the request's options together.
+    """Return the id of a part, from its metadata and the request's options.
 
     Raises:
-        MalformedPart: they disagree, or no version is given.
+        MalformedPart: the two disagree, or no version is given.
     """
     version = _agree("version", manifest.current_version, options.weight_version)
     if version is None:
@@ -110,7 +112,7 @@ def part_id(manifest: Manifest, identity: str, options: Options) -> PartId:
         base = None
     elif base is None:
         base = version - 1
-    alone = manifest.part is None and manifest.num_parts is None
+    only_part = manifest.part is None and manifest.num_parts is None
     return PartId(
         version=version,
         base_version=base,
@@ -118,7 +120,7 @@ def part_id(manifest: Manifest, identity: str, options: Options) -> PartId:
         sync_id=manifest.sync_id,
         full=manifest.full,
         part=manifest.part or 0,
-        num_parts=1 if alone else manifest.num_parts,
+        num_parts=1 if only_part else manifest.num_parts,
     )
 
 

@@ -1,4 +1,4 @@
-"""What one request for an update brought, how long its steps took, and what became of it."""
+"""The record of one request for an update: its parts, timings and result."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from engine_ext.errors import (
     WriteUndone,
 )
 from engine_ext.wire.identity import PartId
+from engine_ext.wire.operations import SyncRecord
 
-_LONGEST_TEXT = 200
+_MAX_TEXT = 200
 
 
 class RequestRecord:
     """One request, from its first byte to its answer.
 
     Attributes:
-        spooled: the parts that it brought, as far as they have arrived whole.
-        parts: what they say they are.
-        admissions: what the ranks said to them.
-        timings: milliseconds by phase, with ``_ms`` added to its name.
-        phase: what is being done now.
+        spooled: the parts that have arrived whole.
+        parts: the identities of the parts.
+        admissions: how the ranks have admitted the parts.
+        timings: milliseconds by phase, with ``_ms`` added to the phase's name.
+        phase: the current phase.
         received: bytes of the body so far.
-        expected: bytes of the body, if it is known.
-        staged: how many of the parts are staged.
-        told: somebody has told what became of it.
-        ticking: somebody tells how far it is.
+        expected: bytes of the body, if known.
+        staged: number of staged parts.
+        reported: the result was reported.
+        progress_logged: a task logs the progress.
     """
 
     def __init__(self) -> None:
@@ -44,33 +45,38 @@ class RequestRecord:
         self.received = 0
         self.expected: int | None = None
         self.staged = 0
-        self.told = False
-        self.ticking = False
-        self.began = time.time()
+        self.reported = False
+        self.progress_logged = False
+        self._began_at = time.time()
         self._start = time.perf_counter()
-        self._done: dict[str, Any] = {}
+        self._result: dict[str, Any] = {}
 
     @property
     def seconds(self) -> float:
-        """Since its first byte."""
+        """Seconds since the request's first byte."""
         return time.perf_counter() - self._start
 
-    async def counted(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """The chunks of its body; `received` follows them."""
+    @property
+    def bytes(self) -> int:
+        """Size of the parts that have arrived whole, as they were sent."""
+        return sum(s.wire_bytes for s in self.spooled)
+
+    async def count_received(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """Yield the chunks of the body, and count them in `received`."""
         async for chunk in chunks:
             self.received += len(chunk)
             yield chunk
 
-    def brought(self, parts: Sequence[PartId], spooled: Sequence[Spooled]) -> None:
-        """Note which parts came; some of a disk request's may be left out later."""
+    def set_parts(self, parts: Sequence[PartId], spooled: Sequence[Spooled]) -> None:
+        """Set the parts of the request; some of a disk request's may be left out later."""
         self.parts, self.spooled = list(parts), list(spooled)
 
     def answer(self, status: str, facts: dict[str, Any]) -> dict[str, Any]:
-        """The JSON object of a successful answer.
+        """Return the JSON object of a successful answer, and set the result.
 
         Args:
-            status: what became of the request.
-            facts: what the ranks say of the version that the engine is at now.
+            status: the result of the request.
+            facts: fields of `engine_ext.wire.operations.CommittedSync`, as far as known.
         """
         entries = [entry for s in self.spooled for entry in s.header.manifest.params]
         answer = {
@@ -79,66 +85,68 @@ class RequestRecord:
             "base_version": facts.get("base_version"),
             "nnz": facts.get("nnz", sum(entry.nnz for entry in entries)),
             "tensors": facts.get("tensors", len({entry.name for entry in entries})),
-            "bytes": sum(s.wire_bytes for s in self.spooled),
+            "bytes": self.bytes,
             "apply": facts.get("apply"),
             "rollback": facts.get("rollback"),
-            "timings_ms": {name: round(value, 3) for name, value in self.timings.items()},
+            "timings_ms": self._rounded_timings(),
             "digest": facts.get("digest"),
         }
-        self.ended(status, {**facts, **answer})
+        self.set_result(status, {**facts, **answer})
         return answer
 
-    def ended(self, status: str, facts: dict[str, Any]) -> None:
-        """Note that the request has succeeded, and with what."""
-        self._done = {"outcome": status, **facts}
+    def set_result(self, outcome: str, facts: dict[str, Any]) -> None:
+        """Set the result of a request that has succeeded; see `answer`."""
+        self._result = {"outcome": outcome, **facts}
 
-    def record(self, error: DeltaError | None) -> dict[str, Any]:
-        """What became of the request, as JSON of a bounded size.
+    def summary(self, error: DeltaError | None) -> SyncRecord:
+        """Return the result of the request, with texts cut to a bounded size.
 
         Args:
-            error: what it was refused with, or None.
+            error: the error that the request is answered with, or None.
         """
         first = self.parts[0] if self.parts else None
-        done = self._done if error is None else {}
-        record = {
-            "at": round(self.began, 3),
-            "outcome": done.get("outcome") if error is None else name_of(error),
-            "error": None if error is None else type(error).__name__,
-            "message": None if error is None else str(error),
-            "version": done.get("version", first and first.version),
-            "base_version": done.get("base_version", first and first.base_version),
-            "sync_id": first and first.sync_id,
-            "full": bool(first and first.full),
-            "parts": len(self.spooled),
-            "nnz": done.get("nnz"),
-            "elements": done.get("elements"),
-            "tensors": done.get("tensors"),
-            "bytes": sum(s.wire_bytes for s in self.spooled),
-            "apply": done.get("apply"),
-            "timings_ms": {name: round(value, 3) for name, value in self.timings.items()},
-        }
-        return {k: v[:_LONGEST_TEXT] if isinstance(v, str) else v for k, v in record.items()}
+        result = self._result if error is None else {}
+        return SyncRecord(
+            at=round(self._began_at, 3),
+            outcome=str(result.get("outcome")) if error is None else outcome_of(error),
+            error=None if error is None else type(error).__name__,
+            message=None if error is None else str(error)[:_MAX_TEXT],
+            version=result.get("version", first and first.version),
+            base_version=result.get("base_version", first and first.base_version),
+            sync_id=first and first.sync_id and first.sync_id[:_MAX_TEXT],
+            full=bool(first and first.full),
+            parts=len(self.spooled),
+            nnz=result.get("nnz"),
+            elements=result.get("elements"),
+            tensors=result.get("tensors"),
+            bytes=self.bytes,
+            apply=result.get("apply"),
+            timings_ms=self._rounded_timings(),
+        )
 
     def progress(self) -> dict[str, Any]:
-        """How far the request is, for the log."""
+        """Return the progress of the request, for the log."""
         found: dict[str, Any] = {"phase": self.phase}
         if self.parts:
             found["version"] = self.parts[0].version
             found["sync_id"] = self.parts[0].sync_id
             found["parts"] = f"{self.staged}/{len(self.parts)}"
-        found["bytes"] = sum(s.wire_bytes for s in self.spooled) or self.received
+        found["bytes"] = self.bytes or self.received
         found["of_bytes"] = self.expected
         found["seconds"] = round(self.seconds, 1)
         return {key: value for key, value in found.items() if value is not None}
 
+    def _rounded_timings(self) -> dict[str, float]:
+        return {phase: round(value, 3) for phase, value in self.timings.items()}
 
-def name_of(error: DeltaError) -> str:
-    """What has become of a request that was answered with this error."""
+
+def outcome_of(error: DeltaError) -> str:
+    """Return the outcome of a request that was answered with this error."""
     if isinstance(error, CommitFailed) and not isinstance(error, EngineUncertain):
         return "uncertain"
     if isinstance(error, PublishFailed):
         return "unpublished"
     if isinstance(error, WriteUndone):
         return "undone"
-    # The tree's root itself stands for a fault of this program.
+    # The root of the tree stands for a bug.
     return "failed" if type(error) is DeltaError else "refused"

@@ -1,9 +1,8 @@
-"""The endpoints. `attach` puts them into an engine's own FastAPI app."""
+"""The endpoints; `attach` adds them to an engine's own FastAPI app."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from delta_server.auth import check_access
 from delta_server.disk_files import resolve_files
-from delta_server.reporting import as_delta_error
 from delta_server.request_options import DiskRequest, parse_disk_request, parse_query
 from delta_server.request_record import RequestRecord
 from delta_server.service import DeltaService
@@ -25,13 +23,12 @@ from engine_ext.errors import (
     MalformedPart,
     TooLarge,
     UnsupportedMedia,
+    as_delta_error,
 )
 from engine_ext.wire.signature import SIGNATURE_HEADER, Verifier, signing_key
 
-logger = logging.getLogger(__name__)
-
 _MAX_JSON_BYTES = 1 << 20
-# Beginnings of paths where engines generate; they answer 503 while the weights are uncertain.
+# Prefixes of the paths where engines generate; they answer 503 while the weights are uncertain.
 GENERATION = (
     "/v1", "/v2", "/inference", "/cohere", "/generate", "/generative_scoring", "/invocations",
     "/pooling", "/score", "/rerank", "/classify", "/encode", "/api", "/vertex_generate",
@@ -42,12 +39,11 @@ _READS = ("GET", "HEAD", "OPTIONS")
 def attach(app: FastAPI, generation: Sequence[str] = ()) -> None:
     """Add the endpoints to an app. ``app.state.delta_service`` must be set before it serves.
 
-    An app whose lifespan has begun takes no middleware any more: there the guard goes around all
-    that it has.
+    An app whose lifespan has begun takes no more middleware; the guard wraps its whole stack then.
 
     Args:
-        app: the engine's.
-        generation: beginnings of paths where it generates, besides `GENERATION`.
+        app: the engine's app.
+        generation: prefixes of further paths where it generates, see `GENERATION`.
     """
     app.add_api_route("/update_weights_delta", update_weights_delta, methods=["POST"])
     app.add_api_route("/update_weights_from_disk", update_weights_from_disk, methods=["POST"])
@@ -69,11 +65,11 @@ async def update_weights_delta(request: Request) -> JSONResponse:
 
 
 async def update_weights_from_disk(request: Request) -> JSONResponse:
-    """Apply files from a shared folder, under the name that other trainers call."""
+    """Apply files from a shared folder, under the path that other trainers use."""
     try:
         response = await _update_from_disk(request)
     except Exception as error:
-        failure = _known(error)
+        failure = as_delta_error(error)
         return error_response(failure, success=False, message=failure.message)
     response["success"] = True
     response["message"] = f"{response['status']} version {response['version']}"
@@ -81,9 +77,9 @@ async def update_weights_from_disk(request: Request) -> JSONResponse:
 
 
 async def delta_status(request: Request) -> JSONResponse:
-    """Versions, staged parts, certification, last sync.
+    """Return versions, staged parts, certification and the last sync.
 
-    With ``plan=true`` every tensor; with ``history=true`` what became of the last syncs.
+    With ``plan=true`` also every tensor; with ``history=true`` also the last syncs' results.
     """
 
     async def status() -> dict[str, Any]:
@@ -92,14 +88,14 @@ async def delta_status(request: Request) -> JSONResponse:
         if _flag(request, "plan"):
             found["plan"] = await service.plan()
         if _flag(request, "history"):
-            found["history"] = await service.ledger.history()
+            found["history"] = await service.reporter.history()
         return found
 
     return await _answered(status())
 
 
 async def delta_digest(request: Request) -> JSONResponse:
-    """The digest of the model and its tensors; with ``scan=true`` from live memory."""
+    """Return the digests of the model and its tensors; with ``scan=true`` from live memory."""
 
     async def digest() -> dict[str, Any]:
         return await _service(request).digest(scan=_flag(request, "scan"))
@@ -119,14 +115,14 @@ async def delta_rollback(request: Request) -> JSONResponse:
 
 
 async def delta_catch_up(request: Request) -> JSONResponse:
-    """Replay what the delta log has and the engine lacks."""
+    """Replay the versions of the delta log that the engine lacks."""
 
     async def catch_up() -> dict[str, Any]:
         service = _service(request)
         options = parse_query(request.query_params)
-        if service.log is None:
+        if service.log_replay is None:
             raise LogDamaged("the engine was started without --delta-log")
-        return await asyncio.shield(asyncio.ensure_future(service.log.run(options)))
+        return await asyncio.shield(asyncio.ensure_future(service.log_replay.run(options)))
 
     return await _answered(catch_up())
 
@@ -134,76 +130,78 @@ async def delta_catch_up(request: Request) -> JSONResponse:
 def _flag(request: Request, name: str) -> bool:
     text = request.query_params.get(name, "false").lower()
     if text not in ("true", "false"):
-        raise MalformedPart(f"{name} is true or false, not {text!r}")
+        raise MalformedPart(f"{name} must be true or false, not {text!r}")
     return text == "true"
 
 
 async def _update(request: Request) -> dict[str, Any]:
-    service, outcome = _service(request), RequestRecord()
-    async with service.ledger.follow(outcome):
+    service, record = _service(request), RequestRecord()
+    async with service.reporter.follow(record):
         if request.headers.get("content-encoding", "identity").lower() != "identity":
-            raise UnsupportedMedia("a Content-Encoding is not taken; use the encoding deltas_zstd")
+            raise UnsupportedMedia(
+                "Content-Encoding is not supported; use the encoding deltas_zstd"
+            )
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type == "application/json":
-            with service.slots.one():
+            with service.upload_slots.one():
                 disk_request = parse_disk_request(await _json_body(request, service))
-                return await _apply_files(service, disk_request, request, outcome)
+                return await _apply_files(service, disk_request, request, record)
         if content_type != "application/octet-stream":
             raise UnsupportedMedia(
-                "Content-Type is application/octet-stream or application/json, not "
+                "Content-Type must be application/octet-stream or application/json, not "
                 f"{content_type!r}"
             )
-        with service.slots.one():
-            return await _apply_body(service, request, outcome)
+        with service.upload_slots.one():
+            return await _apply_body(service, request, record)
 
 
 async def _apply_body(
-    service: DeltaService, request: Request, outcome: RequestRecord
+    service: DeltaService, request: Request, record: RequestRecord
 ) -> dict[str, Any]:
     options = parse_query(request.query_params)
     key = signing_key()
     verifier = None if key is None else Verifier(key, request.headers.get(SIGNATURE_HEADER))
-    outcome.expected = _content_length(request)
+    record.expected = _content_length(request)
     spooled = await service.spool.receive(
-        outcome.counted(request.stream()), outcome.expected, service.pace, verifier
+        record.count_received(request.stream()), record.expected, service.minimum_rate, verifier
     )
-    outcome.timings["receive_ms"] = outcome.seconds * 1e3
-    # A sender that hangs up must not stop a commit half-way.
-    work = service.apply_body(spooled, options, outcome)
+    record.timings["receive_ms"] = record.seconds * 1e3
+    # A sender that disconnects must not stop a commit half-way.
+    work = service.apply_body(spooled, options, record)
     done: dict[str, Any] = await asyncio.shield(asyncio.ensure_future(work))
-    # By this a sender knows what of its time was the link's.
-    done["timings_ms"]["total_ms"] = round(outcome.seconds * 1e3, 3)
+    # The sender computes the link's share of its own time from this.
+    done["timings_ms"]["total_ms"] = round(record.seconds * 1e3, 3)
     return done
 
 
 async def _update_from_disk(request: Request) -> dict[str, Any]:
-    service, outcome = _service(request), RequestRecord()
-    async with service.ledger.follow(outcome):
-        with service.slots.one():
+    service, record = _service(request), RequestRecord()
+    async with service.reporter.follow(record):
+        with service.upload_slots.one():
             disk_request = parse_disk_request(await _json_body(request, service))
             if disk_request.load_format != "delta":
                 raise MalformedPart(
-                    f"load_format {disk_request.load_format!r} is not served here; use 'delta'"
+                    f"load_format {disk_request.load_format!r} is not supported; use 'delta'"
                 )
-            return await _apply_files(service, disk_request, request, outcome)
+            return await _apply_files(service, disk_request, request, record)
 
 
 async def _apply_files(
-    service: DeltaService, disk_request: DiskRequest, request: Request, outcome: RequestRecord
+    service: DeltaService, disk_request: DiskRequest, request: Request, record: RequestRecord
 ) -> dict[str, Any]:
     options = disk_request.options(request.query_params)
     paths = resolve_files(disk_request, service.settings.roots)
-    work = service.apply_files(paths, options, outcome)
+    work = service.apply_files(paths, options, record)
     return await asyncio.shield(asyncio.ensure_future(work))
 
 
 def _service(request: Request) -> DeltaService:
-    """The service, for a request that may use it."""
+    """Return the service, if the request may use it."""
     service: DeltaService = request.app.state.delta_service
     try:
         check_access(request)
     except DeltaError as error:
-        service.ledger.denied(error)
+        service.reporter.report_denied(error)
         raise
     return service
 
@@ -215,7 +213,7 @@ def _content_length(request: Request) -> int | None:
 
 async def _json_body(request: Request, service: DeltaService) -> bytes:
     body = bytearray()
-    async for chunk in arriving(request.stream(), service.pace):
+    async for chunk in arriving(request.stream(), service.minimum_rate):
         body += chunk
         if len(body) > _MAX_JSON_BYTES:
             raise TooLarge(f"the JSON body is over {_MAX_JSON_BYTES} bytes", limit=_MAX_JSON_BYTES)
@@ -226,25 +224,17 @@ async def _answered(work: Awaitable[dict[str, Any]]) -> JSONResponse:
     try:
         return JSONResponse(await work)
     except Exception as error:
-        return error_response(_known(error))
+        return error_response(as_delta_error(error))
 
 
-def _known(error: Exception) -> DeltaError:
-    """The error as one of the tree; what is none of it is a fault of this program, and logged."""
-    known = as_delta_error(error)
-    if type(known) is DeltaError:
-        logger.error("delta updates: a request failed", exc_info=error)
-    return known
-
-
-def error_response(error: DeltaError, **beside: Any) -> JSONResponse:
-    """The answer to a refused request; `beside` are keys that stand beside ``error``."""
+def error_response(error: DeltaError, **keys: Any) -> JSONResponse:
+    """Return the answer to a refused request; `keys` are further keys next to ``error``."""
     headers = {}
     if "retry_after" in error.operands:
         headers["Retry-After"] = str(error.operands["retry_after"])
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse({**beside, "error": error.to_wire()}, error.status, headers)
+    return JSONResponse({**keys, "error": error.to_wire()}, error.status, headers)
 
 
 class UncertainGuard:
@@ -259,9 +249,9 @@ class UncertainGuard:
         if (
             (scope["type"] == "websocket" or scope.get("method", "GET") not in _READS)
             and scope["path"].removeprefix(scope.get("root_path", "")).startswith(self._generation)
-            and await self._state.delta_service.commits.is_uncertain()
+            and await self._state.delta_service.committer.is_uncertain()
         ):
-            error = EngineUncertain("a weight update failed half-way; waiting for a full sync")
+            error = EngineUncertain("a weight update failed half-way; send a full sync")
             await error_response(error)(scope, receive, send)
             return
         await self._app(scope, receive, send)

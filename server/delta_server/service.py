@@ -1,8 +1,8 @@
-"""One update from its parts to its commit, over every rank of the engine.
+"""Apply one update, from its parts to its commit, on every rank of the engine.
 
-The truth about versions and staged parts is in the engine's workers; this side only carries
-messages, so that several API-server processes may do it at once: stage on every rank
-(`delta_server.staging`), then commit (`delta_server.commit`).
+The engine's workers keep the versions and the staged parts. This side keeps no state of its own, so
+that several HTTP processes may serve one engine: it stages parts on every rank
+(`delta_server.staging`), then commits (`delta_server.commit`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import msgspec
 import xxhash
 
 from delta_server import metrics
-from delta_server.commit import EngineCommitter, call, sum_by_name, total_digest
+from delta_server.commit import EngineCommitter, call, total_digest
 from delta_server.disk_files import spool_files
 from delta_server.engine import Engine
 from delta_server.log_replay import LogReplay
@@ -34,6 +34,15 @@ from engine_ext.settings import Settings
 from engine_ext.wire import Limits
 from engine_ext.wire.digest import Digest
 from engine_ext.wire.identity import PartId
+from engine_ext.wire.operations import (
+    CommitSync,
+    CommittedSync,
+    FindUnseen,
+    GetDigest,
+    GetPlan,
+    GetStatus,
+    RollBack,
+)
 
 
 class DeltaService:
@@ -44,92 +53,97 @@ class DeltaService:
         settings: the user's flags.
 
     Attributes:
-        commits: what pauses the engine; knows whether generation may be served.
-        ledger: tells of every update.
-        spool: where bodies are kept.
-        pace: how slowly bodies may come.
-        slots: how many updates are taken at once.
-        log: brings the engine up to the delta log; None without ``--delta-log``.
+        settings: the user's flags.
+        committer: pauses the engine; knows whether generation may be served.
+        reporter: reports every update.
+        spool: keeps bodies until they are staged.
+        minimum_rate: how fast bodies must arrive.
+        upload_slots: how many updates are taken at once.
+        log_replay: replays the delta log into the engine; None without ``--delta-log``.
     """
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self.settings = settings
-        self.commits = EngineCommitter(engine)
-        self.ledger = SyncReporter(engine)
+        self.committer = EngineCommitter(engine)
+        self.reporter = SyncReporter(engine)
         self._engine = engine
         self._staging = Staging(engine)
         self.spool = Spool(settings.spool_dir, Limits(max_part_bytes=settings.max_body_bytes))
-        self.pace = MinimumRate(settings.stage_timeout, settings.min_upload_rate)
-        self.slots = UploadSlots(settings.max_uploads)
-        self.log = (
+        self.minimum_rate = MinimumRate(settings.stage_timeout, settings.min_upload_rate)
+        self.upload_slots = UploadSlots(settings.max_uploads)
+        self.log_replay = (
             None
             if settings.log is None
-            else LogReplay(self.commits, self.apply_files, engine, Path(settings.log))
+            else LogReplay(self.committer, self.apply_files, engine, Path(settings.log))
         )
-        self._handling: weakref.WeakValueDictionary[str, asyncio.Lock] = (
+        self._part_locks: weakref.WeakValueDictionary[str, asyncio.Lock] = (
             weakref.WeakValueDictionary()
         )
 
     async def start(self) -> None:
-        """Make sure that every rank has a receiver, publish the base version, replay the log.
+        """Check that every rank has a receiver, publish the base version, replay the log.
 
-        The server does not serve before the end. What is wrong with the log is reported, and then
-        the engine serves the last good version.
+        The engine must not serve before this returns. A damaged log is reported, and the engine
+        serves the last good version then.
 
         Raises:
-            DeltaError: some rank has none, or they disagree. The server must not start.
+            DeltaError: some rank has no receiver, or the ranks are at different versions. The
+                server must not start.
         """
-        versions = [answer["version"] for answer in await self._call("status")]
+        versions = [reply.version for reply in await call(self._engine, GetStatus())]
         if len(set(versions)) != 1:
             raise DeltaError(f"the ranks are at different versions: {versions}")
         metrics.set_version(versions[0])
-        if self.log is None:
+        if self.log_replay is None:
             await self._engine.set_weight_version(str(versions[0]))
-        else:  # another process may be replaying, so that the version moves
-            await self.log.at_start()
+        else:  # another process may be replaying, which changes the version
+            await self.log_replay.at_start()
 
     async def status(self) -> dict[str, Any]:
-        """The state of the engine's receivers, as JSON."""
-        answers = await self.commits.status()
+        """Return the state of the engine's receivers, as JSON."""
+        replies = await self.committer.status()
         return {
             "engine": self._engine.name,
-            "ranks": len(answers),
-            **answers[0],
-            "engine_state": "uncertain" if self.commits.uncertain else "certain",
-            "certification": [answer["certification"] for answer in answers],
-            "uncertified": {k: v for answer in answers for k, v in answer["uncertified"].items()},
+            "ranks": len(replies),
+            **msgspec.to_builtins(replies[0]),
+            "engine_state": "uncertain" if self.committer.uncertain else "certain",
+            "certification": [reply.certification for reply in replies],
+            "uncertified": {k: v for reply in replies for k, v in reply.uncertified.items()},
             "weight_version": await self._engine.get_weight_version(),
-            "digest": total_digest(answers),
+            "digest": total_digest(reply.digest for reply in replies),
             "delta_log": None
-            if self.log is None
-            else self.log.describe(int(answers[0]["version"])),
+            if self.log_replay is None
+            else self.log_replay.describe(replies[0].version),
         }
 
     async def plan(self) -> list[list[dict[str, Any]]] | None:
-        """What each rank knows of every checkpoint tensor, in rank order; None while nothing is.
+        """Return each rank's plan, one row per checkpoint tensor; None if there is no plan yet.
 
-        An engine that was started without a checkpoint's weights has no plan before its first
-        ``full`` sync.
+        An engine that was started without a checkpoint has no plan before its first ``full`` sync.
         """
-        plans = [answer["tensors"] for answer in await self._call("plan")]
-        return None if None in plans else plans
+        plans = []
+        for reply in await call(self._engine, GetPlan()):
+            if reply.tensors is None:
+                return None
+            plans.append(reply.tensors)
+        return plans
 
     async def digest(self, scan: bool) -> dict[str, Any]:
-        """The digest of the model and of every covered tensor, summed over the ranks.
+        """Return the digests of the model and of every covered tensor, summed over the ranks.
 
         Args:
-            scan: compute it from live memory, rather than telling what the syncs add up to.
+            scan: compute them from live memory; otherwise from what the syncs add up to.
 
         Returns:
             JSON; with `scan`, ``corrupted`` names the tensors whose live bytes are not what the
-            syncs have made of them.
+            syncs have written.
         """
-        answers = await self._call("digest", scan=scan)
-        tensors = sum_by_name(answer["tensors"] for answer in answers)
-        tracked = sum_by_name(answer["tracked"] for answer in answers)
+        replies = await call(self._engine, GetDigest(scan=scan))
+        tensors = _sum_by_name(reply.tensors for reply in replies)
+        tracked = _sum_by_name(reply.tracked for reply in replies)
         total = sum(tensors.values(), start=Digest.ZERO)
         found: dict[str, Any] = {
-            "version": answers[0]["version"],
+            "version": replies[0].version,
             "digest": total.hex(),
             "scanned": scan,
             "tensors": {name: digest.hex() for name, digest in sorted(tensors.items())},
@@ -145,43 +159,46 @@ class DeltaService:
 
         Raises:
             Conflict: the old values were not kept. The engine is unchanged.
-            CommitFailed: the rollback failed half-way.
+            CommitFailed: the rollback failed half-way. The engine is uncertain.
         """
-        outcome = RequestRecord()
-        async with self.ledger.follow(outcome):
-            outcome.phase = "rollback"
-            restored, pause_ms = await self.commits.run("rollback", {}, options)
-            outcome.timings |= {"pause_ms": pause_ms, "commit_ms": restored["commit_ms"]}
-            outcome.ended("rolled_back", {**restored, "base_version": restored["rolled_back"]})
+        record = RequestRecord()
+        async with self.reporter.follow(record):
+            record.phase = "rollback"
+            restored, pause_ms = await self.committer.run(RollBack(), options)
+            record.timings |= {"pause_ms": pause_ms, "commit_ms": restored.commit_ms}
+            record.set_result(
+                "rolled_back",
+                {"version": restored.version, "base_version": restored.rolled_back},
+            )
             return {
                 "status": "rolled_back",
-                "version": restored["version"],
-                "rolled_back": restored["rolled_back"],
-                "digest": restored["digest"],
-                "timings_ms": {k: round(value, 3) for k, value in outcome.timings.items()},
+                "version": restored.version,
+                "rolled_back": restored.rolled_back,
+                "digest": restored.digest,
+                "timings_ms": {k: round(value, 3) for k, value in record.timings.items()},
             }
 
-    async def apply_body(self, spooled: Spooled, options: Options, outcome: RequestRecord) -> Any:
+    async def apply_body(self, spooled: Spooled, options: Options, record: RequestRecord) -> Any:
         """Stage one part, and commit if it completes its sync.
 
         Args:
             spooled: the part; removed from the spool afterwards.
             options: the request's query parameters.
-            outcome: the request's; it has the time that the body took to arrive.
+            record: the record of the request, with the time that the body took to arrive.
 
         Returns:
             The JSON object of a successful answer.
 
         Raises:
-            DeltaError: as its class says.
+            DeltaError: each class fixes the state that the engine is in then.
         """
         try:
-            async with self.ledger.follow(outcome):
-                outcome.brought([], [spooled])
+            async with self.reporter.follow(record):
+                record.set_parts([], [spooled])
                 part = part_id(spooled.header.manifest, spooled.identity, options)
-                outcome.brought([part], [spooled])
-                async with self._one_by_one([spooled]):
-                    return await self._apply([(part, spooled)], options, outcome)
+                record.set_parts([part], [spooled])
+                async with self._part_lock([spooled]):
+                    return await self._apply([(part, spooled)], options, record)
         finally:
             spooled.remove()
 
@@ -189,56 +206,63 @@ class DeltaService:
         self,
         paths: Sequence[Path],
         options: Options,
-        outcome: RequestRecord,
+        record: RequestRecord,
         roots: Sequence[str] | None = None,
     ) -> dict[str, Any]:
         """Stage the parts in some files, and commit if they complete their sync.
 
+        Files whose metadata have no part numbers are one transaction. If they name the version
+        that the engine is at, those not seen before are applied as its continuation.
+
         Args:
             paths: real paths, below `roots`.
-            options: the request's.
-            outcome: the request's.
-            roots: folders below which files may be read; those of disk requests if None.
+            options: the request's options.
+            record: the record of the request.
+            roots: folders below which files may be read; ``--delta-root`` if None.
 
-        Files whose metadata number no parts are one transaction of their own. If they name the
-        version the engine is at, those not seen before are applied as its continuation.
+        Returns:
+            The JSON object of a successful answer.
+
+        Raises:
+            DeltaError: each class fixes the state that the engine is in then.
         """
         try:
-            async with self.ledger.follow(outcome):
+            async with self.reporter.follow(record):
                 start = time.perf_counter()
                 allowed = self.settings.roots if roots is None else roots
                 spooled = await spool_files(self.spool, paths, allowed, self.settings.read_workers)
-                outcome.brought([], spooled)
-                outcome.timings["receive_ms"] = _ms_since(start)
-                return await self._apply_spooled(spooled, options, outcome)
+                record.set_parts([], spooled)
+                record.timings["receive_ms"] = _ms_since(start)
+                return await self._apply_spooled(spooled, options, record)
         finally:
-            for part_file in outcome.spooled:
+            for part_file in record.spooled:
                 part_file.remove()
 
     async def _apply_spooled(
-        self, spooled: list[Spooled], options: Options, outcome: RequestRecord
+        self, spooled: list[Spooled], options: Options, record: RequestRecord
     ) -> dict[str, Any]:
         parts = [part_id(s.header.manifest, s.identity, options) for s in spooled]
-        outcome.brought(parts, spooled)
+        record.set_parts(parts, spooled)
         versions = sorted({part.version for part in parts})
         if len(versions) > 1:
             raise MalformedPart(f"the files of one request lead to versions {versions}")
         whole = all(s.header.manifest.part is None for s in spooled)
-        async with self._one_by_one(spooled):
+        async with self._part_lock(spooled):
             if whole:
                 parts, spooled = await self._as_transaction(parts, spooled)
-                outcome.parts = parts
+                record.parts = parts
             pairs = list(zip(parts, spooled, strict=True))
-            return await self._apply(pairs, options, outcome, whole=whole)
+            return await self._apply(pairs, options, record, whole=whole)
 
     async def _as_transaction(
         self, parts: list[PartId], spooled: list[Spooled]
     ) -> tuple[list[PartId], list[Spooled]]:
-        """Number the files of one request as the parts of one sync, without those seen before."""
+        """Number the files of one request as parts of one sync; leaves out those seen before."""
         by_identity = {part.identity: (part, s) for part, s in zip(parts, spooled, strict=True)}
         version = parts[0].version
-        [answer, *_] = await self._call("unseen", version=version, identities=list(by_identity))
-        fresh = answer["unseen"] or list(by_identity)[:1]
+        request = FindUnseen(version=version, identities=list(by_identity))
+        [reply, *_] = await call(self._engine, request)
+        fresh = reply.unseen or list(by_identity)[:1]
         sync_id = "files:" + xxhash.xxh3_128_hexdigest("".join(sorted(fresh)).encode())
         chosen = [by_identity[identity] for identity in fresh]
         numbered = [
@@ -254,11 +278,11 @@ class DeltaService:
         return numbered, [s for _, s in chosen]
 
     @contextlib.asynccontextmanager
-    async def _one_by_one(self, spooled: Sequence[Spooled]) -> AsyncIterator[None]:
-        """Let a repeat wait until the request that it repeats is answered."""
+    async def _part_lock(self, spooled: Sequence[Spooled]) -> AsyncIterator[None]:
+        """Make a repeat wait until the request that it repeats is answered."""
         async with contextlib.AsyncExitStack() as stack:
             for identity in sorted({s.identity for s in spooled}):
-                lock = self._handling.setdefault(identity, asyncio.Lock())
+                lock = self._part_locks.setdefault(identity, asyncio.Lock())
                 await stack.enter_async_context(lock)
             yield
 
@@ -266,50 +290,64 @@ class DeltaService:
         self,
         pairs: list[tuple[PartId, Spooled]],
         options: Options,
-        outcome: RequestRecord,
+        record: RequestRecord,
         *,
         whole: bool = False,
     ) -> dict[str, Any]:
-        """Stage some parts and commit; `whole` says that they are all of their sync."""
+        """Stage some parts, and commit if they complete their sync.
+
+        Args:
+            pairs: each part with its spool file.
+            options: the request's options.
+            record: the record of the request.
+            whole: the parts are all parts of their sync.
+        """
         last = pairs[-1][0]
         try:
-            if await self._staging.stage(pairs, outcome, whole=whole):
-                outcome.phase = "commit"
-                return outcome.answer("committed", await self._commit(last, options, outcome))
+            if await self._staging.stage(pairs, record, whole=whole):
+                record.phase = "commit"
+                committed = await self._commit(last, options, record)
+                return record.answer("committed", msgspec.structs.asdict(committed))
         except Conflict:
-            # Another HTTP process, to which they came too, may have committed them meanwhile. Of a
-            # full sync that would not be certain: another one may have led to its version.
-            asked = {"version": last.version, "identities": [part.identity for part, _ in pairs]}
-            answers = await self._call("unseen", **asked)
-            if last.full or any(answer["unseen"] for answer in answers):
+            # Another HTTP process may have received the same parts and committed them meanwhile.
+            # Not certain for a full sync: another one may have led to its version.
+            identities = [part.identity for part, _ in pairs]
+            replies = await call(
+                self._engine, FindUnseen(version=last.version, identities=identities)
+            )
+            if last.full or any(reply.unseen for reply in replies):
                 raise
-            outcome.admissions = {"already_applied"}
+            record.admissions = {"already_applied"}
         facts: dict[str, Any] = {"version": last.version, "base_version": last.base_version}
-        if outcome.admissions != {"already_applied"}:
-            return outcome.answer("staged", facts)
-        # A sender that sends less again than was committed sees by it that more was.
-        facts["digest"] = await self.commits.publish()
-        return outcome.answer("already_applied", facts)
+        if record.admissions != {"already_applied"}:
+            return record.answer("staged", facts)
+        # From the digest a sender sees if more was committed than it has sent this time.
+        facts["digest"] = await self.committer.publish()
+        return record.answer("already_applied", facts)
 
-    async def _commit(
-        self, part: PartId, options: Options, outcome: RequestRecord
-    ) -> dict[str, Any]:
+    async def _commit(self, part: PartId, options: Options, record: RequestRecord) -> CommittedSync:
         try:
-            committed, outcome.timings["pause_ms"] = await self.commits.run(
-                "commit", {"version": part.version, "sync_id": part.sync_id}, options
+            committed, record.timings["pause_ms"] = await self.committer.run(
+                CommitSync(version=part.version, sync_id=part.sync_id), options
             )
         except CommitFailed:
             raise
         except Exception:
-            # Nothing was written. What stays staged would keep the next sync out.
+            # Nothing was written. A sync that stays staged would keep the next one out.
             with contextlib.suppress(Exception):
                 await self._staging.drop(part)
             raise
-        outcome.timings["commit_ms"] = committed["commit_ms"]
+        record.timings["commit_ms"] = committed.commit_ms
         return committed
 
-    async def _call(self, operation: str, **arguments: Any) -> list[dict[str, Any]]:
-        return await call(self._engine, operation, arguments)
+
+def _sum_by_name(shares: Iterable[Mapping[str, str]]) -> dict[str, Digest]:
+    """Return each tensor's digest from the shares that the ranks count."""
+    total: dict[str, Digest] = {}
+    for share in shares:
+        for name, digest in share.items():
+            total[name] = total.get(name, Digest.ZERO) + Digest.parse(digest)
+    return total
 
 
 def _ms_since(start: float) -> float:

@@ -1,11 +1,11 @@
-"""The spool: where a body is kept between its arrival and its staging on every rank.
+"""The spool: keeps a body between its arrival and its staging on every rank.
 
-Its folder is locked for as long as its process lives, so that the next server to start can tell
-what a killed one has left behind from what a living one still needs.
+Its folder is locked while its process lives, so that the next server to start can distinguish the
+folder of a killed server from one that is in use.
 
-Bytes are checked while they arrive: a zstd frame is unwrapped under a bound, and the container's
-header and length are judged as soon as they are known. What lies in the spool afterwards is
-always a plain container, private to this process and removed with the `Spooled` that owns it.
+Bytes are checked while they arrive: a zstd frame is decompressed within a bound, and the
+container's header and length are checked as soon as they are known. A file in the spool is always
+a plain container, private to this process and removed with the `Spooled` that owns it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from delta_server.upload_limits import MinimumRate, arriving
+from delta_server.upload_limits import MinimumRate, receive_body
 from engine_ext.durable_files import FileLock
 from engine_ext.errors import SpoolFull, TooLarge
 from engine_ext.wire import FrameReader, Header, Limits, PartGate
@@ -41,13 +41,13 @@ _SHARED_MEMORY = "/dev/shm"
 
 @dataclass(slots=True)
 class Spooled:
-    """A part that has arrived whole.
+    """A part that has arrived completely.
 
     Attributes:
         path: the plain container.
         header: its parsed header.
         identity: see `engine_ext.wire.identity`.
-        wire_bytes: bytes that were sent, compressed where they were.
+        wire_bytes: size of the body as it was sent, compressed or not.
     """
 
     path: Path
@@ -56,7 +56,7 @@ class Spooled:
     wire_bytes: int
 
     def remove(self) -> None:
-        """Delete the file; ranks that have staged it keep their mapping of it."""
+        """Delete the file; ranks that have staged it keep their memory mapping."""
         self.path.unlink(missing_ok=True)
 
 
@@ -64,14 +64,14 @@ class Spool:
     """A private folder for parts.
 
     Args:
-        directory: where to make it; None takes shared memory, or the temporary folder where
-            that has no room for one part of the largest size.
+        directory: parent of the folder; None chooses shared memory, or the temporary folder if
+            shared memory has no room for a part of the maximum size.
         limits: bounds for a part; `Limits.max_part_bytes` bounds compressed bodies too.
     """
 
     def __init__(self, directory: str | None, limits: Limits) -> None:
         self._limits = limits
-        # A signed part is there twice for a moment.
+        # There are two copies of a signed part for a moment.
         room = limits.max_part_bytes * (1 if signing_key() is None else 2)
         parent = directory or _default_parent(room)
         _remove_dead(parent)
@@ -86,20 +86,20 @@ class Spool:
         self,
         chunks: AsyncIterator[bytes],
         declared: int | None,
-        pace: MinimumRate,
+        minimum_rate: MinimumRate,
         verifier: Verifier | None = None,
     ) -> Spooled:
-        """Keep a body that streams in.
+        """Write a streamed body to the spool.
 
         Args:
             chunks: the body.
             declared: its Content-Length, if it has one.
-            pace: how slowly it may come.
-            verifier: has its signature; nothing of the body is parsed before that is right.
+            minimum_rate: how slowly it may arrive.
+            verifier: checks its signature, before anything of the body is parsed.
 
         Raises:
-            MalformedPart, Unauthorized, TooLarge, UploadTooSlow, SpoolFull: the spool holds
-                nothing of it.
+            MalformedPart, Unauthorized, TooLarge, UploadTooSlow, SpoolFull: nothing of the body is
+                kept.
         """
         if declared is not None and declared > self._limits.max_part_bytes:
             raise TooLarge(
@@ -107,19 +107,19 @@ class Spool:
                 limit=self._limits.max_part_bytes,
             )
         with self._writer(verifier) as writer:
-            async for chunk in arriving(chunks, pace):
+            async for chunk in receive_body(chunks, minimum_rate):
                 writer.feed(chunk)
             return await asyncio.to_thread(writer.finish)
 
     def read(self, source: BinaryIO, verifier: Verifier | None = None) -> Spooled:
-        """Keep a copy of an open file, so that it cannot change while it is staged.
+        """Copy an open file to the spool, so that it cannot change while it is staged.
 
         Args:
-            source: unbuffered.
-            verifier: has its signature; nothing of the file is parsed before that is right.
+            source: the file, unbuffered.
+            verifier: checks its signature, before anything of the file is parsed.
 
         Raises:
-            MalformedPart, Unauthorized, TooLarge, SpoolFull: the spool holds nothing of it.
+            MalformedPart, Unauthorized, TooLarge, SpoolFull: nothing of the file is kept.
         """
         with self._writer(verifier) as writer:
             for chunk in iter(lambda: source.read(_READ_BYTES), b""):
@@ -138,12 +138,12 @@ class Spool:
 
 
 class _Unverified:
-    """Keeps a part as it comes, and lets it be parsed once its signature is right.
+    """Keeps a part as it arrives, and parses it once its signature is verified.
 
     Args:
-        file: nameless, so that it goes with its descriptor.
-        verifier: has the signature.
-        limit: bytes that the part may have.
+        file: unnamed, so that it is deleted with its descriptor.
+        verifier: checks the signature.
+        limit: maximum size of the part in bytes.
         parse: reads the part from the file.
     """
 
@@ -164,7 +164,7 @@ class _Unverified:
         self._file.close()
 
     def feed(self, chunk: bytes) -> None:
-        self._bytes = _within(self._bytes + len(chunk), self._limit)
+        self._bytes = _checked_size(self._bytes + len(chunk), self._limit)
         self._verifier.feed(chunk)
         _write_all(self._file, chunk)
 
@@ -175,7 +175,7 @@ class _Unverified:
 
 
 class _Writer:
-    """Writes one part; unless it is finished, leaving the context removes it."""
+    """Writes one part; leaving the context removes the part unless it was finished."""
 
     def __init__(self, path: Path, file: BinaryIO, limits: Limits) -> None:
         self._path = path
@@ -195,7 +195,7 @@ class _Writer:
             self._path.unlink(missing_ok=True)
 
     def feed(self, chunk: bytes) -> None:
-        self._wire_bytes = _within(self._wire_bytes + len(chunk), self._limit)
+        self._wire_bytes = _checked_size(self._wire_bytes + len(chunk), self._limit)
         self._write(self._frame.feed(chunk))
 
     def finish(self) -> Spooled:
@@ -216,7 +216,7 @@ class _Writer:
             _write_all(self._file, piece)
 
 
-def _within(size: int, limit: int) -> int:
+def _checked_size(size: int, limit: int) -> int:
     if size > limit:
         raise TooLarge(f"the body is over the limit of {limit} bytes", limit=limit)
     return size
@@ -234,7 +234,7 @@ def _write_all(file: BinaryIO, data: bytes) -> None:
 def _spool_error(error: OSError) -> Exception:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return SpoolFull(
-            "the spool folder is full; point --delta-spool-dir at one with more room, or send "
+            "the spool folder is full; set --delta-spool-dir to one with more room, or send "
             "smaller parts"
         )
     return error

@@ -1,13 +1,10 @@
-"""Parts on their way into every rank: read, verified and located there; nothing is written yet."""
+"""Stage parts on every rank: read, verify and locate them there. Nothing is written yet."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any
-
-import msgspec
 
 from delta_server.commit import call
 from delta_server.engine import Engine
@@ -15,11 +12,12 @@ from delta_server.request_record import RequestRecord
 from delta_server.spool import Spooled
 from engine_ext.errors import DeltaError, NotUpdatable
 from engine_ext.wire.identity import PartId
+from engine_ext.wire.operations import BeginPart, DropSync, PollPart, SettlePart
 
-# Polling costs the engine one message between two steps: short at first, then seldom.
-_POLL_FIRST_S = 0.001
-_POLL_MOST_S = 0.05
-_POLL_SHARE = 0.25  # of the time so far, which is the most that a wait is too long by
+# Each poll costs the engine one message between two steps, so the interval grows.
+_MIN_POLL_S = 0.001
+_MAX_POLL_S = 0.05
+_POLL_SHARE = 0.25  # of the time so far, so at most this share of it is spent waiting too long
 
 
 class Staging:
@@ -33,14 +31,14 @@ class Staging:
         self._engine = engine
 
     async def stage(
-        self, pairs: Sequence[tuple[PartId, Spooled]], outcome: RequestRecord, *, whole: bool
+        self, pairs: Sequence[tuple[PartId, Spooled]], record: RequestRecord, *, whole: bool
     ) -> bool:
-        """Stage some parts.
+        """Stage some parts of one sync.
 
         Args:
-            pairs: what each part is, and where it lies.
-            outcome: of the request; it learns how far this came.
-            whole: the parts are all of their sync.
+            pairs: each part with its spool file.
+            record: the record of the request; its progress is updated.
+            whole: the parts are all parts of their sync.
 
         Returns:
             Whether their sync is complete.
@@ -49,57 +47,49 @@ class Staging:
             DeltaError: a rank refused a part; nothing was written.
         """
         start = time.perf_counter()
-        outcome.phase = "stage"
+        record.phase = "stage"
         complete = False
         for part, spooled in pairs:
             try:
-                admission, complete = await self._one(part, spooled)
+                admission, complete = await self._stage_one(part, spooled)
             except DeltaError:
-                # Nobody else sends the rest; what is staged would only keep other syncs out.
-                if whole and outcome.admissions - {"already_applied"}:
+                # No one else sends the rest; what is staged would only keep other syncs out.
+                if whole and record.admissions - {"already_applied"}:
                     await self.drop(part)
                 raise
-            outcome.admissions.add(admission)
-            outcome.staged += 1
-        outcome.timings["stage_ms"] = (time.perf_counter() - start) * 1e3
+            record.admissions.add(admission)
+            record.staged += 1
+        record.timings["stage_ms"] = (time.perf_counter() - start) * 1e3
         return complete
 
-    async def _one(self, part: PartId, spooled: Spooled) -> tuple[str, bool]:
-        """Stage one part on every rank; returns its admission and whether the sync is complete."""
-        answers = await self._call(
-            "begin",
-            part=msgspec.to_builtins(part),
-            path=str(spooled.path),
-            now=time.monotonic(),
-        )
-        admissions = {str(answer["admission"]) for answer in answers}
+    async def drop(self, part: PartId) -> None:
+        """Drop the staged sync if this part belongs to it."""
+        await call(self._engine, DropSync(version=part.version, sync_id=part.sync_id))
+
+    async def _stage_one(self, part: PartId, spooled: Spooled) -> tuple[str, bool]:
+        """Stage one part on every rank; return its admission and whether its sync is complete."""
+        request = BeginPart(part=part, path=str(spooled.path), now=time.monotonic())
+        admissions = {reply.admission for reply in await call(self._engine, request)}
         if admissions == {"already_applied"}:
             return "already_applied", False
-        # A part that is "staged" goes the same way: the request that brought it may have died.
+        # A part that is "staged" is polled too: the request that sent it may have died.
         try:
-            await self._staged_everywhere(part.part)
+            await self._wait_until_staged(part.part)
         except NotUpdatable:
             await self.drop(part)
             raise
         except DeltaError:
-            await self._call("settle", part=part.part, staged=False)
+            await call(self._engine, SettlePart(part=part.part, staged=False))
             raise
         try:
-            answers = await self._call("settle", part=part.part, staged=True)
+            settled = await call(self._engine, SettlePart(part=part.part, staged=True))
         except DeltaError:
             await self.drop(part)
             raise
-        return "new" if "new" in admissions else "staged", bool(answers[0]["complete"])
+        return "new" if "new" in admissions else "staged", settled[0].complete
 
-    async def _staged_everywhere(self, part: int) -> None:
+    async def _wait_until_staged(self, part: int) -> None:
         start = time.perf_counter()
-        while not all(answer["done"] for answer in await self._call("poll", part=part)):
+        while not all(reply.done for reply in await call(self._engine, PollPart(part=part))):
             wait = (time.perf_counter() - start) * _POLL_SHARE
-            await asyncio.sleep(min(max(wait, _POLL_FIRST_S), _POLL_MOST_S))
-
-    async def drop(self, part: PartId) -> None:
-        """Have the ranks forget the sync of a part, if it is the one that is staged."""
-        await self._call("drop", version=part.version, sync_id=part.sync_id)
-
-    async def _call(self, operation: str, **arguments: Any) -> list[dict[str, Any]]:
-        return await call(self._engine, operation, arguments)
+            await asyncio.sleep(min(max(wait, _MIN_POLL_S), _MAX_POLL_S))

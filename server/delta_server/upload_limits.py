@@ -1,4 +1,4 @@
-"""How bodies may arrive: not too many at once, and not too slowly."""
+"""Limits on uploads: how many at once, and how slowly they may arrive."""
 
 from __future__ import annotations
 
@@ -8,73 +8,84 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
-from engine_ext.errors import TooManyUploads, UploadTooSlow
+from starlette.requests import ClientDisconnect
+
+from engine_ext.errors import MalformedPart, TooManyUploads, UploadTooSlow
 
 _RETRY_AFTER_S = 1
 
 
 @dataclass(frozen=True, slots=True)
 class MinimumRate:
-    """How slowly a body may come.
+    """How slowly a body may arrive.
 
     Attributes:
-        stall: seconds that may pass without a byte, and that a body has beyond its rate.
-        rate: bytes per second that a body must come with, on the whole.
+        stall: seconds that may pass without a byte, and that are allowed on top of the rate.
+        rate: minimum average rate in bytes per second.
     """
 
     stall: float
     rate: int
 
 
-async def arriving(chunks: AsyncIterator[bytes], pace: MinimumRate) -> AsyncIterator[bytes]:
-    """The chunks of a body, as long as it keeps its pace.
+async def receive_body(
+    chunks: AsyncIterator[bytes], minimum_rate: MinimumRate
+) -> AsyncIterator[bytes]:
+    """Yield the chunks of a body while it arrives fast enough.
 
-    Only waiting counts, not what is done with the chunks.
+    Only the time spent waiting for chunks counts, not the time spent on their processing.
 
     Raises:
-        UploadTooSlow: it did not.
+        UploadTooSlow: the body stalled, or its average rate is too low.
+        MalformedPart: the client has disconnected before the end of the body.
     """
     iterator = chunks.__aiter__()
     waited = received = 0.0
     while True:
-        left = pace.stall + received / pace.rate - waited
+        left = minimum_rate.stall + received / minimum_rate.rate - waited
         start = time.monotonic()
         try:
-            chunk = await asyncio.wait_for(anext(iterator), min(pace.stall, left))
+            chunk = await asyncio.wait_for(anext(iterator), min(minimum_rate.stall, left))
         except StopAsyncIteration:
             return
+        except ClientDisconnect:
+            raise MalformedPart("the connection was closed before the body was complete") from None
         except asyncio.TimeoutError:
-            if left < pace.stall:
-                slow = f"in {waited + left:.0f} s only {received:.0f} bytes of the body came"
-                raise UploadTooSlow(f"{slow}; at least {pace.rate} a second must") from None
-            raise UploadTooSlow(f"no byte of the body came for {pace.stall:g} s") from None
+            if left < minimum_rate.stall:
+                raise UploadTooSlow(
+                    f"only {received:.0f} bytes of the body arrived in {waited + left:.0f} s; "
+                    f"minimum rate is {minimum_rate.rate} bytes/s"
+                ) from None
+            raise UploadTooSlow(
+                f"no byte of the body arrived for {minimum_rate.stall:g} s"
+            ) from None
         waited += time.monotonic() - start
         received += len(chunk)
         yield chunk
 
 
 class UploadSlots:
-    """Bounds the updates that this process takes at once, and so the room that they fill.
+    """Bounds the updates that this process takes at once, and so the spool's size.
 
     Args:
-        most: how many.
+        limit: number of updates.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._taken = 0
 
     @contextlib.contextmanager
     def one(self) -> Iterator[None]:
-        """Hold one.
+        """Hold one slot.
 
         Raises:
-            TooManyUploads: all are held.
+            TooManyUploads: no slot is free.
         """
-        if self._taken >= self._most:
+        if self._taken >= self._limit:
             raise TooManyUploads(
-                f"{self._most} updates are being taken already; retry in {_RETRY_AFTER_S} s",
-                limit=self._most,
+                f"{self._limit} updates are in progress already; retry in {_RETRY_AFTER_S} s",
+                limit=self._limit,
                 retry_after=_RETRY_AFTER_S,
             )
         self._taken += 1
