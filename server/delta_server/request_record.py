@@ -57,7 +57,7 @@ class RequestRecord:
         return time.perf_counter() - self._start
 
     @property
-    def bytes(self) -> int:
+    def wire_bytes(self) -> int:
         """Size of the parts that have arrived whole, as they were sent."""
         return sum(s.wire_bytes for s in self.spooled)
 
@@ -85,7 +85,7 @@ class RequestRecord:
             "base_version": facts.get("base_version"),
             "nnz": facts.get("nnz", sum(entry.nnz for entry in entries)),
             "tensors": facts.get("tensors", len({entry.name for entry in entries})),
-            "bytes": self.bytes,
+            "bytes": self.wire_bytes,
             "apply": facts.get("apply"),
             "rollback": facts.get("rollback"),
             "timings_ms": self._rounded_timings(),
@@ -105,6 +105,7 @@ class RequestRecord:
             error: the error that the request is answered with, or None.
         """
         first = self.parts[0] if self.parts else None
+        sync_id = None if first is None else first.sync_id
         result = self._result if error is None else {}
         return SyncRecord(
             at=round(self._began_at, 3),
@@ -113,13 +114,13 @@ class RequestRecord:
             message=None if error is None else str(error)[:_MAX_TEXT],
             version=result.get("version", first and first.version),
             base_version=result.get("base_version", first and first.base_version),
-            sync_id=first and first.sync_id and first.sync_id[:_MAX_TEXT],
+            sync_id=sync_id and sync_id[:_MAX_TEXT],
             full=bool(first and first.full),
             parts=len(self.spooled),
             nnz=result.get("nnz"),
             elements=result.get("elements"),
             tensors=result.get("tensors"),
-            bytes=self.bytes,
+            bytes=self.wire_bytes,
             apply=result.get("apply"),
             timings_ms=self._rounded_timings(),
         )
@@ -131,7 +132,7 @@ class RequestRecord:
             found["version"] = self.parts[0].version
             found["sync_id"] = self.parts[0].sync_id
             found["parts"] = f"{self.staged}/{len(self.parts)}"
-        found["bytes"] = self.bytes or self.received
+        found["bytes"] = self.wire_bytes or self.received
         found["of_bytes"] = self.expected
         found["seconds"] = round(self.seconds, 1)
         return {key: value for key, value in found.items() if value is not None}

@@ -15,7 +15,7 @@ from delta_server.disk_files import resolve_files
 from delta_server.request_options import DiskRequest, parse_disk_request, parse_query
 from delta_server.request_record import RequestRecord
 from delta_server.service import DeltaService
-from delta_server.upload_limits import arriving
+from delta_server.upload_limits import receive_body
 from engine_ext.errors import (
     DeltaError,
     EngineUncertain,
@@ -213,7 +213,7 @@ def _content_length(request: Request) -> int | None:
 
 async def _json_body(request: Request, service: DeltaService) -> bytes:
     body = bytearray()
-    async for chunk in arriving(request.stream(), service.minimum_rate):
+    async for chunk in receive_body(request.stream(), service.minimum_rate):
         body += chunk
         if len(body) > _MAX_JSON_BYTES:
             raise TooLarge(f"the JSON body is over {_MAX_JSON_BYTES} bytes", limit=_MAX_JSON_BYTES)

@@ -19,6 +19,7 @@ from engine_ext.errors import DeltaError
 from engine_ext.wire import FrameReader, Limits, Part, PartGate, decode_part
 from engine_ext.wire import part as wire_part
 from engine_ext.wire.manifest import parse_manifest
+from engine_ext.wire.operations import DropSync
 from tests.fuzz.bodies import TEXTS, any_json, bodies, chunks, good
 from tests.fuzz.requests import REQUESTS
 from tests.fuzz.time_boxed import SECONDS, check_for
@@ -119,7 +120,7 @@ def test_http(tmp_path: Path) -> None:
         try:
             for request in requests:
                 commits += check_one(rig, request, str(root))
-            rig.run(rig.engine.call("drop", {}))
+            rig.run(rig.engine.call(DropSync()))
             version = rig.status()["version"]
             step = {"norm.weight": {3: 0x7777}}
             expected = after(rig.engine.weights, step)

@@ -86,7 +86,7 @@ def test_an_engine_stays_before_a_damaged_version(
     problem = status["delta_log"]["problem"]
     assert (problem["type"], problem["newest"]) == ("LogDamaged", 3)
     assert "weight_v000002" in problem["message"]
-    assert "weight_v000002 is of no use" in engine.log_path.read_text()
+    assert "weight_v000002 cannot be used" in engine.log_path.read_text()
     assert engine.complete("the quick", max_tokens=4)["choices"][0]["text"] is not None
     assert engine.post("/delta_catch_up").status_code == 409
     assert engine.delta_status()["delta_log"]["problem"]["type"] == "LogDamaged"

@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 from delta_server.routes import attach
 from delta_server.service import DeltaService
 from engine_ext.apply.staged import StagedParam, StagedPart, UndoLog
-from engine_ext.errors import BaseMismatch, NotUpdatable
+from engine_ext.errors import BaseMismatch, DeltaError, NotUpdatable
 from engine_ext.receiver.receiver import Receiver
 from engine_ext.settings import Settings
 from engine_ext.wire import Limits, ParamDelta, Part, encode_part
 from engine_ext.wire.digest import Digest, change_digest, tensor_digest
+from engine_ext.wire.operations import Operation, ReplyT, decode_answers, encode_request
 
 DELTA = "/update_weights_delta"
 FROM_DISK = "/update_weights_from_disk"
@@ -300,7 +301,7 @@ class Shard:
 
 
 class Engine:
-    """`delta_server.service.Engine`, with the failures that a test wants.
+    """`delta_server.engine.Engine`, with the failures that a test wants.
 
     Attributes:
         events: what was asked of the engine that generation feels, in order.
@@ -354,7 +355,7 @@ class Engine:
 
     def set_asleep(self, asleep: bool) -> None:
         for receiver in self.receivers:
-            receiver.state.asleep = asleep
+            receiver.set_asleep(asleep)
 
     def breaks_vote(self, number: int) -> None:
         """Let the ranks not hear each other at the vote of this number, from 1."""
@@ -366,23 +367,24 @@ class Engine:
         if event[0] in self.fails:
             raise self.fails.pop(event[0])
 
-    async def call(self, operation: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        if operation == "commit":
+    async def call(self, request: Operation[ReplyT]) -> list[ReplyT | DeltaError]:
+        if request.name == "commit":
             self._record("commit")
-        if operation in self.fails:
-            raise self.fails.pop(operation)
-        sent = json.dumps(arguments)
+        if request.name in self.fails:
+            raise self.fails.pop(request.name)
+        sent = json.dumps(encode_request(request))
         loop = asyncio.get_running_loop()
         answers = await asyncio.gather(
             *(
-                loop.run_in_executor(worker, receiver.handle, operation, json.loads(sent))
+                loop.run_in_executor(worker, receiver.handle, *json.loads(sent))
                 for worker, receiver in zip(self._workers, self.receivers, strict=True)
             )
         )
-        if operation in self.loses:
-            wait(part for receiver in self.receivers for part in receiver._staging.values())
-            raise self.loses.pop(operation)
-        return list(json.loads(json.dumps(answers)))
+        if request.name in self.loses:
+            for receiver in self.receivers:
+                receiver._staging.wait()
+            raise self.loses.pop(request.name)
+        return decode_answers(request, json.loads(json.dumps(answers)))
 
     async def is_paused(self) -> bool:
         return self.paused
@@ -430,7 +432,7 @@ class Rig:
         self.engine.events.clear()
 
     def close(self) -> None:
-        self.run(self.service.ledger.settled())
+        self.run(self.service.reporter.flush())
         self.service.spool.close()
         self.engine.close()
         self._loop.run_until_complete(self._loop.shutdown_default_executor())

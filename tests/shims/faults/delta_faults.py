@@ -35,16 +35,16 @@ def register() -> None:
     """Put the faults in; the engines call this in each of their processes."""
     from engine_ext.receiver.receiver import Receiver
 
-    original = Receiver.handle
+    original = Receiver.execute
     if hasattr(original, "faulty"):
         return
 
-    def handle(receiver: Receiver, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    def execute(receiver: Receiver, request: Any) -> Any:
         _arm(receiver)
-        return original(receiver, operation, arguments)
+        return original(receiver, request)
 
-    handle.faulty = True  # type: ignore[attr-defined]
-    Receiver.handle = handle  # type: ignore[method-assign]
+    execute.faulty = True  # type: ignore[attr-defined]
+    Receiver.execute = execute  # type: ignore[method-assign]
 
 
 def _arm(receiver: Any) -> None:
@@ -116,7 +116,7 @@ def _memory(receiver: Any) -> dict[str, Any]:
         "mapped": maps.count("delta-updates-spool-"),
         "threads": len(os.listdir("/proc/self/task")),
         "undo": sum(log.nbytes for log in receiver._undo),
-        "staged": len(receiver._staging) + sum(not one.done() for one in receiver._running),
+        "staged": receiver._staging.pending,
         "addresses": {
             f"{path}.{attribute}": tensor.data_ptr()
             for path, _, attribute, tensor in reachable_tensors(receiver._applier._model)
@@ -127,26 +127,26 @@ def _memory(receiver: Any) -> dict[str, Any]:
 
 def _raise_once(receiver: Any) -> None:
     """Let the next commit of a receiver raise what is no error of the tree."""
-    original = receiver._operations["commit"]
+    original = receiver.commit
 
-    def commit(**arguments: Any) -> None:
-        receiver._operations["commit"] = original
+    def commit(request: Any) -> None:
+        receiver.commit = original
         raise RuntimeError("the commit went away")
 
-    receiver._operations["commit"] = commit
+    receiver.commit = commit
 
 
 def _then(receiver: Any, last: Callable[[], None]) -> None:
     """Let this come after the next commit of a receiver."""
-    original = receiver._operations["commit"]
+    original = receiver.commit
 
-    def commit(**arguments: Any) -> Any:
-        receiver._operations["commit"] = original
-        answer = original(**arguments)
+    def commit(request: Any) -> Any:
+        receiver.commit = original
+        reply = original(request)
         last()
-        return answer
+        return reply
 
-    receiver._operations["commit"] = commit
+    receiver.commit = commit
 
 
 def _fail() -> None:

@@ -68,16 +68,16 @@ def test_a_draft_model_gets_no_receiver(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_call_and_its_reply() -> None:
     call = rpc.Call(call="c", operation="status", arguments={"now": 1.5})
-    assert rpc.Call.of(msgspec.to_builtins(call)) == call
+    assert rpc.Call.from_manifest(msgspec.to_builtins(call)) == call
     text = call.reply([{"ok": {"version": 3}}]).removeprefix("delta-updates:")
-    reply = msgspec.json.decode(text, type=rpc.Reply)
+    reply = msgspec.json.decode(text, type=rpc.CallReply)
     assert (reply.call, reply.answers, reply.failure) == ("c", [{"ok": {"version": 3}}], None)
 
 
 @pytest.mark.parametrize("manifest", [None, {}, {"call": 1}, {"w": {"dtype": "bf16"}}])
 def test_a_manifest_of_another_kind_is_no_call(manifest: Any) -> None:
     with pytest.raises(msgspec.ValidationError):
-        rpc.Call.of(manifest)
+        rpc.Call.from_manifest(manifest)
 
 
 @pytest.mark.parametrize(

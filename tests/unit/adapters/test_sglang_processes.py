@@ -9,24 +9,28 @@ from typing import Any
 import pytest
 
 from engine_ext.adapters.sglang import engine
-from engine_ext.adapters.sglang.http_workers import OneOfSeveral
+from engine_ext.adapters.sglang.http_workers import SglangHttpWorker
+from engine_ext.adapters.sglang.rpc import GetServing, Serving
+from engine_ext.errors import DeltaError
+
+SERVING = Serving(idle=True, weight_version="7")
 
 
 class Ranks:
     """Stands for the channel: answers what the ranks serve, when it is let."""
 
-    def __init__(self, answer: dict[str, Any]) -> None:
+    def __init__(self, answer: Serving | DeltaError) -> None:
         self.answer = answer
         self.let = asyncio.Event()
 
-    async def call(self, operation: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        assert (operation, arguments) == ("serving", {})
+    async def call(self, request: Any) -> list[Any]:
+        assert request == GetServing()
         await self.let.wait()
         return [self.answer, self.answer]
 
 
 def process(
-    answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    answer: Serving | DeltaError, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Any, Ranks, list[str]]:
     """A process's manager, its ranks, and what happens in the manager."""
     happened: list[str] = []
@@ -43,7 +47,7 @@ def process(
         _update_weight_version_if_provided=happened.append,
     )
     monkeypatch.setattr(engine, "Channel", lambda manager: ranks)
-    manager.engine = OneOfSeveral(manager)
+    manager.engine = SglangHttpWorker(manager)
     return manager, ranks, happened
 
 
@@ -54,9 +58,8 @@ def test_the_weight_version_is_learnt_before_requests_go_on(
     """In the order of the broadcasts, and also where the ranks do not answer."""
 
     async def scenario() -> tuple[list[str], list[str]]:
-        ok = {"ok": {"idle": True, "weight_version": "7"}}
-        failure = {"error": {"message": "no"}}
-        manager, ranks, happened = process(failure if fails else ok, monkeypatch)
+        answer = DeltaError("no") if fails else SERVING
+        manager, ranks, happened = process(answer, monkeypatch)
         broadcasts = [SimpleNamespace(is_pause=pause) for pause in (True, False, True)]
         tasks = [
             asyncio.create_task(manager._apply_pause_continue_broadcast(broadcast))
@@ -79,8 +82,7 @@ def test_a_process_that_has_yet_to_learn_of_the_end_of_a_pause(
     """It does not take another process's pause for the caller's."""
 
     async def scenario() -> tuple[bool, bool]:
-        ok = {"ok": {"idle": True, "weight_version": "7"}}
-        manager, ranks, _ = process(ok, monkeypatch)
+        manager, ranks, _ = process(SERVING, monkeypatch)
         manager.is_pause = True
         before = await manager.engine.is_paused()
         told = asyncio.create_task(

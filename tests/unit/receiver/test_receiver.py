@@ -526,7 +526,7 @@ def test_weights_that_were_lost_after_staging_take_only_a_full_sync(ranks: Ranks
     data, all_of_it = body(), body(full=True)
     ranks.engine.stage(part_id(data), data)
     for receiver in ranks.engine.receivers:
-        receiver.state.uncertain = True
+        receiver._sync_state.uncertain = True
     answers = ranks.engine.commit(part_id(data))
     assert [e["type"] for e in errors_of(answers)] == ["EngineUncertain"] * 3
     assert ranks.written == [0, 0, 0]

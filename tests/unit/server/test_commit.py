@@ -13,6 +13,7 @@ from delta_server import commit as commits_module
 from delta_server.commit import EngineCommitter, serialize_with_commits
 from delta_server.service import DeltaService
 from engine_ext.errors import Conflict
+from engine_ext.wire.operations import Operation
 from tests.support.in_process_engine import (
     COMPLETIONS,
     DELTA,
@@ -55,7 +56,7 @@ class Process:
 
 @pytest.fixture
 def other(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
-    monkeypatch.setattr(commits_module, "_LEARN_EVERY_S", 0.0)
+    monkeypatch.setattr(commits_module, "_STATE_MAX_AGE_S", 0.0)
     rig.engine.shared = True
     process = Process(rig)
     yield process
@@ -63,7 +64,7 @@ def other(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
 
 
 def resume_owed(rig: Rig) -> list[bool]:
-    return [receiver._hold.owed for receiver in rig.engine.receivers]
+    return [receiver._lease.resume_owed for receiver in rig.engine.receivers]
 
 
 # What one process has left, another sets right -----------------------------------------------
@@ -149,7 +150,7 @@ def test_a_process_that_dies_in_its_commit(
         await asyncio.sleep(0.1)
         assert not repeat.done()  # the first one lives, as far as anybody knows
         assert rig.engine.paused
-        dead = rig.service.commits._name
+        dead = rig.service.committer._name
         monkeypatch.setattr(commits_module, "is_alive", lambda name: name != dead)
         assert (await repeat).json()["status"] == "already_applied"
         end.set()
@@ -177,9 +178,9 @@ def test_the_ranks_are_asked_seldom(rig: Rig, shared: bool, expected: int) -> No
     asked = []
     original = rig.engine.call
 
-    async def call(operation: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        asked.append(operation)
-        return await original(operation, arguments)
+    async def call(request: Operation[Any]) -> list[Any]:
+        asked.append(request.name)
+        return await original(request)
 
     rig.engine.call = call  # type: ignore[method-assign]
     rig.engine.shared = shared
@@ -222,7 +223,7 @@ def test_two_processes_do_not_pause_the_engine_at_once(rig: Rig, other: Process)
     assert same(rig.engine.weights, after(NEXT, OTHER_STEP))
 
 
-@pytest.mark.parametrize("moment", ["poll", "hold"])
+@pytest.mark.parametrize("moment", ["poll", "acquire_lease"])
 def test_a_repeat_that_another_process_gets_meanwhile(
     rig: Rig, other: Process, moment: str
 ) -> None:
@@ -235,11 +236,11 @@ def test_a_repeat_that_another_process_gets_meanwhile(
     original = rig.engine.call
     waits, go_on = asyncio.Event(), asyncio.Event()
 
-    async def late(operation: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        if operation == moment and not waits.is_set():
+    async def late(request: Operation[Any]) -> list[Any]:
+        if request.name == moment and not waits.is_set():
             waits.set()
             await go_on.wait()
-        return await original(operation, arguments)
+        return await original(request)
 
     async def scenario() -> list[httpx.Response]:
         assert (await rig.sending(delta_part(STEP, part=0, sync_id="s"))).status_code == 200
@@ -248,7 +249,7 @@ def test_a_repeat_that_another_process_gets_meanwhile(
         repeat = asyncio.ensure_future(other.sending(last))
         await waits.wait()
         first = await rig.sending(last)
-        staged = await rig.sending(parts[0]) if moment == "hold" else first
+        staged = await rig.sending(parts[0]) if moment == "acquire_lease" else first
         go_on.set()
         return [first, await repeat, staged]
 
@@ -286,10 +287,10 @@ def test_a_conflict_is_no_repeat(rig: Rig, other: Process, is_full: bool) -> Non
         assert rig.send(body).json()["status"] == "staged"
     original = rig.engine.call
 
-    async def refuses(operation: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        if operation == "commit":
-            return [{"error": Conflict("not now").to_wire()}] * len(rig.engine.ranks)
-        return await original(operation, arguments)
+    async def refuses(request: Operation[Any]) -> list[Any]:
+        if request.name == "commit":
+            return [Conflict("not now")] * len(rig.engine.ranks)
+        return await original(request)
 
     rig.engine.call = refuses  # type: ignore[method-assign]
     assert_error(rig.send(last), 409, "Conflict")
@@ -298,14 +299,14 @@ def test_a_conflict_is_no_repeat(rig: Rig, other: Process, is_full: bool) -> Non
 
 
 def test_a_hold_that_could_not_be_given_back_is_taken_again(rig: Rig) -> None:
-    rig.engine.fails["release"] = ConnectionError("lost")
+    rig.engine.fails["release_lease"] = ConnectionError("lost")
     rig.assert_committed(rig.send(delta_part()), NEXT, 8)
     following = rig.send(delta_part(OTHER_STEP, version=9))
     rig.assert_committed(following, after(NEXT, OTHER_STEP), 9)
 
 
 def test_ranks_that_give_no_hold_are_not_written(rig: Rig) -> None:
-    rig.engine.fails["hold"] = ConnectionError("lost")
+    rig.engine.fails["acquire_lease"] = ConnectionError("lost")
     assert_error(rig.send(delta_part()), 500, "DeltaError")
     assert rig.engine.events == []
     rig.assert_untouched()
@@ -318,7 +319,7 @@ def during_a_commit(
     rig: Rig, change: Callable[[], Coroutine[Any, Any, None]], asks: DeltaService | None = None
 ) -> httpx.Response:
     """A commit, and what the caller asks of the engine, by some process, while it is written."""
-    commits = (asks or rig.service).commits
+    commits = (asks or rig.service).committer
 
     async def scenario() -> httpx.Response:
         commit = asyncio.ensure_future(rig.sending(delta_part()))
@@ -342,7 +343,7 @@ def test_a_pause_during_a_commit_outlives_it(rig: Rig) -> None:
     # It is the caller's: the next sync leaves it.
     assert rig.send(delta_part(OTHER_STEP, version=9)).json()["status"] == "committed"
     assert rig.engine.paused
-    rig.run(rig.service.commits.by_caller(rig.engine.resume))
+    rig.run(rig.service.committer.by_caller(rig.engine.resume))
     assert not rig.engine.paused
 
 
@@ -367,20 +368,20 @@ def test_an_adapters_method_is_heeded(rig: Rig) -> None:
 
     async def pause_generation(*, mode: str) -> str:
         """The engine's own."""
-        called.append((mode, rig.engine.receivers[0]._hold._held))
+        called.append((mode, rig.engine.receivers[0]._lease._held))
         return "paused"
 
-    pause = serialize_with_commits(rig.service.commits, pause_generation)
+    pause = serialize_with_commits(rig.service.committer, pause_generation)
     assert rig.run(pause(mode="keep")) == "paused"
     assert called == [("keep", True)]
     assert (pause.__name__, pause.__doc__) == ("pause_generation", "The engine's own.")
-    assert not rig.engine.receivers[0]._hold._held
+    assert not rig.engine.receivers[0]._lease._held
 
 
 @pytest.mark.parametrize("change", ["pause", "resume"])
 def test_what_the_caller_does_after_a_failure_is_the_callers(rig: Rig, change: str) -> None:
     rig.fail_commit()
-    commits = rig.service.commits
+    commits = rig.service.committer
     if change == "pause":
         rig.run(commits.by_caller(lambda: rig.engine.pause("keep", flush_cache=False)))
     else:
@@ -392,7 +393,7 @@ def test_what_the_caller_does_after_a_failure_is_the_callers(rig: Rig, change: s
 
 
 def test_a_resume_ends_a_pause_that_waits(rig: Rig) -> None:
-    commits, ended = rig.service.commits, asyncio.Event()
+    commits, ended = rig.service.committer, asyncio.Event()
 
     async def resume() -> None:
         ended.set()
@@ -415,7 +416,7 @@ def test_a_caller_that_hangs_up_keeps_nobody_out(rig: Rig, other: Process) -> No
         await rig.engine.pause("wait", flush_cache=False)
 
     async def scenario() -> None:
-        asked = asyncio.ensure_future(rig.service.commits.by_caller(pause))
+        asked = asyncio.ensure_future(rig.service.committer.by_caller(pause))
         await asyncio.sleep(0.05)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
@@ -428,8 +429,8 @@ def test_a_caller_that_hangs_up_keeps_nobody_out(rig: Rig, other: Process) -> No
 
 
 def test_a_caller_is_heard_where_the_ranks_are_not(rig: Rig) -> None:
-    rig.engine.fails["hold"] = ConnectionError("lost")
-    rig.run(rig.service.commits.by_caller(lambda: rig.engine.pause("keep", flush_cache=False)))
+    rig.engine.fails["acquire_lease"] = ConnectionError("lost")
+    rig.run(rig.service.committer.by_caller(lambda: rig.engine.pause("keep", flush_cache=False)))
     assert rig.engine.paused
 
 
@@ -440,7 +441,7 @@ def test_what_the_engine_answers_the_caller_is_passed_on(rig: Rig) -> None:
     async def fails() -> None:
         raise RuntimeError("the engine's own")
 
-    commits: EngineCommitter = rig.service.commits
+    commits: EngineCommitter = rig.service.committer
     assert rig.run(commits.by_caller(answers)) == 3
     with pytest.raises(RuntimeError, match="own"):
         rig.run(commits.by_caller(fails))

@@ -13,6 +13,7 @@ from delta_server.service import DeltaService
 from engine_ext.delta_log.catalog import DONE, folder_name
 from engine_ext.delta_log.writer import LogWriter
 from engine_ext.wire.signature import SIGNATURE_SUFFIX, sign
+from engine_ext.wire.operations import AcquireLogLease
 from tests.support.in_process_engine import (
     OTHER_STEP,
     STEP,
@@ -258,12 +259,12 @@ def test_only_one_process_replays(log: Path, started: Callable[..., Rig]) -> Non
     rig = started()
     write_steps(log)
     other = DeltaService(rig.engine, rig.settings)
-    assert other.log is not None
-    assert rig.service.log is not None
+    assert other.log_replay is not None
+    assert rig.service.log_replay is not None
 
     async def both() -> None:
-        assert other.log is not None
-        await asyncio.gather(rig.request("POST", CATCH_UP), other.log.at_start())
+        assert other.log_replay is not None
+        await asyncio.gather(rig.request("POST", CATCH_UP), other.log_replay.at_start())
 
     try:
         rig.run(both())
@@ -276,6 +277,5 @@ def test_only_one_process_replays(log: Path, started: Callable[..., Rig]) -> Non
 def test_a_dead_process_does_not_keep_others_out(log: Path, started: Callable[..., Rig]) -> None:
     rig = started()
     write_steps(log)
-    dead = {"holder": "999999999:1:x", "instead_of": None}
-    rig.run(rig.engine.call("hold_log", dead))
+    rig.run(rig.engine.call(AcquireLogLease(holder="999999999:1:x", instead_of=None)))
     assert rig.post(CATCH_UP).json()["version"] == VERSION + 3

@@ -12,11 +12,12 @@ from prometheus_client import CollectorRegistry, multiprocess
 COUNTS = """
 import sys
 from delta_server import metrics
-record = {
-    "outcome": "committed", "version": int(sys.argv[1]), "bytes": 10, "nnz": 2, "elements": 100,
-    "timings_ms": {"pause_ms": 3.0},
-}
-metrics.count(record, None)
+from engine_ext.wire.operations import SyncRecord
+sync = SyncRecord(
+    at=0.0, outcome="committed", version=int(sys.argv[1]), bytes=10, nnz=2, elements=100,
+    timings_ms={"pause_ms": 3.0},
+)
+metrics.count(sync, None)
 """
 
 

@@ -54,7 +54,7 @@ def history(rig: Rig) -> list[dict[str, Any]]:
 
 def lines(rig: Rig, caplog: pytest.LogCaptureFixture) -> list[str]:
     """What the log says of updates, without the timings."""
-    rig.run(rig.service.ledger.settled())
+    rig.run(rig.service.reporter.flush())
     told = [r.getMessage() for r in caplog.records if r.name == reporting.__name__]
     return [" ".join(w for w in text.split(" ") if "_ms=" not in w) for text in told]
 
@@ -164,7 +164,7 @@ def test_who_must_wait_does_not_fill_the_history(rig: Rig) -> None:
 
 
 def test_a_rank_that_does_not_hear_stops_nothing(rig: Rig) -> None:
-    rig.engine.fails["note"] = ConnectionError("gone")
+    rig.engine.fails["record"] = ConnectionError("gone")
     assert rig.send(delta_part()).json()["status"] == "committed"
     assert history(rig) == []
 
@@ -222,7 +222,7 @@ def test_a_sync_of_many_parts_says_that_it_goes_on(
     monkeypatch.setattr(reporting, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     for part in range(5):
         rig.send(delta_part({"norm.weight": {part: 5}}, sync_id="a", part=part))
-        rig.run(rig.service.ledger.settled())
+        rig.run(rig.service.reporter.flush())
     told = lines(rig, caplog)
     assert len(told) == 2
     assert told[0].startswith("delta sync outcome=staged version=8 base_version=7 sync_id=a ")

@@ -768,7 +768,7 @@ def test_status(rig: Rig) -> None:
 
 
 def test_status_of_ranks_that_differ_is_uncertain(rig: Rig) -> None:
-    rig.engine.receivers[1].state.version = 9
+    rig.engine.receivers[1]._sync_state.version = 9
     assert rig.status()["engine_state"] == "uncertain"
 
 

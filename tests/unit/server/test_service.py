@@ -15,6 +15,7 @@ from delta_server.commit import total_digest
 from delta_server.service import DeltaService
 from engine_ext.errors import Conflict, DeltaError
 from engine_ext.receiver.sync_state import SyncState
+from engine_ext.wire.operations import GetStatus, Operation
 from tests.support.in_process_engine import (
     COMPLETIONS,
     DELTA,
@@ -212,8 +213,8 @@ def assert_already_applied(rig: Rig, response: httpx.Response, version: int = 8)
     assert response.status_code == 200, response.text
     answer = response.json()
     assert (answer["status"], answer["version"]) == ("already_applied", version)
-    held = rig.run(rig.engine.call("status", {}))
-    assert answer["digest"] == total_digest(state["ok"] for state in held)
+    statuses = rig.run(rig.engine.call(GetStatus()))
+    assert answer["digest"] == total_digest(status.digest for status in statuses)
     assert not {event[0] for event in rig.engine.events} - {"set_weight_version"}
     assert rig.engine.weight_version == str(version)
     assert rig.spooled() == []
@@ -411,7 +412,7 @@ def test_a_cache_that_is_not_reset_is_an_error(rig: Rig) -> None:
     assert rig.engine.weight_version == str(VERSION)
     assert rig.post(COMPLETIONS).status_code == 200
     # Nothing stays staged that would keep another sender out.
-    assert [receiver.state.sync for receiver in rig.engine.receivers] == [None, None]
+    assert [receiver._sync_state.sync for receiver in rig.engine.receivers] == [None, None]
     rig.assert_committed(rig.send(delta_part()), NEXT, 8)
 
 
@@ -619,10 +620,10 @@ def test_ranks_that_do_not_hear_each_other(
 def test_ranks_whose_answers_differ_are_uncertain(rig: Rig, refuses: int) -> None:
     original = rig.engine.call
 
-    async def call(operation: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        answers = await original(operation, arguments)
-        if operation == "commit":
-            answers[refuses] = {"error": Conflict("not here").to_wire()}
+    async def call(request: Operation[Any]) -> list[Any]:
+        answers = await original(request)
+        if request.name == "commit":
+            answers[refuses] = Conflict("not here")
         return answers
 
     rig.engine.call = call  # type: ignore[method-assign]

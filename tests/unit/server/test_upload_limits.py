@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 import httpx
 import pytest
 
-from delta_server.upload_limits import MinimumRate, UploadSlots, arriving
+from delta_server.upload_limits import MinimumRate, UploadSlots, receive_body
 from engine_ext.errors import TooManyUploads, UploadTooSlow
 from tests.support.in_process_engine import (
     DELTA,
@@ -38,7 +38,7 @@ async def steady(count: int, size: int, gap: float) -> AsyncIterator[bytes]:
 def arrive(chunks: AsyncIterator[bytes], pace: MinimumRate, busy: float = 0) -> int:
     async def take() -> int:
         taken = 0
-        async for chunk in arriving(chunks, pace):
+        async for chunk in receive_body(chunks, pace):
             taken += len(chunk)
             time.sleep(busy)
         return taken
@@ -67,7 +67,7 @@ def test_a_body_that_stalls_is_given_up() -> None:
         await asyncio.sleep(60)
 
     start = time.monotonic()
-    with pytest.raises(UploadTooSlow, match=r"no byte of the body came for 0\.1 s"):
+    with pytest.raises(UploadTooSlow, match=r"no byte of the body arrived for 0\.1 s"):
         arrive(stalling(), MinimumRate(stall=0.1, rate=1))
     assert time.monotonic() - start < 2
 
