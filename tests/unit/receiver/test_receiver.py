@@ -147,7 +147,7 @@ def test_staging_runs_beside_the_engine(tmp_path: Path) -> None:
     one = part_id(data)
     [answer] = ranks.engine.begin(one, ranks.engine.spool(data))
     assert answer["ok"] == {"admission": "new", "version": 0, "complete": False}
-    assert ranks.engine.call("poll", part=0) == [{"ok": {"done": False}}]
+    assert ranks.engine.call("poll", part=0) == [{"ok": {"done": False, "nnz": None}}]
     go_on.set()
     assert ranks.engine.poll(0) == [{"ok": {"done": True, "nnz": 6}}]
 
@@ -492,10 +492,10 @@ def test_weights_that_fell_asleep_after_staging_are_not_written(ranks: Ranks, ra
     data = body()
     one = part_id(data)
     ranks.engine.stage(one, data)
-    ranks.engine.receivers[rank].state.asleep = True
+    ranks.engine.receivers[rank].set_asleep(True)
     assert [e["type"] for e in errors_of(ranks.engine.commit(one))] == ["WeightsAsleep"] * 3
     assert ranks.written == [0, 0, 0]
-    ranks.engine.receivers[rank].state.asleep = False
+    ranks.engine.receivers[rank].set_asleep(False)
     errors_of(ranks.engine.commit(one), none=True)
 
 

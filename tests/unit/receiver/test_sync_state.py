@@ -638,7 +638,7 @@ class SyncMachine(RuleBasedStateMachine):
             assert set(self.state.sync.slots) == set(self.staged.identities)
             described = self.state.describe()
             assert described is not None
-            assert described["parts"] == sorted(self.staged.settled)
+            assert described.parts == sorted(self.staged.settled)
         for identity in "xyz":
             expected = identity in self.committed and not self.uncertain
             assert self.state.seen(self.version, identity) == expected

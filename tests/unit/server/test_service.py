@@ -88,7 +88,7 @@ def test_the_base_version_is_published(make_rig: MakeRig, base_version: int) -> 
 
 
 def test_ranks_that_disagree_do_not_start(rig: Rig) -> None:
-    rig.engine.receivers[1].state.version = 9
+    rig.engine.receivers[1]._sync_state.version = 9
     with pytest.raises(DeltaError):
         rig.run(rig.service.start())
     assert rig.engine.events == []
@@ -247,7 +247,7 @@ def test_a_repeat_of_a_full_sync(rig: Rig) -> None:
 @pytest.mark.parametrize("behind", range(2))
 def test_a_repeat_that_one_rank_has_not_seen_is_no_success(rig: Rig, behind: int) -> None:
     rig.send(delta_part())
-    rig.engine.receivers[behind].state = SyncState(VERSION, 60)
+    rig.engine.receivers[behind]._sync_state = SyncState(VERSION, 60)
     response = rig.send(delta_part())
     assert response.status_code == 409
     assert rig.engine.writes == [1, 1]
@@ -258,7 +258,7 @@ def test_a_repeat_that_one_rank_has_not_seen_is_no_success(rig: Rig, behind: int
 
 def test_a_repeat_on_ranks_that_have_parted_is_no_success(rig: Rig) -> None:
     rig.send(delta_part())
-    rig.engine.receivers[1].state.uncertain = True
+    rig.engine.receivers[1]._sync_state.uncertain = True
     assert_error(rig.send(delta_part()), 503, "EngineUncertain", "uncertain")
 
 
@@ -447,7 +447,7 @@ def test_ranks_that_have_not_staged_alike_do_not_begin(rig: Rig) -> None:
 
     async def pause(mode: str, *, flush_cache: bool) -> None:
         await original(mode, flush_cache=flush_cache)
-        rig.engine.receivers[1].state.drop()
+        rig.engine.receivers[1]._sync_state.drop()
 
     rig.engine.pause = pause  # type: ignore[method-assign]
     rig.send(split_parts()[1])

@@ -53,7 +53,7 @@ def test_a_body_at_its_rate_may_take_as_long_as_it_likes() -> None:
 def test_a_body_below_its_rate_is_given_up() -> None:
     """Though it never stalls: a byte now and then does not keep a place."""
     start = time.monotonic()
-    with pytest.raises(UploadTooSlow, match="at least 1000 a second") as caught:
+    with pytest.raises(UploadTooSlow, match="minimum rate is 1000 bytes/s") as caught:
         arrive(steady(1000, 1, 0.03), MinimumRate(stall=0.2, rate=1000))
     assert 0.2 <= time.monotonic() - start < 2
     assert "only" in caught.value.message
