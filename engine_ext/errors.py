@@ -45,9 +45,9 @@ class DeltaError(Exception):
     """Base of the tree.
 
     Args:
-        message: What is wrong and, where it is known, what to do next.
-        operands: Facts that a program reads (``expected``, ``actual``, ``tensor``, ...); they
-            stand beside ``message`` in the answer. Values must be JSON types.
+        message: what is wrong and, if known, what to do next.
+        operands: facts for programs (``expected``, ``actual``, ``tensor``, ...), which become keys
+            of the answer's error. Values must be JSON types.
     """
 
     status: ClassVar[int] = 500
@@ -59,7 +59,7 @@ class DeltaError(Exception):
         self.operands = operands
 
     def to_wire(self) -> dict[str, Any]:
-        """The JSON object that goes under ``error`` in an answer."""
+        """Return the JSON object under ``error`` in an answer."""
         return {
             "type": type(self).__name__,
             "message": self.message,
@@ -198,7 +198,7 @@ _register(DeltaError)
 
 
 def from_wire(error: dict[str, Any]) -> DeltaError:
-    """Rebuild an error from `DeltaError.to_wire` (a worker's answer, or an HTTP body)."""
+    """Return the error that `DeltaError.to_wire` has encoded, in a rank's or an HTTP answer."""
     operands = {k: v for k, v in error.items() if k not in ("type", "message", "engine_state")}
     unknown = _BY_STATE.get(str(error.get("engine_state")), DeltaError)
     return _BY_NAME.get(str(error.get("type")), unknown)(str(error.get("message")), **operands)

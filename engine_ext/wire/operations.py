@@ -276,7 +276,11 @@ class AcquireLease(Operation[EngineLease], frozen=True, kw_only=True, tag="acqui
 
 
 class ReleaseLease(Operation[Reply], frozen=True, kw_only=True, tag="release_lease"):
-    """Return the lease; `owed` says that generation must still be resumed."""
+    """Return the lease.
+
+    Attributes:
+        owed: generation must still be resumed.
+    """
 
     holder: str
     owed: bool

@@ -192,7 +192,7 @@ class LogReplay:
         """Raise if the engine could not be brought to the newest version.
 
         Raises:
-            LogDamaged: says why.
+            LogDamaged: it could not; the message has the reason.
         """
         self._problem = None
         why = why_not_newer(listing, version, unusable)

@@ -74,7 +74,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         return _message(CallReply(call=self.call, answers=answers))
 
     def failure(self, reason: str) -> str:
-        """Return a message that says why there are no answers."""
+        """Return a message with the reason why there are no answers."""
         return _message(CallReply(call=self.call, failure=reason))
 
 

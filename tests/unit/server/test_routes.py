@@ -778,6 +778,20 @@ def test_status_when_the_engine_does_not_answer(rig: Rig) -> None:
     assert "the engine is gone" in error["message"]
 
 
+@pytest.mark.parametrize("operation", ["begin", "status", None])
+def test_a_bug_is_logged_once(
+    rig: Rig, operation: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether the engine's adapter, a reply without an update, or a rank fails."""
+    if operation is None:
+        rig.engine.shards[0].refuses["embed.weight"] = KeyError("w")
+    else:
+        rig.engine.fails[operation] = KeyError("w")
+    response = rig.get(STATUS) if operation == "status" else rig.send(delta_part())
+    assert_error(response, 500, "DeltaError")
+    assert [r.getMessage() for r in caplog.records if r.exc_info] == ["a delta operation failed"]
+
+
 # The guard -----------------------------------------------------------------------------------
 
 
