@@ -20,7 +20,7 @@ from engine_ext.derived.recompute import Recomputed
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.model.storage_index import StorageIndex, extent
-from engine_ext.placement.certify import certify
+from engine_ext.placement.certify import certify_placement
 from engine_ext.placement.ownership import boxes, resolve
 from engine_ext.placement.plan import covered
 from engine_ext.placement.segments import Placement, Segment, Status, TensorSpec
@@ -180,7 +180,7 @@ class InitialSyncApplier:
         self._reload(_tensors(staged))
         # Traced again, because the reload may have moved weights and replaced derived tensors.
         traced = self._traced = self._trace([_spec(delta) for delta in _deltas(staged)])
-        certify(traced.placement, _tensors(staged))
+        certify_placement(traced.placement, _tensors(staged))
         wrong = {
             name: placed.reason
             for name, placed in traced.placement.items()

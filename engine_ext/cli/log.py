@@ -24,7 +24,7 @@ from engine_ext.delta_log.catalog import (
     version_of,
     why_not_newer,
 )
-from engine_ext.delta_log.fold import CannotFold, digests_of, fold, read_version
+from engine_ext.delta_log.fold import CannotFold, digests_of, fold_versions, read_version
 from engine_ext.delta_log.writer import discard
 from engine_ext.errors import LogDamaged
 from engine_ext.settings import API_KEY_ENVIRONMENT
@@ -243,7 +243,7 @@ def _fold(options: argparse.Namespace) -> int:
             f"the log does not lead from version {base} to {target}"
             + (f", only to {steps[-1].version}" if steps else "")
         )
-    folder = fold(
+    folder = fold_versions(
         options.log, steps, base, progress=lambda entries: _with_progress(entries, "reading")
     )
     read_version(next(entry for entry in list_log(options.log).entries if entry.folder == folder))

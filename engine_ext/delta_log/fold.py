@@ -61,7 +61,7 @@ def digests_of(parts: Iterable[Part]) -> Digests:
     return Digests(before.pop() if before else None, after.pop() if after else None)
 
 
-def fold(
+def fold_versions(
     log: Path,
     entries: Sequence[Entry],
     base_version: int,

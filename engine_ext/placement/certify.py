@@ -19,7 +19,7 @@ from engine_ext.placement.repacked import gather_live
 from engine_ext.placement.segments import Placed, Placement, Segment, Status
 
 
-def certify(
+def certify_placement(
     placement: Placement,
     checkpoint: Iterable[tuple[str, torch.Tensor]],
     *,

@@ -26,7 +26,7 @@ from engine_ext.derived.recompute import Recomputation, add_recomputed
 from engine_ext.kernels.gather_scatter import warm_up
 from engine_ext.model.constants import Known, is_constant
 from engine_ext.model.storage_index import StorageIndex
-from engine_ext.placement.certify import certify, summary
+from engine_ext.placement.certify import certify_placement, summary
 from engine_ext.placement.plan import make_plan
 from engine_ext.placement.segments import Repack, Segment, Status, TensorSpec
 from engine_ext.ranks import Ranks
@@ -97,7 +97,7 @@ def make_receiver(loaded: LoadedModel, settings: Settings) -> Receiver:
     specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in loaded.checkpoint()]
     traced = _trace(loaded, specs)
     traced_s = time.perf_counter() - start
-    certify(traced.placement, loaded.checkpoint(), moves_known=loaded.learned)
+    certify_placement(traced.placement, loaded.checkpoint(), moves_known=loaded.learned)
     certified_s = time.perf_counter() - start - traced_s
     applier = _delta_applier(loaded, settings, traced)
     logger.info("delta updates: traced in %.2f s, certified in %.2f s", traced_s, certified_s)

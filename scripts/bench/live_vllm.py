@@ -19,7 +19,7 @@ from engine_ext.apply.staged import StagedPart
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.kernels.gather_scatter import bits_of, host_bits, warm_up
 from engine_ext.model.storage_index import StorageIndex
-from engine_ext.placement.certify import certify
+from engine_ext.placement.certify import certify_placement
 from engine_ext.placement.plan import make_plan
 from engine_ext.placement.segments import Status, TensorSpec
 from engine_ext.ranks import SingleRank
@@ -125,7 +125,7 @@ def make_live_model(llm: Any, learner: Any, threads: int) -> LiveModel:
     placement = trace_placement(model, load_weights, specs, index)
     compose(placement, learner.repacks, learner.refusals)
     traced = time.perf_counter()
-    certify(placement, base.items())
+    certify_placement(placement, base.items())
     certified = time.perf_counter()
     wrong = [name for name, placed in placement.items() if placed.status is not Status.EXACT]
     if wrong:

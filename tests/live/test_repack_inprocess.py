@@ -72,7 +72,7 @@ def main(model: str, out: str, *options: str) -> None:
     from engine_ext.adapters.vllm.postload import repack_learner
     from engine_ext.model.fingerprint import fingerprint
     from engine_ext.model.storage_index import StorageIndex
-    from engine_ext.placement.certify import certify
+    from engine_ext.placement.certify import certify_placement
     from engine_ext.placement.segments import TensorSpec
     from engine_ext.repacks.infer import compose
     from engine_ext.tracing.trace import trace_placement
@@ -90,7 +90,7 @@ def main(model: str, out: str, *options: str) -> None:
     index = StorageIndex(live)
     placement = trace_placement(live, adapter._loader(live, config), specs, index)
     compose(placement, learner.repacks, learner.refusals)
-    certify(placement, adapter.checkpoint(live, config))
+    certify_placement(placement, adapter.checkpoint(live, config))
     sizes = {name: parameter.numel() for name, parameter in live.named_parameters()}
     found = {
         "status": {name: placed.status.value for name, placed in placement.items()},

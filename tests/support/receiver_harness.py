@@ -24,7 +24,7 @@ from engine_ext.apply.staged import StagedParam, StagedPart, UndoLog
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
 from engine_ext.errors import NotUpdatable
 from engine_ext.model.storage_index import StorageIndex
-from engine_ext.placement.certify import certify
+from engine_ext.placement.certify import certify_placement
 from engine_ext.placement.plan import Plan, make_plan
 from engine_ext.placement.segments import Placed, Placement
 from engine_ext.ranks import SingleRank
@@ -219,7 +219,7 @@ def placed(model: type[ToyModel], base: Checkpoint) -> tuple[ToyModel, StorageIn
     live = load(model, base)
     index = StorageIndex(live)
     placement = trace_placement(live, live.load_weights, model.specs(), index)
-    certify(placement, base.items())
+    certify_placement(placement, base.items())
     return live, index, placement
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from engine_ext.derived.find import find_derived, refuse_derived
 from engine_ext.model.constants import Constants, is_constant
 from engine_ext.model.storage_index import StorageIndex
-from engine_ext.placement.certify import certify
+from engine_ext.placement.certify import certify_placement
 from engine_ext.placement.segments import Placement, Status
 from engine_ext.tracing.trace import trace_placement
 from tests.support.receiver_harness import base_checkpoint, load
@@ -100,7 +100,7 @@ def served(absorb: Callable[[Latent], None] = lambda model: None) -> tuple[Laten
     assert isinstance(model, Latent)
     absorb(model)
     placement = trace_placement(model, model.load_weights, model.specs(), StorageIndex(model))
-    certify(placement, base.items())
+    certify_placement(placement, base.items())
     return model, placement
 
 

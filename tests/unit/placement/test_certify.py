@@ -6,7 +6,7 @@ from torch import nn
 
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.model.storage_index import StorageIndex
-from engine_ext.placement.certify import certify, holds, summary
+from engine_ext.placement.certify import certify_placement, holds, summary
 from engine_ext.placement.segments import Placed, Segment, Status, TensorSpec
 from tests.support.receiver_harness import (
     base_checkpoint,
@@ -32,7 +32,7 @@ def placed(live: torch.Tensor, source: torch.Tensor, *, rows: int | None = None)
 
 
 def judged(tensor: Placed, *checkpoint: tuple[str, torch.Tensor]) -> Placed:
-    certify({"w": tensor}, checkpoint)
+    certify_placement({"w": tensor}, checkpoint)
     return tensor
 
 
@@ -158,9 +158,9 @@ def test_where_moves_are_unknown_a_constant_shows_no_order(rows: int, accepted: 
     """A transposed matrix of ones looks like itself; a single element has one order only."""
     source = torch.full((rows, rows), float("nan"), dtype=torch.bfloat16)
     tensor = placed(source.clone(), source)
-    certify({"w": tensor}, [("w", source)], moves_known=False)
+    certify_placement({"w": tensor}, [("w", source)], moves_known=False)
     assert tensor.status is (Status.EXACT if accepted else Status.UNCERTIFIED)
     assert accepted or "all its elements are the same" in tensor.reason
     known = placed(source.clone(), source)
-    certify({"w": known}, [("w", source)])
+    certify_placement({"w": known}, [("w", source)])
     assert known.status is Status.EXACT

@@ -12,7 +12,7 @@ from torch import nn
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.model.storage_index import LiveTensor, StorageIndex, extent
 from engine_ext.placement import repacked
-from engine_ext.placement.certify import certify, holds
+from engine_ext.placement.certify import certify_placement, holds
 from engine_ext.placement.repacked import gather_live
 from engine_ext.placement.segments import Placed, Repack, Segment, Status, TensorSpec
 from engine_ext.repacks import index_probe
@@ -395,7 +395,7 @@ def test_a_composed_placement_is_certified(known_as: str) -> None:
     repack = of_weight(lambda w: w.flip(1), (2, 6)).repacks["weight"]
     compose(placement, {known_as: repack, "other": Repack(np.zeros(1, np.int32))})
     assert placement["w"].segments[0].repack is repack
-    certify(placement, [("w", loaded)])
+    certify_placement(placement, [("w", loaded)])
     assert placement["w"].status is Status.EXACT
 
 
@@ -403,7 +403,7 @@ def test_a_wrong_map_is_not_certified() -> None:
     loaded = random_tensor((2, 6), torch.bfloat16, 0)
     placement = placement_of(entry_of(loaded.flip(1)), (2, 6))
     compose(placement, {"live": Repack(np.array([1, 0], np.int32))})
-    certify(placement, [("w", loaded)])
+    certify_placement(placement, [("w", loaded)])
     assert placement["w"].status is Status.UNCERTIFIED
 
 
@@ -411,7 +411,7 @@ def test_a_refused_parameter_is_uncertified_though_its_bytes_are_right() -> None
     loaded = random_tensor((2, 6), torch.bfloat16, 0)
     placement = placement_of(entry_of(loaded.clone()), (2, 6))
     compose(placement, {}, {"live": "post-load processing also keeps it in handle"})
-    certify(placement, [("w", loaded)])
+    certify_placement(placement, [("w", loaded)])
     assert placement["w"].status is Status.UNCERTIFIED
     assert placement["w"].reason == "live: post-load processing also keeps it in handle"
 
