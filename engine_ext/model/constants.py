@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import torch
 
-from engine_ext.model.fingerprint import fingerprint
+from engine_ext.model.fingerprint import hash_tensor
 from engine_ext.model.module_walk import reachable_tensors
 
 Known = Callable[[str, torch.Tensor], bool]
@@ -64,7 +64,7 @@ class Constants:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._fingerprints = {
-            f"{path}.{attribute}".lstrip("."): fingerprint(tensor)
+            f"{path}.{attribute}".lstrip("."): hash_tensor(tensor)
             for path, _, attribute, tensor in reachable_tensors(model)
             if not tensor.is_meta and not _is_weight(tensor)
         }
@@ -72,7 +72,7 @@ class Constants:
     def __call__(self, path: str, tensor: torch.Tensor) -> bool:
         """Return whether the tensor was there before the weights were, with the same bits."""
         before = self._fingerprints.get(path)
-        return before is not None and before == fingerprint(tensor)
+        return before is not None and before == hash_tensor(tensor)
 
 
 def _is_weight(tensor: torch.Tensor) -> bool:

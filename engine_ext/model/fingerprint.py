@@ -8,7 +8,7 @@ import torch
 import xxhash
 
 
-def fingerprint(tensor: torch.Tensor) -> str:
+def hash_tensor(tensor: torch.Tensor) -> str:
     """Return a tensor's dtype, shape and the xxh3_128 of its elements, as text.
 
     The elements are hashed in row-major order, whatever the strides, so two tensors with equal

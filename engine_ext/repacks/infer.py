@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine_ext.model.fingerprint import fingerprint
+from engine_ext.model.fingerprint import hash_tensor
 from engine_ext.model.storage_index import extent
 from engine_ext.placement.segments import Placement, Repack
 from engine_ext.repacks.index_probe import IndexProbe
@@ -119,7 +119,7 @@ def _other_outputs(
     outputs: Mapping[str, torch.Tensor], probes: Mapping[str, IndexProbe]
 ) -> dict[str, str]:
     """Fingerprint each tensor that the processing made in addition to the parameters."""
-    return {name: fingerprint(t) for name, t in outputs.items() if name not in probes}
+    return {name: hash_tensor(t) for name, t in outputs.items() if name not in probes}
 
 
 def _refuse_kept_elsewhere(
@@ -152,7 +152,7 @@ def _refuse_inputs_of_refused(probes: Mapping[str, IndexProbe], process: Process
 
     def outcome(flipped: str | None) -> dict[str, str]:
         outputs = process({n: p.payload(flip=n == flipped) for n, p in probes.items()})
-        return {name: fingerprint(outputs[name]) for name in refused if name in outputs}
+        return {name: hash_tensor(outputs[name]) for name in refused if name in outputs}
 
     before = outcome(None)
     for name in probes.keys() - refused:

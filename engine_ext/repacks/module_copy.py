@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from engine_ext.model.fingerprint import fingerprint
+from engine_ext.model.fingerprint import hash_tensor
 from engine_ext.model.module_walk import walk
 
 PROCESSING = "process_weights_after_loading"
@@ -19,7 +19,7 @@ def state_of(module: torch.nn.Module) -> list[Any]:
     state: list[Any] = []
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         address = 0 if tensor.is_meta else tensor.data_ptr()
-        state.append((name, id(tensor), address, fingerprint(tensor)))
+        state.append((name, id(tensor), address, hash_tensor(tensor)))
     for name, part in module.named_modules():
         for thing in (part, getattr(part, "quant_method", None)):
             if hasattr(thing, "__dict__"):

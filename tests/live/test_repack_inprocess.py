@@ -70,7 +70,7 @@ def main(model: str, out: str, *options: str) -> None:
 
     from engine_ext.adapters.vllm import worker as adapter
     from engine_ext.adapters.vllm.postload import repack_learner
-    from engine_ext.model.fingerprint import fingerprint
+    from engine_ext.model.fingerprint import hash_tensor
     from engine_ext.model.storage_index import StorageIndex
     from engine_ext.placement.certify import certify_placement
     from engine_ext.placement.segments import TensorSpec
@@ -97,8 +97,8 @@ def main(model: str, out: str, *options: str) -> None:
         "refusals": learner.refusals,
         "blocks": {name: [r.block, sizes[name]] for name, r in learner.repacks.items()},
         "maps": len({id(repack) for repack in learner.repacks.values()}),
-        "parameters": {name: fingerprint(p) for name, p in live.named_parameters()},
-        "buffers": {name: fingerprint(b) for name, b in live.named_buffers()},
+        "parameters": {name: hash_tensor(p) for name, p in live.named_parameters()},
+        "buffers": {name: hash_tensor(b) for name, b in live.named_buffers()},
         "tokens": [],
     }
     if "--packed" not in options:

@@ -75,13 +75,13 @@ def test_served_on_two_ranks(
         headers = {"Content-Type": "application/octet-stream"}
         answer = engine.post("/update_weights_delta", content=body, headers=headers).json()
         assert answer["status"] == "committed", answer
-    updated = fingerprint(engine)
+    updated = hash_tensor(engine)
     assert engine.post("/delta_rollback").json()["version"] == len(SYNCS) - 1
     assert engine.checksums() == before
     engine.stop()
     target = tiny_models.save_checkpoint(base, tmp_path / "target", trainer.tensors)
     fresh = start("vllm", target, **options)
-    assert fingerprint(fresh) == updated
+    assert hash_tensor(fresh) == updated
     fresh.stop()
 
 
@@ -118,7 +118,7 @@ def _state(llm: Any, worker: Any) -> dict[str, Any]:
     """Every bit of the model and what it generates; and where its parameters lie."""
     from vllm import SamplingParams
 
-    from engine_ext.model.fingerprint import fingerprint
+    from engine_ext.model.fingerprint import hash_tensor
     from engine_ext.model.module_walk import reachable_tensors
 
     model = worker.model_runner.get_model()
@@ -127,10 +127,10 @@ def _state(llm: Any, worker: Any) -> dict[str, Any]:
     [answer] = llm.generate(["the quick brown fox jumps"], greedy, use_tqdm=False)
     return {
         "bits": {
-            "parameters": {n: fingerprint(p) for n, p in model.named_parameters()},
-            "buffers": {n: fingerprint(b) for n, b in model.named_buffers()},
+            "parameters": {n: hash_tensor(p) for n, p in model.named_parameters()},
+            "buffers": {n: hash_tensor(b) for n, b in model.named_buffers()},
             "absorbed": {
-                f"{path}.{name}": fingerprint(tensor)
+                f"{path}.{name}": hash_tensor(tensor)
                 for path, _, name, tensor in reachable_tensors(model)
                 if name in ("W_UV", "W_UK_T")
             },

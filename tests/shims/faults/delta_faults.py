@@ -94,11 +94,11 @@ def _leave(file: Path, text: str) -> None:
 
 
 def _hashes(model: Any) -> dict[str, str]:
-    from engine_ext.model.fingerprint import fingerprint
+    from engine_ext.model.fingerprint import hash_tensor
     from engine_ext.model.module_walk import reachable_tensors
 
     return {
-        f"{path}.{attribute}": fingerprint(tensor)
+        f"{path}.{attribute}": hash_tensor(tensor)
         for path, _, attribute, tensor in reachable_tensors(model)
         if not tensor.is_meta and attribute != "kv_cache"
     }
