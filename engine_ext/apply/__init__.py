@@ -1,0 +1,31 @@
+"""Stage and commit parts on one rank.
+
+A part becomes staged writes (`stager`, `staged`), which an applier carries out: `scatter` through a
+certified placement, `masked` through the engine's loader, `initial_sync` for an engine without a
+checkpoint. `transaction` commits, votes with the other ranks (`consensus`) and undoes.
+
+Imports: `engine_ext.tracing`, `engine_ext.derived`, `engine_ext.placement` and the rooms below.
+"""
+
+from engine_ext.apply.applier import Applier
+from engine_ext.apply.delta_applier import DeltaApplier, Writer
+from engine_ext.apply.initial_sync import InitialSyncApplier, Reload, Traced
+from engine_ext.apply.masked import MaskedWriter, apply_masked
+from engine_ext.apply.scatter import ScatterWriter
+from engine_ext.apply.staged import StagedPart, UndoLog
+from engine_ext.apply.transaction import Transaction
+
+__all__ = [
+    "Applier",
+    "DeltaApplier",
+    "InitialSyncApplier",
+    "MaskedWriter",
+    "Reload",
+    "ScatterWriter",
+    "StagedPart",
+    "Traced",
+    "Transaction",
+    "UndoLog",
+    "Writer",
+    "apply_masked",
+]

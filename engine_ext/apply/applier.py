@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from engine_ext.apply.staged import StagedPart, UndoLog
-from engine_ext.placement.plan import Plan
-from engine_ext.wire import Part
-from engine_ext.wire.digest import Digest
+from engine_ext.placement import Plan
+from engine_ext.wire import Digest, Part
 
 
 class Applier(Protocol):

@@ -11,8 +11,7 @@ import numpy as np
 from engine_ext.apply.staged import StagedPart
 from engine_ext.dtypes import NAME_OF_TORCH
 from engine_ext.errors import NotUpdatable
-from engine_ext.placement.plan import Plan
-from engine_ext.placement.segments import Placed, Status
+from engine_ext.placement import Placed, Plan, Status
 from engine_ext.wire import ParamDelta
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from engine_ext.apply.staged import StagedPart
 from engine_ext.errors import BaseMismatch, NotUpdatable
-from engine_ext.wire.digest import Digest
+from engine_ext.wire import Digest
 
 
 def brief(staged: Sequence[StagedPart], digest: Digest) -> dict[str, Any]:

@@ -18,14 +18,12 @@ from engine_ext.apply import checks, consensus
 from engine_ext.apply.staged import StagedPart, UndoLog, Write
 from engine_ext.apply.stager import stage_part
 from engine_ext.apply.thread_pool import ThreadPool
-from engine_ext.derived.recompute import Recomputed, triggered
+from engine_ext.derived import Recomputed, triggered
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
 from engine_ext.errors import BaseMismatch, NotUpdatable
-from engine_ext.model.storage_index import StorageIndex
-from engine_ext.placement.plan import Plan
-from engine_ext.placement.segments import Placed, Status
-from engine_ext.wire import ParamDelta, Part
-from engine_ext.wire.digest import Digest, change_digest
+from engine_ext.model import StorageIndex
+from engine_ext.placement import Placed, Plan, Status
+from engine_ext.wire import Digest, ParamDelta, Part, change_digest
 
 
 class Writer(Protocol):

@@ -16,16 +16,21 @@ import torch
 
 from engine_ext.apply.masked import densify
 from engine_ext.apply.staged import StagedParam, StagedPart, UndoLog
-from engine_ext.derived.recompute import Recomputed
+from engine_ext.derived import Recomputed
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.errors import BaseMismatch, NotUpdatable
-from engine_ext.model.storage_index import StorageIndex, extent
-from engine_ext.placement.certify import certify_placement
-from engine_ext.placement.ownership import boxes, resolve
-from engine_ext.placement.plan import covered
-from engine_ext.placement.segments import Placement, Segment, Status, TensorSpec
-from engine_ext.wire import ParamDelta, Part
-from engine_ext.wire.digest import Digest, tensor_digest
+from engine_ext.model import StorageIndex, extent
+from engine_ext.placement import (
+    Placement,
+    Segment,
+    Status,
+    TensorSpec,
+    boxes,
+    certify_placement,
+    covered,
+    resolve,
+)
+from engine_ext.wire import Digest, ParamDelta, Part, tensor_digest
 
 Reload = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 

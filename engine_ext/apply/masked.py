@@ -24,9 +24,9 @@ from engine_ext.apply.staged import StagedPart, Write
 from engine_ext.apply.thread_pool import ThreadPool
 from engine_ext.dtypes import TORCH_DTYPE, torch_bits_dtype
 from engine_ext.errors import NotUpdatable
-from engine_ext.model.storage_index import StorageIndex
-from engine_ext.placement.segments import Placed, Placement, Status
-from engine_ext.tracing.trace import COPY_REPLACED, LoadWeights, rehearse
+from engine_ext.model import StorageIndex
+from engine_ext.placement import Placed, Placement, Status
+from engine_ext.tracing import COPY_REPLACED, LoadWeights, rehearse
 from engine_ext.wire import ParamDelta
 
 # torch compares and selects these for NaN, but not the 8-bit floats.

@@ -10,7 +10,7 @@ import torch
 from engine_ext.apply.staged import StagedPart, Write
 from engine_ext.apply.thread_pool import ThreadPool
 from engine_ext.dtypes import TORCH_DTYPE
-from engine_ext.placement.segments import Placed
+from engine_ext.placement import Placed
 from engine_ext.wire import ParamDelta
 
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine_ext.placement.live_elements import DeviceElements, HostElements, LiveElements
-from engine_ext.wire import Manifest, ParamDelta
-from engine_ext.wire.digest import Digest
+from engine_ext.placement import DeviceElements, HostElements, LiveElements
+from engine_ext.wire import Digest, Manifest, ParamDelta
 
 
 @dataclass(slots=True)

@@ -17,13 +17,19 @@ from engine_ext.apply.staged import StagedParam, StagedPart, Write
 from engine_ext.apply.thread_pool import ThreadPool
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.errors import BaseMismatch
-from engine_ext.kernels.gather_scatter import Bits, bits_of, signed
-from engine_ext.placement.casts import as_host, checkpoint_bits, live_bits, typed
-from engine_ext.placement.live_elements import DeviceElements, HostElements, WholeBox
-from engine_ext.placement.plan import Plan
-from engine_ext.placement.targets import Target
-from engine_ext.wire import ParamDelta, Part
-from engine_ext.wire.digest import Digest, change_digest, tensor_digest
+from engine_ext.kernels import Bits, bits_of, signed
+from engine_ext.placement import (
+    DeviceElements,
+    HostElements,
+    Plan,
+    Target,
+    WholeBox,
+    as_host,
+    checkpoint_bits,
+    live_bits,
+    typed,
+)
+from engine_ext.wire import Digest, ParamDelta, Part, change_digest, tensor_digest
 
 # Elements of one piece. On the CPU the temporaries of a piece stay in a core's cache, and the
 # threads get equal shares; on a device each piece costs several kernel launches.

@@ -15,20 +15,23 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine_ext.delta_log.catalog import (
+from engine_ext.delta_log import (
+    CannotFold,
     Entry,
     Listing,
+    digests_of,
+    discard,
+    fold_versions,
     list_log,
+    read_version,
     removable,
     route,
     version_of,
     why_not_newer,
 )
-from engine_ext.delta_log.fold import CannotFold, digests_of, fold_versions, read_version
-from engine_ext.delta_log.writer import discard
 from engine_ext.errors import LogDamaged
 from engine_ext.settings import API_KEY_ENVIRONMENT
-from engine_ext.wire.signature import HMAC_KEY_ENVIRONMENT
+from engine_ext.wire import HMAC_KEY_ENVIRONMENT
 
 OK, DAMAGED, USAGE, INTERRUPTED = 0, 1, 2, 130
 

@@ -31,7 +31,7 @@ from typing import Final
 import msgspec
 
 from engine_ext.errors import LogDamaged
-from engine_ext.wire.manifest import MAX_VERSION
+from engine_ext.wire import MAX_VERSION
 
 DONE: Final = "DONE"
 REFUSED: Final = "REFUSED"

@@ -13,9 +13,19 @@ import xxhash
 from engine_ext.delta_log.catalog import Entry, folder_name
 from engine_ext.delta_log.writer import Draft
 from engine_ext.errors import ChecksumMismatch, DeltaError
-from engine_ext.wire import FrameReader, Limits, ParamDelta, Part, decode_part, encode_part
-from engine_ext.wire.positions import position_bytes
-from engine_ext.wire.signature import SIGNATURE_SUFFIX, Verifier, sign, signing_key
+from engine_ext.wire import (
+    SIGNATURE_SUFFIX,
+    FrameReader,
+    Limits,
+    ParamDelta,
+    Part,
+    Verifier,
+    decode_part,
+    encode_part,
+    position_bytes,
+    sign,
+    signing_key,
+)
 
 BUCKET_BYTES = 256 << 20  # of a folded part, before compression
 

@@ -20,8 +20,7 @@ from engine_ext.delta_log.catalog import (
     version_of,
 )
 from engine_ext.durable_files import FileLock, sync_folder, write_file
-from engine_ext.wire import FrameReader, Limits, Manifest, PartGate
-from engine_ext.wire.signature import SIGNATURE_SUFFIX
+from engine_ext.wire import SIGNATURE_SUFFIX, FrameReader, Limits, Manifest, PartGate
 
 if TYPE_CHECKING:
     from typing_extensions import Self

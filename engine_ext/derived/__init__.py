@@ -1,0 +1,21 @@
+"""Tensors that an engine computes from weights and keeps.
+
+`find` finds them and refuses the weights that they are made of; `proof` shows that the engine's own
+function reproduces one bit for bit; `recompute` then runs it inside of the commit.
+
+Imports: `engine_ext.placement` and the rooms below it.
+"""
+
+from engine_ext.derived.find import find_derived, refuse_derived
+from engine_ext.derived.proof import prove
+from engine_ext.derived.recompute import Recomputation, Recomputed, add_recomputed, triggered
+
+__all__ = [
+    "Recomputation",
+    "Recomputed",
+    "add_recomputed",
+    "find_derived",
+    "prove",
+    "refuse_derived",
+    "triggered",
+]

@@ -15,10 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine_ext.model.constants import Known, is_constant
-from engine_ext.model.module_walk import reachable_tensors
-from engine_ext.model.storage_index import StorageIndex
-from engine_ext.placement.segments import Placement
+from engine_ext.model import Known, StorageIndex, is_constant, reachable_tensors
+from engine_ext.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,18 +24,20 @@ import torch
 
 from engine_ext.derived.find import Derived
 from engine_ext.derived.recompute import Recomputation, Recomputed
-from engine_ext.kernels.gather_scatter import bits_of
-from engine_ext.model.constants import is_cache
-from engine_ext.model.module_walk import reachable_tensors
-from engine_ext.model.state_guard import (
+from engine_ext.kernels import bits_of
+from engine_ext.model import (
+    LiveTensor,
     ModelStateGuard,
+    StorageIndex,
     TracingError,
     attached_tensors,
+    extent,
+    is_cache,
     layout,
     location,
+    reachable_tensors,
 )
-from engine_ext.model.storage_index import LiveTensor, StorageIndex, extent
-from engine_ext.placement.segments import Placement
+from engine_ext.placement import Placement
 
 # Bits of the mantissa. Other dtypes are refused, as it is not known which bits may change: integers
 # may be indices or codes.

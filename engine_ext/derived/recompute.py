@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from engine_ext.kernels.gather_scatter import bits_of
-from engine_ext.model.state_guard import AttachedTensor, attached_tensors, layout, location
-from engine_ext.placement.segments import Placement
+from engine_ext.kernels import bits_of
+from engine_ext.model import AttachedTensor, attached_tensors, layout, location
+from engine_ext.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,37 @@
+"""Compiled loops over the elements of a tensor, for any device.
+
+Gather and scatter by offset, written with numba for the host (`gather_scatter`, `jit`, `simd`) and
+with Triton for accelerators (`triton`); PyTorch's operators do the same where neither is installed.
+Nothing here knows what an element means.
+
+Imports: `engine_ext.dtypes`, `engine_ext.errors`. numba and Triton are optional.
+"""
+
+from engine_ext.kernels.gather_scatter import Bits, Offsets, bits_of, host_bits, signed, warm_up
+from engine_ext.kernels.jit import array, compile_loop, made_once
+from engine_ext.kernels.simd import (
+    LINE,
+    differing_mask,
+    popcount,
+    prefetch_to_read,
+    register_intrinsics,
+    trailing_zeros,
+)
+
+__all__ = [
+    "LINE",
+    "Bits",
+    "Offsets",
+    "array",
+    "bits_of",
+    "compile_loop",
+    "differing_mask",
+    "host_bits",
+    "made_once",
+    "popcount",
+    "prefetch_to_read",
+    "register_intrinsics",
+    "signed",
+    "trailing_zeros",
+    "warm_up",
+]

@@ -1,0 +1,47 @@
+"""Where each checkpoint element is in the live memory of this rank.
+
+A placement is a list of strided segments for each checkpoint tensor (`segments`). It is proven on
+the bytes (`certify`), agreed on by all ranks (`ownership`, `plan`), and read and written through
+locators and targets (`locator`, `targets`, `live_elements`), with the casts and repacks that the
+engine applied while it loaded (`casts`, `repacked`).
+
+Imports: `engine_ext.model`, `engine_ext.wire`, `engine_ext.kernels`, and the ground floor.
+"""
+
+from engine_ext.placement.casts import as_host, checkpoint_bits, live_bits, typed
+from engine_ext.placement.certify import certify_placement, summary
+from engine_ext.placement.live_elements import DeviceElements, HostElements, LiveElements, WholeBox
+from engine_ext.placement.ownership import boxes, resolve
+from engine_ext.placement.plan import Plan, covered, make_plan
+from engine_ext.placement.repacked import CHUNK, flat_bits, smallest_block, unmoved
+from engine_ext.placement.segments import Placed, Placement, Repack, Segment, Status, TensorSpec
+from engine_ext.placement.targets import Target
+
+__all__ = [
+    "CHUNK",
+    "DeviceElements",
+    "HostElements",
+    "LiveElements",
+    "Placed",
+    "Placement",
+    "Plan",
+    "Repack",
+    "Segment",
+    "Status",
+    "Target",
+    "TensorSpec",
+    "WholeBox",
+    "as_host",
+    "boxes",
+    "certify_placement",
+    "checkpoint_bits",
+    "covered",
+    "flat_bits",
+    "live_bits",
+    "make_plan",
+    "resolve",
+    "smallest_block",
+    "summary",
+    "typed",
+    "unmoved",
+]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from engine_ext.dtypes import TORCH_DTYPE
-from engine_ext.kernels.gather_scatter import Bits, bits_of, host_bits
+from engine_ext.kernels import Bits, bits_of, host_bits
 
 
 def live_bits(values: Bits, dtype: str, live: torch.dtype) -> Bits:

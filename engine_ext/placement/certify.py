@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import torch
 
 from engine_ext.dtypes import torch_bits_dtype
-from engine_ext.kernels.gather_scatter import bits_of
+from engine_ext.kernels import bits_of
 from engine_ext.placement.repacked import gather_live
 from engine_ext.placement.segments import Placed, Placement, Segment, Status
 

@@ -8,8 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from engine_ext.kernels import gather_scatter
-from engine_ext.kernels.gather_scatter import Bits, Offsets, bits_of
+from engine_ext.kernels import Bits, Offsets, bits_of, gather_scatter
 from engine_ext.placement.segments import Segment
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.kernels.jit import array, compile_loop, made_once
+from engine_ext.kernels import array, compile_loop, made_once
 from engine_ext.placement.segments import Segment
 
 _Int64s = NDArray[np.int64]

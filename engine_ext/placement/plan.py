@@ -19,7 +19,7 @@ from engine_ext.placement.ownership import box_of, boxes, resolve
 from engine_ext.placement.segments import Placed, Placement, Status
 from engine_ext.placement.targets import Target, make_targets
 from engine_ext.ranks import Ranks
-from engine_ext.wire.digest import Digest, tensor_digest
+from engine_ext.wire import Digest, tensor_digest
 
 _SCAN_ELEMENTS = 1 << 20
 _SCAN_INDICES = 1 << 15  # if indices are needed, too: their temporaries stay in a core's cache

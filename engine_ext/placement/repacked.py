@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine_ext.dtypes import torch_bits_dtype
-from engine_ext.model.storage_index import extent
+from engine_ext.model import extent
 from engine_ext.placement.segments import Repack, Segment
 
 # Elements processed at a time, in up to eight temporaries of 8 bytes per element: 64 MiB.

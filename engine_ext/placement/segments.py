@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine_ext.model.storage_index import LiveTensor
+from engine_ext.model import LiveTensor
 
 
 @dataclass(frozen=True, slots=True)

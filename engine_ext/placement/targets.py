@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine_ext.kernels.gather_scatter import Bits, bits_of, host_bits
+from engine_ext.kernels import Bits, bits_of, host_bits
 from engine_ext.kernels.triton import runs_kernels
 from engine_ext.placement.live_elements import DeviceElements, HostElements
 from engine_ext.placement.locator import Locator
 from engine_ext.placement.ownership import SourceBox, box_of
 from engine_ext.placement.segments import Segment
-from engine_ext.wire.positions import Positions
+from engine_ext.wire import Positions
 
 
 def make_targets(

@@ -1,0 +1,17 @@
+"""One rank's receiver: the state machine behind the endpoints.
+
+`receiver` carries out the operations that the HTTP side asks for; `sync_state` decides which parts
+are admitted; `lease` keeps several HTTP processes apart; `startup` makes a receiver of a loaded
+model.
+
+Imports: `engine_ext.apply` and the rooms below it. Never an engine, never the HTTP side.
+"""
+
+from engine_ext.receiver.receiver import Receiver
+from engine_ext.receiver.startup import LoadedModel, make_receiver
+
+__all__ = [
+    "LoadedModel",
+    "Receiver",
+    "make_receiver",
+]

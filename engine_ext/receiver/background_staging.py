@@ -6,10 +6,9 @@ import mmap
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from engine_ext.apply.staged import StagedPart
+from engine_ext.apply import StagedPart
 from engine_ext.errors import MalformedPart
-from engine_ext.wire import Limits, Part, decode_part
-from engine_ext.wire.identity import PartId, part_identity
+from engine_ext.wire import Limits, Part, PartId, decode_part, part_identity
 
 StagePart = Callable[[Part], StagedPart]
 

@@ -12,9 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from engine_ext.apply.applier import Applier
-from engine_ext.apply.staged import StagedPart, UndoLog
-from engine_ext.apply.transaction import Transaction
+from engine_ext.apply import Applier, StagedPart, Transaction, UndoLog
 from engine_ext.errors import CommitFailed, Conflict, WeightsAsleep, WriteUndone
 from engine_ext.ranks import Ranks
 from engine_ext.receiver.background_staging import BackgroundStaging

@@ -15,25 +15,33 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine_ext.apply.applier import Applier
-from engine_ext.apply.delta_applier import DeltaApplier, Writer
-from engine_ext.apply.initial_sync import InitialSyncApplier, Reload, Traced
-from engine_ext.apply.masked import MaskedWriter
-from engine_ext.apply.scatter import ScatterWriter
-from engine_ext.derived.find import find_derived, refuse_derived
-from engine_ext.derived.proof import prove
-from engine_ext.derived.recompute import Recomputation, add_recomputed
-from engine_ext.kernels.gather_scatter import warm_up
-from engine_ext.model.constants import Known, is_constant
-from engine_ext.model.storage_index import StorageIndex
-from engine_ext.placement.certify import certify_placement, summary
-from engine_ext.placement.plan import make_plan
-from engine_ext.placement.segments import Repack, Segment, Status, TensorSpec
+from engine_ext.apply import (
+    Applier,
+    DeltaApplier,
+    InitialSyncApplier,
+    MaskedWriter,
+    Reload,
+    ScatterWriter,
+    Traced,
+    Writer,
+)
+from engine_ext.derived import Recomputation, add_recomputed, find_derived, prove, refuse_derived
+from engine_ext.kernels import warm_up
+from engine_ext.model import Known, StorageIndex, is_constant
+from engine_ext.placement import (
+    Repack,
+    Segment,
+    Status,
+    TensorSpec,
+    certify_placement,
+    make_plan,
+    summary,
+)
 from engine_ext.ranks import Ranks
 from engine_ext.receiver.receiver import Receiver
-from engine_ext.repacks.infer import compose
+from engine_ext.repacks import compose
 from engine_ext.settings import Settings
-from engine_ext.tracing.trace import LoadWeights, trace_placement
+from engine_ext.tracing import LoadWeights, trace_placement
 from engine_ext.wire import Limits, exponent_planes, gap_streams, ulp_differences
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from engine_ext.errors import (
     VersionConflict,
     WeightsAsleep,
 )
-from engine_ext.wire.identity import PartId
+from engine_ext.wire import PartId
 from engine_ext.wire.operations import Admission, StagedSync
 
 

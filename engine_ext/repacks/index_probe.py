@@ -14,9 +14,8 @@ import numpy as np
 import torch
 
 from engine_ext.dtypes import torch_bits_dtype
-from engine_ext.model.storage_index import extent
-from engine_ext.placement.repacked import CHUNK, flat_bits, smallest_block, unmoved
-from engine_ext.placement.segments import Repack
+from engine_ext.model import extent
+from engine_ext.placement import CHUNK, Repack, flat_bits, smallest_block, unmoved
 
 # The largest digit up to which the dtype holds every integer exactly. 0 stands for padding.
 _BASE: Final[dict[torch.dtype, int]] = {

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine_ext.model.fingerprint import hash_tensor
-from engine_ext.model.storage_index import extent
-from engine_ext.placement.segments import Placement, Repack
+from engine_ext.model import extent, hash_tensor
+from engine_ext.placement import Placement, Repack
 from engine_ext.repacks.index_probe import IndexProbe
 
 Process = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from engine_ext.model.constants import is_constant
-from engine_ext.placement.segments import Repack
+from engine_ext.model import is_constant
+from engine_ext.placement import Repack
 from engine_ext.repacks.infer import InferredRepacks, infer_repacks
 from engine_ext.repacks.module_copy import PROCESSING, ModuleCopy, state_of
 

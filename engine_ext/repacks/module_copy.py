@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from engine_ext.model.fingerprint import hash_tensor
-from engine_ext.model.module_walk import walk
+from engine_ext.model import hash_tensor, walk
 
 PROCESSING = "process_weights_after_loading"
 """The method's name in both engines, on a quant method, a scheme, a layer or a model."""

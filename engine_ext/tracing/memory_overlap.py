@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine_ext.model.storage_index import extent
-from engine_ext.placement.segments import Placement, Segment
+from engine_ext.model import extent
+from engine_ext.placement import Placement, Segment
 
 Write = list[tuple[str | None, Segment]]
 """One write of the loader to live memory: segments with their checkpoint tensor, or None."""

@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from engine_ext.model.storage_index import LiveTensor, StorageIndex, extent
-from engine_ext.placement.repacked import smallest_block
-from engine_ext.placement.segments import Placement, Repack, Segment, TensorSpec
+from engine_ext.model import LiveTensor, StorageIndex, extent
+from engine_ext.placement import Placement, Repack, Segment, TensorSpec, smallest_block
 from engine_ext.tracing.index_replay import Provenance, TrackedStorage, UntraceableError
 from engine_ext.tracing.memory_overlap import Write
 from engine_ext.tracing.permutations import find_permutation, split_by_source

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from engine_ext.model.state_guard import TracingError
+from engine_ext.model import TracingError
 
 # How long a thread may run on after the loader has returned.
 _JOIN_TIMEOUT_S: Final = 10.0

@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 
-from engine_ext.model.state_guard import ModelStateGuard, TracingError
-from engine_ext.model.storage_index import StorageIndex
-from engine_ext.placement.segments import Placed, Placement, Segment, Status, TensorSpec
+from engine_ext.model import ModelStateGuard, StorageIndex, TracingError
+from engine_ext.placement import Placed, Placement, Segment, Status, TensorSpec
 from engine_ext.tracing.memory_overlap import ByteRange, Write, overlaps, refuse_shared_memory
 from engine_ext.tracing.recorder import Recorder, RecordingMode
 from engine_ext.tracing.thread_propagation import traced_threads

@@ -76,8 +76,15 @@ from engine_ext.wire.container import (
     read_container,
     write_container,
 )
+from engine_ext.wire.digest import Digest, change_digest, tensor_digest
+from engine_ext.wire.gap_streams import byte_stream, join_streams
+from engine_ext.wire.identity import PartId, part_identity
 from engine_ext.wire.limits import Limits
 from engine_ext.wire.manifest import (
+    DIFFERENCES,
+    ENCODINGS,
+    MAX_VERSION,
+    PACKED_ENCODINGS,
     Manifest,
     ParamEntry,
     manifest_checksum,
@@ -85,12 +92,27 @@ from engine_ext.wire.manifest import (
     parse_version,
 )
 from engine_ext.wire.part import ParamDelta, Part, decode_part, encode_part
-from engine_ext.wire.positions import ENCODINGS, decode_positions, encode_positions
+from engine_ext.wire.positions import Positions, decode_positions, encode_positions, position_bytes
+from engine_ext.wire.signature import (
+    HMAC_KEY_ENVIRONMENT,
+    SIGNATURE_HEADER,
+    SIGNATURE_SUFFIX,
+    Verifier,
+    sign,
+    signing_key,
+)
 from engine_ext.wire.zstd_frames import ZSTD_MAGIC, FrameReader, compress_frame
 
 __all__ = [
+    "DIFFERENCES",
     "ENCODINGS",
+    "HMAC_KEY_ENVIRONMENT",
+    "MAX_VERSION",
+    "PACKED_ENCODINGS",
+    "SIGNATURE_HEADER",
+    "SIGNATURE_SUFFIX",
     "ZSTD_MAGIC",
+    "Digest",
     "FrameReader",
     "Header",
     "Limits",
@@ -99,18 +121,29 @@ __all__ = [
     "ParamEntry",
     "Part",
     "PartGate",
+    "PartId",
+    "Positions",
     "Span",
+    "Verifier",
+    "byte_stream",
+    "change_digest",
     "compress_frame",
     "decode_part",
     "decode_positions",
     "encode_part",
     "encode_positions",
+    "join_streams",
     "manifest_checksum",
     "parse_header",
     "parse_manifest",
     "parse_version",
+    "part_identity",
+    "position_bytes",
     "read_container",
+    "sign",
+    "signing_key",
     "slime_checksum",
+    "tensor_digest",
     "verify_checksum",
     "write_container",
     "xxh3_checksum",

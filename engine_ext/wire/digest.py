@@ -36,7 +36,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from engine_ext.dtypes import NAME_OF_TORCH, torch_bits_dtype
-from engine_ext.kernels.jit import array, compile_loop, made_once
+from engine_ext.kernels import array, compile_loop, made_once
 
 _MODULUS: Final = 1 << 64
 _NUMPY_CHUNK: Final = 1 << 14  # elements whose 64-bit temporaries stay in a core's cache

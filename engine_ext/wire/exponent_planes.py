@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from engine_ext.dtypes import bits_dtype, itemsize
 from engine_ext.errors import MalformedPart
-from engine_ext.kernels.jit import array, compile_loop, made_once
+from engine_ext.kernels import array, compile_loop, made_once
 from engine_ext.wire.manifest import ParamEntry
 from engine_ext.wire.zstd_frames import compress_planes, decompress_planes
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_ext.errors import MalformedPart, NotUpdatable
-from engine_ext.kernels.jit import array, compile_loop, made_once
+from engine_ext.kernels import array, compile_loop, made_once
 from engine_ext.wire.limits import Limits
 from engine_ext.wire.manifest import ParamEntry, skip_symbol
 from engine_ext.wire.zstd_frames import compress_planes, decompress_planes

@@ -23,8 +23,14 @@ from numpy.typing import NDArray
 
 from engine_ext.dtypes import bits_dtype
 from engine_ext.errors import MalformedPart
-from engine_ext.kernels.jit import array, compile_loop, made_once
-from engine_ext.kernels.simd import popcount, register_intrinsics, trailing_zeros
+from engine_ext.kernels import (
+    array,
+    compile_loop,
+    made_once,
+    popcount,
+    register_intrinsics,
+    trailing_zeros,
+)
 from engine_ext.wire.manifest import ParamEntry
 from engine_ext.wire.zstd_frames import compress_planes, decompress_planes
 

@@ -209,7 +209,7 @@ class Bench:
         """
         import torch
 
-        from engine_ext.kernels.gather_scatter import bits_of, host_bits
+        from engine_ext.kernels import bits_of, host_bits
 
         self._step("loading the changed checkpoint")
         changed = {}

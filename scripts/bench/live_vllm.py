@@ -12,22 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine_ext.apply.delta_applier import DeltaApplier
-from engine_ext.apply.masked import apply_masked
-from engine_ext.apply.scatter import ScatterWriter
-from engine_ext.apply.staged import StagedPart
+from engine_ext.apply import DeltaApplier, ScatterWriter, StagedPart, apply_masked
 from engine_ext.dtypes import TORCH_DTYPE
-from engine_ext.kernels.gather_scatter import bits_of, host_bits, warm_up
-from engine_ext.model.storage_index import StorageIndex
-from engine_ext.placement.certify import certify_placement
-from engine_ext.placement.plan import make_plan
-from engine_ext.placement.segments import Status, TensorSpec
+from engine_ext.kernels import bits_of, host_bits, warm_up
+from engine_ext.model import StorageIndex
+from engine_ext.placement import Status, TensorSpec, certify_placement, make_plan
 from engine_ext.ranks import SingleRank
-from engine_ext.repacks.infer import compose
+from engine_ext.repacks import compose
 from engine_ext.settings import Settings
-from engine_ext.tracing.trace import trace_placement
-from engine_ext.wire import ParamDelta, Part, decode_part, encode_part
-from engine_ext.wire.digest import tensor_digest
+from engine_ext.tracing import trace_placement
+from engine_ext.wire import ParamDelta, Part, decode_part, encode_part, tensor_digest
 
 Timings = dict[str, float]
 

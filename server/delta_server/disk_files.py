@@ -19,8 +19,7 @@ from typing import BinaryIO
 from delta_server.request_options import DiskRequest
 from delta_server.spool import Spool, Spooled
 from engine_ext.errors import MalformedPart, PathForbidden, TooLarge
-from engine_ext.wire import Limits
-from engine_ext.wire.signature import SIGNATURE_SUFFIX, Verifier, signing_key
+from engine_ext.wire import SIGNATURE_SUFFIX, Limits, Verifier, signing_key
 
 _SUFFIX = ".safetensors"
 _MAX_SIGNATURE_BYTES = 128

@@ -21,7 +21,7 @@ from delta_server.engine import Engine
 from delta_server.process_identity import is_alive, new_name
 from delta_server.request_options import Options
 from delta_server.request_record import RequestRecord
-from engine_ext.delta_log.catalog import Entry, Listing, list_log, route, why_not_newer
+from engine_ext.delta_log import Entry, Listing, list_log, route, why_not_newer
 from engine_ext.errors import (
     CommitFailed,
     DeltaError,

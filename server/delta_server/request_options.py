@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from engine_ext.errors import MalformedPart
-from engine_ext.wire import Manifest, parse_version
-from engine_ext.wire.identity import PartId
+from engine_ext.wire import Manifest, PartId, parse_version
 
 PAUSE_MODES = ("keep", "wait", "abort")
 

@@ -14,7 +14,7 @@ from engine_ext.errors import (
     PublishFailed,
     WriteUndone,
 )
-from engine_ext.wire.identity import PartId
+from engine_ext.wire import PartId
 from engine_ext.wire.operations import SyncRecord
 
 _MAX_TEXT = 200

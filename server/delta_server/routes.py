@@ -25,7 +25,7 @@ from engine_ext.errors import (
     UnsupportedMedia,
     as_delta_error,
 )
-from engine_ext.wire.signature import SIGNATURE_HEADER, Verifier, signing_key
+from engine_ext.wire import SIGNATURE_HEADER, Verifier, signing_key
 
 _MAX_JSON_BYTES = 1 << 20
 # Prefixes of the paths where engines generate; they answer 503 while the weights are uncertain.

@@ -31,9 +31,7 @@ from delta_server.staging import Staging
 from delta_server.upload_limits import MinimumRate, UploadSlots
 from engine_ext.errors import CommitFailed, Conflict, DeltaError, MalformedPart
 from engine_ext.settings import Settings
-from engine_ext.wire import Limits
-from engine_ext.wire.digest import Digest
-from engine_ext.wire.identity import PartId
+from engine_ext.wire import Digest, Limits, PartId
 from engine_ext.wire.operations import (
     CommitSync,
     CommittedSync,

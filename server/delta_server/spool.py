@@ -27,9 +27,15 @@ from typing import BinaryIO
 from delta_server.upload_limits import MinimumRate, receive_body
 from engine_ext.durable_files import FileLock
 from engine_ext.errors import SpoolFull, TooLarge
-from engine_ext.wire import FrameReader, Header, Limits, PartGate
-from engine_ext.wire.identity import part_identity
-from engine_ext.wire.signature import Verifier, signing_key
+from engine_ext.wire import (
+    FrameReader,
+    Header,
+    Limits,
+    PartGate,
+    Verifier,
+    part_identity,
+    signing_key,
+)
 
 logger = logging.getLogger(__name__)
 

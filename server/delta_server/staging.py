@@ -11,7 +11,7 @@ from delta_server.engine import Engine
 from delta_server.request_record import RequestRecord
 from delta_server.spool import Spooled
 from engine_ext.errors import DeltaError, NotUpdatable
-from engine_ext.wire.identity import PartId
+from engine_ext.wire import PartId
 from engine_ext.wire.operations import BeginPart, DropSync, PollPart, SettlePart
 
 # Each poll costs the engine one message between two steps, so the interval grows.

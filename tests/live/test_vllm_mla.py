@@ -18,7 +18,6 @@ import pytest
 
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
-from tests.live.conftest import fingerprint
 from tests.support.in_process_vllm import run
 from tests.support.plain_trainer import Trainer, container
 
@@ -75,13 +74,13 @@ def test_served_on_two_ranks(
         headers = {"Content-Type": "application/octet-stream"}
         answer = engine.post("/update_weights_delta", content=body, headers=headers).json()
         assert answer["status"] == "committed", answer
-    updated = hash_tensor(engine)
+    updated = fingerprint(engine)
     assert engine.post("/delta_rollback").json()["version"] == len(SYNCS) - 1
     assert engine.checksums() == before
     engine.stop()
     target = tiny_models.save_checkpoint(base, tmp_path / "target", trainer.tensors)
     fresh = start("vllm", target, **options)
-    assert hash_tensor(fresh) == updated
+    assert fingerprint(fresh) == updated
     fresh.stop()
 
 
@@ -127,10 +126,10 @@ def _state(llm: Any, worker: Any) -> dict[str, Any]:
     [answer] = llm.generate(["the quick brown fox jumps"], greedy, use_tqdm=False)
     return {
         "bits": {
-            "parameters": {n: hash_tensor(p) for n, p in model.named_parameters()},
-            "buffers": {n: hash_tensor(b) for n, b in model.named_buffers()},
+            "parameters": {n: fingerprint(p) for n, p in model.named_parameters()},
+            "buffers": {n: fingerprint(b) for n, b in model.named_buffers()},
             "absorbed": {
-                f"{path}.{name}": hash_tensor(tensor)
+                f"{path}.{name}": fingerprint(tensor)
                 for path, _, name, tensor in reachable_tensors(model)
                 if name in ("W_UV", "W_UK_T")
             },

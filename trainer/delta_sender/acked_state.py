@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from delta_sender.engine_plan import EnginePlan
 from delta_sender.snapshot import Changes, Snapshot
-from engine_ext.wire.digest import Digest, tensor_digest
+from engine_ext.wire import Digest, tensor_digest
 
 logger = logging.getLogger(__name__)
 

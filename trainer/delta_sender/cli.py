@@ -24,7 +24,7 @@ from delta_sender.multi_sender import MultiSender
 from delta_sender.options import MultiOptions, Option, declared
 from delta_sender.results import PartialSyncError, SyncError, SyncReport
 from delta_sender.snapshot import MappedSnapshot, NamedTensors
-from engine_ext.wire.signature import HMAC_KEY_ENVIRONMENT
+from engine_ext.wire import HMAC_KEY_ENVIRONMENT
 
 _DESCRIPTION = """\
 Send the difference between two Hugging Face checkpoints (safetensors) to engines that hold the

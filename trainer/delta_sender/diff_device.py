@@ -23,7 +23,7 @@ from delta_sender.copy_streams import CopyStreams
 from delta_sender.diff_host import Difference
 from engine_ext.kernels import gather_scatter
 from engine_ext.kernels.triton import runs_kernels
-from engine_ext.wire.digest import change_digest
+from engine_ext.wire import change_digest
 
 # Where the copy is that the device compares with; `auto` by the device's free memory.
 SNAPSHOT_ON: Final = ("auto", "device", "host")

@@ -17,17 +17,18 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.kernels.jit import array, compile_loop, made_once
-from engine_ext.kernels.simd import (
+from engine_ext.kernels import (
     LINE,
+    array,
+    compile_loop,
     differing_mask,
+    made_once,
     popcount,
     prefetch_to_read,
     register_intrinsics,
     trailing_zeros,
 )
-from engine_ext.wire.digest import Digest, change_digest
-from engine_ext.wire.gap_streams import byte_stream, join_streams
+from engine_ext.wire import Digest, byte_stream, change_digest, join_streams
 
 _CHUNK: Final = 1 << 21  # elements that a thread compares at a time; a multiple of any line's
 _AHEAD: Final = 64  # lines to prefetch; the hardware's own prefetch is shorter

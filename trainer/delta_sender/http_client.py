@@ -14,7 +14,7 @@ from tenacity.wait import wait_random_exponential
 from delta_sender.bandwidth import LinkSpeed
 from delta_sender.options import MultiOptions
 from delta_sender.results import SyncError
-from engine_ext.wire.signature import SIGNATURE_HEADER, sign
+from engine_ext.wire import SIGNATURE_HEADER, sign
 
 _CONNECT_S: Final = 10.0
 # httpx copies the rest of a body whenever the socket has taken some of it.

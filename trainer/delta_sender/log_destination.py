@@ -9,9 +9,8 @@ from typing import Any
 from delta_sender.bandwidth import LinkSpeed
 from delta_sender.destination import Destination
 from delta_sender.results import SyncError
-from engine_ext.delta_log.catalog import list_log
-from engine_ext.delta_log.writer import Draft, LogWriter
-from engine_ext.wire.signature import sign
+from engine_ext.delta_log import Draft, LogWriter, list_log
+from engine_ext.wire import sign
 
 
 class LogDestination:

@@ -16,9 +16,7 @@ from delta_sender.encoding_policy import EncodingChoice, ParamStats, escaped_sha
 from delta_sender.snapshot import Change, Snapshot, payload_bytes
 from delta_sender.sync_round import Attempt, SyncRound
 from engine_ext.dtypes import TORCH_DTYPE
-from engine_ext.wire.digest import Digest, change_digest
-from engine_ext.wire.manifest import DIFFERENCES
-from engine_ext.wire.part import ParamDelta, encode_part
+from engine_ext.wire import DIFFERENCES, Digest, ParamDelta, change_digest, encode_part
 
 _LARGE: Final = 128 << 20  # bytes; a larger tensor of which most has changed goes dense
 

@@ -22,7 +22,7 @@ from delta_sender.recovery import Recovery
 from delta_sender.results import SyncError, SyncReport
 from delta_sender.snapshot import Snapshot
 from delta_sender.sync_round import Attempt, SyncRound
-from engine_ext.wire.digest import Digest
+from engine_ext.wire import Digest
 
 logger = logging.getLogger(__name__)
 

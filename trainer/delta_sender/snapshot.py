@@ -22,10 +22,7 @@ from delta_sender.diff_host import Difference, begin_compare, compare
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
 from engine_ext.kernels import gather_scatter
 from engine_ext.kernels.triton import runs_kernels
-from engine_ext.wire.digest import Digest, tensor_digest
-from engine_ext.wire.manifest import PACKED_ENCODINGS
-from engine_ext.wire.part import ParamDelta
-from engine_ext.wire.positions import position_bytes
+from engine_ext.wire import PACKED_ENCODINGS, Digest, ParamDelta, position_bytes, tensor_digest
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Bits = NDArray[Any]  # unsigned ints [n]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from delta_sender.snapshot import Snapshot
 from delta_sender.state_file import Known, StateFile
 from delta_sender.sync_round import SyncRound
-from engine_ext.wire.digest import Digest
+from engine_ext.wire import Digest
 
 
 class StateTracker:

@@ -22,11 +22,10 @@ from engine_ext.errors import (
     as_delta_error,
     from_wire,
 )
-from engine_ext.model.constants import ConstantsWatch
-from engine_ext.receiver.receiver import Receiver
-from engine_ext.receiver.startup import LoadedModel, make_receiver
-from engine_ext.repacks.load_hook import RepackLearner
-from engine_ext.tracing.trace import LoadWeights
+from engine_ext.model import ConstantsWatch
+from engine_ext.receiver import LoadedModel, Receiver, make_receiver
+from engine_ext.repacks import RepackLearner
+from engine_ext.tracing import LoadWeights
 from engine_ext.wire.operations import BeginPart, CommitSync, Reply, RollBack, encode_answer
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from engine_ext.derived.recompute import Recomputation
-from engine_ext.repacks.load_hook import Processing, RepackLearner
+from engine_ext.derived import Recomputation
+from engine_ext.repacks import Processing, RepackLearner
 
 
 def repack_learner() -> RepackLearner:

@@ -13,11 +13,10 @@ import torch
 from engine_ext import settings
 from engine_ext.adapters.vllm.layerwise_reload import active_wrapper
 from engine_ext.adapters.vllm.postload import recomputations, repack_learner
-from engine_ext.model.constants import ConstantsWatch
-from engine_ext.receiver.receiver import Receiver
-from engine_ext.receiver.startup import LoadedModel, make_receiver
-from engine_ext.repacks.load_hook import RepackLearner
-from engine_ext.tracing.trace import LoadWeights
+from engine_ext.model import ConstantsWatch
+from engine_ext.receiver import LoadedModel, Receiver, make_receiver
+from engine_ext.repacks import RepackLearner
+from engine_ext.tracing import LoadWeights
 
 
 def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
