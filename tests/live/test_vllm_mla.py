@@ -18,6 +18,7 @@ import pytest
 
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
+from tests.live.conftest import fingerprint
 from tests.support.in_process_vllm import run
 from tests.support.plain_trainer import Trainer, container
 
@@ -126,10 +127,10 @@ def _state(llm: Any, worker: Any) -> dict[str, Any]:
     [answer] = llm.generate(["the quick brown fox jumps"], greedy, use_tqdm=False)
     return {
         "bits": {
-            "parameters": {n: fingerprint(p) for n, p in model.named_parameters()},
-            "buffers": {n: fingerprint(b) for n, b in model.named_buffers()},
+            "parameters": {n: hash_tensor(p) for n, p in model.named_parameters()},
+            "buffers": {n: hash_tensor(b) for n, b in model.named_buffers()},
             "absorbed": {
-                f"{path}.{name}": fingerprint(tensor)
+                f"{path}.{name}": hash_tensor(tensor)
                 for path, _, name, tensor in reachable_tensors(model)
                 if name in ("W_UV", "W_UK_T")
             },
