@@ -193,7 +193,7 @@ CASES: Final = (
         models.MadeInDict,
     ),
     _case(
-        "derived beside",
+        "derived copy",
         "computed from the weight and kept",
         models.DerivedBeside,
         models.DerivedWhileLoading,
@@ -206,7 +206,7 @@ CASES: Final = (
         models.DerivedRecomputed,
         models.DerivedInPlace,
     ),
-    _carried("views beside", "of the weight, a parameter among them", models.ViewBeside),
+    _carried("views", "of the weight, a parameter among them", models.ViewBeside),
     # Not all of it.
     _case("ignored", "the loader skips it", toy_models.Skipped),
     _case("truncated", "the engine drops rows", models.Truncated),

@@ -173,7 +173,7 @@ class MadeInDict(LoadedIntoHandle):
 
 
 class DerivedBeside(ToyModel):
-    """MLA: post-load processing keeps a rearranged copy beside the weight."""
+    """MLA: post-load processing keeps a rearranged copy of the weight as well."""
 
     shapes: ClassVar = {"kv_b_proj": (8, 6), "norm": (6,)}
 
@@ -183,7 +183,7 @@ class DerivedBeside(ToyModel):
 
 
 class DerivedWhileLoading(ToyModel):
-    """The loader itself computes what it keeps beside the weight."""
+    """The loader itself computes what it keeps next to the weight."""
 
     shapes: ClassVar = {"kv_b_proj": (8, 6), "norm": (6,)}
 
