@@ -128,9 +128,7 @@ class Draft:
         if not self._manifest.full and base is None:
             base = version - 1  # the receiver's default
         done = Done(
-            version=version,
-            base_version=None if self._manifest.full else base,
-            files=self._files,
+            version=version, base_version=None if self._manifest.full else base, files=self._files
         )
         write_file(self._partial / DONE, msgspec.json.format(msgspec.json.encode(done)) + b"\n")
         sync_folder(self._partial)

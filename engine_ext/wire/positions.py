@@ -17,12 +17,7 @@ from numpy.typing import NDArray
 
 from engine_ext.errors import MalformedPart, NotUpdatable
 from engine_ext.wire.gap_streams import decode_gaps, encode_gaps, join_planes, stream_bytes
-from engine_ext.wire.manifest import (
-    ENCODINGS,
-    PACKED_ENCODINGS,
-    POSITION_WIDTHS,
-    skip_symbol,
-)
+from engine_ext.wire.manifest import ENCODINGS, PACKED_ENCODINGS, POSITION_WIDTHS, skip_symbol
 
 __all__ = ["ENCODINGS", "Positions", "decode_positions", "encode_positions", "position_bytes"]
 

@@ -175,8 +175,7 @@ class FrameReader:
             and parameters.content_size > self._max_bytes
         ):
             raise TooLarge(
-                f"the zstd frame declares {parameters.content_size} bytes",
-                limit=self._max_bytes,
+                f"the zstd frame declares {parameters.content_size} bytes", limit=self._max_bytes
             )
         if parameters.dict_id:
             raise MalformedPart("the zstd frame needs a dictionary")

@@ -33,17 +33,7 @@ def count_differing(old, new, size, counts, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["start"])
-def write_differing(
-    old,
-    new,
-    size,
-    ends,
-    start,
-    places,
-    was,
-    now,
-    BLOCK: tl.constexpr,
-):
+def write_differing(old, new, size, ends, start, places, was, now, BLOCK: tl.constexpr):
     at, before, after, differs = _blocks(old, new, size, BLOCK)
     first = tl.load(ends + tl.program_id(0)) - tl.sum(differs, 0)
     to = first + tl.cumsum(differs, 0) - 1

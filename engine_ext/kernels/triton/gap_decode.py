@@ -33,15 +33,7 @@ def _symbols(symbols, skip, size, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit(
     do_not_specialize=["skip", "size"], do_not_specialize_on_alignment=["symbols", "moves", "ends"]
 )
-def sum_gaps(
-    symbols,
-    skip,
-    size,
-    moves,
-    ends,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def sum_gaps(symbols, skip, size, moves, ends, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Sum by how much each block advances the index, and count the gaps that end in it."""
     symbol, ending = _symbols(symbols, skip, size, WIDTH, BLOCK)
     tl.store(moves + tl.program_id(0), tl.sum(symbol + ending, 0))

@@ -18,8 +18,7 @@ BLOCK: Final = 1024  # elements of a program
 
 
 @triton.jit(
-    do_not_specialize=["count"],
-    do_not_specialize_on_alignment=["live", "offsets", "new", "old"],
+    do_not_specialize=["count"], do_not_specialize_on_alignment=["live", "offsets", "new", "old"]
 )
 def exchange_elements(live, offsets, new, old, count, KEEP: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
