@@ -35,7 +35,6 @@ class FileLock(contextlib.AbstractContextManager["FileLock"]):
     The lock is released by `close`, when this object is collected, or when the process ends.
 
     Args:
-        path: what to lock.
         flags: `os.open`'s; they decide whether a missing file is created.
         conflict: the message if another process has the lock; None waits for it instead.
 
