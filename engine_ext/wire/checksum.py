@@ -74,9 +74,8 @@ def verify_checksum(
     elif _SLIME.fullmatch(declared):
         actual = str(slime_checksum(positions, as_tensor(values, values_dtype)))
     else:
-        raise MalformedPart(
-            f"checksum is neither 'xxh3_128:<hex>' nor a decimal: {declared[:80]!r}"
-        )
+        form = "neither 'xxh3_128:<hex>' nor a decimal"
+        raise MalformedPart(f"checksum is {form}: {declared[:80]!r}")
     if actual != declared:
         raise ChecksumMismatch(
             "the data is not what the sender hashed", expected=declared, actual=actual

@@ -91,13 +91,11 @@ def tensor_digest(
     """Return the digest of elements of one tensor.
 
     Args:
-        name: The tensor's name in the checkpoint.
         values: Bit patterns, unsigned ints as wide as the checkpoint dtype, [n]; read-only,
             unaligned and strided memory is fine.
         indices: Flat indices of the values, int64 [n], from 0, each element once. None if the
             values are dense, at `start`, `start` + 1, ...
         start: Flat index of the first of dense values.
-        threads: How many threads share the work; with 1 the caller's does it.
 
     Raises:
         TypeError: `values` or `indices` has another dtype.
@@ -125,7 +123,6 @@ def tensor_digest_torch(
     `tensor_digest` is faster, and does not use torch's OpenMP pool.
 
     Args:
-        name, start: See `tensor_digest`.
         tensor: In the checkpoint dtype; [n] with indices, otherwise of any shape and strides, with
             its elements numbered in row-major order.
         indices: int64 [n] on the same device, or None.
