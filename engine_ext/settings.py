@@ -41,6 +41,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         os.environ[ENVIRONMENT] = msgspec.json.encode(self).decode()
 
 
+def bearer_headers(token: str | None = None) -> dict[str, str]:
+    """Return the HTTP headers with this token, or else the environment's; none without any."""
+    token = token or os.environ.get(API_KEY_ENVIRONMENT)
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
 def from_environment() -> Settings | None:
     """Return the settings that a parent process exported, or None if updates are not enabled.
 

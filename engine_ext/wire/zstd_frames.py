@@ -133,7 +133,7 @@ class FrameReader:
                 yield self._count(piece)
 
     def finish(self) -> None:
-        """Check that the stream may end here: it has a whole frame, of the size it declares."""
+        """Check that the stream may end here; MalformedPart if it or its frame is not whole."""
         if self._frame is not None:
             self._frame.finish(self._produced)
         elif not self._plain:
