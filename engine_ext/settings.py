@@ -48,11 +48,7 @@ def bearer_headers(token: str | None = None) -> dict[str, str]:
 
 
 def from_environment() -> Settings | None:
-    """Return the settings that a parent process exported, or None if updates are not enabled.
-
-    Raises:
-        ValueError: the environment variable is damaged.
-    """
+    """Return the settings that a parent exported, or None; ValueError if they are damaged."""
     text = os.environ.get(ENVIRONMENT)
     return msgspec.json.decode(text, type=Settings) if text else None
 
@@ -60,8 +56,7 @@ def from_environment() -> Settings | None:
 def from_namespace(args: argparse.Namespace) -> Settings | None:
     """Return the settings in parsed arguments, or None without ``--enable-delta-updates``.
 
-    Raises:
-        ValueError: another delta flag is given without ``--enable-delta-updates``.
+    ValueError is raised if another delta flag is given without it.
     """
     given = {
         field: value

@@ -99,9 +99,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("target", help="a checkpoint's folder, or http://HOST:PORT of a server")
     help = "the engine that loads a folder (default: vllm)"
     parser.add_argument("--engine", choices=_ENGINES, default="vllm", help=help)
-    parser.add_argument(
-        "--uncertified", action="store_true", help="show only the tensors that are refused"
-    )
+    help = "show only the tensors that are refused"
+    parser.add_argument("--uncertified", action="store_true", help=help)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser
 

@@ -94,9 +94,7 @@ def fold_versions(
             `entries` is empty.
         LogDamaged: one of the versions is damaged.
         FileExistsError: the result is already there.
-        OSError: it cannot be written.
-
-    If it raises, the log is unchanged.
+        OSError: it cannot be written. The log is unchanged after any of these.
     """
     if not entries:
         raise CannotFold("there are no versions to fold")

@@ -67,10 +67,7 @@ class Header:
 
 
 def parse_header(raw: bytes, limits: Limits) -> Header:
-    """Parse the header of a container.
-
-    Args:
-        raw: The 8-byte little-endian length and the JSON of that length, nothing more.
+    """Parse the header of a container: the 8-byte length and the JSON of that length, no more.
 
     Raises:
         MalformedPart: The header is cut short or contradicts itself (`ChecksumMismatch` for the

@@ -81,16 +81,14 @@ def join_streams(
 def encode_gaps(
     indices: NDArray[np.int64], stream: NDArray[np.uint8] | None = None
 ) -> tuple[NDArray[np.uint8], int]:
-    """Encode the indices of one param as a gap stream.
+    """Encode one param's indices as a gap stream: uint8 [bytes], low plane first.
+
+    With it comes its bytes per symbol, 1 or 2, whichever compresses better.
 
     Args:
         indices: int64 [nnz], ascending, unique, from 0; with a stream also int32.
         stream: Their stream from `join_streams`, if known. It is compared with the indices in
             full, because a wrong one would put values in wrong places.
-
-    Returns:
-        The stream, uint8 [bytes], low plane first, and the bytes of a symbol: 1 or 2, whichever
-        compresses better.
 
     Raises:
         ValueError: The indices are not ascending, or beyond any tensor; or the stream is not

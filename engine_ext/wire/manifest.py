@@ -103,8 +103,7 @@ class Manifest(msgspec.Struct, frozen=True):
 def parse_version(text: str, what: str) -> int:
     """Parse a version: ASCII decimal digits without sign or leading zero, 0 to 2**63 - 1.
 
-    Raises:
-        MalformedPart: `text` is anything else; the message names it as `what`.
+    MalformedPart is raised for any other text; the message names it as `what`.
     """
     if _DECIMAL.fullmatch(text) is None or int(text) > MAX_VERSION:
         raise MalformedPart(f"{what} is not a decimal from 0 to 2**63 - 1: {text[:80]!r}")

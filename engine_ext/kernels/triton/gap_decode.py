@@ -81,13 +81,9 @@ def decode(
         symbols: unsigned ints [n] of 1, 2 or 4 bytes in host memory, any alignment; already
             checked: the last one ends a gap, and no index is beyond the tensor.
         skip: the symbol that skips as many elements and does not end the gap; -1 if none does.
-        chosen: which gaps to decode, with start and stop.
+        chosen: which gaps to decode, with start and stop; the result is [stop - start].
         shift: subtracted from every index.
         dtype: int32 or int64, wide enough for the result.
-        device: of the result.
-
-    Returns:
-        [stop - start] on `device`.
     """
     offsets = torch.empty(chosen.stop - chosen.start, dtype=dtype, device=device)
     if not offsets.numel():
