@@ -35,12 +35,10 @@ class FileLock(contextlib.AbstractContextManager["FileLock"]):
     The lock is released by `close`, when this object is collected, or when the process ends.
 
     Args:
-        path: what to lock.
         flags: `os.open`'s; they decide whether a missing file is created.
         conflict: the message if another process has the lock; None waits for it instead.
 
-    Attributes:
-        is_enforced: False if the file system has no locks, so that others may have one too.
+    `is_enforced` is False if the file system has no locks, so that others may have one too.
 
     Raises:
         BlockingIOError: another process has the lock.

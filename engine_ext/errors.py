@@ -1,30 +1,7 @@
 """The error tree of the receiver.
 
 Every error that a request can meet is one of these. Each class fixes the HTTP status it is
-answered with and the state the engine is in afterwards::
-
-    DeltaError
-    ├── MalformedPart          400  truncated or malformed container, unknown encoding, bad version
-    │   └── ChecksumMismatch   400  the bytes are not the ones the sender hashed
-    ├── Unauthorized           401  no token or signature, or a wrong one
-    ├── LoopbackOnly           403  no token is set, and the client is not on this host
-    ├── PathForbidden          403  a path outside every --delta-root
-    ├── UploadTooSlow          408  the body did not arrive in time
-    ├── Conflict               409  the request is sound, but not now
-    │   ├── VersionConflict    409  the engine is not at the sync's base version
-    │   ├── BaseMismatch       409  the engine's old bytes are not the sender's
-    │   ├── SyncInProgress     409  another sync has parts staged; retry later
-    │   ├── WeightsAsleep      409  the engine has released its weights
-    │   └── LogDamaged         409  the delta log has no sound route from here
-    ├── TooLarge               413  body or declared size over a limit
-    ├── UnsupportedMedia       415  content type or content encoding
-    ├── NotUpdatable           422  unknown tensor, wrong shape or dtype, bad index, inexact tensor
-    ├── TooManyUploads         429  too many updates in progress; retry later
-    ├── SpoolFull              507  no room for the body
-    ├── WriteUndone            500  the write failed, and every rank was put back
-    ├── PublishFailed          500  committed, but publishing or resuming failed: send it again
-    └── CommitFailed           500  the write failed half-way: the engine is ``uncertain``
-        └── EngineUncertain    503  an earlier write did; only a full resync is taken
+answered with and the state the engine is in afterwards; a subclass inherits both.
 
 Everything but `CommitFailed`, `PublishFailed` and `WriteUndone` is raised before the first byte is
 written. After `CommitFailed` some weights may be new and some old: generation answers 503 until a
@@ -60,12 +37,8 @@ class DeltaError(Exception):
 
     def to_wire(self) -> dict[str, Any]:
         """Return the JSON object under ``error`` in an answer."""
-        return {
-            "type": type(self).__name__,
-            "message": self.message,
-            "engine_state": self.engine_state,
-            **self.operands,
-        }
+        facts = {"message": self.message, "engine_state": self.engine_state, **self.operands}
+        return {"type": type(self).__name__, **facts}
 
 
 class MalformedPart(DeltaError):
@@ -174,7 +147,6 @@ class PublishFailed(DeltaError):
 class CommitFailed(DeltaError):
     """The write failed on some rank and could not be undone."""
 
-    status = 500
     engine_state = "uncertain"
 
 
@@ -205,12 +177,7 @@ def from_wire(error: dict[str, Any]) -> DeltaError:
 
 
 def as_delta_error(error: Exception, *, log: bool = True) -> DeltaError:
-    """Return the error as one of the tree; any other error is a bug and becomes a `DeltaError`.
-
-    Args:
-        error: the error.
-        log: write the traceback of a bug to the log.
-    """
+    """Return the error as one of the tree; any other is a bug: logged, and made a `DeltaError`."""
     if isinstance(error, DeltaError):
         return error
     if log:

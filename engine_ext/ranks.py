@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
+
 
 class Ranks(Protocol):
-    """This rank among the ranks of its engine.
-
-    Attributes:
-        rank: this rank's number, from 0.
-    """
+    """This rank among the ranks of its engine; `rank` is its number, from 0."""
 
     rank: int
 
@@ -26,3 +24,20 @@ class SingleRank:
     def all_gather(self, value: Any) -> list[Any]:
         """Return the value alone."""
         return [value]
+
+
+class GroupRanks:
+    """The ranks of a process group on the CPU."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.rank = int(torch.distributed.get_rank(group))
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, in rank order; all ranks must call it."""
+        size = torch.distributed.get_world_size(self._group)
+        if size == 1:
+            return [value]
+        values: list[Any] = [None] * size
+        torch.distributed.all_gather_object(values, value, group=self._group)
+        return values

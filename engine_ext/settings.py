@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -22,25 +21,7 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """The values of the flags, in bytes and seconds.
-
-    Attributes:
-        chunk_bytes: largest total size of the full-shape tensors in one call of the engine's
-            loader.
-        read_workers: parts that a rank decodes at once, and files that it reads at once. A large
-            part is decoded by three threads.
-        roots: directories below which disk requests may read.
-        log: the delta log whose versions are replayed at start-up, or None.
-        spool_dir: directory of the request bodies that are being staged; None chooses one.
-        max_body_bytes: size limit of a decompressed part.
-        max_uploads: updates that one HTTP process accepts at once.
-        min_upload_rate: minimum average rate of an upload, in bytes per second.
-        stage_timeout: seconds after its last part until a staged sync expires, and how long an
-            upload may stall.
-        base_version: version of the freshly loaded weights.
-        apply: ``scatter``, ``masked``, or ``auto``, which is ``scatter``.
-        undo_bytes: host memory per rank for the old values of the last version.
-    """
+    """The values of the flags, in bytes and seconds; `add_arguments` describes them."""
 
     chunk_bytes: int = 512 << 20
     read_workers: int = 4
@@ -60,12 +41,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         os.environ[ENVIRONMENT] = msgspec.json.encode(self).decode()
 
 
-def from_environment() -> Settings | None:
-    """Return the settings that a parent process exported, or None if updates are not enabled.
+def bearer_headers(token: str | None = None) -> dict[str, str]:
+    """Return the HTTP headers with this token, or else the environment's; none without any."""
+    token = token or os.environ.get(API_KEY_ENVIRONMENT)
+    return {"Authorization": f"Bearer {token}"} if token else {}
 
-    Raises:
-        ValueError: the environment variable is damaged.
-    """
+
+def from_environment() -> Settings | None:
+    """Return the settings that a parent exported, or None; ValueError if they are damaged."""
     text = os.environ.get(ENVIRONMENT)
     return msgspec.json.decode(text, type=Settings) if text else None
 
@@ -73,8 +56,7 @@ def from_environment() -> Settings | None:
 def from_namespace(args: argparse.Namespace) -> Settings | None:
     """Return the settings in parsed arguments, or None without ``--enable-delta-updates``.
 
-    Raises:
-        ValueError: another delta flag is given without ``--enable-delta-updates``.
+    ValueError is raised if another delta flag is given without it.
     """
     given = {
         field: value
@@ -94,11 +76,7 @@ def _dest(field: str) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes in ``1048576``, ``512M`` or ``4GiB``.
-
-    Raises:
-        argparse.ArgumentTypeError: it is not a size above 0.
-    """
+    """Return the bytes in ``1048576``, ``512M`` or ``4GiB``; ArgumentTypeError if not above 0."""
     match = re.fullmatch(r"([0-9]+)\s*([kmg]?)(?:i?b)?", text.strip().lower())
     if match is None or int(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"not a size: {text!r} (examples: 1048576, 512M, 4GiB)")
@@ -136,13 +114,7 @@ def _parse_directory(text: str) -> str:
 class _StoreInEnvironment(argparse.Action):
     """Stores a secret in the environment, because engines log their parsed arguments."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         os.environ[API_KEY_ENVIRONMENT] = str(values)
 
 
@@ -154,115 +126,95 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Sparse weight updates by HTTP or from a shared folder, applied bit-exactly to the "
         "running model or refused with the engine unchanged.",
     )
+
+    def add(usage: str, help: str, **options: Any) -> None:
+        flag, _, value = usage.partition(" ")
+        group.add_argument(
+            flag, metavar=value or None, help=help, default=argparse.SUPPRESS, **options
+        )
+
     group.add_argument(
         "--enable-delta-updates",
         action="store_true",
         default=False,
         help="Accept sparse weight updates at POST /update_weights_delta.",
     )
-    group.add_argument(
-        "--delta-chunk-bytes",
-        type=parse_size,
-        default=argparse.SUPPRESS,
-        metavar="BYTES",
-        help="Most bytes of full-shape tensors in one call of the model's loader (masked apply) "
+    add(
+        "--delta-chunk-bytes BYTES",
+        "Most bytes of full-shape tensors in one call of the model's loader (masked apply) "
         f"(default: {defaults.chunk_bytes >> 20}M).",
+        type=parse_size,
     )
-    group.add_argument(
-        "--delta-read-workers",
-        type=_parse_positive,
-        default=argparse.SUPPRESS,
-        metavar="N",
-        help="Parts that a rank reads, verifies and decodes at once; a large one uses up to three "
+    add(
+        "--delta-read-workers N",
+        "Parts that a rank reads, verifies and decodes at once; a large one uses up to three "
         f"threads (default: {defaults.read_workers}).",
+        type=_parse_positive,
     )
-    group.add_argument(
-        "--delta-root",
+    add(
+        "--delta-root DIR",
+        "A folder below which disk requests may read; repeatable. Without any, disk requests are "
+        "refused.",
         type=_parse_directory,
         action="append",
-        default=argparse.SUPPRESS,
-        metavar="DIR",
-        help="A folder below which disk requests may read; repeatable. Without any, disk "
-        "requests are refused.",
     )
-    group.add_argument(
-        "--delta-log",
-        type=_parse_directory,
-        default=argparse.SUPPRESS,
-        metavar="DIR",
-        help="A folder that a sender writes its versions into (its --delta-log). Versions newer "
+    add(
+        "--delta-log DIR",
+        "A folder that a sender writes its versions into (its --delta-log). Versions newer "
         "than the loaded weights are replayed before the engine serves, each verified as if it "
         "came by HTTP, and later by POST /delta_catch_up. If one is damaged or missing, the engine "
         "stays on the last good version and reports it.",
-    )
-    group.add_argument(
-        "--delta-spool-dir",
         type=_parse_directory,
-        default=argparse.SUPPRESS,
-        metavar="DIR",
-        help="Folder for request bodies while they are staged (default: /dev/shm, or the temporary "
+    )
+    add(
+        "--delta-spool-dir DIR",
+        "Folder for request bodies while they are staged (default: /dev/shm, or the temporary "
         "folder if that is too small).",
+        type=_parse_directory,
     )
-    group.add_argument(
-        "--delta-max-body-bytes",
+    add(
+        "--delta-max-body-bytes BYTES",
+        f"Largest part that is accepted, decompressed (default: {defaults.max_body_bytes >> 30}G).",
         type=parse_size,
-        default=argparse.SUPPRESS,
-        metavar="BYTES",
-        help="Largest part that is accepted, decompressed "
-        f"(default: {defaults.max_body_bytes >> 30}G).",
     )
-    group.add_argument(
-        "--delta-max-uploads",
-        type=_parse_positive,
-        default=argparse.SUPPRESS,
-        metavar="N",
-        help="Updates that one HTTP process accepts at once; more are answered 429 "
+    add(
+        "--delta-max-uploads N",
+        "Updates that one HTTP process accepts at once; more are answered 429 "
         f"(default: {defaults.max_uploads}).",
+        type=_parse_positive,
     )
-    group.add_argument(
-        "--delta-min-upload-rate",
+    add(
+        "--delta-min-upload-rate BYTES",
+        f"Minimum bytes per second over a whole body (default: {defaults.min_upload_rate >> 10}K).",
         type=parse_size,
-        default=argparse.SUPPRESS,
-        metavar="BYTES",
-        help="Minimum bytes per second over a whole body "
-        f"(default: {defaults.min_upload_rate >> 10}K).",
     )
-    group.add_argument(
-        "--delta-stage-timeout",
-        type=_parse_seconds,
-        default=argparse.SUPPRESS,
-        metavar="SECONDS",
-        help="Seconds after its last part for which an unfinished sync keeps other senders out, "
+    add(
+        "--delta-stage-timeout SECONDS",
+        "Seconds after its last part for which an unfinished sync keeps other senders out, "
         f"and for which a body may stall (default: {defaults.stage_timeout:g}).",
+        type=_parse_seconds,
     )
-    group.add_argument(
-        "--delta-base-version",
+    add(
+        "--delta-base-version N",
+        f"Version of the loaded weights (default: {defaults.base_version}).",
         type=_parse_version,
-        default=argparse.SUPPRESS,
-        metavar="N",
-        help=f"Version of the loaded weights (default: {defaults.base_version}).",
     )
-    group.add_argument(
+    add(
         "--delta-apply",
-        choices=("auto", "scatter", "masked"),
-        default=argparse.SUPPRESS,
-        help="How certified tensors are written: directly (scatter), or through the model's own "
+        "How certified tensors are written: directly (scatter), or through the model's own "
         f"loader (masked). auto is scatter (default: {defaults.apply}).",
+        choices=("auto", "scatter", "masked"),
     )
-    group.add_argument(
-        "--delta-undo-bytes",
-        type=parse_size,
-        default=argparse.SUPPRESS,
-        metavar="BYTES",
-        help="Host memory per rank for the old values of the last version, which undo a failed "
+    add(
+        "--delta-undo-bytes BYTES",
+        "Host memory per rank for the old values of the last version, which undo a failed "
         "write and allow a rollback. A sync that would need more must be full "
         f"(default: {defaults.undo_bytes >> 30}G).",
+        type=parse_size,
     )
-    group.add_argument(
-        "--delta-api-key",
-        action=_StoreInEnvironment,
-        default=argparse.SUPPRESS,
-        metavar="TOKEN",
-        help="Bearer token of the delta endpoints; without one they answer only to clients on this "
+    add(
+        "--delta-api-key TOKEN",
+        "Bearer token of the delta endpoints; without one they answer only to clients on this "
         f"host (default: {API_KEY_ENVIRONMENT}).",
+        action=_StoreInEnvironment,
     )

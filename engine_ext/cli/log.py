@@ -1,36 +1,21 @@
 """``delta-log``: list, verify, fold and prune the versions in a delta log.
 
-``python -m engine_ext.cli.log`` is the same command. Exit status: 0 done, 1 something is damaged or
-cannot be done, 2 wrong usage, 130 interrupted.
+``python -m engine_ext.cli.log`` is the same command.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine_ext.delta_log import (
-    CannotFold,
-    Entry,
-    Listing,
-    digests_of,
-    discard,
-    fold_versions,
-    list_log,
-    read_version,
-    removable,
-    route,
-    version_of,
-    why_not_newer,
-)
+from engine_ext import delta_log, settings
+from engine_ext.delta_log import CannotFold, Entry, Listing, list_log, read_version, route
 from engine_ext.errors import LogDamaged
-from engine_ext.settings import API_KEY_ENVIRONMENT
 from engine_ext.wire import HMAC_KEY_ENVIRONMENT
 
 OK, DAMAGED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -60,17 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return run(options)
     except ModuleNotFoundError as error:
-        print(f"delta-log: {error}; pip install 'delta-updates[sender]'", file=sys.stderr)
-        return USAGE
+        status, problem = USAGE, f"{error}; pip install 'delta-updates[sender]'"
     except (LogDamaged, CannotFold, FileExistsError) as error:
-        print(f"delta-log: {error}", file=sys.stderr)
-        return DAMAGED
+        status, problem = DAMAGED, str(error)
     except (OSError, ValueError) as error:
-        print(f"delta-log: {type(error).__name__}: {error}", file=sys.stderr)
-        return USAGE
+        status, problem = USAGE, f"{type(error).__name__}: {error}"
     except KeyboardInterrupt:
-        print("delta-log: interrupted; every version is complete or absent", file=sys.stderr)
-        return INTERRUPTED
+        status, problem = INTERRUPTED, "interrupted; every version is complete or absent"
+    print(f"delta-log: {problem}", file=sys.stderr)
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -91,7 +74,6 @@ def _parser() -> argparse.ArgumentParser:
 
     add = command("list", _list, "Show the content of a log, from the file names and sizes alone.")
     add.add_argument("--json", action="store_true", help="print JSON instead of a table")
-
     add = command(
         "verify",
         _verify,
@@ -100,7 +82,6 @@ def _parser() -> argparse.ArgumentParser:
         "that the previous one leads to.",
     )
     add.add_argument("versions", nargs="*", type=int, metavar="VERSION", help="only these")
-
     add = command(
         "fold",
         _fold,
@@ -110,7 +91,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     add.add_argument("base", type=int, metavar="FROM", help="the version that it starts from")
     add.add_argument("target", type=int, metavar="TO", help="the version that it leads to")
-
     add = command(
         "prune",
         _prune,
@@ -126,14 +106,15 @@ def _parser() -> argparse.ArgumentParser:
         "--base-version",
         type=int,
         metavar="N",
-        help="the version of the checkpoint that engines start with (default: the oldest "
-        "base in the log)",
+        help="version of the checkpoint that engines start with (default: the log's oldest base)",
     )
     add.add_argument(
         "--url", action="append", default=[], help="root of a running engine's server; repeatable"
     )
     add.add_argument(
-        "--api-key", metavar="TOKEN", help=f"bearer token (default: that in {API_KEY_ENVIRONMENT})"
+        "--api-key",
+        metavar="TOKEN",
+        help=f"bearer token (default: that in {settings.API_KEY_ENVIRONMENT})",
     )
     add.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
     return parser
@@ -174,7 +155,7 @@ def _list(options: argparse.Namespace) -> int:
         if steps:
             size = sum(entry.nbytes for entry in steps)
             print(f"version {start} leads to {reached} in {len(steps)} step(s) of {size:,} bytes")
-    why = why_not_newer(listing, reached)
+    why = delta_log.why_not_newer(listing, reached)
     if why is not None:
         print(f"delta-log: {why}", file=sys.stderr)
     return DAMAGED if listing.damaged or why else OK
@@ -210,7 +191,7 @@ def _verify(options: argparse.Namespace) -> int:
     before: list[tuple[Entry, str]] = []
     for entry in _with_progress(entries, "verifying"):
         try:
-            digests = digests_of(read_version(entry))
+            digests = delta_log.digests_of(read_version(entry))
         except LogDamaged as damaged:
             problems.append(f"{entry.folder.name}: {damaged.message}")
             continue
@@ -226,7 +207,7 @@ def _verify(options: argparse.Namespace) -> int:
     if not wanted:
         start = _oldest_base(listing)
         steps = route(sound, start)
-        why = why_not_newer(listing, steps[-1].version if steps else start)
+        why = delta_log.why_not_newer(listing, steps[-1].version if steps else start)
         problems += [] if why is None else [why]
     for problem in problems:
         print(problem)
@@ -242,11 +223,9 @@ def _fold(options: argparse.Namespace) -> int:
     between = [entry for entry in listing.entries if entry.version <= target]
     steps = route(between, base)
     if not steps or steps[-1].version != target:
-        raise CannotFold(
-            f"the log does not lead from version {base} to {target}"
-            + (f", only to {steps[-1].version}" if steps else "")
-        )
-    folder = fold_versions(
+        only = f", only to {steps[-1].version}" if steps else ""
+        raise CannotFold(f"the log does not lead from version {base} to {target}{only}")
+    folder = delta_log.fold_versions(
         options.log, steps, base, progress=lambda entries: _with_progress(entries, "reading")
     )
     read_version(next(entry for entry in list_log(options.log).entries if entry.folder == folder))
@@ -267,46 +246,39 @@ def _prune(options: argparse.Namespace) -> int:
     start = options.base_version if options.base_version is not None else _oldest_base(listing)
     engines = {url: _engine_version(url, options.api_key) for url in options.url}
     limits = [version for version in (options.before,) if version is not None]
-    limits += [versions[-options.keep]] if options.keep and options.keep <= len(versions) else []
-    limits += [versions[0]] if options.keep and options.keep > len(versions) else []
+    limits += [versions[-min(options.keep, len(versions))]] if options.keep else []
     # A running engine needs only newer versions; older ones serve engines that start.
     limits += [version + 1 for version in engines.values()]
     candidates = [entry for entry in listing.entries if entry.version < min(limits)]
     starts = [*engines.values(), *([] if start is None else [start])]
-    gone, stranded = removable(listing.entries, candidates, starts, versions[-1])
+    newest = versions[-1]
+    gone, stranded = delta_log.removable(listing.entries, candidates, starts, newest)
     if start in stranded:
-        newest = versions[-1]
-        raise LogDamaged(
-            f"nothing is deleted: the log does not lead from version {start} to {newest}"
-        )
+        problem = f"the log does not lead from version {start} to {newest}"
+        raise LogDamaged(f"nothing is deleted: {problem}")
     for url, version in engines.items():
         if version in stranded:
-            print(
-                f"delta-log: {url} is at version {version}, which the log does not lead on from",
-                file=sys.stderr,
-            )
+            problem = f"{url} is at version {version}, which the log does not lead on from"
+            print(f"delta-log: {problem}", file=sys.stderr)
     for entry in _with_progress([] if options.dry_run else gone, "deleting"):
-        discard(entry.folder)
-    _tidy(options, listing)
+        delta_log.discard(entry.folder)
+    if not options.dry_run:
+        _tidy(options.log, listing)
     size = sum(entry.nbytes for entry in gone)
     verb = "would be deleted" if options.dry_run else "deleted"
     print(f"{len(gone)} of {len(listing.entries)} version(s) {verb}, {size:,} bytes")
     if len(gone) < len(candidates):
-        print(
-            f"{len(candidates) - len(gone)} more are on the route from version {start}; fold them "
-            "first, or give the version that engines start with as --base-version"
-        )
+        kept = f"{len(candidates) - len(gone)} more are on the route from version {start}"
+        print(f"{kept}; fold them first, or give the version engines start with as --base-version")
     return OK
 
 
-def _tidy(options: argparse.Namespace, listing: Listing) -> None:
+def _tidy(log: Path, listing: Listing) -> None:
     """Delete the marks of refused numbers below the newest version, and interrupted deletions."""
-    if options.dry_run:
-        return
     for folder in listing.refused:
-        if (version_of(folder.name) or 0) < (listing.newest or 0):
-            discard(folder)
-    for folder in options.log.glob(".weight_v*.gone"):
+        if (delta_log.version_of(folder.name) or 0) < (listing.newest or 0):
+            delta_log.discard(folder)
+    for folder in log.glob(".weight_v*.gone"):
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -319,8 +291,7 @@ def _oldest_base(listing: Listing) -> int | None:
 def _engine_version(url: str, api_key: str | None) -> int:
     import httpx
 
-    token = api_key or os.environ.get(API_KEY_ENVIRONMENT)
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    headers = settings.bearer_headers(api_key)
     try:
         answer = httpx.get(f"{url.rstrip('/')}/delta_status", headers=headers, timeout=60)
         answer.raise_for_status()

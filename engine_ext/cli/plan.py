@@ -2,8 +2,7 @@
 
 ``python -m engine_ext.cli.plan TARGET`` is the same command. TARGET is a checkpoint's folder, which
 is loaded, traced and certified as by a server with ``--enable-delta-updates``, or the address of a
-running server, which is asked. Exit status: 0 every tensor can be updated or is ignored, 3 some
-tensor is uncertified, 1 there is no plan, 2 wrong usage.
+running server, which is asked.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from engine_ext.settings import API_KEY_ENVIRONMENT, Settings
+from engine_ext.settings import API_KEY_ENVIRONMENT, Settings, bearer_headers
 
 Row = dict[str, Any]
 _ENGINES = ("vllm",)
@@ -63,14 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def merge(ranks: Sequence[Sequence[Row]]) -> list[Row]:
     """Merge the plans of all ranks into one row per checkpoint tensor.
 
-    Args:
-        ranks: `engine_ext.placement.plan.Plan.table` of every rank, in rank order.
-
-    Returns:
-        Rows like the ranks', with the worst ``status`` of the ranks that hold the tensor, and the
-        ``reason`` of the first rank that has one.
+    Each has the worst ``status`` of the ranks that hold the tensor, and the ``reason`` of the first
+    rank that has one; see `engine_ext.placement.plan.Plan.table`.
     """
-    return [_merged(list(rows)) for rows in zip(*ranks, strict=True)]
+    return [_merged(rows) for rows in zip(*ranks, strict=True)]
 
 
 def _merged(rows: Sequence[Row]) -> Row:
@@ -102,15 +97,10 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("target", help="a checkpoint's folder, or http://HOST:PORT of a server")
-    parser.add_argument(
-        "--engine",
-        choices=_ENGINES,
-        default="vllm",
-        help="the engine that loads a folder (default: vllm)",
-    )
-    parser.add_argument(
-        "--uncertified", action="store_true", help="show only the tensors that are refused"
-    )
+    help = "the engine that loads a folder (default: vllm)"
+    parser.add_argument("--engine", choices=_ENGINES, default="vllm", help=help)
+    help = "show only the tensors that are refused"
+    parser.add_argument("--uncertified", action="store_true", help=help)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser
 
@@ -118,13 +108,8 @@ def _parser() -> argparse.ArgumentParser:
 def _ask(url: str) -> list[list[Row]]:
     import httpx
 
-    token = os.environ.get(API_KEY_ENVIRONMENT)
-    answer = httpx.get(
-        f"{url.rstrip('/')}/delta_status",
-        params={"plan": "true"},
-        headers={"Authorization": f"Bearer {token}"} if token else {},
-        timeout=60,
-    )
+    asked, headers = f"{url.rstrip('/')}/delta_status", bearer_headers()
+    answer = httpx.get(asked, params={"plan": "true"}, headers=headers, timeout=60)
     answer.raise_for_status()
     plan: list[list[Row]] | None = answer.json()["plan"]
     if plan is None:
@@ -153,11 +138,6 @@ def _load(options: argparse.Namespace, engine_flags: list[str]) -> list[list[Row
     return plan
 
 
-def _names(paths: Sequence[str]) -> str:
-    """Return the last components of paths in the model, each once."""
-    return ", ".join(sorted({path.rpartition(".")[2] for path in paths}))
-
-
 def _print(rows: Sequence[Row]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -167,15 +147,11 @@ def _print(rows: Sequence[Row]) -> None:
     for row in rows:
         colour = colours.get(row["status"], "dim")
         status = row["status"] + (" (repacked)" if row["repacked"] else "")
-        status += f" ({_names(row['recomputed'])} recomputed)" if row["recomputed"] else ""
-        table.add_row(
-            row["name"],
-            row["dtype"],
-            "x".join(map(str, row["shape"])),
-            f"[{colour}]{status}[/]",
-            ", ".join(row["live"]),
-            row["reason"],
-        )
+        names = sorted({path.rpartition(".")[2] for path in row["recomputed"]})
+        status += f" ({', '.join(names)} recomputed)" if names else ""
+        shape, live = "x".join(map(str, row["shape"])), ", ".join(row["live"])
+        status = f"[{colour}]{status}[/]"
+        table.add_row(row["name"], row["dtype"], shape, status, live, row["reason"])
     # Wide enough for whole names if the output is not a terminal.
     Console(width=None if sys.stdout.isatty() else 240).print(table)
 

@@ -1,8 +1,6 @@
 """``delta-top``: show the weight versions of running engines, and the outcomes of their last syncs.
 
-``python -m engine_ext.cli.top URL...`` is the same command. It imports neither an engine nor
-torch. Exit status: 0 every engine has answered, 1 some engine has not, 3 all have and the weights
-of one are uncertain, 2 wrong usage.
+``python -m engine_ext.cli.top URL...`` is the same command. It imports neither an engine nor torch.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -25,17 +22,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from engine_ext.settings import API_KEY_ENVIRONMENT
+from engine_ext.settings import API_KEY_ENVIRONMENT, bearer_headers
 
 _WIDE = 200  # columns if the output is not a terminal
-_COLOURS = {
-    "committed": "green",
-    "already_applied": "green",
-    "certain": "green",
-    "rolled_back": "yellow",
-    "asleep": "yellow",
-    "refused": "yellow",
-}
+_COLOURS = dict.fromkeys(("committed", "already_applied", "certain"), "green")
+_COLOURS |= dict.fromkeys(("rolled_back", "asleep", "refused"), "yellow")
 _PHASES = ("receive_ms", "stage_ms", "pause_ms", "commit_ms")
 _EPILOG = f"""\
 examples:
@@ -56,17 +47,11 @@ _TIMES = "ms r/s/p/c"  # the columns of _PHASES
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of one engine.
+    """The answer of one engine."""
 
-    Attributes:
-        url: the engine's root.
-        status: the JSON of ``GET /delta_status?history=true``, or None.
-        error: why there is no status.
-    """
-
-    url: str
-    status: dict[str, Any] | None
-    error: str | None = None
+    url: str  # the engine's root
+    status: dict[str, Any] | None  # the JSON of ``GET /delta_status?history=true``
+    error: str | None = None  # why there is no status
 
     @property
     def state(self) -> str:
@@ -111,12 +96,7 @@ async def ask(client: httpx.AsyncClient, url: str) -> Answer:
 
 
 def table(answers: Sequence[Answer], syncs: int) -> RenderableType:
-    """Return a table of the engines, and below it one of their last syncs, newest first.
-
-    Args:
-        answers: of the engines.
-        syncs: how many syncs of each engine to show.
-    """
+    """Return a table of the engines, and below it their last syncs (so many each), newest first."""
     engines = _table("engine", "kind", "ranks", "version", "state", "staged", "digest", "note")
     history = _table("engine", "at", "outcome", "version", "nnz", "density", "bytes", _TIMES, "why")
     for answer in answers:
@@ -144,32 +124,21 @@ def _engine_cells(status: dict[str, Any], state: Text) -> list[Text]:
     if staged:
         parts = f"{len(staged['parts'])}/{staged['num_parts'] or '?'} of {staged['version']}"
     uncertified = len(status.get("uncertified") or ())
-    return [
-        _text(status.get("engine")),
-        _text(status.get("ranks")),
-        _text(status["version"]),
-        state,
-        _text(parts),
-        _text((status.get("digest") or "")[:12]),
-        _text(f"{uncertified} tensors cannot be updated" if uncertified else ""),
-    ]
+    note = f"{uncertified} tensors cannot be updated" if uncertified else ""
+    identity = map(_text, (status.get("engine"), status.get("ranks"), status["version"]))
+    return [*identity, state, *map(_text, (parts, (status.get("digest") or "")[:12], note))]
 
 
 def _sync_cells(record: dict[str, Any]) -> list[Text]:
-    outcome = str(record["outcome"])
+    at, outcome = time.strftime("%H:%M:%S", time.localtime(record["at"])), str(record["outcome"])
     nnz, elements, timings = record["nnz"], record["elements"], record["timings_ms"]
     density = f"{100 * nnz / elements:.3g} %" if nnz is not None and elements else ""
     base, version = record["base_version"], record["version"]
-    return [
-        _text(time.strftime("%H:%M:%S", time.localtime(record["at"]))),
-        _text(outcome, _COLOURS.get(outcome, "red")),
-        _text(version if base is None else f"{base} -> {version}"),
-        _text(nnz),
-        _text(density),
-        _text(_size(record["bytes"])),
-        _text("/".join(_milliseconds(timings.get(phase)) for phase in _PHASES)),
-        _text(f"{record['error']}: {record['message']}" if record["error"] else ""),
-    ]
+    versions = version if base is None else f"{base} -> {version}"
+    times = "/".join(_milliseconds(timings.get(phase)) for phase in _PHASES)
+    why = f"{record['error']}: {record['message']}" if record["error"] else ""
+    facts = (versions, nnz, density, _size(record["bytes"]), times, why)
+    return [_text(at), _text(outcome, _COLOURS.get(outcome, "red")), *map(_text, facts)]
 
 
 def _host(answer: Answer) -> Text:
@@ -178,10 +147,9 @@ def _host(answer: Answer) -> Text:
 
 def _text(value: Any, style: str = "") -> Text:
     """Return a cell; an engine's text must neither style the table nor control the terminal."""
-    shown = "" if value is None else str(value)
-    return Text(
-        "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in shown), style
-    )
+    text = "" if value is None else str(value)
+    shown = (c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return Text("".join(shown), style)
 
 
 def _milliseconds(value: float | None) -> str:
@@ -206,13 +174,11 @@ def _why(response: httpx.Response, body: Any) -> str:
 
 async def _show(options: argparse.Namespace, answers: list[Answer]) -> None:
     """Ask all engines at once, repeatedly; `answers` always holds the last answers."""
-    token = os.environ.get(API_KEY_ENVIRONMENT)
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
     urls = [url.rstrip("/") for url in options.urls]
     console = Console()
     if not console.is_terminal:
         console.width = _WIDE
-    async with httpx.AsyncClient(headers=headers, timeout=options.timeout) as client:
+    async with httpx.AsyncClient(headers=bearer_headers(), timeout=options.timeout) as client:
 
         async def look() -> RenderableType:
             answers[:] = await asyncio.gather(*(ask(client, url) for url in urls))
@@ -239,36 +205,17 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("urls", nargs="+", type=_url, metavar="URL", help="http://HOST:PORT")
-    parser.add_argument(
-        "--once",
-        action="store_true",
-        help="print one table and exit (the default without a terminal)",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print the engines' status as JSON and exit"
-    )
-    parser.add_argument(
-        "--interval",
-        type=_positive,
-        default=2.0,
-        metavar="SECONDS",
-        help="between two requests (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=_positive,
-        default=5.0,
-        metavar="SECONDS",
-        help="how long an engine may take to answer (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--syncs",
-        type=_count,
-        default=10,
-        metavar="N",
-        help="syncs to show of each engine (default: 10)",
-    )
+    add = parser.add_argument
+    add("urls", nargs="+", type=_url, metavar="URL", help="http://HOST:PORT")
+    help = "print one table and exit (the default without a terminal)"
+    add("--once", action="store_true", help=help)
+    add("--json", action="store_true", help="print the engines' status as JSON and exit")
+    help = "between two requests (default: %(default)g)"
+    add("--interval", type=_positive, default=2.0, metavar="SECONDS", help=help)
+    help = "how long an engine may take to answer (default: %(default)g)"
+    add("--timeout", type=_positive, default=5.0, metavar="SECONDS", help=help)
+    help = "syncs to show of each engine (default: 10)"
+    add("--syncs", type=_count, default=10, metavar="N", help=help)
     return parser
 
 

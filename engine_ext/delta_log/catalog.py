@@ -49,36 +49,22 @@ class FileFacts(msgspec.Struct, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of ``DONE``.
+    """The content of ``DONE``."""
 
-    Attributes:
-        version, base_version: the version that the delta leads to, and starts from; no base if
-            it is full.
-        files: the parts, by file name.
-    """
-
-    version: int
-    base_version: int | None
-    files: dict[str, FileFacts]
+    version: int  # that the delta leads to
+    base_version: int | None  # that it starts from; None if it is full
+    files: dict[str, FileFacts]  # the parts, by file name
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A delta in the log.
-
-    Attributes:
-        folder: its folder.
-        version, base_version: the version that it leads to, and starts from; no base if it is
-            full.
-        files: its parts by file name, with their lengths and hashes if ``DONE`` has them.
-        nbytes: total length of the parts.
-    """
+    """A delta in the log."""
 
     folder: Path
-    version: int
-    base_version: int | None
-    files: dict[str, FileFacts | None]
-    nbytes: int
+    version: int  # that it leads to
+    base_version: int | None  # that it starts from; None if it is full
+    files: dict[str, FileFacts | None]  # by file name; None if ``DONE`` does not have the facts
+    nbytes: int  # of all parts
 
     @property
     def full(self) -> bool:
@@ -91,11 +77,7 @@ class Entry:
         return [self.folder / name for name in sorted(self.files)]
 
     def require_files(self) -> None:
-        """Check that all parts are there, at their full length.
-
-        Raises:
-            LogDamaged: a part is missing or has another length, or there is no part.
-        """
+        """Check that there are parts, all at their full length; LogDamaged if not."""
         if not self.files:
             raise self.damaged("it has no parts")
         for name, facts in self.files.items():
@@ -114,17 +96,11 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The content of a log.
-
-    Attributes:
-        entries: the deltas that can be replayed, by version; folded ones after the others.
-        refused: folders of versions that no engine took.
-        damaged: why a folder cannot be used, by its name.
-    """
+    """The content of a log: by version what can be replayed, folded deltas after the others."""
 
     entries: list[Entry] = field(default_factory=list)
-    refused: list[Path] = field(default_factory=list)
-    damaged: dict[str, str] = field(default_factory=dict)
+    refused: list[Path] = field(default_factory=list)  # folders of versions that no engine took
+    damaged: dict[str, str] = field(default_factory=dict)  # folder's name -> why it is unusable
 
     @property
     def newest(self) -> int | None:
@@ -147,19 +123,13 @@ def folder_name(version: int, folded_from: int | None = None) -> str:
 
 
 def list_log(folder: Path) -> Listing:
-    """List the content of a log, without reading the parts.
-
-    Raises:
-        LogDamaged: the folder cannot be read.
-    """
+    """List the content of a log, without reading the parts; LogDamaged if it is unreadable."""
     listing = Listing()
     try:
         names = sorted(path.name for path in folder.iterdir())
     except OSError as error:
         raise LogDamaged(f"cannot read the delta log: {error.strerror}") from error
-    for name in names:
-        if version_of(name) is None:
-            continue
+    for name in (name for name in names if version_of(name) is not None):
         if (folder / name / REFUSED).exists():
             listing.refused.append(folder / name)
             continue
@@ -174,15 +144,10 @@ def list_log(folder: Path) -> Listing:
 
 
 def route(entries: Iterable[Entry], version: int | None) -> list[Entry]:
-    """Return the deltas with the fewest bytes that lead to the newest reachable version.
+    """Return the deltas with the fewest bytes that lead to the newest reachable version, in order.
 
-    Args:
-        entries: the deltas to choose from.
-        version: where to start; None if the weights have no known version, so that only a full
-            one can be the first.
-
-    Returns:
-        The deltas, in the order in which they apply; empty if nothing newer can be reached.
+    The list is empty if nothing newer than `version` can be reached. With None, if the weights have
+    no known version, only a full delta can be the first.
     """
     costs: dict[int, int] = {} if version is None else {version: 0}
     steps: dict[int, Entry] = {}  # the last delta of the route to a version
@@ -211,7 +176,6 @@ def removable(
         entries: the deltas in the log.
         candidates: those that may be deleted.
         starts: versions from which the newest one must stay reachable.
-        newest: the newest version.
 
     Returns:
         The candidates that are on no needed route, and the starts from which the newest version
@@ -230,10 +194,7 @@ def removable(
 def why_not_newer(listing: Listing, version: int | None, bad: Collection[str] = ()) -> str | None:
     """Return why the log leads to nothing newer than a version; None if it has nothing newer.
 
-    Args:
-        listing: the content of the log.
-        version: the newest version that can be reached, None if none.
-        bad: names of further folders that were found to be damaged.
+    `version` is the newest one that can be reached, and `bad` names further damaged folders.
     """
     newest = listing.newest
     if newest is None or (version is not None and newest <= version):

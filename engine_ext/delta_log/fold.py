@@ -43,9 +43,7 @@ class Digests:
 
 
 def read_version(entry: Entry) -> list[Part]:
-    """Read, verify and decode all parts of a version, as a receiver would.
-
-    If the environment has ``DELTA_HMAC_KEY``, signatures are verified too.
+    """Read, verify and decode all parts of a version, as a receiver would, signatures included.
 
     Raises:
         LogDamaged: something is missing, or differs from what the sender wrote.
@@ -79,7 +77,7 @@ def fold_versions(
     encoding: str = "deltas_zstd",
     progress: Callable[[Sequence[Entry]], Iterable[Entry]] = iter,
 ) -> Path:
-    """Write one delta with the effect of several versions, applied one after another.
+    """Write one delta with the effect of several versions in sequence, and return its folder.
 
     If several versions write an element, the last value is kept. The result leads from
     `base_version` to the last one's version; it is full if the first is.
@@ -91,17 +89,12 @@ def fold_versions(
         encoding: of the result; one that sends values.
         progress: iterates over the versions, and may display the progress.
 
-    Returns:
-        The folder of the result.
-
     Raises:
         CannotFold: some version sends differences, whose old values are not in the log; or
             `entries` is empty.
         LogDamaged: one of the versions is damaged.
         FileExistsError: the result is already there.
-        OSError: it cannot be written.
-
-    If it raises, the log is unchanged.
+        OSError: it cannot be written. The log is unchanged after any of these.
     """
     if not entries:
         raise CannotFold("there are no versions to fold")
@@ -114,14 +107,12 @@ def fold_versions(
             first = last
         for delta in (delta for part in parts for delta in part.deltas):
             if delta.differences:
-                raise CannotFold(
-                    f"version {entry.version} sends differences ({delta.name}), and the values "
-                    "that they are added to are not in the log"
-                )
+                sent = f"version {entry.version} sends differences ({delta.name})"
+                raise CannotFold(f"{sent}, and the values they are added to are not in the log")
             merged[delta.name] = _merged(merged.get(delta.name), delta)
-    target = entries[-1].version
-    full, sync_id = entries[0].full, uuid.uuid4().hex
+    target, full, sync_id = entries[-1].version, entries[0].full, uuid.uuid4().hex
     groups = list(_groups(merged.values(), encoding))
+    key = signing_key()
     draft = Draft(log, folder_name(target, base_version))
     try:
         for number, group in enumerate(groups):
@@ -139,7 +130,6 @@ def fold_versions(
                 digest_before=None if full else first.before,
                 digest_after=last.after if number == len(groups) - 1 else None,
             )
-            key = signing_key()
             draft.add(body, None if key is None else sign(key, body))
         return draft.finish()
     except BaseException:
@@ -205,7 +195,6 @@ def _groups(deltas: Iterable[ParamDelta], encoding: str) -> Iterator[list[ParamD
     """Yield the deltas of each part: of one dtype and about `BUCKET_BYTES`; at least one part."""
     groups: dict[str, list[ParamDelta]] = {}
     sizes: dict[str, int] = {}
-    found = False
     for delta in deltas:
         size = delta.values.nbytes
         size += 0 if delta.indices is None else position_bytes(encoding, delta.indices)
@@ -216,5 +205,4 @@ def _groups(deltas: Iterable[ParamDelta], encoding: str) -> Iterator[list[ParamD
             sizes[delta.dtype] = 0
         group.append(delta)
         sizes[delta.dtype] = sizes.get(delta.dtype, 0) + size
-        found = True
-    yield from groups.values() if found else [[]]
+    yield from groups.values() or [[]]

@@ -29,10 +29,7 @@ _HEADER_CHUNK = 1 << 16
 
 
 class LogWriter:
-    """The only writer of a log, until it is closed; a context manager.
-
-    Args:
-        folder: created if it is missing.
+    """The only writer of a log, until it is closed; a context manager. Creates the folder.
 
     Raises:
         BlockingIOError: another sender writes to the log.
@@ -62,12 +59,7 @@ class LogWriter:
         return max((version for version in used if version is not None), default=-1)
 
     def begin(self, version: int) -> Draft:
-        """Begin to write a version.
-
-        Raises:
-            FileExistsError: the number is in use.
-            OSError: the folder cannot be created.
-        """
+        """Begin to write a version; FileExistsError if its number is in use, see `Draft`."""
         return Draft(self.folder, folder_name(version))
 
     def refuse(self, version: int) -> None:
@@ -81,11 +73,7 @@ class LogWriter:
 
 
 class Draft:
-    """A version that is being written, in a folder that readers ignore.
-
-    Args:
-        log: the log's folder.
-        name: of the version's folder, once it is complete.
+    """A version that is being written, in a folder that readers ignore; later named `name`.
 
     Raises:
         FileExistsError: there is such a folder.
@@ -103,11 +91,7 @@ class Draft:
         self._manifest: Manifest | None = None
 
     def add(self, part: bytes, signature: str | None = None) -> None:
-        """Write the next part.
-
-        Args:
-            part: as it is sent, after any compression.
-            signature: in hex, for readers that require one.
+        """Write the next part, as it is sent, and its signature if readers require one.
 
         Raises:
             MalformedPart: `part` has no readable manifest.
@@ -123,15 +107,13 @@ class Draft:
     def finish(self) -> Path:
         """Publish the version once all of it is on disk, and return its folder."""
         assert self._manifest is not None
-        assert self._manifest.current_version is not None
         version, base = self._manifest.current_version, self._manifest.base_version
-        if not self._manifest.full and base is None:
+        assert version is not None
+        if self._manifest.full:
+            base = None
+        elif base is None:
             base = version - 1  # the receiver's default
-        done = Done(
-            version=version,
-            base_version=None if self._manifest.full else base,
-            files=self._files,
-        )
+        done = Done(version=version, base_version=base, files=self._files)
         write_file(self._partial / DONE, msgspec.json.format(msgspec.json.encode(done)) + b"\n")
         sync_folder(self._partial)
         os.rename(self._partial, self._final)
@@ -153,11 +135,7 @@ def discard(folder: Path) -> None:
 
 
 def manifest_of(part: bytes) -> Manifest:
-    """Return the manifest of a part as it is sent, without reading its data.
-
-    Raises:
-        MalformedPart: there is no valid manifest.
-    """
+    """Return the manifest of a part as it is sent; MalformedPart if it has no valid one."""
     limits = Limits()
     frame, gate = FrameReader(limits.max_part_bytes), PartGate(limits)
     with memoryview(part) as view:

@@ -83,22 +83,14 @@ def _loops(width: int, index: int) -> _Loops | None:
     )
 
 
-def _loops_for(live: Bits, offsets: Offsets) -> _Loops | None:
-    return _loops(live.itemsize, offsets.itemsize)
-
-
 def read(live: Bits, offsets: Offsets, shift: int = 0) -> Bits:
-    """Read elements of live host memory.
+    """Read elements of live host memory: [k], dtype of `live`, a copy.
 
     Args:
         live: unsigned integers [n].
         offsets: int32 or int64 [k]; after subtracting `shift`, each in [0, n).
-        shift: subtracted from every offset.
-
-    Returns:
-        [k], dtype of `live`, a copy.
     """
-    loops = _loops_for(live, offsets)
+    loops = _loops(live.itemsize, offsets.itemsize)
     out: Bits = np.empty(offsets.shape, live.dtype)
     if loops is None:
         out[:] = live[offsets - shift]
@@ -108,14 +100,11 @@ def read(live: Bits, offsets: Offsets, shift: int = 0) -> Bits:
 
 
 def write(live: Bits, offsets: Offsets, bits: Bits, shift: int = 0) -> None:
-    """Overwrite elements of live host memory.
+    """Overwrite elements of live host memory with `bits`, [k], dtype of `live`; see `read`.
 
-    Args:
-        live: [n].
-        offsets, shift: see `read`; no element comes twice.
-        bits: [k], dtype of `live`.
+    No element comes twice.
     """
-    loops = _loops_for(live, offsets)
+    loops = _loops(live.itemsize, offsets.itemsize)
     if loops is None:
         live[offsets - shift] = bits
     else:
@@ -124,7 +113,7 @@ def write(live: Bits, offsets: Offsets, bits: Bits, shift: int = 0) -> None:
 
 def swap(live: Bits, offsets: Offsets, bits: Bits, shift: int = 0) -> Bits:
     """Write elements and return the old ones, [k], in one pass; see `read` and `write`."""
-    loops = _loops_for(live, offsets)
+    loops = _loops(live.itemsize, offsets.itemsize)
     if loops is None:
         out = read(live, offsets, shift)
         write(live, offsets, bits, shift)
@@ -136,7 +125,7 @@ def swap(live: Bits, offsets: Offsets, bits: Bits, shift: int = 0) -> Bits:
 
 def holds(live: Bits, offsets: Offsets, bits: Bits, shift: int = 0) -> bool:
     """Return whether elements of live host memory equal `bits`; arguments as for `write`."""
-    loops = _loops_for(live, offsets)
+    loops = _loops(live.itemsize, offsets.itemsize)
     if loops is None:
         return bool(np.array_equal(live[offsets - shift], bits))
     return not loops.differs(live, offsets, shift, bits)
@@ -159,14 +148,9 @@ def signed(bits: Bits) -> torch.Tensor:
 
 
 def gather(flat: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Read elements of a 1-D integer tensor.
+    """Read elements of a 1-D integer tensor [n]: [k], a copy on the same device.
 
-    Args:
-        flat: [n], live memory as integers.
-        offsets: int32 or int64 [k] on the same device, each below n.
-
-    Returns:
-        [k], dtype of `flat`, a copy on the same device.
+    `offsets` are int32 or int64 [k] on that device, each below n.
     """
     if flat.device.type != "cpu":
         return flat.index_select(0, offsets)
@@ -174,12 +158,9 @@ def gather(flat: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
 
 
 def scatter(flat: torch.Tensor, offsets: torch.Tensor, bits: torch.Tensor) -> None:
-    """Overwrite elements of a 1-D integer tensor on a device other than the CPU.
+    """Overwrite elements of a 1-D integer tensor on a device other than the CPU; see `gather`.
 
-    Args:
-        flat: [n], live memory as integers.
-        offsets: int32 or int64 [k] on the same device, each below n, unique.
-        bits: [k], dtype and device of `flat`.
+    The offsets are unique; `bits` is [k], of the dtype and device of `flat`.
     """
     if runs_kernels(flat.device):
         from engine_ext.kernels.triton import gather_scatter
@@ -206,5 +187,5 @@ def exchange(flat: torch.Tensor, offsets: torch.Tensor, bits: torch.Tensor) -> t
 def warm_up() -> None:
     """Compile the loops now, so that the first sync does not wait for the compiler."""
     for width in (1, 2, 4, 8):
-        for index in (np.int32, np.int64):
-            _loops_for(np.empty(0, f"u{width}"), np.empty(0, index))
+        for index in (4, 8):
+            _loops(width, index)

@@ -40,9 +40,7 @@ def array(types: Any, dtype: str, *, readonly: bool = True) -> Any:
 def compile_loop(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
     """Compile a function to machine code that runs without the GIL.
 
-    Args:
-        function: in the subset of Python that numba supports.
-        signature: numba types of its arguments; it is compiled now, or loaded from numba's cache.
+    It is compiled now for the numba types in `signature`, or loaded from numba's cache.
 
     Raises:
         ImportError: numba is not installed.

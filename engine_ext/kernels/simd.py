@@ -15,9 +15,7 @@ LINE = 64  # bytes of a cache line
 def differing_mask(old: Any, new: Any, first: Any) -> Any:
     """Compare one cache line of elements; return a uint64 with one bit per element that differs.
 
-    Args:
-        old, new: unsigned ints of one width, contiguous; any alignment.
-        first: index of the line's first element; the whole line is in the arrays.
+    The arrays are contiguous unsigned ints of one width, at any alignment, and have the whole line.
     """
 
 

@@ -38,9 +38,7 @@ def slime_checksum(positions: NDArray[np.uint8], values: torch.Tensor) -> int:
     not truncated, so the result has up to 65 bits. It depends neither on the order nor on pairs of
     equal elements, so it is weaker than `xxh3_checksum`: it is verified, but never written.
 
-    Args:
-        positions: uint8 [bytes].
-        values: 1-d, in the dtype that the file declares.
+    `positions` is uint8 [bytes], `values` 1-d in the dtype that the file declares.
     """
     p = int(np.bitwise_xor.reduce(positions)) if positions.size else 0
     # Older versions of torch have no torch.hash_tensor, and newer ones not for every dtype.
@@ -60,8 +58,7 @@ def verify_checksum(
     Args:
         declared: ``xxh3_128:<hex>``, or slime's decimal integer.
         positions: uint8 [bytes].
-        values: The bytes of the values tensor, any dtype; may be read-only. For the decimal form,
-            memory that is read-only or not aligned to the dtype is copied.
+        values: The bytes of the values tensor, any dtype; may be read-only.
         values_dtype: Manifest name of the dtype that the file declares for it.
 
     Raises:
@@ -74,9 +71,8 @@ def verify_checksum(
     elif _SLIME.fullmatch(declared):
         actual = str(slime_checksum(positions, as_tensor(values, values_dtype)))
     else:
-        raise MalformedPart(
-            f"checksum is neither 'xxh3_128:<hex>' nor a decimal: {declared[:80]!r}"
-        )
+        form = "neither 'xxh3_128:<hex>' nor a decimal"
+        raise MalformedPart(f"checksum is {form}: {declared[:80]!r}")
     if actual != declared:
         raise ChecksumMismatch(
             "the data is not what the sender hashed", expected=declared, actual=actual

@@ -1,13 +1,7 @@
-"""Read and write the safetensors file that a part is.
+"""Read and write the safetensors file that a part is; `engine_ext.wire` shows its layout.
 
-Layout, all integers little-endian::
-
-    offset      bytes       content
-    0           8           n, the length of the header
-    8           n           the header, JSON, padded with spaces to a multiple of 8
-    8 + n       the rest    the data of the two tensors, without gaps, in either order
-
-The header has exactly these keys, with ``data_offsets`` counted from the end of the header::
+The header is padded with spaces to a multiple of 8 bytes, the data of the two tensors has no gaps,
+and ``data_offsets`` count from the end of the header, which has exactly these keys::
 
     {"__metadata__":  {...},                                                   strings to strings
      "__positions__": {"dtype": "U8", "shape": [bytes], "data_offsets": [begin, end]},
@@ -51,9 +45,6 @@ class _HeaderJson(msgspec.Struct, forbid_unknown_fields=True):
     values: _Tensor = msgspec.field(name="__values__")
 
 
-_DECODE_HEADER: Final = msgspec.json.Decoder(_HeaderJson)
-
-
 @dataclass(frozen=True, slots=True)
 class Span:
     """A tensor's manifest dtype name, its shape, and its byte offsets in the file."""
@@ -66,28 +57,17 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A checked header: everything that is known of a part without its data.
-
-    Attributes:
-        manifest: The parsed metadata.
-        metadata: The metadata's strings as they are in the file.
-        positions, values: The two tensors.
-        total_bytes: Length that the whole file must have.
-    """
+    """A checked header: everything that is known of a part without its data."""
 
     manifest: Manifest
-    metadata: dict[str, str]
+    metadata: dict[str, str]  # as in the file
     positions: Span
     values: Span
-    total_bytes: int
+    total_bytes: int  # length that the whole file must have
 
 
 def parse_header(raw: bytes, limits: Limits) -> Header:
-    """Parse the header of a container.
-
-    Args:
-        raw: The 8-byte little-endian length and the JSON of that length, nothing more.
-        limits: Bounds on what it may declare.
+    """Parse the header of a container: the 8-byte length and the JSON of that length, no more.
 
     Raises:
         MalformedPart: The header is cut short or contradicts itself (`ChecksumMismatch` for the
@@ -98,7 +78,7 @@ def parse_header(raw: bytes, limits: Limits) -> Header:
     if len(raw) != header_end:
         raise MalformedPart(f"the header has {len(raw)} bytes of {header_end}")
     try:
-        header = _DECODE_HEADER.decode(raw[_LENGTH:])
+        header = msgspec.json.decode(raw[_LENGTH:], type=_HeaderJson)
     except (ValueError, RecursionError) as error:
         raise MalformedPart(f"safetensors header: {error}") from None
 
@@ -109,33 +89,25 @@ def parse_header(raw: bytes, limits: Limits) -> Header:
     first, second = sorted((positions, values), key=lambda span: (span.begin, span.end))
     if first.begin != header_end or first.end != second.begin:
         raise MalformedPart("the tensors leave a gap in the data, or overlap")
-    if second.end > limits.max_part_bytes:
-        raise TooLarge(
-            f"the part declares {second.end} bytes; the limit is {limits.max_part_bytes}",
-            limit=limits.max_part_bytes,
-        )
-
+    _check_size(second.end, "bytes", limits)
     manifest = parse_manifest(header.metadata, limits)
     last = manifest.params[-1] if manifest.params else None
-    covered = (last.pos_end, last.val_end) if last else (0, 0)
+    covered = [last.pos_end, last.val_end] if last else [0, 0]
+    actual = [positions.shape[0], values.shape[0]]
     if manifest.encoding in PACKED_ENCODINGS:
-        _check_packed(manifest, values.dtype, covered[0], limits)
-    elif covered != (positions.shape[0], values.shape[0]):
-        raise MalformedPart(
-            "params does not cover the tensors",
-            expected=list(covered),
-            actual=[positions.shape[0], values.shape[0]],
-        )
+        if values.dtype != "uint8":
+            raise MalformedPart(f"__values__ of {manifest.encoding} is {values.dtype}, not uint8")
+        unpacked = sum(entry.nnz * itemsize(entry.dtype) for entry in manifest.params)
+        _check_size(covered[0] + unpacked, "bytes, unpacked", limits)
+    elif covered != actual:
+        raise MalformedPart("params does not cover the tensors", expected=covered, actual=actual)
     return Header(manifest, header.metadata, positions, values, total_bytes=second.end)
 
 
 class PartGate:
-    """Checks the header and the length of a decompressed container while it arrives; sans-I/O.
+    """Checks a decompressed container while it arrives: its header, then its length; sans-I/O.
 
-    Only the header is kept in memory.
-
-    Attributes:
-        header: The checked header, or None until it is complete.
+    Only the header is kept in memory; `header` is None until it is complete.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -146,11 +118,7 @@ class PartGate:
         self._received = 0
 
     def feed(self, data: bytes | memoryview) -> None:
-        """Take the next bytes.
-
-        Raises:
-            MalformedPart, TooLarge: As soon as an error is known.
-        """
+        """Take the next bytes; MalformedPart or TooLarge as soon as an error is known."""
         self._received += len(data)
         if self.header is None:
             self._feed_header(memoryview(data))
@@ -158,11 +126,7 @@ class PartGate:
             raise MalformedPart(f"the part has more than its {self.header.total_bytes} bytes")
 
     def finish(self) -> Header:
-        """Check that the stream may end here, and return the header.
-
-        Raises:
-            MalformedPart: It ended early.
-        """
+        """Return the header; MalformedPart if the stream must not end here."""
         if self.header is None:
             raise MalformedPart(f"the part ends in its header, after {self._received} bytes")
         if self._received != self.header.total_bytes:
@@ -190,10 +154,6 @@ def read_container(
 ) -> tuple[Header, NDArray[np.uint8], NDArray[np.uint8]]:
     """Split a whole container into header and tensors, without copying it.
 
-    Args:
-        buffer: The decompressed file, contiguous.
-        limits: Bounds on what it may declare.
-
     Returns:
         The header; the bytes of the positions and of the values, uint8 [bytes] views of `buffer`.
         Their checksum is not verified.
@@ -207,8 +167,7 @@ def read_container(
     if len(view) != header.total_bytes:
         raise MalformedPart(f"the part has {len(view)} bytes, not its {header.total_bytes}")
     data = np.frombuffer(view, np.uint8)
-    positions = data[header.positions.begin : header.positions.end]
-    values = data[header.values.begin : header.values.end]
+    positions, values = (data[span.begin : span.end] for span in (header.positions, header.values))
     return header, positions, values
 
 
@@ -224,7 +183,6 @@ def write_container(
         positions: uint8 [bytes].
         values: Each 1-d and contiguous, of any dtype; their bytes are concatenated.
         values_dtype: Manifest name of the dtype to declare for them.
-        metadata: Strings to strings.
     """
     width = itemsize(values_dtype)
     nbytes = sum(piece.nbytes for piece in values)
@@ -244,16 +202,10 @@ def write_container(
     return b"".join((length, header, *raw, positions.data))
 
 
-def _check_packed(manifest: Manifest, dtype: str, pos_bytes: int, limits: Limits) -> None:
-    """Check the declared sizes of compressed tensors before they are decompressed."""
-    if dtype != "uint8":
-        raise MalformedPart(f"__values__ of {manifest.encoding} is {dtype}, not uint8")
-    unpacked = pos_bytes + sum(entry.nnz * itemsize(entry.dtype) for entry in manifest.params)
-    if unpacked > limits.max_part_bytes:
-        raise TooLarge(
-            f"the part declares {unpacked} bytes, unpacked; the limit is {limits.max_part_bytes}",
-            limit=limits.max_part_bytes,
-        )
+def _check_size(declared: int, unit: str, limits: Limits) -> None:
+    limit = limits.max_part_bytes
+    if declared > limit:
+        raise TooLarge(f"the part declares {declared} {unit}; the limit is {limit}", limit=limit)
 
 
 def _header_end(prefix: bytes, limits: Limits) -> int:

@@ -44,7 +44,6 @@ _NUMBA_CHUNK: Final = 1 << 18  # elements; long enough for threads to work side 
 _TORCH_CHUNK: Final = 1 << 20  # elements; at most five 64-bit temporaries at a time, 40 MiB
 _MUL1, _MUL2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _SHIFT1, _SHIFT2, _SHIFT3 = np.uint64(30), np.uint64(27), np.uint64(31)
-_INT64: Final = (np.dtype(np.int64),)
 
 Bits = NDArray[Any]  # unsigned ints
 Indices = NDArray[np.int64]
@@ -91,13 +90,11 @@ def tensor_digest(
     """Return the digest of elements of one tensor.
 
     Args:
-        name: The tensor's name in the checkpoint.
         values: Bit patterns, unsigned ints as wide as the checkpoint dtype, [n]; read-only,
             unaligned and strided memory is fine.
         indices: Flat indices of the values, int64 [n], from 0, each element once. None if the
             values are dense, at `start`, `start` + 1, ...
         start: Flat index of the first of dense values.
-        threads: How many threads share the work; with 1 the caller's does it.
 
     Raises:
         TypeError: `values` or `indices` has another dtype.
@@ -125,7 +122,6 @@ def tensor_digest_torch(
     `tensor_digest` is faster, and does not use torch's OpenMP pool.
 
     Args:
-        name, start: See `tensor_digest`.
         tensor: In the checkpoint dtype; [n] with indices, otherwise of any shape and strides, with
             its elements numbered in row-major order.
         indices: int64 [n] on the same device, or None.
@@ -151,9 +147,7 @@ def tensor_digest_torch(
 
 
 def _checked_seeds(name: str, shape: Sequence[int], indices: Any, start: int) -> tuple[int, int]:
-    if indices is not None and indices.dtype not in (
-        _INT64 if isinstance(indices, np.ndarray) else (torch.int64,)
-    ):
+    if indices is not None and indices.dtype is not torch.int64 and indices.dtype != np.int64:
         raise TypeError(f"indices are int64, not {indices.dtype}")
     if len(shape) != 1 or (indices is not None and indices.shape != shape):
         raise ValueError("values and indices are 1-d, and of one length")

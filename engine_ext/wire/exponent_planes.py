@@ -30,33 +30,17 @@ _Bytes = NDArray[np.uint8]
 
 
 def encode_planes(values: Sequence[NDArray[Any]]) -> _Bytes:
-    """Encode the values of all params.
+    """Encode all params' values, each unsigned ints of the dtype's width, [nnz], to uint8 [bytes].
 
-    Args:
-        values: One per param: bit patterns, unsigned ints of the dtype's width, [nnz].
-
-    Returns:
-        The ``__values__`` tensor, uint8 [bytes]; see the top of this module.
+    The result is the ``__values__`` tensor; see the top of this module.
     """
-    none = np.empty(0, np.uint8)
-    highest: list[_Bytes] = [none]
-    lower: list[_Bytes] = [none]
-    for bits in values:
-        own_highest, own_lower = _split(bits)
-        highest.append(own_highest)
-        lower.append(own_lower)
-    return np.concatenate([*lower, compress_planes(np.concatenate(highest), search=False)])
+    planes = [_split(bits) for bits in values]
+    highest = np.concatenate([np.empty(0, np.uint8), *(own for own, _ in planes)])
+    return np.concatenate([*(own for _, own in planes), compress_planes(highest, search=False)])
 
 
 def decode_planes(raw: _Bytes, params: Sequence[ParamEntry]) -> list[NDArray[Any]]:
     """Decode the values of all params; the inverse of `encode_planes`.
-
-    Args:
-        raw: The ``__values__`` tensor, uint8 [bytes].
-        params: From the manifest.
-
-    Returns:
-        One per param: bit patterns, unsigned ints of the dtype's width, [nnz].
 
     Raises:
         MalformedPart: A plane is cut short, or the frame is corrupt or declares another size.

@@ -30,6 +30,7 @@ _SYMBOLS: Final[dict[int, np.dtype[Any]]] = {1: np.dtype(np.uint8), 2: np.dtype(
 _MAX_NUMEL: Final = Limits().max_numel
 # Skips of 255 per element above which 1-byte symbols are not tried; it also bounds their memory.
 _TOO_SPARSE: Final = 16
+_NOT_ASCENDING: Final = "indices are negative or not ascending"
 
 
 class _Loops(NamedTuple):
@@ -44,17 +45,11 @@ def stream_bytes(indices: NDArray[np.int64]) -> int:
 
 
 def byte_stream(indices: NDArray[np.int64], start: int) -> NDArray[np.uint8]:
-    """Encode a piece of a param's indices as a stream of 1-byte symbols.
+    """Encode a piece of a param's indices as a stream of 1-byte symbols, uint8 [bytes].
 
     Args:
-        indices: int64 [n], ascending, unique, from `start`.
+        indices: int64 [n], ascending, unique, from `start`; ValueError if they are not.
         start: one more than the index before the first.
-
-    Returns:
-        uint8 [bytes].
-
-    Raises:
-        ValueError: The indices are not ascending.
     """
     if not indices.size:
         return np.empty(0, np.uint8)
@@ -64,14 +59,11 @@ def byte_stream(indices: NDArray[np.int64], start: int) -> NDArray[np.uint8]:
 def join_streams(
     pieces: Sequence[tuple[NDArray[Any], NDArray[np.uint8]]],
 ) -> NDArray[np.uint8] | None:
-    """Join the streams of pieces that were encoded on their own.
+    """Return the same as `encode_gaps` of all pieces; None if that may choose 2-byte symbols.
 
     Args:
         pieces: The indices [n] of each, ascending over all, and the `byte_stream` of all but its
             first index.
-
-    Returns:
-        The same as `encode_gaps` of all indices; None if that may choose 2-byte symbols.
     """
     pieces = [(indices, stream) for indices, stream in pieces if indices.size]
     nnz = sum(indices.size for indices, _ in pieces)
@@ -89,16 +81,14 @@ def join_streams(
 def encode_gaps(
     indices: NDArray[np.int64], stream: NDArray[np.uint8] | None = None
 ) -> tuple[NDArray[np.uint8], int]:
-    """Encode the indices of one param as a gap stream.
+    """Encode one param's indices as a gap stream: uint8 [bytes], low plane first.
+
+    With it comes its bytes per symbol, 1 or 2, whichever compresses better.
 
     Args:
         indices: int64 [nnz], ascending, unique, from 0; with a stream also int32.
         stream: Their stream from `join_streams`, if known. It is compared with the indices in
             full, because a wrong one would put values in wrong places.
-
-    Returns:
-        The stream, uint8 [bytes], low plane first, and the bytes of a symbol: 1 or 2, whichever
-        compresses better.
 
     Raises:
         ValueError: The indices are not ascending, or beyond any tensor; or the stream is not
@@ -119,23 +109,18 @@ def encode_gaps(
     wide = _symbols(indices, 2, largest).view(np.uint8).reshape(-1, 2).T.reshape(-1)
     if (largest + 1 - nnz) // 255 <= _TOO_SPARSE * nnz:
         narrow = _symbols(indices, 1, largest)
-        if (
-            compress_planes(narrow, search=True).size
-            <= compress_planes(*wide.reshape(2, -1), search=True).size
-        ):
+        wide_bytes = compress_planes(*wide.reshape(2, -1), search=True).size
+        if compress_planes(narrow, search=True).size <= wide_bytes:
             return narrow, 1
     return wide, 2
 
 
 def pack_streams(streams: Sequence[NDArray[np.uint8]], widths: Sequence[int]) -> NDArray[np.uint8]:
-    """Compress the streams of all params into the positions tensor.
+    """Compress the streams of all params into the ``__positions__`` tensor, uint8 [bytes].
 
     Args:
         streams: One per param, from `encode_gaps`; empty for a dense one.
         widths: Bytes of their symbols; 0 for a dense one.
-
-    Returns:
-        The ``__positions__`` tensor, uint8 [bytes]; see the top of this module.
     """
     low: list[NDArray[np.uint8]] = [np.empty(0, np.uint8)]
     high: list[NDArray[np.uint8]] = [np.empty(0, np.uint8)]
@@ -150,10 +135,6 @@ def unpack_streams(
     positions: NDArray[np.uint8], params: Sequence[ParamEntry]
 ) -> Iterator[NDArray[np.uint8]]:
     """Yield each param's stream, low plane first; the inverse of `pack_streams`.
-
-    Args:
-        positions: The positions tensor, uint8 [bytes].
-        params: From the manifest, whose lengths were checked.
 
     Raises:
         MalformedPart: The frame is corrupt, or declares another size than the manifest.
@@ -172,15 +153,9 @@ def unpack_streams(
 
 
 def decode_gaps(stream: NDArray[np.uint8], width: int, numel: int) -> NDArray[np.int64]:
-    """Decode and check a gap stream; the inverse of `encode_gaps`.
+    """Decode a gap stream to int64 [nnz], ascending, unique, in [0, numel).
 
-    Args:
-        stream: uint8 [bytes].
-        width: Bytes of a symbol, 1 or 2; divides the length of the stream.
-        numel: Elements of the tensor.
-
-    Returns:
-        int64 [nnz], ascending, unique, in [0, numel).
+    The inverse of `encode_gaps`; `width`, the bytes of a symbol, divides the stream's length.
 
     Raises:
         MalformedPart: The last gap does not end.
@@ -236,14 +211,14 @@ def _symbols(indices: NDArray[np.int64], width: int, largest: int, start: int = 
     out = np.empty(indices.size + skips, _SYMBOLS[width])
     count = loops.write(np.ascontiguousarray(indices), start, skip, out)
     if count < 0:
-        raise _not_ascending()
+        raise ValueError(_NOT_ASCENDING)
     return out[:count]
 
 
 def _write_by_numpy(indices: NDArray[np.int64], start: int, skip: int) -> NDArray[np.int64]:
     gaps = np.diff(indices, prepend=np.int64(start - 1)) - 1
     if gaps.min() < 0 or indices.min() < start:
-        raise _not_ascending()
+        raise ValueError(_NOT_ASCENDING)
     skips, rest = np.divmod(gaps, skip)
     ends = np.cumsum(skips + 1) - 1
     symbols = np.full(int(ends[-1]) + 1, skip, np.int64)
@@ -259,10 +234,8 @@ def _read_by_numpy(symbols: NDArray[Any], skip: int) -> NDArray[np.int64]:
 
 
 def _write_loop(indices: Any, following: Any, skip: Any, out: Any) -> Any:
-    """Compiled: write the symbols; return their number, -1 if the indices do not ascend.
-
-    As an unsigned number a negative gap is a huge one, so the usual gap needs one comparison.
-    """
+    """Compiled: write the symbols; return their number, -1 if the indices do not ascend."""
+    # As an unsigned number a negative gap is a huge one, so the usual gap needs one comparison.
     one = np.uint64(1)
     at = np.uint64(0)
     for k in range(indices.size):
@@ -334,10 +307,6 @@ def _loops(width: int) -> _Loops | None:
         compile_loop(_write_loop, word(indices, unsigned, unsigned, written)),
         compile_loop(_read_loop, word(symbols, word, out)),
     )
-
-
-def _not_ascending() -> ValueError:
-    return ValueError("indices are negative or not ascending")
 
 
 def warm_up() -> None:

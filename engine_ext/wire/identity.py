@@ -25,11 +25,7 @@ def part_identity(header: Header, container: Buffer) -> str:
 
     The hashed bytes are, as text joined with NUL: the encoding, the dtype of the values, the
     offsets of the two tensors in the data section, the ``params`` text, and with differences
-    ``digest_part``; then the data section.
-
-    Args:
-        header: the parsed header of `container`.
-        container: the whole decompressed container.
+    ``digest_part``; then the data section. `container` is whole and decompressed.
     """
     start = min(header.positions.begin, header.values.begin)
     hashed = (
@@ -47,24 +43,13 @@ def part_identity(header: Header, container: Buffer) -> str:
 
 
 class PartId(msgspec.Struct, frozen=True, kw_only=True):
-    """One part and the sync that it belongs to.
+    """One part and the sync that it belongs to."""
 
-    Attributes:
-        version: the version that its sync leads to.
-        base_version: the version that its sync starts from; None for a ``full`` sync.
-        identity: see `part_identity`.
-        sync_id: one string for all parts of a sync, or None.
-        full: the sync's params are dense and together cover the model.
-        part: number of this part, from 0.
-        num_parts: number of parts of the sync, or None if this part does not say.
-        continues: the part may be one more transaction at the version that the engine is at.
-    """
-
-    version: int
-    base_version: int | None
-    identity: str
+    version: int  # that its sync leads to
+    base_version: int | None  # that its sync starts from; None for a ``full`` sync
+    identity: str  # see `part_identity`
     sync_id: str | None = None
-    full: bool = False
+    full: bool = False  # the sync's params are dense and together cover the model
     part: int = 0
-    num_parts: int | None = None
-    continues: bool = False
+    num_parts: int | None = None  # of the sync, or None if this part does not say
+    continues: bool = False  # it may be one more transaction at the engine's version

@@ -45,24 +45,16 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
 class ParamEntry(msgspec.Struct, frozen=True):
     """One entry of ``params``: a tensor of the checkpoint and its slices of the two tensors.
 
-    Attributes:
-        name, shape: As in the checkpoint.
-        dtype: The checkpoint's, by its manifest name (``bfloat16``).
-        pos_start, pos_end: Slice of ``__positions__`` in bytes; with a packed encoding, of the
-            decompressed gap streams.
-        pos_width: Bytes of one position, or of one symbol of a gap stream. 0 means dense, and is
-            refused unless every element is sent.
-        val_start, val_end: Slice of ``__values__`` in elements; with a packed encoding, of the
-            decoded values.
+    With a packed encoding the slices are those of the decompressed gap streams and values.
     """
 
     name: str
-    dtype: str
+    dtype: str  # manifest name (``bfloat16``)
     shape: tuple[_Count, ...]
-    pos_start: _Count
+    pos_start: _Count  # in bytes
     pos_end: _Count
-    pos_width: _Count
-    val_start: _Count
+    pos_width: _Count  # bytes of a position, or of a gap stream's symbol; 0 if dense
+    val_start: _Count  # in elements
     val_end: _Count
 
     @property
@@ -108,18 +100,10 @@ class Manifest(msgspec.Struct, frozen=True):
     digest_after: str | None
 
 
-_DECODE_PARAMS: Final = msgspec.json.Decoder(tuple[ParamEntry, ...])
-
-
 def parse_version(text: str, what: str) -> int:
     """Parse a version: ASCII decimal digits without sign or leading zero, 0 to 2**63 - 1.
 
-    Args:
-        text: The digits.
-        what: Where they come from, for the message (``current_version``).
-
-    Raises:
-        MalformedPart: `text` is anything else.
+    MalformedPart is raised for any other text; the message names it as `what`.
     """
     if _DECIMAL.fullmatch(text) is None or int(text) > MAX_VERSION:
         raise MalformedPart(f"{what} is not a decimal from 0 to 2**63 - 1: {text[:80]!r}")
@@ -150,7 +134,6 @@ def parse_manifest(metadata: dict[str, str], limits: Limits) -> Manifest:
     declared = metadata.get("manifest_checksum")
     if declared is not None:
         _check_manifest_checksum(declared, metadata)
-
     encoding = _required(metadata, "encoding")
     if encoding not in POSITION_WIDTHS:
         raise MalformedPart(f"unknown encoding {encoding[:80]!r}; known are {', '.join(ENCODINGS)}")
@@ -159,10 +142,9 @@ def parse_manifest(metadata: dict[str, str], limits: Limits) -> Manifest:
     full = metadata.get("full", "false")
     if full not in ("true", "false"):
         raise MalformedPart(f"full is neither 'true' nor 'false': {full[:80]!r}")
-    if full == "true":
-        sparse = next((entry.name for entry in params if not entry.is_dense), None)
-        if sparse is not None:
-            raise MalformedPart("a full part has a param that is not dense", tensor=sparse)
+    sparse = next((entry.name for entry in params if not entry.is_dense), None)
+    if full == "true" and sparse is not None:
+        raise MalformedPart("a full part has a param that is not dense", tensor=sparse)
     if encoding == DIFFERENCES:
         _check_differences(metadata, full == "true", params)
     return Manifest(
@@ -189,12 +171,10 @@ def _check_differences(
     if "digest_part" not in metadata:
         raise MalformedPart(f"{DIFFERENCES} needs digest_part, to prove the old values")
     if full:
-        raise MalformedPart(
-            f"a full part cannot be {DIFFERENCES}: it must not depend on old values"
-        )
-    dense = next((entry.name for entry in params if entry.pos_width == 0), None)
-    if dense is not None:
-        raise MalformedPart(f"{DIFFERENCES} has no dense form", tensor=dense)
+        raise MalformedPart(f"a full part cannot be {DIFFERENCES}: it must not need old values")
+    for entry in params:
+        if entry.pos_width == 0:
+            raise MalformedPart(f"{DIFFERENCES} has no dense form", tensor=entry.name)
 
 
 def _check_manifest_checksum(declared: str, metadata: dict[str, str]) -> None:
@@ -212,10 +192,9 @@ def _check_manifest_checksum(declared: str, metadata: dict[str, str]) -> None:
 
 
 def _required(metadata: dict[str, str], key: str) -> str:
-    try:
-        return metadata[key]
-    except KeyError:
-        raise MalformedPart(f"the metadata has no {key!r}") from None
+    if key not in metadata:
+        raise MalformedPart(f"the metadata has no {key!r}")
+    return metadata[key]
 
 
 def _optional_version(metadata: dict[str, str], key: str) -> int | None:
@@ -256,12 +235,11 @@ def _parse_part(metadata: dict[str, str], limits: Limits) -> tuple[int | None, i
 def _parse_params(text: str, encoding: str, limits: Limits) -> tuple[ParamEntry, ...]:
     # The header limit bounds what decoding can allocate: an entry has eight keys.
     try:
-        params = _DECODE_PARAMS.decode(text)
+        params = msgspec.json.decode(text, type=tuple[ParamEntry, ...])
     except (ValueError, RecursionError) as error:
         raise MalformedPart(f"params: {error}") from None
     if len(params) > limits.max_params:
         raise TooLarge(f"params has over {limits.max_params} entries", limit=limits.max_params)
-
     names: set[str] = set()
     pos_end = val_end = 0
     for entry in params:
@@ -285,21 +263,15 @@ def _check_entry(entry: ParamEntry, encoding: str, limits: Limits) -> None:
     if len(entry.shape) > limits.max_ndim:
         raise MalformedPart(f"more than {limits.max_ndim} dimensions", tensor=entry.name)
     if max(entry.numel, *entry.shape, 0) > limits.max_numel:
-        raise TooLarge(
-            f"a tensor of more than {limits.max_numel} elements",
-            tensor=entry.name,
-            limit=limits.max_numel,
-        )
+        message = f"a tensor of more than {limits.max_numel} elements"
+        raise TooLarge(message, tensor=entry.name, limit=limits.max_numel)
     if entry.nnz < 0 or not _lengths_agree(entry, encoding):
         raise MalformedPart("the lengths of positions and values disagree", tensor=entry.name)
     if entry.is_dense:
         return
     if entry.pos_width not in POSITION_WIDTHS[encoding]:
-        raise MalformedPart(
-            f"pos_width {entry.pos_width} with {entry.nnz} of {entry.numel} values"
-            f" is not valid for {encoding}",
-            tensor=entry.name,
-        )
+        sent = f"pos_width {entry.pos_width} with {entry.nnz} of {entry.numel} values"
+        raise MalformedPart(f"{sent} is not valid for {encoding}", tensor=entry.name)
     if entry.nnz > entry.numel:
         raise MalformedPart("more values than elements", tensor=entry.name)
     if encoding == "indices" and entry.numel > INDICES_MAX_NUMEL:

@@ -9,8 +9,7 @@ channels carry a request as its tag and a dict of JSON types, and an answer as `
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar, Union, get_args
 
 import msgspec
 
@@ -30,12 +29,7 @@ ReplyT = TypeVar("ReplyT", bound=Reply)
 
 
 class Operation(
-    msgspec.Struct,
-    Generic[ReplyT],
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    tag_field=_TAG,
+    msgspec.Struct, Generic[ReplyT], frozen=True, forbid_unknown_fields=True, tag_field=_TAG
 ):
     """Base of the operations."""
 
@@ -49,31 +43,19 @@ class Operation(
 
 
 class RankState(Reply, frozen=True, kw_only=True):
-    """What every HTTP process must know of a rank.
+    """What every HTTP process must know of a rank."""
 
-    Attributes:
-        version: the version of the live weights.
-        engine_state: ``uncertain`` after a write that failed half-way.
-        resume_owed: a commit has paused the engine and not resumed it yet.
-    """
-
-    version: int
-    engine_state: Literal["certain", "uncertain"]
-    resume_owed: bool
+    version: int  # of the live weights
+    engine_state: Literal["certain", "uncertain"]  # uncertain after a write failed half-way
+    resume_owed: bool  # a commit has paused the engine and not resumed it yet
 
 
 class LeaseGrant(Reply, frozen=True, kw_only=True):
-    """The answer to a process that asks for a lease.
+    """The answer to a process that asks for a lease."""
 
-    Attributes:
-        granted: whether it has the lease now.
-        holder: if not, the process that has it.
-        fresh: if so, no other process has had it since this one last had it.
-    """
-
-    granted: bool
-    holder: str | None = None
-    fresh: bool = False
+    granted: bool  # whether the process has the lease now
+    holder: str | None = None  # if not, the process that has it
+    fresh: bool = False  # if so, no other process has had it since this one last had it
 
 
 class EngineLease(Reply, frozen=True, kw_only=True):
@@ -84,54 +66,36 @@ class EngineLease(Reply, frozen=True, kw_only=True):
 
 
 class StagedSync(Reply, frozen=True, kw_only=True):
-    """A sync that has parts, but is not committed.
-
-    Attributes:
-        parts: numbers of the parts that all ranks have staged.
-    """
+    """A sync that has parts, but is not committed."""
 
     version: int
     base_version: int | None
     sync_id: str | None
     full: bool
     num_parts: int | None
-    parts: list[int]
+    parts: list[int]  # numbers of the parts that all ranks have staged
 
 
 class Written(Reply, frozen=True, kw_only=True):
-    """What a commit or a rollback has written.
+    """What a commit or a rollback has written."""
 
-    Attributes:
-        version: the version of the live weights now.
-        commit_ms: milliseconds that this rank spent writing and voting.
-        digest: of what this rank counts, in hex.
-    """
-
-    version: int
-    commit_ms: float
-    digest: str
+    version: int  # of the live weights now
+    commit_ms: float  # milliseconds that this rank spent writing and voting
+    digest: str  # of what this rank counts, in hex
 
 
 class CommittedSync(Written, frozen=True, kw_only=True):
-    """A sync that was committed.
-
-    Attributes:
-        apply: name of the applier.
-        parts, tensors: number of parts and of tensors that the sync has named.
-        nnz: elements that the sync has sent.
-        elements: elements of the tensors that it has named.
-        rollback: whether this version can be rolled back.
-    """
+    """A sync that was committed."""
 
     base_version: int
     sync_id: str | None
     full: bool
-    apply: str
+    apply: str  # name of the applier
     parts: int
-    nnz: int
-    tensors: int
-    elements: int
-    rollback: bool
+    nnz: int  # elements that the sync has sent
+    tensors: int  # tensors that it has named
+    elements: int  # elements of those tensors
+    rollback: bool  # whether this version can be rolled back
 
 
 class RolledBack(Written, frozen=True, kw_only=True):
@@ -141,28 +105,18 @@ class RolledBack(Written, frozen=True, kw_only=True):
 
 
 class RankStatus(RankState, frozen=True, kw_only=True):
-    """The state of one rank's receiver.
+    """The state of one rank's receiver."""
 
-    Attributes:
-        asleep: the engine has released the weights' memory.
-        foreign: what changed the weights outside of delta sync since the last sync.
-        apply: name of the applier.
-        certification: number of tensors by certification status.
-        uncertified: why each tensor that is refused could not be certified, by name.
-        digest: of what this rank counts, in hex.
-        awaits: what the engine needs before it takes deltas.
-    """
-
-    asleep: bool
-    foreign: str | None
+    asleep: bool  # the engine has released the weights' memory
+    foreign: str | None  # what changed the weights outside of delta sync since the last sync
     staged: StagedSync | None
     last_sync: CommittedSync | None
     can_roll_back: bool
-    apply: str
-    certification: dict[str, int]
-    uncertified: dict[str, str]
-    digest: str
-    awaits: str | msgspec.UnsetType = msgspec.UNSET
+    apply: str  # name of the applier
+    certification: dict[str, int]  # number of tensors by certification status
+    uncertified: dict[str, str]  # why each refused tensor could not be certified, by name
+    digest: str  # of what this rank counts, in hex
+    awaits: str | msgspec.UnsetType = msgspec.UNSET  # what must come before it takes deltas
 
 
 class Unseen(Reply, frozen=True, kw_only=True):
@@ -172,17 +126,11 @@ class Unseen(Reply, frozen=True, kw_only=True):
 
 
 class PartBegun(Reply, frozen=True, kw_only=True):
-    """How a part was admitted.
-
-    Attributes:
-        admission: see `engine_ext.receiver.sync_state.SyncState.admit`.
-        version: the version of the live weights.
-        complete: whether all parts of the staged sync are staged.
-    """
+    """How a part was admitted, see `engine_ext.receiver.sync_state.SyncState.admit`."""
 
     admission: Admission
-    version: int
-    complete: bool
+    version: int  # of the live weights
+    complete: bool  # whether all parts of the staged sync are staged
 
 
 class PartProgress(Reply, frozen=True, kw_only=True):
@@ -205,45 +153,31 @@ class RankPlan(Reply, frozen=True, kw_only=True):
 
 
 class RankDigest(Reply, frozen=True, kw_only=True):
-    """The digest of each covered tensor's elements that this rank counts, in hex.
-
-    Attributes:
-        tensors: scanned from live memory, if a scan was asked for; else `tracked`.
-        tracked: what the syncs add up to.
-    """
+    """The digest of each covered tensor's elements that this rank counts, in hex."""
 
     version: int
-    tensors: dict[str, str]
-    tracked: dict[str, str]
+    tensors: dict[str, str]  # scanned from live memory, if a scan was asked for; else `tracked`
+    tracked: dict[str, str]  # what the syncs add up to
 
 
 class SyncRecord(Reply, frozen=True, kw_only=True):
-    """The result of one request for an update.
+    """The result of one request for an update; see `CommittedSync` for the counts."""
 
-    Attributes:
-        at: Unix time at which the request began.
-        outcome: ``committed``, ``staged``, ``refused``, ...
-        error, message: type and message of the error that it was answered with.
-        parts, bytes: number and size of the parts that it has sent.
-        nnz, elements, tensors, apply: see `CommittedSync`.
-        timings_ms: milliseconds by phase.
-    """
-
-    at: float
-    outcome: str
-    error: str | None = None
+    at: float  # Unix time at which the request began
+    outcome: str  # committed, staged, refused, ...
+    error: str | None = None  # type of the error that it was answered with
     message: str | None = None
     version: int | None = None
     base_version: int | None = None
     sync_id: str | None = None
     full: bool = False
-    parts: int = 0
+    parts: int = 0  # that it has sent
     nnz: int | None = None
     elements: int | None = None
     tensors: int | None = None
-    bytes: int = 0
+    bytes: int = 0  # of the parts
     apply: str | None = None
-    timings_ms: dict[str, float]
+    timings_ms: dict[str, float]  # milliseconds by phase
 
 
 class History(Reply, frozen=True, kw_only=True):
@@ -255,20 +189,16 @@ class History(Reply, frozen=True, kw_only=True):
 # Operations ----------------------------------------------------------------------------------
 
 
-class GetStatus(Operation[RankStatus], frozen=True, kw_only=True, tag="status"):
+class GetStatus(Operation[RankStatus], frozen=True, tag="status"):
     """Describe the receiver."""
 
 
-class GetState(Operation[RankState], frozen=True, kw_only=True, tag="state"):
+class GetState(Operation[RankState], frozen=True, tag="state"):
     """Describe what every HTTP process must know; cheap."""
 
 
 class AcquireLease(Operation[EngineLease], frozen=True, kw_only=True, tag="acquire_lease"):
-    """Let one HTTP process pause and resume the engine.
-
-    Attributes:
-        holder, resumes, instead_of: see `engine_ext.receiver.lease.Lease.acquire`.
-    """
+    """Let one HTTP process pause the engine; see `engine_ext.receiver.lease.Lease.acquire`."""
 
     holder: str
     resumes: bool
@@ -276,11 +206,7 @@ class AcquireLease(Operation[EngineLease], frozen=True, kw_only=True, tag="acqui
 
 
 class ReleaseLease(Operation[Reply], frozen=True, kw_only=True, tag="release_lease"):
-    """Return the lease.
-
-    Attributes:
-        owed: generation must still be resumed.
-    """
+    """Return the lease; `owed` if generation must still be resumed."""
 
     holder: str
     owed: bool
@@ -307,16 +233,11 @@ class FindUnseen(Operation[Unseen], frozen=True, kw_only=True, tag="unseen"):
 
 
 class BeginPart(Operation[PartBegun], frozen=True, kw_only=True, tag="begin"):
-    """Admit a part and start staging it.
-
-    Attributes:
-        path: the spool file that holds the part.
-        now: seconds on a clock that all HTTP processes share.
-    """
+    """Admit a part and start staging it."""
 
     part: PartId
-    path: str
-    now: float
+    path: str  # the spool file that holds the part
+    now: float  # seconds on a clock that all HTTP processes share
 
 
 class PollPart(Operation[PartProgress], frozen=True, kw_only=True, tag="poll"):
@@ -346,11 +267,11 @@ class CommitSync(Operation[CommittedSync], frozen=True, kw_only=True, tag="commi
     sync_id: str | None
 
 
-class RollBack(Operation[RolledBack], frozen=True, kw_only=True, tag="rollback"):
+class RollBack(Operation[RolledBack], frozen=True, tag="rollback"):
     """Restore the version before the last one."""
 
 
-class GetPlan(Operation[RankPlan], frozen=True, kw_only=True, tag="plan"):
+class GetPlan(Operation[RankPlan], frozen=True, tag="plan"):
     """List every checkpoint tensor with its placement on this rank."""
 
 
@@ -366,29 +287,12 @@ class RecordSync(Operation[SyncRecord], frozen=True, kw_only=True, tag="record")
     record: SyncRecord
 
 
-class GetHistory(Operation[History], frozen=True, kw_only=True, tag="history"):
+class GetHistory(Operation[History], frozen=True, tag="history"):
     """List the last syncs."""
 
 
-Request = (
-    GetStatus
-    | GetState
-    | AcquireLease
-    | ReleaseLease
-    | AcquireLogLease
-    | ReleaseLogLease
-    | FindUnseen
-    | BeginPart
-    | PollPart
-    | SettlePart
-    | DropSync
-    | CommitSync
-    | RollBack
-    | GetPlan
-    | GetDigest
-    | RecordSync
-    | GetHistory
-)
+# The operations above; an adapter may define more for itself.
+Request: Any = Union[tuple(Operation.__subclasses__())]  # noqa: UP007
 
 
 # Transport -----------------------------------------------------------------------------------
@@ -407,12 +311,7 @@ def encode_request(request: Operation[Any]) -> tuple[str, dict[str, Any]]:
 
 
 def decode_request(operation: str, arguments: dict[str, Any], types: Any = Request) -> Any:
-    """Return the operation that `encode_request` has encoded.
-
-    Args:
-        operation: the tag.
-        arguments: the fields.
-        types: the union of operations to choose from.
+    """Return the operation, one of the union `types`, that `encode_request` has encoded.
 
     Raises:
         DeltaError: the tag is unknown, or a field is missing, unknown or of another type.
@@ -424,11 +323,7 @@ def decode_request(operation: str, arguments: dict[str, Any], types: Any = Reque
 
 
 def encode_answer(carry_out: Callable[[], Reply]) -> dict[str, Any]:
-    """Carry out an operation and return its answer; never raises.
-
-    Args:
-        carry_out: returns the reply. What it raises becomes the answer's error.
-    """
+    """Call `carry_out` and return its reply, or what it raises, as an answer; never raises."""
     try:
         return {"ok": msgspec.to_builtins(carry_out())}
     except Exception as error:
@@ -438,26 +333,16 @@ def encode_answer(carry_out: Callable[[], Reply]) -> dict[str, Any]:
 def decode_answers(
     request: Operation[ReplyT], answers: Sequence[dict[str, Any]]
 ) -> list[ReplyT | DeltaError]:
-    """Return every rank's reply or error, in rank order.
-
-    Args:
-        request: the operation.
-        answers: see `encode_answer`.
+    """Return every rank's reply to the operation, or its error, in rank order.
 
     Raises:
         msgspec.ValidationError: an answer is not one to this operation.
     """
-    reply_type = _reply_type(type(request))
+    [operation] = type(request).__orig_bases__  # type: ignore[attr-defined]
+    [reply_type] = get_args(operation)
     return [
         from_wire(answer["error"])
         if "error" in answer
         else msgspec.convert(answer.get("ok"), reply_type)
         for answer in answers
     ]
-
-
-@cache
-def _reply_type(operation: type[Operation[Any]]) -> Any:
-    """Return the type parameter of an operation's class."""
-    [base] = operation.__orig_bases__  # type: ignore[attr-defined]
-    return get_args(base)[0]

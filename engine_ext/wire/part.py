@@ -46,14 +46,14 @@ class ParamDelta:
     """The changed elements of one param, in checkpoint coordinates.
 
     Attributes:
-        name, dtype, shape: As in the checkpoint; the dtype by its manifest name.
+        dtype: By its manifest name.
         indices: int64 [nnz], ascending unique flat indices (int32 is accepted for encoding); None
             means dense.
         values: The new elements' bit patterns, unsigned ints of the dtype's width; [nnz], or
-            [numel] if dense. May be a read-only view of the part's buffer.
+            [numel] if dense. May be a read-only view of the part's buffer, as `positions` may.
         differences: Whether the values are new minus old bit patterns modulo 2**width; never
             dense.
-        positions: What `indices` were decoded from, if they were; may be such a view too.
+        positions: What `indices` were decoded from, if they were.
         stream: The gap stream of `indices`, if it is known before encoding.
     """
 
@@ -91,12 +91,9 @@ class Part:
 
 
 def decode_part(buffer: Buffer, limits: Limits = _DEFAULT_LIMITS) -> Part:
-    """Verify a container and decode all its params.
+    """Verify a decompressed container and decode all its params.
 
-    Args:
-        buffer: The decompressed container. The deltas may keep views of it, so it must stay
-            alive and unchanged as long as they do.
-        limits: Bounds on what it may declare.
+    The deltas may keep views of `buffer`, so it must stay unchanged as long as they live.
 
     Raises:
         MalformedPart: It is truncated, contradicts itself, is not what the sender hashed
@@ -120,21 +117,12 @@ def decode_part(buffer: Buffer, limits: Limits = _DEFAULT_LIMITS) -> Part:
         streams = (positions[entry.pos_start : entry.pos_end] for entry in manifest.params)
         places = _places(manifest.encoding, manifest.params, streams)
         own_values = [*_own_values(header, values)]
-    return Part(
-        header,
-        tuple(
-            ParamDelta(
-                entry.name,
-                entry.dtype,
-                entry.shape,
-                indices,
-                own,
-                manifest.encoding == DIFFERENCES,
-                sent,
-            )
-            for entry, (indices, sent), own in zip(manifest.params, places, own_values, strict=True)
-        ),
+    differences = manifest.encoding == DIFFERENCES
+    deltas = (
+        ParamDelta(entry.name, entry.dtype, entry.shape, indices, own, differences, sent)
+        for entry, (indices, sent), own in zip(manifest.params, places, own_values, strict=True)
     )
+    return Part(header, tuple(deltas))
 
 
 def _unpacked(
@@ -160,9 +148,22 @@ def _places(
 ) -> list[_Place]:
     """Decode each param's indices; None, None for a dense one."""
     return [
-        (_indices(entry, encoding, stream), _positions(entry, encoding, stream))
+        (None, None)
+        if entry.is_dense
+        else (_indices(entry, encoding, stream), Positions(encoding, stream, entry.pos_width))
         for entry, stream in zip(params, streams, strict=True)
     ]
+
+
+def _indices(entry: ParamEntry, encoding: str, raw: NDArray[np.uint8]) -> NDArray[np.int64]:
+    try:
+        indices = decode_positions(encoding, raw, entry.pos_width, entry.numel)
+        if indices.size != entry.nnz:
+            raise MalformedPart(f"the positions have {indices.size} gaps for {entry.nnz} values")
+    except DeltaError as error:
+        error.operands["tensor"] = entry.name
+        raise
+    return indices
 
 
 def _own_values(header: Header, raw: NDArray[np.uint8]) -> Iterator[NDArray[Any]]:
@@ -172,23 +173,6 @@ def _own_values(header: Header, raw: NDArray[np.uint8]) -> Iterator[NDArray[Any]
     for entry in header.manifest.params:
         own = values[entry.val_start : entry.val_end]
         yield narrow_values(own, wide, entry.dtype, entry.name)
-
-
-def _positions(entry: ParamEntry, encoding: str, raw: NDArray[np.uint8]) -> Positions | None:
-    return None if entry.is_dense else Positions(encoding, raw, entry.pos_width)
-
-
-def _indices(entry: ParamEntry, encoding: str, raw: NDArray[np.uint8]) -> NDArray[np.int64] | None:
-    if entry.is_dense:
-        return None
-    try:
-        indices = decode_positions(encoding, raw, entry.pos_width, entry.numel)
-        if indices.size != entry.nnz:
-            raise MalformedPart(f"the positions have {indices.size} gaps for {entry.nnz} values")
-    except DeltaError as error:
-        error.operands["tensor"] = entry.name
-        raise
-    return indices
 
 
 def encode_part(
@@ -211,17 +195,10 @@ def encode_part(
     Args:
         deltas: One dtype for all; may be empty. Differences with ``gap8_ulp``, and with it only.
         encoding: One of `positions.ENCODINGS`. ``deltas_zstd`` gives the wrapped frame.
-        current_version: The version that the sync leads to. This and what follows is metadata, left
-            out if None.
-        base_version: The version that it starts from.
-        sync_id: One string for all parts of the sync.
-        part: 0-based number of this part.
-        num_parts: How many parts the sync has.
-        full: Every param is dense, and the sync replaces whatever the engine holds.
+        current_version: The version that the sync leads to. This and what follows is metadata, see
+            `engine_ext.wire`; it is left out if None.
         digest_part: Of the new values minus that of the old ones, 32 hex digits.
-        digest_before: Of all covered tensors at the base version.
-        digest_after: Of all covered tensors at the target version.
-        with_manifest_checksum: Whether to write ``manifest_checksum``.
+        digest_before, digest_after: Of all covered tensors at the base and the target version.
 
     Raises:
         ValueError: The deltas have several dtypes, `decode_part` would refuse an argument, or the
@@ -233,7 +210,6 @@ def encode_part(
     values_dtype = dtypes.pop() if dtypes else "uint8"
     if values_dtype not in TORCH_DTYPE:
         raise ValueError(f"unknown dtype {values_dtype!r}")
-
     entries: list[ParamEntry] = []
     pieces: list[NDArray[np.uint8]] = []
     pos_end = val_end = 0
@@ -245,18 +221,8 @@ def encode_part(
             raw, width = encode_positions(encoding, delta.indices, delta.stream)
         pos_start, pos_end = pos_end, pos_end + raw.size
         val_start, val_end = val_end, val_end + delta.nnz
-        entries.append(
-            ParamEntry(
-                name=delta.name,
-                dtype=delta.dtype,
-                shape=delta.shape,
-                pos_start=pos_start,
-                pos_end=pos_end,
-                pos_width=width,
-                val_start=val_start,
-                val_end=val_end,
-            )
-        )
+        slices = (pos_start, pos_end, width, val_start, val_end)
+        entries.append(ParamEntry(delta.name, delta.dtype, delta.shape, *slices))
         pieces.append(raw)
     if encoding in PACKED_ENCODINGS:
         widths = [entry.pos_width for entry in entries]

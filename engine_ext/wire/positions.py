@@ -17,12 +17,7 @@ from numpy.typing import NDArray
 
 from engine_ext.errors import MalformedPart, NotUpdatable
 from engine_ext.wire.gap_streams import decode_gaps, encode_gaps, join_planes, stream_bytes
-from engine_ext.wire.manifest import (
-    ENCODINGS,
-    PACKED_ENCODINGS,
-    POSITION_WIDTHS,
-    skip_symbol,
-)
+from engine_ext.wire.manifest import ENCODINGS, PACKED_ENCODINGS, POSITION_WIDTHS, skip_symbol
 
 __all__ = ["ENCODINGS", "Positions", "decode_positions", "encode_positions", "position_bytes"]
 
@@ -39,11 +34,9 @@ class Positions(NamedTuple):
     width: int
 
     def gaps(self) -> tuple[NDArray[Any], int] | None:
-        """Return the gaps without decoding them.
+        """Return the gaps as symbols, without decoding them; None if the positions are absolute.
 
-        Returns:
-            Symbols, unsigned ints [n], and the symbol that does not end a gap, -1 if none; None if
-            the positions are absolute.
+        Symbols are unsigned ints [n]; with them comes the one that does not end a gap, -1 if none.
         """
         if self.encoding in PACKED_ENCODINGS:
             return join_planes(self.raw, self.width), skip_symbol(self.width)
@@ -56,7 +49,6 @@ def encode_positions(
     """Encode one param's flat indices.
 
     Args:
-        encoding: One of `ENCODINGS`.
         indices: int32 or int64 [nnz], ascending, unique, from 0.
         stream: Their gap stream, if known; used only by the gap8 encodings.
 
@@ -96,16 +88,9 @@ def encode_positions(
 def decode_positions(
     encoding: str, raw: NDArray[np.uint8], pos_width: int, numel: int
 ) -> NDArray[np.int64]:
-    """Decode one param's positions and check them.
+    """Decode one param's positions to int64 [nnz], ascending, unique, in [0, numel).
 
-    Args:
-        encoding: One of `ENCODINGS`.
-        raw: uint8 [nnz * pos_width], or a decompressed gap stream; any alignment.
-        pos_width: Bytes of one position, or symbol.
-        numel: Elements of the tensor.
-
-    Returns:
-        int64 [nnz], ascending, unique, in [0, numel).
+    `raw` is uint8 [nnz * pos_width], or a decompressed gap stream; any alignment.
 
     Raises:
         MalformedPart: The encoding does not have this `pos_width`, or it does not divide the bytes;
@@ -119,36 +104,28 @@ def decode_positions(
     nnz = raw.size // pos_width
     if nnz == 0:
         return np.empty(0, np.int64)
+    bad_index = NotUpdatable("index out of range or not ascending", numel=numel)
     if nnz > min(numel, _MAX_POSITIONS):
-        raise _bad_index(numel)
+        raise bad_index
     if encoding == "indices":
         indices = raw.view("<i4").astype(np.int64)
         if indices[0] < 0 or not (indices[1:] > indices[:-1]).all():
-            raise _bad_index(numel)
+            raise bad_index
     else:
         indices = raw.view(_GAP_DTYPE[pos_width]).astype(np.int64)
         indices += 1
         np.cumsum(indices, out=indices)
         indices -= 1
     if indices[-1] >= numel:
-        raise _bad_index(numel)
+        raise bad_index
     return indices
 
 
 def position_bytes(encoding: str, indices: NDArray[np.int64]) -> int:
-    """Return the bytes of the positions before compression; approximate for a gap stream.
-
-    Args:
-        encoding: One of `ENCODINGS`.
-        indices: int64 [nnz], ascending, unique, from 0.
-    """
+    """Return the bytes of the positions before compression; approximate for a gap stream."""
     if encoding in PACKED_ENCODINGS:
         return stream_bytes(indices)
     if encoding == "indices":
         return 4 * indices.size
     largest = max(int(indices[0]), int(np.diff(indices).max(initial=0)) - 1) if indices.size else 0
     return (2 if largest < 2**16 else 4) * indices.size
-
-
-def _bad_index(numel: int) -> NotUpdatable:
-    return NotUpdatable("index out of range or not ascending", numel=numel)

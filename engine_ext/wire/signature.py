@@ -18,12 +18,7 @@ SIGNATURE_SUFFIX: Final = ".sig"  # appended to the name of a part's file on dis
 
 
 def sign(key: str, part: Buffer) -> str:
-    """Return the signature of a part: 64 lower-case hex digits.
-
-    Args:
-        key: shared with the receiver; encoded as UTF-8.
-        part: the bytes as they are sent, after any compression.
-    """
+    """Return the signature of a part as it is sent, after any compression: 64 hex digits."""
     return hmac.new(_bytes(key), memoryview(part), hashlib.sha256).hexdigest()
 
 
@@ -33,11 +28,7 @@ def signing_key() -> str | None:
 
 
 class Verifier:
-    """Verifies the signature of a part while it arrives.
-
-    Args:
-        key: shared with the sender.
-        given: the signature that came with the part, or None.
+    """Verifies the signature that came with a part while the part arrives.
 
     Raises:
         Unauthorized: there is no signature, or the key is empty, which is a misconfiguration.
@@ -58,11 +49,7 @@ class Verifier:
         self._mac.update(memoryview(data))
 
     def finish(self) -> None:
-        """Verify the signature of all bytes.
-
-        Raises:
-            Unauthorized: other bytes were signed, or with another key.
-        """
+        """Verify the signature of all bytes; Unauthorized if it is of others or by another key."""
         if not hmac.compare_digest(_bytes(self._given), _bytes(self._mac.hexdigest())):
             raise Unauthorized(
                 f"the part does not have this signature with the key in {HMAC_KEY_ENVIRONMENT}"

@@ -38,33 +38,21 @@ _ESCAPE: Final = 15
 
 
 def encode_differences(values: Sequence[NDArray[Any]]) -> NDArray[np.uint8]:
-    """Encode the differences of all params.
+    """Encode the differences of all params to the ``__values__`` tensor, uint8 [bytes].
 
     Args:
         values: One per param: new minus old bit patterns, unsigned ints of the dtype's width,
             [nnz].
-
-    Returns:
-        The ``__values__`` tensor, uint8 [bytes]; see the top of this module.
     """
-    nibbles: list[NDArray[np.uint8]] = [np.empty(0, np.uint8)]
-    escaped: list[NDArray[np.uint8]] = [np.empty(0, np.uint8)]
-    for differences in values:
-        pairs, whole = _zigzag_nibbles(differences)
-        nibbles.append(pairs)
-        escaped.append(whole.view(np.uint8))
-    return compress_planes(np.concatenate(nibbles), np.concatenate(escaped), search=False)
+    none = np.empty(0, np.uint8)
+    found = [_zigzag_nibbles(differences) for differences in values]
+    nibbles = np.concatenate([none, *(pairs for pairs, _ in found)])
+    escaped = np.concatenate([none, *(whole.view(np.uint8) for _, whole in found)])
+    return compress_planes(nibbles, escaped, search=False)
 
 
 def decode_differences(raw: NDArray[np.uint8], params: Sequence[ParamEntry]) -> list[NDArray[Any]]:
-    """Decode the differences of all params; the inverse of `encode_differences`.
-
-    Args:
-        raw: The ``__values__`` tensor, uint8 [bytes].
-        params: From the manifest; none is dense.
-
-    Returns:
-        One per param: new minus old bit patterns, unsigned ints of the dtype's width, [nnz].
+    """Decode the differences of all params, none dense; the inverse of `encode_differences`.
 
     Raises:
         MalformedPart: The frame is corrupt, or its size impossible; there are more or fewer

@@ -18,37 +18,29 @@ from engine_ext.errors import MalformedPart
 from engine_ext.wire.checksum import as_tensor
 
 # wide dtype -> the narrower ones all of whose values it holds
+_BYTES: Final = frozenset({"int8", "uint8", "bool"})
+_FLOAT16: Final = _BYTES | {"float8_e4m3fn", "float8_e5m2"}
+_BFLOAT16: Final = _FLOAT16 | {"float8_e8m0fnu"}
+_FLOAT32: Final = _BFLOAT16 | {"bfloat16", "float16", "int16"}
 _HOLDS: Final[dict[str, frozenset[str]]] = {
-    "float16": frozenset({"float8_e4m3fn", "float8_e5m2", "int8", "uint8", "bool"}),
-    "bfloat16": frozenset(
-        {"float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8", "bool"}
-    ),
-    "float32": frozenset(
-        {"bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"}
-        | {"int16", "int8", "uint8", "bool"}
-    ),
-    "float64": frozenset(
-        {"float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"}
-        | {"int32", "int16", "int8", "uint8", "bool"}
-    ),
-    "int16": frozenset({"int8", "uint8", "bool"}),
-    "int32": frozenset({"int16", "int8", "uint8", "bool"}),
-    "int64": frozenset({"int32", "int16", "int8", "uint8", "bool"}),
+    "float16": _FLOAT16,
+    "bfloat16": _BFLOAT16,
+    "float32": _FLOAT32,
+    "float64": _FLOAT32 | {"float32", "int32"},
+    "int16": _BYTES,
+    "int32": _BYTES | {"int16"},
+    "int64": _BYTES | {"int32", "int16"},
 }
 
 
 def narrow_values(values: NDArray[Any], wide: str, dtype: str, tensor: str) -> NDArray[Any]:
-    """Return the bit patterns of one param's values in its own dtype.
+    """Return the bit patterns of one param's values in its own dtype, unsigned ints [n].
 
     Args:
-        values: Unsigned ints of the width of `wide`, [n].
-        wide: Manifest name of the values tensor's dtype.
-        dtype: Manifest name of the param's dtype.
+        values: Unsigned ints of the width of `wide`, [n]. The result is a view of them if they are
+            the param's own bytes (the same dtype, or a one-byte dtype in a uint8 tensor).
+        wide, dtype: Manifest names of the values tensor's dtype, and of the param's.
         tensor: The param's name, for the message.
-
-    Returns:
-        Unsigned ints of the width of `dtype`, [n]; a view of `values` if the bytes are the param's
-        own (the same dtype, or a one-byte dtype in a uint8 tensor).
 
     Raises:
         MalformedPart: `wide` does not hold every value of `dtype`, or a value does not convert

@@ -67,15 +67,12 @@ def compress_planes(*planes: NDArray[np.uint8], search: bool) -> NDArray[np.uint
 def decompress_planes(
     frame: NDArray[np.uint8], least: int, most: int, what: str
 ) -> NDArray[np.uint8]:
-    """Decompress the result of `compress_planes`.
+    """Decompress the result of `compress_planes` to the planes, concatenated: uint8 [bytes].
 
     Args:
         frame: uint8 [bytes].
         least, most: Bounds of the decompressed length; so much memory may be allocated.
         what: What the frame holds, for the messages.
-
-    Returns:
-        The planes, concatenated: uint8 [bytes].
 
     Raises:
         MalformedPart: The frame is corrupt, cut short or followed by other data; or it declares
@@ -88,11 +85,8 @@ def decompress_planes(
         if parameters.content_size == zstandard.CONTENTSIZE_UNKNOWN or parameters.dict_id:
             raise MalformedPart(f"the zstd frame of {what} does not declare its size")
         if not max(least, 1) <= parameters.content_size <= most:
-            raise MalformedPart(
-                f"the zstd frame of {what} declares {parameters.content_size} bytes",
-                least=least,
-                most=most,
-            )
+            message = f"the zstd frame of {what} declares {parameters.content_size} bytes"
+            raise MalformedPart(message, least=least, most=most)
         content = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompress(
             frame.data, allow_extra_data=False
         )
@@ -104,13 +98,8 @@ def decompress_planes(
 class FrameReader:
     """Unwraps a stream that may be one zstd frame; sans-I/O.
 
-    A stream that starts with the zstd magic is decompressed; any other passes through unchanged.
-
-    Args:
-        max_bytes: Limit of the unwrapped length.
-
-    Attributes:
-        compressed: Whether the stream is a zstd frame; False until its magic has been seen.
+    A stream that starts with the zstd magic is decompressed, and `compressed` is True from then on;
+    any other passes through unchanged. `max_bytes` limits the unwrapped length.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -144,11 +133,7 @@ class FrameReader:
                 yield self._count(piece)
 
     def finish(self) -> None:
-        """Check that the stream may end here.
-
-        Raises:
-            MalformedPart: It was empty, or its frame is cut short or declares another size.
-        """
+        """Check that the stream may end here; MalformedPart if it or its frame is not whole."""
         if self._frame is not None:
             self._frame.finish(self._produced)
         elif not self._plain:
@@ -170,14 +155,9 @@ class FrameReader:
             if len(head) < _MAX_FRAME_HEADER:
                 return b""
             raise MalformedPart(f"zstd frame header: {error}") from None
-        if (
-            parameters.content_size != zstandard.CONTENTSIZE_UNKNOWN
-            and parameters.content_size > self._max_bytes
-        ):
-            raise TooLarge(
-                f"the zstd frame declares {parameters.content_size} bytes",
-                limit=self._max_bytes,
-            )
+        size, limit = parameters.content_size, self._max_bytes
+        if size != zstandard.CONTENTSIZE_UNKNOWN and size > limit:
+            raise TooLarge(f"the zstd frame declares {size} bytes", limit=limit)
         if parameters.dict_id:
             raise MalformedPart("the zstd frame needs a dictionary")
         self._frame = _Frame(parameters, zstandard.frame_header_size(head))
@@ -186,10 +166,9 @@ class FrameReader:
 
     def _count(self, piece: bytes) -> bytes:
         self._produced += len(piece)
-        if self._produced > self._max_bytes:
-            raise TooLarge(
-                f"the part is longer than {self._max_bytes} bytes", limit=self._max_bytes
-            )
+        limit = self._max_bytes
+        if self._produced > limit:
+            raise TooLarge(f"the part is longer than {limit} bytes", limit=limit)
         return piece
 
 
@@ -225,9 +204,8 @@ class _Frame:
         if not self._decompressor.eof:
             raise MalformedPart("the zstd frame is cut short")
         if self._content_size not in (zstandard.CONTENTSIZE_UNKNOWN, produced):
-            raise MalformedPart(
-                f"the zstd frame declares {self._content_size} bytes and holds {produced}"
-            )
+            declared = self._content_size
+            raise MalformedPart(f"the zstd frame declares {declared} bytes and holds {produced}")
 
     def _read_block_header(self, data: memoryview) -> int:
         """Consume the bytes of the next block header that are in `data`; return their number."""

@@ -15,10 +15,8 @@ _IDLE_POLL_S = 0.05
 class SglangEngine:
     """The engine as the endpoints see it, see `delta_server.engine.Engine`.
 
-    Args:
-        manager: SGLang's tokenizer manager. The methods that it has now stay the ones that are
-            called here; the caller's are replaced, see
-            `delta_server.commit.serialize_with_commits`.
+    The methods that SGLang's tokenizer manager has now stay the ones that are called here; the
+    caller's are replaced, see `delta_server.commit.serialize_with_commits`.
     """
 
     name = "sglang"
@@ -31,11 +29,7 @@ class SglangEngine:
         self._channel = Channel(manager)
 
     async def call(self, request: Operation[ReplyT]) -> list[ReplyT | DeltaError]:
-        """Carry out one operation on every rank; returns replies or errors in rank order.
-
-        Raises:
-            RuntimeError: the engine died before all ranks had answered.
-        """
+        """Return every rank's reply or error, in rank order; RuntimeError if the engine died."""
         return await self._channel.call(request)
 
     async def is_paused(self) -> bool:
@@ -57,11 +51,7 @@ class SglangEngine:
             await self._flush()
 
     async def flush_cache(self) -> None:
-        """Drop all KV of a paused engine; the requests in flight are recomputed.
-
-        Raises:
-            RuntimeError: the cache could not be flushed.
-        """
+        """Drop all KV of a paused engine; the requests in flight are recomputed. See `pause`."""
         await self._pause("retract")
         await self._flush()
 

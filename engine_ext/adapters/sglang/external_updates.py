@@ -24,61 +24,39 @@ _UPDATES = (
 )
 
 
-class ExternalUpdates:
-    """Reports weight changes outside of delta sync to one rank's receiver.
+def watch_external_updates(receiver: Receiver) -> None:
+    """Report weight changes outside of delta sync to this rank's receiver from now on.
 
-    SGLang sends each such request to every rank, so all receivers get the same reports.
-
-    Args:
-        receiver: the rank's receiver.
+    Wraps SGLang's own updates in this process, before its scheduler binds them. SGLang sends each
+    such request to every rank, so all receivers get the same reports.
     """
+    from sglang.srt.managers.scheduler_components import weight_updater
+    from sglang.srt.runtime_context import get_exec
 
-    def __init__(self, receiver: Receiver) -> None:
-        self._receiver = receiver
+    features = get_exec().features
+    kept = not features.enable_memory_saver or features.enable_weights_cpu_backup
 
-    def watch(self) -> None:
-        """Wrap SGLang's own updates in this process, before its scheduler binds them."""
-        from sglang.srt.managers.scheduler_components.weight_updater import (
-            SchedulerWeightUpdaterManager as Updater,
-        )
-
-        for name in _UPDATES:
-            setattr(Updater, name, self._wrap_update(name, getattr(Updater, name)))
-        Updater.check_weights = self._wrap_check(Updater.check_weights)
-        Updater.release_memory_occupation = self._wrap_release(Updater.release_memory_occupation)
-
-    def _wrap_update(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def update(updater: Any, request: Any) -> Any:
-            if getattr(request, "load_format", None) == LOAD_FORMAT:
-                return original(updater, request)
-            self._receiver.weights_replaced(f"SGLang's {name}")
-            return original(updater, request)
-
-        return update
-
-    def _wrap_check(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def check_weights(updater: Any, request: Any) -> Any:
+    def report(name: str, request: Any) -> None:
+        if name == "check_weights":
             if request.action == "reset_tensors":
-                self._receiver.weights_replaced("SGLang's reset of its weights")
-            return original(updater, request)
-
-        return check_weights
-
-    def _wrap_release(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        from sglang.srt.runtime_context import get_exec
-
-        features = get_exec().features
-        kept = not features.enable_memory_saver or features.enable_weights_cpu_backup
-
-        @functools.wraps(original)
-        def release_memory_occupation(updater: Any, request: Any) -> Any:
+                receiver.weights_replaced("SGLang's reset of its weights")
+        elif name == "release_memory_occupation":
             if not request.tags or _WEIGHTS in request.tags:
                 if not kept:
                     # What comes back is of no version.
-                    self._receiver.weights_replaced("SGLang's release of its weights")
-                self._receiver.weights_released()
+                    receiver.weights_replaced("SGLang's release of its weights")
+                receiver.weights_released()
+        elif getattr(request, "load_format", None) != LOAD_FORMAT:
+            receiver.weights_replaced(f"SGLang's {name}")
+
+    def wrap(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def reported(updater: Any, request: Any) -> Any:
+            report(name, request)
             return original(updater, request)
 
-        return release_memory_occupation
+        return reported
+
+    for name in (*_UPDATES, "check_weights", "release_memory_occupation"):
+        updater = weight_updater.SchedulerWeightUpdaterManager
+        setattr(updater, name, wrap(name, getattr(updater, name)))

@@ -16,11 +16,8 @@ _DISK_PATH = "/update_weights_from_disk"
 _MAX_BODY_BYTES = 16 << 20
 _MAX_BODY_S = 60.0
 # Environment variables that set further paths of SGLang where it generates.
-_GENERATION_ROUTES = (
-    "SGLANG_OLLAMA_CHAT_ROUTE",
-    "SGLANG_OLLAMA_GENERATE_ROUTE",
-    "AIP_PREDICT_ROUTE",
-)
+_OLLAMA_ROUTES = ("SGLANG_OLLAMA_CHAT_ROUTE", "SGLANG_OLLAMA_GENERATE_ROUTE")
+_GENERATION_ROUTES = (*_OLLAMA_ROUTES, "AIP_PREDICT_ROUTE")
 
 
 async def serve(app: Any, manager: Any, chosen: Settings) -> None:

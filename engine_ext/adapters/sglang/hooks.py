@@ -39,14 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_arguments(args: argparse.Namespace) -> bool:
-    """Export the settings if delta updates are enabled; called before SGLang starts a process.
+    """Return whether delta updates are enabled, and export their settings if they are.
 
-    The load format ``delta`` enables them like ``--enable-delta-updates``. It is replaced by
-    ``auto`` then: SGLang uses the format that it was started with as the default of later disk
-    updates, which must keep their meaning.
-
-    Returns:
-        Whether delta updates are enabled.
+    SGLang calls this before it starts a process. The load format ``delta`` enables them like
+    ``--enable-delta-updates``, and is replaced by ``auto``: SGLang uses the format that it was
+    started with as the default of later disk updates, which must keep their meaning.
 
     Raises:
         ValueError: an option is not supported, or SGLang is only partly patched.
@@ -57,8 +54,7 @@ def read_arguments(args: argparse.Namespace) -> bool:
     chosen = settings.from_namespace(args)
     if chosen is None:
         return False
-    patched = _is_patched()
-    _refuse_untested(args, patched)
+    _refuse_untested(args, _is_patched())
     chosen.export()
     return True
 
@@ -67,10 +63,6 @@ async def attach(app: Any, manager: Any) -> None:
     """Add the endpoints to the app of one HTTP process, if delta updates are enabled.
 
     Called in the app's lifespan, when SGLang's processes are up and nothing is served yet.
-
-    Args:
-        app: SGLang's FastAPI app.
-        manager: SGLang's tokenizer manager.
 
     Raises:
         RuntimeError: a rank has no receiver; the server does not start.
@@ -87,9 +79,7 @@ async def attach(app: Any, manager: Any) -> None:
 def load_model(runner: Any, load: Callable[[], None] | None = None) -> None:
     """Load a runner's model, and make its receiver if delta updates are enabled.
 
-    Args:
-        runner: SGLang's model runner; a draft model's gets no receiver.
-        load: loads the model; the runner's own method if None.
+    A draft model's runner gets none. The runner's own method loads the model if `load` is None.
 
     Raises:
         RuntimeError: nothing can be certified. SGLang does not start then.
@@ -108,12 +98,8 @@ def load_model(runner: Any, load: Callable[[], None] | None = None) -> None:
 def update_weights(updater: Any, request: Any) -> Any:
     """Answer a request whose load format is ``delta``; runs on every rank and never raises.
 
-    Args:
-        updater: the rank's `SchedulerWeightUpdaterManager`.
-        request: an `UpdateWeightFromDiskReqInput` whose `manifest` holds the operation.
-
-    Returns:
-        An `UpdateWeightFromDiskReqOutput`; SGLang sends rank 0's to the process that asked.
+    The operation is in the request's `manifest`; SGLang sends rank 0's output to the process that
+    asked.
     """
     from engine_ext.adapters.sglang.scheduler import answer
 
@@ -127,11 +113,7 @@ def _log_as_sglang() -> None:
 
 
 def _is_patched() -> bool:
-    """Return whether SGLang's source has the hooks.
-
-    Raises:
-        ValueError: some modules have them and others do not.
-    """
+    """Return whether SGLang's source has the hooks; ValueError if only some modules have them."""
     from sglang.srt.configs import load_config
 
     unpatched = [name for name in _PATCHED if not hasattr(importlib.import_module(name), NAME)]
@@ -148,11 +130,7 @@ def _is_patched() -> bool:
 
 
 def _refuse_untested(args: Any, patched: bool) -> None:
-    """Refuse options that delta updates do not support, before anything is loaded.
-
-    Raises:
-        ValueError: names the option.
-    """
+    """Refuse options that delta updates do not support, before anything is loaded."""
 
     def refuse(option: str, why: str) -> None:
         raise ValueError(f"--enable-delta-updates does not work with {option} yet: {why}")
@@ -184,7 +162,5 @@ def _refuse_untested(args: Any, patched: bool) -> None:
             option = "--" + name.replace("_", "-")
             refuse(option, "it has no delta endpoints; use the plain HTTP server")
     if above_one("tokenizer_worker_num") and not patched:
-        refuse(
-            "--tokenizer-worker-num above 1",
-            "those processes load no plugins; apply the source patches (patches/README.md)",
-        )
+        why = "those processes load no plugins; apply the source patches (patches/README.md)"
+        refuse("--tokenizer-worker-num above 1", why)

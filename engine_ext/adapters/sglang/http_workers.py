@@ -27,11 +27,7 @@ def has_several_workers(manager: Any) -> bool:
 
 
 class SglangHttpWorker(SglangEngine):
-    """The engine behind one of several HTTP processes.
-
-    Args:
-        manager: the process's `TokenizerWorker`.
-    """
+    """The engine behind one of several HTTP processes; its manager is a `TokenizerWorker`."""
 
     shared = True
 

@@ -76,15 +76,14 @@ def _hook_server() -> None:
 
 def _hook_schedulers() -> None:
     """Make this process's receiver when its model is loaded, and route requests to it."""
-    from sglang.srt.managers.scheduler_components.weight_updater import (
-        SchedulerWeightUpdaterManager,
-    )
+    from sglang.srt.managers.scheduler_components import weight_updater
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     if hasattr(ModelRunner.load_model, "delta_updates"):
         return
+    updater_type = weight_updater.SchedulerWeightUpdaterManager
     original_load = ModelRunner.load_model
-    original_update = SchedulerWeightUpdaterManager.update_weights_from_disk
+    original_update = updater_type.update_weights_from_disk
 
     @functools.wraps(original_load)
     def load_model(runner: Any) -> None:
@@ -98,4 +97,4 @@ def _hook_schedulers() -> None:
 
     load_model.delta_updates = True  # type: ignore[attr-defined]
     ModelRunner.load_model = load_model
-    SchedulerWeightUpdaterManager.update_weights_from_disk = update_weights_from_disk
+    updater_type.update_weights_from_disk = update_weights_from_disk

@@ -20,12 +20,9 @@ def repack_learner() -> RepackLearner:
 
 
 def recomputations(model: torch.nn.Module) -> list[Recomputation]:
-    """Return SGLang's own function for every layer with latent attention (MLA).
+    """Return SGLang's own function for every layer with latent attention (MLA); runs nothing.
 
     Only models that load as DeepSeek-V2 does have one.
-
-    Args:
-        model: the loaded model; nothing is run yet.
     """
     from sglang.srt.models.deepseek_common.deepseek_weight_loader import DeepseekV2WeightLoaderMixin
 

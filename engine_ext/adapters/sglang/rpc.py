@@ -22,14 +22,9 @@ _DEATH_POLL_S = 0.5
 
 
 class Serving(ops.Reply, frozen=True, kw_only=True):
-    """What only the ranks know if there are several HTTP processes.
+    """What only the ranks know if there are several HTTP processes."""
 
-    Attributes:
-        idle: no request runs.
-        weight_version: the weight version of the engine.
-    """
-
-    idle: bool
+    idle: bool  # no request runs
     weight_version: str
 
 
@@ -41,12 +36,7 @@ Request = ops.Request | GetServing
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """One operation on its way to the ranks, in a request's manifest.
-
-    Attributes:
-        call: names the call.
-        operation, arguments: see `engine_ext.wire.operations.encode_request`.
-    """
+    """One operation on its way to the ranks, in a request's manifest; `call` identifies it."""
 
     call: str
     operation: str
@@ -54,19 +44,11 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_manifest(cls, manifest: Any) -> Call:
-        """Return the call in a manifest.
-
-        Raises:
-            msgspec.ValidationError: the manifest holds no call.
-        """
+        """Return the call in a manifest; msgspec.ValidationError if it holds none."""
         return msgspec.convert(manifest, cls)
 
     def request(self) -> Any:
-        """Return the operation, one of `Request`.
-
-        Raises:
-            DeltaError: see `engine_ext.wire.operations.decode_request`.
-        """
+        """Return the operation, one of `Request`; DeltaError as from `ops.decode_request`."""
         return ops.decode_request(self.operation, self.arguments, Request)
 
     def reply(self, answers: list[dict[str, Any]]) -> str:
@@ -79,13 +61,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The ranks' answers to one call.
-
-    Attributes:
-        call: names the call.
-        answers: in rank order, see `engine_ext.wire.operations.encode_answer`.
-        failure: why there are none.
-    """
+    """The ranks' answers to one call, in rank order, or the reason why there are none."""
 
     call: str
     answers: list[dict[str, Any]] = []
@@ -97,11 +73,7 @@ def _message(reply: CallReply) -> str:
 
 
 class Channel:
-    """Calls from one HTTP process to the ranks.
-
-    Args:
-        manager: the tokenizer manager; its disk updates keep working as before.
-    """
+    """Calls from one HTTP process to the ranks; SGLang's own disk updates keep working."""
 
     def __init__(self, manager: Any) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
@@ -113,11 +85,7 @@ class Channel:
         handlers[UpdateWeightFromDiskReqOutput] = self._receive
 
     async def call(self, request: ops.Operation[ops.ReplyT]) -> list[ops.ReplyT | DeltaError]:
-        """Carry out one operation on every rank; returns replies or errors in rank order.
-
-        Raises:
-            RuntimeError: the engine died, or the ranks' answers could not be gathered.
-        """
+        """Return every rank's reply or error, in rank order; RuntimeError if there are none."""
         from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
         operation, arguments = ops.encode_request(request)
@@ -126,14 +94,13 @@ class Channel:
         future: asyncio.Future[CallReply] = asyncio.get_running_loop().create_future()
         self._waiting[call.call] = future
         try:
-            self._manager._dispatch_to_scheduler(
-                UpdateWeightFromDiskReqInput(
-                    model_path="",
-                    load_format=LOAD_FORMAT,
-                    flush_cache=False,
-                    manifest=msgspec.to_builtins(call),
-                )
+            sent = UpdateWeightFromDiskReqInput(
+                model_path="",
+                load_format=LOAD_FORMAT,
+                flush_cache=False,
+                manifest=msgspec.to_builtins(call),
             )
+            self._manager._dispatch_to_scheduler(sent)
             while not (await asyncio.wait({future}, timeout=_DEATH_POLL_S))[0]:
                 self._require_alive()
             reply = future.result()
@@ -153,11 +120,7 @@ class Channel:
             future.set_result(reply)
 
     def _require_alive(self) -> None:
-        """Raise if no answer will come: SGLang does not end a server at once when a rank dies.
-
-        Raises:
-            RuntimeError: a process of the engine is dead, or the engine is about to exit.
-        """
+        """Raise if no answer will come: SGLang does not end a server at once when a rank dies."""
         watchdog = self._manager._subprocess_watchdog
         dead = watchdog is not None and not all(p.is_alive() for p in watchdog._processes)
         if dead or self._manager.gracefully_exit:

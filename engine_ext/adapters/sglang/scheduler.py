@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from engine_ext import settings
-from engine_ext.adapters.sglang.external_updates import ExternalUpdates
+from engine_ext.adapters.sglang.external_updates import watch_external_updates
 from engine_ext.adapters.sglang.postload import recomputations, repack_learner
 from engine_ext.adapters.sglang.rpc import Call, GetServing, Serving
 from engine_ext.errors import (
@@ -23,6 +23,7 @@ from engine_ext.errors import (
     from_wire,
 )
 from engine_ext.model import ConstantsWatch
+from engine_ext.ranks import GroupRanks
 from engine_ext.receiver import LoadedModel, Receiver, make_receiver
 from engine_ext.repacks import RepackLearner
 from engine_ext.tracing import LoadWeights
@@ -32,12 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def attach_receiver(runner: Any, chosen: settings.Settings, load: Callable[[], None]) -> None:
-    """Load a runner's model and give the runner its receiver.
-
-    Args:
-        runner: SGLang's model runner; no KV cache is allocated yet.
-        chosen: the user's flags.
-        load: loads the model.
+    """Load a runner's model and give the runner its receiver, before a KV cache is allocated.
 
     Raises:
         RuntimeError: nothing can be certified. SGLang does not start then.
@@ -49,9 +45,9 @@ def attach_receiver(runner: Any, chosen: settings.Settings, load: Callable[[], N
     with repack_learner() as learner, watch as constants:
         load()
 
-    ranks = TensorRanks(get_parallel().tp_group.cpu_group)
+    ranks = GroupRanks(get_parallel().tp_group.cpu_group)
     receiver = build_receiver(runner, chosen, learner, constants, ranks)
-    ExternalUpdates(receiver).watch()
+    watch_external_updates(receiver)
     runner.delta_receiver = receiver
 
 
@@ -60,7 +56,7 @@ def build_receiver(
     chosen: settings.Settings,
     learner: RepackLearner,
     constants: ConstantsWatch,
-    ranks: TensorRanks,
+    ranks: GroupRanks,
 ) -> Receiver:
     """Trace and certify a runner's model and make its receiver; see `attach_receiver`."""
     from sglang.srt.runtime_context import get_parallel
@@ -101,24 +97,25 @@ def answer(updater: Any, request: Any) -> Any:
         call = Call.from_manifest(request.manifest)
     except msgspec.ValidationError as error:
         # Every rank gets the same request, so all of them return here.
-        return UpdateWeightFromDiskReqOutput(
-            success=False, message=f"deltas are sent to the delta endpoints ({error})"
-        )
+        message = f"deltas are sent to the delta endpoints ({error})"
+        return UpdateWeightFromDiskReqOutput(success=False, message=message)
     try:
         own = encode_answer(lambda: _carry_out(updater, call))
-        answers = TensorRanks(updater.tp_cpu_group).all_gather(own)
+        answers = GroupRanks(updater.tp_cpu_group).all_gather(own)
         return UpdateWeightFromDiskReqOutput(success=True, message=call.reply(answers))
     except Exception as error:
         logger.exception("delta updates: the ranks' answers could not be gathered")
-        return UpdateWeightFromDiskReqOutput(
-            success=False, message=call.failure(f"{type(error).__name__}: {error}")
-        )
+        failure = call.failure(f"{type(error).__name__}: {error}")
+        return UpdateWeightFromDiskReqOutput(success=False, message=failure)
 
 
 def _carry_out(updater: Any, call: Call) -> Reply:
     request = call.request()
     if isinstance(request, GetServing):
-        return _serving(updater)
+        from sglang.srt.runtime_context import get_serving
+
+        version = str(get_serving().weight_version)
+        return Serving(idle=updater.scheduler.is_fully_idle(), weight_version=version)
     receiver: Receiver | None = getattr(updater.tp_worker.model_runner, "delta_receiver", None)
     if receiver is None:
         raise DeltaError("this rank was started without --enable-delta-updates")
@@ -133,44 +130,29 @@ def _carry_out(updater: Any, call: Call) -> Reply:
     return reply
 
 
-def _serving(updater: Any) -> Serving:
-    from sglang.srt.runtime_context import get_serving
-
-    return Serving(
-        idle=updater.scheduler.is_fully_idle(), weight_version=str(get_serving().weight_version)
-    )
-
-
 def _refuse_together(updater: Any, *, writes: bool) -> None:
-    """Refuse a sync that the engine would not serve correctly now; all ranks must call it.
-
-    Raises:
-        DeltaError: `_refuse_here` has raised on some rank; all ranks raise the same.
-    """
+    """Raise on all ranks what `_refuse_here` raises on some rank; all ranks must call it."""
     own: dict[str, Any] | None = None
     try:
         _refuse_here(updater, writes)
     except Exception as error:
         own = as_delta_error(error).to_wire()
-    refusals = TensorRanks(updater.tp_cpu_group).all_gather(own)
+    refusals = GroupRanks(updater.tp_cpu_group).all_gather(own)
     for refusal in filter(None, refusals):
         raise from_wire(refusal)
 
 
 def _refuse_here(updater: Any, writes: bool) -> None:
-    """Refuse a sync that this rank would not serve correctly now.
-
-    Raises:
-        SyncInProgress: an update of SGLang's own has begun and not ended.
-        NotUpdatable: the engine caches something that a sync would not update.
-        Conflict: generation was resumed during the commit.
-    """
+    """Refuse a sync that this rank would not serve correctly now."""
     if updater._session is not None:
         raise SyncInProgress("SGLang's own weight update has begun and not ended")
-    scheduler = updater.scheduler
-    reason = in_place_refusal(updater.tp_worker.model_runner) or _storage_refusal(scheduler)
+    reason = in_place_refusal(updater.tp_worker.model_runner)
     if reason is not None:
         raise NotUpdatable(reason)
+    scheduler = updater.scheduler
+    if getattr(scheduler, "enable_hicache_storage", False):
+        cache = "the attached storage of SGLang's hierarchical cache"
+        raise NotUpdatable(f"{cache} keeps KV of old weights; detach it")
     if writes and not scheduler._engine_paused and not scheduler.is_fully_idle():
         raise Conflict("generation was resumed during the commit")
 
@@ -181,13 +163,6 @@ def in_place_refusal(runner: Any) -> str | None:
 
     found: str | None = weight_updater._unsupported_derived_weight_cache_error(runner.model)
     return found
-
-
-def _storage_refusal(scheduler: Any) -> str | None:
-    """Return why KV of old weights would survive a flush, or None."""
-    if not getattr(scheduler, "enable_hicache_storage", False):
-        return None
-    return "the attached storage of SGLang's hierarchical cache keeps KV of old weights; detach it"
 
 
 def _reads(runner: Any) -> bool:
@@ -216,11 +191,7 @@ def _loader(runner: Any) -> LoadWeights:
 
 
 def _reload(runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load weights into the running model as SGLang's own disk updates do.
-
-    Raises:
-        RuntimeError: the loader failed.
-    """
+    """Load weights into the running model as SGLang's own disk updates do."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
     from sglang.srt.model_loader.utils import set_default_torch_dtype
 
@@ -228,20 +199,3 @@ def _reload(runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     with set_default_torch_dtype(runner.model_config.dtype):
         DefaultModelLoader.restore_weights_before_loading(runner.model, device)
         DefaultModelLoader.load_weights_and_postprocess(runner.model, iter(weights), device)
-
-
-class TensorRanks:
-    """The ranks of a tensor-parallel group, over its CPU group."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self.rank = int(torch.distributed.get_rank(group))
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, in rank order."""
-        size = torch.distributed.get_world_size(self._group)
-        if size == 1:
-            return [value]
-        values: list[Any] = [None] * size
-        torch.distributed.all_gather_object(values, value, group=self._group)
-        return values

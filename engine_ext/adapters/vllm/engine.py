@@ -15,9 +15,8 @@ _DEATH_POLL_S = 0.5
 class VllmEngine:
     """The engine as the endpoints see it, see `delta_server.engine.Engine`.
 
-    Args:
-        client: vLLM's engine client. The methods that it has now stay the ones that are called
-            here; the caller's are replaced, see `delta_server.commit.serialize_with_commits`.
+    The methods that vLLM's client has now stay the ones that are called here; the caller's are
+    replaced, see `delta_server.commit.serialize_with_commits`.
     """
 
     name = "vllm"
@@ -28,15 +27,9 @@ class VllmEngine:
         self.shared = client.vllm_config.parallel_config._api_process_count > 1
 
     async def call(self, request: Operation[ReplyT]) -> list[ReplyT | DeltaError]:
-        """Carry out one operation on every rank; returns replies or errors in rank order.
-
-        Raises:
-            RuntimeError: the engine died before all ranks had answered.
-        """
-        answers = await self._unless_dead(
-            self._client.collective_rpc("delta_updates", args=encode_request(request))
-        )
-        return decode_answers(request, answers)
+        """Return every rank's reply or error, in rank order; RuntimeError if the engine died."""
+        call = self._client.collective_rpc("delta_updates", args=encode_request(request))
+        return decode_answers(request, await self._unless_dead(call))
 
     async def is_paused(self) -> bool:
         return bool(await self._unless_dead(self._client.is_paused()))
@@ -46,11 +39,7 @@ class VllmEngine:
         await self._unless_dead(self._pause(mode=mode, clear_cache=flush_cache))
 
     async def flush_cache(self) -> None:
-        """Drop all KV of a paused engine.
-
-        Raises:
-            RuntimeError: the cache could not be reset.
-        """
+        """Drop all KV of a paused engine; RuntimeError if the cache could not be reset."""
         if not await self._unless_dead(
             self._client.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         ):
@@ -68,11 +57,7 @@ class VllmEngine:
         return str(await self._unless_dead(self._client.get_weight_version()))
 
     async def _unless_dead(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """Wait for a call, but not forever: vLLM never ends one of a dead engine.
-
-        Raises:
-            RuntimeError: the engine died.
-        """
+        """Wait for a call, but not forever: vLLM never ends one of a dead engine."""
         task = asyncio.ensure_future(call)
         try:
             while not (await asyncio.wait({task}, timeout=_DEATH_POLL_S))[0]:

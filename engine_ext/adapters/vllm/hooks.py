@@ -42,12 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_arguments(args: argparse.Namespace) -> bool:
-    """Export the settings if delta updates are enabled; called before vLLM starts a process.
+    """Return whether delta updates are enabled, and export their settings if they are.
 
-    The load format ``delta`` enables them like ``--enable-delta-updates``.
-
-    Returns:
-        Whether delta updates are enabled.
+    vLLM calls this before it starts a process. The load format ``delta`` enables them like
+    ``--enable-delta-updates``.
 
     Raises:
         ValueError: an option is not supported, or vLLM is only partly patched.
@@ -110,11 +108,7 @@ def _is_delta(load_format: Any) -> bool:
 
 
 def _refuse_half_patched() -> None:
-    """Refuse a source with only some files patched: some of the hooks would be missing.
-
-    Raises:
-        ValueError: some modules are patched and others are not.
-    """
+    """Refuse a source with only some files patched: some of the hooks would be missing."""
     unpatched = [name for name in _PATCHED if not hasattr(importlib.import_module(name), NAME)]
     if unpatched and len(unpatched) < len(_PATCHED):
         raise ValueError(
@@ -124,11 +118,7 @@ def _refuse_half_patched() -> None:
 
 
 def _refuse_untested(args: Any) -> None:
-    """Refuse options that delta updates do not support, before anything is loaded.
-
-    Raises:
-        ValueError: names the option.
-    """
+    """Refuse options that delta updates do not support, before anything is loaded."""
     from vllm import envs
 
     def refuse(option: str, why: str) -> None:

@@ -10,11 +10,7 @@ from engine_ext.wire.operations import GetPlan, decode_answers, encode_request
 
 
 def load_plan(model: str, flags: Sequence[str]) -> list[list[dict[str, Any]]]:
-    """Load a model with vLLM and return every rank's plan.
-
-    Args:
-        model: the checkpoint's folder.
-        flags: flags of vLLM's own command line.
+    """Load a checkpoint's folder with vLLM, with its own flags, and return every rank's plan.
 
     Raises:
         Exception: vLLM could not load the model, or nothing could be certified.
@@ -29,10 +25,9 @@ def load_plan(model: str, flags: Sequence[str]) -> list[list[dict[str, Any]]]:
     defaults = ["--model", model, "--enforce-eager", "--max-model-len", "256"]
     engine_args = EngineArgs.from_cli_args(parser.parse_args([*defaults, *flags]))
     llm = LLM.from_engine_args(engine_args)
-    request = GetPlan()
-    answers = llm.collective_rpc("delta_updates", args=encode_request(request))
+    answers = llm.collective_rpc("delta_updates", args=encode_request(GetPlan()))
     plans = []
-    for reply in decode_answers(request, answers):
+    for reply in decode_answers(GetPlan(), answers):
         if isinstance(reply, DeltaError):
             raise reply
         if reply.tensors is None:

@@ -23,11 +23,7 @@ def recomputations(model: torch.nn.Module, config: Any) -> list[Recomputation]:
     """Return vLLM's own function for every attention layer that it processes after loading.
 
     Layers whose processing gathers from other ranks (replicated decode queries) are left out:
-    not every rank would run it equally often.
-
-    Args:
-        model: the loaded model; nothing is run yet.
-        config: vLLM's whole configuration.
+    not every rank would run it equally often. Nothing is run yet.
     """
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
 

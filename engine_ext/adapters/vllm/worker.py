@@ -14,6 +14,7 @@ from engine_ext import settings
 from engine_ext.adapters.vllm.layerwise_reload import active_wrapper
 from engine_ext.adapters.vllm.postload import recomputations, repack_learner
 from engine_ext.model import ConstantsWatch
+from engine_ext.ranks import GroupRanks
 from engine_ext.receiver import LoadedModel, Receiver, make_receiver
 from engine_ext.repacks import RepackLearner
 from engine_ext.tracing import LoadWeights
@@ -23,16 +24,11 @@ def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
     """Wrap a worker's methods so that it makes its receiver when it has loaded its model.
 
     The worker also gets the methods that the front end calls by name: `delta_updates`, and
-    `delta_buffer_checksums` for tests of the engine's state.
-
-    Args:
-        worker: a worker at the end of its constructor.
-        chosen: the user's flags.
+    `delta_buffer_checksums` for tests of the engine's state. Call it at the end of its constructor.
     """
     from vllm.model_executor.model_loader import base_loader
 
-    original_load, original_sleep = worker.load_model, worker.sleep
-    original_wake_up = worker.wake_up
+    original_load, sleep_now, wake_up_now = worker.load_model, worker.sleep, worker.wake_up
 
     def load_model(*args: Any, **kwargs: Any) -> None:
         _keep_checkpoint_layout()
@@ -46,10 +42,10 @@ def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
         if level > 1:
             # Level 2 discards the weights; what wakes up is of no version.
             worker.delta_receiver.weights_replaced("vLLM's sleep at level 2")
-        original_sleep(level)
+        sleep_now(level)
 
     def wake_up(tags: list[str] | None = None) -> None:
-        original_wake_up(tags)
+        wake_up_now(tags)
         if tags is None or "weights" in tags:
             worker.delta_receiver.set_asleep(False)
 
@@ -79,10 +75,7 @@ def _reporting(worker: Any, name: str) -> Callable[..., Any]:
 
 
 def _keep_checkpoint_layout() -> None:
-    """Keep linear weights in their tensors on CPU.
-
-    By default vLLM packs them into opaque oneDNN or SGL handles and leaves empty tensors.
-    """
+    """Keep linear weights on CPU in their tensors, instead of packing them into opaque handles."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -102,22 +95,19 @@ def build_receiver(
 ) -> Receiver:
     """Trace and certify a worker's model and make its receiver.
 
-    Args:
-        worker: a worker that has loaded its model, and allocated no KV cache.
-        chosen: the user's flags.
-        learner: has observed the loading.
-        constants: has observed the loading.
+    The worker has loaded its model, observed by `learner` and `constants`, and has no KV cache yet.
 
     Raises:
         RuntimeError: nothing can be certified. vLLM does not start then.
     """
+    from vllm.distributed.parallel_state import get_world_group
+
     config = worker.vllm_config
     parallel = config.parallel_config
     several = (parallel.data_parallel_size, parallel.pipeline_parallel_size, parallel.nnodes)
-    if max(several) > 1 or parallel.enable_eplb:
+    if max(several) > 1 or parallel.enable_eplb:  # EPLB moves experts between the ranks
         raise RuntimeError(
-            "delta updates do not work with data or pipeline parallel, several hosts, or experts "
-            "that move between the ranks (EPLB) yet"
+            "delta updates do not work with data or pipeline parallel, several hosts, or EPLB yet"
         )
     model = worker.model_runner.get_model()
     loaded = LoadedModel(
@@ -126,7 +116,7 @@ def build_receiver(
         checkpoint=functools.partial(checkpoint, model, config) if _reads(config) else None,
         # The class's method: the worker's own is wrapped by `_reporting`.
         reload=lambda w: type(worker).reload_weights(worker, weights_iterator=iter(w)),
-        ranks=WorldRanks(),
+        ranks=GroupRanks(get_world_group().cpu_group),
         repacks=learner.repacks,
         refusals=learner.refusals,
         learned=learner.complete,
@@ -174,21 +164,3 @@ def buffer_checksums(worker: Any) -> dict[str, str]:
         for name, buffer in worker.model_runner.get_model().named_buffers()
         if buffer.numel() and not buffer.is_meta
     }
-
-
-class WorldRanks:
-    """All ranks of the engine, over vLLM's CPU group."""
-
-    def __init__(self) -> None:
-        from vllm.distributed.parallel_state import get_world_group
-
-        self._group = get_world_group()
-        self.rank = int(self._group.rank_in_group)
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, in rank order."""
-        if self._group.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self._group.world_size
-        torch.distributed.all_gather_object(values, value, group=self._group.cpu_group)
-        return values

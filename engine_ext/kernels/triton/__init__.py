@@ -22,10 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Return whether the Triton kernels are used for tensors on this device.
-
-    The first call for a device compiles them and tests them on it.
-    """
+    """Return whether the Triton kernels are used on this device; the first call tests them."""
     return device.type == "cuda" and _pass_self_test(device)
 
 
@@ -35,9 +32,8 @@ def _pass_self_test(device: torch.device) -> bool:
         import triton  # noqa: F401
     except ImportError:
         return False
-    logger.info(
-        "compiling and testing the Triton kernels on %s; takes seconds, once per machine", device
-    )
+    message = "compiling and testing the Triton kernels on %s; takes seconds, once per machine"
+    logger.info(message, device)
     try:
         from engine_ext.kernels.triton import self_test
 
@@ -45,8 +41,6 @@ def _pass_self_test(device: torch.device) -> bool:
     except Exception as error:  # whatever it is, PyTorch's operators are used instead
         wrong = [f"{type(error).__name__}: {error}"]
     if wrong:
-        problem = "; ".join(wrong)
-        logger.warning(
-            "not using Triton kernels on %s but PyTorch's operators: %s", device, problem
-        )
+        message = "not using Triton kernels on %s but PyTorch's operators: %s"
+        logger.warning(message, device, "; ".join(wrong))
     return not wrong

@@ -33,17 +33,7 @@ def count_differing(old, new, size, counts, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["start"])
-def write_differing(
-    old,
-    new,
-    size,
-    ends,
-    start,
-    places,
-    was,
-    now,
-    BLOCK: tl.constexpr,
-):
+def write_differing(old, new, size, ends, start, places, was, now, BLOCK: tl.constexpr):
     at, before, after, differs = _blocks(old, new, size, BLOCK)
     first = tl.load(ends + tl.program_id(0)) - tl.sum(differs, 0)
     to = first + tl.cumsum(differs, 0) - 1
@@ -53,13 +43,9 @@ def write_differing(
 
 
 def count(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Count the elements that differ up to the end of each block, without waiting for the device.
+    """Count the elements that differ up to the end of each block, int64 [blocks].
 
-    Args:
-        old, new: integers of one dtype, contiguous [n], on one device.
-
-    Returns:
-        int64 [blocks].
+    The tensors hold integers of one dtype, contiguous [n], on one device, which is not waited for.
     """
     blocks = triton.cdiv(old.numel(), BLOCK)
     counts = torch.empty(blocks, dtype=torch.int32, device=old.device)
@@ -81,8 +67,7 @@ def write(
 
     Args:
         old, new: see `count`; unchanged since.
-        ends: the result of `count`.
-        nnz: the last of `ends`, 0 if there is none.
+        ends, nnz: the result of `count`, and its last entry, 0 if there is none.
         start: index of the first element.
         dtype: int32 or int64, wide enough for the last index.
 

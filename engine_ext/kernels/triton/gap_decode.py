@@ -33,15 +33,7 @@ def _symbols(symbols, skip, size, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit(
     do_not_specialize=["skip", "size"], do_not_specialize_on_alignment=["symbols", "moves", "ends"]
 )
-def sum_gaps(
-    symbols,
-    skip,
-    size,
-    moves,
-    ends,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def sum_gaps(symbols, skip, size, moves, ends, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Sum by how much each block advances the index, and count the gaps that end in it."""
     symbol, ending = _symbols(symbols, skip, size, WIDTH, BLOCK)
     tl.store(moves + tl.program_id(0), tl.sum(symbol + ending, 0))
@@ -89,13 +81,9 @@ def decode(
         symbols: unsigned ints [n] of 1, 2 or 4 bytes in host memory, any alignment; already
             checked: the last one ends a gap, and no index is beyond the tensor.
         skip: the symbol that skips as many elements and does not end the gap; -1 if none does.
-        chosen: which gaps to decode, with start and stop.
+        chosen: which gaps to decode, with start and stop; the result is [stop - start].
         shift: subtracted from every index.
         dtype: int32 or int64, wide enough for the result.
-        device: of the result.
-
-    Returns:
-        [stop - start] on `device`.
     """
     offsets = torch.empty(chosen.stop - chosen.start, dtype=dtype, device=device)
     if not offsets.numel():

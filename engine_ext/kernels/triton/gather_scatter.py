@@ -18,8 +18,7 @@ BLOCK: Final = 1024  # elements of a program
 
 
 @triton.jit(
-    do_not_specialize=["count"],
-    do_not_specialize_on_alignment=["live", "offsets", "new", "old"],
+    do_not_specialize=["count"], do_not_specialize_on_alignment=["live", "offsets", "new", "old"]
 )
 def exchange_elements(live, offsets, new, old, count, KEEP: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -31,12 +30,10 @@ def exchange_elements(live, offsets, new, old, count, KEEP: tl.constexpr, BLOCK:
 
 
 def put(flat: torch.Tensor, offsets: torch.Tensor, bits: torch.Tensor) -> None:
-    """Overwrite elements of a 1-D integer tensor.
+    """Overwrite elements of a 1-D integer tensor [n]; all tensors are on one device.
 
-    Args:
-        flat: [n], live memory as integers.
-        offsets: int32 or int64 [k], contiguous, each in [0, n), unique.
-        bits: [k], dtype of `flat`, contiguous. All tensors are on one device.
+    `offsets` are int32 or int64 [k], each in [0, n), unique; `bits` is [k], dtype of `flat`. Both
+    are contiguous.
     """
     _launch(flat, offsets, bits, None)
 

@@ -212,7 +212,7 @@ def test_interrupted(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(folder: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(delta_log_tool, "discard", interrupted)
+    monkeypatch.setattr(delta_log_tool.delta_log, "discard", interrupted)
     assert main(["prune", str(log), "--before", "4", "--base-version", "3"]) == INTERRUPTED
     assert len(folders(log)) == 6
 

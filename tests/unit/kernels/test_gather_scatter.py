@@ -38,8 +38,8 @@ def test_elements_of_every_width(
     before, after = live.copy(), live.copy()
     old_bits, after[offsets] = before[offsets], new
     offsets += index(shift)
-    loops = gather_scatter._loops_for if compiled else lambda live, offsets: None
-    with mock.patch.object(gather_scatter, "_loops_for", loops):
+    loops = gather_scatter._loops if compiled else lambda width, index: None
+    with mock.patch.object(gather_scatter, "_loops", loops):
         old = gather_scatter.read(live, offsets, shift)
         assert old.dtype == dtype
         assert old.tolist() == old_bits.tolist()
@@ -59,8 +59,8 @@ def test_one_bit_of_one_element_is_seen(compiled: bool, place: int) -> None:
     offsets = np.array([0, 2, 3, 8, 9], np.int32)
     expected = live[offsets]
     live[offsets[place]] ^= 0x8000
-    loops = gather_scatter._loops_for if compiled else lambda live, offsets: None
-    with mock.patch.object(gather_scatter, "_loops_for", loops):
+    loops = gather_scatter._loops if compiled else lambda width, index: None
+    with mock.patch.object(gather_scatter, "_loops", loops):
         assert not gather_scatter.holds(live, offsets, expected)
 
 
