@@ -1,7 +1,30 @@
 """The error tree of the receiver.
 
 Every error that a request can meet is one of these. Each class fixes the HTTP status it is
-answered with and the state the engine is in afterwards; a subclass inherits both.
+answered with and the state the engine is in afterwards; a subclass inherits both::
+
+    DeltaError
+    ├── MalformedPart          400  truncated or malformed container, unknown encoding, bad version
+    │   └── ChecksumMismatch   400  the bytes are not the ones the sender hashed
+    ├── Unauthorized           401  no token or signature, or a wrong one
+    ├── LoopbackOnly           403  no token is set, and the client is not on this host
+    ├── PathForbidden          403  a path outside every --delta-root
+    ├── UploadTooSlow          408  the body did not arrive in time
+    ├── Conflict               409  the request is sound, but not now
+    │   ├── VersionConflict    409  the engine is not at the sync's base version
+    │   ├── BaseMismatch       409  the engine's old bytes are not the sender's
+    │   ├── SyncInProgress     409  another sync has parts staged; retry later
+    │   ├── WeightsAsleep      409  the engine has released its weights
+    │   └── LogDamaged         409  the delta log has no sound route from here
+    ├── TooLarge               413  body or declared size over a limit
+    ├── UnsupportedMedia       415  content type or content encoding
+    ├── NotUpdatable           422  unknown tensor, wrong shape or dtype, bad index, inexact tensor
+    ├── TooManyUploads         429  too many updates in progress; retry later
+    ├── SpoolFull              507  no room for the body
+    ├── WriteUndone            500  the write failed, and every rank was put back
+    ├── PublishFailed          500  committed, but publishing or resuming failed: send it again
+    └── CommitFailed           500  the write failed half-way: the engine is ``uncertain``
+        └── EngineUncertain    503  an earlier write did; only a full resync is taken
 
 Everything but `CommitFailed`, `PublishFailed` and `WriteUndone` is raised before the first byte is
 written. After `CommitFailed` some weights may be new and some old: generation answers 503 until a
