@@ -49,9 +49,7 @@ _MISMATCHES: Final = Counter(
     "Syncs and scans that found other bits in the engine than expected.",
 )
 _VERSION: Final = Gauge(
-    "delta_updates_version",
-    "Version of the live weights.",
-    multiprocess_mode="mostrecent",
+    "delta_updates_version", "Version of the live weights.", multiprocess_mode="mostrecent"
 )
 
 # Outcomes after which the weights are at the version that the request names.

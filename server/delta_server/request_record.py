@@ -7,13 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from delta_server.spool import Spooled
-from engine_ext.errors import (
-    CommitFailed,
-    DeltaError,
-    EngineUncertain,
-    PublishFailed,
-    WriteUndone,
-)
+from engine_ext.errors import CommitFailed, DeltaError, EngineUncertain, PublishFailed, WriteUndone
 from engine_ext.wire import PartId
 from engine_ext.wire.operations import SyncRecord
 

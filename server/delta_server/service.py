@@ -165,8 +165,7 @@ class DeltaService:
             restored, pause_ms = await self.committer.run(RollBack(), options)
             record.timings |= {"pause_ms": pause_ms, "commit_ms": restored.commit_ms}
             record.set_result(
-                "rolled_back",
-                {"version": restored.version, "base_version": restored.rolled_back},
+                "rolled_back", {"version": restored.version, "base_version": restored.rolled_back}
             )
             return {
                 "status": "rolled_back",

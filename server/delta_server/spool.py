@@ -154,11 +154,7 @@ class _Unverified:
     """
 
     def __init__(
-        self,
-        file: BinaryIO,
-        verifier: Verifier,
-        limit: int,
-        parse: Callable[[BinaryIO], Spooled],
+        self, file: BinaryIO, verifier: Verifier, limit: int, parse: Callable[[BinaryIO], Spooled]
     ) -> None:
         self._file, self._verifier, self._limit, self._parse = file, verifier, limit, parse
         self._bytes = 0

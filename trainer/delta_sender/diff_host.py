@@ -53,12 +53,7 @@ class Difference(NamedTuple):
 
 
 def begin_compare(
-    old: NDArray[Any],
-    new: NDArray[Any],
-    name: str | None,
-    pool: Executor,
-    *,
-    streams: bool = False,
+    old: NDArray[Any], new: NDArray[Any], name: str | None, pool: Executor, *, streams: bool = False
 ) -> Callable[[], Difference]:
     """Begin to compare two tensors in threads.
 

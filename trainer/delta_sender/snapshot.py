@@ -145,11 +145,7 @@ class Snapshot:
             pool.shutdown(cancel_futures=True)
 
     def _read(
-        self,
-        tensors: NamedTensors,
-        pool: Executor,
-        digests: bool,
-        keep: Callable[[Change], Change],
+        self, tensors: NamedTensors, pool: Executor, digests: bool, keep: Callable[[Change], Change]
     ) -> Iterator[tuple[str, Change | None]]:
         changes: dict[str, Change | None] = {}
         begun: deque[tuple[str, int, Callable[[], Difference]]] = deque()
