@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from delta_sender.engine_plan import EnginePlan
+from delta_sender.diff_host import Bits
 from delta_sender.snapshot import Changes, Snapshot
 from engine_ext.wire import Digest, tensor_digest
 
@@ -19,11 +18,52 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """The part of an engine's plan that the sender needs.
+
+    Attributes:
+        names: Every name that a full sync sends; empty until a plan was asked for.
+        digested: The names that the engine's digest covers.
+        ignored: Tensors of the snapshot that the engine does not hold.
+        is_known: Whether the engine had a plan.
+    """
+
+    names: tuple[str, ...] = ()
+    digested: frozenset[str] = frozenset()
+    ignored: frozenset[str] = frozenset()
+    is_known: bool = False
+
+    @classmethod
+    def read(cls, answer: Any, snapshot: Snapshot) -> EnginePlan:
+        """Match the answer of `Destination.plan` with the snapshot.
+
+        A tensor of the snapshot that the plan does not name is sent nevertheless, so that the
+        engine refuses it by name, unless it is tied to one that the plan names.
+        """
+        rows = [row for rank in answer or [] for row in rank]
+        held = {row["name"] for row in rows if row["status"] != "ignored"}
+        known = {snapshot.key(row["name"]) for row in rows}
+        every = [*snapshot, *snapshot.tied]
+        names = tuple(n for n in every if n in held or (n in snapshot and n not in known))
+        digested = frozenset(row["name"] for row in rows if row["digested"])
+        ignored = frozenset(snapshot).difference(map(snapshot.key, names))
+        return cls(names, digested, ignored, answer is not None)
+
+    @property
+    def missing(self) -> list[str]:
+        """Names that the engine's digest covers and the snapshot does not hold."""
+        return sorted(self.digested.difference(self.names))
+
+    def counts(self, name: str) -> bool:
+        """Return whether a tensor counts in a part's digest; without a plan, every tensor does."""
+        return not self.is_known or name in self.digested
+
+
+@dataclass(frozen=True, slots=True)
 class PostedSync:
     """A sync whose last part was posted.
 
     Attributes:
-        version: The version of its parts.
         sync_ids: The ids that its parts may carry.
         digest: The digest of the weights after it; None if no digest is kept.
         is_complete: Whether the digest covers every tensor.
@@ -66,7 +106,6 @@ class AckedState:
 
     Args:
         snapshot: The snapshot that all destinations share; not changed here.
-        version: The version that the destination is at.
 
     Attributes:
         version: The version that the destination acknowledged last.
@@ -96,7 +135,7 @@ class AckedState:
     @property
     def is_proven(self) -> bool:
         """Whether a digest that leaves no tensor out proves every sync."""
-        return self.digest is not None and self.plan.is_fully_digested
+        return self.digest is not None and self.plan.digested == {*self.plan.names}
 
     @property
     def highest_version(self) -> int:
@@ -106,41 +145,25 @@ class AckedState:
         return max([self.version, *posted])
 
     def read_plan(self, answer: Any, *, keep_digest: bool, full: bool) -> None:
-        """Take in the destination's plan, and compute the digest of what it holds.
+        """Take in the answer of `Destination.plan`, and compute the digest of what it holds.
 
-        Args:
-            answer: See `EnginePlan.read`.
-            keep_digest: Whether a digest is kept.
-            full: A full sync follows; its digest starts at zero, as it replaces every tensor.
+        Before a full sync the digest is zero, as it replaces every tensor.
         """
-        first_time = not self.plan.names
-        self.plan = plan = EnginePlan.read(answer, self._snapshot)
+        first_time, snapshot = not self.plan.names, self._snapshot
+        self.plan = plan = EnginePlan.read(answer, snapshot)
         self.plan_is_current = plan.is_known
         self.digest = None
         if plan.is_known and keep_digest and not plan.missing:
-            counted = () if full else plan.digested
-            self.digest = digest_of((name, self._held(name)) for name in counted)
+            counted = [] if full else [(name, snapshot.key(name)) for name in plan.digested]
+            self.digest = digest_of(
+                (name, snapshot.image(key, self.missed.get(key)).values) for name, key in counted
+            )
         if first_time and plan.ignored:
             logger.warning("left out, as the engine ignores them: %s", sorted(plan.ignored))
         if first_time and plan.missing:
             logger.warning(
                 "no digests, as the engine's cover tensors not in base: %s", plan.missing
             )
-
-    def begin_sync(self) -> None:
-        """Note that a sync is about to be sent, and that nothing of it was posted yet."""
-        self.posted = None
-
-    def end_posting(self, sync_ids: frozenset[str] | None) -> None:
-        """Note how an attempt has failed.
-
-        Args:
-            sync_ids: Ids under which the destination may be committing it; None if it is not.
-        """
-        if sync_ids is None:
-            self.posted = None
-        elif self.posted is not None:  # the delta log may lead there too, by values
-            self.posted = replace(self.posted, sync_ids=sync_ids)
 
     def note_missed(self, changes: Changes) -> None:
         """Note that the snapshot is about to advance by changes that this destination lacks.
@@ -155,14 +178,10 @@ class AckedState:
             self.unknown_outcome = replace(unknown, missed=rebased)
 
     def note_failed(self, changes: Changes) -> bool:
-        """Note that a sync has failed; the snapshot has not advanced by it.
+        """Note that a sync has failed; the snapshot has not advanced by its changes.
 
-        Args:
-            changes: The sync's changes.
-
-        Returns:
-            Whether the destination may have committed it all the same: it got the last part and
-            did not refuse.
+        Return whether the destination may have committed it all the same: it got the last part and
+        did not refuse.
         """
         if self.posted is not None:
             self.unknown_outcome = UnknownOutcome(without_old(changes), self.posted)
@@ -215,11 +234,6 @@ class AckedState:
         self.version, self.digest, self.missed = self.latest.version, self.latest.digest, {}
         return True
 
-    def _held(self, name: str) -> NDArray[Any]:
-        """Return the bits [numel] that the destination holds of a tensor; maybe no copy."""
-        key = self._snapshot.key(name)
-        return self._snapshot.image(key, self.missed.get(key)).values
-
     def _rebased(self, changes: Changes, missed: Changes) -> Changes | None:
         """Return `missed` relative to the advanced snapshot; None if that is too much to keep."""
         rebased: Changes = {}
@@ -234,7 +248,7 @@ class AckedState:
         return rebased
 
 
-def digest_of(tensors: Iterable[tuple[str, NDArray[Any]]]) -> Digest:
+def digest_of(tensors: Iterable[tuple[str, Bits]]) -> Digest:
     """Return the digest of whole tensors, given as (name, bits [numel])."""
     threads = os.cpu_count() or 1
     digests = (tensor_digest(name, values, threads=threads) for name, values in tensors)

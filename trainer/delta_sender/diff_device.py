@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from delta_sender.copy_streams import CopyStreams
-from delta_sender.diff_host import Difference
+from delta_sender.diff_host import Bits, Change, Difference
 from engine_ext.kernels import gather_scatter
 from engine_ext.kernels.triton import runs_kernels
 from engine_ext.wire import change_digest
@@ -31,31 +31,13 @@ SNAPSHOT_ON: Final = ("auto", "device", "host")
 _CHUNK_BYTES: Final = 32 << 20
 _SHARE: Final = 0.5  # most of the device's free memory that `auto` takes
 
-Bits = NDArray[Any]  # unsigned ints [n]
-
 
 class DeviceDifference(NamedTuple):
-    """The elements that differ, on the tensors' device.
+    """The elements that differ, on the tensors' device."""
 
-    Attributes:
-        indices: Their flat indices, ascending; int32 or int64 [nnz].
-        old: Their old bits, integers [nnz].
-        new: Their new bits, integers [nnz].
-    """
-
-    indices: torch.Tensor
-    old: torch.Tensor
+    indices: torch.Tensor  # flat, ascending; int32 or int64 [nnz]
+    old: torch.Tensor  # integers [nnz]
     new: torch.Tensor
-
-
-class Change(Protocol):
-    """A change of the snapshot: new bits, and their flat indices, None if of every element."""
-
-    @property
-    def indices(self) -> NDArray[Any] | None: ...
-
-    @property
-    def new(self) -> Bits: ...
 
 
 def _at_once(data: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -111,11 +93,8 @@ def is_on_device(tensor: torch.Tensor) -> bool:
 class DeviceSide:
     """A snapshot's copies on devices. Methods launch on the calling thread's current streams.
 
-    Args:
-        snapshot_on: One of `SNAPSHOT_ON`.
-
     Raises:
-        ValueError: `snapshot_on` is another.
+        ValueError: `snapshot_on` is not one of `SNAPSHOT_ON`.
     """
 
     def __init__(self, snapshot_on: str) -> None:
@@ -128,16 +107,9 @@ class DeviceSide:
         self._mirrors: dict[str, torch.Tensor] = {}
 
     def prepare(self, key: str, bits: Bits, device: torch.device, nbytes: int) -> Bits:
-        """Make a tensor of the snapshot ready to be compared on a device.
+        """Make a tensor of the snapshot, of `nbytes` in all, ready to be compared on a device.
 
-        Args:
-            key: Its name.
-            bits: Its bits.
-            device: The device.
-            nbytes: Bytes of the whole snapshot.
-
-        Returns:
-            The bits in memory that the snapshot should keep instead; `bits` itself if that will do.
+        Return its bits in memory that the snapshot should keep instead; maybe `bits` itself.
         """
         mirror = self._mirrors.pop(key, None)
         if mirror is not None and mirror.device == device:

@@ -30,16 +30,7 @@ class _Busy(SyncError):
 
 
 class EngineClient:
-    """The delta endpoints of one engine.
-
-    Args:
-        url: The engine's root, ``http://host:port``.
-        options: How to post.
-
-    Attributes:
-        speed, highest_posted: See `Destination`.
-        client: The HTTP client.
-    """
+    """The delta endpoints of one engine, a `Destination`; `client` is the HTTP client."""
 
     def __init__(self, url: str, options: MultiOptions) -> None:
         self._url = url.rstrip("/")
@@ -68,11 +59,16 @@ class EngineClient:
     def plan(self) -> Any:
         """Return for each rank a list of rows, one per checkpoint tensor; None without a plan."""
         self.status()  # a request without a body shows the overhead of the link
-        return self._status({"plan": "true"}).get("plan")
+        return self.status(plan="true").get("plan")
 
-    def status(self) -> dict[str, Any]:
+    def status(self, **query: str) -> dict[str, Any]:
         """Return the engine's ``/delta_status``; {} if it has none."""
-        return self._status({})
+        try:
+            return self._request("GET", "/delta_status", query)
+        except SyncError as failed:
+            if failed.status != 404:
+                raise
+            return {}
 
     def catch_up(self) -> int | None:
         """Let the engine replay the delta log that it was started with; return its version then.
@@ -110,14 +106,6 @@ class EngineClient:
         if answer.get("status") not in expected or (last and answer.get("version") != version):
             raise SyncError(f"part {part} of version {version} was answered {answer}", 200)
         return answer
-
-    def _status(self, query: dict[str, str]) -> dict[str, Any]:
-        try:
-            return self._request("GET", "/delta_status", query)
-        except SyncError as failed:
-            if failed.status != 404:
-                raise
-            return {}
 
     @retry(
         retry=retry_if_exception_type(_Unreachable),

@@ -6,14 +6,16 @@ import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
 from delta_sender.acked_state import AckedState, digest_of
 from delta_sender.bandwidth import LinkSpeed
+from delta_sender.destination import Part
+from delta_sender.diff_host import Change
 from delta_sender.encoding_policy import EncodingChoice, ParamStats, escaped_share
-from delta_sender.snapshot import Change, Snapshot, payload_bytes
+from delta_sender.snapshot import Snapshot, payload_bytes
 from delta_sender.sync_round import Attempt, SyncRound
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.wire import DIFFERENCES, Digest, ParamDelta, change_digest, encode_part
@@ -21,36 +23,14 @@ from engine_ext.wire import DIFFERENCES, Digest, ParamDelta, change_digest, enco
 _LARGE: Final = 128 << 20  # bytes; a larger tensor of which most has changed goes dense
 
 
-class Part(NamedTuple):
-    """An encoded part.
-
-    Attributes:
-        body: What is posted.
-        number: Its number, from 0.
-        last: Whether it is the last one.
-    """
-
-    body: bytes
-    number: int
-    last: bool
-
-
 @dataclass(frozen=True, slots=True)
 class _Param:
-    """What one param adds to a part.
+    """What one param adds to a part."""
 
-    Attributes:
-        name: The name that it is sent under.
-        delta: What is sent; differences are computed from it when the part is encoded.
-        change: From what the destination holds; None if a full sync leaves the tensor as it is.
-        is_key: Whether `name` is the name in the snapshot, so that the digest of `change` is valid.
-        choice: How it travels.
-    """
-
-    name: str
-    delta: ParamDelta
-    change: Change | None
-    is_key: bool
+    name: str  # that it is sent under
+    delta: ParamDelta  # differences are computed from it when the part is encoded
+    change: Change | None  # of what the destination holds; None if a full sync finds none
+    is_key: bool  # `name` is the name in the snapshot, so that the digest of `change` is valid
     choice: EncodingChoice
 
     @property
@@ -78,8 +58,6 @@ class PartBuilder:
     """The parts of one attempt for one destination.
 
     Args:
-        sync_round: What is sent.
-        attempt: How it is sent.
         snapshot: The snapshot that the round's changes start from.
         state: What the destination holds; not changed here.
         bucket_bytes: Most bytes of positions and values in a part, before compression.
@@ -134,7 +112,7 @@ class PartBuilder:
             self._choices.update(str(param.choice) for param in bucket.params)
             self._wire_bytes += len(body)
             bucket.params.clear()  # the next ones are read while this part is posted
-            yield Part(body, number, last)
+            yield Part(body, self._attempt.version, number, last)
 
     def report(self) -> Mapping[str, Any]:
         """Return the fields of `SyncReport` that the parts determine."""

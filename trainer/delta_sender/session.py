@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from delta_sender.acked_state import AckedState, PostedSync
@@ -29,28 +29,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Committed:
-    """A destination has committed a round, and nothing on this side has moved on yet.
-
-    Attributes:
-        report: The report.
-        digest: Digest of what the destination should hold; None if no digest is kept.
-        policy: The policy of later rounds.
-    """
+    """A destination has committed a round, and nothing on this side has moved on yet."""
 
     report: SyncReport
-    digest: Digest | None
-    policy: EncodingPolicy
+    digest: Digest | None  # of what the destination should hold; None if no digest is kept
+    policy: EncodingPolicy  # of later rounds
 
 
 class Session:
     """The syncs of one destination.
 
     Args:
-        destination: An engine, or a delta log.
         snapshot: The snapshot that all sessions share.
-        options: How parts are made.
         version: The version that the destination is at.
-        is_log: It is a delta log, which gets values only.
+        is_log: The destination is a delta log, which gets values only.
         has_log: What the destination lacks may be in a delta log.
 
     Attributes:
@@ -76,11 +68,6 @@ class Session:
         if is_log and self._policy.may_send_differences:
             self._policy = self._policy.values_only()
 
-    @property
-    def version(self) -> int:
-        """The version that the destination acknowledged last."""
-        return self.state.version
-
     def sync(self, sync_round: SyncRound) -> Committed:
         """Send one round, in as many attempts as `Recovery` knows.
 
@@ -95,8 +82,7 @@ class Session:
             try:
                 return self._send(sync_round, attempt)
             except SyncError as error:
-                following = recovery.after(attempt, error)
-                if following is None:
+                if (following := recovery.after(attempt, error)) is None:
                     raise
                 attempt = following
 
@@ -110,15 +96,12 @@ class Session:
         state, report = self.state, committed.report
         state.missed, state.digest, self._policy = {}, committed.digest, committed.policy
         state.version = report.version
-        found = report.engine.get("digest")
-        state.needs_full = committed.digest is not None and found not in (
-            None,
-            committed.digest.hex(),
-        )
+        found, digest = report.engine.get("digest"), committed.digest
+        state.needs_full = digest is not None and found not in (None, digest.hex())
         if state.needs_full:
             raise SyncError(
                 f"version {report.version} is committed, but the engine does not hold the sender's "
-                f"weights: its digest is {found}, not {committed.digest}; the next sync will be "
+                f"weights: its digest is {found}, not {digest}; the next sync will be "
                 "full",
                 200,
             )
@@ -157,8 +140,10 @@ class Session:
             queue.abandon()
             if attempt.full:  # the digest of what is held was not computed
                 state.plan_is_current = False
-            refused = isinstance(error, SyncError) and error.is_refusal
-            state.end_posting(None if refused or not queue.posting_last else sync_round.sync_ids())
+            if not queue.posting_last or (isinstance(error, SyncError) and error.is_refusal):
+                state.posted = None
+            elif state.posted is not None:  # the delta log may lead there too, by values
+                state.posted = replace(state.posted, sync_ids=sync_round.sync_ids())
             raise
         report = SyncReport(
             **parts,
@@ -171,12 +156,8 @@ class Session:
         if attempt.policy.encoding == AUTO and report.picked:
             choices = ", ".join(f"{how}: {count}" for how, count in sorted(report.picked.items()))
             rate = destination.speed.bytes_per_s / 1e6
-            logger.info(
-                "version %d: link speed %.0f MB/s, params sent as %s",
-                attempt.version,
-                rate,
-                choices,
-            )
+            message = "version %d: link speed %.0f MB/s, params sent as %s"
+            logger.info(message, attempt.version, rate, choices)
         return Committed(report, digest, attempt.next_policy)
 
     def _post(
@@ -197,5 +178,5 @@ class Session:
                 self.state.posted = PostedSync(
                     attempt.version, sync_round.sync_ids(), builder.digest, self.state.is_proven
                 )
-            queue.put(part.body, attempt.version, part.number, part.last)
+            queue.put(part)
         return builder.report(), builder.digest

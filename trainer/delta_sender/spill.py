@@ -9,11 +9,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from delta_sender.snapshot import Change
-
-_Array = NDArray[Any]
+from delta_sender.diff_host import Bits, Change
 
 _WINDOW: Final = 64 << 20  # bytes of a file; many small changes share one
 
@@ -54,7 +51,7 @@ class Spill:
         mapped: dict[str, Any] = dict(zip(own, self._mapped([*own.values()]), strict=True))
         return replace(change, **mapped)
 
-    def _mapped(self, arrays: list[_Array]) -> list[_Array]:
+    def _mapped(self, arrays: list[Bits]) -> list[Bits]:
         """Return the same arrays in a file, which is freed with the last change in it."""
         size = sum(_rounded(array.nbytes) for array in arrays)
         if self._at + size > len(self._window):
