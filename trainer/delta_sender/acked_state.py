@@ -19,19 +19,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """The part of an engine's plan that the sender needs.
+    """The part of an engine's plan that the sender needs."""
 
-    Attributes:
-        names: Every name that a full sync sends; empty until a plan was asked for.
-        digested: The names that the engine's digest covers.
-        ignored: Tensors of the snapshot that the engine does not hold.
-        is_known: Whether the engine had a plan.
-    """
-
-    names: tuple[str, ...] = ()
-    digested: frozenset[str] = frozenset()
-    ignored: frozenset[str] = frozenset()
-    is_known: bool = False
+    names: tuple[str, ...] = ()  # all that a full sync sends; empty until a plan was asked for
+    digested: frozenset[str] = frozenset()  # names that the engine's digest covers
+    ignored: frozenset[str] = frozenset()  # tensors of the snapshot that the engine does not hold
+    is_known: bool = False  # the engine had a plan
 
     @classmethod
     def read(cls, answer: Any, snapshot: Snapshot) -> EnginePlan:
@@ -61,18 +54,12 @@ class EnginePlan:
 
 @dataclass(frozen=True, slots=True)
 class PostedSync:
-    """A sync whose last part was posted.
-
-    Attributes:
-        sync_ids: The ids that its parts may carry.
-        digest: The digest of the weights after it; None if no digest is kept.
-        is_complete: Whether the digest covers every tensor.
-    """
+    """A sync whose last part was posted."""
 
     version: int
-    sync_ids: frozenset[str]
-    digest: Digest | None
-    is_complete: bool
+    sync_ids: frozenset[str]  # that its parts may carry
+    digest: Digest | None  # of the weights after it; None if no digest is kept
+    is_complete: bool  # the digest covers every tensor
 
     def is_held_by(self, status: dict[str, Any]) -> bool:
         """Return whether an engine with this ``/delta_status`` has committed the sync."""
@@ -91,46 +78,33 @@ class PostedSync:
 class UnknownOutcome:
     """A sync that the destination may have committed, though no answer came.
 
-    Attributes:
-        missed: Changes from the snapshot to what the destination holds if it has committed,
-            without old bits. None: they became too large to keep.
-        posted: That sync; None while it is still being posted.
+    `missed` are the changes from the snapshot to what the destination holds if it has committed,
+    without old bits; None if they became too large to keep.
     """
 
     missed: Changes | None
-    posted: PostedSync | None
+    posted: PostedSync | None  # that sync; None while it is still being posted
 
 
 class AckedState:
     """The weights of one destination: the snapshot with `missed` applied, at `version`.
 
-    Args:
-        snapshot: The snapshot that all destinations share; not changed here.
-
-    Attributes:
-        version: The version that the destination acknowledged last.
-        missed: Changes that turn the snapshot into what the destination holds, that is, the syncs
-            that it missed, reversed; without old bits.
-        unknown_outcome: A sync that it may have committed without an answer.
-        needs_full: It may hold other bytes; the next sync is a full one.
-        latest: The sync that led to the snapshot; None if that is not known.
-        plan: The destination's plan, as it was last read.
-        plan_is_current: Whether the plan can be used without reading it again.
-        digest: Digest of what the destination holds; None if no digest is kept.
-        posted: The sync that the destination may be committing.
+    `missed` are the changes that turn the snapshot into what the destination holds, that is, the
+    syncs that it missed, reversed; without old bits. The snapshot, which all destinations share, is
+    not changed here.
     """
 
     def __init__(self, snapshot: Snapshot, version: int) -> None:
-        self.version = version
+        self.version = version  # that the destination acknowledged last
         self.missed: Changes = {}
         self.unknown_outcome: UnknownOutcome | None = None
-        self.needs_full = False
-        self.latest: PostedSync | None = None
-        self.plan = EnginePlan()
-        self.plan_is_current = False
-        self.digest: Digest | None = None
-        self.posted: PostedSync | None = None
-        self._snapshot = snapshot
+        self.needs_full = False  # it may hold other bytes; the next sync is a full one
+        self.latest: PostedSync | None = None  # led to the snapshot; None if that is not known
+        self.plan = EnginePlan()  # as it was last read
+        self.plan_is_current = False  # it can be used without reading it again
+        self.digest: Digest | None = None  # of what is held; None if no digest is kept
+        self.posted: PostedSync | None = None  # the destination may be committing it
+        self.snapshot = snapshot
 
     @property
     def is_proven(self) -> bool:
@@ -149,7 +123,7 @@ class AckedState:
 
         Before a full sync the digest is zero, as it replaces every tensor.
         """
-        first_time, snapshot = not self.plan.names, self._snapshot
+        first_time, snapshot = not self.plan.names, self.snapshot
         self.plan = plan = EnginePlan.read(answer, snapshot)
         self.plan_is_current = plan.is_known
         self.digest = None
@@ -237,9 +211,9 @@ class AckedState:
     def _rebased(self, changes: Changes, missed: Changes) -> Changes | None:
         """Return `missed` relative to the advanced snapshot; None if that is too much to keep."""
         rebased: Changes = {}
-        left = self._snapshot.nbytes // 2
+        left = self.snapshot.nbytes // 2
         for key in {**changes, **missed}:
-            change = self._snapshot.change_between(key, changes.get(key), missed.get(key))
+            change = self.snapshot.change_between(key, changes.get(key), missed.get(key))
             if change is not None:
                 rebased |= without_old({key: change})
                 left -= change.nbytes

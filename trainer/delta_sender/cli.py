@@ -88,9 +88,8 @@ def open_sender(arguments: argparse.Namespace, base: NamedTensors) -> MultiSende
             return LogDestination(arguments.save, asked, options["hmac_key"])
         return EngineClient(url, options)
 
-    return MultiSender(
-        arguments.url or [""], base, connect=connect, snapshot_type=MappedSnapshot, **options
-    )
+    urls = arguments.url or [""]
+    return MultiSender(urls, base, connect=connect, snapshot_type=MappedSnapshot, **options)
 
 
 def checkpoint_entries(folder: Path) -> list[tuple[Path, str]]:
@@ -123,11 +122,9 @@ def read_checkpoint(folder: Path, progress: Progress) -> Iterator[tuple[str, tor
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line; options come from `options.MultiOptions`."""
+    layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="delta-send",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "delta-send", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=layout
     )
     add = parser.add_argument
     add("--base", type=Path, metavar="DIR", help="checkpoint that the engines hold now")

@@ -53,6 +53,8 @@ def begin_device_compare(
 ) -> Callable[[], DeviceDifference]:
     """Begin to compare two tensors on the thread's current stream of their device.
 
+    Return a function that waits for the number of differing elements, and has them written.
+
     Args:
         old, new: Integers of one dtype, contiguous [n], on one device. They must not change until
             the result has been used.
@@ -60,9 +62,6 @@ def begin_device_compare(
         dtype: The dtype of the indices; int32 if the last one allows it.
         download: Begins to copy to host memory, see `CopyStreams.download`. If it runs on a stream
             of its own, what is launched after this call is not waited for.
-
-    Returns:
-        A function that waits for the number of differing elements, and has them written.
 
     Raises:
         ValueError: The tensors differ in dtype, shape or device.
@@ -134,14 +133,13 @@ class DeviceSide:
     ) -> Callable[[], Difference]:
         """Begin to compare a tensor with what `prepare` made ready.
 
+        Return a function that waits for the result, to be called in the same thread.
+
         Args:
             key, bits: Name and bits in the snapshot.
             new: Integers of the same width, contiguous [n], on the device. It must not change until
                 the result has been asked for.
             digested: The name to digest the change under; None: it is not digested.
-
-        Returns:
-            A function that waits for the result, to be called in the same thread.
         """
         device = new.device
         streams = self._streams.setdefault(device, CopyStreams(device))

@@ -44,35 +44,26 @@ class EncodingChoice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ParamStats:
-    """What a choice depends on.
-
-    Attributes:
-        escaped: Share of the differences that do not fit a nibble; None if differences must not be
-            sent.
-        is_large: Before compression, the whole tensor is no longer than its changed elements with
-            their positions.
-    """
+    """What a choice depends on."""
 
     numel: int
     nnz: int  # elements that changed
     width: int  # bytes of an element
     floating: bool  # exponents compress
-    escaped: float | None = None
-    is_large: bool = False
+    escaped: float | None = None  # share of differences that fit no nibble; None: do not send any
+    is_large: bool = False  # before compression, sparse takes no fewer bytes than dense
 
 
 @dataclass(frozen=True, slots=True)
 class EncodingPolicy:
     """What was asked for, and what the engine takes.
 
-    Attributes:
-        differences: Whether the engine takes differences, as far as is known.
-        any_base: Send new values that are right over any old ones, and of the digests only
-            ``digest_after``.
+    With `any_base`, new values are sent that are right over any old ones, and of the digests only
+    ``digest_after``.
     """
 
     encoding: str
-    differences: bool = True
+    differences: bool = True  # the engine takes them, as far as is known
     any_base: bool = False
 
     @property

@@ -35,10 +35,8 @@ class EngineClient:
     def __init__(self, url: str, options: MultiOptions) -> None:
         self._url = url.rstrip("/")
         self._timeout = options["timeout"]
-        self._query = {
-            "pause_mode": options["pause_mode"],
-            "flush_cache": "true" if options["flush_cache"] else "false",
-        }
+        flush_cache = "true" if options["flush_cache"] else "false"
+        self._query = {"pause_mode": options["pause_mode"], "flush_cache": flush_cache}
         self._headers = {"Content-Type": "application/octet-stream"}
         if options["api_key"] is not None:
             self._headers["Authorization"] = f"Bearer {options['api_key']}"
@@ -85,18 +83,14 @@ class EngineClient:
         Raises:
             SyncError: The engine refused it or could not be reached; see `SyncError.unanswered`.
         """
-        retry_busy = retry(
-            retry=retry_if_exception_type(_Busy),
-            wait=_retry_after_s,
-            stop=stop_before_delay(self._timeout),
-            reraise=True,
-        )
+        is_busy, stop = retry_if_exception_type(_Busy), stop_before_delay(self._timeout)
+        retry_busy = retry(retry=is_busy, wait=_retry_after_s, stop=stop, reraise=True)
         if last:
             self.highest_posted = max(self.highest_posted, version)
         signed = {} if self._hmac_key is None else {SIGNATURE_HEADER: sign(self._hmac_key, body)}
-        post = retry_busy(self._request)
         self._unanswered = False
         try:
+            post = retry_busy(self._request)
             answer = post("POST", "/update_weights_delta", self._query, body, signed)
         except SyncError as failed:
             failed.unanswered = self._unanswered

@@ -201,12 +201,10 @@ class MultiSender:
         started = time.perf_counter()
         self._end_lagging()
         sessions = [session for session in self._all if session not in self._lagging]
+        version, count = self._next_version(full=full), len(sessions)
+        writers = (self._log is not None) + (self._tracker.file is not None)
         sync_round = SyncRound(
-            self._next_version(full=full),
-            full=full,
-            destinations=len(sessions),
-            started=started,
-            writers=(self._log is not None) + (self._tracker.file is not None),
+            version, full=full, destinations=count, started=started, writers=writers
         )
         threads = [
             SessionThread(session, sync_round, self._ended, is_log=session is self._log)
@@ -266,11 +264,7 @@ class MultiSender:
     def _end_lagging(self, *, wait: bool = True) -> None:
         """Take in how lagging engines have ended; if all engines lag, wait for one."""
         with self._ended:
-            while (
-                wait
-                and len(self._lagging) == len(self._sessions)
-                and all(thread.outcome is None for thread in self._lagging.values())
-            ):
+            while wait and len(self.lagging) == len(self._sessions):
                 self._ended.wait()
             ended = {s: thread for s, thread in self._lagging.items() if thread.outcome is not None}
         for session, thread in ended.items():

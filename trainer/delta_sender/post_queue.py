@@ -18,16 +18,12 @@ class PostQueue:
 
     While one is posted, none is queued behind it, unless the round is hurried. If the queue
     `waits`, the last part is posted only after `SyncRound.wait_until_written`.
-
-    Attributes:
-        posting_last: Posting of the last part has begun, so the engine may commit.
-        posting_s: Seconds of posting, with retries and waits.
-        waited_s: Seconds in which the caller waited for posts.
     """
 
     def __init__(self, destination: Destination, sync_round: SyncRound, *, waits: bool) -> None:
-        self.posting_last = False
-        self.posting_s = self.waited_s = 0.0
+        self.posting_last = False  # it is being posted, so the engine may commit
+        self.posting_s = 0.0  # seconds, with retries and waits
+        self.waited_s = 0.0  # seconds in which the caller waited for posts
         self._destination, self._round, self._waits = destination, sync_round, waits
         self._queue: deque[Part] = deque()
         self._changed = Condition()

@@ -39,14 +39,8 @@ class Committed:
 class Session:
     """The syncs of one destination.
 
-    Args:
-        snapshot: The snapshot that all sessions share.
-        version: The version that the destination is at.
-        is_log: The destination is a delta log, which gets values only.
-        has_log: What the destination lacks may be in a delta log.
-
-    Attributes:
-        state: What the destination is known to hold.
+    If it `is_log`, it is a delta log, which gets values only. If it `has_log`, what it lacks may be
+    in a delta log.
     """
 
     def __init__(
@@ -61,8 +55,7 @@ class Session:
     ) -> None:
         self.destination = destination
         self.state = AckedState(snapshot, version)
-        self._snapshot, self._options = snapshot, options
-        self._is_log, self._has_log = is_log, has_log
+        self._options, self._is_log, self._has_log = options, is_log, has_log
         # Without differences once they were refused.
         self._policy = EncodingPolicy(options["encoding"])
         if is_log and self._policy.may_send_differences:
@@ -101,8 +94,7 @@ class Session:
         if state.needs_full:
             raise SyncError(
                 f"version {report.version} is committed, but the engine does not hold the sender's "
-                f"weights: its digest is {found}, not {digest}; the next sync will be "
-                "full",
+                f"weights: its digest is {found}, not {digest}; the next sync will be full",
                 200,
             )
         return report
@@ -113,14 +105,12 @@ class Session:
         Raises:
             BaseException: The round's error.
         """
-        if isinstance(outcome, Committed):
-            try:
-                self.acknowledge(outcome)
-            finally:
-                self.state.end_lagging(committed=True)
-        else:
-            self.state.end_lagging(committed=False)
-            raise outcome
+        try:
+            if not isinstance(outcome, Committed):
+                raise outcome
+            self.acknowledge(outcome)
+        finally:
+            self.state.end_lagging(committed=isinstance(outcome, Committed))
 
     def _send(self, sync_round: SyncRound, attempt: Attempt) -> Committed:
         """Build part by part, and have them posted."""
@@ -167,7 +157,6 @@ class Session:
         builder = PartBuilder(
             sync_round,
             attempt,
-            self._snapshot,
             self.state,
             bucket_bytes=self._options["bucket_bytes"],
             speed=self.destination.speed,

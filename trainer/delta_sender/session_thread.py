@@ -13,27 +13,19 @@ from delta_sender.sync_round import SyncRound
 
 
 class SessionThread:
-    """A thread in which a session sends one round.
+    """A thread in which a session sends one round, to be started by the caller.
 
-    Args:
-        ended: Notified when the thread has ended.
-        is_log: The session is the delta log's; engines wait for it.
-
-    Attributes:
-        thread: To be started by the caller.
-        outcome: How it ended; None until then.
-        content: The hex digest of what the round leads to, if that is remembered.
+    It notifies `ended` at its end. If it is the delta log's, engines wait for it.
     """
 
     def __init__(
         self, session: Session, sync_round: SyncRound, ended: Condition, *, is_log: bool
     ) -> None:
-        self.session = session
+        self.session, self.is_log = session, is_log
         session.state.posted = None
-        self.outcome: Committed | BaseException | None = None
-        self.content = ""
+        self.outcome: Committed | BaseException | None = None  # None until it has ended
+        self.content = ""  # hex digest of what the round leads to, if that is remembered
         self.thread = Thread(target=self._run, name="delta-sync", daemon=True)
-        self.is_log = is_log
         self._round, self._ended = sync_round, ended
 
     @property

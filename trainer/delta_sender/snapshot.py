@@ -25,6 +25,7 @@ from engine_ext.wire import PACKED_ENCODINGS, Digest, ParamDelta, position_bytes
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Changes = dict[str, Change]  # by name in the snapshot
+Keep = Callable[[Change], Change]
 
 # Most bytes of tensors that are being compared while an earlier one is waited for.
 _AHEAD: Final = 128 << 20
@@ -39,9 +40,6 @@ class Snapshot:
         encoding: One of `engine_ext.wire.positions.ENCODINGS`; a change that would take more bytes
             with its indices, before compression, than the whole tensor is kept dense.
         snapshot_on: One of `diff_device.SNAPSHOT_ON`.
-
-    Attributes:
-        tied: Keys of tied tensors, by their further names.
     """
 
     def __init__(self, base: NamedTensors, encoding: str, snapshot_on: str = "auto") -> None:
@@ -49,7 +47,7 @@ class Snapshot:
         self._devices = DeviceSide(snapshot_on)
         self._dense: dict[str, ParamDelta] = {}
         self._threads = os.cpu_count() or 1
-        self.tied: dict[str, str] = {}
+        self.tied: dict[str, str] = {}  # keys by the further names of tied tensors
         for name, tensor, first in _with_ties(base):
             if is_on_device(tensor):
                 runs_kernels(tensor.device)  # compiles them now, not in the first sync
@@ -77,11 +75,7 @@ class Snapshot:
         return self.tied.get(name, name)
 
     def read(
-        self,
-        tensors: NamedTensors,
-        *,
-        digests: bool = True,
-        keep: Callable[[Change], Change] | None = None,
+        self, tensors: NamedTensors, *, digests: bool = True, keep: Keep = lambda change: change
     ) -> Iterator[tuple[str, Change | None]]:
         """Compare tensors with the snapshot, in threads, some tensors ahead.
 
@@ -101,12 +95,12 @@ class Snapshot:
             self._refuse_missing(set(given))
         pool = ThreadPoolExecutor(self._threads, thread_name_prefix="delta-compare")
         try:
-            yield from self._read(tensors, pool, digests, keep or (lambda change: change))
+            yield from self._read(tensors, pool, digests, keep)
         finally:
             pool.shutdown(cancel_futures=True)
 
     def _read(
-        self, tensors: NamedTensors, pool: Executor, digests: bool, keep: Callable[[Change], Change]
+        self, tensors: NamedTensors, pool: Executor, digests: bool, keep: Keep
     ) -> Iterator[tuple[str, Change | None]]:
         changes: dict[str, Change | None] = {}
         begun: deque[tuple[str, int, Callable[[], Difference]]] = deque()

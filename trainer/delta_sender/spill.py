@@ -18,17 +18,13 @@ _WINDOW: Final = 64 << 20  # bytes of a file; many small changes share one
 class Spill:
     """The changes of one sync; their memory and files are freed with them.
 
-    Args:
-        limit: Most bytes of them that stay in memory. Beyond that, all but what the snapshot holds
-            is written to an unnamed temporary file below ``TMPDIR`` and mapped from there; unless
-            that is a tmpfs, the system may drop it from memory when memory is short.
-
-    Attributes:
-        spilled: Bytes that were written.
+    At most `limit` bytes of them stay in memory. Beyond that, all but what the snapshot holds is
+    written to an unnamed temporary file below ``TMPDIR`` and mapped from there; unless that is a
+    tmpfs, the system may drop it from memory when memory is short.
     """
 
     def __init__(self, limit: int) -> None:
-        self.spilled = 0
+        self.spilled = 0  # bytes that were written
         self._left = limit
         self._window: Any = b""
         self._at = 0

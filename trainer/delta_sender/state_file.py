@@ -23,30 +23,18 @@ class Known(msgspec.Struct, frozen=True):
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of the engines.
+    """What is known of the engines."""
 
-    Attributes:
-        engines: What each acknowledged last, by url.
-        in_flight: What was about to be committed when this was written, or may have been.
-        highest: The highest version that was ever sent.
-    """
-
-    engines: dict[str, Known] = {}
-    in_flight: Known | None = None
-    highest: int = 0
+    engines: dict[str, Known] = {}  # what each acknowledged last, by url
+    in_flight: Known | None = None  # about to be committed when this was written, or may have been
+    highest: int = 0  # the highest version that was ever sent
 
     def version_of(self, url: str | None, digest: str, otherwise: int) -> tuple[int, bool]:
-        """Return the version at which an engine holds the weights that have a digest.
+        """Return the version of an engine (None: not recorded) whose weights have a digest.
 
-        Args:
-            url: Of the engine; None for a destination that is not recorded.
-            digest: Of every tensor.
-            otherwise: The version of weights that are not known here.
-
-        Returns:
-            The version, and whether an engine at it may hold something else: engines are known, but
-            nothing known has the digest; or something else has the same number. An engine at
-            another version answers with a conflict.
+        It is `otherwise` if they are not known here. Also return whether an engine at it may hold
+        something else: engines are known, but nothing known has the digest; or something else has
+        the same number. An engine at another version answers with a conflict.
         """
         own = self.engines.get(url) if url is not None else None
         if own is not None and own.digest == digest:
@@ -87,8 +75,6 @@ class StateFile:
 
         Raises:
             BlockingIOError: Another sender has locked it.
-            OSError: Its folder cannot be written.
-            ValueError: See `StateFile`.
         """
         beside = path.with_name(f".{path.name}.lock")
         conflict = f"another sender uses the state {path}"
@@ -130,20 +116,11 @@ class StateFile:
 
 
 class StateTracker:
-    """Keep a sender's state file up to date; without a file, do nothing.
-
-    Args:
-        file: The state file; None if nothing is remembered.
-        snapshot: The sender's snapshot.
-
-    Attributes:
-        file: As given.
-        known: What each engine has acknowledged, by url; `write` writes it.
-        digest: The digest of the snapshot, kept only if there is a file.
-    """
+    """Keep a sender's state file up to date; without a file, do nothing."""
 
     def __init__(self, file: StateFile | None, snapshot: Snapshot) -> None:
         self.file, self._snapshot = file, snapshot
+        # What each engine has acknowledged, by url; `write` writes it.
         self.known = {} if file is None else dict(file.state.engines)
         self.recompute_digest()
 

@@ -40,18 +40,14 @@ class SyncRound:
         destinations: How many share the round.
         started: When it began, by `time.perf_counter`.
         writers: How many must have it on disk before an engine commits it; see `note_written`.
-
-    Attributes:
-        changes: From the snapshot to what every engine is to hold; complete once all is read.
-        is_hurried: Senders must be done with reading soon; see `release`.
     """
 
     def __init__(
         self, version: int, *, full: bool, destinations: int, started: float, writers: int = 0
     ) -> None:
         self.version, self.full, self.started = version, full, started
-        self.changes: Changes = {}
-        self.is_hurried = False
+        self.changes: Changes = {}  # of the snapshot; complete once all is read
+        self.is_hurried = False  # senders must be done with reading soon; see `release`
         self._tensors: list[tuple[str, Change | None]] = []
         self._is_complete = self._is_released = False
         self._writers, self._readers = writers, 0
