@@ -203,7 +203,7 @@ class EngineCommitter:
         self._state_read_at = time.monotonic()
 
     async def _publish(self, version: str, lease: _HeldLease) -> None:
-        """Publish the version, and even if that fails resume generation; raise `PublishFailed`."""
+        """Publish the version and resume in any case; raise what failed as `PublishFailed`."""
         failures: list[Exception] = []
         try:
             await self._engine.set_weight_version(version)

@@ -94,7 +94,7 @@ def make_verifier(path: Path, roots: Sequence[str]) -> Verifier | None:
 async def spool_files(
     spool: Spool, paths: Sequence[Path], roots: Sequence[str], concurrency: int
 ) -> list[Spooled]:
-    """Copy some files of `resolve_files` to the spool, a number of them at the same time.
+    """Copy some files of `resolve_files` to the spool, at most `concurrency` at a time.
 
     Raises:
         DeltaError: see `open_file` and `Spool.read`; no copy is kept then.

@@ -14,7 +14,7 @@ import torch
 
 
 class CopyStreams:
-    """The copy streams of one device, of which `cuda` makes streams and events.
+    """The copy streams of one device; the module `cuda` makes streams and events.
 
     For the CPU nothing is copied, and the order is that of the calls.
     """
@@ -26,7 +26,7 @@ class CopyStreams:
             self._up, self._down = cuda.Stream(device), cuda.Stream(device)
 
     def upload(self, host: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin to copy memory to the device; it is pinned if the copy is to overlap other work.
+        """Begin to copy host memory to the device; pin it if the copy is to overlap other work.
 
         It must not change until the copy was used. Return a function that makes the thread's
         current stream wait for the copy, and returns it.

@@ -106,7 +106,7 @@ class DeviceSide:
         self._mirrors: dict[str, torch.Tensor] = {}
 
     def prepare(self, key: str, bits: Bits, device: torch.device, nbytes: int) -> Bits:
-        """Make a tensor of the snapshot, of `nbytes` in all, ready to be compared on a device.
+        """Make a tensor ready to be compared on a device; the whole snapshot has `nbytes`.
 
         Return its bits in memory that the snapshot should keep instead; maybe `bits` itself.
         """

@@ -92,7 +92,7 @@ class Difference(NamedTuple):
 def begin_compare(
     old: Bits, new: Bits, name: str | None, pool: Executor, *, streams: bool = False
 ) -> Callable[[], Difference]:
-    """Begin to compare two tensors, in threads of a pool; return a function that waits for it.
+    """Begin to compare two tensors in a pool; return a function that waits for the result.
 
     Args:
         old, new: Bit patterns, unsigned ints of one width, contiguous [n]. They must not change

@@ -96,7 +96,7 @@ def acknowledge_all(
 
 
 def latest_sync(sync_round: SyncRound, threads: Iterable[SessionThread]) -> PostedSync:
-    """Return the sync that leads to the snapshot once it has advanced, from the ended threads."""
+    """Return the sync, of ended threads, that leads to the snapshot once it has advanced."""
     committed = [
         (thread.outcome.digest, thread.session.state.is_proven)
         for thread in threads
