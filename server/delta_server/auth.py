@@ -56,7 +56,7 @@ def check_loopback(client: str | None, headers: Mapping[str, str]) -> None:
 
     Args:
         client: the peer's address; None if it is unknown, as on a Unix socket.
-        headers: the request's headers, by lower-case names.
+        headers: by lower-case names.
 
     Raises:
         LoopbackOnly: the peer is not on this host, or it is a proxy, or a browser that acts for a
@@ -70,7 +70,8 @@ def check_loopback(client: str | None, headers: Mapping[str, str]) -> None:
     # Only browsers send these.
     if "origin" in headers or "sec-fetch-site" in headers:
         sites = (headers.get("origin", ""), "//" + headers.get("host", ""))
-        if not all(_is_local_site(site) for site in sites if site):
+        hosts = [_host_of(site) for site in sites if site]
+        if not all(host == "localhost" or _is_loopback(host) for host in hosts):
             raise LoopbackOnly(f"{_SET_A_TOKEN}. A page of another site has sent this request")
     # They send neither for a page's own host name, which may resolve to this host by now (DNS
     # rebinding).
@@ -78,15 +79,10 @@ def check_loopback(client: str | None, headers: Mapping[str, str]) -> None:
         raise LoopbackOnly(f"{_SET_A_TOKEN}. The request's 'Host' is not a name of this host")
 
 
-def _is_local_site(origin: str) -> bool:
-    host = _host_of(origin)
-    return host == "localhost" or _is_loopback(host)
-
-
 def _may_be_this_host(host: str) -> bool:
     """Return whether a host name is an address, this host's name, or not a public name."""
     public = "." in host and not host.endswith(".localhost")
-    return not public or _is_address(host) or host == socket.gethostname().lower()
+    return not public or _address(host) is not None or host == socket.gethostname().lower()
 
 
 def _host_of(origin: str) -> str:
@@ -96,20 +92,17 @@ def _host_of(origin: str) -> str:
         return "."  # no host's name
 
 
-def _is_address(host: str) -> bool:
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        ipaddress.ip_address(host)
+        return ipaddress.ip_address(host)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def _is_loopback(host: str) -> bool:
-    if not _is_address(host):
-        return False
-    address = ipaddress.ip_address(host)
+    address = _address(host)
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
+    return address is not None and (mapped or address).is_loopback
 
 
 def _hash(text: str) -> bytes:

@@ -48,15 +48,10 @@ _STATE_MAX_AGE_S = 1.0
 
 @dataclass
 class _HeldLease:
-    """The lease of the engine, while this process holds it.
+    """The lease of the engine, while this process holds it."""
 
-    Attributes:
-        was_paused: the engine was paused when the lease was granted.
-        resume_owed: generation must be resumed, and has not been yet.
-    """
-
-    was_paused: bool
-    resume_owed: bool
+    was_paused: bool  # when the lease was granted
+    resume_owed: bool  # generation must be resumed, and has not been yet
 
 
 class EngineCommitter:
@@ -64,9 +59,6 @@ class EngineCommitter:
 
     Other HTTP processes may serve the same engine. The ranks keep the lease, and know whether a
     failed commit has left the engine paused, so that any process can recover from that.
-
-    Args:
-        engine: the engine's adapter.
 
     Attributes:
         uncertain: a write has failed half-way, so generation must not be served. As far as this
@@ -105,10 +97,6 @@ class EngineCommitter:
     async def run(self, request: Operation[_WrittenT], options: Options) -> tuple[_WrittenT, float]:
         """Carry out one operation while generation is paused.
 
-        Args:
-            request: a commit or a rollback.
-            options: pause mode, and whether cached KV is dropped.
-
         Returns:
             The first rank's reply with the digest of the whole model, and milliseconds paused.
 
@@ -141,8 +129,7 @@ class EngineCommitter:
     async def publish(self) -> str:
         """Repeat what follows a commit, for a sender that did not get its first answer.
 
-        Returns:
-            The digest of the live model.
+        Return the digest of the live model.
         """
         async with self._lease(pauses=False) as lease:
             replies = await self.status()
@@ -158,13 +145,10 @@ class EngineCommitter:
 
         A pause that a failed commit has left behind is the caller's from then on. The change is
         completed even if the caller disconnects.
-
-        Args:
-            change: what the caller has asked of the engine.
         """
         if self._caller_at_work:
             return await change()  # a resume that ends a pause, which waits for requests
-        return await asyncio.shield(asyncio.ensure_future(self._by_caller(change)))
+        return await asyncio.shield(self._by_caller(change))
 
     async def _by_caller(self, change: Callable[[], Awaitable[_T]]) -> _T:
         async with contextlib.AsyncExitStack() as stack:
@@ -190,10 +174,9 @@ class EngineCommitter:
             try:
                 yield lease
             finally:
+                release = ReleaseLease(holder=self._name, owed=lease.resume_owed)
                 try:
-                    await call(
-                        self._engine, ReleaseLease(holder=self._name, owed=lease.resume_owed)
-                    )
+                    await call(self._engine, release)
                 except Exception:
                     # This process may acquire it again, and others if this one is dead.
                     logger.exception("the lease of the engine could not be released")
@@ -202,9 +185,8 @@ class EngineCommitter:
         dead: str | None = None
         while True:
             was_paused = await self._engine.is_paused()
-            request = AcquireLease(
-                holder=self._name, resumes=pauses and not was_paused, instead_of=dead
-            )
+            resumes = pauses and not was_paused
+            request = AcquireLease(holder=self._name, resumes=resumes, instead_of=dead)
             replies = await call(self._engine, request)
             grant = replies[0].grant
             if not grant.granted:
@@ -221,11 +203,7 @@ class EngineCommitter:
         self._state_read_at = time.monotonic()
 
     async def _publish(self, version: str, lease: _HeldLease) -> None:
-        """Publish the version and resume generation; the second even if the first fails.
-
-        Raises:
-            PublishFailed: one of them failed.
-        """
+        """Publish the version and resume in any case; raise what failed as `PublishFailed`."""
         failures: list[Exception] = []
         try:
             await self._engine.set_weight_version(version)
@@ -237,10 +215,10 @@ class EngineCommitter:
             except Exception as error:
                 failures.append(error)
         if failures:
+            why = f"{type(failures[0]).__name__}: {failures[0]}"
             raise PublishFailed(
                 f"version {version} is committed, but publishing the version or resuming "
-                f"generation failed: {type(failures[0]).__name__}: {failures[0]}; "
-                "send the sync again"
+                f"generation failed: {why}; send the sync again"
             ) from failures[0]
 
     async def _resume(self, lease: _HeldLease) -> None:

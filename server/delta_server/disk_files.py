@@ -62,10 +62,6 @@ def resolve_files(request: DiskRequest, roots: Sequence[str]) -> list[Path]:
 def open_file(path: Path, roots: Sequence[str]) -> BinaryIO:
     """Open a file of `resolve_files`, unbuffered.
 
-    Args:
-        path: real path of the file.
-        roots: see `resolve_files`.
-
     Raises:
         PathForbidden: it is outside every root, or behind a link created after it was resolved.
         MalformedPart: it cannot be read, or is not a regular file.
@@ -98,13 +94,7 @@ def make_verifier(path: Path, roots: Sequence[str]) -> Verifier | None:
 async def spool_files(
     spool: Spool, paths: Sequence[Path], roots: Sequence[str], concurrency: int
 ) -> list[Spooled]:
-    """Copy some files of `resolve_files` to the spool.
-
-    Args:
-        spool: the spool.
-        paths: real paths of the files.
-        roots: see `resolve_files`.
-        concurrency: number of files that are read at the same time.
+    """Copy some files of `resolve_files` to the spool, at most `concurrency` at a time.
 
     Raises:
         DeltaError: see `open_file` and `Spool.read`; no copy is kept then.

@@ -16,6 +16,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from delta_server.commit import EngineCommitter, call
 from delta_server.engine import Engine
 from delta_server.process_identity import is_alive, new_name
@@ -54,34 +56,23 @@ class LogReplay:
 
     Args:
         committer: commits on the engine, and knows its state.
-        apply_files: stages the parts in some files and commits them, as a disk request does; see
-            `delta_server.service.DeltaService.apply_files`.
+        apply_files: see `delta_server.service.DeltaService.apply_files`.
         engine: the engine's adapter.
         folder: real path of the log.
     """
 
     def __init__(
-        self, committer: EngineCommitter, apply_files: ApplyFiles, engine: Engine, folder: Path
+        self, committer: EngineCommitter, apply_files: ApplyFiles, engine: Engine, folder: str
     ) -> None:
-        self._committer = committer
-        self._apply_files = apply_files
-        self._engine = engine
-        self._folder = folder
+        self._committer, self._apply_files, self._engine = committer, apply_files, engine
+        self._folder = Path(folder)
         self._name = new_name()
         self._lock = asyncio.Lock()
         self._newest: int | None = None
         self._problem: dict[str, Any] | None = None
 
     def describe(self, version: int) -> dict[str, Any]:
-        """Return the result of the last replay, as JSON.
-
-        Args:
-            version: the engine's version.
-
-        Returns:
-            The newest version in the log, and the problem that keeps the engine from it, if the
-            engine is at an older one.
-        """
+        """Return the log's newest version, and the problem that keeps an older engine from it."""
         reached = self._newest is not None and version >= self._newest
         problem = None if reached else self._problem
         return {"folder": str(self._folder), "newest": self._newest, "problem": problem}
@@ -90,9 +81,6 @@ class LogReplay:
         """Publish the engine's version and replay the log, before the engine serves.
 
         A `DeltaError` of the replay is logged, not raised.
-
-        Raises:
-            Exception: the engine itself failed.
         """
         try:
             async with self._lock, self._lease():
@@ -100,20 +88,14 @@ class LogReplay:
                 await self._run(Options())
         except DeltaError as error:
             self._problem = self._problem or error.to_wire()
-            logger.error(
-                "delta log: replay failed, the engine serves the version that it has: %s: %s",
-                type(error).__name__,
-                error.message,
-            )
+            message = "delta log: replay failed, the engine serves the version that it has: %s: %s"
+            logger.error(message, type(error).__name__, error.message)
 
     async def run(self, options: Options) -> dict[str, Any]:
-        """Replay the versions that the engine lacks.
+        """Replay the versions that the engine lacks, and return the result as JSON.
 
         Args:
             options: pause mode, and whether cached KV is dropped, at each commit.
-
-        Returns:
-            JSON: the engine's version, the versions applied, and the newest version in the log.
 
         Raises:
             LogDamaged: the log has a newer version, but no intact route to it. The engine is at
@@ -141,12 +123,8 @@ class LogReplay:
             logger.info("delta log: %d versions replayed in %.1f s", len(applied), seconds)
         self._report(listing, version if known else None, unusable)
         logger.info("delta log: at version %d, the newest in %s", version, self._folder)
-        return {
-            "status": "caught_up",
-            "version": version,
-            "applied": applied,
-            "newest": listing.newest,
-        }
+        found = {"version": version, "applied": applied, "newest": listing.newest}
+        return {"status": "caught_up", **found}
 
     async def _follow(
         self,
@@ -157,14 +135,8 @@ class LogReplay:
     ) -> None:
         """Apply one version after another, until one is unusable or a sender commits another.
 
-        Args:
-            entries: the route from the engine's version on.
-            options: see `run`.
-            applied: the applied versions are added.
-            unusable: the folder that cannot be used is added, with its error.
-
-        Raises:
-            DeltaError: the engine could not take a version, whatever its route.
+        The applied versions are added to `applied`, and the folder that cannot be used, with its
+        error, to `unusable`. An error that another route would not avoid is raised.
         """
         logged_at = time.monotonic()
         for entry in entries:
@@ -189,11 +161,7 @@ class LogReplay:
     def _report(
         self, listing: Listing, version: int | None, unusable: Mapping[str, DeltaError]
     ) -> None:
-        """Raise if the engine could not be brought to the newest version.
-
-        Raises:
-            LogDamaged: it could not; the message has the reason.
-        """
+        """Raise `LogDamaged` if the engine could not be brought to the newest version."""
         self._problem = None
         why = why_not_newer(listing, version, unusable)
         if why is None:
@@ -204,18 +172,10 @@ class LogReplay:
         raise error
 
     async def _apply(self, entry: Entry, options: Options) -> None:
-        """Stage and commit one version.
-
-        Raises:
-            DeltaError: the version was not committed.
-        """
+        """Stage and commit one version, or raise a `DeltaError`."""
         await asyncio.to_thread(entry.require_files)
-        at = Options(
-            weight_version=entry.version,
-            base_version=entry.base_version,
-            pause_mode=options.pause_mode,
-            flush_cache=options.flush_cache,
-        )
+        versions = {"weight_version": entry.version, "base_version": entry.base_version}
+        at = msgspec.structs.replace(options, **versions)
         real = [Path(os.path.realpath(path)) for path in entry.paths]
         answer = await self._apply_files(real, at, RequestRecord(), [str(self._folder)])
         if answer["status"] != "committed":
@@ -224,11 +184,7 @@ class LogReplay:
             raise entry.damaged(f"its parts are not all of a sync ({answer['status']})")
 
     async def _version(self) -> tuple[int, bool]:
-        """Return the engine's version, and whether its weights are known to be of it.
-
-        Raises:
-            WeightsAsleep: nothing can be written now.
-        """
+        """Return the engine's version, and whether its weights are known to be of it."""
         [status, *_] = await self._committer.status()
         if status.asleep:
             raise WeightsAsleep("the engine has released its weights; wake it up first")

@@ -11,7 +11,7 @@ from typing import Final
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from engine_ext.errors import BaseMismatch, DeltaError
+from engine_ext.errors import BaseMismatch
 from engine_ext.wire.operations import SyncRecord
 
 _SECONDS: Final = (
@@ -25,7 +25,7 @@ _SYNCS: Final = Counter(
     "rolled_back, refused, undone, uncertain, unpublished, failed. 'error' is the answer's type.",
     ["outcome", "error"],
 )
-_DENIED: Final = Counter(
+DENIED: Final = Counter(
     "delta_updates_denied",
     "Requests refused for a missing or wrong token, or from another host.",
     ["error"],
@@ -44,14 +44,12 @@ _PHASES: Final = Histogram(
     ["phase"],
     buckets=_SECONDS,
 )
-_MISMATCHES: Final = Counter(
+MISMATCHES: Final = Counter(
     "delta_updates_digest_mismatches",
     "Syncs and scans that found other bits in the engine than expected.",
 )
-_VERSION: Final = Gauge(
-    "delta_updates_version",
-    "Version of the live weights.",
-    multiprocess_mode="mostrecent",
+VERSION: Final = Gauge(
+    "delta_updates_version", "Version of the live weights.", multiprocess_mode="mostrecent"
 )
 
 # Outcomes after which the weights are at the version that the request names.
@@ -59,37 +57,16 @@ _AT_ITS_VERSION: Final = ("committed", "rolled_back", "already_applied", "unpubl
 
 
 def count(sync: SyncRecord, error: Exception | None) -> None:
-    """Count one request.
-
-    Args:
-        sync: its result.
-        error: the error that it is answered with, or None.
-    """
+    """Count one request by its result, and by the error that it is answered with, if any."""
     _SYNCS.labels(sync.outcome, sync.error or "").inc()
     _BYTES.inc(sync.bytes)
     for phase, milliseconds in sync.timings_ms.items():
         _PHASES.labels(phase.removesuffix("_ms")).observe(milliseconds / 1e3)
     if sync.outcome == "committed":
-        nnz = sync.nnz or 0
-        _ELEMENTS.inc(nnz)
+        _ELEMENTS.inc(sync.nnz or 0)
         if sync.elements:
-            _DENSITY.observe(nnz / sync.elements)
+            _DENSITY.observe((sync.nnz or 0) / sync.elements)
     if sync.outcome in _AT_ITS_VERSION and sync.version is not None:
-        set_version(sync.version)
+        VERSION.set(sync.version)
     if isinstance(error, BaseMismatch) and "actual" in error.operands:
-        count_mismatch()
-
-
-def count_denied(error: DeltaError) -> None:
-    """Count a request that may not use the endpoints."""
-    _DENIED.labels(type(error).__name__).inc()
-
-
-def count_mismatch() -> None:
-    """Count unexpected bits in the weights."""
-    _MISMATCHES.inc()
-
-
-def set_version(version: int) -> None:
-    """Set the version of the live weights."""
-    _VERSION.set(version)
+        MISMATCHES.inc()

@@ -32,19 +32,12 @@ _PLAIN = re.compile(r"[\w.:/+-]+", re.ASCII)
 _LEVELS = {
     "staged": logging.DEBUG,  # the line of its sync includes it
     "refused": logging.WARNING,
-    "failed": logging.ERROR,
-    "undone": logging.ERROR,
-    "uncertain": logging.ERROR,
-    "unpublished": logging.ERROR,
+    **dict.fromkeys(("failed", "undone", "uncertain", "unpublished"), logging.ERROR),
 }
 
 
 class SyncReporter:
-    """Reports the updates that one HTTP process takes.
-
-    Args:
-        engine: its ranks keep the history.
-    """
+    """Reports the updates that one HTTP process takes; the engine's ranks keep the history."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -71,9 +64,9 @@ class SyncReporter:
 
     def report_denied(self, error: DeltaError) -> None:
         """Report a request that may not use the endpoints."""
-        metrics.count_denied(error)
-        facts = {"error": type(error).__name__, "message": str(error)}
-        logger.warning("%s", format_line("denied", facts))
+        name = type(error).__name__
+        metrics.DENIED.labels(name).inc()
+        logger.warning("%s", format_line("denied", {"error": name, "message": str(error)}))
 
     async def history(self) -> list[dict[str, Any]]:
         """Return the last syncs as JSON objects, the newest one last."""
@@ -101,8 +94,7 @@ class SyncReporter:
 
     async def _remember(self, sync: SyncRecord) -> None:
         try:
-            replies = await call(self._engine, RecordSync(record=sync))
-            sync = replies[0]
+            [sync, *_] = await call(self._engine, RecordSync(record=sync))
         except Exception:
             logger.debug("a sync could not be added to the ranks' history", exc_info=True)
         self._log(sync)

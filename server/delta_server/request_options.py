@@ -13,18 +13,12 @@ PAUSE_MODES = ("keep", "wait", "abort")
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """The query parameters of an update, or the same keys of a disk request.
+    """The query parameters of an update, or the same keys of a disk request."""
 
-    Attributes:
-        weight_version, base_version: versions, or None to take those in the part's metadata.
-        pause_mode: what happens to requests in flight: ``keep``, ``wait`` or ``abort``.
-        flush_cache: whether cached KV of the old weights is dropped.
-    """
-
-    weight_version: int | None = None
+    weight_version: int | None = None  # None: that in the part's metadata
     base_version: int | None = None
-    pause_mode: str = "keep"
-    flush_cache: bool = True
+    pause_mode: str = "keep"  # what happens to requests in flight, one of `PAUSE_MODES`
+    flush_cache: bool = True  # whether cached KV of the old weights is dropped
 
 
 class DiskRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,9 +63,8 @@ def parse_query(query: Mapping[str, str]) -> Options:
         raise MalformedPart(f"flush_cache must be true or false, not {flush!r}")
     pause_mode = query.get("pause_mode", "keep")
     if pause_mode not in PAUSE_MODES:
-        raise MalformedPart(
-            f"pause_mode must be one of {', '.join(PAUSE_MODES)}, not {pause_mode!r}"
-        )
+        known = ", ".join(PAUSE_MODES)
+        raise MalformedPart(f"pause_mode must be one of {known}, not {pause_mode!r}")
     return Options(
         weight_version=_version(query, "weight_version"),
         base_version=_version(query, "base_version"),
@@ -125,9 +118,6 @@ def part_id(manifest: Manifest, identity: str, options: Options) -> PartId:
 
 def _agree(what: str, in_part: int | None, in_request: int | None) -> int | None:
     if None not in (in_part, in_request) and in_part != in_request:
-        raise MalformedPart(
-            f"the part's {what} is {in_part}, the request says {in_request}",
-            in_part=in_part,
-            in_request=in_request,
-        )
+        message = f"the part's {what} is {in_part}, the request says {in_request}"
+        raise MalformedPart(message, in_part=in_part, in_request=in_request)
     return in_part if in_part is not None else in_request

@@ -4,52 +4,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from delta_server.spool import Spooled
-from engine_ext.errors import (
-    CommitFailed,
-    DeltaError,
-    EngineUncertain,
-    PublishFailed,
-    WriteUndone,
-)
+from engine_ext.errors import CommitFailed, DeltaError, EngineUncertain, PublishFailed, WriteUndone
 from engine_ext.wire import PartId
 from engine_ext.wire.operations import SyncRecord
 
 _MAX_TEXT = 200
 
 
+@dataclass(eq=False)
 class RequestRecord:
-    """One request, from its first byte to its answer.
+    """One request, from its first byte to its answer."""
 
-    Attributes:
-        spooled: the parts that have arrived whole.
-        parts: the identities of the parts.
-        admissions: how the ranks have admitted the parts.
-        timings: milliseconds by phase, with ``_ms`` added to the phase's name.
-        phase: the current phase.
-        received: bytes of the body so far.
-        expected: bytes of the body, if known.
-        staged: number of staged parts.
-        reported: the result was reported.
-        progress_logged: a task logs the progress.
-    """
-
-    def __init__(self) -> None:
-        self.spooled: list[Spooled] = []
-        self.parts: list[PartId] = []
-        self.admissions: set[str] = set()
-        self.timings: dict[str, float] = {}
-        self.phase = "receive"
-        self.received = 0
-        self.expected: int | None = None
-        self.staged = 0
-        self.reported = False
-        self.progress_logged = False
-        self._began_at = time.time()
-        self._start = time.perf_counter()
-        self._result: dict[str, Any] = {}
+    spooled: list[Spooled] = field(default_factory=list)  # the parts that have arrived whole
+    parts: list[PartId] = field(default_factory=list)
+    admissions: set[str] = field(default_factory=set)  # how the ranks have admitted the parts
+    timings: dict[str, float] = field(default_factory=dict)  # milliseconds, by phase and "_ms"
+    phase: str = "receive"
+    received: int = 0  # bytes of the body so far
+    expected: int | None = None  # bytes of the body, if known
+    staged: int = 0  # number of staged parts
+    reported: bool = False
+    progress_logged: bool = False  # a task logs the progress
+    _began_at: float = field(default_factory=time.time)
+    _start: float = field(default_factory=time.perf_counter)
+    _result: dict[str, Any] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -74,9 +56,7 @@ class RequestRecord:
     def answer(self, status: str, facts: dict[str, Any]) -> dict[str, Any]:
         """Return the JSON object of a successful answer, and set the result.
 
-        Args:
-            status: the result of the request.
-            facts: fields of `engine_ext.wire.operations.CommittedSync`, as far as known.
+        The facts are fields of `engine_ext.wire.operations.CommittedSync`, as far as known.
         """
         entries = [entry for s in self.spooled for entry in s.header.manifest.params]
         answer = {
@@ -88,7 +68,7 @@ class RequestRecord:
             "bytes": self.wire_bytes,
             "apply": facts.get("apply"),
             "rollback": facts.get("rollback"),
-            "timings_ms": self._rounded_timings(),
+            "timings_ms": self.rounded_timings(),
             "digest": facts.get("digest"),
         }
         self.set_result(status, {**facts, **answer})
@@ -99,10 +79,9 @@ class RequestRecord:
         self._result = {"outcome": outcome, **facts}
 
     def summary(self, error: DeltaError | None) -> SyncRecord:
-        """Return the result of the request, with texts cut to a bounded size.
+        """Return the result of a request that is answered with `error` or, if None, successfully.
 
-        Args:
-            error: the error that the request is answered with, or None.
+        Texts are cut to a bounded size.
         """
         first = self.parts[0] if self.parts else None
         sync_id = None if first is None else first.sync_id
@@ -122,22 +101,20 @@ class RequestRecord:
             tensors=result.get("tensors"),
             bytes=self.wire_bytes,
             apply=result.get("apply"),
-            timings_ms=self._rounded_timings(),
+            timings_ms=self.rounded_timings(),
         )
 
     def progress(self) -> dict[str, Any]:
         """Return the progress of the request, for the log."""
         found: dict[str, Any] = {"phase": self.phase}
         if self.parts:
-            found["version"] = self.parts[0].version
-            found["sync_id"] = self.parts[0].sync_id
+            found |= {"version": self.parts[0].version, "sync_id": self.parts[0].sync_id}
             found["parts"] = f"{self.staged}/{len(self.parts)}"
-        found["bytes"] = self.wire_bytes or self.received
-        found["of_bytes"] = self.expected
+        found |= {"bytes": self.wire_bytes or self.received, "of_bytes": self.expected}
         found["seconds"] = round(self.seconds, 1)
         return {key: value for key, value in found.items() if value is not None}
 
-    def _rounded_timings(self) -> dict[str, float]:
+    def rounded_timings(self) -> dict[str, float]:
         return {phase: round(value, 3) for phase, value in self.timings.items()}
 
 

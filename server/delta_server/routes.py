@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -51,90 +51,32 @@ def attach(app: FastAPI, generation: Sequence[str] = ()) -> None:
     app.add_api_route("/delta_digest", delta_digest, methods=["GET"])
     app.add_api_route("/delta_rollback", delta_rollback, methods=["POST"])
     app.add_api_route("/delta_catch_up", delta_catch_up, methods=["POST"])
-    if app.middleware_stack is None:
+    stack = app.middleware_stack
+    if stack is None:
         app.add_middleware(UncertainGuard, state=app.state, generation=generation)
     else:
-        app.middleware_stack = UncertainGuard(
-            app.middleware_stack, state=app.state, generation=generation
-        )
+        app.middleware_stack = UncertainGuard(stack, app.state, generation)
 
 
-async def update_weights_delta(request: Request) -> JSONResponse:
+def _answering(
+    work: Callable[[Request], Awaitable[dict[str, Any]]],
+) -> Callable[[Request], Awaitable[JSONResponse]]:
+    """Make an endpoint of a function that returns a JSON object."""
+
+    async def answer(request: Request) -> JSONResponse:
+        try:
+            return JSONResponse(await work(request))
+        except Exception as error:
+            return error_response(as_delta_error(error))
+
+    # Not `functools.wraps`: FastAPI would read the answer's type from what is wrapped.
+    answer.__name__, answer.__doc__ = work.__name__, work.__doc__
+    return answer
+
+
+@_answering
+async def update_weights_delta(request: Request) -> dict[str, Any]:
     """Apply a part (the body is one container), or files from a shared folder (a JSON body)."""
-    return await _answered(_update(request))
-
-
-async def update_weights_from_disk(request: Request) -> JSONResponse:
-    """Apply files from a shared folder, under the path that other trainers use."""
-    try:
-        response = await _update_from_disk(request)
-    except Exception as error:
-        failure = as_delta_error(error)
-        return error_response(failure, success=False, message=failure.message)
-    response["success"] = True
-    response["message"] = f"{response['status']} version {response['version']}"
-    return JSONResponse(response)
-
-
-async def delta_status(request: Request) -> JSONResponse:
-    """Return versions, staged parts, certification and the last sync.
-
-    With ``plan=true`` also every tensor; with ``history=true`` also the last syncs' results.
-    """
-
-    async def status() -> dict[str, Any]:
-        service = _service(request)
-        found = await service.status()
-        if _flag(request, "plan"):
-            found["plan"] = await service.plan()
-        if _flag(request, "history"):
-            found["history"] = await service.reporter.history()
-        return found
-
-    return await _answered(status())
-
-
-async def delta_digest(request: Request) -> JSONResponse:
-    """Return the digests of the model and its tensors; with ``scan=true`` from live memory."""
-
-    async def digest() -> dict[str, Any]:
-        return await _service(request).digest(scan=_flag(request, "scan"))
-
-    return await _answered(digest())
-
-
-async def delta_rollback(request: Request) -> JSONResponse:
-    """Restore the version before the last one."""
-
-    async def rollback() -> dict[str, Any]:
-        service = _service(request)
-        options = parse_query(request.query_params)
-        return await asyncio.shield(asyncio.ensure_future(service.roll_back(options)))
-
-    return await _answered(rollback())
-
-
-async def delta_catch_up(request: Request) -> JSONResponse:
-    """Replay the versions of the delta log that the engine lacks."""
-
-    async def catch_up() -> dict[str, Any]:
-        service = _service(request)
-        options = parse_query(request.query_params)
-        if service.log_replay is None:
-            raise LogDamaged("the engine was started without --delta-log")
-        return await asyncio.shield(asyncio.ensure_future(service.log_replay.run(options)))
-
-    return await _answered(catch_up())
-
-
-def _flag(request: Request, name: str) -> bool:
-    text = request.query_params.get(name, "false").lower()
-    if text not in ("true", "false"):
-        raise MalformedPart(f"{name} must be true or false, not {text!r}")
-    return text == "true"
-
-
-async def _update(request: Request) -> dict[str, Any]:
     service, record = _service(request), RequestRecord()
     async with service.reporter.follow(record):
         if request.headers.get("content-encoding", "identity").lower() != "identity":
@@ -155,6 +97,63 @@ async def _update(request: Request) -> dict[str, Any]:
             return await _apply_body(service, request, record)
 
 
+async def update_weights_from_disk(request: Request) -> JSONResponse:
+    """Apply files from a shared folder, under the path that other trainers use."""
+    try:
+        response = await _update_from_disk(request)
+    except Exception as error:
+        failure = as_delta_error(error)
+        return error_response(failure, success=False, message=failure.message)
+    response["success"] = True
+    response["message"] = f"{response['status']} version {response['version']}"
+    return JSONResponse(response)
+
+
+@_answering
+async def delta_status(request: Request) -> dict[str, Any]:
+    """Return versions, staged parts, certification and the last sync.
+
+    With ``plan=true`` also every tensor; with ``history=true`` also the last syncs' results.
+    """
+    service = _service(request)
+    found = await service.status()
+    if _flag(request, "plan"):
+        found["plan"] = await service.plan()
+    if _flag(request, "history"):
+        found["history"] = await service.reporter.history()
+    return found
+
+
+@_answering
+async def delta_digest(request: Request) -> dict[str, Any]:
+    """Return the digests of the model and its tensors; with ``scan=true`` from live memory."""
+    return await _service(request).digest(scan=_flag(request, "scan"))
+
+
+@_answering
+async def delta_rollback(request: Request) -> dict[str, Any]:
+    """Restore the version before the last one."""
+    service = _service(request)
+    return await asyncio.shield(service.roll_back(parse_query(request.query_params)))
+
+
+@_answering
+async def delta_catch_up(request: Request) -> dict[str, Any]:
+    """Replay the versions of the delta log that the engine lacks."""
+    service = _service(request)
+    options = parse_query(request.query_params)
+    if service.log_replay is None:
+        raise LogDamaged("the engine was started without --delta-log")
+    return await asyncio.shield(service.log_replay.run(options))
+
+
+def _flag(request: Request, name: str) -> bool:
+    text = request.query_params.get(name, "false").lower()
+    if text not in ("true", "false"):
+        raise MalformedPart(f"{name} must be true or false, not {text!r}")
+    return text == "true"
+
+
 async def _apply_body(
     service: DeltaService, request: Request, record: RequestRecord
 ) -> dict[str, Any]:
@@ -167,8 +166,7 @@ async def _apply_body(
     )
     record.timings["receive_ms"] = record.seconds * 1e3
     # A sender that disconnects must not stop a commit half-way.
-    work = service.apply_body(spooled, options, record)
-    done: dict[str, Any] = await asyncio.shield(asyncio.ensure_future(work))
+    done = await asyncio.shield(service.apply_body(spooled, options, record))
     # The sender computes the link's share of its own time from this.
     done["timings_ms"]["total_ms"] = round(record.seconds * 1e3, 3)
     return done
@@ -191,8 +189,7 @@ async def _apply_files(
 ) -> dict[str, Any]:
     options = disk_request.options(request.query_params)
     paths = resolve_files(disk_request, service.settings.roots)
-    work = service.apply_files(paths, options, record)
-    return await asyncio.shield(asyncio.ensure_future(work))
+    return await asyncio.shield(service.apply_files(paths, options, record))
 
 
 def _service(request: Request) -> DeltaService:
@@ -218,13 +215,6 @@ async def _json_body(request: Request, service: DeltaService) -> bytes:
         if len(body) > _MAX_JSON_BYTES:
             raise TooLarge(f"the JSON body is over {_MAX_JSON_BYTES} bytes", limit=_MAX_JSON_BYTES)
     return bytes(body)
-
-
-async def _answered(work: Awaitable[dict[str, Any]]) -> JSONResponse:
-    try:
-        return JSONResponse(await work)
-    except Exception as error:
-        return error_response(as_delta_error(error))
 
 
 def error_response(error: DeltaError, **keys: Any) -> JSONResponse:

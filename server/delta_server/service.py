@@ -44,39 +44,19 @@ from engine_ext.wire.operations import (
 
 
 class DeltaService:
-    """Applies parts to one engine.
-
-    Args:
-        engine: the engine's adapter.
-        settings: the user's flags.
-
-    Attributes:
-        settings: the user's flags.
-        committer: pauses the engine; knows whether generation may be served.
-        reporter: reports every update.
-        spool: keeps bodies until they are staged.
-        minimum_rate: how fast bodies must arrive.
-        upload_slots: how many updates are taken at once.
-        log_replay: replays the delta log into the engine; None without ``--delta-log``.
-    """
+    """Applies parts to one engine; `log_replay` is None without ``--delta-log``."""
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
-        self.settings = settings
-        self.committer = EngineCommitter(engine)
-        self.reporter = SyncReporter(engine)
-        self._engine = engine
+        self.settings, self._engine = settings, engine
+        self.committer, self.reporter = EngineCommitter(engine), SyncReporter(engine)
         self._staging = Staging(engine)
         self.spool = Spool(settings.spool_dir, Limits(max_part_bytes=settings.max_body_bytes))
         self.minimum_rate = MinimumRate(settings.stage_timeout, settings.min_upload_rate)
         self.upload_slots = UploadSlots(settings.max_uploads)
-        self.log_replay = (
-            None
-            if settings.log is None
-            else LogReplay(self.committer, self.apply_files, engine, Path(settings.log))
-        )
-        self._part_locks: weakref.WeakValueDictionary[str, asyncio.Lock] = (
-            weakref.WeakValueDictionary()
-        )
+        self.log_replay: LogReplay | None = None
+        if settings.log is not None:
+            self.log_replay = LogReplay(self.committer, self.apply_files, engine, settings.log)
+        self._part_locks = weakref.WeakValueDictionary[str, asyncio.Lock]()
 
     async def start(self) -> None:
         """Check that every rank has a receiver, publish the base version, replay the log.
@@ -91,7 +71,7 @@ class DeltaService:
         versions = [reply.version for reply in await call(self._engine, GetStatus())]
         if len(set(versions)) != 1:
             raise DeltaError(f"the ranks are at different versions: {versions}")
-        metrics.set_version(versions[0])
+        metrics.VERSION.set(versions[0])
         if self.log_replay is None:
             await self._engine.set_weight_version(str(versions[0]))
         else:  # another process may be replaying, which changes the version
@@ -99,7 +79,7 @@ class DeltaService:
 
     async def status(self) -> dict[str, Any]:
         """Return the state of the engine's receivers, as JSON."""
-        replies = await self.committer.status()
+        replies, replay = await self.committer.status(), self.log_replay
         return {
             "engine": self._engine.name,
             "ranks": len(replies),
@@ -109,9 +89,7 @@ class DeltaService:
             "uncertified": {k: v for reply in replies for k, v in reply.uncertified.items()},
             "weight_version": await self._engine.get_weight_version(),
             "digest": total_digest(reply.digest for reply in replies),
-            "delta_log": None
-            if self.log_replay is None
-            else self.log_replay.describe(replies[0].version),
+            "delta_log": None if replay is None else replay.describe(replies[0].version),
         }
 
     async def plan(self) -> list[list[dict[str, Any]]] | None:
@@ -119,22 +97,15 @@ class DeltaService:
 
         An engine that was started without a checkpoint has no plan before its first ``full`` sync.
         """
-        plans = []
-        for reply in await call(self._engine, GetPlan()):
-            if reply.tensors is None:
-                return None
-            plans.append(reply.tensors)
-        return plans
+        replies = await call(self._engine, GetPlan())
+        plans = [reply.tensors for reply in replies if reply.tensors is not None]
+        return plans if len(plans) == len(replies) else None
 
     async def digest(self, scan: bool) -> dict[str, Any]:
         """Return the digests of the model and of every covered tensor, summed over the ranks.
 
-        Args:
-            scan: compute them from live memory; otherwise from what the syncs add up to.
-
-        Returns:
-            JSON; with `scan`, ``corrupted`` names the tensors whose live bytes are not what the
-            syncs have written.
+        They are what the syncs add up to; with `scan` they are computed from live memory, and
+        ``corrupted`` names the tensors whose live bytes are not what the syncs have written.
         """
         replies = await call(self._engine, GetDigest(scan=scan))
         tensors = _sum_by_name(reply.tensors for reply in replies)
@@ -149,7 +120,7 @@ class DeltaService:
         if scan:
             found["corrupted"] = sorted(n for n in tracked if tracked[n] != tensors.get(n))
             if found["corrupted"]:
-                metrics.count_mismatch()
+                metrics.MISMATCHES.inc()
         return found
 
     async def roll_back(self, options: Options) -> dict[str, Any]:
@@ -164,28 +135,22 @@ class DeltaService:
             record.phase = "rollback"
             restored, pause_ms = await self.committer.run(RollBack(), options)
             record.timings |= {"pause_ms": pause_ms, "commit_ms": restored.commit_ms}
-            record.set_result(
-                "rolled_back",
-                {"version": restored.version, "base_version": restored.rolled_back},
-            )
+            versions = {"version": restored.version, "base_version": restored.rolled_back}
+            record.set_result("rolled_back", versions)
             return {
                 "status": "rolled_back",
                 "version": restored.version,
                 "rolled_back": restored.rolled_back,
                 "digest": restored.digest,
-                "timings_ms": {k: round(value, 3) for k, value in record.timings.items()},
+                "timings_ms": record.rounded_timings(),
             }
 
-    async def apply_body(self, spooled: Spooled, options: Options, record: RequestRecord) -> Any:
-        """Stage one part, and commit if it completes its sync.
+    async def apply_body(
+        self, spooled: Spooled, options: Options, record: RequestRecord
+    ) -> dict[str, Any]:
+        """Stage one part, and commit if it completes its sync; return the answer as JSON.
 
-        Args:
-            spooled: the part; removed from the spool afterwards.
-            options: the request's query parameters.
-            record: the record of the request, with the time that the body took to arrive.
-
-        Returns:
-            The JSON object of a successful answer.
+        The part is removed from the spool afterwards.
 
         Raises:
             DeltaError: each class fixes the state that the engine is in then.
@@ -210,16 +175,12 @@ class DeltaService:
         """Stage the parts in some files, and commit if they complete their sync.
 
         Files whose metadata have no part numbers are one transaction. If they name the version
-        that the engine is at, those not seen before are applied as its continuation.
+        that the engine is at, those not seen before are applied as its continuation. Return the
+        answer as JSON.
 
         Args:
             paths: real paths, below `roots`.
-            options: the request's options.
-            record: the record of the request.
             roots: folders below which files may be read; ``--delta-root`` if None.
-
-        Returns:
-            The JSON object of a successful answer.
 
         Raises:
             DeltaError: each class fixes the state that the engine is in then.
@@ -230,7 +191,7 @@ class DeltaService:
                 allowed = self.settings.roots if roots is None else roots
                 spooled = await spool_files(self.spool, paths, allowed, self.settings.read_workers)
                 record.set_parts([], spooled)
-                record.timings["receive_ms"] = _ms_since(start)
+                record.timings["receive_ms"] = (time.perf_counter() - start) * 1e3
                 return await self._apply_spooled(spooled, options, record)
         finally:
             for part_file in record.spooled:
@@ -292,14 +253,7 @@ class DeltaService:
         *,
         whole: bool = False,
     ) -> dict[str, Any]:
-        """Stage some parts, and commit if they complete their sync.
-
-        Args:
-            pairs: each part with its spool file.
-            options: the request's options.
-            record: the record of the request.
-            whole: the parts are all parts of their sync.
-        """
+        """Stage some parts, `whole` if they are all of their sync; commit if they complete it."""
         last = pairs[-1][0]
         try:
             if await self._staging.stage(pairs, record, whole=whole):
@@ -310,9 +264,8 @@ class DeltaService:
             # Another HTTP process may have received the same parts and committed them meanwhile.
             # Not certain for a full sync: another one may have led to its version.
             identities = [part.identity for part, _ in pairs]
-            replies = await call(
-                self._engine, FindUnseen(version=last.version, identities=identities)
-            )
+            request = FindUnseen(version=last.version, identities=identities)
+            replies = await call(self._engine, request)
             if last.full or any(reply.unseen for reply in replies):
                 raise
             record.admissions = {"already_applied"}
@@ -346,7 +299,3 @@ def _sum_by_name(shares: Iterable[Mapping[str, str]]) -> dict[str, Digest]:
         for name, digest in share.items():
             total[name] = total.get(name, Digest.ZERO) + Digest.parse(digest)
     return total
-
-
-def _ms_since(start: float) -> float:
-    return (time.perf_counter() - start) * 1e3

@@ -19,7 +19,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -47,19 +47,12 @@ _SHARED_MEMORY = "/dev/shm"
 
 @dataclass(slots=True)
 class Spooled:
-    """A part that has arrived completely.
+    """A part that has arrived completely."""
 
-    Attributes:
-        path: the plain container.
-        header: its parsed header.
-        identity: see `engine_ext.wire.identity`.
-        wire_bytes: size of the body as it was sent, compressed or not.
-    """
-
-    path: Path
+    path: Path  # the plain container
     header: Header
-    identity: str
-    wire_bytes: int
+    identity: str  # see `engine_ext.wire.identity`
+    wire_bytes: int  # size of the body as it was sent, compressed or not
 
     def remove(self) -> None:
         """Delete the file; ranks that have staged it keep their memory mapping."""
@@ -98,9 +91,7 @@ class Spool:
         """Write a streamed body to the spool.
 
         Args:
-            chunks: the body.
             declared: its Content-Length, if it has one.
-            minimum_rate: how slowly it may arrive.
             verifier: checks its signature, before anything of the body is parsed.
 
         Raises:
@@ -108,21 +99,15 @@ class Spool:
                 kept.
         """
         if declared is not None and declared > self._limits.max_part_bytes:
-            raise TooLarge(
-                f"the body has {declared} bytes, the limit is {self._limits.max_part_bytes}",
-                limit=self._limits.max_part_bytes,
-            )
+            limit = self._limits.max_part_bytes
+            raise TooLarge(f"the body has {declared} bytes, the limit is {limit}", limit=limit)
         with self._writer(verifier) as writer:
             async for chunk in receive_body(chunks, minimum_rate):
                 writer.feed(chunk)
             return await asyncio.to_thread(writer.finish)
 
     def read(self, source: BinaryIO, verifier: Verifier | None = None) -> Spooled:
-        """Copy an open file to the spool, so that it cannot change while it is staged.
-
-        Args:
-            source: the file, unbuffered.
-            verifier: checks its signature, before anything of the file is parsed.
+        """Copy an open, unbuffered file to the spool, so that it cannot change while it is staged.
 
         Raises:
             MalformedPart, Unauthorized, TooLarge, SpoolFull: nothing of the file is kept.
@@ -144,21 +129,10 @@ class Spool:
 
 
 class _Unverified:
-    """Keeps a part as it arrives, and parses it once its signature is verified.
-
-    Args:
-        file: unnamed, so that it is deleted with its descriptor.
-        verifier: checks the signature.
-        limit: maximum size of the part in bytes.
-        parse: reads the part from the file.
-    """
+    """Keeps a part in an unnamed file, which `parse` reads once the signature is verified."""
 
     def __init__(
-        self,
-        file: BinaryIO,
-        verifier: Verifier,
-        limit: int,
-        parse: Callable[[BinaryIO], Spooled],
+        self, file: BinaryIO, verifier: Verifier, limit: int, parse: Callable[[BinaryIO], Spooled]
     ) -> None:
         self._file, self._verifier, self._limit, self._parse = file, verifier, limit, parse
         self._bytes = 0
@@ -184,11 +158,8 @@ class _Writer:
     """Writes one part; leaving the context removes the part unless it was finished."""
 
     def __init__(self, path: Path, file: BinaryIO, limits: Limits) -> None:
-        self._path = path
-        self._file = file
-        self._frame = FrameReader(limits.max_part_bytes)
-        self._gate = PartGate(limits)
-        self._limit = limits.max_part_bytes
+        self._path, self._file, self._limit = path, file, limits.max_part_bytes
+        self._frame, self._gate = FrameReader(self._limit), PartGate(limits)
         self._wire_bytes = 0
         self._finished = False
 
@@ -202,24 +173,19 @@ class _Writer:
 
     def feed(self, chunk: bytes) -> None:
         self._wire_bytes = _checked_size(self._wire_bytes + len(chunk), self._limit)
-        self._write(self._frame.feed(chunk))
+        for piece in self._frame.feed(chunk):
+            self._gate.feed(piece)
+            _write_all(self._file, piece)
 
     def finish(self) -> Spooled:
         self._frame.finish()
         header = self._gate.finish()
         self._file.close()
-        with (
-            open(self._path, "rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
-        ):
-            identity = part_identity(header, data)
+        with open(self._path, "rb") as file:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                identity = part_identity(header, data)
         self._finished = True
         return Spooled(self._path, header, identity, self._wire_bytes)
-
-    def _write(self, pieces: Iterable[bytes]) -> None:
-        for piece in pieces:
-            self._gate.feed(piece)
-            _write_all(self._file, piece)
 
 
 def _checked_size(size: int, limit: int) -> int:
@@ -239,10 +205,8 @@ def _write_all(file: BinaryIO, data: bytes) -> None:
 
 def _spool_error(error: OSError) -> Exception:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return SpoolFull(
-            "the spool folder is full; set --delta-spool-dir to one with more room, or send "
-            "smaller parts"
-        )
+        advice = "set --delta-spool-dir to one with more room, or send smaller parts"
+        return SpoolFull(f"the spool folder is full; {advice}")
     return error
 
 
@@ -279,9 +243,7 @@ def _remove_dead(parent: str) -> None:
 
 
 def _default_parent(needed: int) -> str:
-    try:
+    with contextlib.suppress(OSError):
         if shutil.disk_usage(_SHARED_MEMORY).free >= needed:
             return _SHARED_MEMORY
-    except OSError:
-        pass
     return tempfile.gettempdir()

@@ -21,11 +21,7 @@ _POLL_SHARE = 0.25  # of the time so far, so at most this share of it is spent w
 
 
 class Staging:
-    """Stages parts on every rank of one engine.
-
-    Args:
-        engine: the engine's adapter.
-    """
+    """Stages parts on every rank of one engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -33,15 +29,9 @@ class Staging:
     async def stage(
         self, pairs: Sequence[tuple[PartId, Spooled]], record: RequestRecord, *, whole: bool
     ) -> bool:
-        """Stage some parts of one sync.
+        """Stage some parts of one sync, `whole` if they are all of it.
 
-        Args:
-            pairs: each part with its spool file.
-            record: the record of the request; its progress is updated.
-            whole: the parts are all parts of their sync.
-
-        Returns:
-            Whether their sync is complete.
+        Return whether their sync is complete.
 
         Raises:
             DeltaError: a rank refused a part; nothing was written.

@@ -17,15 +17,10 @@ _RETRY_AFTER_S = 1
 
 @dataclass(frozen=True, slots=True)
 class MinimumRate:
-    """How slowly a body may arrive.
+    """How slowly a body may arrive."""
 
-    Attributes:
-        stall: seconds that may pass without a byte, and that are allowed on top of the rate.
-        rate: minimum average rate in bytes per second.
-    """
-
-    stall: float
-    rate: int
+    stall: float  # seconds that may pass without a byte, and that are allowed on top of the rate
+    rate: int  # minimum average in bytes per second
 
 
 async def receive_body(
@@ -51,25 +46,20 @@ async def receive_body(
         except ClientDisconnect:
             raise MalformedPart("the connection was closed before the body was complete") from None
         except asyncio.TimeoutError:
+            message = f"no byte of the body arrived for {minimum_rate.stall:g} s"
             if left < minimum_rate.stall:
-                raise UploadTooSlow(
+                message = (
                     f"only {received:.0f} bytes of the body arrived in {waited + left:.0f} s; "
                     f"minimum rate is {minimum_rate.rate} bytes/s"
-                ) from None
-            raise UploadTooSlow(
-                f"no byte of the body arrived for {minimum_rate.stall:g} s"
-            ) from None
+                )
+            raise UploadTooSlow(message) from None
         waited += time.monotonic() - start
         received += len(chunk)
         yield chunk
 
 
 class UploadSlots:
-    """Bounds the updates that this process takes at once, and so the spool's size.
-
-    Args:
-        limit: number of updates.
-    """
+    """Bounds the updates that this process takes at once, and so the spool's size."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -83,11 +73,8 @@ class UploadSlots:
             TooManyUploads: no slot is free.
         """
         if self._taken >= self._limit:
-            raise TooManyUploads(
-                f"{self._limit} updates are in progress already; retry in {_RETRY_AFTER_S} s",
-                limit=self._limit,
-                retry_after=_RETRY_AFTER_S,
-            )
+            message = f"{self._limit} updates are in progress already; retry in {_RETRY_AFTER_S} s"
+            raise TooManyUploads(message, limit=self._limit, retry_after=_RETRY_AFTER_S)
         self._taken += 1
         try:
             yield

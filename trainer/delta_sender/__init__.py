@@ -26,7 +26,7 @@ Modules, in the order of the data's way:
 - `sync_round`: shares one sync between all destinations.
 - `session`, `part_builder`, `encoding_policy`, `recovery`: one destination's share of it.
 - `post_queue`, `http_client`, `bandwidth`, `log_destination`: deliver the parts.
-- `acked_state`, `engine_plan`, `state_file`, `state_tracker`: what destinations hold.
+- `acked_state`, `state_file`: what destinations hold.
 - `sender`, `multi_sender`, `session_thread`, `options`, `results`, `cli`: the public interface.
 
 The package needs no engine. Of this project it may import `engine_ext.wire`, `engine_ext.kernels`,

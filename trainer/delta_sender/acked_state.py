@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from delta_sender.engine_plan import EnginePlan
+from delta_sender.diff_host import Bits
 from delta_sender.snapshot import Changes, Snapshot
 from engine_ext.wire import Digest, tensor_digest
 
@@ -19,20 +18,48 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class PostedSync:
-    """A sync whose last part was posted.
+class EnginePlan:
+    """The part of an engine's plan that the sender needs."""
 
-    Attributes:
-        version: The version of its parts.
-        sync_ids: The ids that its parts may carry.
-        digest: The digest of the weights after it; None if no digest is kept.
-        is_complete: Whether the digest covers every tensor.
-    """
+    names: tuple[str, ...] = ()  # all that a full sync sends; empty until a plan was asked for
+    digested: frozenset[str] = frozenset()  # names that the engine's digest covers
+    ignored: frozenset[str] = frozenset()  # tensors of the snapshot that the engine does not hold
+    is_known: bool = False  # the engine had a plan
+
+    @classmethod
+    def read(cls, answer: Any, snapshot: Snapshot) -> EnginePlan:
+        """Match the answer of `Destination.plan` with the snapshot.
+
+        A tensor of the snapshot that the plan does not name is sent nevertheless, so that the
+        engine refuses it by name, unless it is tied to one that the plan names.
+        """
+        rows = [row for rank in answer or [] for row in rank]
+        held = {row["name"] for row in rows if row["status"] != "ignored"}
+        known = {snapshot.key(row["name"]) for row in rows}
+        every = [*snapshot, *snapshot.tied]
+        names = tuple(n for n in every if n in held or (n in snapshot and n not in known))
+        digested = frozenset(row["name"] for row in rows if row["digested"])
+        ignored = frozenset(snapshot).difference(map(snapshot.key, names))
+        return cls(names, digested, ignored, answer is not None)
+
+    @property
+    def missing(self) -> list[str]:
+        """Names that the engine's digest covers and the snapshot does not hold."""
+        return sorted(self.digested.difference(self.names))
+
+    def counts(self, name: str) -> bool:
+        """Return whether a tensor counts in a part's digest; without a plan, every tensor does."""
+        return not self.is_known or name in self.digested
+
+
+@dataclass(frozen=True, slots=True)
+class PostedSync:
+    """A sync whose last part was posted."""
 
     version: int
-    sync_ids: frozenset[str]
-    digest: Digest | None
-    is_complete: bool
+    sync_ids: frozenset[str]  # that its parts may carry
+    digest: Digest | None  # of the weights after it; None if no digest is kept
+    is_complete: bool  # the digest covers every tensor
 
     def is_held_by(self, status: dict[str, Any]) -> bool:
         """Return whether an engine with this ``/delta_status`` has committed the sync."""
@@ -51,52 +78,38 @@ class PostedSync:
 class UnknownOutcome:
     """A sync that the destination may have committed, though no answer came.
 
-    Attributes:
-        missed: Changes from the snapshot to what the destination holds if it has committed,
-            without old bits. None: they became too large to keep.
-        posted: That sync; None while it is still being posted.
+    `missed` are the changes from the snapshot to what the destination holds if it has committed,
+    without old bits; None if they became too large to keep.
     """
 
     missed: Changes | None
-    posted: PostedSync | None
+    posted: PostedSync | None  # that sync; None while it is still being posted
 
 
 class AckedState:
     """The weights of one destination: the snapshot with `missed` applied, at `version`.
 
-    Args:
-        snapshot: The snapshot that all destinations share; not changed here.
-        version: The version that the destination is at.
-
-    Attributes:
-        version: The version that the destination acknowledged last.
-        missed: Changes that turn the snapshot into what the destination holds, that is, the syncs
-            that it missed, reversed; without old bits.
-        unknown_outcome: A sync that it may have committed without an answer.
-        needs_full: It may hold other bytes; the next sync is a full one.
-        latest: The sync that led to the snapshot; None if that is not known.
-        plan: The destination's plan, as it was last read.
-        plan_is_current: Whether the plan can be used without reading it again.
-        digest: Digest of what the destination holds; None if no digest is kept.
-        posted: The sync that the destination may be committing.
+    `missed` are the changes that turn the snapshot into what the destination holds, that is, the
+    syncs that it missed, reversed; without old bits. The snapshot, which all destinations share, is
+    not changed here.
     """
 
     def __init__(self, snapshot: Snapshot, version: int) -> None:
-        self.version = version
+        self.version = version  # that the destination acknowledged last
         self.missed: Changes = {}
         self.unknown_outcome: UnknownOutcome | None = None
-        self.needs_full = False
-        self.latest: PostedSync | None = None
-        self.plan = EnginePlan()
-        self.plan_is_current = False
-        self.digest: Digest | None = None
-        self.posted: PostedSync | None = None
-        self._snapshot = snapshot
+        self.needs_full = False  # it may hold other bytes; the next sync is a full one
+        self.latest: PostedSync | None = None  # led to the snapshot; None if that is not known
+        self.plan = EnginePlan()  # as it was last read
+        self.plan_is_current = False  # it can be used without reading it again
+        self.digest: Digest | None = None  # of what is held; None if no digest is kept
+        self.posted: PostedSync | None = None  # the destination may be committing it
+        self.snapshot = snapshot
 
     @property
     def is_proven(self) -> bool:
         """Whether a digest that leaves no tensor out proves every sync."""
-        return self.digest is not None and self.plan.is_fully_digested
+        return self.digest is not None and self.plan.digested == {*self.plan.names}
 
     @property
     def highest_version(self) -> int:
@@ -106,41 +119,25 @@ class AckedState:
         return max([self.version, *posted])
 
     def read_plan(self, answer: Any, *, keep_digest: bool, full: bool) -> None:
-        """Take in the destination's plan, and compute the digest of what it holds.
+        """Take in the answer of `Destination.plan`, and compute the digest of what it holds.
 
-        Args:
-            answer: See `EnginePlan.read`.
-            keep_digest: Whether a digest is kept.
-            full: A full sync follows; its digest starts at zero, as it replaces every tensor.
+        Before a full sync the digest is zero, as it replaces every tensor.
         """
-        first_time = not self.plan.names
-        self.plan = plan = EnginePlan.read(answer, self._snapshot)
+        first_time, snapshot = not self.plan.names, self.snapshot
+        self.plan = plan = EnginePlan.read(answer, snapshot)
         self.plan_is_current = plan.is_known
         self.digest = None
         if plan.is_known and keep_digest and not plan.missing:
-            counted = () if full else plan.digested
-            self.digest = digest_of((name, self._held(name)) for name in counted)
+            counted = [] if full else [(name, snapshot.key(name)) for name in plan.digested]
+            self.digest = digest_of(
+                (name, snapshot.image(key, self.missed.get(key)).values) for name, key in counted
+            )
         if first_time and plan.ignored:
             logger.warning("left out, as the engine ignores them: %s", sorted(plan.ignored))
         if first_time and plan.missing:
             logger.warning(
                 "no digests, as the engine's cover tensors not in base: %s", plan.missing
             )
-
-    def begin_sync(self) -> None:
-        """Note that a sync is about to be sent, and that nothing of it was posted yet."""
-        self.posted = None
-
-    def end_posting(self, sync_ids: frozenset[str] | None) -> None:
-        """Note how an attempt has failed.
-
-        Args:
-            sync_ids: Ids under which the destination may be committing it; None if it is not.
-        """
-        if sync_ids is None:
-            self.posted = None
-        elif self.posted is not None:  # the delta log may lead there too, by values
-            self.posted = replace(self.posted, sync_ids=sync_ids)
 
     def note_missed(self, changes: Changes) -> None:
         """Note that the snapshot is about to advance by changes that this destination lacks.
@@ -155,14 +152,10 @@ class AckedState:
             self.unknown_outcome = replace(unknown, missed=rebased)
 
     def note_failed(self, changes: Changes) -> bool:
-        """Note that a sync has failed; the snapshot has not advanced by it.
+        """Note that a sync has failed; the snapshot has not advanced by its changes.
 
-        Args:
-            changes: The sync's changes.
-
-        Returns:
-            Whether the destination may have committed it all the same: it got the last part and
-            did not refuse.
+        Return whether the destination may have committed it all the same: it got the last part and
+        did not refuse.
         """
         if self.posted is not None:
             self.unknown_outcome = UnknownOutcome(without_old(changes), self.posted)
@@ -215,17 +208,12 @@ class AckedState:
         self.version, self.digest, self.missed = self.latest.version, self.latest.digest, {}
         return True
 
-    def _held(self, name: str) -> NDArray[Any]:
-        """Return the bits [numel] that the destination holds of a tensor; maybe no copy."""
-        key = self._snapshot.key(name)
-        return self._snapshot.image(key, self.missed.get(key)).values
-
     def _rebased(self, changes: Changes, missed: Changes) -> Changes | None:
         """Return `missed` relative to the advanced snapshot; None if that is too much to keep."""
         rebased: Changes = {}
-        left = self._snapshot.nbytes // 2
+        left = self.snapshot.nbytes // 2
         for key in {**changes, **missed}:
-            change = self._snapshot.change_between(key, changes.get(key), missed.get(key))
+            change = self.snapshot.change_between(key, changes.get(key), missed.get(key))
             if change is not None:
                 rebased |= without_old({key: change})
                 left -= change.nbytes
@@ -234,7 +222,7 @@ class AckedState:
         return rebased
 
 
-def digest_of(tensors: Iterable[tuple[str, NDArray[Any]]]) -> Digest:
+def digest_of(tensors: Iterable[tuple[str, Bits]]) -> Digest:
     """Return the digest of whole tensors, given as (name, bits [numel])."""
     threads = os.cpu_count() or 1
     digests = (tensor_digest(name, values, threads=threads) for name, values in tensors)

@@ -28,25 +28,15 @@ _KEPT: Final = 16  # posts
 
 
 class LinkSpeed:
-    """Speed of the link to one engine.
-
-    Attributes:
-        measured: In bytes/s; None until a post has been measured.
-    """
+    """Speed of the link to one engine."""
 
     def __init__(self) -> None:
-        self.measured: float | None = None
+        self.measured: float | None = None  # bytes/s
         self._overheads: deque[float] = deque(maxlen=_KEPT)  # seconds
         self._posts: deque[tuple[float, int]] = deque(maxlen=_KEPT)  # bytes/s, and bytes
 
     def note(self, nbytes: int, seconds: float, answer: dict[str, Any]) -> None:
-        """Take in a request that was answered.
-
-        Args:
-            nbytes: Bytes of its body.
-            seconds: Seconds it took, with the engine's own work.
-            answer: The engine's answer.
-        """
+        """Take in a request with a body of `nbytes` that was answered after `seconds`."""
         timings = answer.get("timings_ms")
         timings = timings if isinstance(timings, dict) else {}
         reported = {key: ms / 1e3 for key, ms in timings.items() if isinstance(ms, (int, float))}

@@ -48,12 +48,8 @@ exit status:
   130  interrupted"""
 
 
-class DryRunDestination:
-    """Count what an engine would be sent.
-
-    Args:
-        engine: Asked for its plan only; None if there is none to ask.
-    """
+class DryRunDestination(Destination):
+    """Count what an engine would be sent; ask the engine, if there is one, for its plan only."""
 
     def __init__(self, engine: EngineClient | None) -> None:
         self.speed = LinkSpeed()
@@ -67,22 +63,14 @@ class DryRunDestination:
     def plan(self) -> Any:
         return None if self._engine is None else self._engine.plan()
 
-    def status(self) -> dict[str, Any]:
-        return {}
-
-    def catch_up(self) -> int | None:
-        return None
-
     def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:
         return {"status": "dry run"}
 
 
 def open_sender(arguments: argparse.Namespace, base: NamedTensors) -> MultiSender:
-    """Return the sender for one sync between two checkpoints that are mapped from disk.
+    """Return the sender for one sync of two mapped checkpoints, given the command line's arguments.
 
-    Args:
-        arguments: Those of the command line.
-        base: What the engines hold.
+    The engines hold `base`.
     """
     given = {name: getattr(arguments, name) for name in declared(MultiOptions) if name in arguments}
     options = cast(MultiOptions, given)
@@ -100,9 +88,8 @@ def open_sender(arguments: argparse.Namespace, base: NamedTensors) -> MultiSende
             return LogDestination(arguments.save, asked, options["hmac_key"])
         return EngineClient(url, options)
 
-    return MultiSender(
-        arguments.url or [""], base, connect=connect, snapshot_type=MappedSnapshot, **options
-    )
+    urls = arguments.url or [""]
+    return MultiSender(urls, base, connect=connect, snapshot_type=MappedSnapshot, **options)
 
 
 def checkpoint_entries(folder: Path) -> list[tuple[Path, str]]:
@@ -135,11 +122,9 @@ def read_checkpoint(folder: Path, progress: Progress) -> Iterator[tuple[str, tor
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line; options come from `options.MultiOptions`."""
+    layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="delta-send",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "delta-send", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=layout
     )
     add = parser.add_argument
     add("--base", type=Path, metavar="DIR", help="checkpoint that the engines hold now")
@@ -225,15 +210,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def describe(report: SyncReport) -> str:
     """Return one line about one sync."""
+    counts = ", ".join(f"{count} {how}" for how, count in sorted(report.picked.items()))
+    parts = f"{report.parts} part(s)" + (f" ({counts})" if counts else "")
     return (
         f"version {report.base_version} -> {report.version}: {report.status}"
         f"{' (full)' if report.full else ''}; {report.nnz:,} of {report.numel:,} elements "
         f"({report.density:.3%}), {report.wire_bytes:,} of {report.full_bytes:,} bytes, "
-        f"{report.parts} part(s){_counts(report.picked)}, encode {report.encode_ms:.0f} ms, "
-        f"post {report.post_ms:.0f} ms"
+        f"{parts}, encode {report.encode_ms:.0f} ms, post {report.post_ms:.0f} ms"
     )
-
-
-def _counts(picked: dict[str, int]) -> str:
-    counts = ", ".join(f"{count} {how}" for how, count in sorted(picked.items()))
-    return f" ({counts})" if counts else ""

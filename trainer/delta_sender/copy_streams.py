@@ -2,8 +2,7 @@
 
 Each direction has a stream of its own. Events keep the order: a copy begins when its source is
 ready, and its user waits for its end. Memory that one stream has allocated and another one uses is
-recorded on the other, so that the allocator does not reuse it too early. Without streams nothing
-is copied, and the order is that of the calls.
+recorded on the other, so that the allocator does not reuse it too early.
 """
 
 from __future__ import annotations
@@ -15,11 +14,9 @@ import torch
 
 
 class CopyStreams:
-    """The copy streams of one device.
+    """The copy streams of one device; the module `cuda` makes streams and events.
 
-    Args:
-        device: The accelerator, or the CPU, for which every method returns its argument.
-        cuda: The module that makes streams and events.
+    For the CPU nothing is copied, and the order is that of the calls.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
@@ -29,14 +26,10 @@ class CopyStreams:
             self._up, self._down = cuda.Stream(device), cuda.Stream(device)
 
     def upload(self, host: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin to copy to the device.
+        """Begin to copy host memory to the device; pin it if the copy is to overlap other work.
 
-        Args:
-            host: In host memory, pinned if the copy is to overlap other work. It must not change
-                until the copy was used.
-
-        Returns:
-            A function that makes the thread's current stream wait for the copy, and returns it.
+        It must not change until the copy was used. Return a function that makes the thread's
+        current stream wait for the copy, and returns it.
         """
         if not self._has_streams:
             return lambda: host
@@ -55,11 +48,7 @@ class CopyStreams:
     def download(self, data: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Begin to copy to pinned host memory, after what the current stream has queued by now.
 
-        Args:
-            data: On the device.
-
-        Returns:
-            A function that waits for the copy, and returns it.
+        Return a function that waits for the copy, and returns it.
         """
         if not self._has_streams:
             return lambda: data

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from delta_sender.copy_streams import CopyStreams
-from delta_sender.diff_host import Difference
+from delta_sender.diff_host import Bits, Change, Difference
 from engine_ext.kernels import gather_scatter
 from engine_ext.kernels.triton import runs_kernels
 from engine_ext.wire import change_digest
@@ -31,31 +31,13 @@ SNAPSHOT_ON: Final = ("auto", "device", "host")
 _CHUNK_BYTES: Final = 32 << 20
 _SHARE: Final = 0.5  # most of the device's free memory that `auto` takes
 
-Bits = NDArray[Any]  # unsigned ints [n]
-
 
 class DeviceDifference(NamedTuple):
-    """The elements that differ, on the tensors' device.
+    """The elements that differ, on the tensors' device."""
 
-    Attributes:
-        indices: Their flat indices, ascending; int32 or int64 [nnz].
-        old: Their old bits, integers [nnz].
-        new: Their new bits, integers [nnz].
-    """
-
-    indices: torch.Tensor
-    old: torch.Tensor
+    indices: torch.Tensor  # flat, ascending; int32 or int64 [nnz]
+    old: torch.Tensor  # integers [nnz]
     new: torch.Tensor
-
-
-class Change(Protocol):
-    """A change of the snapshot: new bits, and their flat indices, None if of every element."""
-
-    @property
-    def indices(self) -> NDArray[Any] | None: ...
-
-    @property
-    def new(self) -> Bits: ...
 
 
 def _at_once(data: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -71,6 +53,8 @@ def begin_device_compare(
 ) -> Callable[[], DeviceDifference]:
     """Begin to compare two tensors on the thread's current stream of their device.
 
+    Return a function that waits for the number of differing elements, and has them written.
+
     Args:
         old, new: Integers of one dtype, contiguous [n], on one device. They must not change until
             the result has been used.
@@ -78,9 +62,6 @@ def begin_device_compare(
         dtype: The dtype of the indices; int32 if the last one allows it.
         download: Begins to copy to host memory, see `CopyStreams.download`. If it runs on a stream
             of its own, what is launched after this call is not waited for.
-
-    Returns:
-        A function that waits for the number of differing elements, and has them written.
 
     Raises:
         ValueError: The tensors differ in dtype, shape or device.
@@ -111,11 +92,8 @@ def is_on_device(tensor: torch.Tensor) -> bool:
 class DeviceSide:
     """A snapshot's copies on devices. Methods launch on the calling thread's current streams.
 
-    Args:
-        snapshot_on: One of `SNAPSHOT_ON`.
-
     Raises:
-        ValueError: `snapshot_on` is another.
+        ValueError: `snapshot_on` is not one of `SNAPSHOT_ON`.
     """
 
     def __init__(self, snapshot_on: str) -> None:
@@ -128,16 +106,9 @@ class DeviceSide:
         self._mirrors: dict[str, torch.Tensor] = {}
 
     def prepare(self, key: str, bits: Bits, device: torch.device, nbytes: int) -> Bits:
-        """Make a tensor of the snapshot ready to be compared on a device.
+        """Make a tensor ready to be compared on a device; the whole snapshot has `nbytes`.
 
-        Args:
-            key: Its name.
-            bits: Its bits.
-            device: The device.
-            nbytes: Bytes of the whole snapshot.
-
-        Returns:
-            The bits in memory that the snapshot should keep instead; `bits` itself if that will do.
+        Return its bits in memory that the snapshot should keep instead; maybe `bits` itself.
         """
         mirror = self._mirrors.pop(key, None)
         if mirror is not None and mirror.device == device:
@@ -162,14 +133,13 @@ class DeviceSide:
     ) -> Callable[[], Difference]:
         """Begin to compare a tensor with what `prepare` made ready.
 
+        Return a function that waits for the result, to be called in the same thread.
+
         Args:
             key, bits: Name and bits in the snapshot.
             new: Integers of the same width, contiguous [n], on the device. It must not change until
                 the result has been asked for.
             digested: The name to digest the change under; None: it is not digested.
-
-        Returns:
-            A function that waits for the result, to be called in the same thread.
         """
         device = new.device
         streams = self._streams.setdefault(device, CopyStreams(device))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -28,10 +29,46 @@ from engine_ext.kernels import (
     register_intrinsics,
     trailing_zeros,
 )
-from engine_ext.wire import Digest, byte_stream, change_digest, join_streams
+from engine_ext.wire import Digest, ParamDelta, byte_stream, change_digest, join_streams
 
 _CHUNK: Final = 1 << 21  # elements that a thread compares at a time; a multiple of any line's
 _AHEAD: Final = 64  # lines to prefetch; the hardware's own prefetch is shorter
+
+Bits = NDArray[Any]  # unsigned ints [n]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """How a tensor differs from what it is compared with; private copies.
+
+    Attributes:
+        dtype, shape: As in the checkpoint.
+        indices: Flat indices, ascending, int32 or int64 [nnz]; None: dense.
+        old, new: Bit patterns [nnz], or [numel] if dense; a dense `old` may be the snapshot's own
+            memory.
+        nnz: Elements that differ.
+        digest: What the change adds to a digest, under the name in the snapshot; None if not asked
+            for.
+        stream: The gap stream of the indices; None if it was not made.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    indices: NDArray[Any] | None
+    old: Bits
+    new: Bits
+    nnz: int
+    digest: Digest | None
+    stream: NDArray[np.uint8] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its new values and their indices."""
+        return self.new.nbytes + (0 if self.indices is None else self.indices.nbytes)
+
+    def delta(self, name: str) -> ParamDelta:
+        """Return the new values, to be sent under a name."""
+        return ParamDelta(name, self.dtype, self.shape, self.indices, self.new, stream=self.stream)
 
 
 class Difference(NamedTuple):
@@ -46,31 +83,22 @@ class Difference(NamedTuple):
     """
 
     indices: NDArray[Any]
-    old: NDArray[Any]
-    new: NDArray[Any]
+    old: Bits
+    new: Bits
     change: Digest | None
     stream: NDArray[np.uint8] | None
 
 
 def begin_compare(
-    old: NDArray[Any],
-    new: NDArray[Any],
-    name: str | None,
-    pool: Executor,
-    *,
-    streams: bool = False,
+    old: Bits, new: Bits, name: str | None, pool: Executor, *, streams: bool = False
 ) -> Callable[[], Difference]:
-    """Begin to compare two tensors in threads.
+    """Begin to compare two tensors in a pool; return a function that waits for the result.
 
     Args:
         old, new: Bit patterns, unsigned ints of one width, contiguous [n]. They must not change
             until the result has been asked for.
         name: The tensor's name, if the change of its digest is wanted.
-        pool: Runs the comparison; each chunk is a task.
         streams: Whether the gap stream is wanted.
-
-    Returns:
-        A function that waits for the result.
 
     Raises:
         ValueError: The tensors differ in dtype or shape.
@@ -98,12 +126,7 @@ def begin_compare(
 
 
 def compare(
-    old: NDArray[Any],
-    new: NDArray[Any],
-    name: str | None = None,
-    threads: int = 1,
-    *,
-    streams: bool = False,
+    old: Bits, new: Bits, name: str | None = None, threads: int = 1, *, streams: bool = False
 ) -> Difference:
     """Compare two tensors, in `threads` threads (1: the caller's); see `begin_compare`."""
     if threads > 1 and old.size > _CHUNK:
@@ -115,7 +138,7 @@ def compare(
     return _joined(found, new.dtype, name)
 
 
-def _check(old: NDArray[Any], new: NDArray[Any]) -> None:
+def _check(old: Bits, new: Bits) -> None:
     if (old.dtype, old.shape) != (new.dtype, new.shape) or old.ndim != 1 or old.dtype.kind != "u":
         raise ValueError("old and new are not unsigned ints of one dtype and shape")
 
@@ -146,9 +169,7 @@ class _Scratch(threading.local):
 _scratch: Final = _Scratch()
 
 
-def _compare_chunk(
-    old: NDArray[Any], new: NDArray[Any], start: int, name: str | None, streams: bool
-) -> Difference:
+def _compare_chunk(old: Bits, new: Bits, start: int, name: str | None, streams: bool) -> Difference:
     """Return what differs in a chunk; the stream lacks the first index."""
     before, after = old[start : start + _CHUNK], new[start : start + _CHUNK]
     loop = _loop(old.itemsize)

@@ -44,40 +44,26 @@ class EncodingChoice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ParamStats:
-    """What a choice depends on.
-
-    Attributes:
-        numel: Elements of the tensor.
-        nnz: Elements that changed.
-        width: Bytes of an element.
-        floating: Whether its elements are floats; their exponents compress.
-        escaped: Share of the differences that do not fit a nibble; None if differences must not be
-            sent.
-        is_large: Before compression, the whole tensor is no longer than its changed elements with
-            their positions.
-    """
+    """What a choice depends on."""
 
     numel: int
-    nnz: int
-    width: int
-    floating: bool
-    escaped: float | None = None
-    is_large: bool = False
+    nnz: int  # elements that changed
+    width: int  # bytes of an element
+    floating: bool  # exponents compress
+    escaped: float | None = None  # share of differences that fit no nibble; None: do not send any
+    is_large: bool = False  # before compression, sparse takes no fewer bytes than dense
 
 
 @dataclass(frozen=True, slots=True)
 class EncodingPolicy:
     """What was asked for, and what the engine takes.
 
-    Attributes:
-        encoding: One of `CHOICES`.
-        differences: Whether the engine takes differences, as far as is known.
-        any_base: Send new values that are right over any old ones, and of the digests only
-            ``digest_after``.
+    With `any_base`, new values are sent that are right over any old ones, and of the digests only
+    ``digest_after``.
     """
 
     encoding: str
-    differences: bool = True
+    differences: bool = True  # the engine takes them, as far as is known
     any_base: bool = False
 
     @property
@@ -101,10 +87,7 @@ class EncodingPolicy:
     def choose(self, stats: ParamStats, dense: bool, speed: float) -> EncodingChoice:
         """Return how a param travels: with ``auto`` in the shortest time, else in fewest bytes.
 
-        Args:
-            stats: The param's.
-            dense: Whether it can only travel dense.
-            speed: Of the link, in bytes/s.
+        If `dense`, it can only travel dense. The link's speed is in bytes/s.
         """
         if not self.differences:
             stats = replace(stats, escaped=None)
@@ -130,8 +113,7 @@ def sparse_encoding(encoding: str) -> str:
 def escaped_share(old: NDArray[Any], new: NDArray[Any]) -> float:
     """Return the share of differences that do not fit a nibble, from a sample.
 
-    Args:
-        old, new: Bit patterns, unsigned ints of one width, [n]; equal elements do not count.
+    The bit patterns are unsigned ints of one width, [n]; equal elements do not count.
     """
     stride = max(1, new.size // _SAMPLE)
     differences = new[::stride] - old[::stride]
@@ -143,10 +125,9 @@ def escaped_share(old: NDArray[Any], new: NDArray[Any]) -> float:
 def _times(stats: ParamStats, speed: float) -> Iterator[tuple[EncodingChoice, float]]:
     """Yield every way in which a param can travel, and its seconds."""
     for choice, nbytes in _sizes(stats):
-        coding, applying = (
-            (_DENSE_CODING, _DENSE_APPLYING) if choice.dense else (_CODING, _APPLYING)
-        )
-        elements = stats.numel if choice.dense else stats.nnz
+        coding, applying, elements = _CODING, _APPLYING, stats.nnz
+        if choice.dense:
+            coding, applying, elements = _DENSE_CODING, _DENSE_APPLYING, stats.numel
         yield choice, nbytes / speed + elements * (coding[choice.encoding] + applying) / 1e9
 
 

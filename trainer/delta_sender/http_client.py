@@ -30,24 +30,13 @@ class _Busy(SyncError):
 
 
 class EngineClient:
-    """The delta endpoints of one engine.
-
-    Args:
-        url: The engine's root, ``http://host:port``.
-        options: How to post.
-
-    Attributes:
-        speed, highest_posted: See `Destination`.
-        client: The HTTP client.
-    """
+    """The delta endpoints of one engine, a `Destination`; `client` is the HTTP client."""
 
     def __init__(self, url: str, options: MultiOptions) -> None:
         self._url = url.rstrip("/")
         self._timeout = options["timeout"]
-        self._query = {
-            "pause_mode": options["pause_mode"],
-            "flush_cache": "true" if options["flush_cache"] else "false",
-        }
+        flush_cache = "true" if options["flush_cache"] else "false"
+        self._query = {"pause_mode": options["pause_mode"], "flush_cache": flush_cache}
         self._headers = {"Content-Type": "application/octet-stream"}
         if options["api_key"] is not None:
             self._headers["Authorization"] = f"Bearer {options['api_key']}"
@@ -68,11 +57,16 @@ class EngineClient:
     def plan(self) -> Any:
         """Return for each rank a list of rows, one per checkpoint tensor; None without a plan."""
         self.status()  # a request without a body shows the overhead of the link
-        return self._status({"plan": "true"}).get("plan")
+        return self.status(plan="true").get("plan")
 
-    def status(self) -> dict[str, Any]:
+    def status(self, **query: str) -> dict[str, Any]:
         """Return the engine's ``/delta_status``; {} if it has none."""
-        return self._status({})
+        try:
+            return self._request("GET", "/delta_status", query)
+        except SyncError as failed:
+            if failed.status != 404:
+                raise
+            return {}
 
     def catch_up(self) -> int | None:
         """Let the engine replay the delta log that it was started with; return its version then.
@@ -89,18 +83,14 @@ class EngineClient:
         Raises:
             SyncError: The engine refused it or could not be reached; see `SyncError.unanswered`.
         """
-        retry_busy = retry(
-            retry=retry_if_exception_type(_Busy),
-            wait=_retry_after_s,
-            stop=stop_before_delay(self._timeout),
-            reraise=True,
-        )
+        is_busy, stop = retry_if_exception_type(_Busy), stop_before_delay(self._timeout)
+        retry_busy = retry(retry=is_busy, wait=_retry_after_s, stop=stop, reraise=True)
         if last:
             self.highest_posted = max(self.highest_posted, version)
         signed = {} if self._hmac_key is None else {SIGNATURE_HEADER: sign(self._hmac_key, body)}
-        post = retry_busy(self._request)
         self._unanswered = False
         try:
+            post = retry_busy(self._request)
             answer = post("POST", "/update_weights_delta", self._query, body, signed)
         except SyncError as failed:
             failed.unanswered = self._unanswered
@@ -110,14 +100,6 @@ class EngineClient:
         if answer.get("status") not in expected or (last and answer.get("version") != version):
             raise SyncError(f"part {part} of version {version} was answered {answer}", 200)
         return answer
-
-    def _status(self, query: dict[str, str]) -> dict[str, Any]:
-        try:
-            return self._request("GET", "/delta_status", query)
-        except SyncError as failed:
-            if failed.status != 404:
-                raise
-            return {}
 
     @retry(
         retry=retry_if_exception_type(_Unreachable),

@@ -13,7 +13,7 @@ from engine_ext.delta_log import Draft, LogWriter, list_log
 from engine_ext.wire import sign
 
 
-class LogDestination:
+class LogDestination(Destination):
     """Take parts like an engine, and write them into a delta log.
 
     Its parts must apply to any engine, so it gets no differences.
@@ -22,10 +22,6 @@ class LogDestination:
         folder: The log; created if it is missing.
         engines: Asked for their plan, until one answers; without any there is no plan.
         hmac_key: Signs the parts.
-
-    Attributes:
-        speed, highest_posted: See `Destination`.
-        writer: Writes the log.
 
     Raises:
         BlockingIOError: Another sender writes into the log.
@@ -63,14 +59,6 @@ class LogDestination:
                 failure = failed
         if failure is not None:
             raise failure
-        return None
-
-    def status(self) -> dict[str, Any]:
-        """Return {}: a log has no status."""
-        return {}
-
-    def catch_up(self) -> int | None:
-        """Return None: a log has nothing to replay."""
         return None
 
     def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:

@@ -20,8 +20,7 @@ from delta_sender.session import Committed, Session
 from delta_sender.session_thread import SessionThread, acknowledge_all, latest_sync, wait_for
 from delta_sender.snapshot import NamedTensors, Snapshot
 from delta_sender.spill import Spill
-from delta_sender.state_file import StateFile
-from delta_sender.state_tracker import StateTracker
+from delta_sender.state_file import Known, StateFile, StateTracker
 from delta_sender.sync_round import SyncRound
 from delta_sender.warm_up import warm_up
 
@@ -122,7 +121,7 @@ class MultiSender:
             engines = [session.destination for session in self._sessions]
             self._log_destination = LogDestination(Path(delta_log), engines, options["hmac_key"])
             self._log = self._session(self._log_destination, None, is_log=True)
-            continues = self._log_destination.continues_from(self._log.version)
+            continues = self._log_destination.continues_from(self._log.state.version)
             self._log.state.needs_full |= not continues
         self._unfinished: tuple[SyncRound, list[SessionThread]] | None = None
         # Set while the snapshot and the sessions advance; still set if that was interrupted.
@@ -131,7 +130,10 @@ class MultiSender:
         self._ended = Condition()
 
     def _session(self, destination: Destination, url: str | None, **kind: bool) -> Session:
-        version, needs_full = self._tracker.start(url, self._options["base_version"])
+        version, needs_full = self._options["base_version"], False
+        if self._tracker.file is not None:
+            base = self._tracker.digest.hex()
+            version, needs_full = self._tracker.file.state.version_of(url, base, version)
         session = Session(destination, self._snapshot, self._options, version, **kind)
         session.state.needs_full = needs_full
         return session
@@ -145,7 +147,7 @@ class MultiSender:
     @property
     def versions(self) -> dict[str, int]:
         """The version that each engine acknowledged last, by url."""
-        return {self._url_of(session): session.version for session in self._sessions}
+        return {self._url_of(session): session.state.version for session in self._sessions}
 
     @property
     def lagging(self) -> list[str]:
@@ -166,7 +168,8 @@ class MultiSender:
         self._write_state([], "")
         for session in self._all:
             session.destination.close()
-        self._tracker.close()
+        if self._tracker.file is not None:
+            self._tracker.file.close()
 
     def sync(self, tensors: NamedTensors) -> dict[str, SyncReport]:
         """Send what changed since the last sync to every engine.
@@ -198,12 +201,10 @@ class MultiSender:
         started = time.perf_counter()
         self._end_lagging()
         sessions = [session for session in self._all if session not in self._lagging]
+        version, count = self._next_version(full=full), len(sessions)
+        writers = (self._log is not None) + (self._tracker.file is not None)
         sync_round = SyncRound(
-            self._next_version(full=full),
-            full=full,
-            destinations=len(sessions),
-            started=started,
-            writers=(self._log is not None) + (self._tracker.file is not None),
+            version, full=full, destinations=count, started=started, writers=writers
         )
         threads = [
             SessionThread(session, sync_round, self._ended, is_log=session is self._log)
@@ -256,16 +257,14 @@ class MultiSender:
                 version = max(version, session.destination.highest_posted)
         if self._log is not None:
             version = max(version, self._log_destination.writer.last_number)
-        return max(version, self._tracker.highest_version) + 1
+        if self._tracker.file is not None:
+            version = max(version, self._tracker.file.state.highest)
+        return version + 1
 
     def _end_lagging(self, *, wait: bool = True) -> None:
         """Take in how lagging engines have ended; if all engines lag, wait for one."""
         with self._ended:
-            while (
-                wait
-                and len(self._lagging) == len(self._sessions)
-                and all(thread.outcome is None for thread in self._lagging.values())
-            ):
+            while wait and len(self.lagging) == len(self._sessions):
                 self._ended.wait()
             ended = {s: thread for s, thread in self._lagging.items() if thread.outcome is not None}
         for session, thread in ended.items():
@@ -276,8 +275,8 @@ class MultiSender:
             except Exception as failed:
                 logger.warning("%s: the sync that it lagged with has failed: %s", url, failed)
             else:
-                logger.info("%s has committed version %d", url, session.version)
-                self._tracker.note(url, session.version, thread.content)
+                logger.info("%s has committed version %d", url, session.state.version)
+                self._tracker.known[url] = Known(session.state.version, thread.content)
             del self._lagging[session]
 
     def _finish(
@@ -302,7 +301,7 @@ class MultiSender:
             for session in set(self._all) - {t.session for t in done if t not in failed}:
                 session.state.note_missed(sync_round.changes)
             self._snapshot.advance(sync_round.changes)
-            self._tracker.advance(digest)
+            self._tracker.digest = digest
             for session in self._sessions:
                 session.state.latest = latest_sync(sync_round, done)
             if self._log is not None and logged is not None:
@@ -334,8 +333,9 @@ class MultiSender:
 
     def _write_state(self, threads: Sequence[SessionThread], content: str) -> None:
         for thread in threads:
-            if thread.has_committed and not thread.session.state.needs_full:
-                self._tracker.note(self._url_of(thread.session), thread.session.version, content)
+            state = thread.session.state
+            if thread.has_committed and not state.needs_full:
+                self._tracker.known[self._url_of(thread.session)] = Known(state.version, content)
         unknown = any(session.state.unknown_outcome for session in self._sessions)
         self._tracker.write(is_unknown=self._unfinished is not None or unknown)
 

@@ -27,11 +27,8 @@ _Class = TypeVar("_Class", bound=type)
 class Option(NamedTuple):
     """One keyword argument.
 
-    Attributes:
-        default: Its value if it is not given.
-        flag: Keywords of `argparse.ArgumentParser.add_argument`; None if it has no flag. An option
-            that is on by default has a flag that turns it off.
-        doc: Its documentation.
+    `flag` has the keywords of `argparse.ArgumentParser.add_argument`; None if it has no flag. An
+    option that is on by default has a flag that turns it off.
     """
 
     default: Any
@@ -125,10 +122,8 @@ def declared(options: type) -> dict[str, Option]:
     """Return what one of the classes above declares, by name."""
     docs: dict[str, str] = {}
     for declaring in (Options, options):
-        entries = re.findall(
-            r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", inspect.getdoc(declaring) or "", re.M
-        )
-        docs |= {name: " ".join(text.split()) for name, text in entries}
+        entry, doc = r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", inspect.getdoc(declaring) or ""
+        docs |= {name: " ".join(text.split()) for name, text in re.findall(entry, doc, re.M)}
     hints = get_type_hints(options, include_extras=True)
     return {n: hint.__metadata__[0]._replace(doc=docs.get(n, "")) for n, hint in hints.items()}
 
@@ -139,12 +134,8 @@ _DEFAULTS: Final = {name: option.default for name, option in declared(MultiOptio
 def with_defaults(given: Mapping[str, Any], options: type = MultiOptions) -> MultiOptions:
     """Return every option: as given, or its default.
 
-    Args:
-        given: Options by name.
-        options: The class that declares which names are allowed.
-
     Raises:
-        TypeError: A name is not declared.
+        TypeError: `options` does not declare a name.
     """
     if unknown := given.keys() - declared(options).keys():
         raise TypeError(f"unexpected keyword arguments: {', '.join(sorted(unknown))}")
@@ -152,28 +143,20 @@ def with_defaults(given: Mapping[str, Any], options: type = MultiOptions) -> Mul
 
 
 def takes_options(options: type) -> Callable[[_Class], _Class]:
-    """Complete the signature and docstring of a class whose ``__init__`` takes ``**options``.
-
-    Args:
-        options: The class that declares them.
-    """
-    hints = get_type_hints(options)
+    """Complete the signature and docstring of a class whose ``__init__`` takes ``**options``."""
+    hints, keyword = get_type_hints(options), inspect.Parameter.KEYWORD_ONLY
 
     def complete(sender: _Class) -> _Class:
         *parameters, _ = inspect.signature(sender).parameters.values()
         doc = f"{(sender.__doc__ or '').rstrip()}\n\n    Keyword Args:\n"
         for name, option in declared(options).items():
+            default = option.default
             parameters.append(
-                inspect.Parameter(
-                    name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=option.default,
-                    annotation=hints[name],
-                )
+                inspect.Parameter(name, keyword, default=default, annotation=hints[name])
             )
-            text = f"{name}: {option.doc} (default: {option.default!r})"
-            doc += textwrap.fill(text, 100, initial_indent=" " * 8, subsequent_indent=" " * 12)
-            doc += "\n"
+            text = f"{name}: {option.doc} (default: {default!r})"
+            text = textwrap.fill(text, 100, initial_indent=" " * 8, subsequent_indent=" " * 12)
+            doc += f"{text}\n"
         sender.__doc__ = doc
         sender.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return sender

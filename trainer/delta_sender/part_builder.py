@@ -6,14 +6,16 @@ import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
 from delta_sender.acked_state import AckedState, digest_of
 from delta_sender.bandwidth import LinkSpeed
+from delta_sender.destination import Part
+from delta_sender.diff_host import Change
 from delta_sender.encoding_policy import EncodingChoice, ParamStats, escaped_share
-from delta_sender.snapshot import Change, Snapshot, payload_bytes
+from delta_sender.snapshot import payload_bytes
 from delta_sender.sync_round import Attempt, SyncRound
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.wire import DIFFERENCES, Digest, ParamDelta, change_digest, encode_part
@@ -21,36 +23,14 @@ from engine_ext.wire import DIFFERENCES, Digest, ParamDelta, change_digest, enco
 _LARGE: Final = 128 << 20  # bytes; a larger tensor of which most has changed goes dense
 
 
-class Part(NamedTuple):
-    """An encoded part.
-
-    Attributes:
-        body: What is posted.
-        number: Its number, from 0.
-        last: Whether it is the last one.
-    """
-
-    body: bytes
-    number: int
-    last: bool
-
-
 @dataclass(frozen=True, slots=True)
 class _Param:
-    """What one param adds to a part.
+    """What one param adds to a part."""
 
-    Attributes:
-        name: The name that it is sent under.
-        delta: What is sent; differences are computed from it when the part is encoded.
-        change: From what the destination holds; None if a full sync leaves the tensor as it is.
-        is_key: Whether `name` is the name in the snapshot, so that the digest of `change` is valid.
-        choice: How it travels.
-    """
-
-    name: str
-    delta: ParamDelta
-    change: Change | None
-    is_key: bool
+    name: str  # that it is sent under
+    delta: ParamDelta  # differences are computed from it when the part is encoded
+    change: Change | None  # of what the destination holds; None if a full sync finds none
+    is_key: bool  # `name` is the name in the snapshot, so that the digest of `change` is valid
     choice: EncodingChoice
 
     @property
@@ -78,22 +58,15 @@ class PartBuilder:
     """The parts of one attempt for one destination.
 
     Args:
-        sync_round: What is sent.
-        attempt: How it is sent.
-        snapshot: The snapshot that the round's changes start from.
-        state: What the destination holds; not changed here.
+        state: What the destination holds; not changed here. The round starts from its snapshot.
         bucket_bytes: Most bytes of positions and values in a part, before compression.
         speed: Of the link, as the posts show it by then.
-
-    Attributes:
-        digest: Digest after the parts built so far; None if no digest is kept.
     """
 
     def __init__(
         self,
         sync_round: SyncRound,
         attempt: Attempt,
-        snapshot: Snapshot,
         state: AckedState,
         *,
         bucket_bytes: int,
@@ -102,11 +75,11 @@ class PartBuilder:
         provable = state.digest is not None or not attempt.policy.any_base
         assert provable, "no digest would prove what this attempt leads to"
         self._round, self._attempt = sync_round, attempt
-        self._snapshot, self._state = snapshot, state
+        self._snapshot, self._state = state.snapshot, state
         self._bucket_bytes, self._speed = bucket_bytes, speed
         self._nnz = self._wire_bytes = self._count = 0
         self._choices: Counter[str] = Counter()
-        self.digest = state.digest
+        self.digest = state.digest  # after the parts built so far; None if no digest is kept
 
     def __iter__(self) -> Iterator[Part]:
         """Build part by part; the weights that they need are read meanwhile.
@@ -134,7 +107,7 @@ class PartBuilder:
             self._choices.update(str(param.choice) for param in bucket.params)
             self._wire_bytes += len(body)
             bucket.params.clear()  # the next ones are read while this part is posted
-            yield Part(body, number, last)
+            yield Part(body, self._attempt.version, number, last)
 
     def report(self) -> Mapping[str, Any]:
         """Return the fields of `SyncReport` that the parts determine."""
@@ -216,17 +189,16 @@ class PartBuilder:
         """Return how a param travels. Differences need old values that a digest proves."""
         policy, full = self._attempt.policy, self._attempt.full
         image = self._snapshot.image(self._snapshot.key(name))
-        nnz, escaped = image.values.size if change is None else change.nnz, None
+        values, escaped = image.values, None
+        nnz = values.size if change is None else change.nnz
         is_large = change is not None and change.indices is None
         # Its indices would be searched again, and take several times as much memory.
-        only_dense = full or change is None or (is_large and image.values.nbytes > _LARGE)
+        only_dense = full or change is None or (is_large and values.nbytes > _LARGE)
         is_proven = not full and self._state.plan.counts(name)
         if change is not None and is_proven and policy.may_send_differences:
             escaped = escaped_share(change.old, change.new)
         floating = TORCH_DTYPE[image.dtype].is_floating_point
-        stats = ParamStats(
-            image.values.size, nnz, image.values.itemsize, floating, escaped, is_large
-        )
+        stats = ParamStats(values.size, nnz, values.itemsize, floating, escaped, is_large)
         return policy.choose(stats, only_dense, self._speed.bytes_per_s)
 
 

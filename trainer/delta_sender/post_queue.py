@@ -7,33 +7,25 @@ from collections import deque
 from threading import Condition, Thread
 from typing import Any
 
-from delta_sender.destination import Destination
+from delta_sender.destination import Destination, Part
 from delta_sender.sync_round import SyncRound
 
 _POLL_S = 0.05
 
 
 class PostQueue:
-    """Post the parts of one attempt, in order.
+    """Post the parts of one attempt, in order, until their round fails.
 
-    While one is posted, none is queued behind it, unless the round is hurried.
-
-    Args:
-        destination: Where they go.
-        sync_round: The round that they belong to; posting ends if it fails.
-        waits: Post the last part only after the round is written; see `SyncRound.note_written`.
-
-    Attributes:
-        posting_last: Posting of the last part has begun, so the engine may commit.
-        posting_s: Seconds of posting, with retries and waits.
-        waited_s: Seconds in which the caller waited for posts.
+    While one is posted, none is queued behind it, unless the round is hurried. If the queue
+    `waits`, the last part is posted only after `SyncRound.wait_until_written`.
     """
 
     def __init__(self, destination: Destination, sync_round: SyncRound, *, waits: bool) -> None:
-        self.posting_last = False
-        self.posting_s = self.waited_s = 0.0
+        self.posting_last = False  # it is being posted, so the engine may commit
+        self.posting_s = 0.0  # seconds, with retries and waits
+        self.waited_s = 0.0  # seconds in which the caller waited for posts
         self._destination, self._round, self._waits = destination, sync_round, waits
-        self._queue: deque[tuple[bytes, int, int, bool]] = deque()
+        self._queue: deque[Part] = deque()
         self._changed = Condition()
         self._failure: BaseException | None = None
         self._posting = self._closed = False
@@ -41,17 +33,17 @@ class PostQueue:
         self._thread = Thread(target=self._run, name="delta-post", daemon=True)
         self._thread.start()
 
-    def put(self, body: bytes, version: int, number: int, last: bool) -> None:
+    def put(self, part: Part) -> None:
         """Queue a part; wait for its turn. Raises the error that posting has failed with."""
         start = time.perf_counter()
         with self._changed:
-            while self._busy and self._failure is None and not self._round.is_hurried:
+            while (self._posting or self._queue) and not (self._failure or self._round.is_hurried):
                 self._round.check()
                 self._changed.wait(_POLL_S)
             self.waited_s += time.perf_counter() - start
             if self._failure is not None:
                 raise self._failure
-            self._queue.append((body, version, number, last))
+            self._queue.append(part)
             self._changed.notify_all()
 
     def finish(self) -> dict[str, Any]:
@@ -72,10 +64,6 @@ class PostQueue:
             self._queue.clear()
         self._close()
 
-    @property
-    def _busy(self) -> bool:
-        return self._posting or bool(self._queue)
-
     def _close(self) -> None:
         with self._changed:
             self._closed = True
@@ -84,15 +72,14 @@ class PostQueue:
 
     def _run(self) -> None:
         try:
-            while (taken := self._next()) is not None:
-                body, version, number, last = taken
-                if last and self._waits:
+            while (part := self._next()) is not None:
+                if part.last and self._waits:
                     self._round.wait_until_written()
                 self._round.check()
-                self.posting_last = last
+                self.posting_last = part.last
                 start = time.perf_counter()
                 try:
-                    self._answer = self._destination.deliver(body, version, number, last)
+                    self._answer = self._destination.deliver(*part)
                 finally:
                     self.posting_s += time.perf_counter() - start
                 with self._changed:
@@ -104,7 +91,7 @@ class PostQueue:
                 self._queue.clear()
                 self._changed.notify_all()
 
-    def _next(self) -> tuple[bytes, int, int, bool] | None:
+    def _next(self) -> Part | None:
         with self._changed:
             while not self._queue and not self._closed:
                 self._changed.wait()

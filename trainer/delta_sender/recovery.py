@@ -27,11 +27,7 @@ class Recovery:
     3. It refuses differences (it casts a tensor, or writes by another way): values are sent, and
        from then on if it takes them.
 
-    Args:
-        state: What the destination is known to hold.
-        destination: The destination.
-        sync_round: The round.
-        has_log: Whether what the destination lacks may be in a delta log.
+    If it `has_log`, what the destination lacks may be in a delta log.
     """
 
     def __init__(
@@ -60,21 +56,23 @@ class Recovery:
         """Return the attempt after one that has failed; None if nothing else can help."""
         if attempt.full:
             return None
-        policy = attempt.next_policy
+        policy, kind = attempt.next_policy, error.error.get("type")
         can_overwrite = policy.may_send_differences and not attempt.policy.any_base
-        if _is_of_old_values(error) and can_overwrite and self._state.is_proven:
+        # A digest has shown that the old values are not the snapshot's.
+        has_other_values = kind == "BaseMismatch" and "actual" in error.error
+        if has_other_values and can_overwrite and self._state.is_proven:
             logger.warning("sending new values, whatever the old ones are, after: %s", error)
             return replace(attempt, policy=policy.over_any_base())
-        if _is_of_base(error):
-            return self._caught_up_or_full(attempt, error)
-        if attempt.policy.may_send_differences and error.error.get("type") == "NotUpdatable":
+        is_uncertain = error.error.get("engine_state") == "uncertain"
+        if is_uncertain or kind in ("VersionConflict", "BaseMismatch"):
+            return self._caught_up_or_full(attempt, error.error.get("actual"))
+        if attempt.policy.may_send_differences and kind == "NotUpdatable":
             logger.warning("sending values in place of differences, after: %s", error)
             values = policy.values_only()
             return replace(attempt, policy=values, next_policy=values)
         return None
 
-    def _caught_up_or_full(self, attempt: Attempt, error: SyncError) -> Attempt:
-        actual = error.error.get("actual")
+    def _caught_up_or_full(self, attempt: Attempt, actual: object) -> Attempt:
         version = actual if isinstance(actual, int) else None
         catches_up, self._may_catch_up = self._may_catch_up, False
         if catches_up and version is not None and self._is_caught_up(version):
@@ -96,14 +94,3 @@ class Recovery:
         except SyncError as failure:
             logger.warning("the delta log was not replayed: %s", failure)
             return False
-
-
-def _is_of_old_values(error: SyncError) -> bool:
-    """Return whether a digest has shown that the old values are not the snapshot's."""
-    return error.error.get("type") == "BaseMismatch" and "actual" in error.error
-
-
-def _is_of_base(error: SyncError) -> bool:
-    """Return whether the destination does not hold the snapshot, so that a full sync can help."""
-    conflict = error.error.get("type") in ("VersionConflict", "BaseMismatch")
-    return conflict or error.error.get("engine_state") == "uncertain"

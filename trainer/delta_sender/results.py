@@ -1,13 +1,8 @@
 """What a sync returns, and what it raises.
 
-Errors:
-
-- `SyncError`: an engine did not commit, or does not hold the sender's weights afterwards
-
-  - `PartialSyncError`: so for some engines of a `MultiSender`; the others have committed
-
-- `ValueError`: the tensors are not the base's; no engine commits anything
-- `OSError`: changes could not be kept in ``TMPDIR``, or the state file could not be written
+Besides `SyncError`, that is `ValueError` if the tensors are not the base's, so that no engine
+commits anything, and `OSError` if changes could not be kept in ``TMPDIR`` or the state file could
+not be written.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from delta_sender.acked_state import AckedState, PostedSync
@@ -29,32 +29,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Committed:
-    """A destination has committed a round, and nothing on this side has moved on yet.
-
-    Attributes:
-        report: The report.
-        digest: Digest of what the destination should hold; None if no digest is kept.
-        policy: The policy of later rounds.
-    """
+    """A destination has committed a round, and nothing on this side has moved on yet."""
 
     report: SyncReport
-    digest: Digest | None
-    policy: EncodingPolicy
+    digest: Digest | None  # of what the destination should hold; None if no digest is kept
+    policy: EncodingPolicy  # of later rounds
 
 
 class Session:
     """The syncs of one destination.
 
-    Args:
-        destination: An engine, or a delta log.
-        snapshot: The snapshot that all sessions share.
-        options: How parts are made.
-        version: The version that the destination is at.
-        is_log: It is a delta log, which gets values only.
-        has_log: What the destination lacks may be in a delta log.
-
-    Attributes:
-        state: What the destination is known to hold.
+    If it `is_log`, it is a delta log, which gets values only. If it `has_log`, what it lacks may be
+    in a delta log.
     """
 
     def __init__(
@@ -69,17 +55,11 @@ class Session:
     ) -> None:
         self.destination = destination
         self.state = AckedState(snapshot, version)
-        self._snapshot, self._options = snapshot, options
-        self._is_log, self._has_log = is_log, has_log
+        self._options, self._is_log, self._has_log = options, is_log, has_log
         # Without differences once they were refused.
         self._policy = EncodingPolicy(options["encoding"])
         if is_log and self._policy.may_send_differences:
             self._policy = self._policy.values_only()
-
-    @property
-    def version(self) -> int:
-        """The version that the destination acknowledged last."""
-        return self.state.version
 
     def sync(self, sync_round: SyncRound) -> Committed:
         """Send one round, in as many attempts as `Recovery` knows.
@@ -95,8 +75,7 @@ class Session:
             try:
                 return self._send(sync_round, attempt)
             except SyncError as error:
-                following = recovery.after(attempt, error)
-                if following is None:
+                if (following := recovery.after(attempt, error)) is None:
                     raise
                 attempt = following
 
@@ -110,16 +89,12 @@ class Session:
         state, report = self.state, committed.report
         state.missed, state.digest, self._policy = {}, committed.digest, committed.policy
         state.version = report.version
-        found = report.engine.get("digest")
-        state.needs_full = committed.digest is not None and found not in (
-            None,
-            committed.digest.hex(),
-        )
+        found, digest = report.engine.get("digest"), committed.digest
+        state.needs_full = digest is not None and found not in (None, digest.hex())
         if state.needs_full:
             raise SyncError(
                 f"version {report.version} is committed, but the engine does not hold the sender's "
-                f"weights: its digest is {found}, not {committed.digest}; the next sync will be "
-                "full",
+                f"weights: its digest is {found}, not {digest}; the next sync will be full",
                 200,
             )
         return report
@@ -130,14 +105,12 @@ class Session:
         Raises:
             BaseException: The round's error.
         """
-        if isinstance(outcome, Committed):
-            try:
-                self.acknowledge(outcome)
-            finally:
-                self.state.end_lagging(committed=True)
-        else:
-            self.state.end_lagging(committed=False)
-            raise outcome
+        try:
+            if not isinstance(outcome, Committed):
+                raise outcome
+            self.acknowledge(outcome)
+        finally:
+            self.state.end_lagging(committed=isinstance(outcome, Committed))
 
     def _send(self, sync_round: SyncRound, attempt: Attempt) -> Committed:
         """Build part by part, and have them posted."""
@@ -157,8 +130,10 @@ class Session:
             queue.abandon()
             if attempt.full:  # the digest of what is held was not computed
                 state.plan_is_current = False
-            refused = isinstance(error, SyncError) and error.is_refusal
-            state.end_posting(None if refused or not queue.posting_last else sync_round.sync_ids())
+            if not queue.posting_last or (isinstance(error, SyncError) and error.is_refusal):
+                state.posted = None
+            elif state.posted is not None:  # the delta log may lead there too, by values
+                state.posted = replace(state.posted, sync_ids=sync_round.sync_ids())
             raise
         report = SyncReport(
             **parts,
@@ -171,12 +146,8 @@ class Session:
         if attempt.policy.encoding == AUTO and report.picked:
             choices = ", ".join(f"{how}: {count}" for how, count in sorted(report.picked.items()))
             rate = destination.speed.bytes_per_s / 1e6
-            logger.info(
-                "version %d: link speed %.0f MB/s, params sent as %s",
-                attempt.version,
-                rate,
-                choices,
-            )
+            message = "version %d: link speed %.0f MB/s, params sent as %s"
+            logger.info(message, attempt.version, rate, choices)
         return Committed(report, digest, attempt.next_policy)
 
     def _post(
@@ -186,7 +157,6 @@ class Session:
         builder = PartBuilder(
             sync_round,
             attempt,
-            self._snapshot,
             self.state,
             bucket_bytes=self._options["bucket_bytes"],
             speed=self.destination.speed,
@@ -197,5 +167,5 @@ class Session:
                 self.state.posted = PostedSync(
                     attempt.version, sync_round.sync_ids(), builder.digest, self.state.is_proven
                 )
-            queue.put(part.body, attempt.version, part.number, part.last)
+            queue.put(part)
         return builder.report(), builder.digest

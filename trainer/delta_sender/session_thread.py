@@ -13,30 +13,19 @@ from delta_sender.sync_round import SyncRound
 
 
 class SessionThread:
-    """A thread in which a session sends one round.
+    """A thread in which a session sends one round, to be started by the caller.
 
-    Args:
-        session: The session.
-        sync_round: The round.
-        ended: Notified when it has ended.
-        is_log: The session is the delta log's; engines wait for it.
-
-    Attributes:
-        session, is_log: As given.
-        thread: To be started by the caller.
-        outcome: How it ended; None until then.
-        content: The hex digest of what the round leads to, if that is remembered.
+    It notifies `ended` at its end. If it is the delta log's, engines wait for it.
     """
 
     def __init__(
         self, session: Session, sync_round: SyncRound, ended: Condition, *, is_log: bool
     ) -> None:
-        self.session = session
-        session.state.begin_sync()
-        self.outcome: Committed | BaseException | None = None
-        self.content = ""
+        self.session, self.is_log = session, is_log
+        session.state.posted = None
+        self.outcome: Committed | BaseException | None = None  # None until it has ended
+        self.content = ""  # hex digest of what the round leads to, if that is remembered
         self.thread = Thread(target=self._run, name="delta-sync", daemon=True)
-        self.is_log = is_log
         self._round, self._ended = sync_round, ended
 
     @property
@@ -58,19 +47,18 @@ class SessionThread:
         except BaseException as error:
             outcome = error
             if self.is_log:
-                self._round.fail(_not_logged(error))
+                # The error of the engines' sessions, which do not get the version either.
+                not_logged = SyncError(f"not sent, as writing the delta log failed: {error}")
+                self._round.fail(error if isinstance(error, SyncError) else not_logged)
         with self._ended:
             self.outcome = outcome
             self._ended.notify_all()
 
 
 def wait_for(threads: Sequence[SessionThread], ended: Condition, lag_limit: float | None) -> None:
-    """Wait until every thread has ended, or the lag limit after the first commit is over.
+    """Wait until every thread has ended, or `lag_limit` seconds (None: no limit) after a commit.
 
-    Args:
-        threads: The threads of one round. The delta log's is waited for in any case.
-        ended: Notified when one has ended.
-        lag_limit: In seconds; None waits for every thread.
+    The delta log's thread is waited for in any case.
     """
     deadline: float | None = None
     with ended:
@@ -87,13 +75,9 @@ def wait_for(threads: Sequence[SessionThread], ended: Condition, lag_limit: floa
 def acknowledge_all(
     threads: Mapping[str, SessionThread],
 ) -> tuple[dict[str, SyncReport], dict[str, SyncError], list[BaseException]]:
-    """Move the sessions on whose engines have committed.
+    """Move the sessions on whose engines have committed, given threads that have ended, by url.
 
-    Args:
-        threads: Threads that have ended, by url.
-
-    Returns:
-        The reports by url, the failures by url, and errors that are not a `SyncError`.
+    Return the reports by url, the failures by url, and errors that are not a `SyncError`.
     """
     reports: dict[str, SyncReport] = {}
     failures: dict[str, SyncError] = {}
@@ -112,12 +96,7 @@ def acknowledge_all(
 
 
 def latest_sync(sync_round: SyncRound, threads: Iterable[SessionThread]) -> PostedSync:
-    """Return the sync that leads to the snapshot once it has advanced.
-
-    Args:
-        sync_round: A round that some engine has committed.
-        threads: Its threads that have ended.
-    """
+    """Return the sync, of ended threads, that leads to the snapshot once it has advanced."""
     committed = [
         (thread.outcome.digest, thread.session.state.is_proven)
         for thread in threads
@@ -128,10 +107,3 @@ def latest_sync(sync_round: SyncRound, threads: Iterable[SessionThread]) -> Post
     digest = digests.pop() if len(digests) == 1 else None
     is_complete = all(proven for _, proven in committed)
     return PostedSync(sync_round.version, sync_round.sync_ids(), digest, is_complete)
-
-
-def _not_logged(error: BaseException) -> BaseException:
-    """Return the error of the engines' sessions after the delta log did not get a version."""
-    if isinstance(error, SyncError):
-        return error
-    return SyncError(f"not sent, as writing the delta log failed: {error}")

@@ -9,63 +9,26 @@ import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from dataclasses import replace
+from typing import Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from delta_sender.diff_device import DeviceSide, is_on_device
-from delta_sender.diff_host import Difference, begin_compare, compare
+from delta_sender.diff_host import Change, Difference, begin_compare, compare
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
 from engine_ext.kernels import gather_scatter
 from engine_ext.kernels.triton import runs_kernels
 from engine_ext.wire import PACKED_ENCODINGS, Digest, ParamDelta, position_bytes, tensor_digest
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
-Bits = NDArray[Any]  # unsigned ints [n]
+Changes = dict[str, Change]  # by name in the snapshot
+Keep = Callable[[Change], Change]
 
 # Most bytes of tensors that are being compared while an earlier one is waited for.
 _AHEAD: Final = 128 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """How a tensor differs from what it is compared with; private copies.
-
-    Attributes:
-        dtype, shape: As in the checkpoint.
-        indices: Flat indices, ascending, int32 or int64 [nnz]; None: dense.
-        old, new: Bit patterns [nnz], or [numel] if dense; a dense `old` may be the snapshot's own
-            memory.
-        nnz: Elements that differ.
-        digest: What the change adds to a digest, under the name in the snapshot; None if not asked
-            for.
-        stream: The gap stream of the indices; None if it was not made.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    indices: NDArray[Any] | None
-    old: Bits
-    new: Bits
-    nnz: int
-    digest: Digest | None
-    stream: NDArray[np.uint8] | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its new values and their indices."""
-        return self.new.nbytes + (0 if self.indices is None else self.indices.nbytes)
-
-    def delta(self, name: str) -> ParamDelta:
-        """Return the new values, to be sent under a name."""
-        return ParamDelta(name, self.dtype, self.shape, self.indices, self.new, stream=self.stream)
-
-
-Changes = dict[str, Change]  # by name in the snapshot
 
 
 class Snapshot:
@@ -77,9 +40,6 @@ class Snapshot:
         encoding: One of `engine_ext.wire.positions.ENCODINGS`; a change that would take more bytes
             with its indices, before compression, than the whole tensor is kept dense.
         snapshot_on: One of `diff_device.SNAPSHOT_ON`.
-
-    Attributes:
-        tied: Keys of tied tensors, by their further names.
     """
 
     def __init__(self, base: NamedTensors, encoding: str, snapshot_on: str = "auto") -> None:
@@ -87,7 +47,7 @@ class Snapshot:
         self._devices = DeviceSide(snapshot_on)
         self._dense: dict[str, ParamDelta] = {}
         self._threads = os.cpu_count() or 1
-        self.tied: dict[str, str] = {}
+        self.tied: dict[str, str] = {}  # keys by the further names of tied tensors
         for name, tensor, first in _with_ties(base):
             if is_on_device(tensor):
                 runs_kernels(tensor.device)  # compiles them now, not in the first sync
@@ -115,17 +75,12 @@ class Snapshot:
         return self.tied.get(name, name)
 
     def read(
-        self,
-        tensors: NamedTensors,
-        *,
-        digests: bool = True,
-        keep: Callable[[Change], Change] | None = None,
+        self, tensors: NamedTensors, *, digests: bool = True, keep: Keep = lambda change: change
     ) -> Iterator[tuple[str, Change | None]]:
         """Compare tensors with the snapshot, in threads, some tensors ahead.
 
         Args:
             tensors: Iterated in the caller's thread. They must not change until the end.
-            digests: Whether the changes are digested.
             keep: Puts a change somewhere else, see `Spill.keep`.
 
         Yields:
@@ -140,16 +95,12 @@ class Snapshot:
             self._refuse_missing(set(given))
         pool = ThreadPoolExecutor(self._threads, thread_name_prefix="delta-compare")
         try:
-            yield from self._read(tensors, pool, digests, keep or (lambda change: change))
+            yield from self._read(tensors, pool, digests, keep)
         finally:
             pool.shutdown(cancel_futures=True)
 
     def _read(
-        self,
-        tensors: NamedTensors,
-        pool: Executor,
-        digests: bool,
-        keep: Callable[[Change], Change],
+        self, tensors: NamedTensors, pool: Executor, digests: bool, keep: Keep
     ) -> Iterator[tuple[str, Change | None]]:
         changes: dict[str, Change | None] = {}
         begun: deque[tuple[str, int, Callable[[], Difference]]] = deque()
@@ -238,10 +189,8 @@ class Snapshot:
 
     def digest(self) -> Digest:
         """Return the digest of every tensor, under its key."""
-        digests = (
-            tensor_digest(name, dense.values, threads=self._threads)
-            for name, dense in self._dense.items()
-        )
+        threads, dense = self._threads, self._dense.items()
+        digests = (tensor_digest(name, one.values, threads=threads) for name, one in dense)
         return sum(digests, start=Digest.ZERO)
 
     def advance(self, changes: Changes) -> None:

@@ -9,11 +9,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from delta_sender.snapshot import Change
-
-_Array = NDArray[Any]
+from delta_sender.diff_host import Bits, Change
 
 _WINDOW: Final = 64 << 20  # bytes of a file; many small changes share one
 
@@ -21,17 +18,13 @@ _WINDOW: Final = 64 << 20  # bytes of a file; many small changes share one
 class Spill:
     """The changes of one sync; their memory and files are freed with them.
 
-    Args:
-        limit: Most bytes of them that stay in memory. Beyond that, all but what the snapshot holds
-            is written to an unnamed temporary file below ``TMPDIR`` and mapped from there; unless
-            that is a tmpfs, the system may drop it from memory when memory is short.
-
-    Attributes:
-        spilled: Bytes that were written.
+    At most `limit` bytes of them stay in memory. Beyond that, all but what the snapshot holds is
+    written to an unnamed temporary file below ``TMPDIR`` and mapped from there; unless that is a
+    tmpfs, the system may drop it from memory when memory is short.
     """
 
     def __init__(self, limit: int) -> None:
-        self.spilled = 0
+        self.spilled = 0  # bytes that were written
         self._left = limit
         self._window: Any = b""
         self._at = 0
@@ -54,7 +47,7 @@ class Spill:
         mapped: dict[str, Any] = dict(zip(own, self._mapped([*own.values()]), strict=True))
         return replace(change, **mapped)
 
-    def _mapped(self, arrays: list[_Array]) -> list[_Array]:
+    def _mapped(self, arrays: list[Bits]) -> list[Bits]:
         """Return the same arrays in a file, which is freed with the last change in it."""
         size = sum(_rounded(array.nbytes) for array in arrays)
         if self._at + size > len(self._window):

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import msgspec
 
+from delta_sender.snapshot import Snapshot
+from delta_sender.sync_round import SyncRound
 from engine_ext.durable_files import FileLock, sync_folder, write_file
+from engine_ext.wire import Digest
 
 
 class Known(msgspec.Struct, frozen=True):
@@ -20,31 +23,18 @@ class Known(msgspec.Struct, frozen=True):
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of the engines.
+    """What is known of the engines."""
 
-    Attributes:
-        engines: What each acknowledged last, by url.
-        in_flight: What was about to be committed when this was written, or may have been; None if
-            nothing was.
-        highest: The highest version that was ever sent.
-    """
-
-    engines: dict[str, Known] = {}
-    in_flight: Known | None = None
-    highest: int = 0
+    engines: dict[str, Known] = {}  # what each acknowledged last, by url
+    in_flight: Known | None = None  # about to be committed when this was written, or may have been
+    highest: int = 0  # the highest version that was ever sent
 
     def version_of(self, url: str | None, digest: str, otherwise: int) -> tuple[int, bool]:
-        """Return the version of an engine that holds given weights.
+        """Return the version of an engine (None: not recorded) whose weights have a digest.
 
-        Args:
-            url: Of the engine; None for a destination that is not recorded.
-            digest: Of every tensor.
-            otherwise: The version of weights that are not known here.
-
-        Returns:
-            The version that has the digest, and whether an engine at this version may hold
-            something else: engines are known, but nothing known has the digest; or something else
-            has the same number. An engine at another version answers with a conflict.
+        It is `otherwise` if they are not known here. Also return whether an engine at it may hold
+        something else: engines are known, but nothing known has the digest; or something else has
+        the same number. An engine at another version answers with a conflict.
         """
         own = self.engines.get(url) if url is not None else None
         if own is not None and own.digest == digest:
@@ -59,13 +49,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StateFile:
-    """The file.
-
-    Args:
-        path: Where it is, or will be.
-
-    Attributes:
-        state: Its content.
+    """The file; `state` is its content.
 
     Raises:
         ValueError: It exists, and is not a sender's state.
@@ -91,8 +75,6 @@ class StateFile:
 
         Raises:
             BlockingIOError: Another sender has locked it.
-            OSError: Its folder cannot be written.
-            ValueError: See `StateFile`.
         """
         beside = path.with_name(f".{path.name}.lock")
         conflict = f"another sender uses the state {path}"
@@ -111,20 +93,13 @@ class StateFile:
     def begin(self, version: int, digest: str) -> None:
         """Write what is about to be committed; it is on disk when this returns."""
         self._has_begun = True
-        self._write(
-            State(
-                engines=self.state.engines,
-                in_flight=Known(version, digest),
-                highest=max(self.state.highest, version),
-            )
-        )
+        highest, in_flight = max(self.state.highest, version), Known(version, digest)
+        self._write(State(engines=self.state.engines, in_flight=in_flight, highest=highest))
 
     def end(self, engines: Mapping[str, Known], *, is_unknown: bool) -> None:
-        """Write what the engines have acknowledged.
+        """Write what the engines have acknowledged, by url.
 
-        Args:
-            engines: What each of them has, by url.
-            is_unknown: Another engine may have committed what was in flight.
+        If `is_unknown`, another engine may have committed what was in flight.
         """
         known = {**self.state.engines, **engines}
         highest = max([self.state.highest, *(each.version for each in engines.values())])
@@ -138,3 +113,35 @@ class StateFile:
         os.replace(partial, self._path)
         sync_folder(self._path.parent)
         self.state = state
+
+
+class StateTracker:
+    """Keep a sender's state file up to date; without a file, do nothing."""
+
+    def __init__(self, file: StateFile | None, snapshot: Snapshot) -> None:
+        self.file, self._snapshot = file, snapshot
+        # What each engine has acknowledged, by url; `write` writes it.
+        self.known = {} if file is None else dict(file.state.engines)
+        self.recompute_digest()
+
+    def recompute_digest(self) -> None:
+        """Compute the digest of every tensor of the snapshot."""
+        self.digest = Digest.ZERO if self.file is None else self._snapshot.digest()
+
+    def begin(self, sync_round: SyncRound) -> None:
+        """Write what is about to be committed, and let the engines commit."""
+        if self.file is not None:
+            self.file.begin(sync_round.version, self.digest_after(sync_round).hex())
+            sync_round.note_written()
+
+    def digest_after(self, sync_round: SyncRound) -> Digest:
+        """Return the digest of the snapshot once it has advanced; zero without a file."""
+        if self.file is None:
+            return Digest.ZERO
+        changes = (change.digest or Digest.ZERO for change in sync_round.changes.values())
+        return sum(changes, start=self.digest)
+
+    def write(self, *, is_unknown: bool) -> None:
+        """Write what the engines have acknowledged; see `StateFile.end`."""
+        if self.file is not None:
+            self.file.end(self.known, is_unknown=is_unknown)

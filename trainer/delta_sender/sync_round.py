@@ -9,28 +9,22 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from delta_sender.diff_host import Change
 from delta_sender.encoding_policy import EncodingPolicy
 from delta_sender.results import SyncError
-from delta_sender.snapshot import Change, Changes
+from delta_sender.snapshot import Changes
 
 _KEPT_BODIES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One way of sending a round to a destination.
-
-    Attributes:
-        version: The version of the parts.
-        full: Every tensor is sent dense.
-        policy: How params travel.
-        next_policy: How they travel in later rounds if this attempt commits.
-    """
+    """One way of sending a round to a destination."""
 
     version: int
-    full: bool
+    full: bool  # every tensor is sent dense
     policy: EncodingPolicy
-    next_policy: EncodingPolicy
+    next_policy: EncodingPolicy  # of later rounds if this attempt commits
 
     @property
     def key(self) -> str:
@@ -43,22 +37,17 @@ class SyncRound:
 
     Args:
         version: The version that every engine is to reach.
-        full: Send every tensor dense.
         destinations: How many share the round.
         started: When it began, by `time.perf_counter`.
         writers: How many must have it on disk before an engine commits it; see `note_written`.
-
-    Attributes:
-        changes: From the snapshot to what every engine is to hold; complete once all is read.
-        is_hurried: Senders must be done with reading soon; see `release`.
     """
 
     def __init__(
         self, version: int, *, full: bool, destinations: int, started: float, writers: int = 0
     ) -> None:
         self.version, self.full, self.started = version, full, started
-        self.changes: Changes = {}
-        self.is_hurried = False
+        self.changes: Changes = {}  # of the snapshot; complete once all is read
+        self.is_hurried = False  # senders must be done with reading soon; see `release`
         self._tensors: list[tuple[str, Change | None]] = []
         self._is_complete = self._is_released = False
         self._writers, self._readers = writers, 0

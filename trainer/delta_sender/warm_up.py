@@ -7,7 +7,7 @@ numba's cache.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -23,16 +23,9 @@ _INDICES: Final = {"near": [1, 2], "far": [1, _NUMEL - 1]}
 
 
 def warm_up(dtypes: Iterable[str], encoding: str) -> None:
-    """Do all that a sync computes on this side, with a few elements.
-
-    Args:
-        dtypes: The model's dtypes, by their manifest names.
-        encoding: One of `encoding_policy.CHOICES`.
-    """
-    encodings = {
-        AUTO: ("deltas", "gap8_exp", DIFFERENCES),
-        DIFFERENCES: ("gap8_exp", DIFFERENCES),
-    }.get(encoding, (encoding,))
+    """Do all that a sync computes on this side, with a few elements of dtypes (manifest names)."""
+    ways = {AUTO: ("deltas", "gap8_exp", DIFFERENCES), DIFFERENCES: ("gap8_exp", DIFFERENCES)}
+    encodings = ways.get(encoding, (encoding,))
     for dtype in sorted(set(dtypes)):
         snapshot = np.zeros(2, bits_dtype(dtype))
         found = compare(snapshot, snapshot + snapshot.dtype.type(1), "weight", streams=True)
@@ -40,12 +33,10 @@ def warm_up(dtypes: Iterable[str], encoding: str) -> None:
         tensor_digest("weight", snapshot)
         for name in encodings:
             differences = name == DIFFERENCES
+            params: list[Any] = [(n, (_NUMEL,), np.array(at), None) for n, at in _INDICES.items()]
+            params.append(("found", (2,), found.indices, found.stream))
             deltas = [
-                ParamDelta(param, dtype, (_NUMEL,), np.array(at), found.new, differences)
-                for param, at in _INDICES.items()
+                ParamDelta(param, dtype, shape, at, found.new, differences, stream=stream)
+                for param, shape, at, stream in params
             ]
-            at, stream = found.indices, found.stream
-            deltas.append(
-                ParamDelta("found", dtype, (2,), at, found.new, differences, stream=stream)
-            )
             encode_part(deltas, encoding=name, current_version=0, digest_part="0" * 32)
