@@ -147,10 +147,7 @@ def _bits_tensor(values: np.ndarray, bits: torch.dtype) -> torch.Tensor:
 
 @torch.no_grad()
 def apply_masked(
-    load_weights: LoadWeights,
-    index: StorageIndex,
-    deltas: Sequence[ParamDelta],
-    chunk_bytes: int,
+    load_weights: LoadWeights, index: StorageIndex, deltas: Sequence[ParamDelta], chunk_bytes: int
 ) -> None:
     """Write the deltas into the live model.
 

@@ -73,8 +73,7 @@ class Transaction:
             undo_failures = self._vote(lambda: self._applier.undo(staged))
             if not undo_failures:
                 raise WriteUndone(
-                    f"the write failed, and every rank was restored: {failures[0]}",
-                    failed=failures,
+                    f"the write failed, and every rank was restored: {failures[0]}", failed=failures
                 )
             raise CommitFailed(
                 f"the write failed and could not be undone, the weights are mixed: {failures[0]}; "

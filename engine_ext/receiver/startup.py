@@ -135,12 +135,7 @@ def _trace(loaded: LoadedModel, specs: Sequence[TensorSpec]) -> Traced:
     index = StorageIndex(loaded.model)
     others: list[Segment] = []
     placement = trace_placement(
-        loaded.model,
-        loaded.load_weights,
-        specs,
-        index,
-        others,
-        refuse_while=loaded.refuse_while,
+        loaded.model, loaded.load_weights, specs, index, others, refuse_while=loaded.refuse_while
     )
     compose(placement, loaded.repacks, loaded.refusals)
     derived = find_derived(loaded.model, placement, loaded.constants)
