@@ -21,8 +21,6 @@ def check_param(
     """Check that a param is a tensor of the checkpoint that can be updated exactly.
 
     Args:
-        delta: the decoded param.
-        plan: this rank's plan.
         refusal: returns why the apply mode cannot write a delta of a certified tensor, or None;
             its last argument is whether the digest covers the tensor.
 
@@ -44,10 +42,8 @@ def check_param(
             f"{list(delta.shape)} in the delta",
             tensor=name,
         )
-    if placed.status is Status.UNCERTIFIED:
-        reason: str | None = placed.reason
-    else:
-        reason = refusal(delta, placed, name in plan.digested)
+    uncertified = placed.status is Status.UNCERTIFIED
+    reason = placed.reason if uncertified else refusal(delta, placed, name in plan.digested)
     if reason:
         raise NotUpdatable(
             f"{name}: this engine cannot update it exactly: {reason}", tensor=name, reason=reason
@@ -65,23 +61,16 @@ def check_no_overlap(staged: Sequence[StagedPart]) -> None:
         for param in part.params:
             by_name[param.delta.name].append(param.delta)
     for name, deltas in by_name.items():
-        if len(deltas) > 1 and _overlap(deltas):
+        if len(deltas) == 1:
+            continue
+        sparse = [delta.indices for delta in deltas if delta.indices is not None]
+        dense = len(sparse) < len(deltas)
+        if dense or len(np.unique(np.concatenate(sparse))) < sum(map(len, sparse)):
             raise NotUpdatable(f"{name}: two parts send the same elements", tensor=name)
 
 
-def _overlap(deltas: Sequence[ParamDelta]) -> bool:
-    if any(delta.indices is None for delta in deltas):
-        return True
-    indices = np.concatenate([d.indices for d in deltas if d.indices is not None])
-    return len(np.unique(indices)) != len(indices)
-
-
 def check_covers(staged: Sequence[StagedPart], held: AbstractSet[str]) -> None:
-    """Check that a full sync sends every element of every tensor.
-
-    Args:
-        staged: the parts of the sync.
-        held: the tensors that some rank of the engine holds.
+    """Check that a full sync sends every element of every tensor in `held`, those on some rank.
 
     Raises:
         NotUpdatable: names the tensors that are sparse or missing.

@@ -12,11 +12,7 @@ _Result = TypeVar("_Result")
 
 
 class ThreadPool:
-    """Runs a function on many items, in the calling thread and in threads of its own.
-
-    Args:
-        threads: how many items of one call are worked on at once.
-    """
+    """Runs a function on up to `threads` items at once, in the calling thread and in others."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads

@@ -50,6 +50,11 @@ def summary(placement: Placement) -> dict[str, int]:
     return dict(Counter(placed.status.value for placed in placement.values()))
 
 
+def uncertified(placement: Placement) -> dict[str, str]:
+    """Return why tensors cannot be updated exactly, by name."""
+    return {n: p.reason for n, p in placement.items() if p.status is Status.UNCERTIFIED}
+
+
 def _judge(placed: Placed, tensor: torch.Tensor, moves_known: bool) -> None:
     if tuple(tensor.shape) != placed.spec.shape or tensor.dtype != placed.spec.dtype:
         placed.refuse("the checkpoint changed while the engine was starting")
