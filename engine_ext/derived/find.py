@@ -26,7 +26,6 @@ class Derived:
     Attributes:
         module: path of the module that it is attached to.
         attribute: its path on that module, as ``name``, ``name[0]`` or ``name.field``.
-        shape, dtype: the tensor's.
         weights: the live tensors that it may have been computed from, by their names in the
             storage index: those of its module, or of the nearest parent that has any.
     """
@@ -60,11 +59,8 @@ def find_derived(
         that take no tensor, such as ``k_scale_float`` of ``k_scale``.
     """
     index = StorageIndex(model)
-    covered = {
-        (segment.live.start, segment.live.end)
-        for placed in placement.values()
-        for segment in placed.segments
-    }
+    segments = (segment for placed in placement.values() for segment in placed.segments)
+    covered = {(segment.live.start, segment.live.end) for segment in segments}
     found = []
     for path, module, attribute, tensor in reachable_tensors(model):
         # Any entry counts: a registered view of a weight has an entry of its own.

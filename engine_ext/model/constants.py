@@ -18,8 +18,8 @@ from typing import Any, Final
 
 import torch
 
-from engine_ext.model.fingerprint import hash_tensor
 from engine_ext.model.module_walk import reachable_tensors
+from engine_ext.model.state_guard import hash_tensor
 
 Known = Callable[[str, torch.Tensor], bool]
 """Whether a tensor, given with its path in the model, is known not to be computed from weights."""
@@ -35,15 +35,9 @@ def is_constant(path: str, tensor: torch.Tensor) -> bool:
     """Return whether a tensor is of a kind that engines do not compute from weights.
 
     These are empty tensors, rotary tables, key-value caches, one-dimensional integer tables, and
-    single elements that are 0 or 1.
-
-    Args:
-        path: the tensor's path in the model.
-        tensor: any shape and dtype; read only if it has a single element.
+    single elements that are 0 or 1. The `path` is that in the model.
     """
-    if tensor.numel() == 0 or tensor.is_meta:
-        return True
-    if _ROTARY.search(path) or is_cache(path):
+    if tensor.numel() == 0 or tensor.is_meta or _ROTARY.search(path) or is_cache(path):
         return True
     if tensor.dim() <= 1 and tensor.dtype in _TABLES:
         return True
@@ -56,27 +50,20 @@ def is_cache(path: str) -> bool:
 
 
 class Constants:
-    """Fingerprints of the tensors on a model whose weights are not loaded yet.
-
-    Args:
-        model: constructed, but not loaded. Nothing is copied.
-    """
+    """Fingerprints of the tensors on a model whose weights are not loaded yet."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._fingerprints = {
             f"{path}.{attribute}".lstrip("."): hash_tensor(tensor)
             for path, _, attribute, tensor in reachable_tensors(model)
-            if not tensor.is_meta and not _is_weight(tensor)
+            if not tensor.is_meta
+            and not (isinstance(tensor, torch.nn.Parameter) and tensor.numel() > _LARGE)
         }
 
     def __call__(self, path: str, tensor: torch.Tensor) -> bool:
         """Return whether the tensor was there before the weights were, with the same bits."""
         before = self._fingerprints.get(path)
         return before is not None and before == hash_tensor(tensor)
-
-
-def _is_weight(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, torch.nn.Parameter) and tensor.numel() > _LARGE
 
 
 class ConstantsWatch:
