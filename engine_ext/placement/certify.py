@@ -84,11 +84,9 @@ def _all_equal(source: torch.Tensor) -> bool:
 
 
 def holds(segment: Segment, source: torch.Tensor) -> bool:
-    """Return whether the live box holds exactly the bits of the checkpoint tensor's box.
+    """Return whether the live box holds exactly the bits of the box of `source`.
 
-    Args:
-        segment: a box of the tensor.
-        source: the contiguous checkpoint tensor, on any device.
+    `source` is the contiguous checkpoint tensor, on any device.
     """
     live = gather_live(segment)
     expected = segment.source_view(source).to(device=live.device, dtype=live.dtype)

@@ -31,11 +31,11 @@ from engine_ext.model import Known, StorageIndex, is_constant
 from engine_ext.placement import (
     Repack,
     Segment,
-    Status,
     TensorSpec,
     certify_placement,
     make_plan,
     summary,
+    uncertified,
 )
 from engine_ext.ranks import Ranks
 from engine_ext.receiver.receiver import Receiver
@@ -84,9 +84,7 @@ class LoadedModel:
 def make_receiver(loaded: LoadedModel, settings: Settings) -> Receiver:
     """Trace and certify a model and make its receiver. All ranks must call it.
 
-    Args:
-        loaded: the model; no KV cache needs to be allocated yet.
-        settings: the user's flags.
+    No KV cache needs to be allocated yet.
 
     Raises:
         RuntimeError: nothing can be certified. The engine must not start.
@@ -95,11 +93,9 @@ def make_receiver(loaded: LoadedModel, settings: Settings) -> Receiver:
     if loaded.checkpoint is None:
         initial = _initial_sync_applier(loaded)
         receiver = _receiver(loaded, settings, initial)
-
-        def on_initial_sync(traced: Traced) -> None:
-            receiver.adopt(_delta_applier(loaded, settings, traced))
-
-        initial.on_initial_sync = on_initial_sync
+        initial.on_initial_sync = lambda traced: receiver.adopt(
+            _delta_applier(loaded, settings, traced)
+        )
         return receiver
     start = time.perf_counter()
     specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in loaded.checkpoint()]
@@ -128,10 +124,7 @@ def _receiver(loaded: LoadedModel, settings: Settings, applier: Applier) -> Rece
 
 
 def _trace(loaded: LoadedModel, specs: Sequence[TensorSpec]) -> Traced:
-    """Trace the tensors of a checkpoint, follow repacks, and prove what can be recomputed.
-
-    The placement is not certified yet.
-    """
+    """Trace the tensors of a checkpoint, follow repacks, and prove what can be recomputed."""
     index = StorageIndex(loaded.model)
     others: list[Segment] = []
     placement = trace_placement(
@@ -146,12 +139,7 @@ def _trace(loaded: LoadedModel, specs: Sequence[TensorSpec]) -> Traced:
 
 
 def _initial_sync_applier(loaded: LoadedModel) -> InitialSyncApplier:
-    """Make the applier of a model without a checkpoint.
-
-    Raises:
-        RuntimeError: the engine repacks weights after loading them, which its reload path is not
-            known to repeat.
-    """
+    """Make the applier of a model without a checkpoint; refuse a model with repacks."""
     moved = sorted({*loaded.repacks, *loaded.refusals})
     if moved:
         raise RuntimeError(
@@ -164,11 +152,7 @@ def _initial_sync_applier(loaded: LoadedModel) -> InitialSyncApplier:
 
 
 def _delta_applier(loaded: LoadedModel, settings: Settings, traced: Traced) -> DeltaApplier:
-    """Make the applier of a certified placement. All ranks must call it.
-
-    Raises:
-        RuntimeError: no tensor is certified.
-    """
+    """Make the applier of a certified placement. All ranks must call it."""
     plan = make_plan(traced.placement, loaded.ranks)
     _log_summary(traced)
     if not plan.targets:
@@ -200,6 +184,5 @@ def _log_summary(traced: Traced) -> None:
     paths = [path for one in traced.recomputed for path in one.paths]
     if paths:
         logger.info("delta updates: the engine's own function recomputes %s", ", ".join(paths))
-    for name, placed in placement.items():
-        if placed.status is Status.UNCERTIFIED:
-            logger.warning("delta updates will refuse %s: %s", name, placed.reason)
+    for name, reason in uncertified(placement).items():
+        logger.warning("delta updates will refuse %s: %s", name, reason)

@@ -98,9 +98,7 @@ class RepackLearner:
 
     def _infer_model(self, model: torch.nn.Module, processings: Iterable[Processing]) -> None:
         start = time.perf_counter()
-        names: dict[int, str] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), name)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
         for processing in processings:
             self._infer_module(processing, names)
         self.seconds = time.perf_counter() - start
@@ -113,19 +111,12 @@ class RepackLearner:
             signature = _signature(processing, parameters)
             if signature not in self._known:
                 self._known[signature] = _infer(processing, parameters)
-            self._add(self._known[signature], parameters, names)
+            inferred = self._known[signature]
         except LearningError:
             raise
         except Exception as error:
             reason = f"probing its post-load processing failed: {type(error).__name__}: {error}"
-            self._add(InferredRepacks({}, dict.fromkeys(parameters, reason)), parameters, names)
-
-    def _add(
-        self,
-        inferred: InferredRepacks,
-        parameters: dict[str, torch.nn.Parameter],
-        names: dict[int, str],
-    ) -> None:
+            inferred = InferredRepacks({}, dict.fromkeys(parameters, reason))
         for name, parameter in parameters.items():
             live = names[id(parameter)]
             if name in inferred.refusals:
@@ -142,9 +133,6 @@ def _infer(processing: Processing, parameters: dict[str, torch.nn.Parameter]) ->
     If the engine may recompute what the processing attaches to the module, no parameter is refused
     for tensors that `find_derived` will find on the loaded model: they are then either proven to
     be recomputed, or a reason to refuse.
-
-    Raises:
-        LearningError: the live module has changed.
     """
     module = processing.module
     copies: list[ModuleCopy] = []

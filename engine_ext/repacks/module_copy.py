@@ -31,14 +31,8 @@ class ModuleCopy:
 
     The module and its submodules are copied, the objects on them that take part in post-load
     processing (quant methods, schemes, attention backends), and plain containers. Tensors are
-    cloned; everything else is shared.
-
-    Args:
-        module: the live module.
-        probes: replacements for its parameters, by the `id` of the parameter.
-
-    Attributes:
-        root: the copied module.
+    cloned; everything else is shared. `probes` replace parameters, given by `id`; `root` is the
+    copied module.
     """
 
     def __init__(self, module: torch.nn.Module, probes: dict[int, torch.Tensor]) -> None:
@@ -74,9 +68,9 @@ class ModuleCopy:
             copy.extend(self._copied(path, item) for item in value)
         elif type(value) is set:
             copy = set(value)
-        elif callable(getattr(type(value), PROCESSING, None)) and not isinstance(
-            value, torch.nn.Module
-        ):
+        elif isinstance(value, torch.nn.Module):
+            pass
+        elif callable(getattr(type(value), PROCESSING, None)):
             copy = self._begin(path, value)
             self._fill(path, value, copy)
         return copy

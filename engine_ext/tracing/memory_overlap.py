@@ -68,16 +68,15 @@ def refuse_shared_memory(placement: Placement, writes: Sequence[Write]) -> None:
     ranges = [ByteRange.of(s, name, n) for n, write in enumerate(writes) for name, s in write]
     for one, other in overlaps(ranges):
         for range_, by in ((one, other), (other, one)):
+            live = range_.segment.live.name
             if range_.name is None:
                 continue
             if by.name is None:
-                reason = (
-                    f"the loader also writes other values over it, in {range_.segment.live.name}"
-                )
+                reason = f"the loader also writes other values over it, in {live}"
             elif by.name == range_.name:
-                reason = f"the loader writes parts of it over others, in {range_.segment.live.name}"
+                reason = f"the loader writes parts of it over others, in {live}"
             else:
-                reason = f"shares the memory of {range_.segment.live.name} with {by.name}"
+                reason = f"shares the memory of {live} with {by.name}"
             placement[range_.name].refuse(reason)
 
 

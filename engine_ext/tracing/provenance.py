@@ -147,11 +147,7 @@ class ProvenanceTracker:
         return Provenance(storage)
 
     def element_ids(self, tensor: torch.Tensor, provenance: Provenance) -> ElementIds:
-        """Return which elements of the provenance's sources a tensor holds.
-
-        Args:
-            tensor: a view of a tracked storage, any shape.
-            provenance: see `provenance`; of that storage.
+        """Return which elements of its storage's sources a tensor holds.
 
         Raises:
             UntraceableError: the ids would take too much memory.

@@ -36,6 +36,10 @@ _COPY: Final = torch.ops.aten.copy_.default
 _Piece = tuple[int | None, Segment]
 
 
+class _ThreadState(threading.local):
+    in_python_copy = False
+
+
 class Recorder:
     """Records writes to live memory.
 
@@ -45,6 +49,8 @@ class Recorder:
 
     Attributes:
         writes: all writes to live memory, whatever was written.
+        lock: held while an operator runs.
+        thread: whether the thread that asks is in a call of ``Tensor.copy_``.
     """
 
     def __init__(self, index: StorageIndex, placement: Placement) -> None:
@@ -52,8 +58,8 @@ class Recorder:
         self._index = index
         self._placement = placement
         self._tracker = ProvenanceTracker()
-        self._lock = threading.RLock()
-        self._python_copies = threading.local()
+        self.lock = threading.RLock()
+        self.thread = _ThreadState()
         self._pieces_by_signature: dict[Hashable, list[_Piece]] = {}
         # (live tensor, other live tensor that its elements are written to)
         self._read_back: list[tuple[str, str]] = []
@@ -63,20 +69,6 @@ class Recorder:
         tensor = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
         self._tracker.add_source(tensor, spec.name)
         return tensor
-
-    @property
-    def python_copy(self) -> bool:
-        """Whether this thread is in a call of ``Tensor.copy_``."""
-        return getattr(self._python_copies, "now", False)
-
-    @python_copy.setter
-    def python_copy(self, now: bool) -> None:
-        self._python_copies.now = now
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator of the loader and record it; writes to live memory are suppressed."""
-        with self._lock:
-            return self._run(func, args, kwargs)
 
     def refuse_kept(self, tensors: Iterable[torch.Tensor], path: str) -> None:
         """Refuse the checkpoint tensors whose elements the loader keeps in tensors at `path`."""
@@ -103,7 +95,8 @@ class Recorder:
                 if any(segment.live.name == source for segment in placed.segments):
                     placed.refuse(f"the loader reads it back from {source} into {destination}")
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator of the loader and record it; writes to live memory are suppressed."""
         arguments = _named(func, args, kwargs)
         written = _written(func, arguments)
         inputs = [t for t in tree_leaves(arguments) if isinstance(t, torch.Tensor)]
@@ -151,8 +144,8 @@ class Recorder:
         if func is _COPY and storages:
             try:
                 write = self._copied(destination, entry, arguments["src"], storages[0])
-            except UntraceableError as reason:
-                self._refuse(storages[0], f"{reason} before it is copied to {entry.name}")
+            except UntraceableError as error:
+                self._refuse(storages[0], f"{error} before it is copied to {entry.name}")
             else:
                 self.writes.append(write)
                 for name, segment in write:
@@ -161,12 +154,10 @@ class Recorder:
                 return
         else:
             for storage in storages:
-                self._refuse(
-                    storage,
-                    f"{storage.untraceable} before it is copied to {entry.name}"
-                    if storage.untraceable
-                    else f"the loader writes it to {entry.name} with {func}, not with a copy",
-                )
+                reason = f"the loader writes it to {entry.name} with {func}, not with a copy"
+                if storage.untraceable:
+                    reason = f"{storage.untraceable} before it is copied to {entry.name}"
+                self._refuse(storage, reason)
         for t, entry in live:
             whole = t if t.dtype == entry.tensor.dtype else entry.tensor
             self.writes.append([(None, _segment(whole, entry, whole, False))])
@@ -178,22 +169,18 @@ class Recorder:
         source: torch.Tensor,
         storage: TrackedStorage,
     ) -> Write:
-        """Return what a copy of a tracked tensor writes to live memory.
-
-        Raises:
-            UntraceableError: that cannot be traced to checkpoint elements.
-        """
+        """Return what a copy of a tracked tensor writes; raises UntraceableError."""
         if storage.untraceable:
             raise UntraceableError(storage.untraceable)
         if storage.dtype != source.dtype or destination.dtype != entry.tensor.dtype:
             raise UntraceableError(f"its bits are seen as {source.dtype}")
         if source.is_neg() or source.is_conj():
             raise UntraceableError("the loader negates it")
+        python_copy = self.thread.in_python_copy
         if storage.source is not None:
-            return [(storage.source, _segment(destination, entry, source, self.python_copy))]
+            return [(storage.source, _segment(destination, entry, source, python_copy))]
         if storage.narrowed and storage.dtype != entry.tensor.dtype:
             raise UntraceableError(f"a cast to {storage.dtype} loses what it holds")
-        python_copy = self.python_copy
         provenance = self._tracker.provenance(source)
         return [
             (
@@ -238,7 +225,8 @@ class RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        return self._recorder.run(func, args, kwargs or {})
+        with self._recorder.lock:
+            return self._recorder.run(func, args, kwargs or {})
 
 
 def _segment(
@@ -257,11 +245,7 @@ def _segment(
 
 
 def _pieces(ids: ElementIds, destination: torch.Tensor, entry: LiveTensor) -> list[_Piece]:
-    """Return the segments that copy elements with these ids to live memory.
-
-    Raises:
-        UntraceableError: they are too many.
-    """
+    """Return the segments that copy elements with these ids; raises UntraceableError."""
     pieces: list[_Piece] = []
     for box, repack in _arranged(ids, _offset(destination, entry), destination.stride(), entry):
         number = ids.source(box.first)
@@ -329,9 +313,7 @@ def _written(func: Any, arguments: dict[str, Any]) -> list[torch.Tensor]:
 def _written_result(func: Any, written: list[torch.Tensor]) -> Any:
     """Return what the suppressed operator would have: the tensors that it writes to."""
     returns = len(func._schema.returns)
-    if returns == 0:
-        return None
-    return written[0] if returns == 1 else tuple(written)
+    return None if returns == 0 else written[0] if returns == 1 else tuple(written)
 
 
 def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -27,10 +27,7 @@ def traced_threads(trace: Callable[[], AbstractContextManager[Any]]) -> Iterator
     """Trace this thread and all threads that work for it, for the duration of the block.
 
     Replaces methods of `threading.Thread` and `ThreadPoolExecutor`, so only one thread of the
-    process may use it at a time.
-
-    Args:
-        trace: makes the context that each traced thread runs in.
+    process may use it at a time. `trace` makes the context that each traced thread runs in.
 
     Raises:
         TracingError: a thread that was started in the block does not end.
