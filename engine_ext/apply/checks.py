@@ -1,4 +1,7 @@
-"""Checks of a sync on one rank. Each raises before anything is written."""
+"""Checks of a sync on one rank.
+
+Each raises `NotUpdatable` before anything is written; its operands name the tensors or sizes.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,8 @@ def check_param(
 ) -> None:
     """Check that a param is a tensor of the checkpoint that can be updated exactly.
 
-    Args:
-        refusal: returns why the apply mode cannot write a delta of a certified tensor, or None;
-            its last argument is whether the digest covers the tensor.
-
-    Raises:
-        NotUpdatable: names the tensor.
+    `refusal` returns why the apply mode cannot write a delta of a certified tensor, or None; its
+    last argument is whether the digest covers the tensor.
     """
     name = delta.name
     placed = plan.placement.get(name)
@@ -51,11 +50,7 @@ def check_param(
 
 
 def check_no_overlap(staged: Sequence[StagedPart]) -> None:
-    """Check that no element of a tensor is sent more than once.
-
-    Raises:
-        NotUpdatable: names the tensor.
-    """
+    """Check that no element of a tensor is sent more than once."""
     by_name: dict[str, list[ParamDelta]] = defaultdict(list)
     for part in staged:
         for param in part.params:
@@ -70,11 +65,7 @@ def check_no_overlap(staged: Sequence[StagedPart]) -> None:
 
 
 def check_covers(staged: Sequence[StagedPart], held: AbstractSet[str]) -> None:
-    """Check that a full sync sends every element of every tensor in `held`, those on some rank.
-
-    Raises:
-        NotUpdatable: names the tensors that are sparse or missing.
-    """
+    """Check that a full sync sends every element of every tensor in `held`, those on some rank."""
     deltas = [param.delta for part in staged for param in part.params]
     sparse = sorted({delta.name for delta in deltas if delta.indices is not None})
     if sparse:
@@ -90,11 +81,7 @@ def check_covers(staged: Sequence[StagedPart], held: AbstractSet[str]) -> None:
 
 
 def check_undo_log(staged: Sequence[StagedPart], limit: int) -> None:
-    """Check that the old values of a sync fit into `limit` bytes of host memory.
-
-    Raises:
-        NotUpdatable: with the bytes ``needed`` and the ``limit``.
-    """
+    """Check that the old values of a sync fit into `limit` bytes of host memory."""
     needed = sum(write.undo_bytes for part in staged for write in part.writes)
     if needed > limit:
         raise NotUpdatable(

@@ -17,7 +17,7 @@ from engine_ext.apply import checks, consensus
 from engine_ext.apply.staged import StagedPart, UndoLog, Write
 from engine_ext.apply.stager import stage_part
 from engine_ext.apply.thread_pool import ThreadPool
-from engine_ext.derived import Recomputed, triggered
+from engine_ext.derived import Recomputed
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
 from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.model import StorageIndex
@@ -48,10 +48,7 @@ class DeltaApplier:
     """Stages, writes and undoes syncs on one rank; see `engine_ext.apply.applier.Applier`.
 
     Args:
-        model: the live model.
-        index: its storage index, made before the certification.
-        plan: this rank's plan.
-        writer: the apply mode.
+        index: the model's storage index, made before the certification.
         undo_bytes: host memory that the old values of one sync may take.
         threads: how many pieces of live tensors are staged or written at once.
         recomputed: derived tensors that are proven to be recomputed correctly.
@@ -217,9 +214,10 @@ class DeltaApplier:
     def _after_write(self, live_names: frozenset[str]) -> None:
         """Wait for the writes, and recompute what depends on these live tensors."""
         self._synchronize()
-        for recompute in triggered(self._recomputed, live_names):
-            recompute()
-            self._synchronize()
+        for recompute in self._recomputed:
+            if recompute.weights & live_names:
+                recompute()
+                self._synchronize()
 
     def _synchronize(self) -> None:
         """Wait for all work on the devices of the weights, the engine's and this thread's."""

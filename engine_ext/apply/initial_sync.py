@@ -40,7 +40,6 @@ class Traced:
     """The result of tracing the tensors of a checkpoint through the model's loader.
 
     Attributes:
-        index: the model's storage index.
         placement: not certified by the tracing.
         others: live boxes that the loader fills with something else (padding).
         recomputed: derived tensors that are proven to be recomputed correctly.
@@ -56,7 +55,6 @@ class InitialSyncApplier:
     """Applies the first ``full`` sync; see `engine_ext.apply.applier.Applier`.
 
     Args:
-        model: the live model.
         trace: traces tensors through the model's loader.
         reload: the engine's own function that loads other weights into the running model.
 
@@ -84,11 +82,7 @@ class InitialSyncApplier:
         self._traced = Traced(StorageIndex(torch.nn.Module()), {}, [])
 
     def stage(self, part: Part) -> StagedPart:
-        """Stage a part of a ``full`` sync. The model is not read.
-
-        Raises:
-            BaseMismatch: the part is not of a full sync.
-        """
+        """Stage a part; raise BaseMismatch if it is not of a ``full`` sync."""
         if not part.manifest.full:
             raise BaseMismatch(
                 "the engine was started without a checkpoint's weights; send a full sync first"

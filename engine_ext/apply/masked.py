@@ -34,15 +34,7 @@ _MASKABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class MaskedWriter:
-    """Writes through the model's own loader.
-
-    Args:
-        model: the live model.
-        index: its storage index.
-        placement: certified.
-        load_weights: the model's loader.
-        chunk_bytes: see `chunks`.
-    """
+    """Writes through the model's own loader; for `chunk_bytes` see `chunks`."""
 
     name = "masked"
 
@@ -145,13 +137,7 @@ def _bits_tensor(values: np.ndarray, bits: torch.dtype) -> torch.Tensor:
 def apply_masked(
     load_weights: LoadWeights, index: StorageIndex, deltas: Sequence[ParamDelta], chunk_bytes: int
 ) -> None:
-    """Write the deltas into the live model.
-
-    Args:
-        load_weights: the model's own loader.
-        index: the model's storage index.
-        deltas: params that `refusal` accepts, each name once.
-        chunk_bytes: see `chunks`.
+    """Write deltas that `refusal` accepts, each name once, into the live model.
 
     Raises:
         Exception: whatever the loader raises. Some elements may have been written.
@@ -182,10 +168,8 @@ def merge(deltas: Iterable[ParamDelta]) -> list[ParamDelta]:
 def chunks(deltas: Sequence[ParamDelta], chunk_bytes: int) -> Iterator[list[ParamDelta]]:
     """Yield what each call of the loader gets: sparse params first, then dense ones.
 
-    Args:
-        deltas: the params.
-        chunk_bytes: largest total size of the full-shape tensors in one chunk; a single larger
-            tensor is a chunk of its own.
+    The full-shape tensors in one chunk take at most `chunk_bytes`; a single larger tensor is a
+    chunk of its own.
     """
     for dense in (False, True):
         chunk: list[ParamDelta] = []
@@ -207,11 +191,8 @@ def masked_copies(index: StorageIndex, *, dense: bool = False) -> Iterator[None]
 
     A copy into live memory overwrites only where the source is not NaN, and a fill of live
     memory (padding, at load time) does nothing. Calls on other memory, and all calls of other
-    threads, are unchanged.
-
-    Args:
-        index: defines which memory is live.
-        dense: the loader gets whole tensors, whose copies overwrite everything, NaNs too.
+    threads, are unchanged. If `dense`, the loader gets whole tensors, whose copies overwrite
+    everything, NaNs too.
     """
     with COPY_REPLACED:
         owner = threading.get_ident()

@@ -48,8 +48,6 @@ def stage_part(part: Part, plan: Plan, threads: ThreadPool, *, undo: bool) -> St
         part: the decoded part; every param has the shape and dtype of a certified tensor. A param
             of differences is added to the old values here. The digest of the change proves that
             these are the sender's, so that only a digested tensor may be sent so.
-        plan: this rank's plan.
-        threads: stages the pieces.
         undo: whether the old values of dense params are kept; those of sparse ones always are.
 
     Raises:
@@ -60,16 +58,15 @@ def stage_part(part: Part, plan: Plan, threads: ThreadPool, *, undo: bool) -> St
     pieces: list[_Piece] = []
     counts = []
     for delta in part.deltas:
-        targets = plan.targets.get(delta.name, ())
-        digested = delta.name in plan.digested
+        targets, digested = plan.targets.get(delta.name, ()), delta.name in plan.digested
         found = _spans(delta, targets)
         counts.append(len(found))
         pieces += [(delta, targets, digested, start, stop) for start, stop in found]
     staged = iter(threads.map(lambda piece: stager.stage(*piece), pieces))
     params = []
     for delta, count in zip(part.deltas, counts, strict=True):
-        param = next(staged) if count else StagedParam(delta)
-        for _ in range(count - 1):
+        param = StagedParam(delta)
+        for _ in range(count):
             param.absorb(next(staged))
         params.append(param)
     return StagedPart(manifest, params)
@@ -79,10 +76,9 @@ def _spans(delta: ParamDelta, targets: Sequence[Target]) -> list[tuple[int, int]
     """Return the pieces in which a param is staged, as ranges of its values."""
     if not targets:
         return []
+    step = _DEVICE_SPAN if targets[0].host is None else _HOST_SPAN
     if delta.indices is None and all(target.is_run for target in targets):
         step = _RUN_SPAN
-    else:
-        step = _DEVICE_SPAN if targets[0].host is None else _HOST_SPAN
     return [(start, min(start + step, delta.nnz)) for start in range(0, delta.nnz, step)]
 
 

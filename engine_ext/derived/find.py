@@ -48,7 +48,7 @@ def find_derived(
     """List the tensors on a model that may have been computed from weights.
 
     Args:
-        model: the loaded model, in serving state; it is only read.
+        model: in serving state; it is only read.
         placement: of the whole checkpoint.
         known: returns whether a tensor is known not to be computed from weights.
 

@@ -68,8 +68,6 @@ def prove(
     Args:
         model: the loaded model, in serving state, with no request running. Every bit, object and
             address is restored.
-        placement: of the whole checkpoint.
-        derived: see `find_derived`.
         recomputations: declared by the adapter; those without derived tensors are not run.
 
     Returns:

@@ -69,16 +69,12 @@ class Constants:
 class ConstantsWatch:
     """Context manager that fingerprints a model between its construction and its loading.
 
-    Only the first model constructed in the block counts (a draft model is constructed later).
-
-    Args:
-        module: the engine's module that holds the function which constructs the model.
-        name: that function's name; it is replaced for the duration of the block.
+    Only the first model constructed in the block counts (a draft model is constructed later). The
+    engine's function `name` in `module`, which constructs it, is replaced during the block.
     """
 
     def __init__(self, module: ModuleType, name: str) -> None:
-        self._module = module
-        self._name = name
+        self._module, self._name = module, name
         self._original: Callable[..., Any] = getattr(module, name)
         self._constants: Constants | None = None
 
@@ -103,6 +99,5 @@ class ConstantsWatch:
 
         If the engine constructed its model by other means, only `is_constant` decides.
         """
-        if is_constant(path, tensor):
-            return True
-        return self._constants is not None and self._constants(path, tensor)
+        constants = self._constants
+        return is_constant(path, tensor) or (constants is not None and constants(path, tensor))

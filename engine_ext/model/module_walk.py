@@ -30,8 +30,7 @@ def reachable_tensors(
 ) -> Iterator[tuple[str, torch.nn.Module, str, torch.Tensor]]:
     """Yield every tensor that is reachable from a module, once for each such module.
 
-    Yields:
-        The module's path in the model, the module, the tensor's path on the module, the tensor.
+    Each comes as the module's path in the model, the module, the tensor's path on it, the tensor.
     """
     tensorless: dict[int, int] = {}
     for path, module in model.named_modules():

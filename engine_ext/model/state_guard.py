@@ -32,11 +32,9 @@ class AttachedTensor:
     """A tensor attached directly to a module, as it was when this was made.
 
     Attributes:
-        module: the module.
         name, path: the tensor's name on the module, and its path in the model.
         registry: the module's dict that holds it: ``_parameters``, ``_buffers``, or ``__dict__``
             for a plain attribute.
-        tensor: the object.
         memory: a view of the memory that it had.
     """
 
@@ -69,7 +67,7 @@ class ModelStateGuard:
     """Snapshot of a model's tensors, modules and containers: objects and addresses.
 
     Args:
-        model: the model. No tensor is copied.
+        model: no tensor of it is copied.
         bits: whether to hash every tensor as well, which reads the whole model once.
 
     Attributes:

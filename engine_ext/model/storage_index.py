@@ -82,11 +82,7 @@ def _registries(model: torch.nn.Module) -> Iterator[_Registry]:
 
 
 class StorageIndex:
-    """Sorted address ranges of a model's live tensors.
-
-    Args:
-        model: the loaded model. The index keeps the current addresses of its tensors; `moved`
-            lists those that have changed since.
+    """Sorted address ranges of a model's live tensors; `moved` lists those that change later.
 
     Attributes:
         entries: the live tensors, by address.

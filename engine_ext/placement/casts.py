@@ -14,13 +14,8 @@ from engine_ext.kernels import Bits, bits_of, host_bits
 def live_bits(values: Bits, dtype: str, live: torch.dtype) -> Bits:
     """Return new values as the engine's loader would store them: cast as a copy would.
 
-    Args:
-        values: bit patterns of `dtype`, [n].
-        dtype: manifest name of the checkpoint dtype.
-        live: the live tensor's dtype.
-
-    Returns:
-        Bit patterns of `live`, [n]; `values` itself if nothing is cast.
+    Takes bit patterns of the checkpoint's `dtype`, given by its manifest name, and returns those of
+    `live`, [n]; `values` itself if nothing is cast.
     """
     if TORCH_DTYPE[dtype] == live:
         return values

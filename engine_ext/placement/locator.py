@@ -24,10 +24,7 @@ Offsets = NDArray[Any]  # int32 [n], or int64 if the live tensor is too large fo
 
 
 class Locator:
-    """Finds the elements of one segment.
-
-    Args:
-        segment: the box; its `repack` is applied to the offsets.
+    """Finds the elements of one segment; its `repack` is applied to the offsets.
 
     Attributes:
         offset_dtype: numpy dtype of the offsets: int32 if every offset fits, else int64.
@@ -78,33 +75,26 @@ class Locator:
         return first, max(first, min(stop, self._end))
 
     def __call__(self, indices: _Int64s) -> tuple[slice | _Int64s, Offsets]:
-        """Find the elements of a delta that are in the box.
-
-        Args:
-            indices: ascending flat checkpoint indices, int64 [n].
+        """Find which of the ascending flat checkpoint indices, int64 [n], are in the box.
 
         Returns:
-            Which of `indices` are in the box (a slice, or int64 positions), and their offsets in
-            `segment.live.flat()`. If the box holds several copies of an element, they
-            are consecutive.
+            These (a slice, or int64 positions in `indices`), and their offsets in
+            `segment.live.flat()`. If the box holds several copies of an element, they are
+            consecutive.
         """
-        chosen, offsets = self._inside(indices)
+        within = self.within(indices)
+        chosen: slice | _Int64s = within
+        if self._is_range:
+            offsets: Offsets = indices[within] - (self._start - self._offset)
+        else:
+            chosen, offsets = _in_box(indices[within], self._start, self._offset, self._dims)
+            chosen += within.start
         if self._copies is not None:
-            positions = np.arange(indices.size)[chosen]
-            chosen = np.repeat(positions, len(self._copies))
+            chosen = np.repeat(np.arange(indices.size)[chosen], len(self._copies))
             offsets = (offsets[:, None] + self._copies).reshape(-1)
         if self._repack is not None:
             offsets = self._repack.move(offsets.astype(np.int64, copy=False))
         return chosen, offsets.astype(self.offset_dtype, copy=False)
-
-    def _inside(self, indices: _Int64s) -> tuple[slice | _Int64s, Offsets]:
-        """Return which elements are in the box, and the live offsets of their first copies."""
-        within = self.within(indices)
-        indices = indices[within]
-        if self._is_range:
-            return within, indices - (self._start - self._offset)
-        positions, found = _in_box(indices, self._start, self._offset, self._dims)
-        return positions + within.start, found
 
 
 def _copies(dims: list[tuple[int, int]]) -> _Int64s | None:
@@ -142,10 +132,7 @@ def _in_box_by_numpy(
 def _box_loop(
     indices: Any, start: Any, offset: Any, dims: Any, positions: Any, offsets: Any
 ) -> Any:
-    """Fill `positions` and `offsets` and return the count; `dims` has (size, source, live)s.
-
-    numba compiles this.
-    """
+    """Fill `positions` and `offsets` and return the count; compiled by numba."""
     count = 0
     for k in range(indices.size):
         rest = indices[k] - start

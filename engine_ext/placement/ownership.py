@@ -21,11 +21,9 @@ from engine_ext.placement.segments import Placement, Segment, Status
 
 @dataclass(frozen=True, slots=True, order=True)
 class SourceBox:
-    """The checkpoint elements of a segment, in canonical form.
+    """The checkpoint elements of a segment, from flat index `start` on, in canonical form.
 
-    Attributes:
-        start: flat index of the first element.
-        dims: (size, stride) pairs, outermost first, merged as far as possible.
+    `dims` are (size, stride) pairs, outermost first, merged as far as possible.
     """
 
     start: int
@@ -96,12 +94,8 @@ Holders = dict[str, dict[SourceBox, tuple[int, ...]]]
 def resolve(placement: Placement, by_rank: Sequence[RankBoxes]) -> Holders:
     """Compute which ranks hold each box, and refuse the tensors whose boxes do not fit together.
 
-    Args:
-        placement: this rank's placement; the refused tensors become uncertified in it.
-        by_rank: `boxes` of every rank, in rank order; the same on every rank.
-
-    Returns:
-        By tensor and box, the ranks that hold it, ascending.
+    Takes `boxes` of every rank, in rank order. Returns, by tensor and box, the ranks that hold it,
+    ascending.
     """
     holders: Holders = {}
     for name, placed in placement.items():

@@ -39,9 +39,8 @@ class Repack:
 
     Either the engine moves them after loading, or the loader before it copies, in an order that
     strides cannot express. Element ``p`` of a segment's box is at
-    ``p // block * block + permutation[p % block]``.
-
-    The permutation is int32 or int64 [block] and contains each of 0 to block - 1 once.
+    ``p // block * block + permutation[p % block]``. The permutation is int32 or int64 [block] and
+    contains each of 0 to block - 1 once.
     """
 
     permutation: NDArray[Any]

@@ -27,12 +27,9 @@ class Receiver:
     """One rank's receiver. Every operation has a method with the name of its tag.
 
     Args:
-        applier: writes into this rank's weights.
-        ranks: votes with the other ranks.
         base_version: version of the freshly loaded weights.
         stage_timeout: seconds after its last part for which a staged sync keeps others out.
         read_workers: threads that read, verify and decode parts.
-        limits: bounds for what is decoded.
         undo_bytes: host memory that the old values of one version may take, with those of its
             continuations.
     """

@@ -52,7 +52,7 @@ class LoadedModel:
     """What an adapter knows about the model that one rank has loaded.
 
     Attributes:
-        model: the model in serving state.
+        model: in serving state.
         load_weights: its own loader; takes (name, tensor) pairs.
         checkpoint: reads the loaded checkpoint again with each call: (name, tensor) pairs on the
             CPU, in the engine's order. None if the weights are not a checkpoint's.

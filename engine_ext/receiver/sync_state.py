@@ -89,9 +89,8 @@ class SyncState:
             one: another ``full`` sync may lead to the same version.
 
         Raises:
-            EngineUncertain, WeightsAsleep, SyncInProgress, VersionConflict, Conflict,
-            MalformedPart: see their docstrings; the state is unchanged, except that a stale sync
-            may have been dropped.
+            DeltaError: the part is refused; the state is unchanged, except that a stale sync may
+                have been dropped.
         """
         if self.seen(part.version, part.identity) and not self._is_of(self.sync, part):
             return "already_applied"

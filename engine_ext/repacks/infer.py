@@ -32,11 +32,9 @@ Returns the parameters under the same names, and what else the processing made u
 
 @dataclass(frozen=True, slots=True)
 class InferredRepacks:
-    """What the processing does to a module's parameters; one in neither dict is unchanged.
+    """What the processing does to a module's parameters, by name, or why it cannot be followed.
 
-    Attributes:
-        repacks: permutations, by parameter name.
-        refusals: why the processing cannot be followed, by parameter name.
+    A parameter that is in neither dict is unchanged.
     """
 
     repacks: dict[str, Repack]

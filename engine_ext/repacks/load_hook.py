@@ -29,7 +29,6 @@ class Processing:
     """One call that an engine makes for a module after loading.
 
     Attributes:
-        module: the live module.
         method: the object whose function is called; its attributes tell modules apart.
         call: makes the call, given a copy of the module.
         recomputed: whether the engine may be able to recompute what the call attaches to the
@@ -53,12 +52,9 @@ class LearningError(RuntimeError):
 class RepackLearner:
     """Context manager around a model's loading that infers the repacks of its weights.
 
-    Only the first model loaded in the block counts (a draft model is loaded after it).
-
-    Args:
-        owner: the engine's module or class that has the function which processes a loaded model.
-        name: that function's name; it is replaced for the duration of the block.
-        walk: returns the calls that the function will make.
+    Only the first model loaded in the block counts (a draft model is loaded after it). The engine's
+    function `name` in `owner`, a module or class, which processes a loaded model, is replaced
+    during the block; `walk` returns the calls that it will make.
 
     Attributes:
         repacks: permutations, by the live parameter's name in the model.
@@ -72,9 +68,7 @@ class RepackLearner:
         self.refusals: dict[str, str] = {}
         self.complete = False
         self.seconds = 0.0
-        self._owner = owner
-        self._name = name
-        self._walk = walk
+        self._owner, self._name, self._walk = owner, name, walk
         self._original = inspect.getattr_static(owner, name)
         self._known: dict[Any, InferredRepacks] = {}
 
@@ -85,7 +79,12 @@ class RepackLearner:
         def process(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not self.complete:
                 self.complete = not hasattr(model, PROCESSING)
-                self._infer_model(model, self._walk(model, *args, **kwargs))
+                processings = self._walk(model, *args, **kwargs)
+                start = time.perf_counter()
+                names = {id(parameter): name for name, parameter in model.named_parameters()}
+                for processing in processings:
+                    self._infer_module(processing, names)
+                self.seconds = time.perf_counter() - start
             return original(model, *args, **kwargs)
 
         # A static method of a class must not become a method.
@@ -95,13 +94,6 @@ class RepackLearner:
 
     def __exit__(self, *error: object) -> None:
         setattr(self._owner, self._name, self._original)
-
-    def _infer_model(self, model: torch.nn.Module, processings: Iterable[Processing]) -> None:
-        start = time.perf_counter()
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        for processing in processings:
-            self._infer_module(processing, names)
-        self.seconds = time.perf_counter() - start
 
     def _infer_module(self, processing: Processing, names: dict[int, str]) -> None:
         parameters = {n: p for n, p in processing.module.named_parameters() if not p.is_meta}

@@ -47,7 +47,6 @@ class TrackedStorage:
     """A storage that holds checkpoint elements.
 
     Attributes:
-        dtype: of its elements.
         elements: how many it has room for.
         names: the checkpoint tensors that some elements come from.
         live: names of live tensors that some elements were read back from.
@@ -116,7 +115,6 @@ class Step:
 
     Attributes:
         number: its place in the order of all steps.
-        func: the ATen operator.
         arguments: by name; a `View` or `UntrackedTensor` stands for each tensor whose elements it
             moved.
         outputs: views of the storages that it created; empty if it writes into its arguments.

@@ -22,7 +22,6 @@ class ByteRange:
     Attributes:
         start, end: address of its first byte, and just past its last.
         name: the checkpoint tensor written there; None for anything else.
-        segment: the segment.
         write: number of the write; the segments of one write share no element.
     """
 
@@ -60,10 +59,6 @@ def refuse_shared_memory(placement: Placement, writes: Sequence[Write]) -> None:
     for one would silently change the other. If the loader writes other values over a tensor, it
     would write them again over elements that a delta leaves out. If it writes two elements of one
     tensor to the same place, only the later one counts.
-
-    Args:
-        placement: as traced; refused tensors are marked in place.
-        writes: everything that the loader wrote to live memory.
     """
     ranges = [ByteRange.of(s, name, n) for n, write in enumerate(writes) for name, s in write]
     for one, other in overlaps(ranges):

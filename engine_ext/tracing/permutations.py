@@ -22,10 +22,9 @@ _CHUNK: Final = 1 << 22
 def split_by_source(
     ids: ElementIds, offset: int, strides: Sequence[int]
 ) -> list[tuple[ElementIds, int]]:
-    """Cut the array along one dimension into parts that hold elements of one source each.
+    """Cut what `find_boxes` takes along one dimension into parts of one source each.
 
-    Takes what `find_boxes` takes. Returns the parts, each with its offset in memory; the whole
-    array if no dimension allows it.
+    Returns the parts with their offsets in memory; the whole array if no dimension allows it.
     """
     starts = torch.tensor(ids.starts)
     for dim, stride in enumerate(strides):
@@ -41,10 +40,6 @@ def find_permutation(
     ids: ElementIds, strides: Sequence[int]
 ) -> tuple[int, NDArray[np.int32]] | None:
     """Find the order in which a box holds a contiguous range of one source, each element once.
-
-    Args:
-        ids: of a box of memory with at least one element.
-        strides: of that box in memory.
 
     Returns:
         The lowest id, and int32 [n]: for each id from there on, the element's position in memory

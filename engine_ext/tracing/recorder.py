@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from engine_ext.model import LiveTensor, StorageIndex, extent
 from engine_ext.placement import Placement, Repack, Segment, TensorSpec, smallest_block
@@ -41,11 +41,7 @@ class _ThreadState(threading.local):
 
 
 class Recorder:
-    """Records writes to live memory.
-
-    Args:
-        index: the model's live memory.
-        placement: of the tensors given to the loader; segments and refusals are added to it.
+    """Records writes to live memory as segments and refusals in a placement.
 
     Attributes:
         writes: all writes to live memory, whatever was written.
@@ -97,7 +93,8 @@ class Recorder:
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator of the loader and record it; writes to live memory are suppressed."""
-        arguments = _named(func, args, kwargs)
+        names = [argument.name for argument in func._schema.arguments]
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         written = _written(func, arguments)
         inputs = [t for t in tree_leaves(arguments) if isinstance(t, torch.Tensor)]
         live = [(t, entry) for t in written if (entry := self._index.find(t)) is not None]
@@ -294,12 +291,6 @@ def _offset(destination: torch.Tensor, entry: LiveTensor) -> int:
     return (destination.data_ptr() - entry.start) // destination.element_size()
 
 
-def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return an operator's arguments by their names in its schema."""
-    names = [argument.name for argument in func._schema.arguments]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
-
-
 def _written(func: Any, arguments: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors that the operator writes to, by its schema."""
     written: list[torch.Tensor] = []
@@ -313,7 +304,9 @@ def _written(func: Any, arguments: dict[str, Any]) -> list[torch.Tensor]:
 def _written_result(func: Any, written: list[torch.Tensor]) -> Any:
     """Return what the suppressed operator would have: the tensors that it writes to."""
     returns = len(func._schema.returns)
-    return None if returns == 0 else written[0] if returns == 1 else tuple(written)
+    if returns == 0:
+        return None
+    return written[0] if returns == 1 else tuple(written)
 
 
 def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -327,8 +320,5 @@ def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if all(t.is_meta for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)):
             raise
 
-    def on_meta(leaf: Any) -> Any:
-        return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
-
-    args, kwargs = tree_map(on_meta, (args, kwargs))
+    args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
     return func(*args, **kwargs)

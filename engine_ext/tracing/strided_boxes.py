@@ -44,8 +44,7 @@ class StridedBox:
     """A box of memory whose element ids are constant strides apart.
 
     Attributes:
-        offset: of the first element in memory.
-        sizes, strides: of the box in memory.
+        offset, sizes, strides: of the box in memory.
         first: id of the first element; 0 if no element belongs to a source.
         steps: strides of the ids, none negative; all 0 if `first` is 0.
     """
@@ -70,13 +69,8 @@ def find_boxes(
 ) -> list[StridedBox] | None:
     """Cut the array into boxes that hold elements of one source each, or of none.
 
-    Args:
-        ids: of a box of memory with at least one element.
-        offset, strides: of that box in memory.
-        most: boxes at most.
-
-    Returns:
-        The boxes, which cover the array exactly; None if more than `most` are needed.
+    The ids are those of a box of memory with at least one element, at `offset` and with `strides`.
+    The boxes cover the array exactly; None if more than `most` are needed.
     """
     try:
         return _Cutter(ids, most).cut(ids.values, offset, tuple(strides))
@@ -153,7 +147,7 @@ class _Cutter:
     def _runs(self, values: torch.Tensor, dim: int) -> list[tuple[int, int, int]] | None:
         """Group the slices along a dimension of which each is the one before it, shifted.
 
-        Each group is (first slice, number of slices, step). There are none if they are too many.
+        A group is (first slice, number of slices, step). Returns None if they are too many.
         """
         slices = values.movedim(dim, 0)
         count, others = len(slices), tuple(range(1, values.dim()))

@@ -7,9 +7,6 @@ them to threads (`engine_ext.tracing.thread_propagation`). A tensor that reaches
 other way is uncertified, with the reason, and so is one whose elements something else is written
 over. Afterwards the model's objects are restored, and its bits, objects and addresses compared
 with those before.
-
-`rehearse` does the same for the tensors of one sync: a loader may need tensors together, or fill
-in those that it was not given.
 """
 
 from __future__ import annotations
@@ -47,10 +44,9 @@ def trace_placement(
     """Find where every checkpoint tensor is in the model's live memory.
 
     Args:
-        model: the loaded model, in serving state.
+        model: in serving state.
         load_weights: the model's own loader; takes (name, tensor) pairs.
         specs: every tensor of the checkpoint, in the order in which the engine loads them.
-        index: the storage index of `model`.
         other_writes: if given, the segments of live memory that the loader writes something other
             than a checkpoint tensor to (padding) are appended; they have no source.
         refuse_while: returns why the loader would not simply load now (an engine may wrap it while
@@ -95,10 +91,8 @@ def rehearse(
 ) -> dict[str, str]:
     """Trace the loader on some tensors, and compare with their certified placement.
 
-    Args:
-        model, load_weights, index: see `trace_placement`.
-        names: the tensors, all with segments, that the loader is to be given in one call.
-        placement: of the whole checkpoint, certified.
+    A loader may need tensors together, or fill in those that it was not given. The tensors in
+    `names` all have segments, and the loader is to be given them in one call.
 
     Returns:
         Why the loader would do something else than the placement says, by tensor name; empty if
