@@ -18,10 +18,7 @@ from engine_ext.wire import Digest
 
 
 def brief(staged: Sequence[StagedPart], digest: Digest) -> dict[str, Any]:
-    """Return what the other ranks need to know of this rank's share of a sync, as JSON.
-
-    The `digest` is that of this rank's weights before the sync.
-    """
+    """Return this rank's share of a sync for the others, as JSON; `digest` is that before it."""
     replicas: dict[tuple[int, ...], Digest] = {}
     for part in staged:
         for param in part.params:

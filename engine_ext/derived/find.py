@@ -49,7 +49,6 @@ def find_derived(
 
     Args:
         model: in serving state; it is only read.
-        placement: of the whole checkpoint.
         known: returns whether a tensor is known not to be computed from weights.
 
     Returns:
@@ -83,7 +82,6 @@ def refuse_derived(
 
     Args:
         placement: of the whole checkpoint; refused tensors are marked in place.
-        derived: see `find_derived`.
         recomputed: paths of the derived tensors that the engine is proven to recompute; these do
             not count.
         failed: why the engine's own function for a derived tensor was not proven, by path.

@@ -159,8 +159,7 @@ def hash_tensor(tensor: torch.Tensor) -> str:
     """Return a tensor's dtype, shape and the xxh3_128 of its elements, as text.
 
     The elements are hashed in row-major order, whatever the strides, so two tensors with equal
-    content have equal fingerprints. A meta or empty tensor has no hash. Elements on another device
-    are copied to the host.
+    content have equal fingerprints. A meta or empty tensor has no hash. Device memory is copied.
     """
     text = f"{tensor.dtype} {tuple(tensor.shape)}"
     if tensor.is_meta or tensor.numel() == 0:

@@ -84,10 +84,7 @@ def _all_equal(source: torch.Tensor) -> bool:
 
 
 def holds(segment: Segment, source: torch.Tensor) -> bool:
-    """Return whether the live box holds exactly the bits of the box of `source`.
-
-    `source` is the contiguous checkpoint tensor, on any device.
-    """
+    """Return whether the live box has exactly the bits of the contiguous checkpoint tensor's."""
     live = gather_live(segment)
     expected = segment.source_view(source).to(device=live.device, dtype=live.dtype)
     bits = torch_bits_dtype(live.dtype)

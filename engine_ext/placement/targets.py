@@ -46,7 +46,6 @@ class Target:
         ranks: the ranks that hold the same elements, ascending; the first one counts them.
         first: position, among the tensor's targets on this rank, of the first one with the same
             elements; the others are copies of it.
-        dtype: the live tensor's.
         flat: the live tensor as integers, 1-D.
         host: the same memory as an array; None if it is on a device.
     """

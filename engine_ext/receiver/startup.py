@@ -57,14 +57,12 @@ class LoadedModel:
         checkpoint: reads the loaded checkpoint again with each call: (name, tensor) pairs on the
             CPU, in the engine's order. None if the weights are not a checkpoint's.
         reload: the engine's own function that loads other weights into the running model.
-        ranks: this rank and its exchange with the other ranks of the engine.
         repacks: moves of live tensors after loading, by the live tensor's name.
         refusals: live tensors whose moves cannot be followed, with the reason.
         learned: whether `repacks` and `refusals` include everything that the engine does to
             weights after loading.
         constants: returns whether a tensor that is not a weight is known not to be computed from
             weights.
-        recomputations: the engine's functions that compute its derived tensors.
         refuse_while: see `trace_placement`.
     """
 
@@ -93,9 +91,11 @@ def make_receiver(loaded: LoadedModel, settings: Settings) -> Receiver:
     if loaded.checkpoint is None:
         initial = _initial_sync_applier(loaded)
         receiver = _receiver(loaded, settings, initial)
-        initial.on_initial_sync = lambda traced: receiver.adopt(
-            _delta_applier(loaded, settings, traced)
-        )
+
+        def on_initial_sync(traced: Traced) -> None:
+            receiver.adopt(_delta_applier(loaded, settings, traced))
+
+        initial.on_initial_sync = on_initial_sync
         return receiver
     start = time.perf_counter()
     specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in loaded.checkpoint()]

@@ -60,7 +60,6 @@ class SyncState:
         uncertain: a write failed half-way; some weights may be new and some old.
         asleep: the engine has released the weights' memory.
         foreign: what changed the weights outside of delta sync since the last sync, or None.
-        sync: the staged sync, or None.
         previous: version and committed parts before the last version; None if there is no way back.
     """
 
@@ -177,10 +176,7 @@ class SyncState:
         )
 
     def _stale(self, sync: Sync, part: PartId, now: float) -> bool:
-        """Return whether this part may replace the staged sync: an old one, of another sync.
-
-        A slow sender's next part still finds its own sync, however old that is.
-        """
+        """Return whether this part may replace the staged sync: an old one, of another sync."""
         return not self._is_of(sync, part) and now - sync.last_part_at >= self.stage_timeout
 
     @staticmethod

@@ -132,10 +132,7 @@ def _refuse_kept_elsewhere(
 
 
 def _refuse_inputs_of_refused(probes: Mapping[str, IndexProbe], process: Process) -> None:
-    """Refuse the parameters that a refused one is computed from.
-
-    Such a parameter may itself be unchanged, but a write to it would not update the other.
-    """
+    """Refuse parameters that a refused one is computed from: a write would not update that one."""
     refused = {name for name, probe in probes.items() if probe.reason}
     if not refused or len(refused) == len(probes):
         return

@@ -60,7 +60,6 @@ class RepackLearner:
         repacks: permutations, by the live parameter's name in the model.
         refusals: why a live parameter cannot be followed, by its name.
         complete: whether the function was called, and `walk` covers everything that it does.
-        seconds: time spent.
     """
 
     def __init__(self, owner: Any, name: str, walk: Walk) -> None:

@@ -58,6 +58,8 @@ class ModuleCopy:
         if id(value) in self._copy_of:
             return self._copy_of[id(value)]
         copy = value
+        if isinstance(value, torch.nn.Module):
+            return value
         if isinstance(value, torch.Tensor):
             copy = self._copy_of[id(value)] = self._tensor(value)
         elif type(value) is dict:
@@ -68,8 +70,6 @@ class ModuleCopy:
             copy.extend(self._copied(path, item) for item in value)
         elif type(value) is set:
             copy = set(value)
-        elif isinstance(value, torch.nn.Module):
-            pass
         elif callable(getattr(type(value), PROCESSING, None)):
             copy = self._begin(path, value)
             self._fill(path, value, copy)

@@ -114,7 +114,6 @@ class Step:
     """One operator that moved elements.
 
     Attributes:
-        number: its place in the order of all steps.
         arguments: by name; a `View` or `UntrackedTensor` stands for each tensor whose elements it
             moved.
         outputs: views of the storages that it created; empty if it writes into its arguments.
@@ -181,10 +180,7 @@ class Provenance:
 
 
 class _IdMemory:
-    """The contents of storages, with ids in place of elements.
-
-    `starts` has the first id of each storage that stands for a checkpoint tensor.
-    """
+    """Storages with ids in place of elements; `starts` has the first id of each source."""
 
     def __init__(self, starts: dict[TrackedStorage, int], dtype: torch.dtype) -> None:
         self.contents: dict[TrackedStorage, torch.Tensor] = {}

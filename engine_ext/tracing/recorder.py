@@ -194,10 +194,7 @@ class Recorder:
         source: torch.Tensor,
         provenance: Provenance,
     ) -> list[_Piece]:
-        """Return the segments of a copy, with the numbers of their sources.
-
-        Layers are alike, so the result is kept for the next copy with the same signature.
-        """
+        """Return a copy's segments with their source numbers; kept, because layers are alike."""
         views = [(t.shape, t.stride(), t.storage_offset()) for t in (destination, source)]
         signature = provenance.signature
         key = (signature, str(views), _offset(destination, entry), extent(entry.tensor))
