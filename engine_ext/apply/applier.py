@@ -1,8 +1,4 @@
-"""The interface between the steps of a sync and the code that writes the weights.
-
-`engine_ext.apply.delta_applier.DeltaApplier` implements it for a model whose placement is
-certified, `engine_ext.apply.initial_sync.InitialSyncApplier` for a model without known weights.
-"""
+"""The interface between the steps of a sync and the code that writes the weights."""
 
 from __future__ import annotations
 
@@ -17,6 +13,8 @@ from engine_ext.wire import Digest, Part
 class Applier(Protocol):
     """Stages and writes syncs on one rank.
 
+    `engine_ext.apply.delta_applier.DeltaApplier` implements it for a model whose placement is
+    certified, `engine_ext.apply.initial_sync.InitialSyncApplier` for a model without known weights.
     A sync goes through `stage` (once per part), `check_sync`, `check_base`, `brief`, `agree` and
     `write`, then through `finish`, or through `undo` if some rank's write failed. The model is
     unchanged until `write`: whatever an earlier step raises refuses the sync.

@@ -1,4 +1,7 @@
-"""Checks of a sync on one rank. Each raises before anything is written."""
+"""Checks of a sync on one rank.
+
+Each raises `NotUpdatable` before anything is written; its operands name the tensors or sizes.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,8 @@ def check_param(
 ) -> None:
     """Check that a param is a tensor of the checkpoint that can be updated exactly.
 
-    Args:
-        delta: the decoded param.
-        plan: this rank's plan.
-        refusal: returns why the apply mode cannot write a delta of a certified tensor, or None;
-            its last argument is whether the digest covers the tensor.
-
-    Raises:
-        NotUpdatable: names the tensor.
+    `refusal` returns why the apply mode cannot write a delta of a certified tensor, or None; its
+    last argument is whether the digest covers the tensor.
     """
     name = delta.name
     placed = plan.placement.get(name)
@@ -44,10 +41,8 @@ def check_param(
             f"{list(delta.shape)} in the delta",
             tensor=name,
         )
-    if placed.status is Status.UNCERTIFIED:
-        reason: str | None = placed.reason
-    else:
-        reason = refusal(delta, placed, name in plan.digested)
+    uncertified = placed.status is Status.UNCERTIFIED
+    reason = placed.reason if uncertified else refusal(delta, placed, name in plan.digested)
     if reason:
         raise NotUpdatable(
             f"{name}: this engine cannot update it exactly: {reason}", tensor=name, reason=reason
@@ -55,37 +50,22 @@ def check_param(
 
 
 def check_no_overlap(staged: Sequence[StagedPart]) -> None:
-    """Check that no element of a tensor is sent more than once.
-
-    Raises:
-        NotUpdatable: names the tensor.
-    """
+    """Check that no element of a tensor is sent more than once."""
     by_name: dict[str, list[ParamDelta]] = defaultdict(list)
     for part in staged:
         for param in part.params:
             by_name[param.delta.name].append(param.delta)
     for name, deltas in by_name.items():
-        if len(deltas) > 1 and _overlap(deltas):
+        if len(deltas) == 1:
+            continue
+        sparse = [delta.indices for delta in deltas if delta.indices is not None]
+        dense = len(sparse) < len(deltas)
+        if dense or len(np.unique(np.concatenate(sparse))) < sum(map(len, sparse)):
             raise NotUpdatable(f"{name}: two parts send the same elements", tensor=name)
 
 
-def _overlap(deltas: Sequence[ParamDelta]) -> bool:
-    if any(delta.indices is None for delta in deltas):
-        return True
-    indices = np.concatenate([d.indices for d in deltas if d.indices is not None])
-    return len(np.unique(indices)) != len(indices)
-
-
 def check_covers(staged: Sequence[StagedPart], held: AbstractSet[str]) -> None:
-    """Check that a full sync sends every element of every tensor.
-
-    Args:
-        staged: the parts of the sync.
-        held: the tensors that some rank of the engine holds.
-
-    Raises:
-        NotUpdatable: names the tensors that are sparse or missing.
-    """
+    """Check that a full sync sends every element of every tensor in `held`, those on some rank."""
     deltas = [param.delta for part in staged for param in part.params]
     sparse = sorted({delta.name for delta in deltas if delta.indices is not None})
     if sparse:
@@ -101,11 +81,7 @@ def check_covers(staged: Sequence[StagedPart], held: AbstractSet[str]) -> None:
 
 
 def check_undo_log(staged: Sequence[StagedPart], limit: int) -> None:
-    """Check that the old values of a sync fit into `limit` bytes of host memory.
-
-    Raises:
-        NotUpdatable: with the bytes ``needed`` and the ``limit``.
-    """
+    """Check that the old values of a sync fit into `limit` bytes of host memory."""
     needed = sum(write.undo_bytes for part in staged for write in part.writes)
     if needed > limit:
         raise NotUpdatable(

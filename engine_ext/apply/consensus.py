@@ -18,12 +18,7 @@ from engine_ext.wire import Digest
 
 
 def brief(staged: Sequence[StagedPart], digest: Digest) -> dict[str, Any]:
-    """Return what the other ranks need to know of this rank's share of a sync, as JSON.
-
-    Args:
-        staged: the parts of the sync.
-        digest: the digest of this rank's weights before the sync.
-    """
+    """Return this rank's share of a sync for the others, as JSON; `digest` is that before it."""
     replicas: dict[tuple[int, ...], Digest] = {}
     for part in staged:
         for param in part.params:
@@ -41,11 +36,7 @@ def brief(staged: Sequence[StagedPart], digest: Digest) -> dict[str, Any]:
 
 
 def agree(staged: Sequence[StagedPart], briefs: Sequence[dict[str, Any]]) -> None:
-    """Check a sync by the briefs of all ranks.
-
-    Args:
-        staged: the parts of the sync on this rank.
-        briefs: `brief` of every rank, in rank order.
+    """Check a sync by the `brief` of every rank, in rank order.
 
     Raises:
         BaseMismatch: the old values are not the sender's, or differ between ranks.

@@ -7,7 +7,6 @@ that depend on what was written.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -18,32 +17,24 @@ from engine_ext.apply import checks, consensus
 from engine_ext.apply.staged import StagedPart, UndoLog, Write
 from engine_ext.apply.stager import stage_part
 from engine_ext.apply.thread_pool import ThreadPool
-from engine_ext.derived import Recomputed, triggered
+from engine_ext.derived import Recomputed
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
 from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.model import StorageIndex
-from engine_ext.placement import Placed, Plan, Status
+from engine_ext.placement import Placed, Plan, summary, uncertified
 from engine_ext.wire import Digest, ParamDelta, Part, change_digest
 
 
 class Writer(Protocol):
-    """An apply mode: how staged writes reach live memory.
-
-    See `engine_ext.apply.scatter.ScatterWriter` and `engine_ext.apply.masked.MaskedWriter`.
-
-    Attributes:
-        name: the apply mode in answers and metrics.
-    """
+    """An apply mode: how staged writes reach live memory. Its name is in answers and metrics."""
 
     name: str
 
     def refusal(self, delta: ParamDelta, placed: Placed, digested: bool) -> str | None:
         """Return why this mode cannot write a delta exactly, or None if it can.
 
-        Args:
-            delta: the decoded param; its shape and dtype are the tensor's.
-            placed: the tensor, not uncertified.
-            digested: whether the digest covers the tensor.
+        The delta has the shape and dtype of the tensor, which is not uncertified; `digested` is
+        whether the digest covers it.
         """
 
     def check(self, staged: Sequence[StagedPart]) -> None:
@@ -57,10 +48,7 @@ class DeltaApplier:
     """Stages, writes and undoes syncs on one rank; see `engine_ext.apply.applier.Applier`.
 
     Args:
-        model: the live model.
-        index: its storage index, made before the certification.
-        plan: this rank's plan.
-        writer: the apply mode.
+        index: the model's storage index, made before the certification.
         undo_bytes: host memory that the old values of one sync may take.
         threads: how many pieces of live tensors are staged or written at once.
         recomputed: derived tensors that are proven to be recomputed correctly.
@@ -107,7 +95,8 @@ class DeltaApplier:
         """
         for delta in part.deltas:
             checks.check_param(delta, self.plan, self._writer.refusal)
-        undo = not part.manifest.full or self._full_undo_fits()
+        size = sum(entry.end - entry.start for entry in self._index.entries)
+        undo = not part.manifest.full or size <= self._undo_bytes
         return stage_part(part, self.plan, self._threads, undo=undo)
 
     def check_sync(self, staged: Sequence[StagedPart], *, full: bool) -> None:
@@ -132,10 +121,9 @@ class DeltaApplier:
         Raises:
             NotUpdatable: names the tensors that are not. Nothing was written.
         """
-        moved = set(self._index.moved(self._model))
-        moved.update(path for one in self._recomputed for path in one.moved())
-        if moved:
-            tensors = sorted(moved)
+        moved = {path for one in self._recomputed for path in one.moved()}
+        tensors = sorted(moved.union(self._index.moved(self._model)))
+        if tensors:
             raise NotUpdatable(f"the engine moved these after start-up: {tensors}", tensors=tensors)
 
     def check_base(self, staged: Sequence[StagedPart]) -> None:
@@ -180,18 +168,13 @@ class DeltaApplier:
         self._after_write(self._written(staged))
 
     def finish(self, staged: Sequence[StagedPart]) -> UndoLog | None:
-        """Advance the digests after a write.
-
-        Returns:
-            What rolls the sync back, or None if the old values were not kept.
-        """
+        """Advance the digests after a write; see `Applier.finish`."""
         changes: dict[str, Digest] = {}
         for part in staged:
             for param in part.params:
-                name = param.delta.name
+                name, change = param.delta.name, param.change
                 if name not in self.digests:  # another rank counts it
                     continue
-                change = param.change
                 if part.manifest.full:  # then it is the digest of the new values
                     change -= self.digests[name]
                 self.digests[name] += change
@@ -215,21 +198,12 @@ class DeltaApplier:
 
     def describe(self) -> dict[str, Any]:
         """Return the apply mode, certification summary and digest of this rank, as JSON."""
-        placement = self.plan.placement
         return {
             "apply": self.name,
-            "certification": dict(Counter(p.status.value for p in placement.values())),
-            "uncertified": {
-                name: placed.reason
-                for name, placed in placement.items()
-                if placed.status is Status.UNCERTIFIED
-            },
+            "certification": summary(self.plan.placement),
+            "uncertified": uncertified(self.plan.placement),
             "digest": self.digest.hex(),
         }
-
-    def _full_undo_fits(self) -> bool:
-        size = sum(entry.end - entry.start for entry in self._index.entries)
-        return size <= self._undo_bytes
 
     def _written(self, staged: Sequence[StagedPart]) -> frozenset[str]:
         """Return the live tensors on this rank that a sync writes to, by name."""
@@ -240,9 +214,10 @@ class DeltaApplier:
     def _after_write(self, live_names: frozenset[str]) -> None:
         """Wait for the writes, and recompute what depends on these live tensors."""
         self._synchronize()
-        for recompute in triggered(self._recomputed, live_names):
-            recompute()
-            self._synchronize()
+        for recompute in self._recomputed:
+            if recompute.weights & live_names:
+                recompute()
+                self._synchronize()
 
     def _synchronize(self) -> None:
         """Wait for all work on the devices of the weights, the engine's and this thread's."""

@@ -23,12 +23,12 @@ from engine_ext.model import StorageIndex, extent
 from engine_ext.placement import (
     Placement,
     Segment,
-    Status,
     TensorSpec,
     boxes,
     certify_placement,
     covered,
     resolve,
+    uncertified,
 )
 from engine_ext.wire import Digest, ParamDelta, Part, tensor_digest
 
@@ -40,7 +40,6 @@ class Traced:
     """The result of tracing the tensors of a checkpoint through the model's loader.
 
     Attributes:
-        index: the model's storage index.
         placement: not certified by the tracing.
         others: live boxes that the loader fills with something else (padding).
         recomputed: derived tensors that are proven to be recomputed correctly.
@@ -56,16 +55,18 @@ class InitialSyncApplier:
     """Applies the first ``full`` sync; see `engine_ext.apply.applier.Applier`.
 
     Args:
-        model: the live model.
         trace: traces tensors through the model's loader.
         reload: the engine's own function that loads other weights into the running model.
 
     Attributes:
-        on_initial_sync: called on every rank after the sync, with the certified placement.
+        on_initial_sync: called on every rank after the sync, with the certified placement; to be
+            set before it.
     """
 
     name = "reload"
     plan = None
+
+    digest = Digest.ZERO  # nothing is covered yet
 
     def __init__(
         self,
@@ -74,23 +75,14 @@ class InitialSyncApplier:
         reload: Reload,
     ) -> None:
         self.digests: dict[str, Digest] = {}
-        self.on_initial_sync: Callable[[Traced], None] = _no_successor
+        self.on_initial_sync: Callable[[Traced], None]
         self._model = model
         self._trace = trace
         self._reload = reload
         self._traced = Traced(StorageIndex(torch.nn.Module()), {}, [])
 
-    @property
-    def digest(self) -> Digest:
-        """Zero: nothing is covered yet."""
-        return Digest.ZERO
-
     def stage(self, part: Part) -> StagedPart:
-        """Stage a part of a ``full`` sync. The model is not read.
-
-        Raises:
-            BaseMismatch: the part is not of a full sync.
-        """
+        """Stage a part; raise BaseMismatch if it is not of a ``full`` sync."""
         if not part.manifest.full:
             raise BaseMismatch(
                 "the engine was started without a checkpoint's weights; send a full sync first"
@@ -110,11 +102,7 @@ class InitialSyncApplier:
         if repeated:
             raise NotUpdatable(f"two parts send the same tensors: {repeated}", tensors=repeated)
         self._traced = self._trace([_spec(delta) for delta in deltas])
-        refused = {
-            name: placed.reason
-            for name, placed in self._traced.placement.items()
-            if placed.status is Status.UNCERTIFIED
-        }
+        refused = uncertified(self._traced.placement)
         if refused:
             raise NotUpdatable(
                 f"this engine cannot load these exactly: {refused}",
@@ -137,10 +125,8 @@ class InitialSyncApplier:
     def brief(self, staged: Sequence[StagedPart]) -> dict[str, Any]:
         """Return what this rank would hold and what the digest would cover, as JSON."""
         placement = self._traced.placement
-        return {
-            "boxes": boxes(placement),
-            "covered": {n: covered(p) for n, p in placement.items() if p.segments},
-        }
+        digested = {name: covered(placed) for name, placed in placement.items() if placed.segments}
+        return {"boxes": boxes(placement), "covered": digested}
 
     def agree(self, staged: Sequence[StagedPart], briefs: Sequence[dict[str, Any]]) -> None:
         """Check the sync by the briefs of all ranks.
@@ -152,7 +138,7 @@ class InitialSyncApplier:
         """
         placement = self._traced.placement
         resolve(placement, [brief["boxes"] for brief in briefs])
-        lost = sorted(n for n, p in placement.items() if p.status is Status.UNCERTIFIED)
+        lost = sorted(uncertified(placement))
         ignored = sorted(placement.keys() - {n for b in briefs for n in b["boxes"]})
         if lost or ignored:
             raise NotUpdatable(
@@ -186,11 +172,7 @@ class InitialSyncApplier:
         # Traced again, because the reload may have moved weights and replaced derived tensors.
         traced = self._traced = self._trace([_spec(delta) for delta in _deltas(staged)])
         certify_placement(traced.placement, _tensors(staged))
-        wrong = {
-            name: placed.reason
-            for name, placed in traced.placement.items()
-            if placed.status is Status.UNCERTIFIED
-        }
+        wrong = uncertified(traced.placement)
         if wrong:
             raise RuntimeError(f"after the engine's own reload these are not exact: {wrong}")
 
@@ -208,17 +190,8 @@ class InitialSyncApplier:
 
     def describe(self) -> dict[str, Any]:
         """Return the apply mode and state of this rank, as JSON."""
-        return {
-            "apply": self.name,
-            "awaits": "full sync",
-            "certification": {},
-            "uncertified": {},
-            "digest": self.digest.hex(),
-        }
-
-
-def _no_successor(traced: Traced) -> None:
-    raise RuntimeError("on_initial_sync was not set")
+        known = {"certification": {}, "uncertified": {}, "digest": self.digest.hex()}
+        return {"apply": self.name, "awaits": "full sync", **known}
 
 
 def _deltas(staged: Sequence[StagedPart]) -> Iterator[ParamDelta]:

@@ -34,15 +34,7 @@ _MASKABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class MaskedWriter:
-    """Writes through the model's own loader.
-
-    Args:
-        model: the live model.
-        index: its storage index.
-        placement: certified.
-        load_weights: the model's loader.
-        chunk_bytes: see `chunks`.
-    """
+    """Writes through the model's own loader; for `chunk_bytes` see `chunks`."""
 
     name = "masked"
 
@@ -93,10 +85,11 @@ class MaskedWriter:
             Exception: the loader's own, or RuntimeError if an element does not have its new bits
                 afterwards. Some elements may have been written.
         """
-        for write in (write for part in staged for write in part.writes):
+        params = [param for part in staged for param in part.params]
+        for write in (write for param in params for write in param.writes):
             write.read_old()
         apply_masked(self._load_weights, self._index, self._deltas(staged), self._chunk_bytes)
-        for param in (param for part in staged for param in part.params):
+        for param in params:
             if not all(threads.map(Write.holds, param.writes)):
                 raise RuntimeError(f"{param.delta.name} does not hold its new bits after the write")
 
@@ -107,12 +100,7 @@ class MaskedWriter:
 
 
 def refusal(delta: ParamDelta, placed: Placed) -> str | None:
-    """Return why the masked apply cannot carry a delta exactly, or None if it can.
-
-    Args:
-        delta: the decoded param; its shape and dtype are the tensor's.
-        placed: the tensor's certified placement.
-    """
+    """Return why the masked apply cannot carry a delta exactly, or None if it can."""
     if placed.status is not Status.EXACT:
         return placed.reason or f"its live copy is {placed.status.value}"
     if delta.differences:
@@ -147,18 +135,9 @@ def _bits_tensor(values: np.ndarray, bits: torch.dtype) -> torch.Tensor:
 
 @torch.no_grad()
 def apply_masked(
-    load_weights: LoadWeights,
-    index: StorageIndex,
-    deltas: Sequence[ParamDelta],
-    chunk_bytes: int,
+    load_weights: LoadWeights, index: StorageIndex, deltas: Sequence[ParamDelta], chunk_bytes: int
 ) -> None:
-    """Write the deltas into the live model.
-
-    Args:
-        load_weights: the model's own loader.
-        index: the model's storage index.
-        deltas: params that `refusal` accepts, each name once.
-        chunk_bytes: see `chunks`.
+    """Write deltas that `refusal` accepts, each name once, into the live model.
 
     Raises:
         Exception: whatever the loader raises. Some elements may have been written.
@@ -171,47 +150,39 @@ def apply_masked(
 def merge(deltas: Iterable[ParamDelta]) -> list[ParamDelta]:
     """Merge the deltas of each name into one: a loader may keep only the last tensor of a name.
 
-    Args:
-        deltas: if a name occurs more than once, its deltas are sparse and disjoint.
+    The deltas of a name that occurs more than once must be sparse and disjoint.
     """
     by_name: dict[str, list[ParamDelta]] = defaultdict(list)
     for delta in deltas:
         by_name[delta.name].append(delta)
-    return [found[0] if len(found) == 1 else _merged(found) for found in by_name.values()]
-
-
-def _merged(deltas: Sequence[ParamDelta]) -> ParamDelta:
-    indices = np.concatenate([d.indices for d in deltas if d.indices is not None])
-    order = np.argsort(indices)
-    values = np.concatenate([d.values for d in deltas])
-    first = deltas[0]
-    return ParamDelta(first.name, first.dtype, first.shape, indices[order], values[order])
+    for name, (first, *others) in by_name.items():
+        if others:
+            found = by_name[name]
+            indices = np.concatenate([d.indices for d in found if d.indices is not None])
+            values, order = np.concatenate([d.values for d in found]), np.argsort(indices)
+            merged = ParamDelta(name, first.dtype, first.shape, indices[order], values[order])
+            by_name[name] = [merged]
+    return [delta for (delta,) in by_name.values()]
 
 
 def chunks(deltas: Sequence[ParamDelta], chunk_bytes: int) -> Iterator[list[ParamDelta]]:
     """Yield what each call of the loader gets: sparse params first, then dense ones.
 
-    Args:
-        deltas: the params.
-        chunk_bytes: largest total size of the full-shape tensors in one chunk; a single larger
-            tensor is a chunk of its own.
+    The full-shape tensors in one chunk take at most `chunk_bytes`; a single larger tensor is a
+    chunk of its own.
     """
-    yield from _cut([d for d in deltas if d.indices is not None], chunk_bytes)
-    yield from _cut([d for d in deltas if d.indices is None], chunk_bytes)
-
-
-def _cut(deltas: Sequence[ParamDelta], chunk_bytes: int) -> Iterator[list[ParamDelta]]:
-    chunk: list[ParamDelta] = []
-    size = 0
-    for delta in deltas:
-        nbytes = delta.numel * TORCH_DTYPE[delta.dtype].itemsize
-        if chunk and size + nbytes > chunk_bytes:
+    for dense in (False, True):
+        chunk: list[ParamDelta] = []
+        size = 0
+        for delta in (d for d in deltas if (d.indices is None) is dense):
+            nbytes = delta.numel * TORCH_DTYPE[delta.dtype].itemsize
+            if chunk and size + nbytes > chunk_bytes:
+                yield chunk
+                chunk, size = [], 0
+            chunk.append(delta)
+            size += nbytes
+        if chunk:
             yield chunk
-            chunk, size = [], 0
-        chunk.append(delta)
-        size += nbytes
-    if chunk:
-        yield chunk
 
 
 @contextmanager
@@ -220,21 +191,20 @@ def masked_copies(index: StorageIndex, *, dense: bool = False) -> Iterator[None]
 
     A copy into live memory overwrites only where the source is not NaN, and a fill of live
     memory (padding, at load time) does nothing. Calls on other memory, and all calls of other
-    threads, are unchanged.
-
-    Args:
-        index: defines which memory is live.
-        dense: the loader gets whole tensors, whose copies overwrite everything, NaNs too.
+    threads, are unchanged. If `dense`, the loader gets whole tensors, whose copies overwrite
+    everything, NaNs too.
     """
     with COPY_REPLACED:
         owner = threading.get_ident()
-        original_copy = torch.Tensor.copy_
-        original_fill = torch.Tensor.fill_
+        original_copy, original_fill = torch.Tensor.copy_, torch.Tensor.fill_
+
+        def is_ours(tensor: torch.Tensor) -> bool:
+            return threading.get_ident() == owner and index.find(tensor) is not None
 
         def copy_(
             self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False
         ) -> torch.Tensor:
-            if dense or threading.get_ident() != owner or index.find(self) is None:
+            if dense or not is_ours(self):
                 return original_copy(self, src, non_blocking)
             source = src.to(device=self.device, dtype=self.dtype)
             live = self.detach()
@@ -242,9 +212,7 @@ def masked_copies(index: StorageIndex, *, dense: bool = False) -> Iterator[None]
             return self
 
         def fill_(self: torch.Tensor, value: float) -> torch.Tensor:
-            if threading.get_ident() != owner or index.find(self) is None:
-                return original_fill(self, value)
-            return self
+            return self if is_ours(self) else original_fill(self, value)
 
         torch.Tensor.copy_ = copy_  # type: ignore[method-assign, assignment]
         torch.Tensor.fill_ = fill_  # type: ignore[method-assign, assignment]

@@ -20,8 +20,7 @@ class Write:
     """Elements of one live tensor, with their old and new bits.
 
     Attributes:
-        elements: the elements of live memory.
-        new: their new bits, in the live dtype.
+        new: the new bits, in the live dtype.
         keep: whether the old bits are kept for an undo.
         old: the old bits, in host memory; None until `read_old` or `put`.
     """
@@ -69,7 +68,6 @@ class StagedParam:
     """One param of a part, or a piece of it, ready to be written on this rank.
 
     Attributes:
-        delta: the decoded param.
         writes: the writes on this rank; empty if it holds none of the elements.
         counted: elements of the delta that this rank counts (see `engine_ext.placement.ownership`).
         change: digest of the counted elements, new minus old; in a full sync, of the new values.
@@ -97,12 +95,7 @@ class StagedParam:
 
 @dataclass(slots=True)
 class StagedPart:
-    """A part, ready to be written on this rank.
-
-    Attributes:
-        manifest: the part's manifest.
-        params: its params, in the part's order.
-    """
+    """A part, ready to be written on this rank; its params are in the part's order."""
 
     manifest: Manifest
     params: list[StagedParam]

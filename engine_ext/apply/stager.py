@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,6 @@ from engine_ext.errors import BaseMismatch
 from engine_ext.kernels import Bits, bits_of, signed
 from engine_ext.placement import (
     DeviceElements,
-    HostElements,
     Plan,
     Target,
     WholeBox,
@@ -48,8 +48,6 @@ def stage_part(part: Part, plan: Plan, threads: ThreadPool, *, undo: bool) -> St
         part: the decoded part; every param has the shape and dtype of a certified tensor. A param
             of differences is added to the old values here. The digest of the change proves that
             these are the sender's, so that only a digested tensor may be sent so.
-        plan: this rank's plan.
-        threads: stages the pieces.
         undo: whether the old values of dense params are kept; those of sparse ones always are.
 
     Raises:
@@ -60,16 +58,15 @@ def stage_part(part: Part, plan: Plan, threads: ThreadPool, *, undo: bool) -> St
     pieces: list[_Piece] = []
     counts = []
     for delta in part.deltas:
-        targets = plan.targets.get(delta.name, ())
-        digested = delta.name in plan.digested
+        targets, digested = plan.targets.get(delta.name, ()), delta.name in plan.digested
         found = _spans(delta, targets)
         counts.append(len(found))
         pieces += [(delta, targets, digested, start, stop) for start, stop in found]
     staged = iter(threads.map(lambda piece: stager.stage(*piece), pieces))
     params = []
     for delta, count in zip(part.deltas, counts, strict=True):
-        param = next(staged) if count else StagedParam(delta)
-        for _ in range(count - 1):
+        param = StagedParam(delta)
+        for _ in range(count):
             param.absorb(next(staged))
         params.append(param)
     return StagedPart(manifest, params)
@@ -79,63 +76,38 @@ def _spans(delta: ParamDelta, targets: Sequence[Target]) -> list[tuple[int, int]
     """Return the pieces in which a param is staged, as ranges of its values."""
     if not targets:
         return []
+    step = _DEVICE_SPAN if targets[0].host is None else _HOST_SPAN
     if delta.indices is None and all(target.is_run for target in targets):
         step = _RUN_SPAN
-    else:
-        step = _DEVICE_SPAN if targets[0].host is None else _HOST_SPAN
     return [(start, min(start + step, delta.nnz)) for start in range(0, delta.nnz, step)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The elements of a piece that are in one segment, each once.
+    """The elements of a piece that are in one segment, each once."""
 
-    Attributes:
-        new: their new bits in the checkpoint dtype, [n].
-        indices: their flat indices, int64 [n]; None: they are consecutive, from `start`.
-        start: the first index, if they are consecutive.
-        old: their old bits in the checkpoint dtype, [n, copies]; None if not needed.
-    """
-
-    new: Bits
-    indices: NDArray[np.int64] | None
+    new: Bits  # in the checkpoint dtype, [n]
+    indices: NDArray[np.int64] | None  # flat, [n]; None if they are consecutive, from `start` on
     start: int
-    old: Bits | None
+    old: Bits | None  # in the checkpoint dtype, [n, copies]; None if not needed
 
 
 @dataclass(frozen=True, slots=True)
 class _Stager:
-    """Stages the params of one part.
-
-    Attributes:
-        rank: this rank.
-        full: whether the part belongs to a full sync, which replaces old values unchecked.
-        undo: whether the old values of dense params are kept.
-        replaced: whether the old values that a full part replaces are digested too.
-    """
+    """Stages the params of one part."""
 
     rank: int
-    full: bool
-    undo: bool
-    replaced: bool
+    full: bool  # the part belongs to a full sync, which replaces old values unchecked
+    undo: bool  # the old values of dense params are kept
+    replaced: bool  # the old values that a full part replaces are digested, too
 
     def stage(
         self, delta: ParamDelta, targets: Sequence[Target], digested: bool, start: int, stop: int
     ) -> StagedParam:
-        """Stage one piece of a param.
-
-        Args:
-            delta: the decoded param.
-            targets: the tensor's targets on this rank.
-            digested: whether the digest covers the tensor.
-            start, stop: the piece, as a range of the param's values.
-
-        Raises:
-            BaseMismatch: copies of one element differ.
-        """
+        """Stage the piece of a param from value `start` to `stop`; may raise BaseMismatch."""
         staged = StagedParam(delta)
         if delta.indices is None and start == 0:
-            staged.writes += [self._box(delta, t) for t in targets if _takes_whole_box(t)]
+            staged.writes += [self._box(delta, t) for t in targets if t.segment.repack is None]
         old_of: dict[int, Bits] = {}
         for number, target in enumerate(targets):
             is_run = delta.indices is None and target.is_run
@@ -186,7 +158,7 @@ class _Stager:
         indices = np.arange(start, stop) if delta.indices is None else delta.indices[start:stop]
         values = delta.values[start:stop]
         sent = delta.positions if stop - start == delta.nnz else None
-        boxed = delta.indices is None and _takes_whole_box(target)
+        boxed = delta.indices is None and target.segment.repack is None
         if boxed and not self._needs_old(digested):
             chosen, _ = target.locator(indices)
             return _Found(values[chosen][::copies], indices[chosen][::copies], 0, None)
@@ -198,8 +170,10 @@ class _Stager:
         if delta.differences:
             read = elements.read()
             new = new + checkpoint_bits(as_host(read), target.dtype, delta.dtype)
-        write = _element_write(elements, live_bits(new, delta.dtype, target.dtype), self.undo)
-        write.old = read
+        bits: Any = live_bits(new, delta.dtype, target.dtype)
+        if isinstance(elements, DeviceElements):
+            bits = signed(bits.copy()).to(elements.flat.device)
+        write = Write(elements, bits, self.undo, read)
         old = None
         if self._needs_old(digested):
             live = elements.read() if write.old is None else write.old
@@ -233,14 +207,3 @@ class _Stager:
         if not self.full:  # nothing checks those of a full sync; the write itself reads them
             write.read_old()
         return write
-
-
-def _takes_whole_box(target: Target) -> bool:
-    """Return whether a dense param is written there in one copy."""
-    return target.segment.repack is None
-
-
-def _element_write(elements: HostElements | DeviceElements, new: Bits, keep: bool) -> Write:
-    if isinstance(elements, HostElements):
-        return Write(elements, new, keep)
-    return Write(elements, signed(new.copy()).to(elements.flat.device), keep)

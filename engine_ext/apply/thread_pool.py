@@ -12,24 +12,17 @@ _Result = TypeVar("_Result")
 
 
 class ThreadPool:
-    """Runs a function on many items, in the calling thread and in threads of its own.
-
-    Args:
-        threads: how many items of one call are worked on at once.
-    """
+    """Runs a function on up to `threads` items at once, in the calling thread and in others."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="delta-write")
 
     def map(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
-        """Return the results of all items, in order.
+        """Return the results of all items, in order, or raise what the function raised for one.
 
-        Nothing runs after it returns or raises, so that an undo never runs during a write.
-
-        Raises:
-            Exception: what the function raised for one item. Items that no thread had started
-                are skipped.
+        If it raises, the items that no thread had started are skipped. Nothing runs after it
+        returns or raises, so that an undo never runs during a write.
         """
         results: dict[int, _Result] = {}
         todo = deque(enumerate(items))

@@ -20,12 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Transaction:
-    """Commits on one rank, together with the other ranks.
-
-    Args:
-        applier: writes this rank's weights.
-        ranks: the ranks of the engine.
-    """
+    """Commits on one rank, together with the other ranks of the engine."""
 
     def __init__(self, applier: Applier, ranks: Ranks) -> None:
         self._applier = applier
@@ -34,11 +29,7 @@ class Transaction:
     def agree(self, prepare: Callable[[], Sequence[StagedPart]]) -> Sequence[StagedPart]:
         """Agree with the other ranks that a sync can be written.
 
-        Args:
-            prepare: returns the staged and checked sync of this rank.
-
-        Returns:
-            What `prepare` returned.
+        `prepare` returns the staged and checked sync of this rank, which is returned.
 
         Raises:
             DeltaError: some rank's `prepare` raised, or the briefs of the ranks contradict each
@@ -73,8 +64,7 @@ class Transaction:
             undo_failures = self._vote(lambda: self._applier.undo(staged))
             if not undo_failures:
                 raise WriteUndone(
-                    f"the write failed, and every rank was restored: {failures[0]}",
-                    failed=failures,
+                    f"the write failed, and every rank was restored: {failures[0]}", failed=failures
                 )
             raise CommitFailed(
                 f"the write failed and could not be undone, the weights are mixed: {failures[0]}; "
@@ -111,9 +101,8 @@ class Transaction:
     def _vote(self, step: Callable[[], None]) -> list[str]:
         """Run a step and return the failures of all ranks.
 
-        Raises:
-            CommitFailed: the exchange failed. The other ranks may not have got this rank's vote
-                either, so there is no further one.
+        If the exchange fails, CommitFailed is raised: the other ranks may not have got this rank's
+        vote either, so there is no further one.
         """
         failure = None
         try:

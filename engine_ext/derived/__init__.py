@@ -8,7 +8,7 @@ Imports: `engine_ext.placement` and the rooms below it.
 
 from engine_ext.derived.find import find_derived, refuse_derived
 from engine_ext.derived.proof import prove
-from engine_ext.derived.recompute import Recomputation, Recomputed, add_recomputed, triggered
+from engine_ext.derived.recompute import Recomputation, Recomputed, add_recomputed
 
 __all__ = [
     "Recomputation",
@@ -17,5 +17,4 @@ __all__ = [
     "find_derived",
     "prove",
     "refuse_derived",
-    "triggered",
 ]

@@ -26,7 +26,6 @@ class Derived:
     Attributes:
         module: path of the module that it is attached to.
         attribute: its path on that module, as ``name``, ``name[0]`` or ``name.field``.
-        shape, dtype: the tensor's.
         weights: the live tensors that it may have been computed from, by their names in the
             storage index: those of its module, or of the nearest parent that has any.
     """
@@ -49,8 +48,7 @@ def find_derived(
     """List the tensors on a model that may have been computed from weights.
 
     Args:
-        model: the loaded model, in serving state; it is only read.
-        placement: of the whole checkpoint.
+        model: in serving state; it is only read.
         known: returns whether a tensor is known not to be computed from weights.
 
     Returns:
@@ -60,11 +58,8 @@ def find_derived(
         that take no tensor, such as ``k_scale_float`` of ``k_scale``.
     """
     index = StorageIndex(model)
-    covered = {
-        (segment.live.start, segment.live.end)
-        for placed in placement.values()
-        for segment in placed.segments
-    }
+    segments = (segment for placed in placement.values() for segment in placed.segments)
+    covered = {(segment.live.start, segment.live.end) for segment in segments}
     found = []
     for path, module, attribute, tensor in reachable_tensors(model):
         # Any entry counts: a registered view of a weight has an entry of its own.
@@ -87,7 +82,6 @@ def refuse_derived(
 
     Args:
         placement: of the whole checkpoint; refused tensors are marked in place.
-        derived: see `find_derived`.
         recomputed: paths of the derived tensors that the engine is proven to recompute; these do
             not count.
         failed: why the engine's own function for a derived tensor was not proven, by path.

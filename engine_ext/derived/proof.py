@@ -26,7 +26,6 @@ from engine_ext.derived.find import Derived
 from engine_ext.derived.recompute import Recomputation, Recomputed
 from engine_ext.kernels import bits_of
 from engine_ext.model import (
-    LiveTensor,
     ModelStateGuard,
     StorageIndex,
     TracingError,
@@ -69,8 +68,6 @@ def prove(
     Args:
         model: the loaded model, in serving state, with no request running. Every bit, object and
             address is restored.
-        placement: of the whole checkpoint.
-        derived: see `find_derived`.
         recomputations: declared by the adapter; those without derived tensors are not run.
 
     Returns:
@@ -81,26 +78,21 @@ def prove(
         TracingError: a function changed the model in a way that could not be undone; the model
             must not be served.
     """
-    chosen = [
-        (one, found)
-        for one in recomputations
-        if (found := [d for d in derived if _within(d.module, one.modules)])
-    ]
-    if not chosen:
+    derived_by = [(one, [d for d in derived if _within(d.module, one)]) for one in recomputations]
+    if not any(found for _, found in derived_by):
         return [], {}
     guard = ModelStateGuard(model, bits=True)
     index = StorageIndex(model)
     covered = {s.live.name for placed in placement.values() for s in placed.segments}
     proven: list[Recomputed] = []
     reasons: dict[str, str] = {}
-    for one, found in chosen:
+    for one, found in derived_by:
         try:
-            proven.append(_Trial(model, index, covered, one, found).prove())
+            if found:
+                proven.append(_Trial(model, index, covered, one, found).prove())
         except Exception as error:
-            text = (
-                str(error) if isinstance(error, _Unproven) else f"{type(error).__name__}: {error}"
-            )
-            reasons.update({d.path: text for d in found})
+            kind = "" if isinstance(error, _Unproven) else f"{type(error).__name__}: "
+            reasons.update({d.path: f"{kind}{error}" for d in found})
     guard.restore()
     try:
         guard.verify()
@@ -109,8 +101,8 @@ def prove(
     return proven, reasons
 
 
-def _within(path: str, modules: Iterable[str]) -> bool:
-    return any(not m or path == m or path.startswith(f"{m}.") for m in modules)
+def _within(path: str, recomputation: Recomputation) -> bool:
+    return any(not m or f"{path}.".startswith(f"{m}.") for m in recomputation.modules)
 
 
 class _Trial:
@@ -134,53 +126,39 @@ class _Trial:
             for name, module in top.named_modules()
         }
         self._attached = {tensor.path: tensor for tensor in attached_tensors(self._below)}
-        self._weights = self._sources(index, covered, derived)
+        # The covered live tensors that the derived ones may be computed from.
+        names = {name for d in derived for name in d.weights}
+        for attached in self._attached.values():
+            names |= {entry.name for entry in index.holding(attached.tensor)} & covered
+        self._weights = [index.by_name[name] for name in sorted(names)]
         self._before = self._tensors()
         self._paths = set(self._before)
         self._before.update({entry.name: entry.tensor.data for entry in self._weights})
         self._saved: dict[str, torch.Tensor] = {}
         copies: dict[object, torch.Tensor] = {}
         for name, tensor in self._before.items():
-            key = location(tensor)
-            if key not in copies:
+            if (key := location(tensor)) not in copies:
                 copies[key] = bits_of(tensor).cpu().clone()
             self._saved[name] = copies[key]
         # The weights and their views, by every name: they change with the weights by themselves.
         self._weight_views = {n for n, t in self._before.items() if self._shares_weights(t)}
 
     def prove(self) -> Recomputed:
-        """Run the steps of the proof; the modules are restored in any case.
-
-        Raises:
-            _Unproven: a step failed.
-            Exception: the engine's own.
-        """
+        """Run the steps of the proof, and restore the modules; raises _Unproven if a step fails."""
         self._check_dtypes()
         try:
             self._expect_unchanged("on the weights as they are")
             self._expect_changed()
             self._expect_unchanged("on the old weights after others")
         finally:
-            self._restore()
+            for guard in self._guards:
+                guard.restore()
+            for name, tensor in self._before.items():
+                if not self._is_saved(name, tensor):
+                    bits_of(tensor).copy_(self._saved[name])
         names = frozenset(entry.name for entry in self._weights)
         derived = [self._attached[path] for path in self._derived]
         return Recomputed(self._recomputation.run, derived, self._below, names)
-
-    def _restore(self) -> None:
-        for guard in self._guards:
-            guard.restore()
-        for name, tensor in self._before.items():
-            if not self._is_saved(name, tensor):
-                bits_of(tensor).copy_(self._saved[name])
-
-    def _sources(
-        self, index: StorageIndex, covered: set[str], derived: Sequence[Derived]
-    ) -> list[LiveTensor]:
-        """Return the covered live tensors that the derived ones may be computed from."""
-        names = {name for d in derived for name in d.weights}
-        for attached in self._attached.values():
-            names |= {entry.name for entry in index.holding(attached.tensor)} & covered
-        return [index.by_name[name] for name in sorted(names)]
 
     def _check_dtypes(self) -> None:
         """Refuse tensors that the proof does not work for, before anything is run."""
@@ -273,13 +251,8 @@ def _join(*path: str) -> str:
 def varied(saved: torch.Tensor, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     """Return other bits for every element: another mantissa or sign, and always a finite number.
 
-    Args:
-        saved: the old bits, integers on the CPU, any shape.
-        dtype: the floating-point dtype that they are bits of.
-        generator: on the CPU.
-
-    Returns:
-        Dtype and shape of `saved`. Temporaries take some 16 bytes per element.
+    `saved` holds the old bits, integers on the CPU, any shape, of numbers of the floating-point
+    `dtype`. The result has its dtype and shape. Temporaries take some 16 bytes per element.
     """
     width = 8 * saved.element_size()
     sign = 1 << (width - 1) if saved.dtype == torch.uint8 else -(1 << (width - 1))

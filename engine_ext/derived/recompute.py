@@ -8,7 +8,7 @@ graphs and kernels' argument lists refer to them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,37 +36,29 @@ class Recomputation:
     run: Callable[[], object]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Recomputed:
     """Derived tensors whose recomputation is proven.
 
-    Args:
-        run: the engine's function.
-        derived: the tensors that it computes.
-        modules: the modules that it may attach tensors to, by path. If it replaces other tensors
+    Attributes:
+        modules: the modules that `run` may attach tensors to, by path. If it replaces other tensors
             than the derived ones by new objects with the same bits, the old ones are restored.
         weights: names of the live tensors that the derived ones may be computed from.
     """
 
-    def __init__(
-        self,
-        run: Callable[[], object],
-        derived: Sequence[AttachedTensor],
-        modules: Mapping[str, torch.nn.Module],
-        weights: frozenset[str],
-    ) -> None:
-        self.weights = weights
-        self._run = run
-        self._derived = derived
-        self._modules = modules
+    run: Callable[[], object]
+    derived: Sequence[AttachedTensor]
+    modules: Mapping[str, torch.nn.Module]
+    weights: frozenset[str]
 
     @property
     def paths(self) -> list[str]:
         """The derived tensors' paths in the model."""
-        return [tensor.path for tensor in self._derived]
+        return [tensor.path for tensor in self.derived]
 
     def moved(self) -> list[str]:
         """Return the paths of derived tensors that were replaced or have other memory now."""
-        return [tensor.path for tensor in self._derived if tensor.changed]
+        return [tensor.path for tensor in self.derived if tensor.changed]
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -78,15 +70,15 @@ class Recomputed:
                 objects and addresses are restored.
         """
         # Listed now: since the proof the engine has attached its caches to the modules.
-        before = list(attached_tensors(self._modules))
+        before = list(attached_tensors(self.modules))
         try:
-            self._run()
-            results = [(tensor, self._result(tensor)) for tensor in self._derived]
+            self.run()
+            results = [(tensor, self._result(tensor)) for tensor in self.derived]
             for tensor, result in results:
                 if location(result) != location(tensor.memory):
                     bits_of(tensor.memory).copy_(bits_of(result))
         finally:
-            for tensor in (*before, *self._derived):
+            for tensor in (*before, *self.derived):
                 if tensor.changed:
                     tensor.restore()
 
@@ -109,8 +101,3 @@ def add_recomputed(placement: Placement, recomputed: Iterable[Recomputed]) -> No
         for placed in placement.values():
             if any(segment.live.name in one.weights for segment in placed.segments):
                 placed.recomputed += tuple(one.paths)
-
-
-def triggered(recomputed: Iterable[Recomputed], live: frozenset[str]) -> Iterator[Recomputed]:
-    """Yield those whose tensors may be computed from one of these live tensors, given by name."""
-    return (one for one in recomputed if one.weights & live)

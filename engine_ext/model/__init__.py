@@ -8,13 +8,13 @@ Imports: `engine_ext.kernels`, `engine_ext.wire`, and the ground floor.
 """
 
 from engine_ext.model.constants import ConstantsWatch, Known, is_cache, is_constant
-from engine_ext.model.fingerprint import hash_tensor
 from engine_ext.model.module_walk import reachable_tensors, walk
 from engine_ext.model.state_guard import (
     AttachedTensor,
     ModelStateGuard,
     TracingError,
     attached_tensors,
+    hash_tensor,
     layout,
     location,
 )

@@ -18,8 +18,8 @@ from typing import Any, Final
 
 import torch
 
-from engine_ext.model.fingerprint import hash_tensor
 from engine_ext.model.module_walk import reachable_tensors
+from engine_ext.model.state_guard import hash_tensor
 
 Known = Callable[[str, torch.Tensor], bool]
 """Whether a tensor, given with its path in the model, is known not to be computed from weights."""
@@ -35,15 +35,9 @@ def is_constant(path: str, tensor: torch.Tensor) -> bool:
     """Return whether a tensor is of a kind that engines do not compute from weights.
 
     These are empty tensors, rotary tables, key-value caches, one-dimensional integer tables, and
-    single elements that are 0 or 1.
-
-    Args:
-        path: the tensor's path in the model.
-        tensor: any shape and dtype; read only if it has a single element.
+    single elements that are 0 or 1. The `path` is that in the model.
     """
-    if tensor.numel() == 0 or tensor.is_meta:
-        return True
-    if _ROTARY.search(path) or is_cache(path):
+    if tensor.numel() == 0 or tensor.is_meta or _ROTARY.search(path) or is_cache(path):
         return True
     if tensor.dim() <= 1 and tensor.dtype in _TABLES:
         return True
@@ -56,17 +50,14 @@ def is_cache(path: str) -> bool:
 
 
 class Constants:
-    """Fingerprints of the tensors on a model whose weights are not loaded yet.
-
-    Args:
-        model: constructed, but not loaded. Nothing is copied.
-    """
+    """Fingerprints of the tensors on a model whose weights are not loaded yet."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._fingerprints = {
             f"{path}.{attribute}".lstrip("."): hash_tensor(tensor)
             for path, _, attribute, tensor in reachable_tensors(model)
-            if not tensor.is_meta and not _is_weight(tensor)
+            if not tensor.is_meta
+            and not (isinstance(tensor, torch.nn.Parameter) and tensor.numel() > _LARGE)
         }
 
     def __call__(self, path: str, tensor: torch.Tensor) -> bool:
@@ -75,23 +66,15 @@ class Constants:
         return before is not None and before == hash_tensor(tensor)
 
 
-def _is_weight(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, torch.nn.Parameter) and tensor.numel() > _LARGE
-
-
 class ConstantsWatch:
     """Context manager that fingerprints a model between its construction and its loading.
 
-    Only the first model constructed in the block counts (a draft model is constructed later).
-
-    Args:
-        module: the engine's module that holds the function which constructs the model.
-        name: that function's name; it is replaced for the duration of the block.
+    Only the first model constructed in the block counts (a draft model is constructed later). The
+    engine's function `name` in `module`, which constructs it, is replaced during the block.
     """
 
     def __init__(self, module: ModuleType, name: str) -> None:
-        self._module = module
-        self._name = name
+        self._module, self._name = module, name
         self._original: Callable[..., Any] = getattr(module, name)
         self._constants: Constants | None = None
 
@@ -116,6 +99,5 @@ class ConstantsWatch:
 
         If the engine constructed its model by other means, only `is_constant` decides.
         """
-        if is_constant(path, tensor):
-            return True
-        return self._constants is not None and self._constants(path, tensor)
+        constants = self._constants
+        return is_constant(path, tensor) or (constants is not None and constants(path, tensor))

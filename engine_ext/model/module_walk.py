@@ -30,8 +30,7 @@ def reachable_tensors(
 ) -> Iterator[tuple[str, torch.nn.Module, str, torch.Tensor]]:
     """Yield every tensor that is reachable from a module, once for each such module.
 
-    Yields:
-        The module's path in the model, the module, the tensor's path on the module, the tensor.
+    Each comes as the module's path in the model, the module, the tensor's path on it, the tensor.
     """
     tensorless: dict[int, int] = {}
     for path, module in model.named_modules():
@@ -53,14 +52,13 @@ def reachable_containers(model: torch.nn.Module) -> Iterator[dict[Any, Any] | li
     seen: set[int] = set()
     for module in model.modules():
         for name, value in module.__dict__.items():
-            if name not in _REGISTRIES:
-                for _, found in walk(value, name, seen, {}):
-                    if isinstance(found, (dict, list)):
-                        yield found
-                    elif not isinstance(found, torch.Tensor):
-                        attributes = getattr(found, "__dict__", None)
-                        if isinstance(attributes, dict):
-                            yield attributes
+            if name in _REGISTRIES:
+                continue
+            for _, found in walk(value, name, seen, {}):
+                is_other = not isinstance(found, (dict, list, torch.Tensor))
+                container = getattr(found, "__dict__", None) if is_other else found
+                if isinstance(container, (dict, list)):
+                    yield container
 
 
 def walk(
@@ -77,8 +75,7 @@ def walk(
     Modules, classes and Python modules are not entered.
 
     Args:
-        value: where to start; it is listed too.
-        name: its path.
+        value, name: where to start, and its path; it is listed too.
         seen: ids of the objects to leave out; those listed here are added.
         tensorless: ids of objects without tensors, with the depth to which they were walked; these
             are left out, and new ones added. Walks with different `seen` may share it.
@@ -89,8 +86,6 @@ def walk(
         The path and the object of each, an object before its parts.
     """
     found: list[tuple[str, Any]] = []
-    if type(value) in _ATOMS:
-        return found
 
     def visit(value: object, name: str, depth: int) -> bool:
         """Return whether there is a tensor in the value."""
@@ -115,7 +110,8 @@ def walk(
             tensorless[id(value)] = depth
         return has_tensor
 
-    visit(value, name, depth)
+    if type(value) not in _ATOMS:
+        visit(value, name, depth)
     return found
 
 
@@ -140,15 +136,11 @@ def _parts(value: object, name: str, opaque: tuple[str, ...]) -> list[tuple[str,
         return []
     if opaque and type(value).__module__.startswith(opaque):
         return []
-    slots = [slot for cls in type(value).__mro__ for slot in _slots(cls)]
+    of_classes = [cls.__dict__.get("__slots__", ()) for cls in type(value).__mro__]
+    slots = [s for found in of_classes for s in ((found,) if isinstance(found, str) else found)]
     fields = {slot: getattr(value, slot) for slot in slots if hasattr(value, slot)}
     fields |= getattr(value, "__dict__", {})
     return [(f"{name}.{part}", item) for part, item in fields.items()]
-
-
-def _slots(cls: type) -> tuple[str, ...]:
-    slots = cls.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _is_filled(cell: types.CellType) -> bool:

@@ -20,6 +20,7 @@ from engine_ext.model.storage_index import extent, live_tensors
 
 _CHUNK: Final = 1 << 24
 _REGISTRIES: Final = ("_parameters", "_buffers")
+_DICTS: Final = (*_REGISTRIES, "_modules", "__dict__")
 
 
 class TracingError(RuntimeError):
@@ -31,11 +32,9 @@ class AttachedTensor:
     """A tensor attached directly to a module, as it was when this was made.
 
     Attributes:
-        module: the module.
         name, path: the tensor's name on the module, and its path in the model.
         registry: the module's dict that holds it: ``_parameters``, ``_buffers``, or ``__dict__``
             for a plain attribute.
-        tensor: the object.
         memory: a view of the memory that it had.
     """
 
@@ -68,7 +67,7 @@ class ModelStateGuard:
     """Snapshot of a model's tensors, modules and containers: objects and addresses.
 
     Args:
-        model: the model. No tensor is copied.
+        model: no tensor of it is copied.
         bits: whether to hash every tensor as well, which reads the whole model once.
 
     Attributes:
@@ -78,16 +77,12 @@ class ModelStateGuard:
 
     def __init__(self, model: torch.nn.Module, *, bits: bool) -> None:
         self._model = model
-        self._modules = dict(model.named_modules(remove_duplicate=False))
-        self._dicts = [
-            (getattr(module, registry), dict(getattr(module, registry)))
-            for module in self._modules.values()
-            for registry in (*_REGISTRIES, "_modules")
-        ]
-        self._containers = [(c, c.copy()) for c in reachable_containers(model)]
+        modules = dict(model.named_modules(remove_duplicate=False))
+        containers = [getattr(m, name) for m in modules.values() for name in _DICTS]
+        containers += reachable_containers(model)
+        self._containers = [(c, c.copy()) for c in containers]
         self._tensors = _tensors_by_path(model)
-        self._attributes = [(m.__dict__, dict(m.__dict__)) for m in self._modules.values()]
-        attached = list(attached_tensors(self._modules))
+        attached = list(attached_tensors(modules))
         self.registered = [a for a in attached if a.registry in _REGISTRIES]
         self.attributes = [a for a in attached if a.registry not in _REGISTRIES]
         self._identities = _identities(model)
@@ -101,12 +96,6 @@ class ModelStateGuard:
 
     def restore(self) -> None:
         """Undo everything that a loader may do to the modules except writes to memory."""
-        for current, before in self._dicts:
-            current.clear()
-            current.update(before)
-        for attributes, before in self._attributes:
-            attributes.clear()
-            attributes.update(before)
         for container, content in self._containers:
             if isinstance(container, list):
                 container[:] = content
@@ -166,6 +155,19 @@ def location(tensor: torch.Tensor) -> tuple[object, ...]:
     return (None if tensor.is_meta else tensor.data_ptr(), *layout(tensor))
 
 
+def hash_tensor(tensor: torch.Tensor) -> str:
+    """Return a tensor's dtype, shape and the xxh3_128 of its elements, as text.
+
+    The elements are hashed in row-major order, whatever the strides, so two tensors with equal
+    content have equal fingerprints. A meta or empty tensor has no hash. Device memory is copied.
+    """
+    text = f"{tensor.dtype} {tuple(tensor.shape)}"
+    if tensor.is_meta or tensor.numel() == 0:
+        return text
+    raw: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return f"{text} {xxhash.xxh3_128_hexdigest(raw)}"
+
+
 def _tensors_by_path(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {f"{path}.{name}".lstrip("."): t for path, _, name, t in reachable_tensors(model)}
 
@@ -184,10 +186,9 @@ def _hash(tensor: torch.Tensor) -> str:
 
 
 def weighted_sum(memory: torch.Tensor) -> str:
-    """Hash integers on any device: the sum modulo 2**64 of each times a weight of its own.
+    """Hash integers [n] on any device: the sum modulo 2**64 of each times a weight of its own.
 
-    Args:
-        memory: integers [n]. Temporaries take 16 bytes per element of a chunk, 256 MiB at most.
+    Temporaries take 16 bytes per element of a chunk, 256 MiB at most.
     """
     size = min(_CHUNK, len(memory))
     random = torch.Generator(memory.device).manual_seed(1)

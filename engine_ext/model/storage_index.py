@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,9 +30,7 @@ class LiveTensor:
 
     Attributes:
         name: its first name in the model.
-        tensor: the tensor.
-        start: address of its first element.
-        end: address just past its last element.
+        start, end: address of its first element, and just past its last.
         aliases: other names of the same memory.
     """
 
@@ -49,12 +48,10 @@ class LiveTensor:
 
 def live_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every parameter and buffer that has memory, under every name that it has."""
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.numel() and not parameter.is_meta:
-            yield name, parameter
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        if buffer.numel() and not buffer.is_meta:
-            yield name, buffer
+    buffers = model.named_buffers(remove_duplicate=False)
+    for name, tensor in chain(model.named_parameters(remove_duplicate=False), buffers):
+        if tensor.numel() and not tensor.is_meta:
+            yield name, tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,29 +64,25 @@ class _Registry:
 
     def unchanged(self) -> bool:
         """Return whether the dict holds the very same objects, at the same addresses."""
-        return len(self.current) == len(self.values) and all(
+        if len(self.current) != len(self.values):
+            return False
+        found = zip(self.current.values(), self.values, self.addresses, strict=True)
+        return all(
             now is then and (address is None or now.data_ptr() == address)
-            for now, then, address in zip(
-                self.current.values(), self.values, self.addresses, strict=True
-            )
+            for now, then, address in found
         )
 
 
 def _registries(model: torch.nn.Module) -> Iterator[_Registry]:
     for module in model.modules():
-        modules = module._modules
-        yield _Registry(modules, list(modules.values()), [None] * len(modules))
-        for tensors in (module._parameters, module._buffers):
-            addresses = [None if t is None else t.data_ptr() for t in tensors.values()]
-            yield _Registry(tensors, list(tensors.values()), addresses)
+        for registry in (module._modules, module._parameters, module._buffers):
+            values: list[Any] = list(registry.values())
+            addresses = [v.data_ptr() if isinstance(v, torch.Tensor) else None for v in values]
+            yield _Registry(registry, values, addresses)
 
 
 class StorageIndex:
-    """Sorted address ranges of a model's live tensors.
-
-    Args:
-        model: the loaded model. The index keeps the current addresses of its tensors; `moved`
-            lists those that have changed since.
+    """Sorted address ranges of a model's live tensors; `moved` lists those that change later.
 
     Attributes:
         entries: the live tensors, by address.

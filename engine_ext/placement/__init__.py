@@ -9,7 +9,7 @@ Imports: `engine_ext.model`, `engine_ext.wire`, `engine_ext.kernels`, and the gr
 """
 
 from engine_ext.placement.casts import as_host, checkpoint_bits, live_bits, typed
-from engine_ext.placement.certify import certify_placement, summary
+from engine_ext.placement.certify import certify_placement, summary, uncertified
 from engine_ext.placement.live_elements import DeviceElements, HostElements, LiveElements, WholeBox
 from engine_ext.placement.ownership import boxes, resolve
 from engine_ext.placement.plan import Plan, covered, make_plan
@@ -43,5 +43,6 @@ __all__ = [
     "smallest_block",
     "summary",
     "typed",
+    "uncertified",
     "unmoved",
 ]

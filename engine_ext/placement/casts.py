@@ -12,15 +12,10 @@ from engine_ext.kernels import Bits, bits_of, host_bits
 
 
 def live_bits(values: Bits, dtype: str, live: torch.dtype) -> Bits:
-    """Return new values as the engine's loader would store them.
+    """Return new values as the engine's loader would store them: cast as a copy would.
 
-    Args:
-        values: bit patterns of `dtype`, [n].
-        dtype: manifest name of the checkpoint dtype.
-        live: the live tensor's dtype; if it differs, the values are cast as a copy would.
-
-    Returns:
-        Bit patterns of `live`, [n]; `values` itself if nothing is cast.
+    Takes bit patterns of the checkpoint's `dtype`, given by its manifest name, and returns those of
+    `live`, [n]; `values` itself if nothing is cast.
     """
     if TORCH_DTYPE[dtype] == live:
         return values
@@ -30,13 +25,8 @@ def live_bits(values: Bits, dtype: str, live: torch.dtype) -> Bits:
 def checkpoint_bits(bits: Bits, live: torch.dtype, dtype: str) -> Bits:
     """Invert `live_bits`, for a live dtype that represents every value of `dtype`.
 
-    Args:
-        bits: bit patterns of `live`, [n].
-        live: the live tensor's dtype.
-        dtype: manifest name of the checkpoint dtype.
-
-    Returns:
-        Bit patterns of `dtype`, [n]; `bits` itself if nothing was cast.
+    Takes bit patterns of `live` and returns those of `dtype`, [n]; `bits` itself if nothing was
+    cast.
     """
     if TORCH_DTYPE[dtype] == live:
         return bits

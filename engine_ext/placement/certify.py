@@ -50,6 +50,11 @@ def summary(placement: Placement) -> dict[str, int]:
     return dict(Counter(placed.status.value for placed in placement.values()))
 
 
+def uncertified(placement: Placement) -> dict[str, str]:
+    """Return why tensors cannot be updated exactly, by name."""
+    return {n: p.reason for n, p in placement.items() if p.status is Status.UNCERTIFIED}
+
+
 def _judge(placed: Placed, tensor: torch.Tensor, moves_known: bool) -> None:
     if tuple(tensor.shape) != placed.spec.shape or tensor.dtype != placed.spec.dtype:
         placed.refuse("the checkpoint changed while the engine was starting")
@@ -79,12 +84,7 @@ def _all_equal(source: torch.Tensor) -> bool:
 
 
 def holds(segment: Segment, source: torch.Tensor) -> bool:
-    """Return whether the live box holds exactly the bits of the checkpoint tensor's box.
-
-    Args:
-        segment: a box of the tensor.
-        source: the contiguous checkpoint tensor, on any device.
-    """
+    """Return whether the live box has exactly the bits of the contiguous checkpoint tensor's."""
     live = gather_live(segment)
     expected = segment.source_view(source).to(device=live.device, dtype=live.dtype)
     bits = torch_bits_dtype(live.dtype)

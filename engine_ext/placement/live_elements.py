@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -81,9 +81,8 @@ class DeviceElements:
         return gather_scatter.gather(self.flat, self.offsets).cpu()
 
     def holds(self, bits: torch.Tensor) -> bool:
-        return torch.equal(
-            gather_scatter.gather(self.flat, self.offsets), bits.to(self.flat.device)
-        )
+        live = gather_scatter.gather(self.flat, self.offsets)
+        return torch.equal(live, bits.to(self.flat.device))
 
     def put(self, bits: torch.Tensor) -> None:
         gather_scatter.scatter(self.flat, self.offsets, bits.to(self.flat.device))
@@ -98,10 +97,7 @@ class WholeBox:
     """All elements of a segment without a repack; bits have the segment's shape."""
 
     segment: Segment
-
-    @property
-    def nbytes(self) -> int:
-        return 0
+    nbytes: ClassVar[int] = 0
 
     def _box(self) -> torch.Tensor:
         return bits_of(self.segment.live_view())

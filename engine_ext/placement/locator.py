@@ -10,54 +10,40 @@ that does not, some elements are not found, but none is found in a wrong place.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine_ext.kernels import array, compile_loop, made_once
+from engine_ext.placement.ownership import merge_dims
 from engine_ext.placement.segments import Segment
 
 _Int64s = NDArray[np.int64]
 Offsets = NDArray[Any]  # int32 [n], or int64 if the live tensor is too large for that
 
 
-@dataclass(frozen=True, slots=True)
-class _Dim:
-    size: int
-    source: int
-    live: int
-
-
 class Locator:
-    """Finds the elements of one segment.
-
-    Args:
-        segment: the box; its `repack` is applied to the offsets.
+    """Finds the elements of one segment; its `repack` is applied to the offsets.
 
     Attributes:
         offset_dtype: numpy dtype of the offsets: int32 if every offset fits, else int64.
     """
 
     def __init__(self, segment: Segment) -> None:
-        dims = [
-            _Dim(size, source, live)
-            for size, source, live in zip(
-                segment.sizes, segment.source_strides, segment.strides, strict=True
-            )
-            if size != 1
-        ]
-        self._copies = _copies([d for d in dims if d.source == 0])
-        dims = _merged([d for d in dims if d.source != 0])
-        self._dims = np.array([(d.size, d.source, d.live) for d in dims], np.int64).reshape(-1, 3)
+        # (size, source stride, live stride) of each dimension
+        dims = zip(segment.sizes, segment.source_strides, segment.strides, strict=True)
+        longer = [dim for dim in dims if dim[0] != 1]
+        self._copies = _copies([(size, live) for size, source, live in longer if source == 0])
+        merged = merge_dims(dim for dim in longer if dim[1] != 0)
+        self._dims = np.array(merged, np.int64).reshape(-1, 3)
         self._start = segment.source_offset
-        self._end = self._start + 1 + sum((d.size - 1) * d.source for d in dims)
+        self._end = self._start + 1 + sum((size - 1) * source for size, source, _ in merged)
         self._offset = segment.offset
         self._empty = 0 in segment.sizes
         self._repack = segment.repack
         self.offset_dtype: Any = np.int32 if segment.live.flat().numel() <= 1 << 31 else np.int64
-        self._is_range = not dims or (len(dims) == 1 and dims[0].source == dims[0].live == 1)
+        self._is_range = not merged or (len(merged) == 1 and merged[0][1:] == (1, 1))
         if not self._is_range:
             _compiled()  # compiles the loop, which the first sync would otherwise wait for
 
@@ -89,59 +75,34 @@ class Locator:
         return first, max(first, min(stop, self._end))
 
     def __call__(self, indices: _Int64s) -> tuple[slice | _Int64s, Offsets]:
-        """Find the elements of a delta that are in the box.
-
-        Args:
-            indices: ascending flat checkpoint indices, int64 [n].
+        """Find which of the ascending flat checkpoint indices, int64 [n], are in the box.
 
         Returns:
-            Which of `indices` are in the box (a slice, or int64 positions), and their offsets in
-            `segment.live.flat()`. If the box holds several copies of an element, they
-            are consecutive.
+            These (a slice, or int64 positions in `indices`), and their offsets in
+            `segment.live.flat()`. If the box holds several copies of an element, they are
+            consecutive.
         """
-        chosen, offsets = self._inside(indices)
+        within = self.within(indices)
+        chosen: slice | _Int64s = within
+        if self._is_range:
+            offsets: Offsets = indices[within] - (self._start - self._offset)
+        else:
+            chosen, offsets = _in_box(indices[within], self._start, self._offset, self._dims)
+            chosen += within.start
         if self._copies is not None:
-            positions = np.arange(indices.size)[chosen]
-            chosen = np.repeat(positions, len(self._copies))
+            chosen = np.repeat(np.arange(indices.size)[chosen], len(self._copies))
             offsets = (offsets[:, None] + self._copies).reshape(-1)
         if self._repack is not None:
             offsets = self._repack.move(offsets.astype(np.int64, copy=False))
         return chosen, offsets.astype(self.offset_dtype, copy=False)
 
-    def _inside(self, indices: _Int64s) -> tuple[slice | _Int64s, Offsets]:
-        """Return which elements are in the box, and the live offsets of their first copies."""
-        within = self.within(indices)
-        indices = indices[within]
-        if self._is_range:
-            return within, indices - (self._start - self._offset)
-        positions, found = _in_box(indices, self._start, self._offset, self._dims)
-        return positions + within.start, found
 
-
-def _merged(dims: list[_Dim]) -> list[_Dim]:
-    """Sort by source stride, outermost first, and merge dimensions contiguous on both sides."""
-    merged: list[_Dim] = []
-    for dim in sorted(dims, key=lambda d: -d.source):
-        outer = merged[-1] if merged else None
-        if (
-            outer is not None
-            and outer.source == dim.size * dim.source
-            and outer.live == dim.size * dim.live
-        ):
-            merged[-1] = _Dim(outer.size * dim.size, dim.source, dim.live)
-        else:
-            merged.append(dim)
-    return merged
-
-
-def _copies(dims: list[_Dim]) -> _Int64s | None:
+def _copies(dims: list[tuple[int, int]]) -> _Int64s | None:
     """Return the live offsets of the copies of one broadcast element, or None without copies."""
-    if not dims:
-        return None
     offsets = np.zeros(1, np.int64)
-    for dim in dims:
-        offsets = (offsets[:, None] + np.arange(dim.size) * dim.live).reshape(-1)
-    return offsets
+    for size, live in dims:
+        offsets = (offsets[:, None] + np.arange(size) * live).reshape(-1)
+    return offsets if dims else None
 
 
 def _in_box(indices: _Int64s, start: int, offset: int, dims: _Int64s) -> tuple[_Int64s, _Int64s]:
@@ -171,10 +132,7 @@ def _in_box_by_numpy(
 def _box_loop(
     indices: Any, start: Any, offset: Any, dims: Any, positions: Any, offsets: Any
 ) -> Any:
-    """Fill `positions` and `offsets` and return the count; `dims` has (size, source, live)s.
-
-    numba compiles this.
-    """
+    """Fill `positions` and `offsets` and return the count; compiled by numba."""
     count = 0
     for k in range(indices.size):
         rest = indices[k] - start

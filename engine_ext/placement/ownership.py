@@ -8,8 +8,9 @@ boxes of two ranks must be equal or disjoint and must cover the tensor, or it is
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -20,19 +21,17 @@ from engine_ext.placement.segments import Placement, Segment, Status
 
 @dataclass(frozen=True, slots=True, order=True)
 class SourceBox:
-    """The checkpoint elements of a segment, in canonical form.
+    """The checkpoint elements of a segment, from flat index `start` on, in canonical form.
 
-    Attributes:
-        start: flat index of the first element.
-        dims: (size, stride) pairs, outermost first, merged as far as possible.
+    `dims` are (size, stride) pairs, outermost first, merged as far as possible.
     """
 
     start: int
-    dims: tuple[tuple[int, int], ...]
+    dims: tuple[tuple[int, ...], ...]
 
     @property
     def numel(self) -> int:
-        return int(np.prod([size for size, _ in self.dims], dtype=np.int64))
+        return math.prod(size for size, _ in self.dims)
 
     @property
     def end(self) -> int:
@@ -58,24 +57,26 @@ class SourceBox:
 
 def box_of(segment: Segment) -> SourceBox:
     """Return the checkpoint elements of a segment."""
-    dims = sorted(
-        (
-            (size, stride)
-            for size, stride in zip(segment.sizes, segment.source_strides, strict=True)
-            if size != 1 and stride != 0
-        ),
-        key=lambda dim: -dim[1],
-    )
-    merged: list[tuple[int, int]] = []
-    for size, stride in dims:
-        if merged and merged[-1][1] == size * stride:
-            merged[-1] = (merged[-1][0] * size, stride)
-        else:
-            merged.append((size, stride))
+    dims = zip(segment.sizes, segment.source_strides, strict=True)
+    merged = merge_dims(dim for dim in dims if dim[0] != 1 and dim[1] != 0)
     return SourceBox(segment.source_offset, tuple(merged))
 
 
-RankBoxes = dict[str, list[tuple[int, tuple[tuple[int, int], ...]]]]
+def merge_dims(dims: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Sort dimensions by source stride, outermost first, and merge contiguous ones.
+
+    Each is its size, its source stride and any other strides; two are merged if all strides allow.
+    """
+    merged: list[tuple[int, ...]] = []
+    for size, *strides in sorted(dims, key=lambda dim: -dim[1]):
+        if merged and merged[-1][1:] == tuple(size * stride for stride in strides):
+            merged[-1] = (merged[-1][0] * size, *strides)
+        else:
+            merged.append((size, *strides))
+    return merged
+
+
+RankBoxes = dict[str, list[tuple[int, tuple[tuple[int, ...], ...]]]]
 
 
 def boxes(placement: Placement) -> RankBoxes:
@@ -93,12 +94,8 @@ Holders = dict[str, dict[SourceBox, tuple[int, ...]]]
 def resolve(placement: Placement, by_rank: Sequence[RankBoxes]) -> Holders:
     """Compute which ranks hold each box, and refuse the tensors whose boxes do not fit together.
 
-    Args:
-        placement: this rank's placement; the refused tensors become uncertified in it.
-        by_rank: `boxes` of every rank, in rank order; the same on every rank.
-
-    Returns:
-        By tensor and box, the ranks that hold it, ascending.
+    Takes `boxes` of every rank, in rank order. Returns, by tensor and box, the ranks that hold it,
+    ascending.
     """
     holders: Holders = {}
     for name, placed in placement.items():
@@ -119,9 +116,7 @@ def resolve(placement: Placement, by_rank: Sequence[RankBoxes]) -> Holders:
 
 
 def _overlap(a: SourceBox, b: SourceBox) -> bool:
-    if a.end <= b.start or b.end <= a.start:
-        return False
-    if _apart(a, b):
+    if a.end <= b.start or b.end <= a.start or _apart(a, b):
         return False
     return bool(np.intersect1d(a.indices(), b.indices(), assume_unique=True).size)
 
@@ -132,7 +127,8 @@ def _apart(a: SourceBox, b: SourceBox) -> bool:
         return False
     difference = b.start - a.start
     for position, ((size_a, stride), (size_b, _)) in enumerate(zip(a.dims, b.dims, strict=True)):
-        inner = sum((max(x[0], y[0]) - 1) * x[1] for x, y in _rest(a, b, position))
+        rest = zip(a.dims[position + 1 :], b.dims[position + 1 :], strict=True)
+        inner = sum((max(x[0], y[0]) - 1) * x[1] for x, y in rest)
         if stride <= 2 * inner:
             return False
         steps = round(difference / stride)
@@ -140,9 +136,3 @@ def _apart(a: SourceBox, b: SourceBox) -> bool:
         if steps >= size_a or -steps >= size_b:
             return True
     return difference != 0
-
-
-def _rest(
-    a: SourceBox, b: SourceBox, position: int
-) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    return list(zip(a.dims[position + 1 :], b.dims[position + 1 :], strict=True))

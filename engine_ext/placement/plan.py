@@ -34,7 +34,6 @@ class Plan:
     """The placement of every checkpoint tensor on this rank, agreed with the other ranks.
 
     Attributes:
-        rank: this rank.
         placement: certified; the status of each tensor is final.
         targets: the segments on this rank of each tensor that can be updated.
         held: the tensors that some rank holds; the same on every rank.
@@ -68,16 +67,14 @@ class Plan:
         """Return, by tensor, the digest of the elements that this rank counts, from live memory.
 
         If this rank holds several copies of an element, it is that of the first one.
-
-        Args:
-            threads: how many pieces are digested at once.
         """
         pieces = [
             (name, target, start)
             for name in self.digested
             for number, target in enumerate(self.targets.get(name, ()))
             if target.ranks[0] == self.rank and target.first == number
-            for start in _starts(target)
+            for box in [box_of(target.segment)]  # an empty one has one piece, too
+            for start in range(box.start, max(box.end, box.start + 1), _SCAN_ELEMENTS)
         ]
         found: dict[str, Digest] = {}
         with ThreadPoolExecutor(threads) as pool:
@@ -91,8 +88,7 @@ class Plan:
         stop = max(start, min(start + _SCAN_ELEMENTS, box_of(target.segment).end))
         shift = target.locator.shift
         if shift is not None and target.host is not None:
-            live = target.host[start - shift : stop - shift]
-            bits = checkpoint_bits(live, target.dtype, dtype)
+            bits = checkpoint_bits(target.host[start - shift : stop - shift], target.dtype, dtype)
             return tensor_digest(name, bits, start=start)
         total = Digest.ZERO
         step = _SCAN_INDICES if target.host is not None else _SCAN_ELEMENTS
@@ -112,15 +108,11 @@ def make_plan(placement: Placement, ranks: Ranks) -> Plan:
         placement: this rank's certified placement; tensors that contradict the other ranks'
             become uncertified in it. Tensors that no rank holds become ignored, or uncertified
             if some rank's loader uses them, because it may keep a copy that was not found.
-        ranks: the ranks of the engine.
     """
     holders = resolve(placement, ranks.all_gather(boxes(placement)))
-    mine = {name: (_state(p), covered(p)) for name, p in placement.items()}
-    everywhere = ranks.all_gather(mine)
+    everywhere = ranks.all_gather({n: (_state(p), covered(p)) for n, p in placement.items()})
     absent = {Status.NOT_ON_RANK.value, Status.IGNORED.value}
-    held = frozenset(
-        name for name in placement if any(r[name][0] not in absent for r in everywhere)
-    )
+    held = frozenset(n for n in placement if any(r[n][0] not in absent for r in everywhere))
     unseen = {n for n in held if all(r[n][0] in (*absent, _UNSEEN) for r in everywhere)}
     for name, placed in placement.items():
         if name in unseen:
@@ -149,9 +141,3 @@ def covered(placed: Placed) -> bool:
     return placed.status in (Status.CAST, Status.UNJUDGED) and all(
         s.live.tensor.dtype in (placed.spec.dtype, *wider) for s in placed.segments
     )
-
-
-def _starts(target: Target) -> range:
-    """Return where the pieces of a segment start; an empty segment has one piece, too."""
-    box = box_of(target.segment)
-    return range(box.start, max(box.end, box.start + 1), _SCAN_ELEMENTS)

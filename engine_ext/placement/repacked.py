@@ -23,12 +23,10 @@ CHUNK: Final = 1 << 20
 
 
 def gather_live(segment: Segment) -> torch.Tensor:
-    """Return the live elements of a segment with the repack undone.
+    """Return the live elements of a segment, shaped `segment.sizes`, with the repack undone.
 
-    Returns:
-        Shape `segment.sizes`, the live tensor's dtype and device: the elements in the order of
-        `segment.source_view`. Without a repack it is a view; else it is a copy of the range of
-        memory that the box spans, made with less than 64 MiB of temporaries.
+    Without a repack it is a view; else it is a copy of the range of memory that the box spans, made
+    with less than 64 MiB of temporaries.
     """
     if segment.repack is None or 0 in segment.sizes:
         return segment.live_view()
@@ -51,15 +49,10 @@ def flat_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def unmoved(memory: torch.Tensor, repack: Repack, start: int, stop: int) -> Iterator[torch.Tensor]:
-    """Yield a range of elements in the order in which the loader wrote them.
+    """Yield the elements from `start` to `stop` in the order in which the loader wrote them.
 
-    Args:
-        memory: the live tensor after the move, [extent].
-        repack: the move.
-        start, stop: the range, as the loader counted the elements.
-
-    Yields:
-        Copies of about `CHUNK` elements, [n], with the dtype of `memory`.
+    Takes the `memory` of the live tensor after the move, [extent], and yields copies of about
+    `CHUNK` elements, [n].
     """
     block, order = repack.block, repack.permutation
     blocks = max(1, CHUNK // block)
@@ -85,17 +78,14 @@ def _take(values: torch.Tensor, order: NDArray[np.int32]) -> torch.Tensor:
 def smallest_block(permutation: NDArray[np.int32]) -> NDArray[np.int32]:
     """Return the shortest permutation that gives this one when repeated block by block."""
     highest = done = 0
-    for block in _divisors(len(permutation))[:-1]:
+    small = [d for d in range(1, math.isqrt(len(permutation)) + 1) if len(permutation) % d == 0]
+    divisors = {*small, *(len(permutation) // d for d in small)}
+    for block in sorted(divisors)[:-1]:
         highest = max(highest, int(permutation[done:block].max()))
         done = block
         if highest < block and _repeats(permutation, block):
             return permutation[:block].copy()
     return permutation
-
-
-def _divisors(number: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
 
 
 def _repeats(permutation: NDArray[np.int32], block: int) -> bool:

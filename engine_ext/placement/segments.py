@@ -39,10 +39,8 @@ class Repack:
 
     Either the engine moves them after loading, or the loader before it copies, in an order that
     strides cannot express. Element ``p`` of a segment's box is at
-    ``p // block * block + permutation[p % block]``.
-
-    Attributes:
-        permutation: int32 or int64 [block]; each of 0 to block - 1 once.
+    ``p // block * block + permutation[p % block]``. The permutation is int32 or int64 [block] and
+    contains each of 0 to block - 1 once.
     """
 
     permutation: NDArray[Any]
@@ -78,9 +76,7 @@ class Segment:
     """A box of checkpoint elements and the box of live memory that holds them.
 
     Attributes:
-        live: the live tensor.
-        offset: element offset of the box in `live.flat()`.
-        strides: element strides of the box in `live.flat()`, one per dimension of `sizes`.
+        offset, strides: of the box in `live.flat()`, in elements.
         sizes: extent of the box in elements, per dimension.
         source_offset: flat index of the box's first element in the checkpoint tensor.
         source_strides: strides of the box in flat checkpoint indices.
@@ -140,8 +136,7 @@ class Placed:
     """A checkpoint tensor, its segments on this rank, and its status.
 
     Attributes:
-        spec: the checkpoint tensor.
-        segments: its segments; empty if this rank holds none of its elements.
+        segments: empty if this rank holds none of its elements.
         status: `UNJUDGED` between tracing and certification, one of the others afterwards.
         reason: why it is `UNCERTIFIED`, else empty.
         used: whether the loader read its elements for something else than a copy into live

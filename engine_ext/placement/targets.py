@@ -26,12 +26,7 @@ from engine_ext.wire import Positions
 def make_targets(
     segments: Sequence[Segment], holders: dict[SourceBox, tuple[int, ...]]
 ) -> tuple[Target, ...]:
-    """Return the targets of a certified tensor.
-
-    Args:
-        segments: its segments on this rank.
-        holders: the ranks that hold each box of it.
-    """
+    """Return the targets of a certified tensor, by its segments and the holders of each box."""
     boxes = [box_of(segment) for segment in segments]
     targets = []
     for segment, box in zip(segments, boxes, strict=True):
@@ -48,12 +43,9 @@ class Target:
     """One segment of a certified tensor.
 
     Attributes:
-        segment: the box of checkpoint elements and the box of live memory.
-        locator: finds elements in the segment.
         ranks: the ranks that hold the same elements, ascending; the first one counts them.
         first: position, among the tensor's targets on this rank, of the first one with the same
             elements; the others are copies of it.
-        dtype: dtype of the live tensor.
         flat: the live tensor as integers, 1-D.
         host: the same memory as an array; None if it is on a device.
     """

@@ -10,8 +10,4 @@ Imports: `engine_ext.apply` and the rooms below it. Never an engine, never the H
 from engine_ext.receiver.receiver import Receiver
 from engine_ext.receiver.startup import LoadedModel, make_receiver
 
-__all__ = [
-    "LoadedModel",
-    "Receiver",
-    "make_receiver",
-]
+__all__ = ["LoadedModel", "Receiver", "make_receiver"]

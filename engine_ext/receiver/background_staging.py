@@ -14,12 +14,7 @@ StagePart = Callable[[Part], StagedPart]
 
 
 class BackgroundStaging:
-    """The parts of the staged sync, and the threads that read, verify and decode them.
-
-    Args:
-        threads: number of threads.
-        limits: bounds for what is decoded.
-    """
+    """The parts of the staged sync, and the threads that read, verify and decode them."""
 
     def __init__(self, threads: int, limits: Limits) -> None:
         self._limits = limits
@@ -29,13 +24,7 @@ class BackgroundStaging:
         self._running: list[Future[StagedPart]] = []
 
     def start(self, part: PartId, path: str, stage: StagePart) -> None:
-        """Start staging one part.
-
-        Args:
-            part: the part.
-            path: the spool file that holds it.
-            stage: locates the decoded part on this rank.
-        """
+        """Start staging a part from the spool file at `path`; `stage` locates it on this rank."""
         future = self._threads.submit(self._stage, path, part.identity, stage)
         self._parts[part.part] = future
         self._running = [*(other for other in self._running if not other.done()), future]

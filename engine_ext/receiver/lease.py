@@ -40,9 +40,7 @@ class Lease:
     def release(self, holder: str, *, owed: bool) -> None:
         """Let others acquire the lease; does nothing if `holder` has lost it.
 
-        Args:
-            holder: names the process.
-            owed: the engine must still be resumed.
+        If `owed`, the engine must still be resumed.
         """
         if self._held and self._holder == holder:
             self._held, self.resume_owed = False, owed

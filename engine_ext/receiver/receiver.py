@@ -27,12 +27,9 @@ class Receiver:
     """One rank's receiver. Every operation has a method with the name of its tag.
 
     Args:
-        applier: writes into this rank's weights.
-        ranks: votes with the other ranks.
         base_version: version of the freshly loaded weights.
         stage_timeout: seconds after its last part for which a staged sync keeps others out.
         read_workers: threads that read, verify and decode parts.
-        limits: bounds for what is decoded.
         undo_bytes: host memory that the old values of one version may take, with those of its
             continuations.
     """
@@ -68,11 +65,7 @@ class Receiver:
         self._transaction = Transaction(applier, self._ranks)
 
     def weights_replaced(self, by: str) -> None:
-        """Take only a full sync from now on: the engine itself has changed the weights.
-
-        Args:
-            by: what changed them, for the refusals.
-        """
+        """Take only a full sync from now on; `by` names what in the engine changed the weights."""
         self._sync_state.foreign = by
         self._drop_staged()
         self._undo = []
@@ -93,16 +86,10 @@ class Receiver:
     # Operations -------------------------------------------------------------------------------
 
     def handle(self, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Carry out one encoded operation and return its answer.
+        """Carry out one operation, encoded by `ops.encode_request`; return its encoded answer.
 
         Never raises. An error that is not a `DeltaError` is a bug and is reported as one; the
         engine is unchanged then, unless the operation was a commit or a rollback.
-
-        Args:
-            operation, arguments: see `engine_ext.wire.operations.encode_request`.
-
-        Returns:
-            See `engine_ext.wire.operations.encode_answer`.
         """
         return ops.encode_answer(lambda: self.execute(ops.decode_request(operation, arguments)))
 
@@ -127,14 +114,17 @@ class Receiver:
 
     def state(self, request: ops.GetState) -> ops.RankState:
         """Describe what every HTTP process must know; cheap."""
-        return self._state()
+        return ops.RankState(
+            version=self._sync_state.version,
+            engine_state=self._sync_state.engine_state,
+            resume_owed=self._lease.resume_owed,
+        )
 
     def acquire_lease(self, request: ops.AcquireLease) -> ops.EngineLease:
         """Let one HTTP process pause and resume the engine."""
-        grant = self._lease.acquire(
-            request.holder, resumes=request.resumes, instead_of=request.instead_of
-        )
-        return ops.EngineLease(grant=grant, state=self._state())
+        dead = request.instead_of
+        grant = self._lease.acquire(request.holder, resumes=request.resumes, instead_of=dead)
+        return ops.EngineLease(grant=grant, state=self.state(ops.GetState()))
 
     def release_lease(self, request: ops.ReleaseLease) -> ops.Reply:
         """Take the lease back."""
@@ -153,9 +143,8 @@ class Receiver:
     def unseen(self, request: ops.FindUnseen) -> ops.Unseen:
         """Find which parts were not committed at this version."""
         seen = self._sync_state.seen
-        return ops.Unseen(
-            unseen=[one for one in request.identities if not seen(request.version, one)]
-        )
+        unseen = [one for one in request.identities if not seen(request.version, one)]
+        return ops.Unseen(unseen=unseen)
 
     def begin(self, request: ops.BeginPart) -> ops.PartBegun:
         """Admit a part and start staging it.
@@ -169,9 +158,8 @@ class Receiver:
             self._staging.clear()
         if admission == "new":
             self._staging.start(request.part, request.path, self._applier.stage)
-        return ops.PartBegun(
-            admission=admission, version=self._sync_state.version, complete=self._complete()
-        )
+        version = self._sync_state.version
+        return ops.PartBegun(admission=admission, version=version, complete=self._complete())
 
     def poll(self, request: ops.PollPart) -> ops.PartProgress:
         """Return whether a part is staged on this rank.
@@ -304,8 +292,7 @@ class Receiver:
         """
         if request.scan and self._sync_state.asleep:
             raise WeightsAsleep("the engine has released its weights; wake it up first")
-        tracked = self._applier.digests
-        plan = self._applier.plan
+        tracked, plan = self._applier.digests, self._applier.plan
         found = plan.scan() if request.scan and plan is not None else tracked
         return ops.RankDigest(
             version=self._sync_state.version,
@@ -323,13 +310,6 @@ class Receiver:
 
     # ------------------------------------------------------------------------------------------
 
-    def _state(self) -> ops.RankState:
-        return ops.RankState(
-            version=self._sync_state.version,
-            engine_state=self._sync_state.engine_state,
-            resume_owed=self._lease.resume_owed,
-        )
-
     def _complete(self) -> bool:
         return self._sync_state.sync is not None and self._sync_state.sync.complete
 
@@ -342,12 +322,7 @@ class Receiver:
         self._staging.clear()
 
     def _checked(self) -> Sequence[StagedPart]:
-        """Return the parts of the staged sync, checked as a whole.
-
-        Raises:
-            DeltaError: the sync is not complete, or cannot be written into the weights as they
-                are now.
-        """
+        """Return the parts of the staged sync; raises DeltaError if it cannot be written now."""
         sync = self._sync_state.sync
         if sync is None or not sync.complete:
             raise Conflict("the sync lacks parts")
@@ -360,8 +335,7 @@ class Receiver:
     def _keep_undo(self, sync: Sync, base: int, log: UndoLog | None) -> None:
         """Keep the old values of a sync that was just written, if they can be restored later."""
         if self._sync_state.uncertain or self._sync_state.foreign is not None:
-            # Nobody knows of which version the old values were.
-            log = None
+            log = None  # it is not known of which version the old values were
         continued = sync.continues and sync.version == base
         earlier = self._undo if continued else []
         kept = [*earlier, log] if log is not None and (earlier or not continued) else []

@@ -31,11 +31,11 @@ from engine_ext.model import Known, StorageIndex, is_constant
 from engine_ext.placement import (
     Repack,
     Segment,
-    Status,
     TensorSpec,
     certify_placement,
     make_plan,
     summary,
+    uncertified,
 )
 from engine_ext.ranks import Ranks
 from engine_ext.receiver.receiver import Receiver
@@ -52,19 +52,17 @@ class LoadedModel:
     """What an adapter knows about the model that one rank has loaded.
 
     Attributes:
-        model: the model in serving state.
+        model: in serving state.
         load_weights: its own loader; takes (name, tensor) pairs.
         checkpoint: reads the loaded checkpoint again with each call: (name, tensor) pairs on the
             CPU, in the engine's order. None if the weights are not a checkpoint's.
         reload: the engine's own function that loads other weights into the running model.
-        ranks: this rank and its exchange with the other ranks of the engine.
         repacks: moves of live tensors after loading, by the live tensor's name.
         refusals: live tensors whose moves cannot be followed, with the reason.
         learned: whether `repacks` and `refusals` include everything that the engine does to
             weights after loading.
         constants: returns whether a tensor that is not a weight is known not to be computed from
             weights.
-        recomputations: the engine's functions that compute its derived tensors.
         refuse_while: see `trace_placement`.
     """
 
@@ -84,9 +82,7 @@ class LoadedModel:
 def make_receiver(loaded: LoadedModel, settings: Settings) -> Receiver:
     """Trace and certify a model and make its receiver. All ranks must call it.
 
-    Args:
-        loaded: the model; no KV cache needs to be allocated yet.
-        settings: the user's flags.
+    No KV cache needs to be allocated yet.
 
     Raises:
         RuntimeError: nothing can be certified. The engine must not start.
@@ -128,19 +124,11 @@ def _receiver(loaded: LoadedModel, settings: Settings, applier: Applier) -> Rece
 
 
 def _trace(loaded: LoadedModel, specs: Sequence[TensorSpec]) -> Traced:
-    """Trace the tensors of a checkpoint, follow repacks, and prove what can be recomputed.
-
-    The placement is not certified yet.
-    """
+    """Trace the tensors of a checkpoint, follow repacks, and prove what can be recomputed."""
     index = StorageIndex(loaded.model)
     others: list[Segment] = []
     placement = trace_placement(
-        loaded.model,
-        loaded.load_weights,
-        specs,
-        index,
-        others,
-        refuse_while=loaded.refuse_while,
+        loaded.model, loaded.load_weights, specs, index, others, refuse_while=loaded.refuse_while
     )
     compose(placement, loaded.repacks, loaded.refusals)
     derived = find_derived(loaded.model, placement, loaded.constants)
@@ -151,12 +139,7 @@ def _trace(loaded: LoadedModel, specs: Sequence[TensorSpec]) -> Traced:
 
 
 def _initial_sync_applier(loaded: LoadedModel) -> InitialSyncApplier:
-    """Make the applier of a model without a checkpoint.
-
-    Raises:
-        RuntimeError: the engine repacks weights after loading them, which its reload path is not
-            known to repeat.
-    """
+    """Make the applier of a model without a checkpoint; refuse a model with repacks."""
     moved = sorted({*loaded.repacks, *loaded.refusals})
     if moved:
         raise RuntimeError(
@@ -169,11 +152,7 @@ def _initial_sync_applier(loaded: LoadedModel) -> InitialSyncApplier:
 
 
 def _delta_applier(loaded: LoadedModel, settings: Settings, traced: Traced) -> DeltaApplier:
-    """Make the applier of a certified placement. All ranks must call it.
-
-    Raises:
-        RuntimeError: no tensor is certified.
-    """
+    """Make the applier of a certified placement. All ranks must call it."""
     plan = make_plan(traced.placement, loaded.ranks)
     _log_summary(traced)
     if not plan.targets:
@@ -205,6 +184,5 @@ def _log_summary(traced: Traced) -> None:
     paths = [path for one in traced.recomputed for path in one.paths]
     if paths:
         logger.info("delta updates: the engine's own function recomputes %s", ", ".join(paths))
-    for name, placed in placement.items():
-        if placed.status is Status.UNCERTIFIED:
-            logger.warning("delta updates will refuse %s: %s", name, placed.reason)
+    for name, reason in uncertified(placement).items():
+        logger.warning("delta updates will refuse %s: %s", name, reason)

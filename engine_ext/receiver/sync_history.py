@@ -12,33 +12,22 @@ import msgspec
 
 from engine_ext.wire.operations import SyncRecord
 
-_CAPACITY = 50
-
 
 class SyncHistory:
-    """The last syncs, the newest one last.
+    """The last `capacity` syncs, the newest one last."""
 
-    Args:
-        capacity: how many are remembered.
-    """
-
-    def __init__(self, capacity: int = _CAPACITY) -> None:
+    def __init__(self, capacity: int = 50) -> None:
         self._syncs: deque[SyncRecord] = deque(maxlen=capacity)
         # The sum of the staged parts of the sync in progress; there is at most one.
         self._staged: SyncRecord | None = None
 
     def add(self, record: SyncRecord) -> SyncRecord:
-        """Remember one request.
+        """Remember one request, and return its record with earlier shares added.
 
-        Args:
-            record: if it is ``staged``, it is a share of a later record of the same version and
-                ``sync_id``.
-
-        Returns:
-            The record, with the shares that came before it added.
+        A ``staged`` record is a share of a later one of the same version and ``sync_id``.
         """
-        staged = self._staged
-        if staged is not None and _key(staged) == _key(record):
+        staged, key = self._staged, (record.version, record.sync_id)
+        if staged is not None and (staged.version, staged.sync_id) == key:
             record = _sum(staged, record)
         if record.outcome == "staged":
             self._staged = record
@@ -53,18 +42,9 @@ class SyncHistory:
         return list(self._syncs)
 
 
-def _key(record: SyncRecord) -> tuple[int | None, str | None]:
-    return record.version, record.sync_id
-
-
 def _sum(staged: SyncRecord, record: SyncRecord) -> SyncRecord:
     earlier, later = staged.timings_ms, record.timings_ms
-    return msgspec.structs.replace(
-        record,
-        bytes=staged.bytes + record.bytes,
-        parts=staged.parts + record.parts,
-        timings_ms={
-            phase: round(earlier.get(phase, 0.0) + later.get(phase, 0.0), 3)
-            for phase in {**earlier, **later}
-        },
-    )
+    phases = {**earlier, **later}
+    timings = {p: round(earlier.get(p, 0.0) + later.get(p, 0.0), 3) for p in phases}
+    parts, size = staged.parts + record.parts, staged.bytes + record.bytes
+    return msgspec.structs.replace(record, bytes=size, parts=parts, timings_ms=timings)

@@ -46,11 +46,7 @@ class Sync:
     @property
     def complete(self) -> bool:
         """Whether every part has arrived and is staged."""
-        return (
-            self.num_parts is not None
-            and len(self.slots) == self.num_parts
-            and all(slot.staged for slot in self.slots.values())
-        )
+        return len(self.slots) == self.num_parts and all(s.staged for s in self.slots.values())
 
 
 class SyncState:
@@ -64,7 +60,6 @@ class SyncState:
         uncertain: a write failed half-way; some weights may be new and some old.
         asleep: the engine has released the weights' memory.
         foreign: what changed the weights outside of delta sync since the last sync, or None.
-        sync: the staged sync, or None.
         previous: version and committed parts before the last version; None if there is no way back.
     """
 
@@ -84,11 +79,7 @@ class SyncState:
         return "uncertain" if self.uncertain else "certain"
 
     def admit(self, part: PartId, now: float) -> Admission:
-        """Decide what to do with a part that has arrived.
-
-        Args:
-            part: the part.
-            now: seconds on a clock that all callers share.
+        """Decide what to do with a part that has arrived at `now`, in seconds.
 
         Returns:
             ``new``: stage it, then call `settle`. ``staged``: it is staged or being staged
@@ -97,9 +88,8 @@ class SyncState:
             one: another ``full`` sync may lead to the same version.
 
         Raises:
-            EngineUncertain, WeightsAsleep, SyncInProgress, VersionConflict, Conflict,
-            MalformedPart: see their docstrings; the state is unchanged, except that a stale sync
-            may have been dropped.
+            DeltaError: the part is refused; the state is unchanged, except that a stale sync may
+                have been dropped.
         """
         if self.seen(part.version, part.identity) and not self._is_of(self.sync, part):
             return "already_applied"
@@ -108,14 +98,10 @@ class SyncState:
             return self._join(self.sync, part, now)
         self.sync = None
         self._check_base(part)
-        self.sync = Sync(
-            part.version, part.base_version, part.sync_id, part.full, part.continues, now
-        )
-        try:
-            return self._join(self.sync, part, now)
-        except Exception:
-            self.sync = None
-            raise
+        new = Sync(part.version, part.base_version, part.sync_id, part.full, part.continues, now)
+        admission = self._join(new, part, now)
+        self.sync = new
+        return admission
 
     def seen(self, version: int, identity: str) -> bool:
         """Return whether a part was committed at `version`, and the engine is at that version."""
@@ -165,11 +151,11 @@ class SyncState:
             self.previous = None
             return
         identities = {slot.identity for slot in sync.slots.values()}
-        repeated_version = sync.continues and sync.version == self.version
-        if not repeated_version:
+        if sync.continues and sync.version == self.version:
+            self._committed = self._committed | identities
+        else:
             self.previous = (self.version, self._committed)
-        self._committed = self._committed | identities if repeated_version else identities
-        self.version = sync.version
+            self.version, self._committed = sync.version, identities
 
     def roll_back(self) -> None:
         """Record that the version before the last one was restored."""
@@ -190,10 +176,7 @@ class SyncState:
         )
 
     def _stale(self, sync: Sync, part: PartId, now: float) -> bool:
-        """Return whether this part may replace the staged sync: an old one, of another sync.
-
-        A slow sender's next part still finds its own sync, however old that is.
-        """
+        """Return whether this part may replace the staged sync: an old one, of another sync."""
         return not self._is_of(sync, part) and now - sync.last_part_at >= self.stage_timeout
 
     @staticmethod
@@ -212,21 +195,26 @@ class SyncState:
             )
         if (part.base_version, part.full) != (sync.base_version, sync.full):
             raise MalformedPart("the parts of this sync disagree about base_version or full")
-        _check_numbers(sync, part)
+        if None not in (sync.num_parts, part.num_parts) and sync.num_parts != part.num_parts:
+            raise MalformedPart(
+                "the parts of this sync disagree about num_parts: "
+                f"{sync.num_parts}, {part.num_parts}"
+            )
+        num_parts = part.num_parts if part.num_parts is not None else sync.num_parts
+        highest = max([part.part, *sync.slots])
+        if num_parts is not None and highest >= num_parts:
+            raise MalformedPart(f"part {highest} of a sync that has {num_parts} parts")
         known = sync.slots.get(part.part)
         if known is not None and known.identity != part.identity:
             raise Conflict(f"part {part.part} of this sync has arrived before with other bytes")
-        sync.last_part_at = now
-        sync.num_parts = part.num_parts if part.num_parts is not None else sync.num_parts
+        sync.last_part_at, sync.num_parts = now, num_parts
         if known is not None:
             return "staged"
         sync.slots[part.part] = _Slot(part.identity)
         return "new"
 
     def _check_base(self, part: PartId) -> None:
-        if part.full:
-            return
-        if part.continues and part.version == self.version:
+        if part.full or (part.continues and part.version == self.version):
             return
         if part.base_version is None or part.base_version < 0:
             raise MalformedPart("version 0 has no base version; only a full sync can lead to it")
@@ -241,14 +229,3 @@ class SyncState:
             raise MalformedPart(
                 f"a delta must lead to a later version: {part.base_version} to {part.version}"
             )
-
-
-def _check_numbers(sync: Sync, part: PartId) -> None:
-    if None not in (sync.num_parts, part.num_parts) and sync.num_parts != part.num_parts:
-        raise MalformedPart(
-            f"the parts of this sync disagree about num_parts: {sync.num_parts}, {part.num_parts}"
-        )
-    highest = max([part.part, *sync.slots])
-    num_parts = part.num_parts if part.num_parts is not None else sync.num_parts
-    if num_parts is not None and highest >= num_parts:
-        raise MalformedPart(f"part {highest} of a sync that has {num_parts} parts")

@@ -10,8 +10,4 @@ Imports: `engine_ext.placement` and the rooms below it.
 from engine_ext.repacks.infer import compose
 from engine_ext.repacks.load_hook import Processing, RepackLearner
 
-__all__ = [
-    "Processing",
-    "RepackLearner",
-    "compose",
-]
+__all__ = ["Processing", "RepackLearner", "compose"]

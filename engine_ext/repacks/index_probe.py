@@ -43,7 +43,7 @@ class IndexProbe:
     As long as elements stay in their rows and all rows are permuted alike, one row's map is kept.
 
     Args:
-        tensor: the parameter; only its shape, dtype, device and strides are read.
+        tensor: the parameter; its elements are not read.
         seed: of its random payload.
 
     Attributes:

@@ -26,18 +26,15 @@ from engine_ext.repacks.index_probe import IndexProbe
 Process = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 """Run a module's processing on copies that hold these parameters, which it may write to.
 
-Returns the parameters under the same names, and whatever else the processing made under any other
-names.
+Returns the parameters under the same names, and what else the processing made under other names.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class InferredRepacks:
-    """What the processing does to a module's parameters; one in neither dict is unchanged.
+    """What the processing does to a module's parameters, by name, or why it cannot be followed.
 
-    Attributes:
-        repacks: permutations, by parameter name.
-        refusals: why the processing cannot be followed, by parameter name.
+    A parameter that is in neither dict is unchanged.
     """
 
     repacks: dict[str, Repack]
@@ -61,9 +58,7 @@ def infer_repacks(parameters: Mapping[str, torch.Tensor], process: Process) -> I
         process: see `Process`; called about a dozen times, and once more per parameter if some
             are refused.
     """
-    probes = {
-        name: IndexProbe(tensor, seed) for seed, (name, tensor) in enumerate(parameters.items())
-    }
+    probes = {n: IndexProbe(tensor, seed) for seed, (n, tensor) in enumerate(parameters.items())}
     try:
         _run_probes(probes, process)
     except Exception as error:
@@ -78,12 +73,9 @@ def infer_repacks(parameters: Mapping[str, torch.Tensor], process: Process) -> I
 
 
 def _run_probes(probes: dict[str, IndexProbe], process: Process) -> None:
-    def payloads(flip: bool) -> dict[str, torch.Tensor]:
-        return {name: probe.payload(flip) for name, probe in probes.items()}
-
     # Functions, so that no output is kept alive while the next is made.
     def compare(flip: bool) -> dict[str, str]:
-        outputs = process(payloads(flip))
+        outputs = process({name: probe.payload(flip) for name, probe in probes.items()})
         for name, probe in probes.items():
             probe.compare(outputs.get(name), flip)
         return _other_outputs(outputs, probes)
@@ -95,7 +87,7 @@ def _run_probes(probes: dict[str, IndexProbe], process: Process) -> None:
                 probe.read_digit(number, outputs[name])
 
     def verify(flip: bool) -> None:
-        outputs = process(payloads(flip))
+        outputs = process({name: probe.payload(flip) for name, probe in probes.items()})
         for name, probe in probes.items():
             if probe.pending:
                 probe.verify(outputs[name], flip)
@@ -134,17 +126,13 @@ def _refuse_kept_elsewhere(
             probe.refuse(f"also keeps values computed from it in {', '.join(sorted(affected))}")
         unexplained -= affected
     if unexplained:
+        kept = ", ".join(sorted(unexplained))
         for probe in probes.values():
-            probe.refuse(
-                f"also keeps {', '.join(sorted(unexplained))}, which may be computed from it"
-            )
+            probe.refuse(f"also keeps {kept}, which may be computed from it")
 
 
 def _refuse_inputs_of_refused(probes: Mapping[str, IndexProbe], process: Process) -> None:
-    """Refuse the parameters that a refused one is computed from.
-
-    Such a parameter may itself be unchanged, but a write to it would not update the other.
-    """
+    """Refuse parameters that a refused one is computed from: a write would not update that one."""
     refused = {name for name, probe in probes.items() if probe.reason}
     if not refused or len(refused) == len(probes):
         return
@@ -168,7 +156,7 @@ def compose(
 
     Args:
         placement: as traced, not yet certified; its segments are replaced in place.
-        repacks: inferred repacks, by any name of the live tensor.
+        repacks: by any name of the live tensor.
         refusals: why a live tensor cannot be followed, by any of its names; the checkpoint tensors
             in it become uncertified.
     """

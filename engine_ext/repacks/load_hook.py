@@ -29,7 +29,6 @@ class Processing:
     """One call that an engine makes for a module after loading.
 
     Attributes:
-        module: the live module.
         method: the object whose function is called; its attributes tell modules apart.
         call: makes the call, given a copy of the module.
         recomputed: whether the engine may be able to recompute what the call attaches to the
@@ -53,18 +52,14 @@ class LearningError(RuntimeError):
 class RepackLearner:
     """Context manager around a model's loading that infers the repacks of its weights.
 
-    Only the first model loaded in the block counts (a draft model is loaded after it).
-
-    Args:
-        owner: the engine's module or class that has the function which processes a loaded model.
-        name: that function's name; it is replaced for the duration of the block.
-        walk: returns the calls that the function will make.
+    Only the first model loaded in the block counts (a draft model is loaded after it). The engine's
+    function `name` in `owner`, a module or class, which processes a loaded model, is replaced
+    during the block; `walk` returns the calls that it will make.
 
     Attributes:
         repacks: permutations, by the live parameter's name in the model.
         refusals: why a live parameter cannot be followed, by its name.
         complete: whether the function was called, and `walk` covers everything that it does.
-        seconds: time spent.
     """
 
     def __init__(self, owner: Any, name: str, walk: Walk) -> None:
@@ -72,9 +67,7 @@ class RepackLearner:
         self.refusals: dict[str, str] = {}
         self.complete = False
         self.seconds = 0.0
-        self._owner = owner
-        self._name = name
-        self._walk = walk
+        self._owner, self._name, self._walk = owner, name, walk
         self._original = inspect.getattr_static(owner, name)
         self._known: dict[Any, InferredRepacks] = {}
 
@@ -85,7 +78,12 @@ class RepackLearner:
         def process(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not self.complete:
                 self.complete = not hasattr(model, PROCESSING)
-                self._infer_model(model, self._walk(model, *args, **kwargs))
+                processings = self._walk(model, *args, **kwargs)
+                start = time.perf_counter()
+                names = {id(parameter): name for name, parameter in model.named_parameters()}
+                for processing in processings:
+                    self._infer_module(processing, names)
+                self.seconds = time.perf_counter() - start
             return original(model, *args, **kwargs)
 
         # A static method of a class must not become a method.
@@ -96,15 +94,6 @@ class RepackLearner:
     def __exit__(self, *error: object) -> None:
         setattr(self._owner, self._name, self._original)
 
-    def _infer_model(self, model: torch.nn.Module, processings: Iterable[Processing]) -> None:
-        start = time.perf_counter()
-        names: dict[int, str] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), name)
-        for processing in processings:
-            self._infer_module(processing, names)
-        self.seconds = time.perf_counter() - start
-
     def _infer_module(self, processing: Processing, names: dict[int, str]) -> None:
         parameters = {n: p for n, p in processing.module.named_parameters() if not p.is_meta}
         if not parameters:
@@ -113,19 +102,12 @@ class RepackLearner:
             signature = _signature(processing, parameters)
             if signature not in self._known:
                 self._known[signature] = _infer(processing, parameters)
-            self._add(self._known[signature], parameters, names)
+            inferred = self._known[signature]
         except LearningError:
             raise
         except Exception as error:
             reason = f"probing its post-load processing failed: {type(error).__name__}: {error}"
-            self._add(InferredRepacks({}, dict.fromkeys(parameters, reason)), parameters, names)
-
-    def _add(
-        self,
-        inferred: InferredRepacks,
-        parameters: dict[str, torch.nn.Parameter],
-        names: dict[int, str],
-    ) -> None:
+            inferred = InferredRepacks({}, dict.fromkeys(parameters, reason))
         for name, parameter in parameters.items():
             live = names[id(parameter)]
             if name in inferred.refusals:
@@ -142,9 +124,6 @@ def _infer(processing: Processing, parameters: dict[str, torch.nn.Parameter]) ->
     If the engine may recompute what the processing attaches to the module, no parameter is refused
     for tensors that `find_derived` will find on the loaded model: they are then either proven to
     be recomputed, or a reason to refuse.
-
-    Raises:
-        LearningError: the live module has changed.
     """
     module = processing.module
     copies: list[ModuleCopy] = []

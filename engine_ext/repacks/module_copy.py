@@ -31,14 +31,8 @@ class ModuleCopy:
 
     The module and its submodules are copied, the objects on them that take part in post-load
     processing (quant methods, schemes, attention backends), and plain containers. Tensors are
-    cloned; everything else is shared.
-
-    Args:
-        module: the live module.
-        probes: replacements for its parameters, by the `id` of the parameter.
-
-    Attributes:
-        root: the copied module.
+    cloned; everything else is shared. `probes` replace parameters, given by `id`; `root` is the
+    copied module.
     """
 
     def __init__(self, module: torch.nn.Module, probes: dict[int, torch.Tensor]) -> None:
@@ -64,6 +58,8 @@ class ModuleCopy:
         if id(value) in self._copy_of:
             return self._copy_of[id(value)]
         copy = value
+        if isinstance(value, torch.nn.Module):
+            return value
         if isinstance(value, torch.Tensor):
             copy = self._copy_of[id(value)] = self._tensor(value)
         elif type(value) is dict:
@@ -74,9 +70,7 @@ class ModuleCopy:
             copy.extend(self._copied(path, item) for item in value)
         elif type(value) is set:
             copy = set(value)
-        elif callable(getattr(type(value), PROCESSING, None)) and not isinstance(
-            value, torch.nn.Module
-        ):
+        elif callable(getattr(type(value), PROCESSING, None)):
             copy = self._begin(path, value)
             self._fill(path, value, copy)
         return copy

@@ -10,9 +10,4 @@ Imports: `engine_ext.placement` and the rooms below it.
 
 from engine_ext.tracing.trace import COPY_REPLACED, LoadWeights, rehearse, trace_placement
 
-__all__ = [
-    "COPY_REPLACED",
-    "LoadWeights",
-    "rehearse",
-    "trace_placement",
-]
+__all__ = ["COPY_REPLACED", "LoadWeights", "rehearse", "trace_placement"]

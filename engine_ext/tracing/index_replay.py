@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 
-from engine_ext.tracing.strided_boxes import ElementIds
+from engine_ext.tracing.strided_boxes import ElementIds, is_contiguous, strided_ids
 
 _aten: Final = torch.ops.aten
 
@@ -47,7 +47,6 @@ class TrackedStorage:
     """A storage that holds checkpoint elements.
 
     Attributes:
-        dtype: of its elements.
         elements: how many it has room for.
         names: the checkpoint tensors that some elements come from.
         live: names of live tensors that some elements were read back from.
@@ -99,7 +98,8 @@ class View:
     @property
     def whole(self) -> bool:
         """Whether it is the whole storage, in order."""
-        return math.prod(self.sizes) == self.storage.elements and _is_contiguous(self)
+        is_all = math.prod(self.sizes) == self.storage.elements
+        return is_all and is_contiguous(self.sizes[::-1], self.strides[::-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +114,6 @@ class Step:
     """One operator that moved elements.
 
     Attributes:
-        number: its place in the order of all steps.
-        func: the ATen operator.
         arguments: by name; a `View` or `UntrackedTensor` stands for each tensor whose elements it
             moved.
         outputs: views of the storages that it created; empty if it writes into its arguments.
@@ -182,12 +180,7 @@ class Provenance:
 
 
 class _IdMemory:
-    """The contents of storages, with ids in place of elements.
-
-    Args:
-        starts: id of the first element of each storage that stands for a checkpoint tensor.
-        dtype: of the ids.
-    """
+    """Storages with ids in place of elements; `starts` has the first id of each source."""
 
     def __init__(self, starts: dict[TrackedStorage, int], dtype: torch.dtype) -> None:
         self.contents: dict[TrackedStorage, torch.Tensor] = {}
@@ -213,8 +206,9 @@ class _IdMemory:
                 _aten.copy_.default(self._read(view), output)
 
     def _read(self, view: View) -> torch.Tensor:
-        if view.storage in self._starts:
-            return self._source_ids(view)
+        if view.storage in self._starts:  # contiguous, without the ids of the whole source
+            first = view.offset + self._starts[view.storage]
+            return strided_ids(first, view.sizes, view.strides, self._dtype)
         if view.storage not in self.contents:
             self.contents[view.storage] = torch.zeros(view.storage.elements, dtype=self._dtype)
         return self.contents[view.storage].as_strided(view.sizes, view.strides, view.offset)
@@ -225,15 +219,6 @@ class _IdMemory:
         taken = {memory.untyped_storage()._cdata for memory in self.contents.values()}
         alone = storage.nbytes() == output.numel() * output.element_size()
         return alone and output.is_contiguous() and storage._cdata not in taken
-
-    def _source_ids(self, view: View) -> torch.Tensor:
-        """Make the ids of a view of a source, contiguous, without those of the whole source."""
-        ids = torch.full((1,) * len(view.sizes), view.offset + self._starts[view.storage])
-        ids = ids.to(self._dtype)
-        for dim, (size, stride) in enumerate(zip(view.sizes, view.strides, strict=True)):
-            line = torch.arange(size, dtype=self._dtype) * stride
-            ids = ids + line.view([-1 if d == dim else 1 for d in range(len(view.sizes))])
-        return ids
 
 
 def _signature(steps: list[Step], storages: list[TrackedStorage]) -> Hashable | None:
@@ -281,15 +266,6 @@ def _history(storage: TrackedStorage) -> tuple[list[Step], list[TrackedStorage]]
                 pending += [(s, step.number) for s in step.inputs if s is not one]
                 storages.update(dict.fromkeys(step.storages))
     return [found[number] for number in sorted(found)], list(storages)
-
-
-def _is_contiguous(view: View) -> bool:
-    inner = 1
-    for size, stride in reversed(list(zip(view.sizes, view.strides, strict=True))):
-        if size != 1 and stride != inner:
-            return False
-        inner *= size
-    return True
 
 
 def _call(func: Any, arguments: dict[str, Any]) -> Any:

@@ -22,7 +22,6 @@ class ByteRange:
     Attributes:
         start, end: address of its first byte, and just past its last.
         name: the checkpoint tensor written there; None for anything else.
-        segment: the segment.
         write: number of the write; the segments of one write share no element.
     """
 
@@ -60,24 +59,19 @@ def refuse_shared_memory(placement: Placement, writes: Sequence[Write]) -> None:
     for one would silently change the other. If the loader writes other values over a tensor, it
     would write them again over elements that a delta leaves out. If it writes two elements of one
     tensor to the same place, only the later one counts.
-
-    Args:
-        placement: as traced; refused tensors are marked in place.
-        writes: everything that the loader wrote to live memory.
     """
     ranges = [ByteRange.of(s, name, n) for n, write in enumerate(writes) for name, s in write]
     for one, other in overlaps(ranges):
         for range_, by in ((one, other), (other, one)):
+            live = range_.segment.live.name
             if range_.name is None:
                 continue
             if by.name is None:
-                reason = (
-                    f"the loader also writes other values over it, in {range_.segment.live.name}"
-                )
+                reason = f"the loader also writes other values over it, in {live}"
             elif by.name == range_.name:
-                reason = f"the loader writes parts of it over others, in {range_.segment.live.name}"
+                reason = f"the loader writes parts of it over others, in {live}"
             else:
-                reason = f"shares the memory of {range_.segment.live.name} with {by.name}"
+                reason = f"shares the memory of {live} with {by.name}"
             placement[range_.name].refuse(reason)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine_ext.tracing.strided_boxes import ElementIds, equal_runs, slice_max
+from engine_ext.tracing.strided_boxes import ElementIds, equal_runs, is_contiguous, slice_max
 
 # Elements per step of a loop over a large array.
 _CHUNK: Final = 1 << 22
@@ -22,26 +22,17 @@ _CHUNK: Final = 1 << 22
 def split_by_source(
     ids: ElementIds, offset: int, strides: Sequence[int]
 ) -> list[tuple[ElementIds, int]]:
-    """Cut the array along one dimension into parts that hold elements of one source each.
+    """Cut what `find_boxes` takes along one dimension into parts of one source each.
 
-    Args:
-        ids, offset, strides: see `find_boxes`.
-
-    Returns:
-        The parts, each with its offset in memory; the whole array if no dimension allows it.
+    Returns the parts with their offsets in memory; the whole array if no dimension allows it.
     """
     starts = torch.tensor(ids.starts)
     for dim, stride in enumerate(strides):
         ends = [f(ids.values, dim).contiguous() for f in (_slice_min, slice_max)]
         source, other = (torch.bucketize(end, starts, right=True) for end in ends)
         if torch.equal(source, other):
-            return [
-                (
-                    ElementIds(ids.values.narrow(dim, start, count), ids.starts),
-                    offset + start * stride,
-                )
-                for start, count in equal_runs(source)
-            ]
+            runs = [(n, ids.values.narrow(dim, n, count)) for n, count in equal_runs(source)]
+            return [(ElementIds(part, ids.starts), offset + n * stride) for n, part in runs]
     return [(ids, offset)]
 
 
@@ -50,15 +41,12 @@ def find_permutation(
 ) -> tuple[int, NDArray[np.int32]] | None:
     """Find the order in which a box holds a contiguous range of one source, each element once.
 
-    Args:
-        ids: of a box of memory with at least one element.
-        strides: of that box in memory.
-
     Returns:
         The lowest id, and int32 [n]: for each id from there on, the element's position in memory
         from the box's start. None if the box is not dense or does not hold such a range.
     """
-    if not _is_dense(ids.values.shape, strides):
+    dims = sorted((d, n) for n, d in zip(ids.values.shape, strides, strict=True) if n > 1)
+    if not is_contiguous((n for _, n in dims), (d for d, _ in dims)):
         return None
     order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
     flat = ids.values.permute(order).reshape(-1)
@@ -71,16 +59,6 @@ def find_permutation(
         part = flat[start : start + _CHUNK].long() - low
         places[part] = torch.arange(start, start + len(part), dtype=torch.int32)
     return None if bool((places < 0).any()) else (low, places.numpy())
-
-
-def _is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether a box fills its memory from its first to its last element."""
-    inner = 1
-    for stride, size in sorted((d, n) for n, d in zip(sizes, strides, strict=True) if n > 1):
-        if stride != inner:
-            return False
-        inner *= size
-    return True
 
 
 def _slice_min(values: torch.Tensor, dim: int) -> torch.Tensor:

@@ -99,12 +99,8 @@ class ProvenanceTracker:
     ) -> None:
         """Record what an operator did.
 
-        Args:
-            func: the operator.
-            arguments: its arguments, by name; some are views of tracked storages, or live.
-            outputs: the tensors that it returned.
-            written: those of its arguments that it wrote to.
-            live: names of the live tensors that it read.
+        `written` are those of its arguments that it wrote to, and `live` the names of the live
+        tensors that it read. Some arguments are views of tracked storages, or live.
         """
         inputs = [t for t in tree_leaves(arguments) if isinstance(t, torch.Tensor)]
         keys = {_key(t) for t in inputs}
@@ -134,11 +130,7 @@ class ProvenanceTracker:
         self._steps += 1
 
     def provenance(self, tensor: torch.Tensor) -> Provenance:
-        """Return the provenance of the storage that a tensor is a view of.
-
-        Raises:
-            UntraceableError: some of its elements have no known source.
-        """
+        """Return the provenance of a tensor's storage; raises UntraceableError if it has none."""
         storage = self._storages[_key(tensor)]
         if storage.untraceable:
             raise UntraceableError(storage.untraceable)
@@ -147,15 +139,7 @@ class ProvenanceTracker:
         return Provenance(storage)
 
     def element_ids(self, tensor: torch.Tensor, provenance: Provenance) -> ElementIds:
-        """Return which elements of the provenance's sources a tensor holds.
-
-        Args:
-            tensor: a view of a tracked storage, any shape.
-            provenance: see `provenance`; of that storage.
-
-        Raises:
-            UntraceableError: the ids would take too much memory.
-        """
+        """Return a tensor's source elements; raises UntraceableError if they are too many."""
         view = self._view(tensor)
         state = (view.storage, len(view.storage.steps))
         if self._cached is None or self._cached[0] != state:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from engine_ext.model import LiveTensor, StorageIndex, extent
 from engine_ext.placement import Placement, Repack, Segment, TensorSpec, smallest_block
@@ -36,15 +36,17 @@ _COPY: Final = torch.ops.aten.copy_.default
 _Piece = tuple[int | None, Segment]
 
 
-class Recorder:
-    """Records writes to live memory.
+class _ThreadState(threading.local):
+    in_python_copy = False
 
-    Args:
-        index: the model's live memory.
-        placement: of the tensors given to the loader; segments and refusals are added to it.
+
+class Recorder:
+    """Records writes to live memory as segments and refusals in a placement.
 
     Attributes:
         writes: all writes to live memory, whatever was written.
+        lock: held while an operator runs.
+        thread: whether the thread that asks is in a call of ``Tensor.copy_``.
     """
 
     def __init__(self, index: StorageIndex, placement: Placement) -> None:
@@ -52,8 +54,8 @@ class Recorder:
         self._index = index
         self._placement = placement
         self._tracker = ProvenanceTracker()
-        self._lock = threading.RLock()
-        self._python_copies = threading.local()
+        self.lock = threading.RLock()
+        self.thread = _ThreadState()
         self._pieces_by_signature: dict[Hashable, list[_Piece]] = {}
         # (live tensor, other live tensor that its elements are written to)
         self._read_back: list[tuple[str, str]] = []
@@ -63,20 +65,6 @@ class Recorder:
         tensor = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
         self._tracker.add_source(tensor, spec.name)
         return tensor
-
-    @property
-    def python_copy(self) -> bool:
-        """Whether this thread is in a call of ``Tensor.copy_``."""
-        return getattr(self._python_copies, "now", False)
-
-    @python_copy.setter
-    def python_copy(self, now: bool) -> None:
-        self._python_copies.now = now
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator of the loader and record it; writes to live memory are suppressed."""
-        with self._lock:
-            return self._run(func, args, kwargs)
 
     def refuse_kept(self, tensors: Iterable[torch.Tensor], path: str) -> None:
         """Refuse the checkpoint tensors whose elements the loader keeps in tensors at `path`."""
@@ -103,8 +91,10 @@ class Recorder:
                 if any(segment.live.name == source for segment in placed.segments):
                     placed.refuse(f"the loader reads it back from {source} into {destination}")
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        arguments = _named(func, args, kwargs)
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator of the loader and record it; writes to live memory are suppressed."""
+        names = [argument.name for argument in func._schema.arguments]
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         written = _written(func, arguments)
         inputs = [t for t in tree_leaves(arguments) if isinstance(t, torch.Tensor)]
         live = [(t, entry) for t in written if (entry := self._index.find(t)) is not None]
@@ -151,8 +141,8 @@ class Recorder:
         if func is _COPY and storages:
             try:
                 write = self._copied(destination, entry, arguments["src"], storages[0])
-            except UntraceableError as reason:
-                self._refuse(storages[0], f"{reason} before it is copied to {entry.name}")
+            except UntraceableError as error:
+                self._refuse(storages[0], f"{error} before it is copied to {entry.name}")
             else:
                 self.writes.append(write)
                 for name, segment in write:
@@ -161,12 +151,10 @@ class Recorder:
                 return
         else:
             for storage in storages:
-                self._refuse(
-                    storage,
-                    f"{storage.untraceable} before it is copied to {entry.name}"
-                    if storage.untraceable
-                    else f"the loader writes it to {entry.name} with {func}, not with a copy",
-                )
+                reason = f"the loader writes it to {entry.name} with {func}, not with a copy"
+                if storage.untraceable:
+                    reason = f"{storage.untraceable} before it is copied to {entry.name}"
+                self._refuse(storage, reason)
         for t, entry in live:
             whole = t if t.dtype == entry.tensor.dtype else entry.tensor
             self.writes.append([(None, _segment(whole, entry, whole, False))])
@@ -178,22 +166,18 @@ class Recorder:
         source: torch.Tensor,
         storage: TrackedStorage,
     ) -> Write:
-        """Return what a copy of a tracked tensor writes to live memory.
-
-        Raises:
-            UntraceableError: that cannot be traced to checkpoint elements.
-        """
+        """Return what a copy of a tracked tensor writes; raises UntraceableError."""
         if storage.untraceable:
             raise UntraceableError(storage.untraceable)
         if storage.dtype != source.dtype or destination.dtype != entry.tensor.dtype:
             raise UntraceableError(f"its bits are seen as {source.dtype}")
         if source.is_neg() or source.is_conj():
             raise UntraceableError("the loader negates it")
+        python_copy = self.thread.in_python_copy
         if storage.source is not None:
-            return [(storage.source, _segment(destination, entry, source, self.python_copy))]
+            return [(storage.source, _segment(destination, entry, source, python_copy))]
         if storage.narrowed and storage.dtype != entry.tensor.dtype:
             raise UntraceableError(f"a cast to {storage.dtype} loses what it holds")
-        python_copy = self.python_copy
         provenance = self._tracker.provenance(source)
         return [
             (
@@ -210,10 +194,7 @@ class Recorder:
         source: torch.Tensor,
         provenance: Provenance,
     ) -> list[_Piece]:
-        """Return the segments of a copy, with the numbers of their sources.
-
-        Layers are alike, so the result is kept for the next copy with the same signature.
-        """
+        """Return a copy's segments with their source numbers; kept, because layers are alike."""
         views = [(t.shape, t.stride(), t.storage_offset()) for t in (destination, source)]
         signature = provenance.signature
         key = (signature, str(views), _offset(destination, entry), extent(entry.tensor))
@@ -238,7 +219,8 @@ class RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        return self._recorder.run(func, args, kwargs or {})
+        with self._recorder.lock:
+            return self._recorder.run(func, args, kwargs or {})
 
 
 def _segment(
@@ -257,11 +239,7 @@ def _segment(
 
 
 def _pieces(ids: ElementIds, destination: torch.Tensor, entry: LiveTensor) -> list[_Piece]:
-    """Return the segments that copy elements with these ids to live memory.
-
-    Raises:
-        UntraceableError: they are too many.
-    """
+    """Return the segments that copy elements with these ids; raises UntraceableError."""
     pieces: list[_Piece] = []
     for box, repack in _arranged(ids, _offset(destination, entry), destination.stride(), entry):
         number = ids.source(box.first)
@@ -310,12 +288,6 @@ def _offset(destination: torch.Tensor, entry: LiveTensor) -> int:
     return (destination.data_ptr() - entry.start) // destination.element_size()
 
 
-def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return an operator's arguments by their names in its schema."""
-    names = [argument.name for argument in func._schema.arguments]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
-
-
 def _written(func: Any, arguments: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors that the operator writes to, by its schema."""
     written: list[torch.Tensor] = []
@@ -345,8 +317,5 @@ def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if all(t.is_meta for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)):
             raise
 
-    def on_meta(leaf: Any) -> Any:
-        return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
-
-    args, kwargs = tree_map(on_meta, (args, kwargs))
+    args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
     return func(*args, **kwargs)

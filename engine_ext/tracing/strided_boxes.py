@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
@@ -44,8 +44,7 @@ class StridedBox:
     """A box of memory whose element ids are constant strides apart.
 
     Attributes:
-        offset: of the first element in memory.
-        sizes, strides: of the box in memory.
+        offset, sizes, strides: of the box in memory.
         first: id of the first element; 0 if no element belongs to a source.
         steps: strides of the ids, none negative; all 0 if `first` is 0.
     """
@@ -62,8 +61,7 @@ class StridedBox:
         return self.first + sum((n - 1) * s for n, s in zip(self.sizes, self.steps, strict=True))
 
 
-class _TooManyBoxes(Exception):
-    pass
+class _TooManyBoxes(Exception): ...
 
 
 def find_boxes(
@@ -71,13 +69,8 @@ def find_boxes(
 ) -> list[StridedBox] | None:
     """Cut the array into boxes that hold elements of one source each, or of none.
 
-    Args:
-        ids: of a box of memory with at least one element.
-        offset, strides: of that box in memory.
-        most: boxes at most.
-
-    Returns:
-        The boxes, which cover the array exactly; None if more than `most` are needed.
+    The ids are those of a box of memory with at least one element, at `offset` and with `strides`.
+    The boxes cover the array exactly; None if more than `most` are needed.
     """
     try:
         return _Cutter(ids, most).cut(ids.values, offset, tuple(strides))
@@ -92,11 +85,7 @@ class _Cutter:
         self._most = most
 
     def cut(self, values: torch.Tensor, offset: int, strides: tuple[int, ...]) -> list[StridedBox]:
-        """Cut a part of the array; see `find_boxes`.
-
-        Raises:
-            _TooManyBoxes: more than `most` boxes are needed.
-        """
+        """Cut a part of the array; raises _TooManyBoxes."""
         whole = self._whole(values, offset, strides)
         if whole is not None:
             return [whole]
@@ -158,8 +147,7 @@ class _Cutter:
     def _runs(self, values: torch.Tensor, dim: int) -> list[tuple[int, int, int]] | None:
         """Group the slices along a dimension of which each is the one before it, shifted.
 
-        Returns:
-            (first slice, number of slices, step) of each group; None if there are too many.
+        A group is (first slice, number of slices, step). Returns None if they are too many.
         """
         slices = values.movedim(dim, 0)
         count, others = len(slices), tuple(range(1, values.dim()))
@@ -200,13 +188,8 @@ class _Cutter:
         stride, inner = strides[dim], strides[:dim] + strides[dim + 1 :]
         alone = self.cut(values.select(dim, first), offset + first * stride, inner)
         together = [
-            replace(
-                box,
-                sizes=(count, *box.sizes),
-                strides=(stride, *box.strides),
-                steps=(step, *box.steps),
-            )
-            for box in alone
+            StridedBox(b.offset, (count, *b.sizes), (stride, *b.strides), b.first, (step, *b.steps))
+            for b in alone
         ]
         if all(map(self._is_valid, together)):
             return together
@@ -287,8 +270,25 @@ def _equal(values: torch.Tensor, first: int, steps: tuple[int, ...]) -> bool:
             return all(_equal(part, first + s * steps[0], steps) for s, part in parts)
         if len(values) == 1:
             return _equal(values[0], first, steps[1:])
-    expected = torch.full((1,) * values.dim(), first, dtype=values.dtype)
-    for dim, (size, step) in enumerate(zip(values.shape, steps, strict=True)):
-        shape = [-1 if d == dim else 1 for d in range(values.dim())]
-        expected = expected + (torch.arange(size, dtype=values.dtype) * step).view(shape)
-    return torch.equal(values, expected)
+    return torch.equal(values, strided_ids(first, values.shape, steps, values.dtype))
+
+
+def strided_ids(
+    first: int, sizes: Sequence[int], steps: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """Return ids in the shape `sizes` that are constant steps apart."""
+    ids = torch.full((1,) * len(sizes), first, dtype=dtype)
+    for dim, (size, step) in enumerate(zip(sizes, steps, strict=True)):
+        shape = [-1 if d == dim else 1 for d in range(len(sizes))]
+        ids = ids + (torch.arange(size, dtype=dtype) * step).view(shape)
+    return ids
+
+
+def is_contiguous(sizes: Iterable[int], strides: Iterable[int]) -> bool:
+    """Return whether a box, innermost dimension first, fills its memory in this order."""
+    inner = 1
+    for size, stride in zip(sizes, strides, strict=True):
+        if size != 1 and stride != inner:
+            return False
+        inner *= size
+    return True

@@ -7,9 +7,6 @@ them to threads (`engine_ext.tracing.thread_propagation`). A tensor that reaches
 other way is uncertified, with the reason, and so is one whose elements something else is written
 over. Afterwards the model's objects are restored, and its bits, objects and addresses compared
 with those before.
-
-`rehearse` does the same for the tensors of one sync: a loader may need tensors together, or fill
-in those that it was not given.
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,10 +44,9 @@ def trace_placement(
     """Find where every checkpoint tensor is in the model's live memory.
 
     Args:
-        model: the loaded model, in serving state.
+        model: in serving state.
         load_weights: the model's own loader; takes (name, tensor) pairs.
         specs: every tensor of the checkpoint, in the order in which the engine loads them.
-        index: the storage index of `model`.
         other_writes: if given, the segments of live memory that the loader writes something other
             than a checkpoint tensor to (padding) are appended; they have no source.
         refuse_while: returns why the loader would not simply load now (an engine may wrap it while
@@ -71,13 +66,12 @@ def trace_placement(
         raise TracingError(f"the loader cannot be traced now: {reason}")
     guard = ModelStateGuard(model, bits=True)
     placement = {spec.name: Placed(spec) for spec in specs}
-    run = _run(guard, load_weights, specs, index, placement)
-    writes = run.writes
-    if run.failure is not None:
+    failure, writes = _run(guard, load_weights, specs, index, placement)
+    if failure is not None:
         writes = []
         for spec in specs:
             placement[spec.name] = Placed(spec)
-            writes += _explain(guard, load_weights, spec, index, placement, run.failure)
+            writes += _explain(guard, load_weights, spec, index, placement, failure)
     guard.verify()
     for placed in placement.values():
         if placed.status is Status.UNJUDGED and not placed.segments:
@@ -97,10 +91,8 @@ def rehearse(
 ) -> dict[str, str]:
     """Trace the loader on some tensors, and compare with their certified placement.
 
-    Args:
-        model, load_weights, index: see `trace_placement`.
-        names: the tensors, all with segments, that the loader is to be given in one call.
-        placement: of the whole checkpoint, certified.
+    A loader may need tensors together, or fill in those that it was not given. The tensors in
+    `names` all have segments, and the loader is to be given them in one call.
 
     Returns:
         Why the loader would do something else than the placement says, by tensor name; empty if
@@ -112,17 +104,17 @@ def rehearse(
     """
     guard = ModelStateGuard(model, bits=False)
     trial = {name: Placed(placement[name].spec) for name in names}
-    run = _run(guard, load_weights, [p.spec for p in trial.values()], index, trial)
+    failure, writes = _run(guard, load_weights, [p.spec for p in trial.values()], index, trial)
     guard.verify()
-    if run.failure is not None:
-        reason = f"the loader fails without the other tensors: {_brief(run.failure)}"
+    if failure is not None:
+        reason = f"the loader fails without the other tensors: {_brief(failure)}"
         return dict.fromkeys(names, reason)
     different = {
         name: "the loader treats it differently without the other tensors"
         for name, placed in trial.items()
         if placed.status is not Status.UNJUDGED or placed.segments != placement[name].segments
     }
-    others = _others(run.writes)
+    others = _others(writes)
     if different or not others:
         return different
     segments = [ByteRange.of(s, name, 0) for name, p in placement.items() for s in p.segments]
@@ -130,19 +122,6 @@ def rehearse(
         reason = f"without the other tensors the loader writes over {one.name or other.name}"
         return dict.fromkeys(names, reason)
     return {}
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Outcome of one call of the loader; what was traced is in the placement.
-
-    Attributes:
-        failure: what the loader raised.
-        writes: everything that it wrote to live memory.
-    """
-
-    failure: Exception | None
-    writes: list[Write]
 
 
 def _others(writes: Iterable[Write]) -> list[Segment]:
@@ -156,7 +135,8 @@ def _run(
     specs: Sequence[TensorSpec],
     index: StorageIndex,
     placement: Placement,
-) -> _Run:
+) -> tuple[Exception | None, list[Write]]:
+    """Call the loader; return what it raised, and everything that it wrote to live memory."""
     recorder = Recorder(index, placement)
     weights = [(spec.name, recorder.source(spec)) for spec in specs]
     failure = None
@@ -168,12 +148,14 @@ def _run(
     except Exception as error:
         failure = error
     finally:
-        _restore(guard, recorder)
-    return _Run(failure, recorder.writes)
+        _refuse_changes(guard, recorder)
+        recorder.close()
+        guard.restore()
+    return failure, recorder.writes
 
 
-def _restore(guard: ModelStateGuard, recorder: Recorder) -> None:
-    """Restore the model's objects, and refuse the tensors that the loader kept elsewhere."""
+def _refuse_changes(guard: ModelStateGuard, recorder: Recorder) -> None:
+    """Refuse the tensors that the loader kept elsewhere, or whose live tensors it replaced."""
     for attached in guard.registered:
         if attached.changed:
             recorder.refuse_replaced(attached.path, attached.memory, attached.current)
@@ -182,8 +164,6 @@ def _restore(guard: ModelStateGuard, recorder: Recorder) -> None:
         recorder.refuse_kept([attached.memory, *current], attached.path)
     for path, tensor in guard.new_tensors():
         recorder.refuse_kept([tensor], path)
-    recorder.close()
-    guard.restore()
 
 
 def _explain(
@@ -196,12 +176,12 @@ def _explain(
 ) -> list[Write]:
     """Trace one tensor alone, after the loader failed on all of them together."""
     placed = placement[spec.name]
-    run = _run(guard, load_weights, [spec], index, placement)
-    if run.failure is not None:
-        placed.refuse(f"the loader fails on a tensor without data: {_brief(run.failure)}")
+    failure, writes = _run(guard, load_weights, [spec], index, placement)
+    if failure is not None:
+        placed.refuse(f"the loader fails on a tensor without data: {_brief(failure)}")
     elif not placed.segments:
         placed.refuse(f"the loader copies nothing from it alone, and all fail: {_brief(joint)}")
-    return run.writes
+    return writes
 
 
 def _brief(error: Exception) -> str:
@@ -222,11 +202,11 @@ def _marked_copies(recorder: Recorder) -> Iterator[None]:
         def copy_(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             if threading.get_ident() != owner:
                 return original(self, *args, **kwargs)
-            recorder.python_copy = True
+            recorder.thread.in_python_copy = True
             try:
                 return original(self, *args, **kwargs)
             finally:
-                recorder.python_copy = False
+                recorder.thread.in_python_copy = False
 
         torch.Tensor.copy_ = copy_  # type: ignore[method-assign, assignment]
         try:
