@@ -59,6 +59,7 @@ class RepackLearner:
         owner: the engine's module or class that has the function which processes a loaded model.
         name: that function's name; it is replaced for the duration of the block.
         walk: returns the calls that the function will make.
+        before: called with the loaded model, before it is probed and processed.
 
     Attributes:
         repacks: permutations, by the live parameter's name in the model.
@@ -67,7 +68,13 @@ class RepackLearner:
         seconds: time spent.
     """
 
-    def __init__(self, owner: Any, name: str, walk: Walk) -> None:
+    def __init__(
+        self,
+        owner: Any,
+        name: str,
+        walk: Walk,
+        before: Callable[[torch.nn.Module], None] | None = None,
+    ) -> None:
         self.repacks: dict[str, Repack] = {}
         self.refusals: dict[str, str] = {}
         self.complete = False
@@ -75,6 +82,7 @@ class RepackLearner:
         self._owner = owner
         self._name = name
         self._walk = walk
+        self._before = before
         self._original = inspect.getattr_static(owner, name)
         self._known: dict[Any, InferredRepacks] = {}
 
@@ -85,6 +93,8 @@ class RepackLearner:
         def process(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not self.complete:
                 self.complete = not hasattr(model, PROCESSING)
+                if self._before is not None:
+                    self._before(model)
                 self._infer_model(model, self._walk(model, *args, **kwargs))
             return original(model, *args, **kwargs)
 

@@ -16,7 +16,7 @@ from engine_ext.adapters.vllm.postload import recomputations, repack_learner
 from engine_ext.model import ConstantsWatch
 from engine_ext.receiver import LoadedModel, Receiver, make_receiver
 from engine_ext.repacks import RepackLearner
-from engine_ext.tracing import LoadWeights
+from engine_ext.tracing import LoadingTrace, LoadWeights
 
 
 def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
@@ -37,9 +37,15 @@ def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
     def load_model(*args: Any, **kwargs: Any) -> None:
         _keep_checkpoint_layout()
         watch = ConstantsWatch(base_loader, "initialize_model")
-        with repack_learner() as learner, watch as constants:
+        loading = LoadingTrace()
+
+        def trace(model: torch.nn.Module) -> None:
+            config = worker.vllm_config
+            loading.trace(model, _loader(model, config), _reader(model, config), active_wrapper)
+
+        with repack_learner(trace) as learner, watch as constants:
             original_load(*args, **kwargs)
-        worker.delta_receiver = build_receiver(worker, chosen, learner, constants)
+        worker.delta_receiver = build_receiver(worker, chosen, learner, constants, loading)
 
     def sleep(level: int = 1) -> None:
         worker.delta_receiver.weights_released()
@@ -98,7 +104,11 @@ def _keep_checkpoint_layout() -> None:
 
 
 def build_receiver(
-    worker: Any, chosen: settings.Settings, learner: RepackLearner, constants: ConstantsWatch
+    worker: Any,
+    chosen: settings.Settings,
+    learner: RepackLearner,
+    constants: ConstantsWatch,
+    loading: LoadingTrace,
 ) -> Receiver:
     """Trace and certify a worker's model and make its receiver.
 
@@ -107,6 +117,7 @@ def build_receiver(
         chosen: the user's flags.
         learner: has observed the loading.
         constants: has observed the loading.
+        loading: has traced the loader before post-load processing.
 
     Raises:
         RuntimeError: nothing can be certified. vLLM does not start then.
@@ -123,7 +134,7 @@ def build_receiver(
     loaded = LoadedModel(
         model=model,
         load_weights=_loader(model, config),
-        checkpoint=functools.partial(checkpoint, model, config) if _reads(config) else None,
+        checkpoint=_reader(model, config),
         # The class's method: the worker's own is wrapped by `_reporting`.
         reload=lambda w: type(worker).reload_weights(worker, weights_iterator=iter(w)),
         ranks=WorldRanks(),
@@ -133,8 +144,16 @@ def build_receiver(
         constants=constants.known,
         recomputations=recomputations(model, config),
         refuse_while=active_wrapper,
+        loading=loading,
     )
     return make_receiver(loaded, chosen)
+
+
+def _reader(
+    model: torch.nn.Module, config: Any
+) -> Callable[[], Iterable[tuple[str, torch.Tensor]]] | None:
+    """Return what reads the loaded checkpoint, or None if there is none."""
+    return functools.partial(checkpoint, model, config) if _reads(config) else None
 
 
 def _reads(config: Any) -> bool:
