@@ -41,7 +41,7 @@ from engine_ext.ranks import Ranks
 from engine_ext.receiver.receiver import Receiver
 from engine_ext.repacks import compose
 from engine_ext.settings import Settings
-from engine_ext.tracing import LoadWeights, trace_placement
+from engine_ext.tracing import LoadingTrace, LoadWeights, trace_placement
 from engine_ext.wire import Limits, exponent_planes, gap_streams, ulp_differences
 
 logger = logging.getLogger(__name__)
@@ -64,6 +64,7 @@ class LoadedModel:
         constants: returns whether a tensor that is not a weight is known not to be computed from
             weights.
         refuse_while: see `trace_placement`.
+        loading: what the loader did before post-load processing; None if nothing is processed.
     """
 
     model: torch.nn.Module
@@ -77,6 +78,7 @@ class LoadedModel:
     constants: Known = is_constant
     recomputations: Sequence[Recomputation] = ()
     refuse_while: Callable[[torch.nn.Module], str | None] | None = None
+    loading: LoadingTrace | None = None
 
 
 def make_receiver(loaded: LoadedModel, settings: Settings) -> Receiver:
@@ -98,7 +100,9 @@ def make_receiver(loaded: LoadedModel, settings: Settings) -> Receiver:
         initial.on_initial_sync = on_initial_sync
         return receiver
     start = time.perf_counter()
-    specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in loaded.checkpoint()]
+    specs = None if loaded.loading is None else loaded.loading.specs
+    if specs is None:
+        specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in loaded.checkpoint()]
     traced = _trace(loaded, specs)
     traced_s = time.perf_counter() - start
     certify_placement(traced.placement, loaded.checkpoint(), moves_known=loaded.learned)
@@ -130,6 +134,8 @@ def _trace(loaded: LoadedModel, specs: Sequence[TensorSpec]) -> Traced:
     placement = trace_placement(
         loaded.model, loaded.load_weights, specs, index, others, refuse_while=loaded.refuse_while
     )
+    if loaded.loading is not None:
+        loaded.loading.refuse_lost(loaded.model, placement)
     compose(placement, loaded.repacks, loaded.refusals)
     derived = find_derived(loaded.model, placement, loaded.constants)
     recomputed, failed = prove(loaded.model, placement, derived, loaded.recomputations)

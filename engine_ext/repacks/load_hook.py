@@ -54,7 +54,8 @@ class RepackLearner:
 
     Only the first model loaded in the block counts (a draft model is loaded after it). The engine's
     function `name` in `owner`, a module or class, which processes a loaded model, is replaced
-    during the block; `walk` returns the calls that it will make.
+    during the block; `walk` returns the calls that it will make, and `before` is called with the
+    loaded model first.
 
     Attributes:
         repacks: permutations, by the live parameter's name in the model.
@@ -62,12 +63,18 @@ class RepackLearner:
         complete: whether the function was called, and `walk` covers everything that it does.
     """
 
-    def __init__(self, owner: Any, name: str, walk: Walk) -> None:
+    def __init__(
+        self,
+        owner: Any,
+        name: str,
+        walk: Walk,
+        before: Callable[[torch.nn.Module], None] | None = None,
+    ) -> None:
         self.repacks: dict[str, Repack] = {}
         self.refusals: dict[str, str] = {}
         self.complete = False
         self.seconds = 0.0
-        self._owner, self._name, self._walk = owner, name, walk
+        self._owner, self._name, self._walk, self._before = owner, name, walk, before
         self._original = inspect.getattr_static(owner, name)
         self._known: dict[Any, InferredRepacks] = {}
 
@@ -78,6 +85,8 @@ class RepackLearner:
         def process(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not self.complete:
                 self.complete = not hasattr(model, PROCESSING)
+                if self._before is not None:
+                    self._before(model)
                 processings = self._walk(model, *args, **kwargs)
                 start = time.perf_counter()
                 names = {id(parameter): name for name, parameter in model.named_parameters()}

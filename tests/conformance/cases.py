@@ -185,6 +185,12 @@ CASES: Final = (
         models.PackedIntoHandle,
     ),
     _case(
+        "loader replaced",
+        "by one that does nothing, on a packed parameter",
+        models.LoaderReplaced,
+        models.HalfReplaced,
+    ),
+    _case(
         "no parameter",
         "the loader fills, or makes, memory of a handle or a list",
         models.LoadedIntoHandle,

@@ -172,6 +172,44 @@ class MadeInDict(LoadedIntoHandle):
         self.layer.linear.handle["weight"] = weight.clone()
 
 
+class LoaderReplaced(ToyModel):
+    """AWQ on vLLM: processing puts a parameter in place whose loader does nothing."""
+
+    shapes: ClassVar = {"qweight": (8, 6), "norm": (6,)}
+
+    def build(self) -> None:
+        super().build()
+        self.qweight.weight_loader = self.qweight.data.copy_
+
+    def load_one(self, name: str, weight: torch.Tensor) -> None:
+        getattr(getattr(self, name), "weight_loader", getattr(self, name).data.copy_)(weight)
+
+    def after_loading(self) -> None:
+        packed = parameter(6, 8)
+        packed.data.copy_(self.qweight.data.t() * 2)
+        packed.weight_loader = lambda weight: None
+        self.qweight = packed
+
+
+class HalfReplaced(ToyModel):
+    """The same for one of the two parameters that a checkpoint tensor is loaded into."""
+
+    shapes: ClassVar = {"qkv": (8, 6)}
+
+    def build(self) -> None:
+        self.q, self.kv = parameter(4, 6), parameter(4, 6)
+        self.loaders = [self.q.data.copy_, self.kv.data.copy_]
+
+    def load_one(self, name: str, weight: torch.Tensor) -> None:
+        for load, half in zip(self.loaders, weight.split(4), strict=True):
+            load(half)
+
+    def after_loading(self) -> None:
+        self.packed = nn.Parameter(self.kv.data.t() * 2, requires_grad=False)
+        self.loaders[1] = lambda weight: weight
+        del self.kv
+
+
 class DerivedBeside(ToyModel):
     """MLA: post-load processing keeps a rearranged copy of the weight as well."""
 

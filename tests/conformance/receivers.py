@@ -26,6 +26,7 @@ from engine_ext.receiver.receiver import Receiver
 from engine_ext.receiver.startup import LoadedModel, make_receiver
 from engine_ext.repacks.infer import InferredRepacks, infer_repacks
 from engine_ext.settings import Settings
+from engine_ext.tracing import LoadingTrace
 from engine_ext.wire import ParamDelta, decode_part, encode_part
 from engine_ext.wire.identity import PartId, part_identity
 from tests.conformance.memory import tensors
@@ -140,6 +141,8 @@ def _load(rank: Rank, place: _Place) -> LoadedModel:
     model: Any = rank.model
     constants = Constants(model)
     rank.load()
+    loading = LoadingTrace()
+    loading.trace(model, model.load_weights, rank.checkpoint.items)
     learned = _learned(model)
     rank.process()
     return LoadedModel(
@@ -152,6 +155,7 @@ def _load(rank: Rank, place: _Place) -> LoadedModel:
         refusals=learned.refusals,
         constants=lambda path, tensor: is_constant(path, tensor) or constants(path, tensor),
         recomputations=[Recomputation(("",), model.recompute)] if _recomputes(model) else [],
+        loading=loading,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,11 +12,11 @@ from engine_ext.derived import Recomputation
 from engine_ext.repacks import Processing, RepackLearner
 
 
-def repack_learner() -> RepackLearner:
+def repack_learner(before: Callable[[torch.nn.Module], None] | None = None) -> RepackLearner:
     """Return what learns SGLang's post-load processing; use it around the loading."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
-    return RepackLearner(DefaultModelLoader, "postprocess_weights", _processings)
+    return RepackLearner(DefaultModelLoader, "postprocess_weights", _processings, before)
 
 
 def recomputations(model: torch.nn.Module) -> list[Recomputation]:

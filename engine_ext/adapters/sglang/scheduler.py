@@ -26,7 +26,7 @@ from engine_ext.model import ConstantsWatch
 from engine_ext.ranks import GroupRanks
 from engine_ext.receiver import LoadedModel, Receiver, make_receiver
 from engine_ext.repacks import RepackLearner
-from engine_ext.tracing import LoadWeights
+from engine_ext.tracing import LoadingTrace, LoadWeights
 from engine_ext.wire.operations import BeginPart, CommitSync, Reply, RollBack, encode_answer
 
 logger = logging.getLogger(__name__)
@@ -42,11 +42,16 @@ def attach_receiver(runner: Any, chosen: settings.Settings, load: Callable[[], N
     from sglang.srt.runtime_context import get_parallel
 
     watch = ConstantsWatch(loader, "_initialize_model")
-    with repack_learner() as learner, watch as constants:
+    loading = LoadingTrace()
+
+    def trace(model: torch.nn.Module) -> None:
+        loading.trace(model, _loader(runner, model), _reader(runner, model))
+
+    with repack_learner(trace) as learner, watch as constants:
         load()
 
     ranks = GroupRanks(get_parallel().tp_group.cpu_group)
-    receiver = build_receiver(runner, chosen, learner, constants, ranks)
+    receiver = build_receiver(runner, chosen, learner, constants, loading, ranks)
     watch_external_updates(receiver)
     runner.delta_receiver = receiver
 
@@ -56,6 +61,7 @@ def build_receiver(
     chosen: settings.Settings,
     learner: RepackLearner,
     constants: ConstantsWatch,
+    loading: LoadingTrace,
     ranks: GroupRanks,
 ) -> Receiver:
     """Trace and certify a runner's model and make its receiver; see `attach_receiver`."""
@@ -73,8 +79,8 @@ def build_receiver(
         raise RuntimeError(f"delta updates: {reason}")
     loaded = LoadedModel(
         model=runner.model,
-        load_weights=_loader(runner),
-        checkpoint=functools.partial(checkpoint, runner) if _reads(runner) else None,
+        load_weights=_loader(runner, runner.model),
+        checkpoint=_reader(runner, runner.model),
         reload=functools.partial(_reload, runner),
         ranks=ranks,
         repacks=learner.repacks,
@@ -82,6 +88,7 @@ def build_receiver(
         learned=learner.complete,
         constants=constants.known,
         recomputations=recomputations(runner.model),
+        loading=loading,
     )
     return make_receiver(loaded, chosen)
 
@@ -172,20 +179,27 @@ def _reads(runner: Any) -> bool:
     return isinstance(runner.loader, DefaultModelLoader)
 
 
-def checkpoint(runner: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _reader(
+    runner: Any, model: torch.nn.Module
+) -> Callable[[], Iterable[tuple[str, torch.Tensor]]] | None:
+    """Return what reads the loaded checkpoint, or None if there is none."""
+    return functools.partial(checkpoint, runner, model) if _reads(runner) else None
+
+
+def checkpoint(runner: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the checkpoint's tensors as SGLang's own loader reads them, on the CPU."""
     weights: Iterator[tuple[str, torch.Tensor]] = runner.loader._get_all_weights(
-        runner.model_config, runner.model
+        runner.model_config, model
     )
     return weights
 
 
-def _loader(runner: Any) -> LoadWeights:
+def _loader(runner: Any, model: Any) -> LoadWeights:
     from sglang.srt.model_loader.utils import set_default_torch_dtype
 
     def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> object:
         with set_default_torch_dtype(runner.model_config.dtype):
-            return runner.model.load_weights(weights)
+            return model.load_weights(weights)
 
     return load_weights
 

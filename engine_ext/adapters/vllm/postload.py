@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,11 +12,11 @@ from engine_ext.derived import Recomputation
 from engine_ext.repacks import Processing, RepackLearner
 
 
-def repack_learner() -> RepackLearner:
+def repack_learner(before: Callable[[torch.nn.Module], None] | None = None) -> RepackLearner:
     """Return what learns vLLM's post-load processing; use it around `load_model`."""
     from vllm.model_executor.model_loader import base_loader
 
-    return RepackLearner(base_loader, "process_weights_after_loading", _processings)
+    return RepackLearner(base_loader, "process_weights_after_loading", _processings, before)
 
 
 def recomputations(model: torch.nn.Module, config: Any) -> list[Recomputation]:

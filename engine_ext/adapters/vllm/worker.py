@@ -17,7 +17,7 @@ from engine_ext.model import ConstantsWatch
 from engine_ext.ranks import GroupRanks
 from engine_ext.receiver import LoadedModel, Receiver, make_receiver
 from engine_ext.repacks import RepackLearner
-from engine_ext.tracing import LoadWeights
+from engine_ext.tracing import LoadingTrace, LoadWeights
 
 
 def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
@@ -33,9 +33,15 @@ def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
     def load_model(*args: Any, **kwargs: Any) -> None:
         _keep_checkpoint_layout()
         watch = ConstantsWatch(base_loader, "initialize_model")
-        with repack_learner() as learner, watch as constants:
+        loading = LoadingTrace()
+
+        def trace(model: torch.nn.Module) -> None:
+            config = worker.vllm_config
+            loading.trace(model, _loader(model, config), _reader(model, config), active_wrapper)
+
+        with repack_learner(trace) as learner, watch as constants:
             original_load(*args, **kwargs)
-        worker.delta_receiver = build_receiver(worker, chosen, learner, constants)
+        worker.delta_receiver = build_receiver(worker, chosen, learner, constants, loading)
 
     def sleep(level: int = 1) -> None:
         worker.delta_receiver.weights_released()
@@ -91,11 +97,16 @@ def _keep_checkpoint_layout() -> None:
 
 
 def build_receiver(
-    worker: Any, chosen: settings.Settings, learner: RepackLearner, constants: ConstantsWatch
+    worker: Any,
+    chosen: settings.Settings,
+    learner: RepackLearner,
+    constants: ConstantsWatch,
+    loading: LoadingTrace,
 ) -> Receiver:
     """Trace and certify a worker's model and make its receiver.
 
-    The worker has loaded its model, observed by `learner` and `constants`, and has no KV cache yet.
+    The worker has loaded its model, observed by `learner`, `constants` and `loading`, and has no KV
+    cache yet.
 
     Raises:
         RuntimeError: nothing can be certified. vLLM does not start then.
@@ -113,7 +124,7 @@ def build_receiver(
     loaded = LoadedModel(
         model=model,
         load_weights=_loader(model, config),
-        checkpoint=functools.partial(checkpoint, model, config) if _reads(config) else None,
+        checkpoint=_reader(model, config),
         # The class's method: the worker's own is wrapped by `_reporting`.
         reload=lambda w: type(worker).reload_weights(worker, weights_iterator=iter(w)),
         ranks=GroupRanks(get_world_group().cpu_group),
@@ -123,8 +134,16 @@ def build_receiver(
         constants=constants.known,
         recomputations=recomputations(model, config),
         refuse_while=active_wrapper,
+        loading=loading,
     )
     return make_receiver(loaded, chosen)
+
+
+def _reader(
+    model: torch.nn.Module, config: Any
+) -> Callable[[], Iterable[tuple[str, torch.Tensor]]] | None:
+    """Return what reads the loaded checkpoint, or None if there is none."""
+    return functools.partial(checkpoint, model, config) if _reads(config) else None
 
 
 def _reads(config: Any) -> bool:
