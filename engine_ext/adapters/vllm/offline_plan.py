@@ -25,7 +25,10 @@ def load_plan(model: str, flags: Sequence[str]) -> list[list[dict[str, Any]]]:
     defaults = ["--model", model, "--enforce-eager", "--max-model-len", "256"]
     engine_args = EngineArgs.from_cli_args(parser.parse_args([*defaults, *flags]))
     llm = LLM.from_engine_args(engine_args)
-    answers = llm.collective_rpc("delta_updates", args=encode_request(GetPlan()))
+    try:
+        answers = llm.collective_rpc("delta_updates", args=encode_request(GetPlan()))
+    finally:
+        llm.llm_engine.engine_core.shutdown()  # what it logs must not follow the printed plan
     plans = []
     for reply in decode_answers(GetPlan(), answers):
         if isinstance(reply, DeltaError):
