@@ -126,10 +126,7 @@ def floors(
         positions = sum(entropy(np.array(counts)) * sum(counts) for counts in own) / nnz
         model = sum((counts_of(delta.values) for delta in values), np.zeros(1 << 16, np.int64))
     steps = sum((counts_of(d.values) for d in differences), np.zeros(1 << 16, np.int64))
-    return {
-        False: (positions + entropy(model)) / 8,
-        True: (positions + entropy(steps)) / 8,
-    }
+    return {False: (positions + entropy(model)) / 8, True: (positions + entropy(steps)) / 8}
 
 
 def positions_by_exponent(pairs: Sequence[tuple[Bits, Bits]]) -> tuple[float, float]:
