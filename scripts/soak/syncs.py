@@ -28,8 +28,8 @@ _SAMPLE_EVERY: Final = 2
 _ROUND: Final = 3  # syncs of one sender
 _FULL_EVERY: Final = 50
 _TIMEOUT_S: Final = 120.0
-# Shares of elements that change, in turn. Their number has no factor in common with the other
-# cycles. One sync in seven is empty.
+# Shares of elements that change, in turn; one sync in seven is empty. Seven has no factor in common
+# with the other cycles.
 _DENSITIES: Final = (0.02, 0.005, 0.0, 0.1, 0.02, 0.3, 0.001)
 # Chosen so that the first six of all ways already have every encoding and pause mode.
 _STRIDE: Final = 7
