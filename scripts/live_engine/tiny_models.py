@@ -113,7 +113,7 @@ def build(kind: str, directory: Path, *, seed: int = 0, **overrides: Any) -> Pat
     """Write a random model of one architecture and return its folder.
 
     Args:
-        kind: Of architecture, such as ``qwen3``.
+        kind: One of `_KINDS`.
         directory: Where to write; created if needed.
         seed: Of the weights, with `kind` and `overrides`.
         **overrides: Fields of the architecture's Hugging Face config.
