@@ -29,6 +29,7 @@ import enum
 import fcntl
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -45,14 +46,12 @@ _CLONED_COMMAND: Final = "python scripts/apply_patches.py"
 COMMAND: Final = f"python -m {_FOLDER.name}" if _INSTALLED else _CLONED_COMMAND
 _FILE: Final = re.compile(rb"^--- a/([\w.-][\w./-]*)\n\+\+\+ b/\1\n(?=@@)", re.MULTILINE)
 _HUNK: Final = re.compile(rb"^@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@.*\n", re.MULTILINE)
+_NEW: Final = ".apply_patches.new"
 _VERSION: Final = re.compile(r"^__version__\b[^\n]*=\s*['\"](\d[^'\"+\n]*)", re.MULTILINE)
 
 
 class Refused(Exception):
-    """Something is not as it has to be, and nothing was changed; the message says what to do.
-
-    Every function here may raise it, or OSError, with the same meaning.
-    """
+    """Something is not as it has to be, and nothing was changed; so too if OSError is raised."""
 
 
 class HalfDone(Exception):
@@ -69,9 +68,7 @@ class State(enum.Enum):
 
 
 class Hunk(NamedTuple):
-    """Lines before and after, both with their context."""
-
-    old: bytes
+    old: bytes  # lines with their context
     new: bytes
 
     def reversed(self) -> Hunk:
@@ -79,12 +76,9 @@ class Hunk(NamedTuple):
 
 
 def parse_diff(diff: bytes) -> dict[str, list[Hunk]]:
-    """Return a unified diff's hunks by path; text before the first file is a comment.
-
-    A diff that is malformed, creates, removes or renames a file, or has no context is refused.
-    """
-    comment, *files = _FILE.split(diff)
+    """Return the hunks by path of a unified diff, which must have context and only change files."""
     found: dict[str, list[Hunk]] = {}
+    comment, *files = _FILE.split(diff)
     if not files or b"\n--- " in b"\n" + comment:
         raise Refused("expected '--- a/PATH', '+++ b/PATH' of the same file, and a hunk")
     for path, body in zip(files[::2], files[1::2], strict=True):
@@ -99,24 +93,17 @@ def parse_diff(diff: bytes) -> dict[str, list[Hunk]]:
             lines = text.splitlines(keepends=True)
             old, new = ([line[1:] for line in lines if line[0] in side] for side in (b" -", b" +"))
             counts = (int(old_count or 1), int(new_count or 1))
-            marks = {line[:1] for line in lines}
-            if counts != (len(old), len(new)) or not marks <= {b" ", b"-", b"+"}:
+            if counts != (len(old), len(new)) or not {line[0] for line in lines} <= set(b" +-"):
                 raise Refused(f"{name}: a hunk has other lines than its header says")
-            if b" " not in marks or not text.endswith(b"\n"):
+            if b"\n " not in b"\n" + text or not text.endswith(b"\n"):
                 raise Refused(f"{name}: a hunk has no context, or no last line end")
             found[name].append(Hunk(b"".join(old), b"".join(new)))
     return found
 
 
 def apply_hunks(content: bytes, hunks: Iterable[Hunk]) -> bytes:
-    """Return a file's content after its hunks.
-
-    Nothing is guessed: the old lines of a hunk must be in the file exactly once, and after those of
-    the hunk before. The line numbers of the diff are not looked at.
-    """
-    text = b"\n" + content  # so that every line has a line end in front
-    after = b""
-    done = 0
+    """Return a file's content after its hunks; the old lines of each must be there exactly once."""
+    text, after, done = b"\n" + content, b"", 0  # every line has a line end in front
     for number, (old, new) in enumerate(hunks, 1):
         at = text.find(b"\n" + old)
         if at < 0:
@@ -128,25 +115,12 @@ def apply_hunks(content: bytes, hunks: Iterable[Hunk]) -> bytes:
     return (after + text[done:])[1:]
 
 
-def sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
 class PatchSet:
-    """The patches for one version of an engine, compared with a source.
-
-    Attributes:
-        folder: of the patches; its name is the version.
-        by_hash: whether a file's hash gives its state; otherwise, for a source of another version,
-            whether the patches fit it or what they lead to.
-        patches: by file name, in order: hunks by path.
-        contents: of the source's files by path; a missing one is empty.
-        states: of the source's files by path: ORIGINAL, PATCHED or FOREIGN.
-    """
+    """The patches for one version, and how a source compares with them, by hash or by what fits."""
 
     def __init__(self, folder: Path, root: Path, *, by_hash: bool) -> None:
         self.folder, self.version, self.by_hash = folder, folder.name, by_hash
-        self.patches: dict[str, dict[str, list[Hunk]]] = {}
+        self.patches: dict[str, dict[str, list[Hunk]]] = {}  # by file name, then by path
         for number, file in enumerate(sorted(folder.glob("*.patch")), 1):
             if not re.fullmatch(rf"{number:04}-[a-z0-9-]+\.patch", file.name):
                 raise Refused(f"{file}: expected a name like {number:04}-what.patch")
@@ -156,52 +130,40 @@ class PatchSet:
                 raise Refused(f"{file}: {error}") from None
         if not self.patches:
             raise Refused(f"{folder}: no patches")
-        self.contents: dict[str, bytes] = {}
-        for path in sorted({path for files in self.patches.values() for path in files}):
-            file = root / path
-            self.contents[path] = file.read_bytes() if file.is_file() else b""
-        self._hashes = self._read_manifest() if by_hash else {}
+        files = {path: root / path for path in sorted(set().union(*self.patches.values()))}
+        self.contents = {p: f.read_bytes() if f.is_file() else b"" for p, f in files.items()}
+        self._manifest = folder / "manifest.json"
+        self._hashes: dict[str, dict[str, State]] = {}
+        if by_hash:
+            self._read_manifest()
         self.states = {path: self._state(path) for path in self.contents}
-
-    @property
-    def state(self) -> State:
-        """The state of the whole source."""
+        self.foreign = [path for path, s in self.states.items() if s is State.FOREIGN]
         distinct = set(self.states.values())
-        if State.FOREIGN in distinct:
-            return State.FOREIGN
-        return distinct.pop() if len(distinct) == 1 else State.MIXED
+        several = State.FOREIGN if self.foreign else State.MIXED
+        self.state = distinct.pop() if len(distinct) == 1 else several
 
-    @property
-    def foreign(self) -> list[str]:
-        """The files that are neither as released nor patched."""
-        return [path for path, state in self.states.items() if state is State.FOREIGN]
-
-    def _read_manifest(self) -> dict[str, dict[str, State]]:
-        manifest = self.folder / "manifest.json"
+    def _read_manifest(self) -> None:
         try:
-            hashes = {
-                path: {entry["before"]: State.ORIGINAL, entry["after"]: State.PATCHED}
-                for path, entry in json.loads(manifest.read_bytes())["files"].items()
-            }
+            for path, entry in json.loads(self._manifest.read_bytes())["files"].items():
+                before, after = entry["before"], entry["after"]
+                self._hashes[path] = {before: State.ORIGINAL, after: State.PATCHED}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise Refused(f"{manifest}: {error!r}") from error
-        if set(hashes) != set(self.contents):
-            raise Refused(f"{manifest} and the patches name different files")
-        return hashes
+            raise Refused(f"{self._manifest}: {error!r}") from error
+        if set(self._hashes) != set(self.contents):
+            raise Refused(f"{self._manifest} and the patches name different files")
 
     def write_manifest(self) -> Path:
         """Write the hashes of an unpatched source, and of what the patches make of it."""
         hashes = {
-            path: {"before": sha256(before), "after": sha256(self.rewritten(path, State.PATCHED))}
+            path: {"before": _sha256(before), "after": _sha256(self.rewritten(path, State.PATCHED))}
             for path, before in self.contents.items()
         }
-        manifest = self.folder / "manifest.json"
-        manifest.write_text(json.dumps({"files": hashes}, indent=2) + "\n", encoding="utf-8")
-        return manifest
+        self._manifest.write_text(json.dumps({"files": hashes}, indent=2) + "\n")
+        return self._manifest
 
     def _state(self, path: str) -> State:
         if self.by_hash:
-            return self._hashes[path].get(sha256(self.contents[path]), State.FOREIGN)
+            return self._hashes[path].get(_sha256(self.contents[path]), State.FOREIGN)
         fits: list[State] = []
         for state, other in ((State.ORIGINAL, State.PATCHED), (State.PATCHED, State.ORIGINAL)):
             with contextlib.suppress(Refused):
@@ -219,20 +181,19 @@ class PatchSet:
                 content = apply_hunks(content, map(Hunk.reversed, hunks) if revert else hunks)
             except Refused as error:
                 raise Refused(f"{self.folder / name}: {path}: {error}") from None
-        if self.by_hash and self._hashes[path].get(sha256(content)) is not wanted:
+        if self.by_hash and self._hashes[path].get(_sha256(content)) is not wanted:
             raise Refused(f"{self.folder}: manifest.json has another hash for {path}")
         return content
 
 
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
 class Engine(NamedTuple):
-    """An engine's source: `root` holds the package; a checkout may record no version."""
-
     name: str
-    root: Path
-    version: str | None
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.version or '(no version recorded)'} in {self.root}"
+    root: Path  # holds the package
+    version: str  # empty if a checkout records none
 
 
 def find(name: str, target: Path | None) -> Engine:
@@ -243,67 +204,46 @@ def find(name: str, target: Path | None) -> Engine:
             raise Refused(f"{sys.executable} has no {name}; use its Python, or --target its folder")
         places = [Path(next(iter(spec.submodule_search_locations)))]
     else:
-        places = [target] if target.name == name else []
-        places += [target / name, target / "python" / name]
+        places = [target, target / name, target / "python" / name]
         places += sorted(target.glob(f"lib/python3*/site-packages/{name}"))
     for package in places:
-        if (package / "__init__.py").is_file():
+        if package.name == name and (package / "__init__.py").is_file():
             files = [package / "_version.py", package / "version.py"]
             texts = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
-            found = [match[1] for text in texts if (match := _VERSION.search(text))]
-            return Engine(name, package.resolve().parent, found[0] if found else None)
+            version = _VERSION.search("\n".join(texts))
+            return Engine(name, package.resolve().parent, version[1] if version else "")
     raise Refused(f"no {name} package there (looked for {', '.join(map(str, places))})")
 
 
 def choose(engine: Engine, use: str | None = None) -> PatchSet:
-    """Return the patch set for the engine's version or, if there is none, the nearest that fits.
+    """Return the patches of version `use`, of the engine's version, or of the nearest that fits."""
 
-    Args:
-        engine: the source.
-        use: the only version whose patches are considered.
-    """
-    manifests = sorted(PATCHES.glob(f"{engine.name}/*/manifest.json"))
-    folders = {manifest.parent.name: manifest.parent for manifest in manifests}
-    have = ", ".join(folders) or "none"
-    if use is not None and use not in folders:
-        raise Refused(f"no patches for {engine.name} {use}; there are patches for: {have}")
-    versions = sorted(folders, key=lambda version: _distance(version, engine.version or ""))
-    folders = {version: folders[version] for version in versions if use in (None, version)}
-    for folder in folders.values():
-        found = PatchSet(folder, engine.root, by_hash=True)
+    def distance(folder: Path) -> list[int]:  # the major number first
+        numbers = [re.findall(r"\d+", v)[:3] for v in (folder.name, engine.version)]
+        return [abs(int(a) - int(b)) for a, b in zip(*numbers, strict=False)]
+
+    every = [file.parent for file in sorted(PATCHES.glob(f"{engine.name}/*/manifest.json"))]
+    folders = sorted((folder for folder in every if use in (None, folder.name)), key=distance)
+    for by_hash, folder in itertools.product((True, False), folders):
+        found = PatchSet(folder, engine.root, by_hash=by_hash)
         # A checkout may not record its version; its files' hashes identify it.
-        recognised = engine.version is None and found.state is not State.FOREIGN
-        if recognised or found.version == engine.version:
+        fits = found.state is not State.FOREIGN and not (by_hash and engine.version)
+        if fits or (by_hash and found.version == engine.version):
             return found
-    others = [PatchSet(folder, engine.root, by_hash=False) for folder in folders.values()]
-    for other in others:
-        if other.state is not State.FOREIGN:
-            return other
+    have = ", ".join(folder.name for folder in every) or "none"
     lines = [f"no patches for this version; there are patches for: {have}"]
-    for other in others[:1]:
-        lines += [f"  {path}: those for {other.version} do not fit" for path in other.foreign]
+    for folder in folders[:1]:
+        foreign = PatchSet(folder, engine.root, by_hash=False).foreign
+        lines += [f"  {path}: those for {folder.name} do not fit" for path in foreign]
     raise Refused("\n".join([*lines, f"{PATCHES / 'README.md'} says how to port them"]))
 
 
-def _distance(version: str, other: str) -> list[int]:
-    """Return how far two versions are apart, the major number first."""
-    mine, theirs = ([int(n) for n in re.findall(r"\d+", text)[:3]] for text in (version, other))
-    return [abs(a - b) for a, b in zip(mine, theirs, strict=False)]
-
-
 def apply(root: Path, found: PatchSet, *, revert: bool, check: bool, use: str | None) -> str:
-    """Apply or revert the patches, or only check whether that works; return what was done.
-
-    Raises:
-        Refused, OSError: a file is not what it should be, or not writable. Nothing was changed.
-        HalfDone: a file could not be written, and not all others could be put back.
-    """
+    """Apply or revert the patches, or only check whether that works; return what was done."""
     if found.foreign:
-        raise Refused(
-            "\n  ".join([f"these files are {State.FOREIGN.value}:", *found.foreign])
-            + f"\nReinstall {found.folder.parent.name} {found.version}, or port the patches to "
-            f"your changes ({PATCHES / 'README.md'})"
-        )
+        lines = [f"these files are {State.FOREIGN.value}:", *found.foreign]
+        again = f"Reinstall {found.folder.parent.name} {found.version}, or port the patches to your"
+        raise Refused("\n  ".join(lines) + f"\n{again} changes ({PATCHES / 'README.md'})")
     if not check:
         _remove_temporaries(root / path for path in found.states)
     wanted = State.ORIGINAL if revert else State.PATCHED
@@ -317,23 +257,14 @@ def apply(root: Path, found: PatchSet, *, revert: bool, check: bool, use: str | 
         how = "" if found.by_hash else f" (with --use {found.version})"
         return f"can be applied{how}: {count} would change"
     if not (found.by_hash or revert or use):
-        raise Refused(
-            f"there are no patches for this version. Those for {found.version} fit its source, but "
-            f"nobody has tested that: --use {found.version} applies them"
-        )
-    replace_all(before, after)
+        untested = "the patches fit, but nobody has tested them on this version"
+        raise Refused(f"{untested}: --use {found.version} applies them")
+    _replace_all(before, after)
     return f"{'reverted' if revert else 'applied'}: {count} changed"
 
 
-def replace_all(before: dict[Path, bytes], after: dict[Path, bytes]) -> None:
-    """Replace the content of all files, or of none.
-
-    Files are never written in place: a package manager may have linked them into its cache.
-
-    Raises:
-        Refused, OSError: a file is not as `before` has it, or not writable. Nothing was changed.
-        HalfDone: not all files could be put back.
-    """
+def _replace_all(before: dict[Path, bytes], after: dict[Path, bytes]) -> None:
+    """Replace all files or none. None is written in place: it may be linked to a package cache."""
     try:
         for file, content in after.items():
             _write_temporary(file, content)
@@ -347,23 +278,17 @@ def replace_all(before: dict[Path, bytes], after: dict[Path, bytes]) -> None:
                 _write_temporary(file, before[file])
                 _replace(file)
         except OSError as second:
-            raise HalfDone(
-                f"{error}; then {second}. Some files are changed and others are not: once the "
-                "cause is gone, run this again, or with --revert"
-            ) from error
+            advice = "Once the cause is gone, run this again, or with --revert"
+            raise HalfDone(f"{error}; then {second}. {advice}") from error
         finally:
             with contextlib.suppress(OSError):  # the next run removes what remains
                 _remove_temporaries(before)
         raise
 
 
-def _temporary(file: Path) -> Path:
-    return file.with_name(file.name + ".apply_patches.new")
-
-
 def _write_temporary(file: Path, content: bytes) -> None:
     status = file.stat()
-    with _temporary(file).open("wb") as handle:
+    with open(f"{file}{_NEW}", "wb") as handle:
         with contextlib.suppress(OSError):  # only root may give files away
             os.fchown(handle.fileno(), status.st_uid, status.st_gid)
         os.fchmod(handle.fileno(), status.st_mode & 0o7777)
@@ -377,11 +302,11 @@ def _replace(file: Path) -> None:
     # first, so that a kill in between leaves none that is out of date.
     for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
         compiled.unlink(missing_ok=True)
-    os.replace(_temporary(file), file)
+    os.replace(f"{file}{_NEW}", file)
 
 
 def _remove_temporaries(files: Iterable[Path]) -> None:
-    for file in map(_temporary, files):
+    for file in (Path(f"{file}{_NEW}") for file in files):
         if file.exists():  # on a read-only file system unlink always fails
             file.unlink()
 
@@ -399,44 +324,9 @@ def exclusive(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=COMMAND,
-        description=(__doc__ or "").replace(_CLONED_COMMAND, COMMAND),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("engine", choices=("vllm", "sglang"))
-    parser.add_argument(
-        "--target",
-        type=Path,
-        metavar="DIR",
-        help="a source checkout, the package's folder, the folder that holds it, or a virtual "
-        "environment (default: the engine that this Python would import)",
-    )
-    parser.add_argument(
-        "--use",
-        metavar="VERSION",
-        help="apply the patches of another version if they fit; hashes cannot be checked then",
-    )
-    action = parser.add_mutually_exclusive_group()
-    for option, what in (
-        ("--check", "change nothing, say whether these patches, or others, can be applied"),
-        ("--revert", "take the patches out"),
-        ("--status", "change nothing, say what is applied to which file"),
-    ):
-        action.add_argument(option, action="store_true", help=what)
-    action.add_argument(
-        "--write-manifest",
-        metavar="VERSION",
-        help="for porting: write the manifest of patches/ENGINE/VERSION from an unpatched source",
-    )
-    return parser.parse_args(argv)
-
-
 def run(args: argparse.Namespace) -> int:
-    """Do what the command line asks for; return the exit status."""
     engine = find(args.engine, args.target and args.target.resolve())
-    print(engine)
+    print(f"{engine.name} {engine.version or '(no version recorded)'} in {engine.root}")
     if args.write_manifest:
         folder = PATCHES / engine.name / args.write_manifest
         print(f"wrote {PatchSet(folder, engine.root, by_hash=False).write_manifest()}")
@@ -459,15 +349,31 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_arguments(argv)
+    doc = (__doc__ or "").replace(_CLONED_COMMAND, COMMAND)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=COMMAND, description=doc, formatter_class=raw)
+    add, action = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
+    add("engine", choices=("vllm", "sglang"))
+    target_help = """a source checkout, the package's folder, the folder that holds it, or a virtual
+        environment (default: the engine that this Python would import)"""
+    add("--target", type=Path, metavar="DIR", help=target_help)
+    use_help = "apply the patches of another version if they fit; hashes cannot be checked then"
+    add("--use", metavar="VERSION", help=use_help)
+    check_help = "change nothing, say whether these patches, or others, can be applied"
+    action("--check", action="store_true", help=check_help)
+    action("--revert", action="store_true", help="take the patches out")
+    status_help = "change nothing, say what is applied to which file"
+    action("--status", action="store_true", help=status_help)
+    manifest_help = "write the manifest of patches/ENGINE/VERSION from an unpatched source"
+    action("--write-manifest", metavar="VERSION", help=f"for porting: {manifest_help}")
+    args = parser.parse_args(argv)
     try:
         return run(args)
-    except HalfDone as error:
-        print(f"failed halfway: {error}", file=sys.stderr)
-        return 3
-    except (Refused, OSError) as error:
-        print(f"refused, nothing was changed: {error}", file=sys.stderr)
-        return 1
+    except (HalfDone, Refused, OSError) as error:
+        halfway = isinstance(error, HalfDone)
+        what = "failed halfway" if halfway else "refused, nothing was changed"
+        print(f"{what}: {error}", file=sys.stderr)
+        return 3 if halfway else 1
 
 
 if __name__ == "__main__":

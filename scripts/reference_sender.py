@@ -1,13 +1,11 @@
 """Send what changed between two state dicts to an engine: the whole protocol in one small file.
 
-It imports nothing of this project, so that it can be read in five minutes and ported to another
-language or trainer in an afternoon::
+It imports nothing of this project, to be read in five minutes and ported in an afternoon::
 
     client = httpx.Client(base_url="http://engine:8000", timeout=600)
     sender = Sender(client, base=checkpoint_tensors)  # what the engine has loaded
-    for batch in data:
-        train(batch)
-        sender.sync(model.state_dict())
+    train(batch)
+    sender.sync(model.state_dict())  # after every step
 
 Names, shapes and dtypes must be the checkpoint's; leave out aliases of tied tensors. Use one sender
 per engine: weights are identified by their version number only. (The `delta_sender` package, for
@@ -63,8 +61,7 @@ def compare(base: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -
 
 def encode_part(changes: list[Change], metadata: Mapping[str, str]) -> bytes:
     """Build a ``deltas_zstd`` part of one dtype: a safetensors file of two tensors, compressed."""
-    params, positions, values = [], bytearray(), bytearray()
-    dtype, count = "uint8", 0
+    params, positions, values, dtype, count = [], bytearray(), bytearray(), "uint8", 0
     for name, tensor, indices in changes:
         dtype, new = str(tensor.dtype).removeprefix("torch."), bits(tensor)
         start = {"pos_start": len(positions), "val_start": count}  # in bytes; in elements
@@ -83,32 +80,27 @@ def encode_part(changes: list[Change], metadata: Mapping[str, str]) -> bytes:
         # The slices of the tensors follow each other, in this order and without gaps.
         end = {"pos_end": len(positions), "val_end": count, "pos_width": width}
         params.append({"name": name, "dtype": dtype, "shape": list(tensor.shape), **start, **end})
-
     # All metadata are strings. `checksum` covers the data, positions first; `manifest_checksum`
     # covers all other metadata, as lines "key=value\n" sorted by key.
     metadata = {"encoding": "deltas_zstd", "params": json.dumps(params), **metadata}
     metadata["checksum"] = f"xxh3_128:{xxh3(positions + values)}"
     lines = "".join(f"{key}={metadata[key]}\n" for key in sorted(metadata))
     metadata["manifest_checksum"] = f"xxh3_128:{xxh3(lines.encode())}"
-
     # A safetensors file: the header's length in 8 bytes, the header in JSON, padded with spaces to
     # align the values, and the data, from whose start offsets count. Integers are little-endian.
-    middle, stop = len(values), len(values) + len(positions)
-    header = {
-        "__metadata__": metadata,
-        "__values__": {"dtype": CODES[dtype], "shape": [count], "data_offsets": [0, middle]},
-        "__positions__": {"dtype": "U8", "shape": [stop - middle], "data_offsets": [middle, stop]},
-    }
+    mid, size = len(values), len(positions)
+    header: dict[str, Any] = {"__metadata__": metadata}
+    header["__values__"] = {"dtype": CODES[dtype], "shape": [count], "data_offsets": [0, mid]}
+    header["__positions__"] = {"dtype": "U8", "shape": [size], "data_offsets": [mid, mid + size]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return zstandard.compress(len(text).to_bytes(8, "little") + text + values + positions, 1)
 
 
 class Sender:
-    """Keeps one engine at a trainer's weights.
+    """Keeps one engine, which holds `base` as `version` (0 if freshly loaded), up to date.
 
     `client` has the engine's address and, if it wants a token, the header ``Authorization``.
-    `base` is what the engine holds, `version` the version of that; 0 for a freshly loaded engine.
     """
 
     def __init__(self, client: httpx.Client, base: Mapping[str, torch.Tensor], version: int = 0):
@@ -121,9 +113,8 @@ class Sender:
             self._send(compare(self.base, new), base_version=str(self.version))
         except BaseError:
             self._send([(name, tensor, None) for name, tensor in new.items()], full="true")
-        # The base may only move now, acknowledged. If it moved before a sync that never arrives,
-        # that sync's changes would be in no later one, and nobody would notice. If only the answer
-        # was lost, the engine is a version ahead: it answers 409 to the next sync, and gets all.
+        # The base moves only now, or a change that never arrives would silently stay lost. If only
+        # the answer is lost, the engine is a version ahead: the next sync gets a 409 and sends all.
         self.base, self.version = new, self._tried
         return self.version
 

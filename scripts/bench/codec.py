@@ -36,11 +36,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ from rich.table import Table
 
 from delta_sender.diff_host import compare
 from engine_ext.kernels import gather_scatter
-from engine_ext.wire import ENCODINGS, FrameReader, ParamDelta, decode_part, encode_part
+from engine_ext.wire import ENCODINGS, FrameReader, ParamDelta, Part, decode_part, encode_part
 from scripts import command_line
 from scripts.bench.memory_read import fastest, read_time
 from scripts.bench.sizes import Size
@@ -103,10 +103,10 @@ def scatter_time(deltas: Sequence[ParamDelta], repeats: int) -> float:
     return fastest(scatter, repeats)
 
 
-def unwrap(body: bytes) -> bytes:
-    """Return the container in a body, which may be a zstd frame."""
-    reader = FrameReader(1 << 32)
-    return b"".join(reader.feed(body)) if body.startswith(b"\x28\xb5\x2f\xfd") else body
+def decode(body: bytes) -> Part:
+    """Decode a body, which may be a zstd frame."""
+    wrapped = body.startswith(b"\x28\xb5\x2f\xfd")
+    return decode_part(b"".join(FrameReader(1 << 32).feed(body)) if wrapped else body)
 
 
 def measure(
@@ -123,33 +123,18 @@ def measure(
     for encoding in ENCODINGS:
         ulp = encoding == "gap8_ulp"
         deltas = differences if ulp else values
-
-        def encode(encoding: str = encoding, deltas: Sequence[ParamDelta] = deltas) -> bytes:
-            return encode_part(deltas, encoding=encoding, current_version=1, digest_part="0" * 32)
-
-        def decode(body: bytes) -> None:
-            decode_part(unwrap(body))
-
-        body = encode()
-        decoded = decode_part(unwrap(body)).deltas
-        for sent, got in zip(deltas, decoded, strict=True):
-            if not (
-                np.array_equal(np.asarray(sent.indices), np.asarray(got.indices))
-                and np.array_equal(sent.values, got.values)
-            ):
+        encode = partial(encode_part, encoding=encoding, current_version=1, digest_part="0" * 32)
+        body = encode(deltas)
+        for sent, got in zip(deltas, decode(body).deltas, strict=True):
+            same = np.array_equal(np.asarray(sent.indices), np.asarray(got.indices))
+            if not (same and np.array_equal(sent.values, got.values)):
                 raise AssertionError(f"{encoding} does not decode to what was encoded")
-        sizes.append(
-            Size(
-                encoding,
-                density,
-                len(body) / nnz,
-                floor[ulp],
-                1e3 * fastest(encode, repeats),
-                1e3 * fastest(lambda body=body: decode(body), repeats),  # type: ignore[misc]
-                1e3 * scatter_time(values, repeats),
-                read_ms,
-            )
-        )
+        calls = (partial(encode, deltas), partial(decode, body))
+        encode_ms, decode_ms = (1e3 * fastest(call, repeats) for call in calls)
+        scatter_ms = 1e3 * scatter_time(values, repeats)
+        nbytes = len(body) / nnz
+        row = (encoding, density, nbytes, floor[ulp], encode_ms, decode_ms, scatter_ms, read_ms)
+        sizes.append(Size(*row))
     return sizes
 
 
@@ -176,8 +161,8 @@ def measure_real(
     for name, old in training.old.items():
         found = compare(old, training.new[name], streams=True)
         if found.indices.size:
-            new, stream = found.new, found.stream
-            delta = ParamDelta(name, "bfloat16", old.shape, found.indices, new, stream=stream)
+            shape, stream = old.shape, found.stream
+            delta = ParamDelta(name, "bfloat16", shape, found.indices, found.new, stream=stream)
             values.append(delta)
             differences.append(replace(delta, values=found.new - found.old, differences=True))
     floor = floors(values, differences, None)
@@ -213,20 +198,14 @@ def show(title: str, sizes: Sequence[Size], console: Console) -> None:
         table.add_row(
             f"{size.density:.2%}",
             size.encoding,
-            f"{size.nbytes:.3f}",
-            f"{size.floor:.3f}",
-            f"{size.nbytes / size.floor:.3f}",
+            *(f"{value:.3f}" for value in (size.nbytes, size.floor, size.nbytes / size.floor)),
             f"{size.encode_ms:.0f}",
-            _ratio(size.encode_ms / size.read_ms),
+            f"{size.encode_ms / size.read_ms:.2f}".replace("nan", "-"),
             f"{size.decode_ms:.0f}",
-            _ratio(size.decode_ms / size.read_ms),
+            f"{size.decode_ms / size.read_ms:.2f}".replace("nan", "-"),
             f"{size.apply_ratio:.2f}",
         )
     console.print(table)
-
-
-def _ratio(ratio: float) -> str:
-    return "-" if math.isnan(ratio) else f"{ratio:.2f}"
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -264,14 +243,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=100)
     show(f"synthetic, {options.elements:,} elements of {dtype}", sizes, console)
     real: list[Size] = []
-    positions: list[tuple[float, float]] = []
+    positions: list[str] = []
     for learning_rate in LEARNING_RATES if options.real_steps else ():
-        of_rate, bits = measure_real(learning_rate, options.real_steps, repeats)
+        of_rate, (alone, known) = measure_real(learning_rate, options.real_steps, repeats)
         real += of_rate
-        positions.append(bits)
+        positions.append(f"{alone:.2f} and {known:.2f}")
     if real:
         show("real, by learning rate", real, console)
-        saved = ", ".join(f"{plain:.2f} and {known:.2f}" for plain, known in positions)
+        saved = ", ".join(positions)
         console.print(f"bits of a position, without and with the old exponents: {saved}")
     if options.plot:
         from scripts.bench.plot import plot
@@ -298,11 +277,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for key, value in columns.items():
                     row = found.setdefault(prefix + key, {}).setdefault(size.encoding, {})
                     row[f"{size.density:.4g}"] = round(value, 4)
-        speeds = {
-            "encode_vs_read": round(ours / reading, 3),
-            "encode_vs_plain_torch": round(plain / ours, 3),
-        }
-        print(json.dumps({**found, **speeds}))
+        found["encode_vs_read"] = round(ours / reading, 3)
+        found["encode_vs_plain_torch"] = round(plain / ours, 3)
+        print(json.dumps(found))
     return 0
 
 

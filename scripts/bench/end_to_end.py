@@ -29,7 +29,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -53,10 +53,6 @@ from scripts.live_engine.tiny_models import build, load_tensors, save_checkpoint
 _LINKS: Final = {**LINKS, "no link": float("inf")}
 _BUCKET_BYTES: Final = 4 << 20
 _TIMEOUT_S: Final = 600.0
-_RELOADS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
-    "vllm": ("/collective_rpc", {"method": "reload_weights"}),
-    "sglang": ("/update_weights_from_disk", {}),
-}
 
 Tensors = dict[str, torch.Tensor]
 
@@ -78,13 +74,7 @@ class SlowTransport(httpx.HTTPTransport):
 
 @dataclass(frozen=True)
 class Measured:
-    """Figures of one way to update an engine.
-
-    Attributes:
-        ms, slowest_ms: of the fastest and the slowest sync.
-        pause_ms: time for which the fastest sync paused generation.
-        nbytes: sent by the fastest sync.
-    """
+    """Figures of one way to update an engine: of its fastest sync, and the time of its slowest."""
 
     ms: float
     slowest_ms: float
@@ -160,12 +150,12 @@ class LiveEngine:
 
         The engine refuses deltas afterwards.
         """
-        path, body = _RELOADS[engine]
-        source: dict[str, Any] = {"model_path": str(checkpoint)}
+        path, body = "/update_weights_from_disk", dict[str, Any](model_path=str(checkpoint))
         if engine == "vllm":
-            source = {"kwargs": {"weights_path": str(checkpoint)}}
+            kwargs = {"weights_path": str(checkpoint)}
+            path, body = "/collective_rpc", {"method": "reload_weights", "kwargs": kwargs}
         start = time.perf_counter()
-        answer = self.process.post(path, json={**body, **source}, timeout=_TIMEOUT_S)
+        answer = self.process.post(path, json=body, timeout=_TIMEOUT_S)
         if answer.status_code != httpx.codes.OK:
             raise EngineError(f"{path}: HTTP {answer.status_code}: {answer.text[:500]}")
         return (time.perf_counter() - start) * 1e3
@@ -195,13 +185,13 @@ def measure(
     kind = ENGINES[options.engine]
     console.print(f"starting {kind.name}")
     threads = {"OMP_NUM_THREADS": str(options.threads)}
-    with kind(
-        base, enable_delta=True, extra_env=threads, log_path=scratch / "engine.log"
-    ) as process:
+    log = scratch / "engine.log"
+    with kind(base, enable_delta=True, extra_env=threads, log_path=log) as process:
         tensors = load_tensors(base)
         engine = LiveEngine(process, tensors, change(tensors, options.density), options.runs)
         found: dict[str, dict[str, Measured]] = {link: {} for link in _LINKS}
-        for way, link in _progress([*SENT_AS, "full"], console):
+        rounds = [(way, link) for way in (*SENT_AS, "full") for link in _LINKS]
+        for way, link in track(rounds, "syncing", console=console, transient=True):
             encoding = "auto" if way == "full" else way
             found[link][way] = engine.syncs(encoding, _LINKS[link], full=way == "full")
         changed = save_checkpoint(base, scratch / "changed", engine.tensors)
@@ -211,11 +201,6 @@ def measure(
         least, most = (round(on_link + ms, 1) for ms in (min(reloads), max(reloads)))
         found[link]["reload"] = Measured(least, most, round(min(reloads), 1), engine.nbytes)
     return found
-
-
-def _progress(ways: Sequence[str], console: Console) -> Iterator[tuple[str, str]]:
-    rounds = [(way, link) for way in ways for link in _LINKS]
-    return iter(track(rounds, "syncing", console=console, transient=True))
 
 
 def show(found: Mapping[str, Mapping[str, Measured]], console: Console) -> None:
@@ -259,9 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"{kind}, {nbytes:,} bytes of weights, {options.density:.1%} changed")
         show(found, console)
         if options.json:
-            rows = {
-                link: {way: asdict(one) for way, one in by.items()} for link, by in found.items()
-            }
+            rows = {link: {way: asdict(m) for way, m in by.items()} for link, by in found.items()}
             print(json.dumps({"engine": options.engine, "syncs": rows}))
         return 0
 

@@ -1,13 +1,15 @@
-"""A live vLLM in this process, and the ways to apply a delta to it, for `scripts.bench.apply`."""
+"""The measurements of `scripts.bench.apply`: a live vLLM in this process, and the ways to apply."""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -16,13 +18,16 @@ from engine_ext.apply import DeltaApplier, ScatterWriter, StagedPart, apply_mask
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.kernels import bits_of, host_bits, warm_up
 from engine_ext.model import StorageIndex
-from engine_ext.placement import Status, TensorSpec, certify_placement, make_plan
+from engine_ext.placement import Plan, Status, TensorSpec, certify_placement, make_plan
 from engine_ext.ranks import SingleRank
 from engine_ext.repacks import compose
 from engine_ext.settings import Settings
 from engine_ext.tracing import trace_placement
 from engine_ext.wire import ParamDelta, Part, decode_part, encode_part, tensor_digest
+from scripts.process_memory import peak_resident, reset_peak
 
+_MEMORY_DENSITY: Final = 0.02
+_CHUNK_BYTES: Final = 512 << 20  # vLLM's default, and ours
 Timings = dict[str, float]
 
 
@@ -32,9 +37,6 @@ class LiveModel:
 
     Attributes:
         llm: keeps the model alive.
-        model: the model.
-        load_weights: its loader.
-        index: its storage index.
         base: the checkpoint's tensors.
         scatter: the applier of an engine.
         plain: the same without digests: old values are kept for the undo, but neither compared
@@ -98,11 +100,7 @@ def start(folder: Path) -> tuple[Any, Any]:
 
 
 def make_live_model(llm: Any, learner: Any, threads: int) -> LiveModel:
-    """Trace and certify a model, and make its appliers.
-
-    Args:
-        llm, learner: see `start`.
-        threads: of the appliers.
+    """Trace and certify what `start` returned, and make its appliers.
 
     Raises:
         RuntimeError: A tensor is not certified, so that scatter cannot write it.
@@ -127,19 +125,19 @@ def make_live_model(llm: Any, learner: Any, threads: int) -> LiveModel:
     warm_up()
     plan = make_plan(placement, SingleRank())
     undo_bytes = Settings().undo_bytes
+
+    def applier(plan: Plan) -> DeltaApplier:
+        writer = ScatterWriter()
+        return DeltaApplier(model, index, plan, writer, undo_bytes=undo_bytes, threads=threads)
+
     ready = time.perf_counter()
-    scatter = DeltaApplier(
-        model, index, plan, ScatterWriter(), undo_bytes=undo_bytes, threads=threads
-    )
+    scatter = applier(plan)
     timings = {
         "tracing": traced - begin,
         "certification": certified - traced,
         "first digest": time.perf_counter() - ready,
     }
-    undigested = dataclasses.replace(plan, digested=frozenset())
-    plain = DeltaApplier(
-        model, index, undigested, ScatterWriter(), undo_bytes=undo_bytes, threads=threads
-    )
+    plain = applier(dataclasses.replace(plan, digested=frozenset()))
     return LiveModel(llm, model, load_weights, index, base, scatter, plain, timings)
 
 
@@ -186,12 +184,12 @@ def commit(applier: DeltaApplier, staged: list[StagedPart]) -> Any:
 
 
 def ways(
-    live: LiveModel, part: Part, deltas: Sequence[ParamDelta], chunk_bytes: int
+    live: LiveModel, part: Part, deltas: Sequence[ParamDelta]
 ) -> Iterator[tuple[str, Callable[[], Timings]]]:
     """Yield the name of every way to apply the delta, with a function that times it."""
     from vllm.model_executor.model_loader import checkpoint_weight_patch as own
 
-    device = next(live.model.parameters()).device
+    model, device = live.model, next(live.model.parameters()).device
     # vLLM's way takes tensors on the device, where its own transfer delivers them.
     patches = [
         own.CheckpointWeightPatch(
@@ -210,15 +208,104 @@ def ways(
         live.synchronize()
         return {"total": time.perf_counter() - start}
 
+    def masked() -> object:
+        return apply_masked(live.load_weights, live.index, part.deltas, _CHUNK_BYTES)
+
     yield "scatter", lambda: scatter_apply(live.plain, part)
     yield "scatter, with digest", lambda: scatter_apply(live.scatter, part)
-    yield (
-        "masked",
-        lambda: timed(
-            lambda: apply_masked(live.load_weights, live.index, part.deltas, chunk_bytes)
-        ),
-    )
-    yield (
-        "vLLM's own",
-        lambda: timed(lambda: own.load_checkpoint_weight_patches(live.model, patches)),
-    )
+    yield "masked", lambda: timed(masked)
+    yield "vLLM's own", lambda: timed(lambda: own.load_checkpoint_weight_patches(model, patches))
+
+
+class Bench:
+    """The measurements.
+
+    Args:
+        models: a model, and one with twice its layers.
+        runs: of each way; the shortest counts.
+        seed: of the deltas.
+        step: advances the progress bar, with what is done next.
+    """
+
+    def __init__(
+        self, models: Sequence[LiveModel], runs: int, seed: int, step: Callable[[str], None]
+    ) -> None:
+        self.model, self.double = models
+        self.nnz: dict[float, int] = {}
+        self._runs, self._seed, self._step = runs, seed, step
+
+    def compare(self, density: float) -> dict[str, Timings]:
+        """Return the shortest seconds of every way, in total and by phase.
+
+        Raises:
+            RuntimeError: A way leaves other bits than a load of the changed checkpoint.
+        """
+        deltas = random_deltas(self.model.base, density, self._seed)
+        self.nnz[density] = sum(delta.nnz for delta in deltas)
+        _, part = as_part(deltas)
+        undo = reverse(deltas)
+        expected = self._loaded(deltas)
+        found: dict[str, Timings] = {}
+        todo = list(ways(self.model, part, deltas))
+        for number in range(self._runs):
+            self._step(f"applying to {density:.1%} of the elements")
+            for name, apply in todo:
+                times = apply()
+                if number == 0 and self.model.checksum() != expected:
+                    raise RuntimeError(f"{name} leaves other bits than a load at {density:.1%}")
+                known = found.setdefault(name, times)
+                found[name] = {phase: min(known[phase], times[phase]) for phase in times}
+                scatter_apply(self.model.plain, undo)
+        return found
+
+    def _loaded(self, deltas: Sequence[ParamDelta]) -> str:
+        """Return the checksum after a load of the changed tensors; load the base ones again."""
+        self._step("loading the changed checkpoint")
+        changed = {}
+        for delta in deltas:
+            tensor = self.model.base[delta.name].clone().reshape(-1)
+            host_bits(bits_of(tensor))[delta.indices] = delta.values
+            changed[delta.name] = tensor.reshape(delta.shape)
+        with torch.no_grad():
+            self.model.load_weights(iter(changed.items()))
+            checksum = self.model.checksum()
+            self.model.load_weights(iter(self.model.base.items()))
+        return checksum
+
+    def doubling(self) -> list[float]:
+        """Return the shortest seconds of one commit in both models; each is rolled back."""
+        _, part = as_part(random_deltas(self.model.base, _MEMORY_DENSITY, self._seed))
+        found = [float("inf"), float("inf")]
+        for _ in range(self._runs):
+            self._step("twice the layers")
+            for number, live in enumerate((self.model, self.double)):
+                staged = [live.scatter.stage(part)]
+                start = time.perf_counter()
+                log = commit(live.scatter, staged)
+                found[number] = min(found[number], time.perf_counter() - start)
+                live.scatter.roll_back(log)
+        return found
+
+    def extra_bytes(self) -> dict[str, float]:
+        """Return a sync's peak bytes per changed element, without the container."""
+        self._step("memory")
+        deltas = random_deltas(self.model.base, _MEMORY_DENSITY, self._seed)
+        nnz = sum(delta.nnz for delta in deltas)
+        body, _ = as_part(deltas)
+        del deltas
+        applier = self.model.scatter
+
+        def sync() -> Any:
+            return commit(applier, [applier.stage(decode_part(body))])
+
+        ctypes.CDLL(None).malloc_trim(0)  # memory freed earlier would hide what the sync takes
+        before = reset_peak()
+        log = sync()
+        resident = peak_resident() - before
+        applier.roll_back(log)
+        tracemalloc.start()
+        log = sync()
+        traced = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        applier.roll_back(log)
+        return {"resident": resident / nnz, "traced": traced / nnz}

@@ -126,12 +126,10 @@ def measure(old: _Bits, density: float, options: argparse.Namespace) -> dict[str
     number = synthetic_weights.DENSITIES.index(density)
     new = synthetic_weights.change(old, density, np.random.default_rng([0, number]))
     if options.device != "cpu":
+        here, there = (tensors(weights, options.device) for weights in (old, new))
+        nnz = int(np.count_nonzero(old != new))
         return sender_device.measure(
-            tensors(old, options.device),
-            tensors(new, options.device),
-            options.snapshot_on,
-            int(np.count_nonzero(old != new)),
-            lambda do: fastest(do, repeats),
+            here, there, options.snapshot_on, nnz, lambda do: fastest(do, repeats)
         )
     with ThreadPoolExecutor(threads) as pool:
         found = diff(old, new, pool)
@@ -166,10 +164,8 @@ def real_step(steps: int) -> tuple[_Tensors, _Tensors, float]:
     from scripts.bench.real_steps import train
 
     training = train(LEARNING_RATE, steps)
-    before, after = (
-        {name: _tensor(bits) for name, bits in side.items()}
-        for side in (training.old, training.new)
-    )
+    sides = (training.old, training.new)
+    before, after = ({name: _tensor(bits) for name, bits in side.items()} for side in sides)
     return before, after, training.density
 
 
@@ -178,17 +174,11 @@ def _tensor(bits: _Bits) -> torch.Tensor:
 
 
 def sync_over(
-    link: float,
-    encoding: str,
-    old: _Tensors,
-    steps: Sequence[_Tensors],
-    bucket_bytes: int,
-    snapshot_on: str = "auto",
+    link: float, encoding: str, old: _Tensors, steps: Sequence[_Tensors], **options: Any
 ) -> tuple[float, SyncReport]:
     """Return seconds and report of the fastest sync after the first, which measures the link."""
     syncs: list[tuple[float, SyncReport]] = []
-    options = {"encoding": encoding, "bucket_bytes": bucket_bytes, "snapshot_on": snapshot_on}
-    with simulated_sender(old, link, **options) as sender:
+    with simulated_sender(old, link, encoding=encoding, **options) as sender:
         for trained in steps:
             start = time.perf_counter()
             (report,) = sender.sync(trained.items()).values()
@@ -201,36 +191,22 @@ def all_syncs(old: _Tensors, new: _Tensors, options: argparse.Namespace) -> _Syn
     here = {name: tensor.to(options.device) for name, tensor in old.items()}
     there = {name: tensor.to(options.device) for name, tensor in new.items()}
     steps = [there, here] * (1 + options.repeats // 6)
-    bucket_bytes, kept_on = options.bucket_bytes, options.snapshot_on
+    kept = {"bucket_bytes": options.bucket_bytes, "snapshot_on": options.snapshot_on}
     return {
-        link: {
-            encoding: sync_over(speed, encoding, old, steps, bucket_bytes, kept_on)
-            for encoding in SENT_AS
-        }
+        link: {encoding: sync_over(speed, encoding, old, steps, **kept) for encoding in SENT_AS}
         for link, speed in LINKS.items()
     }
 
 
 def show_passes(rows: dict[float, dict[str, float]], numel: int, console: Console) -> None:
     """Print the seconds of the passes by density."""
-    table = Table(
-        "density",
-        "read ms",
-        "diff ms",
-        "diff / read",
-        "refresh ms",
-        "refresh / read",
-        box=box.MARKDOWN,
-    )
+    columns = ("density", "read ms", "diff ms", "diff / read", "refresh ms", "refresh / read")
+    table = Table(*columns, box=box.MARKDOWN)
     for density, times in rows.items():
-        table.add_row(
-            f"{density:.1%}",
-            f"{times['read'] * 1e3:.1f}",
-            f"{times['diff'] * 1e3:.1f}",
-            f"{times['diff'] / times['read']:.2f}",
-            f"{times['refresh'] * 1e3:.1f}",
-            f"{times['refresh'] / times['read']:.2f}",
-        )
+        cells = [f"{density:.1%}", f"{times['read'] * 1e3:.1f}"]
+        for what in ("diff", "refresh"):
+            cells += [f"{times[what] * 1e3:.1f}", f"{times[what] / times['read']:.2f}"]
+        table.add_row(*cells)
     console.print(table)
     rate = 4 * numel / min(times["read"] for times in rows.values()) / 1e9
     console.print(f"both copies are read at {rate:.1f} GB/s")
@@ -238,13 +214,8 @@ def show_passes(rows: dict[float, dict[str, float]], numel: int, console: Consol
 
 def show_syncs(found: _Syncs, full_bytes: int, console: Console) -> None:
     """Print whole syncs by encoding and link."""
-    table = Table(
-        "encoding",
-        *(f"{link}: ms" for link in found),
-        "bytes",
-        "picked on each link",
-        box=box.MARKDOWN,
-    )
+    columns = ("encoding", *(f"{link}: ms" for link in found), "bytes", "picked on each link")
+    table = Table(*columns, box=box.MARKDOWN)
     for encoding in SENT_AS:
         cells = [found[link][encoding] for link in found]
         picked = ["+".join(report.picked) for _, report in cells]

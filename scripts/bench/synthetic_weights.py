@@ -56,9 +56,8 @@ def change(weights: Bits, density: float, rng: np.random.Generator) -> Bits:
     for param in params(weights):
         chosen = np.flatnonzero(rng.random(weights[param].size, np.float32) < density)
         kind = rng.random(chosen.size)
-        steps = np.where(
-            kind < 0.94, np.where(kind < 0.89, 1, 2), 2 + rng.geometric(0.5, kind.size)
-        )
+        large = 2 + rng.geometric(0.5, kind.size)
+        steps = np.where(kind < 0.94, np.where(kind < 0.89, 1, 2), large)
         steps = np.where(rng.random(kind.size) < 0.5, steps, -steps)
         changed[param][chosen] += steps.astype(np.int16).view(np.uint16)
     return changed
@@ -71,16 +70,10 @@ def deltas_of(old: Bits, new: Bits, threads: int, dtype: str = "bfloat16") -> li
             begin_compare(old[param], new[param], None, pool, streams=True) for param in params(old)
         ]
         found = [wait() for wait in begun]
+    names = (f"model.layers.{number}.weight" for number in range(len(found)))
     return [
-        ParamDelta(
-            f"model.layers.{number}.weight",
-            dtype,
-            (new[param].size,),
-            one.indices,
-            one.new,
-            stream=one.stream,
-        )
-        for number, (param, one) in enumerate(zip(params(old), found, strict=True))
+        ParamDelta(name, dtype, (new[param].size,), one.indices, one.new, stream=one.stream)
+        for name, param, one in zip(names, params(old), found, strict=True)
     ]
 
 
@@ -126,10 +119,7 @@ def floors(
         positions = sum(entropy(np.array(counts)) * sum(counts) for counts in own) / nnz
         model = sum((counts_of(delta.values) for delta in values), np.zeros(1 << 16, np.int64))
     steps = sum((counts_of(d.values) for d in differences), np.zeros(1 << 16, np.int64))
-    return {
-        False: (positions + entropy(model)) / 8,
-        True: (positions + entropy(steps)) / 8,
-    }
+    return {False: (positions + entropy(model)) / 8, True: (positions + entropy(steps)) / 8}
 
 
 def positions_by_exponent(pairs: Sequence[tuple[Bits, Bits]]) -> tuple[float, float]:

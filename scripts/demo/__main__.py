@@ -116,15 +116,15 @@ def run(options: argparse.Namespace, folder: Path, console: Console) -> dict[str
     trainer = Trainer(base, learning_rate=options.learning_rate, seed=options.seed)
     kind = ENGINES[options.engine]
     console.print(f"starting {kind.name} on the base checkpoint")
-    with _engine(kind, base, folder / "live-engine.log") as engine:
+    with kind(base, enable_delta=True, log_path=folder / "live-engine.log") as engine:
         before = fingerprint(engine)
         reports = train(engine, trainer, base, options, console)
         live = fingerprint(engine)
     version = reports[-1].version
     final = save_checkpoint(base, folder / f"version-{version}", trainer.tensors())
     console.print(f"starting a fresh {kind.name} on the trainer's checkpoint, version {version}")
-    version_flag = ["--delta-base-version", str(version)]
-    with _engine(kind, final, folder / "fresh-engine.log", version_flag) as engine:
+    flag, log = ["--delta-base-version", str(version)], folder / "fresh-engine.log"
+    with kind(final, enable_delta=True, extra_args=flag, log_path=log) as engine:
         fresh = fingerprint(engine)
     return {
         "engine": options.engine,
@@ -188,9 +188,9 @@ class Progress:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._table = Table(*_COLUMNS, box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
-        for column in self._table.columns:
-            column.justify = "right"
+        self._table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+        for name in _COLUMNS:
+            self._table.add_column(name, justify="right")
         self._live = Live(self._table, console=console) if console.is_terminal else None
 
     def __enter__(self) -> Progress:
@@ -207,27 +207,14 @@ class Progress:
     def add(self, step: int, mean_reward: float, report: SyncReport) -> None:
         """Print one step."""
         timings = report.engine["timings_ms"]
-        cells = (
-            str(step),
-            f"{mean_reward:.3f}",
-            f"{report.density:.2%}",
-            f"{report.full_bytes:,}",
-            f"{report.wire_bytes:,}",
-            f"{report.encode_ms:.1f}",
-            f"{timings['stage_ms']:.1f}",
-            f"{timings['pause_ms']:.1f}",
-        )
+        cells = [str(step), f"{mean_reward:.3f}", f"{report.density:.2%}"]
+        cells += [f"{report.full_bytes:,}", f"{report.wire_bytes:,}", f"{report.encode_ms:.1f}"]
+        cells += [f"{timings[name]:.1f}" for name in ("stage_ms", "pause_ms")]
         if self._live:
             self._table.add_row(*cells)
             self._live.refresh()
         else:
             self._console.print("  ".join(f"{cell:>10}" for cell in cells))
-
-
-def _engine(
-    kind: type[EngineProcess], model: Path, log_path: Path, extra_args: Sequence[str] = ()
-) -> EngineProcess:
-    return kind(model, enable_delta=True, extra_args=extra_args, log_path=log_path)
 
 
 @contextlib.contextmanager

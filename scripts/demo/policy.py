@@ -65,36 +65,34 @@ class Trainer:
         learning_rate: AdamW's. A step moves each weight by about this much, so it decides how
             many weights round to another bf16 value.
         seed: Of the bits that the masters have beyond bf16's.
+
+    Attributes:
+        model: The live bf16 model, to sample from.
     """
 
     def __init__(self, directory: Path, *, learning_rate: float, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self._model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
-        self._working: list[torch.Tensor] = list(self._model.parameters())
+        self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+        self._working: list[torch.Tensor] = list(self.model.parameters())
         self._masters = [_master(weight.detach(), generator) for weight in self._working]
         self._optimizer = torch.optim.AdamW(
             self._masters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )
 
-    @property
-    def model(self) -> Any:
-        """Return the live bf16 model, to sample from."""
-        return self._model
-
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the bf16 weights by checkpoint name; they are views of the live model."""
-        return dict(self._model.state_dict())
+        return dict(self.model.state_dict())
 
     def step(self, samples: Sequence[Sample]) -> None:
         """Do one REINFORCE step; the baseline is the mean reward of the same prompt's samples."""
         ids, mask = _padded(samples)
-        logits = self._model(ids[:, :-1]).logits.float()
+        logits = self.model(ids[:, :-1]).logits.float()
         log_probs = -torch.nn.functional.cross_entropy(
             logits.transpose(1, 2), ids[:, 1:], reduction="none"
         )
         weighted = log_probs * mask * _advantages(samples).unsqueeze(1)
         loss = -weighted.sum() / mask.sum()
-        self._model.zero_grad()
+        self.model.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         for master, working in zip(self._masters, self._working, strict=True):
             master.grad = None if working.grad is None else working.grad.float()

@@ -4,33 +4,71 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
 
-from scripts.doc_tables.pages import DOCS, FAST, SLOW, generate
+from scripts.doc_tables import conformance, golden, openapi, reference
+
+DOCS: Final = Path(__file__).resolve().parents[2] / "docs"
+_REGION: Final = re.compile(
+    r"(<!-- generated: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- /generated -->)", re.DOTALL
+)
+FAST: Final[dict[str, Callable[[], str]]] = {
+    "flags": reference.flags,
+    "delta-send": reference.sender_options,
+    "errors": reference.errors,
+    "routes": reference.route_table,
+    "metrics": reference.metric_table,
+    "faults": reference.fault_table,
+    "golden": golden.markdown,
+}
+# Runs every receiver on every loader: most of a minute.
+SLOW: Final[dict[str, Callable[[], str]]] = {"conformance": conformance.default_table}
+
+
+def generate(makers: dict[str, Callable[[], str]]) -> Iterator[tuple[Path, str]]:
+    """Yield every page with a region that `makers` fills, and its new text; then the OpenAPI file.
+
+    Raises:
+        KeyError: a page marks a region that neither `FAST` nor `SLOW` knows.
+    """
+
+    def filled(match: re.Match[str]) -> str:
+        name = match["name"]
+        if name in makers:
+            return f"{match[1]}\n{makers[name]()}\n\n{match[4]}"
+        if name not in FAST and name not in SLOW:
+            raise KeyError(f"no table is called {name!r}")
+        return match[0]
+
+    for page in sorted(DOCS.rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        if _REGION.search(text):
+            yield page, _REGION.sub(filled, text)
+    yield DOCS / "openapi.json", openapi.document()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m scripts.doc_tables", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if stale")
-    parser.add_argument(
-        "--fast", action="store_true", help=f"leave out what takes long: {', '.join(SLOW)}"
-    )
+    fast_help = f"leave out what takes long: {', '.join(SLOW)}"
+    parser.add_argument("--fast", action="store_true", help=fast_help)
     options = parser.parse_args(argv)
-    stale = []
+    stale = False
     for path, text in generate(FAST if options.fast else {**FAST, **SLOW}):
         if path.exists() and path.read_text(encoding="utf-8") == text:
             continue
-        stale.append(path)
+        stale = True
         if not options.check:
             path.write_text(text, encoding="utf-8")
-    for path in stale:
-        name = path.relative_to(DOCS.parent)
-        print(f"stale: {name}" if options.check else f"wrote {name}")
+        print("stale:" if options.check else "wrote", path.relative_to(DOCS.parent))
     if stale and options.check:
         print("run python -m scripts.doc_tables")
-    return 1 if stale and options.check else 0
+    return int(stale and options.check)
 
 
 if __name__ == "__main__":

@@ -12,41 +12,34 @@ import argparse
 import importlib
 import json
 import logging
+import pkgutil
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from scripts.doc_tables.markdown import table
+from scripts.doc_tables.reference import table
 
 OWN = ("tests.conformance.receivers:scatter", "tests.conformance.receivers:masked")
 VLLM = "tests.conformance.vllm_checkpoint_patch:make"
 
 
 def subjects(named: Sequence[str]) -> list[Any]:
-    """Factories of the receivers: this project's two, vLLM's if there is one, and those named.
+    """Return the receivers' factories: this project's two, vLLM's if there is one, and those named.
 
     Raises:
         ImportError, AttributeError: there is none under a name that was given.
     """
-    found = [load(name) for name in OWN]
-    vllm = load(VLLM)
+    *found, vllm = [pkgutil.resolve_name(name) for name in (*OWN, VLLM)]
     try:
         vllm()
+        found.append(vllm)
     except ImportError:
         print("vLLM's function for sparse patches is not installed", file=sys.stderr)
-    else:
-        found.append(vllm)
-    return found + [load(name) for name in named]
-
-
-def load(name: str) -> Any:
-    """The factory that ``package.module:factory`` names."""
-    module, _, factory = name.partition(":")
-    return getattr(importlib.import_module(module), factory)
+    return found + [pkgutil.resolve_name(name) for name in named]
 
 
 def judge_all(factories: Sequence[Any], only: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """One row per treatment: its name, what it is, and a cell and all outcomes per receiver.
+    """Return a row per treatment: its name, what it is, and a cell and all outcomes per receiver.
 
     Args:
         factories: of the receivers; their names become the columns.
@@ -80,13 +73,11 @@ def judge_all(factories: Sequence[Any], only: Sequence[str] = ()) -> list[dict[s
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
     """Return the table."""
     names = list(rows[0]["columns"])
-    return table(
-        ["the loader", *names],
-        (
-            [f"{row['name']}: {row['what']}", *(row["columns"][name]["cell"] for name in names)]
-            for row in rows
-        ),
+    lines = (
+        [f"{row['name']}: {row['what']}", *(row["columns"][name]["cell"] for name in names)]
+        for row in rows
     )
+    return table(["the loader", *names], lines)
 
 
 def default_table() -> str:
@@ -104,12 +95,8 @@ def default_table() -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", action="store_true", help="every outcome, as JSON")
-    parser.add_argument(
-        "--subject",
-        action="append",
-        default=[],
-        help="one more receiver, as package.module:factory; repeatable",
-    )
+    subject_help = "one more receiver, as package.module:factory; repeatable"
+    parser.add_argument("--subject", action="append", default=[], help=subject_help)
     arguments = parser.parse_args(argv)
     # What is refused is in the table; the log would say it a thousand times.
     logging.getLogger("engine_ext").setLevel(logging.ERROR)

@@ -18,47 +18,41 @@ def markdown() -> str:
     """Return the part's meaning, its header, its bytes, and what is computed over them."""
     delta = ParamDelta("w", "bfloat16", (2, 4), _INDICES, _NEW)
     old, new = (tensor_digest("w", bits, _INDICES) for bits in (_OLD, _NEW))
+    digest = (new - old).hex()
     body = encode_part(
-        [delta],
-        encoding="deltas",
-        current_version=8,
-        sync_id="example",
-        digest_part=(new - old).hex(),
+        [delta], encoding="deltas", current_version=8, sync_id="example", digest_part=digest
     )
     header, _, _ = read_container(body, Limits())
     metadata = {**header.metadata, "params": json.loads(header.metadata["params"])}
-    return "\n".join(
-        [
-            f"Tensor `w`, bf16 of shape [2, 4]; positions {', '.join(map(str, _INDICES))}; "
-            f"old values {_hex(_OLD)}, new values {_hex(_NEW)}.",
-            "",
-            "| | |",
-            "| --- | --- |",
-            f"| digest of the old values | `{old.hex()}` |",
-            f"| digest of the new values | `{new.hex()}` |",
-            f"| signature with the key `{_KEY}` | `{sign(_KEY, body)}` |",
-            "",
-            f"Metadata, `params` decoded; the part has {len(body)} bytes:",
-            "",
-            "```json",
-            json.dumps(metadata, indent=2),
-            "```",
-            "",
-            "```",
-            *(_dump(body)),
-            "```",
-        ]
-    )
+    return f"""\
+Tensor `w`, bf16 of shape [2, 4]; positions {", ".join(map(str, _INDICES))}; \
+old values {_hex(_OLD)}, new values {_hex(_NEW)}.
+
+| | |
+| --- | --- |
+| digest of the old values | `{old.hex()}` |
+| digest of the new values | `{new.hex()}` |
+| signature with the key `{_KEY}` | `{sign(_KEY, body)}` |
+
+Metadata, `params` decoded; the part has {len(body)} bytes:
+
+```json
+{json.dumps(metadata, indent=2)}
+```
+
+```
+{_dump(body)}
+```"""
 
 
 def _hex(bits: np.ndarray) -> str:
     return " ".join(f"{value:04x}" for value in bits.tolist())
 
 
-def _dump(body: bytes) -> list[str]:
+def _dump(body: bytes) -> str:
     lines = []
     for start in range(0, len(body), 16):
         row = body[start : start + 16]
         text = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in row)
         lines.append(f"{start:04x}  {row.hex(' '):47}  {text}")
-    return lines
+    return "\n".join(lines)

@@ -15,8 +15,7 @@ import msgspec
 import engine_ext
 from delta_server.request_options import PAUSE_MODES, DiskRequest
 from engine_ext.errors import DeltaError
-from scripts.doc_tables.markdown import summary
-from scripts.doc_tables.reference import error_classes, routes
+from scripts.doc_tables.reference import error_classes, routes, summary
 
 _INTEGER: Final = {"type": ["integer", "null"]}
 _STRING: Final = {"type": ["string", "null"]}
@@ -70,9 +69,7 @@ _PARAMETERS: Final[dict[str, dict[str, Any]]] = {
     "base_version": _VERSION,
     "pause_mode": {"enum": list(PAUSE_MODES), "default": "keep"},
     "flush_cache": {"type": "boolean", "default": True},
-    "plan": {"type": "boolean", "default": False},
-    "history": {"type": "boolean", "default": False},
-    "scan": {"type": "boolean", "default": False},
+    **{name: {"type": "boolean", "default": False} for name in ("plan", "history", "scan")},
 }
 
 
@@ -121,11 +118,11 @@ def _operation(path: str, method: str, endpoint: object, body: dict[str, Any]) -
 
 def _responses(updates: bool) -> dict[str, Any]:
     """Return the answers by status; queries and rollbacks share one entry for every error."""
-    answer = {"$ref": "#/components/schemas/Answer"} if updates else {"type": "object"}
-    responses = {"200": _response("Done", answer)}
     refusal = {"$ref": "#/components/schemas/Refusal"}
     if not updates:
-        return {**responses, "default": _response("Refused", refusal)}
+        done = _response("Done", {"type": "object"})
+        return {"200": done, "default": _response("Refused", refusal)}
+    responses = {"200": _response("Done", {"$ref": "#/components/schemas/Answer"})}
     by_status: dict[int, list[type[DeltaError]]] = defaultdict(list)
     for cls in error_classes():
         by_status[cls.status].append(cls)

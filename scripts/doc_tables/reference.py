@@ -1,10 +1,12 @@
-"""Tables of flags, errors, metrics and routes."""
+"""Tables of flags, errors, metrics, routes and faults, as Markdown."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
@@ -14,9 +16,32 @@ from delta_server import metrics
 from delta_server.routes import attach
 from engine_ext import settings
 from engine_ext.errors import DeltaError
-from scripts.doc_tables.markdown import plain, summary, table
 
 _DEFAULT = re.compile(r" \((?:default: )(?P<default>[^()]*(?:\([^()]*\))?[^()]*)\)")
+_SURVIVED: Final = {
+    "old": "old version",
+    "new": "new version",
+    "either": "one of the two",
+    "uncertain": "uncertain: 503 until a full sync, which the sender sends",
+}
+_RESTARTED: Final = {
+    "old": "nothing; after a restart: old version",
+    "new": "nothing; after a restart: new version",
+    "log": "nothing; after a restart: the newest version in the log",
+}
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table; pipes in cells are escaped."""
+    lines = [header, ["---"] * len(header), *rows]
+    cells = ([cell.replace("|", r"\|") for cell in line] for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+def summary(documented: object) -> str:
+    """Return the first paragraph of a docstring on one line, without its full stop."""
+    paragraph = (documented.__doc__ or "").strip().partition("\n\n")[0]
+    return " ".join(paragraph.replace("``", "`").split()).removesuffix(".")
 
 
 def flags() -> str:
@@ -33,16 +58,30 @@ def sender_options() -> str:
     return _options(make_parser())
 
 
+def _options(parser: argparse.ArgumentParser) -> str:
+    rows = []
+    for action in parser._actions:
+        if isinstance(action, argparse._HelpAction):
+            continue
+        text = " ".join((action.help or "").split())
+        text = text.replace("%(default)s", str(action.default))
+        found = _DEFAULT.search(text)
+        choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else ""
+        flag = f"{action.option_strings[0]} {action.metavar or choices}".strip()
+        meaning = _DEFAULT.sub("", text).replace("%%", "%").removesuffix(".")
+        default = found["default"] if found else ""
+        rows.append([f"`{flag}`", *(t.replace("<", "&lt;") for t in (default, meaning))])
+    return table(["flag", "default", "meaning"], rows)
+
+
 def errors() -> str:
     """Return every error of the tree, by HTTP status."""
-    rows = sorted((cls.status, cls.__name__, cls) for cls in error_classes())
-    return table(
-        ["status", "`type`", "`engine_state`", "meaning"],
-        (
-            [str(status), f"`{name}`", f"`{cls.engine_state}`", summary(cls)]
-            for status, name, cls in rows
-        ),
+    classes = sorted(error_classes(), key=lambda cls: (cls.status, cls.__name__))
+    rows = (
+        [str(cls.status), f"`{cls.__name__}`", f"`{cls.engine_state}`", summary(cls)]
+        for cls in classes
     )
+    return table(["status", "`type`", "`engine_state`", "meaning"], rows)
 
 
 def error_classes(root: type[DeltaError] = DeltaError) -> Iterator[type[DeltaError]]:
@@ -54,13 +93,13 @@ def error_classes(root: type[DeltaError] = DeltaError) -> Iterator[type[DeltaErr
 
 def metric_table() -> str:
     """Return the Prometheus metrics by the names under which they are scraped."""
-    found = [m for m in vars(metrics).values() if isinstance(m, MetricWrapperBase)]
     rows = []
-    for collector in found:
-        [metric] = collector.describe()
-        name = metric.name + ("_total" if metric.type == "counter" else "")
-        labels = ", ".join(f"`{label}`" for label in collector._labelnames)
-        rows.append([f"`{name}`", metric.type, labels, metric.documentation.removesuffix(".")])
+    for collector in vars(metrics).values():
+        if isinstance(collector, MetricWrapperBase):
+            [metric] = collector.describe()
+            name = metric.name + ("_total" if metric.type == "counter" else "")
+            labels = ", ".join(f"`{label}`" for label in collector._labelnames)
+            rows.append([f"`{name}`", metric.type, labels, metric.documentation.removesuffix(".")])
     return table(["metric", "type", "labels", "meaning"], rows)
 
 
@@ -73,27 +112,18 @@ def routes() -> list[APIRoute]:
 
 def route_table() -> str:
     """Return method, path and summary of every route."""
-    return table(
-        ["route", "what it does"],
-        (
-            [f"`{method} {route.path}`", summary(route.endpoint)]
-            for route in routes()
-            for method in sorted(route.methods)
-        ),
+    rows = (
+        [f"`{method} {route.path}`", summary(route.endpoint)]
+        for route in routes()
+        for method in sorted(route.methods)
     )
+    return table(["route", "what it does"], rows)
 
 
-def _options(parser: argparse.ArgumentParser) -> str:
-    rows = []
-    for action in parser._actions:
-        if isinstance(action, argparse._HelpAction):
-            continue
-        text = " ".join((action.help or "").split())
-        text = text.replace("%(default)s", str(action.default))
-        found = _DEFAULT.search(text)
-        default = found["default"] if found else ""
-        choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else ""
-        flag = f"{action.option_strings[0]} {action.metavar or choices}".strip()
-        meaning = _DEFAULT.sub("", text).replace("%%", "%").removesuffix(".")
-        rows.append([f"`{flag}`", plain(default), plain(meaning)])
-    return table(["flag", "default", "meaning"], rows)
+def fault_table() -> str:
+    """Return what each fault of tests/faults is, the answer, and what the engine holds then."""
+    deaths = importlib.import_module("tests.faults.process_deaths")
+    survived = [*importlib.import_module("tests.faults.survivable").FAULTS, *deaths.RESPAWNS]
+    rows = [(fault.what, fault.told, _SURVIVED[fault.ends]) for fault in survived]
+    rows += [(death.what, death.told, _RESTARTED[death.ends]) for death in deaths.DEATHS]
+    return table(["fault", "answer to the sender", "the engine holds"], dict.fromkeys(rows))

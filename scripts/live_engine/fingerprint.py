@@ -21,8 +21,8 @@ class Fingerprint:
     """SHA-256 of every live tensor of an engine, in hex.
 
     Attributes:
-        parameters: checksum by rank and name; persistent buffers too if the engine lists them here.
-        buffers: checksum of the other registered buffers by rank and name.
+        parameters: by rank and name; persistent buffers too if the engine lists them here.
+        buffers: the other registered buffers, by rank and name.
     """
 
     parameters: dict[str, str]

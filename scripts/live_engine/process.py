@@ -38,6 +38,8 @@ _REQUEST_TIMEOUT_S: Final = 300.0
 
 _EXCEPTION: Final = re.compile(r"\w(Error|Exception): ")
 _MAX_ERRORS: Final = 10
+# The variables of both engines.
+_ENVIRONMENT: Final = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _ENDED: Final = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
@@ -96,6 +98,7 @@ class EngineProcess(abc.ABC):
         paths += filter(None, [os.environ.get("PYTHONPATH")])
         self._env = {
             **os.environ,
+            **_ENVIRONMENT,
             **self._server_environment(),
             "PYTHONPATH": os.pathsep.join(paths),
             **(extra_env or {}),
@@ -163,20 +166,6 @@ class EngineProcess(abc.ABC):
         """Return the ids of the server's running processes, in order."""
         return [] if self._process is None else _running(self._process.pid)
 
-    def log_tail(self, lines: int = _TAIL_LINES) -> str:
-        """Return the last lines of the server's output."""
-        text = self.log_path.read_text(encoding="utf-8", errors="replace")
-        return "\n".join(text.splitlines()[-lines:])
-
-    def log_errors(self) -> str:
-        """Return the first lines of the server's output that name an exception.
-
-        vLLM's processes wrap each other's failures, so the cause is far above the tail.
-        """
-        text = self.log_path.read_text(encoding="utf-8", errors="replace")
-        lines = [line for line in text.splitlines() if _EXCEPTION.search(line)]
-        return "\n".join(dict.fromkeys(lines[:_MAX_ERRORS]))
-
     def get(self, path: str, **options: Any) -> httpx.Response:
         """Send ``GET path``; `options` are httpx's (params, headers, timeout in seconds)."""
         return self._client.get(path, **options)
@@ -216,8 +205,7 @@ class EngineProcess(abc.ABC):
 
     def delta_status(self) -> dict[str, Any]:
         """Return the answer of ``GET /delta_status``."""
-        status: dict[str, Any] = self._checked(self.get("/delta_status"))
-        return status
+        return dict(self._checked(self.get("/delta_status")))
 
     @classmethod
     @abc.abstractmethod
@@ -253,17 +241,18 @@ class EngineProcess(abc.ABC):
         raise EngineError(self._failure(f"was not healthy after {self._start_timeout_s:.0f} s"))
 
     def _failure(self, what: str) -> str:
-        return (
-            f"the {self.name} server {what}\ncommand: {' '.join(self._command)}\n"
-            f"end of {self.log_path}:\n{self.log_tail()}\nexceptions in it:\n{self.log_errors()}"
-        )
+        # vLLM's processes wrap each other's failures, so the cause is far above the tail.
+        lines = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+        errors = list(filter(_EXCEPTION.search, lines))[:_MAX_ERRORS]
+        command = f"the {self.name} server {what}\ncommand: {' '.join(self._command)}"
+        tail = [f"end of {self.log_path}:", *lines[-_TAIL_LINES:]]
+        return "\n".join([command, *tail, "exceptions in it:", *dict.fromkeys(errors)])
 
 
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return int(probe.getsockname()[1])
 
 
 def _temporary_log() -> Path:

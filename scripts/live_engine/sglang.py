@@ -16,13 +16,6 @@ from scripts.live_engine.process import HOST, EngineProcess
 
 _ROOT: Final = Path(__file__).resolve().parents[2]
 
-_ENV: Final = {
-    "SGLANG_USE_CPU_ENGINE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONUNBUFFERED": "1",
-    "OMP_NUM_THREADS": "1",
-}
-
 
 class SglangProcess(EngineProcess):
     """One SGLang server; see `EngineProcess` for the arguments."""
@@ -73,6 +66,5 @@ class SglangProcess(EngineProcess):
         ]
 
     def _server_environment(self) -> dict[str, str]:
-        if self.tp == 1:
-            return dict(_ENV)
-        return {**_ENV, "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(self.tp)))}
+        cores = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(self.tp)))}
+        return {"SGLANG_USE_CPU_ENGINE": "1", **(cores if self.tp > 1 else {})}

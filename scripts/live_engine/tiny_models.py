@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,7 +20,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 VOCAB_SIZE: Final = 384
 EOS_TOKEN: Final = "<|endoftext|>"
 PAD_TOKEN: Final = "<|pad|>"
-WEIGHTS_NAME: Final = "model.safetensors"
 _JITTER: Final = 0.1
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -64,13 +63,7 @@ _GDN: Final[dict[str, Any]] = {
     "shared_expert_intermediate_size": 64,
     "layer_types": ["linear_attention", "full_attention"],
 }
-_MAMBA: Final[dict[str, Any]] = {
-    "num_heads": 8,
-    "head_dim": 32,
-    "state_size": 16,
-    "n_groups": 2,
-    "chunk_size": 64,
-}
+_MAMBA: Final = {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 2, "chunk_size": 64}
 _MLA: Final[dict[str, Any]] = {
     "num_key_value_heads": 4,
     "q_lora_rank": 64,
@@ -114,14 +107,13 @@ _KINDS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     ),
     "deepseek_v3": ("DeepseekV3Config", {**_ATTENTION, **_MLA}),
 }
-KINDS: Final = tuple(_KINDS)
 
 
 def build(kind: str, directory: Path, *, seed: int = 0, **overrides: Any) -> Path:
     """Write a random model of one architecture and return its folder.
 
     Args:
-        kind: One of `KINDS`.
+        kind: One of `_KINDS`.
         directory: Where to write; created if needed.
         seed: Of the weights, with `kind` and `overrides`.
         **overrides: Fields of the architecture's Hugging Face config.
@@ -130,17 +122,14 @@ def build(kind: str, directory: Path, *, seed: int = 0, **overrides: Any) -> Pat
         ValueError: `kind` is unknown.
     """
     if kind not in _KINDS:
-        raise ValueError(f"unknown kind {kind!r}; known are {', '.join(KINDS)}")
+        raise ValueError(f"unknown kind {kind!r}; known are {', '.join(_KINDS)}")
     import transformers
 
     config_class, fields = _KINDS[kind]
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer()
-    ids = {
-        "bos_token_id": tokenizer.eos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    ids = {"bos_token_id": eos, "eos_token_id": eos, "pad_token_id": pad}
     config = getattr(transformers, config_class)(**{**fields, **ids, **overrides})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -169,13 +158,8 @@ def build_tokenizer() -> Any:
     core.train_from_iterator(_CORPUS, trainer)
     missing = VOCAB_SIZE - core.get_vocab_size()
     core.add_special_tokens([f"<|unused_{i}|>" for i in range(missing)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        bos_token=EOS_TOKEN,
-        eos_token=EOS_TOKEN,
-        pad_token=PAD_TOKEN,
-        model_max_length=512,
-    )
+    tokens = {"bos_token": EOS_TOKEN, "eos_token": EOS_TOKEN, "pad_token": PAD_TOKEN}
+    return PreTrainedTokenizerFast(tokenizer_object=core, model_max_length=512, **tokens)
 
 
 def load_tensors(directory: Path) -> dict[str, torch.Tensor]:
@@ -211,32 +195,24 @@ def save_checkpoint(base_dir: Path, target_dir: Path, tensors: Mapping[str, torc
         if file.is_file() and ".safetensors" not in file.name:
             shutil.copy(file, target_dir / file.name)
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, target_dir / WEIGHTS_NAME, metadata={"format": "pt"})
+    save_file(contiguous, target_dir / "model.safetensors", metadata={"format": "pt"})
     return target_dir
 
 
-def perturb(
-    directory: Path,
-    target: Path,
-    *,
-    density: float,
-    seed: int,
-    kind: Literal["ulp", "random"] = "ulp",
-) -> Path:
+def perturb(directory: Path, target: Path, *, density: float, seed: int) -> Path:
     """Write a copy of a checkpoint in which a fraction of every tensor's elements differ.
 
     Args:
         directory: The checkpoint to start from; it is only read.
         target: The folder to write.
-        density: Changed elements / numel, 0 to 1; at least one per tensor unless it is 0.
-        seed: Of the choice of elements and their new values.
-        kind: ``ulp`` flips the lowest bit of the element (a neighbouring value), ``random``
-            draws a new value with the tensor's own spread. Both always change its bytes.
+        density: Changed elements / numel, 0 to 1; at least one per tensor unless it is 0. A change
+            flips the lowest bit.
+        seed: Of the choice of elements.
     """
     generator = torch.Generator().manual_seed(seed)
     tensors = load_tensors(directory)
     for name in sorted(tensors):
-        tensors[name] = _perturbed(tensors[name], density, kind, generator)
+        tensors[name] = _perturbed(tensors[name], density, generator)
     return save_checkpoint(directory, target, tensors)
 
 
@@ -248,23 +224,14 @@ def _jitter_constants(model: torch.nn.Module) -> None:
                 tensor.add_(_JITTER * torch.randn_like(tensor))
 
 
-def _perturbed(
-    tensor: torch.Tensor, density: float, kind: str, generator: torch.Generator
-) -> torch.Tensor:
+def _perturbed(tensor: torch.Tensor, density: float, generator: torch.Generator) -> torch.Tensor:
     """Return a copy of `tensor` with ``round(density * numel)`` elements changed."""
     result = tensor.clone()
     count = round(density * tensor.numel())
     if density > 0:
         count = min(max(count, 1), tensor.numel())
     indices = torch.randperm(tensor.numel(), generator=generator)[:count]
-    bits = result.view(-1).view(_BITS[tensor.dtype.itemsize])
-    new_bits = bits[indices] ^ 1
-    if kind == "random":
-        spread = tensor.float().std(correction=0)
-        drawn = (torch.randn(count, generator=generator) * spread).to(tensor.dtype)
-        drawn_bits = drawn.view(bits.dtype)
-        new_bits = torch.where(drawn_bits == bits[indices], new_bits, drawn_bits)
-    bits[indices] = new_bits
+    result.view(-1).view(_BITS[tensor.dtype.itemsize])[indices] ^= 1
     return result
 
 

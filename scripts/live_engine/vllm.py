@@ -11,14 +11,11 @@ from scripts.live_engine.process import HOST, EngineProcess
 _ENV: Final = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_SERVER_DEV_MODE": "1",  # enables the routes for checksums, pause and sleep
-    "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
-    "PYTHONUNBUFFERED": "1",
     # The default binds threads to cores: it asserts with two ranks on a machine of one NUMA node,
     # and binds two engines on one machine to the same cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
 }
 
 
@@ -35,8 +32,7 @@ class VllmProcess(EngineProcess):
     def checksums(self) -> dict[str, str]:
         """Return SHA-256 of every live parameter, by ``dp0:pp0:pcp0:tp<rank>:<name>``."""
         answer = self._checked(self.post("/weight_checker", json={"action": "checksum"}))
-        checksums: dict[str, str] = answer["checksums"]
-        return checksums
+        return dict(answer["checksums"])
 
     def buffer_checksums(self) -> dict[str, str]:
         """Return SHA-256 of every registered buffer, named alike; needs delta updates enabled."""
@@ -62,4 +58,4 @@ class VllmProcess(EngineProcess):
         ]
 
     def _server_environment(self) -> dict[str, str]:
-        return dict(_ENV)
+        return _ENV

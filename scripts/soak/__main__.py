@@ -36,6 +36,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -123,12 +124,11 @@ def run(options: argparse.Namespace, folder: Path, console: Console) -> Figures:
     spool.mkdir()
     trainer = Trainer(load_tensors(base), options.seed)
     modes = PAUSE_MODES if options.pause_mode == "all" else (options.pause_mode,)
-    arguments = [*ARGUMENTS[options.engine], "--delta-spool-dir", str(spool)]
+    arguments = ARGUMENTS[options.engine]
+    start = partial(kind, enable_delta=True, extra_env=ENVIRONMENT)
     console.print(f"starting {kind.name}")
-    log = folder / "live-engine.log"
-    with kind(
-        base, enable_delta=True, extra_args=arguments, extra_env=ENVIRONMENT, log_path=log
-    ) as engine:
+    log, spooling = folder / "live-engine.log", ["--delta-spool-dir", str(spool)]
+    with start(base, extra_args=[*arguments, *spooling], log_path=log) as engine:
         before = fingerprint(engine)
         with _progress(options.syncs, console) as done:
             found = soak(
@@ -146,10 +146,8 @@ def run(options: argparse.Namespace, folder: Path, console: Console) -> Figures:
         live, answers = fingerprint(engine), _answers(engine)
     final = save_checkpoint(base, folder / "final", trainer.tensors)
     console.print(f"starting a fresh {kind.name} on the trainer's checkpoint")
-    arguments, log = ARGUMENTS[options.engine], folder / "fresh-engine.log"
-    with kind(
-        final, enable_delta=True, extra_args=arguments, extra_env=ENVIRONMENT, log_path=log
-    ) as engine:
+    log = folder / "fresh-engine.log"
+    with start(final, extra_args=arguments, log_path=log) as engine:
         fresh, expected = fingerprint(engine), _answers(engine)
     if not verify(before, live, fresh, console):
         found.problems.append("the engine's tensors are not those of a fresh one")
@@ -180,14 +178,9 @@ def _progress(syncs: int, console: Console) -> Iterator[Callable[[Record, Counts
 
         yield show_line
         return
-    columns = (
-        TextColumn("syncs"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
+    columns = (TextColumn("syncs"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    text = TextColumn("{task.description}")
+    with Progress(*columns, text, console=console, transient=True) as progress:
         task = progress.add_task("", total=syncs)
         yield lambda record, counts: progress.update(
             task, completed=record.syncs, description=_text(counts)

@@ -32,14 +32,7 @@ _FIRST_TOKEN, _TOKENS = 3, 250  # ordinary ones of the tiny models' vocabulary
 
 @dataclass(frozen=True)
 class Ask:
-    """One completion request.
-
-    Attributes:
-        prompt: token ids.
-        max_tokens: number of tokens to generate.
-        temperature: of the sampling.
-        stream: whether the answer is streamed.
-    """
+    """One completion request; the prompt is token ids."""
 
     prompt: list[int]
     max_tokens: int
@@ -48,12 +41,12 @@ class Ask:
 
     def body(self) -> dict[str, Any]:
         """Return the JSON for ``/v1/completions``; a complete answer has `max_tokens` tokens."""
-        body = {
+        body: dict[str, Any] = {
             "prompt": self.prompt,
             "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
             "ignore_eos": True,
         }
+        body["temperature"] = self.temperature
         if self.stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         return body
@@ -74,12 +67,7 @@ def asks(seed: int, client: int) -> Iterator[Ask]:
             prompt = _tokens(rng, rng.randint(100, 180))
         else:
             prompt = rng.choice(prefixes) + _tokens(rng, rng.randint(1, 16))
-        yield Ask(
-            prompt,
-            max_tokens=rng.randint(4, 48),
-            temperature=rng.choice((0.0, 1.0)),
-            stream=rng.random() < 0.5,
-        )
+        yield Ask(prompt, rng.randint(4, 48), rng.choice((0.0, 1.0)), rng.random() < 0.5)
 
 
 def _tokens(rng: random.Random, count: int) -> list[int]:
@@ -123,13 +111,7 @@ class Counts:
 
 @dataclass
 class Tally:
-    """Outcomes of requests.
-
-    Attributes:
-        counts: so far.
-        problems: reasons of the first failures.
-        seconds: duration of every request that did not fail.
-    """
+    """Outcomes of requests: counts, the first problems, and seconds of those that did not fail."""
 
     counts: Counts = field(default_factory=Counts)
     problems: list[str] = field(default_factory=list)
@@ -152,13 +134,9 @@ class Tally:
             suffix = "" if reason != "abort" else " without a sync that aborts"
             self.failed(f"ended with {reason!r} after {tokens} of {wanted} tokens{suffix}")
             return
-        counts = self.counts
-        self.counts = replace(
-            counts,
-            finished=counts.finished + whole,
-            aborted=counts.aborted + (not whole),
-            tokens=counts.tokens + tokens,
-        )
+        past = self.counts
+        finished, aborts = past.finished + whole, past.aborted + (not whole)
+        self.counts = Counts(finished, aborts, past.failed, past.tokens + tokens)
         self.seconds.append(seconds)
 
     def failed(self, problem: str) -> None:
@@ -173,11 +151,6 @@ class Load:
 
     Each sends its next request as soon as the last one is answered. They run within the ``with``
     block, which ends when every request has been answered.
-
-    Args:
-        url: The engine's root.
-        clients: Number of clients.
-        seed: Of the requests.
 
     Attributes:
         tally: outcomes so far.
@@ -221,13 +194,8 @@ class Load:
             self.tally.failed(answer["problem"])
             return
         begin, end = answer["begin"], answer["end"]
-        self.tally.answered(
-            answer["reason"],
-            answer["tokens"],
-            answer["wanted"],
-            end - begin,
-            may_abort=self.policy.allows(begin, end),
-        )
+        counted = (answer["reason"], answer["tokens"], answer["wanted"], end - begin)
+        self.tally.answered(*counted, may_abort=self.policy.allows(begin, end))
 
 
 def main() -> None:
@@ -263,12 +231,7 @@ def _ask(url: str, wanted: Iterator[Ask], stop: threading.Event) -> None:
 
 
 def _complete(client: httpx.Client, url: str, ask: Ask) -> tuple[str | None, int]:
-    """Return an answer's finish reason and number of tokens.
-
-    Raises:
-        httpx.HTTPError: There was no answer, or its status is not 200.
-        ValueError, LookupError, TypeError: The answer is malformed.
-    """
+    """Return an answer's finish reason and number of tokens; raise if its status is not 200."""
     if not ask.stream:
         answer = client.post(url, json=ask.body())
         _check(answer)

@@ -15,6 +15,7 @@ import psutil
 from scripts.process_memory import unmapped_bytes
 
 MEMORY, FILES, THREADS = "memory", "open files", "threads"
+_FIGURES: Final = {MEMORY: "memory", FILES: "files", THREADS: "threads"}  # fields of Usage
 
 
 @dataclass(frozen=True)
@@ -93,31 +94,24 @@ BOUNDS: Final[dict[str, float]] = {MEMORY: float(8 << 20), FILES: 8.0, THREADS: 
 
 
 def trends(samples: Sequence[Sample]) -> dict[int, dict[str, Trend]]:
-    """Compute the trends of every process that is in all samples, by process id.
+    """Compute, by process id, the trends of every process that is in all samples.
 
     Args:
         samples: those after the warm-up, at least two, in order.
     """
     lasting = set.intersection(*(set(sample.processes) for sample in samples))
-    found: dict[int, dict[str, Trend]] = {}
+    found = {}
     for pid in sorted(lasting):
         measured = [(sample.syncs, sample.processes[pid]) for sample in samples]
-        series: dict[str, list[tuple[int, float]]] = {
-            MEMORY: [(syncs, usage.memory) for syncs, usage in measured],
-            FILES: [(syncs, usage.files) for syncs, usage in measured],
-            THREADS: [(syncs, usage.threads) for syncs, usage in measured],
+        found[pid] = {
+            what: Trend.of([(syncs, getattr(use, figure)) for syncs, use in measured], BOUNDS[what])
+            for what, figure in _FIGURES.items()
         }
-        found[pid] = {what: Trend.of(points, BOUNDS[what]) for what, points in series.items()}
     return found
 
 
 def grown(samples: Sequence[Sample], names: Mapping[int, str]) -> list[str]:
-    """Describe every figure that grew, and every process that was started or lost.
-
-    Args:
-        samples: see `trends`.
-        names: of the processes, by id.
-    """
+    """Describe every figure that grew, and every process that was started or lost; see `trends`."""
     problems = [
         f"{names.get(pid, pid)}: {what} grew from {trend.first:,.0f} to {trend.last:,.0f}, "
         f"{trend.per_sync:,.1f} per sync; the bound is {trend.bound:,.0f} in all"
@@ -154,9 +148,8 @@ def _name(pid: int) -> str:
     title: str = command[0]
     if "::" in title:
         return title.strip()
-    module: str = (
-        command[command.index("-m") + 1] if "-m" in command[:-1] else " ".join(command[1:])
-    )
+    ours = "-m" in command[:-1]
+    module: str = command[command.index("-m") + 1] if ours else " ".join(command[1:])
     return "resource tracker" if "resource_tracker" in module else module[:40]
 
 

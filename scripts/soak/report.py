@@ -21,11 +21,9 @@ class Figures:
     """Results of a soak.
 
     Attributes:
-        record: of the syncs.
         names: of the engine's processes, by id.
         warm_up: number of syncs after which growth is judged.
-        load: outcomes of all requests.
-        quiet: outcomes of the requests before the first sync.
+        load, quiet: outcomes of all requests, and of those before the first sync.
         quiet_s: seconds before the first sync.
         request_s: seconds of every request.
         problems: why the soak failed; empty if it passed.
@@ -43,7 +41,10 @@ class Figures:
     def all(self) -> dict[str, Any]:
         """Return all figures, for `--json`."""
         record, load, quiet = self.record, self.load, self.quiet
-        of_processes = trends(self.judged())
+
+        def name(pid: int) -> str:
+            return self.names.get(pid, str(pid))
+
         return {
             "syncs": record.syncs,
             "seconds": round(record.seconds, 1),
@@ -65,20 +66,14 @@ class Figures:
             "pause_ms": _percentiles(record.pauses_ms, 1),
             "warm_up": self.warm_up,
             "processes": {
-                self.names.get(pid, str(pid)): {
+                name(pid): {
                     what: [trend.first, trend.last, round(trend.per_sync, 1)]
                     for what, trend in of_process.items()
                 }
-                for pid, of_process in of_processes.items()
+                for pid, of_process in trends(self.judged()).items()
             },
             "memory_samples": [
-                [
-                    sample.syncs,
-                    {
-                        self.names.get(pid, str(pid)): usage.memory
-                        for pid, usage in sample.processes.items()
-                    },
-                ]
+                [sample.syncs, {name(pid): usage.memory for pid, usage in sample.processes.items()}]
                 for sample in record.samples
             ],
             "problems": self.problems,
@@ -92,7 +87,7 @@ class Figures:
 def show(found: Figures, console: Console) -> None:
     """Print the figures as tables."""
     figures = found.all()
-    requests, rates = figures["requests"], figures["tokens_per_s"]
+    requests, rates = figures["requests"], figures["tokens_per_s"].values()
     table = Table("", "", box=box.MARKDOWN, show_header=False)
     rows = {
         "syncs": f"{figures['syncs']:,} in {figures['seconds']:,.0f} s",
@@ -102,9 +97,7 @@ def show(found: Figures, console: Console) -> None:
         "requests finished": f"{requests['finished']:,}",
         "requests aborted by policy": f"{requests['aborted_by_policy']:,}",
         "requests failed": f"{requests['failed']:,}",
-        "tokens per second": "without syncs {without_syncs:,.0f}, with {with_syncs:,.0f}".format(
-            **rates
-        ),
+        "tokens per second": "without syncs {}, with {}".format(*(f"{r:,.0f}" for r in rates)),
         "request, s": _joined(figures["request_s"]),
         "pause, ms": _joined(figures["pause_ms"]),
     }

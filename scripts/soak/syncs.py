@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,8 +29,8 @@ _SAMPLE_EVERY: Final = 2
 _ROUND: Final = 3  # syncs of one sender
 _FULL_EVERY: Final = 50
 _TIMEOUT_S: Final = 120.0
-# Shares of elements that change, in turn. Their number has no factor in common with the other
-# cycles. One sync in seven is empty.
+# Shares of elements that change, in turn; one sync in seven is empty. Seven has no factor in common
+# with the other cycles.
 _DENSITIES: Final = (0.02, 0.005, 0.0, 0.1, 0.02, 0.3, 0.001)
 # Chosen so that the first six of all ways already have every encoding and pause mode.
 _STRIDE: Final = 7
@@ -112,7 +113,7 @@ class Record:
     elements: int = 0
     wire_bytes: int = 0
     pauses_ms: list[float] = field(default_factory=list)
-    by_way: dict[str, int] = field(default_factory=dict)
+    by_way: Counter[str] = field(default_factory=Counter)
     checks: int = 0
     samples: list[Sample] = field(default_factory=list)
     seconds: float = 0.0
@@ -125,9 +126,7 @@ class Record:
         self.pauses_ms.append(float(report.engine["timings_ms"]["pause_ms"]))
         flush = "flushed" if way.flush_cache else "not flushed"
         kinds = [way.encoding, way.pause_mode, flush]
-        kinds += ["full"] * report.full + ["empty"] * (report.nnz == 0)
-        for kind in kinds:
-            self.by_way[kind] = self.by_way.get(kind, 0) + 1
+        self.by_way.update(kinds + ["full"] * report.full + ["empty"] * (report.nnz == 0))
 
 
 @dataclass
@@ -163,7 +162,9 @@ class Syncs:
         with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:
             while record.syncs < count:
                 way = next(next_way)
-                with self._sender(way, client) as sender:
+                tensors = self.trainer.tensors.items()
+                options = {"base_version": self.version, "client": client, **asdict(way)}
+                with DeltaSender(self.engine.url, tensors, **options) as sender:
                     for _ in range(min(_ROUND, count - record.syncs)):
                         record.add(self._sync(sender, way, record.syncs + 1), way)
                         record.seconds = time.perf_counter() - start
@@ -194,17 +195,6 @@ class Syncs:
         wrong = [f"{what}: {a}, not {b}" for what, (a, b) in found.items() if a != b]
         if wrong:
             raise SoakFailed(f"after the sync to version {self.version}: {'; '.join(wrong)}")
-
-    def _sender(self, way: Way, client: httpx.Client) -> DeltaSender:
-        return DeltaSender(
-            self.engine.url,
-            self.trainer.tensors.items(),
-            base_version=self.version,
-            encoding=way.encoding,
-            pause_mode=way.pause_mode,
-            flush_cache=way.flush_cache,
-            client=client,
-        )
 
     def _sync(self, sender: DeltaSender, way: Way, number: int) -> SyncReport:
         full = number % _FULL_EVERY == CHECK_EVERY

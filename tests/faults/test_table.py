@@ -1,14 +1,14 @@
-"""The table of `scripts.doc_tables.faults`; starts no engine."""
+"""The table of `scripts.doc_tables.reference`; starts no engine."""
 
 from __future__ import annotations
 
-from scripts.doc_tables.faults import markdown
+from scripts.doc_tables.reference import fault_table
 from tests.faults.process_deaths import DEATHS, RESPAWNS
 from tests.faults.survivable import FAULTS
 
 
 def test_a_row_per_kind_of_fault() -> None:
-    rows = markdown().splitlines()
+    rows = fault_table().splitlines()
     faults = [*FAULTS, *RESPAWNS, *DEATHS]
     whats = list(dict.fromkeys(fault.what for fault in faults))
     assert [row.split(" | ")[0].removeprefix("| ") for row in rows[2:]] == whats

@@ -11,7 +11,7 @@ from jsonschema import Draft202012Validator
 
 from delta_server.request_options import DiskRequest, Options
 from delta_server.routes import attach
-from scripts.doc_tables.pages import DOCS
+from scripts.doc_tables.__main__ import DOCS
 from tests.support.in_process_engine import Rig, delta_part
 
 DOCUMENT: dict[str, Any] = json.loads((DOCS / "openapi.json").read_text())

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from scripts.doc_tables.pages import DOCS
+from scripts.doc_tables.__main__ import DOCS
 from tests.support.fake_engine import Engine, bits
 
 ROOT = DOCS.parent

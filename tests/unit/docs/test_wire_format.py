@@ -16,7 +16,7 @@ from engine_ext.dtypes import TORCH_DTYPE, bits_dtype
 from engine_ext.wire import ENCODINGS, Limits, ParamDelta, encode_part, read_container
 from engine_ext.wire.manifest import Manifest, ParamEntry
 from engine_ext.wire.zstd_frames import FrameReader
-from scripts.doc_tables.pages import DOCS
+from scripts.doc_tables.__main__ import DOCS
 
 SCHEMA: dict[str, Any] = json.loads((DOCS / "wire-metadata.schema.json").read_text())
 METADATA = Draft202012Validator(SCHEMA)

@@ -40,7 +40,7 @@ def test_a_simulated_link(speed: float) -> None:
     new = synthetic_weights.change(old, 0.1, np.random.default_rng(1))
     start = time.perf_counter()
     before, after = sender.tensors(old), sender.tensors(new)
-    seconds, report = sender.sync_over(speed, "auto", before, [after, before], 1 << 20)
+    seconds, report = sender.sync_over(speed, "auto", before, [after, before], bucket_bytes=1 << 20)
     assert report.wire_bytes / speed <= seconds <= time.perf_counter() - start
     assert report.nnz == np.count_nonzero(old != new)
     assert report.version == 2  # the first is not counted
