@@ -93,7 +93,7 @@ package: setup ## build wheel and sdist, and try the wheel in an empty environme
 	@PYTHON="$(PYTHON)" BUILD_PYTHON=$(BIN)/python scripts/try_package.sh
 
 clean: ## remove build outputs and caches; the environments stay
-	@rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -not -path './.venv*' -not -path './.git/*' \
 		-prune -exec rm -rf {} +
 
