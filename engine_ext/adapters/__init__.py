@@ -6,3 +6,5 @@ package can be imported without one.
 
 Imports: every room but `engine_ext.cli`, and `delta_server`.
 """
+
+__all__: list[str] = []

@@ -2,3 +2,5 @@
 
 Imports: any room of `engine_ext`, inside of functions if it is an adapter. Nobody imports this.
 """
+
+__all__: list[str] = []

@@ -1,1 +1,16 @@
-"""The HTTP side of delta updates: endpoints, spool and orchestration, the same for all engines."""
+"""The HTTP side of delta updates, the same for every engine.
+
+Endpoints (`routes`), the spool for bodies (`spool`), staging and committing on all ranks of an
+engine (`service`, `staging`, `commit`), and replay of a delta log (`log_replay`). An engine adapter
+implements `Engine`.
+
+Imports: `engine_ext.wire`, `engine_ext.delta_log` and the ground floor; never the receiver, an
+adapter, or `delta_sender`.
+"""
+
+from delta_server.commit import EngineCommitter, serialize_with_commits
+from delta_server.engine import Engine
+from delta_server.routes import attach
+from delta_server.service import DeltaService
+
+__all__ = ["DeltaService", "Engine", "EngineCommitter", "attach", "serialize_with_commits"]

@@ -28,9 +28,7 @@ async def serve(app: Any, manager: Any, chosen: Settings) -> None:
     """
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    from delta_server.commit import serialize_with_commits
-    from delta_server.routes import attach
-    from delta_server.service import DeltaService
+    from delta_server import DeltaService, attach, serialize_with_commits
     from engine_ext.adapters.sglang.http_workers import SglangHttpWorker, has_several_workers
 
     engine_type = SglangHttpWorker if has_several_workers(manager) else SglangEngine

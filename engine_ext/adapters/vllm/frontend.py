@@ -21,7 +21,7 @@ class DeltaEndpoints:
 
     def attach_router(self, app: Any) -> None:
         """Register the routes. vLLM calls this while it builds the app."""
-        from delta_server.routes import attach
+        from delta_server import attach
 
         attach(app)
 
@@ -31,8 +31,7 @@ class DeltaEndpoints:
         Raises:
             RuntimeError: a worker has no receiver; the server does not start.
         """
-        from delta_server.commit import serialize_with_commits
-        from delta_server.service import DeltaService
+        from delta_server import DeltaService, serialize_with_commits
 
         chosen = settings.from_namespace(args) or settings.from_environment()
         if engine_client is None or chosen is None:
