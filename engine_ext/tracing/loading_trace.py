@@ -46,13 +46,8 @@ class LoadingTrace:
     ) -> None:
         """Trace a model that is loaded, just before its post-load processing.
 
-        Args:
-            model, load_weights, refuse_while: see `trace_placement`. While `refuse_while` has a
-                reason nothing is traced, and every tensor that seems dropped later is refused.
-            checkpoint: reads the checkpoint's tensors; None if the weights are not a checkpoint's.
-
-        Raises:
-            TracingError: see `trace_placement`.
+        Arguments and errors are those of `trace_placement`. If there is no checkpoint, or while
+        `refuse_while` has a reason, nothing is traced.
         """
         if self._parameters is not None:  # a draft model is loaded after the model
             return
@@ -68,12 +63,8 @@ class LoadingTrace:
     def refuse_lost(self, model: torch.nn.Module, placement: Placement) -> None:
         """Refuse the tensors that the processed model seems to drop, in whole or in part.
 
-        A tensor may be missing in the placement only if the loader dropped it before processing
-        too or, if there was no checkpoint to trace then, if processing replaced no parameter.
-
-        Args:
-            model: the processed model.
-            placement: of the processed model, traced and not certified yet.
+        A tensor may be missing in the traced placement only if the loader dropped it before
+        processing too or, if nothing could be traced then, if processing replaced no parameter.
         """
         same = self._parameters is not None and _loaders(model) == self._parameters
         for name, placed in placement.items():
