@@ -49,12 +49,13 @@ class FileLock(contextlib.AbstractContextManager["FileLock"]):
         self._path = path
         self._descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
         self._close = weakref.finalize(self, os.close, self._descriptor)
+        self._close.atexit = False  # threads may still write then; the process's end releases it
         self.is_enforced = True
         wait = 0 if conflict is None else fcntl.LOCK_NB
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | wait)
         except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            if conflict is not None and error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 self.close()
                 raise BlockingIOError(conflict) from None
             self.is_enforced = False

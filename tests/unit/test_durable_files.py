@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,3 +46,37 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with FileLock(tmp_path, FOLDER, "taken") as one, FileLock(tmp_path, FOLDER, "taken") as other:
         assert not one.is_enforced
         assert not other.is_enforced
+
+
+def test_waiting_on_a_file_system_that_denies_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise PermissionError(errno.EACCES, "denied")
+
+    monkeypatch.setattr(durable_files.fcntl, "flock", flock)
+    with FileLock(tmp_path, FOLDER, None) as lock:
+        assert not lock.is_enforced
+
+
+def test_a_lock_is_held_until_the_process_ends(tmp_path: Path) -> None:
+    """Threads may still write while exit handlers run."""
+    code = (
+        "import atexit, os, sys\n"
+        "from engine_ext.durable_files import FileLock\n"
+        "folder, flags = sys.argv[1], os.O_RDONLY | os.O_DIRECTORY\n"
+        "def take():\n"
+        "    try: FileLock(folder, flags, 'taken')\n"
+        "    except BlockingIOError as error: print(error)\n"
+        "atexit.register(take)\n"
+        "kept = FileLock(folder, flags, 'taken')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "taken\n"
+    FileLock(tmp_path, FOLDER, "taken").close()
