@@ -80,9 +80,11 @@ class ModelStateGuard:
         modules = dict(model.named_modules(remove_duplicate=False))
         containers = [getattr(m, name) for m in modules.values() for name in _DICTS]
         containers += reachable_containers(model)
-        self._containers = [(c, c.copy()) for c in containers]
         self._tensors = _tensors_by_path(model)
         attached = list(attached_tensors(modules))
+        for tensor in {id(a.tensor): a.tensor for a in attached}.values():
+            containers += _nested(vars(tensor))  # loaders keep shards and counters there
+        self._containers = [(c, c.copy()) for c in containers]
         self.registered = [a for a in attached if a.registry in _REGISTRIES]
         self.attributes = [a for a in attached if a.registry not in _REGISTRIES]
         self._identities = _identities(model)
@@ -170,6 +172,14 @@ def hash_tensor(tensor: torch.Tensor) -> str:
 
 def _tensors_by_path(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {f"{path}.{name}".lstrip("."): t for path, _, name, t in reachable_tensors(model)}
+
+
+def _nested(container: Any) -> Iterator[Any]:
+    """Yield a dict, list or set, and those in it."""
+    if isinstance(container, (dict, list, set)):
+        yield container
+        for value in container.values() if isinstance(container, dict) else container:
+            yield from _nested(value)
 
 
 def _identities(model: torch.nn.Module) -> dict[str, tuple[object, ...]]:

@@ -135,7 +135,8 @@ def _trace(loaded: LoadedModel, specs: Sequence[TensorSpec]) -> Traced:
         loaded.model, loaded.load_weights, specs, index, others, refuse_while=loaded.refuse_while
     )
     if loaded.loading is not None:
-        loaded.loading.refuse_lost(loaded.model, placement)
+        reads = loaded.checkpoint is not None
+        loaded.loading.refuse_lost(loaded.model, placement, reads=reads)
     compose(placement, loaded.repacks, loaded.refusals)
     derived = find_derived(loaded.model, placement, loaded.constants)
     recomputed, failed = prove(loaded.model, placement, derived, loaded.recomputations)

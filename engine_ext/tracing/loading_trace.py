@@ -1,16 +1,15 @@
-"""Trace the loader before post-load processing, to prove what it really drops.
+"""Trace the loader before post-load processing, to see what that processing loses.
 
 Post-load processing may replace parameters by others that have another class, or a loader that does
 nothing (vLLM does so for AWQ). The loader of the processed model then copies nothing from tensors
-that the engine has loaded, and reports no error. Only the model before that processing shows which
-tensors the loader drops.
+that the engine has loaded, and reports no error. It may also let two parameters share memory that
+were loaded apart. Only the model before that processing shows both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from math import prod
-from typing import Any
 
 import torch
 
@@ -35,7 +34,7 @@ class LoadingTrace:
         self.specs: list[TensorSpec] | None = None
         self._placed: Placement = {}
         self._elements: dict[str, int] = {}
-        self._parameters: dict[str, Any] | None = None
+        self._ranges: dict[str, range] = {}  # addresses of every parameter and buffer
 
     def trace(
         self,
@@ -47,11 +46,11 @@ class LoadingTrace:
         """Trace a model that is loaded, just before its post-load processing.
 
         Arguments and errors are those of `trace_placement`. If there is no checkpoint, or while
-        `refuse_while` has a reason, nothing is traced.
+        `refuse_while` has a reason, the loader is not traced.
         """
-        if self._parameters is not None:  # a draft model is loaded after the model
+        if self._ranges:  # a draft model is loaded after the model
             return
-        self._parameters = _loaders(model)
+        self._ranges = _ranges(model)
         if checkpoint is None or (refuse_while is not None and refuse_while(model)):
             return
         self.specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in checkpoint()]
@@ -60,18 +59,22 @@ class LoadingTrace:
         for placed in self._placed.values():
             placed.segments = []  # they keep memory alive that processing may free
 
-    def refuse_lost(self, model: torch.nn.Module, placement: Placement) -> None:
-        """Refuse the tensors that the processed model seems to drop, in whole or in part.
+    def refuse_lost(self, model: torch.nn.Module, placement: Placement, *, reads: bool) -> None:
+        """Refuse what the processed model seems to drop, in whole or in part, or shares since.
 
         A tensor may be missing in the traced placement only if the loader dropped it before
-        processing too or, if nothing could be traced then, if processing replaced no parameter.
+        processing, too. If that is not known though the engine `reads` a checkpoint, it is taken
+        for used, so that it is refused unless another rank holds it. Without a checkpoint, an
+        engine that repacks does not start.
         """
-        same = self._parameters is not None and _loaders(model) == self._parameters
+        shared = self._shared_since(model)
         for name, placed in placement.items():
+            for segment in placed.segments:
+                if shared.intersection([segment.live.name, *segment.live.aliases]):
+                    placed.refuse(f"post-load processing let {segment.live.name} share memory")
             before = self._placed.get(name)
             if before is None:
-                if placed.status is Status.NOT_ON_RANK and not same:
-                    placed.refuse(_REPLACED)
+                placed.used |= reads and placed.status is Status.NOT_ON_RANK
                 continue
             placed.used |= before.used
             gone = placed.status is Status.NOT_ON_RANK and before.status is not placed.status
@@ -79,19 +82,26 @@ class LoadingTrace:
             if gone or (placed.status is Status.UNJUDGED and fewer):
                 placed.refuse(_REPLACED)
 
+    def _shared_since(self, model: torch.nn.Module) -> set[str]:
+        """Return the parameters and buffers that overlap others that they did not before."""
+        found: set[str] = set()
+        known = [(n, r) for n, r in _ranges(model).items() if n in self._ranges]
+        known.sort(key=lambda item: item[1].start)
+        open_ranges: list[tuple[str, range]] = []
+        for name, addresses in known:
+            open_ranges = [(n, r) for n, r in open_ranges if r.stop > addresses.start]
+            for other, _ in open_ranges:
+                one, two = self._ranges[name], self._ranges[other]
+                if one.stop <= two.start or two.stop <= one.start:
+                    found |= {name, other}
+            open_ranges.append((name, addresses))
+        return found
+
 
 def _elements(placed: Placed) -> int:
     return sum(prod(segment.sizes) for segment in placed.segments)
 
 
-def _loaders(model: torch.nn.Module) -> dict[str, Any]:
-    """Return class, shape, dtype and loader of every parameter and buffer, by name."""
-    named = [*model.named_parameters(remove_duplicate=False)]
-    named += model.named_buffers(remove_duplicate=False)  # type: ignore[arg-type]
-    found: dict[str, Any] = {}
-    for name, tensor in named:
-        loader = getattr(tensor, "weight_loader", None)
-        # The function alone: a bound method would keep a replaced parameter alive.
-        function = getattr(loader, "__func__", loader)
-        found[name] = type(tensor), tuple(tensor.shape), tensor.dtype, function
-    return found
+def _ranges(model: torch.nn.Module) -> dict[str, range]:
+    index = StorageIndex(model).entries
+    return {n: range(e.start, e.end) for e in index for n in (e.name, *e.aliases)}

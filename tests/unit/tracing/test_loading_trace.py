@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterable
+from typing import ClassVar
 
 import pytest
 import torch
 
 from engine_ext.model import StorageIndex
-from engine_ext.placement import Placement, Status
+from engine_ext.placement import Placement, Status, make_plan
+from engine_ext.ranks import SingleRank
 from engine_ext.tracing import LoadingTrace, trace_placement
 from tests.conformance.models import HalfReplaced, LoaderReplaced
 from tests.support.toy_models import PackedAway, PlainCopy, Skipped, ToyModel
@@ -29,7 +32,7 @@ def processed(model: ToyModel, loading: LoadingTrace | None, *, reads: bool = Tr
         model.after_loading()
         placement = trace_placement(model, model.load_weights, model.specs(), StorageIndex(model))
     if loading is not None:
-        loading.refuse_lost(model, placement)
+        loading.refuse_lost(model, placement, reads=reads)
     return placement
 
 
@@ -59,22 +62,70 @@ def test_a_model_that_is_not_processed_stays_as_traced() -> None:
     assert {placed.status for placed in placement.values()} == {Status.UNJUDGED}
 
 
-@pytest.mark.parametrize(("model", "lost"), [(Skipped, False), (LoaderReplaced, True)])
-def test_without_a_checkpoint_only_unchanged_parameters_prove_it(
-    model: type[ToyModel], lost: bool
-) -> None:
+def test_without_a_checkpoint_there_is_nothing_to_compare() -> None:
     loading = LoadingTrace()
-    placement = processed(model(), loading, reads=False)
-    name = "qweight" if lost else "rotary"
+    placement = processed(Skipped(), loading, reads=False)
     assert loading.specs is None
-    assert (placement[name].status is Status.UNCERTIFIED) == lost
+    assert placement["rotary"].status is Status.NOT_ON_RANK
+    assert not placement["rotary"].used
 
 
-def test_never_called_it_refuses_all_that_seems_dropped() -> None:
+def test_never_called_it_calls_nothing_dropped() -> None:
+    """Another rank may hold it; if none does, the plan refuses it, because it is used."""
     model = Skipped()
     placement = trace_placement(model, model.load_weights, model.specs(), StorageIndex(model))
-    LoadingTrace().refuse_lost(model, placement)
-    assert placement["rotary"].status is Status.UNCERTIFIED
+    LoadingTrace().refuse_lost(model, placement, reads=True)
+    plan = make_plan(placement, SingleRank())
+    assert plan.placement["rotary"].status is Status.UNCERTIFIED
+
+
+class Retied(ToyModel):
+    """Processing ties two parameters whose bytes are equal; the loader skips unknown names."""
+
+    shapes: ClassVar = {"head": (4, 3), "embed": (4, 3), "norm": (3,)}
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        parameters = dict(self.named_parameters())
+        for name, weight in weights:
+            if name in parameters:
+                parameters[name].data.copy_(weight)
+
+    def after_loading(self) -> None:
+        self.head = self.embed
+
+
+def test_parameters_that_share_memory_since_are_refused_both() -> None:
+    placement = processed(Retied(), LoadingTrace())
+    assert placement["head"].status is placement["embed"].status is Status.UNCERTIFIED
+    assert "share memory" in placement["head"].reason + placement["embed"].reason
+    assert placement["norm"].status is Status.UNJUDGED
+
+
+class Collects(ToyModel):
+    """The loader keeps what it was given on the parameter, for the processing."""
+
+    shapes: ClassVar = {"weight": (4, 3)}
+
+    def build(self) -> None:
+        super().build()
+        self.weight.shards = []
+        self.weight.counts = {"loaded": []}
+
+    def load_one(self, name: str, weight: torch.Tensor) -> None:
+        self.weight.shards.append(weight)
+        self.weight.counts["loaded"].append(1)
+        self.weight.shard = weight
+        self.weight.data.copy_(weight)
+
+
+def test_what_a_loader_keeps_on_a_parameter_is_put_back() -> None:
+    model, loading = Collects(), LoadingTrace()
+    tensors = checkpoint(Collects)
+    model.load_weights(tensors.items())
+    loading.trace(model, model.load_weights, tensors.items)
+    assert [shard.device.type for shard in model.weight.shards] == ["cpu"]
+    assert model.weight.counts == {"loaded": [1]}
+    assert model.weight.shard is tensors["weight"]
 
 
 def test_a_loader_that_is_wrapped_now_is_not_traced() -> None:
