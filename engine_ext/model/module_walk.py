@@ -86,29 +86,45 @@ def walk(
         The path and the object of each, an object before its parts.
     """
     found: list[tuple[str, Any]] = []
+    entered: dict[int, int] = {}  # objects that are being walked, with their depth
+    # Objects whose only tensors may be an entered one's: their depth, and that one's.
+    cyclic: dict[int, tuple[int, int]] = {}
 
-    def visit(value: object, name: str, depth: int) -> bool:
-        """Return whether there is a tensor in the value."""
-        if id(value) in seen or tensorless.get(id(value), -1) >= depth:
-            return False
+    def visit(value: object, name: str, depth: int) -> tuple[bool, int]:
+        """Return whether there is a tensor in the value, and the depth that a cycle leads to."""
+        key = id(value)
+        if tensorless.get(key, -1) >= depth or (key in seen and key in tensorless):
+            return False, depth
+        if key in entered or key in cyclic:
+            return False, entered[key] if key in entered else cyclic[key][1]
+        if key in seen:  # its tensors are listed already
+            return True, depth
         if isinstance(value, torch.Tensor):
-            seen.add(id(value))
+            seen.add(key)
             found.append((name, value))
-            return True
+            return True, depth
         parts = _parts(value, name, opaque)
         if not parts and not isinstance(value, (dict, list)):
-            return False
+            return False, depth
         found.append((name, value))
         if depth == 0:
-            return False
-        seen.add(id(value))
+            return False, depth
+        seen.add(key)
+        entered[key] = top = depth
         has_tensor = False
         for path, part in parts:
             if type(part) not in _ATOMS:
-                has_tensor |= visit(part, path, depth - 1)
-        if not has_tensor:
-            tensorless[id(value)] = depth
-        return has_tensor
+                has_one, back = visit(part, path, depth - 1)
+                has_tensor, top = has_tensor or has_one, max(top, back)
+        del entered[key]
+        mine = {key: depth} | {k: d for k, (d, back) in cyclic.items() if back <= depth}
+        for one in mine:
+            cyclic.pop(one, None)
+        if not has_tensor and top > depth:
+            cyclic.update((k, (d, top)) for k, d in mine.items())
+        elif not has_tensor:
+            tensorless.update(mine)
+        return has_tensor, top
 
     if type(value) not in _ATOMS:
         visit(value, name, depth)
