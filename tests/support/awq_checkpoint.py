@@ -41,7 +41,7 @@ def build(folder: Path) -> Path:
         tensors[f"{prefix}scales"] = scales.half()
     for file in folder.glob("*.safetensors"):
         file.unlink()
-    save_file(tensors, folder / tiny_models.WEIGHTS_NAME, metadata={"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config |= {"dtype": "float16", "torch_dtype": "float16"}
     config["quantization_config"] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -172,26 +172,16 @@ def in_place_refusal(runner: Any) -> str | None:
     return found
 
 
-def _reads(runner: Any) -> bool:
-    """Return whether the load format reads a checkpoint's tensors one by one."""
-    from sglang.srt.model_loader.loader import DefaultModelLoader
-
-    return isinstance(runner.loader, DefaultModelLoader)
-
-
 def _reader(
     runner: Any, model: torch.nn.Module
 ) -> Callable[[], Iterable[tuple[str, torch.Tensor]]] | None:
-    """Return what reads the loaded checkpoint, or None if there is none."""
-    return functools.partial(checkpoint, runner, model) if _reads(runner) else None
+    """Return what reads the loaded checkpoint's tensors on the CPU, or None if there is none."""
+    from sglang.srt.model_loader.loader import DefaultModelLoader, get_model_loader
 
-
-def checkpoint(runner: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the checkpoint's tensors as SGLang's own loader reads them, on the CPU."""
-    weights: Iterator[tuple[str, torch.Tensor]] = runner.loader._get_all_weights(
-        runner.model_config, model
-    )
-    return weights
+    # While it loads its model, the runner has not got the loader yet.
+    loader: Any = get_model_loader(runner.load_config, runner.model_config)
+    reads = isinstance(loader, DefaultModelLoader)
+    return (lambda: loader._get_all_weights(runner.model_config, model)) if reads else None
 
 
 def _loader(runner: Any, model: Any) -> LoadWeights:
