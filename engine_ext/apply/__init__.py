@@ -1,7 +1,7 @@
 """Stage and commit parts on one rank.
 
-A part becomes staged writes (`stager`, `staged`), which an applier carries out: `scatter` through a
-certified placement, `masked` through the engine's loader, `initial_sync` for an engine without a
+A part becomes staged writes (`stager`, `staged`), which `delta_applier` carries out: `scatter` into
+live memory or `masked` through the engine's loader; `initial_sync` serves an engine without a
 checkpoint. `transaction` commits, votes with the other ranks (`consensus`) and undoes.
 
 Imports: `engine_ext.tracing`, `engine_ext.derived`, `engine_ext.placement` and the rooms below.

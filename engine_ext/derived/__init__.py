@@ -1,7 +1,7 @@
 """Tensors that an engine computes from weights and keeps.
 
 `find` finds them and refuses the weights that they are made of; `proof` shows that the engine's own
-function reproduces one bit for bit; `recompute` then runs it inside of the commit.
+function reproduces one bit for bit; `recompute` then runs it in the commit.
 
 Imports: `engine_ext.placement` and the rooms below it.
 """

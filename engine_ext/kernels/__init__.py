@@ -1,8 +1,7 @@
 """Compiled loops over the elements of a tensor, for any device.
 
 Gather and scatter by offset, written with numba for the host (`gather_scatter`, `jit`, `simd`) and
-with Triton for accelerators (`triton`); PyTorch's operators do the same where neither is installed.
-Nothing here knows what an element means.
+with Triton for accelerators (`triton`); PyTorch's operators do the same if neither is installed.
 
 Imports: `engine_ext.dtypes`, `engine_ext.errors`. numba and Triton are optional.
 """

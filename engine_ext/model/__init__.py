@@ -1,8 +1,7 @@
 """What a live ``torch.nn.Module`` holds: its tensors, by address and by name.
 
-The storage index (`storage_index`), a walk over everything that a module reaches (`module_walk`),
-a guard that snapshots and restores a model around a dry run (`state_guard`), and which tensors are
-constants rather than weights (`constants`).
+The storage index (`storage_index`), a walk over what a module reaches (`module_walk`), snapshots of
+a model around a dry run (`state_guard`), and which tensors are constants (`constants`).
 
 Imports: `engine_ext.kernels`, `engine_ext.wire`, and the ground floor.
 """

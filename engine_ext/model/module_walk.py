@@ -70,15 +70,12 @@ def walk(
     depth: int = _DEPTH,
     opaque: tuple[str, ...] = _OPAQUE,
 ) -> list[tuple[str, Any]]:
-    """List the tensors and the objects with parts that are reachable from a value.
-
-    Modules, classes and Python modules are not entered.
+    """List the tensors and the objects with parts, other than modules, reachable from a value.
 
     Args:
         value, name: where to start, and its path; it is listed too.
         seen: ids of the objects to leave out; those listed here are added.
-        tensorless: ids of objects without tensors, with the depth to which they were walked; these
-            are left out, and new ones added. Walks with different `seen` may share it.
+        tensorless: ids of objects without tensors, with the depth walked; left out, new ones added.
         depth: levels of attributes and items to enter.
         opaque: prefixes of modules whose classes' instances are not entered.
 

@@ -2,8 +2,7 @@
 
 A placement is a list of strided segments for each checkpoint tensor (`segments`). It is proven on
 the bytes (`certify`), agreed on by all ranks (`ownership`, `plan`), and read and written through
-locators and targets (`locator`, `targets`, `live_elements`), with the casts and repacks that the
-engine applied while it loaded (`casts`, `repacked`).
+`locator`, `targets` and `live_elements`, with the engine's casts and repacks (`casts`, `repacked`).
 
 Imports: `engine_ext.model`, `engine_ext.wire`, `engine_ext.kernels`, and the ground floor.
 """

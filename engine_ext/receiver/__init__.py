@@ -1,8 +1,7 @@
 """One rank's receiver: the state machine behind the endpoints.
 
-`receiver` carries out the operations that the HTTP side asks for; `sync_state` decides which parts
-are admitted; `lease` keeps several HTTP processes apart; `startup` makes a receiver of a loaded
-model.
+`receiver` carries out what the HTTP side asks for, `sync_state` decides which parts are admitted,
+`lease` keeps HTTP processes apart, and `startup` makes a receiver of a loaded model.
 
 Imports: `engine_ext.apply` and the rooms below it. Never an engine, never the HTTP side.
 """

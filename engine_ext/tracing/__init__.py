@@ -1,9 +1,8 @@
 """Read the placement off the engine's own weight loader.
 
-The loader runs once on tensors without data while every write into the model is recorded
-(`trace`, `recorder`), through temporaries, joins and permutations (`provenance`, `index_replay`,
-`strided_boxes`, `permutations`) and into the threads it starts (`thread_propagation`). The model
-keeps every bit.
+The loader runs on tensors without data while every write into the model is recorded (`trace`,
+`recorder`), through temporaries, joins and permutations (`provenance`, `index_replay`,
+`strided_boxes`, `permutations`) and the threads it starts (`thread_propagation`).
 
 Imports: `engine_ext.placement` and the rooms below it.
 """

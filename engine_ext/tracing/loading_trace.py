@@ -1,9 +1,8 @@
 """Trace the loader before post-load processing, to see what that processing loses.
 
-Post-load processing may replace parameters by others that have another class, or a loader that does
-nothing (vLLM does so for AWQ). The loader of the processed model then copies nothing from tensors
-that the engine has loaded, and reports no error. It may also let two parameters share memory that
-were loaded apart. Only the model before that processing shows both.
+Post-load processing may replace a parameter by one whose loader does nothing (vLLM does for AWQ).
+The loader of the processed model then copies nothing from a tensor that the engine has loaded, and
+reports no error. Processing may also let parameters share memory that were loaded apart.
 """
 
 from __future__ import annotations
@@ -63,9 +62,8 @@ class LoadingTrace:
         """Refuse what the processed model seems to drop, in whole or in part, or shares since.
 
         A tensor may be missing in the traced placement only if the loader dropped it before
-        processing, too. If that is not known though the engine `reads` a checkpoint, it is taken
-        for used, so that it is refused unless another rank holds it. Without a checkpoint, an
-        engine that repacks does not start.
+        processing, too. If that is not known though the engine `reads` a checkpoint, it is refused
+        unless another rank holds it. Without a checkpoint, an engine that repacks does not start.
         """
         shared = self._shared_since(model)
         for name, placed in placement.items():

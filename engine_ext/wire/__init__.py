@@ -1,9 +1,7 @@
 """Encode and decode the wire format: one part, from bytes to checked arrays and back; sans-I/O.
 
 ``docs/wire-format.md`` is the specification: what a part MUST and MAY be, every encoding with its
-byte layout, the metadata, and the digest. In short, a part is one safetensors file of two tensors,
-``__values__`` and ``__positions__``, in which each param has a slice; its string metadata describe
-the params and the sync. With ``deltas_zstd`` the whole file is one zstd frame.
+byte layout, the metadata, and the digest.
 
 Reading is layered, and each layer can be used alone on a stream: `FrameReader` unwraps, `PartGate`
 checks the header and the length, `decode_part` verifies and decodes. All of them raise

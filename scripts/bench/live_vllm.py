@@ -39,8 +39,7 @@ class LiveModel:
         llm: keeps the model alive.
         base: the checkpoint's tensors.
         scatter: the applier of an engine.
-        plain: the same without digests: old values are kept for the undo, but neither compared
-            nor hashed.
+        plain: the same without digests: old values are kept, but neither compared nor hashed.
         timings: seconds of tracing, certification and the first digest.
     """
 

@@ -1,7 +1,5 @@
 """A whole part in hex, with its digest and signature, to test another encoder against."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,8 +1,7 @@
 """The HTTP side of delta updates, the same for every engine.
 
-Endpoints (`routes`), the spool for bodies (`spool`), staging and committing on all ranks of an
-engine (`service`, `staging`, `commit`), and replay of a delta log (`log_replay`). An engine adapter
-implements `Engine`.
+Endpoints (`routes`), the spool of bodies (`spool`), staging and committing on all ranks (`service`,
+`staging`, `commit`), replay of a delta log (`log_replay`); an engine adapter implements `Engine`.
 
 Imports: `engine_ext.wire`, `engine_ext.delta_log` and the ground floor; never the receiver, an
 adapter, or `delta_sender`.

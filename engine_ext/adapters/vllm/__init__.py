@@ -1,3 +1,1 @@
 """The adapter for vLLM (written against 0.32)."""
-
-__all__: list[str] = []

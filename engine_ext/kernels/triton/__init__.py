@@ -1,13 +1,9 @@
 """Triton kernels for weights on an accelerator.
 
-Triton is optional. The kernels are used for tensors on a CUDA device (ROCm devices have the same
-name in PyTorch) if Triton can be imported. Otherwise PyTorch's operators do the same work, and the
-tests compare the kernels with them.
-
-The kernels were written without access to an accelerator: they were run by Triton's interpreter on
-the CPU, and compiled for NVIDIA GPUs. This shows that they compile and what they compute, but not
-how fast they are or what only a real device reveals. So each is tested on a device before it is
-used there (`engine_ext.kernels.triton.self_test`), and not used if the test fails.
+Triton is optional. The kernels are used for tensors on a CUDA device (ROCm's have the same name) if
+Triton can be imported; otherwise PyTorch's operators do the same, and tests compare the two. They
+have run in Triton's interpreter on the CPU and compile for NVIDIA GPUs, but were written without
+access to one. So `self_test` tries each on a device before it is used there.
 """
 
 from __future__ import annotations
