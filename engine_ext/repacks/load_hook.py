@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -73,7 +72,6 @@ class RepackLearner:
         self.repacks: dict[str, Repack] = {}
         self.refusals: dict[str, str] = {}
         self.complete = False
-        self.seconds = 0.0
         self._owner, self._name, self._walk, self._before = owner, name, walk, before
         self._original = inspect.getattr_static(owner, name)
         self._known: dict[Any, InferredRepacks] = {}
@@ -88,11 +86,9 @@ class RepackLearner:
                 if self._before is not None:
                     self._before(model)
                 processings = self._walk(model, *args, **kwargs)
-                start = time.perf_counter()
                 names = {id(parameter): name for name, parameter in model.named_parameters()}
                 for processing in processings:
                     self._infer_module(processing, names)
-                self.seconds = time.perf_counter() - start
             return original(model, *args, **kwargs)
 
         # A static method of a class must not become a method.
