@@ -180,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(stderr=True, markup=False, soft_wrap=True)
     several = len(options.url or []) > 1
     reports: dict[str, SyncReport] = {}
-    failures: dict[str, SyncError] = {}
+    failures: dict[str, Exception] = {}
     try:
         with Progress(console=console) as progress:
             with open_sender(options, read_checkpoint(options.base, progress)) as sender:
@@ -188,8 +188,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 try:
                     reports = send(read_checkpoint(options.target, progress))
                 except PartialSyncError as some:
-                    reports, failures = some.reports, some.failures
-        versions = sender.versions  # closing has waited for engines that lagged
+                    reports, failures = some.reports, {**some.failures}
+        late = sender.late_outcomes  # closing has waited for engines that lagged
     except (ValueError, KeyError, OSError, SafetensorError, httpx.InvalidURL) as error:
         console.print(f"{type(error).__name__}: {error}")
         return 2
@@ -199,10 +199,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for url, report in reports.items():
         print((f"{url}: " if several else "") + describe(report))
     for url in set(options.url or ()) - reports.keys() - failures.keys():
-        if (version := versions[url]) >= max(r.version for r in reports.values()):
-            console.print(f"{url}: version {version}: committed late")
+        outcome = late.get(url) or SyncError("not done within the lag limit; it may have committed")
+        if isinstance(outcome, SyncReport):
+            console.print(f"{url}: version {outcome.version}: committed late")
         else:
-            failures[url] = SyncError("not done within the lag limit; it may have committed")
+            failures[url] = outcome
     for url, failed in failures.items():
         console.print(f"{url}: failed: {failed}" if several else f"failed: {failed}")
     return 1 if failures else 0

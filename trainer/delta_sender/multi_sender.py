@@ -46,7 +46,7 @@ class MultiSender:
     A sync returns when every engine is done or has failed, at the latest `lag_limit` seconds after
     the first commit. Engines that are not done by then continue on their own with the parts that
     they are being sent. They have no report, are in `lagging`, are left out of later syncs until
-    they are done, and then get what they missed.
+    they are done, and then get what they missed; `late_outcomes` has how they ended.
 
     Host memory: see `DeltaSender`; plus, for an engine that failed, the changes that it missed;
     for one that lags, twice those and the parts that it has yet to get.
@@ -127,6 +127,7 @@ class MultiSender:
         # Set while the snapshot and the sessions advance; still set if that was interrupted.
         self._is_inconsistent = False
         self._lagging: dict[Session, SessionThread] = {}
+        self._late_outcomes: dict[str, SyncReport | Exception] = {}
         self._ended = Condition()
 
     def _session(self, destination: Destination, url: str | None, **kind: bool) -> Session:
@@ -153,6 +154,15 @@ class MultiSender:
     def lagging(self) -> list[str]:
         """Urls of engines that are still being sent a sync that has returned without them."""
         return [self._url_of(s) for s, thread in self._lagging.items() if thread.outcome is None]
+
+    @property
+    def late_outcomes(self) -> dict[str, SyncReport | Exception]:
+        """How engines that lagged ended, by url: a report or an error.
+
+        The next sync and `close` note them; an engine's entry is dropped when a later sync of it
+        has ended.
+        """
+        return dict(self._late_outcomes)
 
     def close(self) -> None:
         """Close own HTTP clients, the log and the state file.
@@ -271,13 +281,17 @@ class MultiSender:
             url = self._url_of(session)
             try:
                 assert thread.outcome is not None
-                session.end_lagging(thread.outcome)
-            except Exception as failed:
-                logger.warning("%s: the sync that it lagged with has failed: %s", url, failed)
-            else:
+                self._late_outcomes[url] = session.end_lagging(thread.outcome)
                 logger.info("%s has committed version %d", url, session.state.version)
+            except Exception as failed:
+                self._late_outcomes[url] = failed
+                logger.warning("%s: the sync that it lagged with has failed: %s", url, failed)
+                thread.content = ""  # of a version that is committed nevertheless
+            if thread.has_committed:
                 self._tracker.known[url] = Known(session.state.version, thread.content)
             del self._lagging[session]
+        if ended:
+            self._write_state([], "")
 
     def _finish(
         self, sync_round: SyncRound, threads: Sequence[SessionThread]
@@ -309,6 +323,8 @@ class MultiSender:
         elif logged is not None:
             self._drop_from_log(logged, sync_round, is_unknown=any(unknown))
         engines = {self._url_of(thread.session): thread for thread in done if not thread.is_log}
+        for url in engines:
+            self._late_outcomes.pop(url, None)
         reports, failures, others = acknowledge_all(engines)
         self._unfinished = None
         self._is_inconsistent = False
@@ -334,8 +350,9 @@ class MultiSender:
     def _write_state(self, threads: Sequence[SessionThread], content: str) -> None:
         for thread in threads:
             state = thread.session.state
-            if thread.has_committed and not state.needs_full:
-                self._tracker.known[self._url_of(thread.session)] = Known(state.version, content)
+            if thread.has_committed:
+                known = Known(state.version, "" if state.needs_full else content)
+                self._tracker.known[self._url_of(thread.session)] = known
         unknown = any(session.state.unknown_outcome for session in self._sessions)
         self._tracker.write(is_unknown=self._unfinished is not None or unknown)
 

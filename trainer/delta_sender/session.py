@@ -99,7 +99,7 @@ class Session:
             )
         return report
 
-    def end_lagging(self, outcome: Committed | BaseException) -> None:
+    def end_lagging(self, outcome: Committed | BaseException) -> SyncReport:
         """Take in how a round has ended that nobody waited for.
 
         Raises:
@@ -108,7 +108,7 @@ class Session:
         try:
             if not isinstance(outcome, Committed):
                 raise outcome
-            self.acknowledge(outcome)
+            return self.acknowledge(outcome)
         finally:
             self.state.end_lagging(committed=isinstance(outcome, Committed))
 

@@ -16,7 +16,11 @@ from engine_ext.wire import Digest
 
 
 class Known(msgspec.Struct, frozen=True):
-    """A version, and the digest of every tensor at it, as 32 hex digits."""
+    """A version, and the digest of every tensor at it, as 32 hex digits.
+
+    The digest is "" if an engine has committed the version and holds other bytes; its next sync is
+    a full one then.
+    """
 
     version: int
     digest: str

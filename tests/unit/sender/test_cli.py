@@ -336,7 +336,27 @@ def test_one_of_several_engines_refuses(
     assert "each once" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("in_time", [False, True])
+def commits(request: httpx.Request, digest: str | None = None) -> httpx.Response:
+    """Accept, and answer with a digest, by default that of what the engine should hold."""
+    digest = digest or decoded(request.content).manifest.digest_after
+    return httpx.Response(200, json={**accept(request).json(), "digest": digest})
+
+
+WRONG = "f" * 32
+REFUSAL = {"type": "NotUpdatable", "message": "[a.weight] is odd", "engine_state": "unchanged"}
+
+
+@pytest.mark.parametrize(
+    ("in_time", "first", "late", "status", "said"),
+    [
+        (True, "commits", "commits", 0, f"{OTHER}: version 1: committed late"),
+        (False, "commits", "commits", 1, f"{OTHER}: failed: not done within the lag limit"),
+        (True, "commits", "differs", 1, f"{OTHER}: failed: version 1 is committed, but the engine"),
+        (True, "commits", "refuses", 1, f"{OTHER}: failed: HTTP 422: NotUpdatable: [a.weight]"),
+        (True, "differs", "commits", 1, f"{OTHER}: version 1: committed late"),
+        (True, "differs", "differs", 1, f"{OTHER}: failed: version 1 is committed, but the engine"),
+    ],
+)
 def test_one_of_several_engines_lags(
     base: Path,
     target: Path,
@@ -344,14 +364,22 @@ def test_one_of_several_engines_lags(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     in_time: bool,
+    first: str,
+    late: str,
+    status: int,
+    said: str,
 ) -> None:
-    """It is waited for once more at the end, and what has become of it then is told."""
+    """It is waited for once more at the end, and what has become of it by then is printed."""
     go = threading.Event()
 
     def answer(request: httpx.Request) -> httpx.Response:
-        if request.url.host == "other":
+        is_late = request.url.host == "other"
+        if is_late:
             assert go.wait(20)
-        return accept(request)
+        how = late if is_late else first
+        if how == "refuses":
+            return httpx.Response(422, json={"error": REFUSAL})
+        return commits(request, WRONG if how == "differs" else None)
 
     def close(sender: MultiSender) -> None:
         if in_time:
@@ -360,19 +388,19 @@ def test_one_of_several_engines_lags(
 
     closes = MultiSender.close
     monkeypatch.setattr(MultiSender, "close", close)
-    serve(answer)
+    serve(answer, plan())
     limit = "1" if in_time else "0.02"
     arguments = ["--base", str(base), "--target", str(target), "--url", URL, "--url", OTHER]
-    status = cli.main([*arguments, "--lag-limit", limit])
+    found = cli.main([*arguments, "--lag-limit", limit])
     go.set()
     out, err = capsys.readouterr()
-    assert out.startswith(f"{URL}: version 0 -> 1: committed")
-    if in_time:
-        assert status == 0
-        assert f"{OTHER}: version 1: committed late" in err
+    assert found == status
+    assert said in err
+    if first == "commits":
+        assert out.startswith(f"{URL}: version 0 -> 1: committed")
     else:
-        assert status == 1
-        assert f"{OTHER}: failed: not done within the lag limit" in err
+        assert f"{URL}: failed: version 1 is committed, but the engine does not hold" in err
+        assert out == ""
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -13,11 +13,11 @@ import httpx
 import pytest
 import torch
 
-from delta_sender import DeltaSender, MultiSender, PartialSyncError
+from delta_sender import DeltaSender, MultiSender, PartialSyncError, SyncReport
 from delta_sender.http_client import EngineClient
 from delta_sender.options import with_defaults
 from delta_sender.state_file import StateFile
-from tests.support.fake_engine import Engine, Handler, Model, error, model_of, train
+from tests.support.fake_engine import Engine, Handler, Model, error, model_of, sends, train
 from tests.unit.sender.test_log_destination import chain, copied, replayed
 from tests.unit.sender.test_multi_sender import A, B, refuse, sender_of, two
 
@@ -205,6 +205,77 @@ def test_the_log_and_the_state_go_on_too(tmp_path: Path) -> None:
     assert chain(log) == [(0, 1), (1, 2), (2, 3)]
     assert replayed(log, base).holds(model)
     assert a.holds(model)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("closed", [False, True])
+def test_one_that_has_committed_other_bytes_gets_all_after_a_restart(
+    tmp_path: Path, late: bool, closed: bool
+) -> None:
+    """The state alone says so: nothing else does if the next sender keeps no digests."""
+    model, file = model_of(tensors=3), tmp_path / "state"
+    a, b, sender, slow = lagging(model, state=file)
+    if not late:
+        slow.go.set()
+        sender._options["lag_limit"] = None
+
+    def corrupts(take: Handler, request: httpx.Request) -> httpx.Response:
+        answer = slow(take, request)
+        b.weights["layers.0.weight"][3] ^= 1
+        return httpx.Response(200, json={**answer.json(), "digest": "f" * 32})
+
+    b.faults = {0: corrupts}
+    train(model, 0, 0.01)
+    if late:
+        assert list(sender.sync(model.items())) == [A]
+        assert sender.late_outcomes == {}
+        slow.go.set()
+        ended(sender)
+    else:
+        with pytest.raises(PartialSyncError, match="version 1 is committed, but the engine"):
+            sender.sync(model.items())
+    if closed:
+        sender.close()
+        [failed] = sender.late_outcomes.values() if late else [None]
+        assert failed is None or "the next sync will be full" in str(failed)
+    else:  # killed, but after it has noted how the engine ended
+        sender._end_lagging(wait=False)
+        assert sender._tracker.file is not None
+        sender._tracker.file.close()
+    assert sender.versions == {A: 1, B: 1}
+    client = sender._sessions[0].destination.client  # type: ignore[attr-defined]
+    with MultiSender([A, B], model.items(), client=client, state=file, digest=False) as sender:
+        train(model, 1, 0.01)
+        reports = sender.sync(model.items())
+    assert [reports[url].full for url in (A, B)] == [False, True]
+    assert a.holds(model)
+    assert b.holds(model)
+
+
+def test_how_those_that_lagged_ended() -> None:
+    """It is forgotten once a later sync of the engine has ended."""
+    model = model_of(tensors=2)
+    a, b, sender, slow = lagging(model)
+    again = Slow()
+    b.faults[1] = lambda take, request: again(sends(error(507, "SpoolFull")), request)
+    with sender:
+        train(model, 0, 0.01)
+        sender.sync(model.items())
+        slow.go.set()
+        ended(sender)
+        sender._options["lag_limit"] = SOON
+        train(model, 1, 0.01)
+        sender.sync(model.items())
+        report = sender.late_outcomes[B]
+        assert isinstance(report, SyncReport)
+        assert (report.version, sender.versions) == (1, {A: 2, B: 1})
+        again.go.set()
+        ended(sender)
+        train(model, 2, 0.01)
+        assert sender.sync(model.items())[B].base_version == 1
+        assert sender.late_outcomes == {}
+    assert a.holds(model)
+    assert b.holds(model)
 
 
 def test_closing_does_not_wait_for_ever() -> None:
