@@ -130,9 +130,6 @@ def _carry_out(updater: Any, call: Call) -> Reply:
     writes = isinstance(request, CommitSync | RollBack)
     if writes or isinstance(request, BeginPart):
         _refuse_together(updater, writes=writes)
-    if writes:
-        # A forward pass may still run on a stream of its own.
-        torch.get_device_module().synchronize()
     reply: Reply = receiver.execute(request)
     return reply
 
@@ -160,8 +157,12 @@ def _refuse_here(updater: Any, writes: bool) -> None:
     if getattr(scheduler, "enable_hicache_storage", False):
         cache = "the attached storage of SGLang's hierarchical cache"
         raise NotUpdatable(f"{cache} keeps KV of old weights; detach it")
-    if writes and not scheduler._engine_paused and not scheduler.is_fully_idle():
-        raise Conflict("generation was resumed during the commit")
+    if writes:
+        if not scheduler._engine_paused and not scheduler.is_fully_idle():
+            raise Conflict("generation was resumed during the commit")
+        # A forward pass may still run on a stream of its own. If its error surfaces here, on this
+        # rank alone, no rank enters the vote.
+        torch.get_device_module().synchronize()
 
 
 def in_place_refusal(runner: Any) -> str | None:

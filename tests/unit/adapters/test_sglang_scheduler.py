@@ -1,0 +1,79 @@
+"""What SGLang's ranks agree on before an operation, with ranks in threads and without SGLang."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine_ext.adapters.sglang import scheduler
+from engine_ext.adapters.sglang.rpc import Call
+from engine_ext.errors import DeltaError
+from engine_ext.wire import operations
+from tests.support.receiver_harness import Group, ThreadRanks
+
+COMMIT = Call(call="c", operation="commit", arguments={"version": 1, "sync_id": None})
+
+
+class Updater(SimpleNamespace):
+    """SGLang's weight updater on one rank; its receiver votes before it writes."""
+
+    def __init__(self, ranks: ThreadRanks) -> None:
+        self.written: list[Any] = []
+
+        def execute(request: Any) -> operations.Reply:
+            ranks.all_gather("vote")
+            self.written.append(request)
+            return operations.Reply()
+
+        receiver = SimpleNamespace(execute=execute, set_asleep=lambda asleep: None)
+        runner = SimpleNamespace(delta_receiver=receiver)
+        super().__init__(
+            tp_cpu_group=ranks,
+            tp_worker=SimpleNamespace(model_runner=runner),
+            scheduler=SimpleNamespace(_engine_paused=True),
+            offload_tags=(),
+            _session=None,
+        )
+
+
+@pytest.mark.parametrize("failing", [None, 0, 1])
+def test_a_pass_that_fails_on_one_rank_is_refused_by_all(
+    failing: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its error surfaces when the rank waits for its device; the others would wait in the vote."""
+    group = Group(2)
+    updaters = [Updater(ThreadRanks(group, rank)) for rank in range(2)]
+    monkeypatch.setattr(scheduler, "GroupRanks", lambda ranks: ranks)
+    monkeypatch.setattr(scheduler, "in_place_refusal", lambda runner: None)
+    this = threading.local()
+
+    def synchronize() -> None:
+        if this.rank == failing:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    device = SimpleNamespace(synchronize=synchronize)
+    monkeypatch.setattr(torch, "get_device_module", lambda: device)
+
+    def commit(rank: int) -> Exception | None:
+        this.rank = rank
+        try:
+            scheduler._carry_out(updaters[rank], COMMIT)
+        except Exception as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(2) as pool:
+        errors = list(pool.map(commit, range(2)))
+    if failing is None:
+        assert errors == [None, None]
+        assert [updater.written for updater in updaters] == [[COMMIT.request()]] * 2
+        return
+    for error, updater in zip(errors, updaters, strict=True):
+        assert isinstance(error, DeltaError)
+        assert "illegal memory access" in str(error)
+        assert updater.written == []
