@@ -46,7 +46,7 @@ class FileLock(contextlib.AbstractContextManager["FileLock"]):
     """
 
     def __init__(self, path: Path, flags: int, conflict: str | None) -> None:
-        self._path = path
+        self._path, self._pid = path, os.getpid()
         self._descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
         self._close = weakref.finalize(self, os.close, self._descriptor)
         self._close.atexit = False  # threads may still write then; the process's end releases it
@@ -64,7 +64,14 @@ class FileLock(contextlib.AbstractContextManager["FileLock"]):
         self.close()
 
     def close(self) -> None:
-        """Release the lock; calling this again does nothing."""
+        """Release the lock; calling this again does nothing.
+
+        It is released even if a forked child still has the descriptor; in a forked child, this
+        closes only the child's descriptor.
+        """
+        if self._close.alive and os.getpid() == self._pid:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         self._close()
 
     def stat(self) -> os.stat_result:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,65 @@ def test_one_lock_at_a_time(tmp_path: Path) -> None:
     again = FileLock(tmp_path, FOLDER, None)
     del again  # a lock that nobody refers to is released
     FileLock(tmp_path, FOLDER, "taken").close()
+
+
+@pytest.fixture
+def forked() -> Iterator[Callable[[Callable[[], object]], int]]:
+    """Return a function that forks a child; it runs a function and then waits until the end."""
+    children: list[int] = []
+
+    def fork(run: Callable[[], object]) -> int:
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                run()
+                os.write(writer, b"x")
+                signal.pause()
+            finally:
+                os._exit(1)
+        children.append(child)
+        os.close(writer)
+        assert os.read(reader, 1) == b"x"
+        os.close(reader)
+        return child
+
+    yield fork
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_closing_releases_what_a_forked_child_still_has_open(
+    tmp_path: Path, forked: Callable[[Callable[[], object]], int]
+) -> None:
+    lock = FileLock(tmp_path, FOLDER, "taken")
+    forked(lambda: None)
+    lock.close()
+    with FileLock(tmp_path, FOLDER, "taken"):
+        lock.close()  # its descriptor's number may be in use again
+        with pytest.raises(BlockingIOError, match="taken"):
+            FileLock(tmp_path, FOLDER, "taken")
+
+
+def test_a_forked_child_does_not_release_its_parents_lock(
+    tmp_path: Path, forked: Callable[[Callable[[], object]], int]
+) -> None:
+    with FileLock(tmp_path, FOLDER, "taken") as lock:
+        forked(lock.close)
+        with pytest.raises(BlockingIOError, match="taken"):
+            FileLock(tmp_path, FOLDER, "taken")
+
+
+def test_a_lock_ends_with_a_process_that_did_not_close_it(
+    tmp_path: Path, forked: Callable[[Callable[[], object]], int]
+) -> None:
+    locks: list[FileLock] = []
+    child = forked(lambda: locks.append(FileLock(tmp_path, FOLDER, "taken")))
+    with pytest.raises(BlockingIOError, match="taken"):
+        FileLock(tmp_path, FOLDER, "taken")
+    os.kill(child, signal.SIGKILL)
+    FileLock(tmp_path, FOLDER, None).close()  # waits for it
 
 
 def test_whether_the_path_still_names_what_is_locked(tmp_path: Path) -> None:
