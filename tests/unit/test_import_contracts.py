@@ -23,6 +23,7 @@ BREAKS = [
     ("import delta_server.service", "trainer/delta_sender/sender.py", "apart"),
     ("import delta_sender", "server/delta_server/routes.py", "apart"),
     ("import delta_server", "engine_ext/wire/part.py", "adapters-only"),
+    ("import delta_server", "engine_ext/settings.py", "adapters-only"),
     ("import vllm", "engine_ext/tracing/trace.py", "engines"),
     ("import sglang", "server/delta_server/service.py", "engines"),
     ("from engine_ext.wire.part import Part", "engine_ext/wire/container.py", "acyclic"),
