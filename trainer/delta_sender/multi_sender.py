@@ -53,6 +53,7 @@ class MultiSender:
 
     Example:
         >>> import torch
+        >>> from delta_sender import MultiSender, PartialSyncError
         >>> weights = {"lm_head.weight": torch.zeros(16, 4, dtype=torch.bfloat16)}
         >>> urls = ["http://engine-0:8000", "http://engine-1:8000"]
         >>> with MultiSender(urls, weights.items(), lag_limit=30) as sender:

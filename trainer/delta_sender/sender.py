@@ -37,6 +37,7 @@ class DeltaSender:
 
     Example:
         >>> import torch
+        >>> from delta_sender import DeltaSender, SyncError
         >>> weights = {"lm_head.weight": torch.zeros(16, 4, dtype=torch.bfloat16)}
         >>> with DeltaSender("http://engine:8000", weights.items(), encoding="auto") as sender:
         ...     weights["lm_head.weight"][3] += 0.5
