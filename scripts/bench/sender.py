@@ -44,6 +44,7 @@ from rich.console import Console
 from rich.table import Table
 
 from delta_sender.bandwidth import LinkSpeed
+from delta_sender.destination import Destination
 from delta_sender.diff_device import SNAPSHOT_ON
 from delta_sender.diff_host import Difference, begin_compare
 from delta_sender.multi_sender import MultiSender
@@ -62,25 +63,13 @@ _Tensors = dict[str, torch.Tensor]
 _Syncs = dict[str, dict[str, tuple[float, SyncReport]]]  # by link and encoding
 
 
-class SimulatedDestination:
+class SimulatedDestination(Destination):
     """Take what is sent, at the speed of a link in bytes/s."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.speed = LinkSpeed()
         self.highest_posted = 0
         self._bytes_per_s = bytes_per_s
-
-    def close(self) -> None:
-        pass
-
-    def plan(self) -> Any:
-        return None
-
-    def status(self) -> dict[str, Any]:
-        return {}
-
-    def catch_up(self) -> int | None:
-        return None
 
     def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:
         start = time.perf_counter()

@@ -81,7 +81,7 @@ def document() -> str:
     paths: dict[str, dict[str, Any]] = defaultdict(dict)
     for route in routes():
         for method in route.methods:
-            paths[route.path][method.lower()] = _operation(route.path, method, route.endpoint, body)
+            paths[route.path][method.lower()] = _operation(route.path, route.endpoint, body)
     found = {
         "openapi": "3.1.0",
         "info": {"title": "delta-updates", "version": engine_ext.__version__},
@@ -95,7 +95,7 @@ def document() -> str:
     return json.dumps(found, indent=2) + "\n"
 
 
-def _operation(path: str, method: str, endpoint: object, body: dict[str, Any]) -> dict[str, Any]:
+def _operation(path: str, endpoint: object, body: dict[str, Any]) -> dict[str, Any]:
     updates = path.startswith("/update_weights")
     operation: dict[str, Any] = {
         "operationId": path.strip("/"),
