@@ -31,7 +31,11 @@ sdist=$(echo dist/*.tar.gz)
 say "2/4 building the wheel again from the sdist: the same files"
 tar -xzf "$sdist" -C "$scratch"
 unpacked=$(echo "$scratch"/delta_updates-*)
-(cd "$unpacked" && "$ROOT/$BUILD_PYTHON" -m hatchling build -t wheel -d "$scratch/again") >/dev/null 2>&1
+(cd "$unpacked" && "$ROOT/$BUILD_PYTHON" -m hatchling build -t wheel -d "$scratch/again") \
+    >"$scratch/build.log" 2>&1 || {
+    cat "$scratch/build.log" >&2
+    die "the build from $sdist failed"
+}
 contents() { "$BUILD_PYTHON" -m zipfile -l "$1" | awk 'NR > 1 {print $1}' | sort; }
 diff <(contents "$wheel") <(contents "$scratch"/again/*.whl) || die "$sdist lacks files of $wheel"
 
