@@ -124,7 +124,7 @@ def _is_patched() -> bool:
     if unpatched:
         raise ValueError(
             f"this SGLang is patched only in part, {', '.join(unpatched)} not at all; "
-            "run scripts/apply_patches.py sglang --status"
+            "run python -m delta_patches sglang --status (in a checkout, scripts/apply_patches.py)"
         )
     return True
 

@@ -113,7 +113,7 @@ def _refuse_half_patched() -> None:
     if unpatched and len(unpatched) < len(_PATCHED):
         raise ValueError(
             f"this vLLM is patched only in part, {', '.join(unpatched)} not at all; "
-            "run scripts/apply_patches.py vllm --status"
+            "run python -m delta_patches vllm --status (in a checkout, scripts/apply_patches.py)"
         )
 
 
