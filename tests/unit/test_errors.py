@@ -13,7 +13,7 @@ from engine_ext.errors import (
     from_wire,
 )
 
-# The table of DESIGN's Endpoint section, one row per class.
+# The table of errors in docs/http-api.md, one row per class.
 STATUS = {
     "MalformedPart": 400,
     "ChecksumMismatch": 400,

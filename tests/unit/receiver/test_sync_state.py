@@ -1,4 +1,4 @@
-"""The rules of DESIGN's Wire format and Endpoint sections, one by one, and then at random."""
+"""The rules of docs/wire-format.md and docs/http-api.md, one by one, and then at random."""
 
 from __future__ import annotations
 
