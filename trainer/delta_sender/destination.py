@@ -19,25 +19,54 @@ class Part(NamedTuple):
 class Destination(Protocol):
     """A receiver of parts. The defaults here are those of one that has no plan and no status.
 
+    Calls that talk to the receiver raise `SyncError`. `MultiSender` takes a function that makes
+    destinations as `connect`.
+
     Attributes:
         speed: Speed of the link to it, estimated from the deliveries.
         highest_posted: Highest version whose last part was delivered, whether or not an answer
-            came.
+            came; 0 before that. Its number is not used for other weights.
     """
 
     speed: LinkSpeed
     highest_posted: int
 
     def close(self) -> None:
+        """Release connections and files; called once, after the last sync."""
         return None
 
     def plan(self) -> Any:
+        """Return for each rank a list of rows, one per checkpoint tensor; None without a plan.
+
+        A row has "name", "status" ("ignored": not sent) and "digested" (the digest covers it).
+        Without a plan every tensor is sent, and no digest is kept.
+        """
         return None
 
     def status(self) -> dict[str, Any]:
+        """Return the receiver's ``/delta_status``; asked for after an answer was lost.
+
+        {} means that it has none; a sync of unknown outcome then counts as not committed.
+        """
         return {}
 
     def catch_up(self) -> int | None:
+        """Replay the delta log in the receiver; return its version then, None if it has no log."""
         return None
 
-    def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]: ...
+    def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:
+        """Deliver one part; called in the order of the parts, from a thread of its own.
+
+        `highest_posted` must be at least `version` before the last part leaves: the receiver may
+        commit then, whatever becomes of the answer.
+
+        Returns:
+            The answer: "status", ``committed`` or ``already_applied`` if the last part made the
+            receiver commit; and "digest" if it keeps one (hex), which is compared with the
+            sender's.
+
+        Raises:
+            SyncError: The part was not taken, or no answer came. One whose `error` has an
+                "engine_state" counts as the receiver's word that it did not commit; if an earlier
+                try of the same part may have arrived, `unanswered` must be set.
+        """
