@@ -98,6 +98,7 @@ def test_half_patched_does_not_start(
     assert done.returncode == 1
     module = path.removesuffix(".py").replace("/", ".")
     assert f"patched only in part, {module} not at all" in done.stderr
+    assert f"run python -m delta_patches {name} --status" in done.stderr
 
 
 def test_hunks_fit_only_one_place(name: str) -> None:
