@@ -15,7 +15,10 @@ from scripts.doc_tables.__main__ import DOCS
 from tests.support.fake_engine import Engine, bits
 
 ROOT = DOCS.parent
-PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md", *DOCS.rglob("*.md")]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "SECURITY.md", "CHANGELOG.md", "patches/README.md")),
+    *DOCS.rglob("*.md"),
+]
 
 
 def send_block(page: str) -> str:
