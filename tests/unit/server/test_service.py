@@ -1,4 +1,4 @@
-"""Syncs from their parts to their commit: order, pauses, failures, repeats and rivals."""
+"""Syncs from their parts to their commit: order, repeats, rivals and files."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import httpx
 import pytest
 
 from delta_server.commit import total_digest
-from delta_server.service import DeltaService
-from engine_ext.errors import Conflict, DeltaError
+from engine_ext.errors import DeltaError
 from engine_ext.receiver.sync_state import SyncState
-from engine_ext.wire.operations import GetStatus, Operation
+from engine_ext.wire.operations import GetStatus
 from tests.support.in_process_engine import (
     COMPLETIONS,
     DELTA,
@@ -27,7 +26,6 @@ from tests.support.in_process_engine import (
     Changes,
     Rig,
     after,
-    app_of,
     assert_error,
     bare,
     delta_part,
@@ -49,9 +47,6 @@ SPLIT: list[Changes] = [
     {"embed.weight": {13: 0x7FC1}},
     {"norm.weight": {7: 0x3333}},
 ]
-
-PAUSED = ("pause", "keep", True)
-COMMITTED = [("commit",), ("set_weight_version", "8")]
 
 MakeRig = Callable[..., Rig]
 
@@ -365,137 +360,6 @@ def test_of_two_senders_with_parts_one_wins(rig: Rig) -> None:
     assert same(rig.engine.weights, NEXT)
 
 
-# Pauses --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", [None, "keep", "wait", "abort"])
-@pytest.mark.parametrize("flush", [None, "true", "false"])
-@pytest.mark.parametrize("from_disk", [False, True])
-def test_the_order_of_a_commit(
-    disk_rig: Rig, root: Path, mode: str | None, flush: str | None, from_disk: bool
-) -> None:
-    given = {"pause_mode": mode, "flush_cache": flush}
-    query = {key: value for key, value in given.items() if value is not None}
-    if from_disk:
-        (root / "a.safetensors").write_bytes(delta_part())
-        body = {"model_path": str(root)}
-        response = disk_rig.post(DELTA, json=body, params=query)
-    else:
-        response = disk_rig.send(delta_part(), **query)
-    disk_rig.assert_committed(response, NEXT, 8)
-    pause = ("pause", mode or "keep", flush != "false")
-    assert disk_rig.engine.events == [pause, *COMMITTED, ("resume",)]
-
-
-def test_the_options_of_the_body_of_a_disk_request(disk_rig: Rig, root: Path) -> None:
-    (root / "a.safetensors").write_bytes(delta_part())
-    disk_rig.disk(root, pause_mode="abort", flush_cache=False)
-    assert disk_rig.engine.events == [("pause", "abort", False), *COMMITTED, ("resume",)]
-
-
-@pytest.mark.parametrize("flush", [True, False])
-def test_an_engine_that_the_caller_paused_stays_paused(rig: Rig, flush: bool) -> None:
-    rig.engine.paused = True
-    response = rig.send(delta_part(), flush_cache=str(flush).lower(), pause_mode="abort")
-    assert response.json()["status"] == "committed"
-    assert rig.engine.events == [("flush_cache",)] * flush + COMMITTED
-    assert rig.engine.paused
-    assert same(rig.engine.weights, NEXT)
-
-
-def test_a_cache_that_is_not_reset_is_an_error(rig: Rig) -> None:
-    rig.engine.fails["pause"] = RuntimeError("the cache was not reset")
-    error = assert_error(rig.send(delta_part()), 500, "DeltaError")
-    assert "the cache was not reset" in error["message"]
-    assert rig.engine.events == [PAUSED, ("resume",)]
-    assert same(rig.engine.weights, BASE)
-    assert rig.engine.weight_version == str(VERSION)
-    assert rig.post(COMPLETIONS).status_code == 200
-    # Nothing stays staged that would keep another sender out.
-    assert [receiver._sync_state.sync for receiver in rig.engine.receivers] == [None, None]
-    rig.assert_committed(rig.send(delta_part()), NEXT, 8)
-
-
-def test_a_cache_that_is_not_reset_while_paused_is_an_error(rig: Rig) -> None:
-    rig.engine.paused = True
-    rig.engine.fails["flush_cache"] = RuntimeError("the cache was not reset")
-    assert_error(rig.send(delta_part()), 500, "DeltaError")
-    assert rig.engine.events == [("flush_cache",)]
-    assert rig.engine.paused
-    assert same(rig.engine.weights, BASE)
-
-
-def test_weights_that_fall_asleep_before_the_commit(rig: Rig) -> None:
-    original = rig.engine.pause
-
-    async def pause(mode: str, *, flush_cache: bool) -> None:
-        await original(mode, flush_cache=flush_cache)
-        rig.engine.set_asleep(True)
-
-    rig.engine.pause = pause  # type: ignore[method-assign]
-    assert_error(rig.send(delta_part()), 409, "WeightsAsleep")
-    assert rig.engine.events == [PAUSED, ("commit",), ("resume",)]
-    assert rig.engine.writes == [0, 0]
-    rig.engine.pause = original  # type: ignore[method-assign]
-    rig.engine.set_asleep(False)
-    rig.assert_committed(rig.send(delta_part()), NEXT, 8)
-
-
-def test_ranks_that_have_not_staged_alike_do_not_begin(rig: Rig) -> None:
-    rig.send(split_parts()[0])
-    original = rig.engine.pause
-
-    async def pause(mode: str, *, flush_cache: bool) -> None:
-        await original(mode, flush_cache=flush_cache)
-        rig.engine.receivers[1]._sync_state.drop()
-
-    rig.engine.pause = pause  # type: ignore[method-assign]
-    rig.send(split_parts()[1])
-    assert_error(rig.send(split_parts()[2]), 409, "Conflict")
-    assert rig.engine.events == [PAUSED, ("commit",), ("resume",)]
-    assert rig.engine.writes == [0, 0]
-
-
-# Failures of the write -----------------------------------------------------------------------
-
-
-def test_a_failed_write_leaves_the_engine_paused(rig: Rig) -> None:
-    error = assert_error(rig.fail_commit(), 500, "CommitFailed", "uncertain", version=7)
-    assert "the copy failed" in error["message"]
-    assert rig.engine.events == [PAUSED, ("commit",)]
-    assert rig.engine.paused
-    assert rig.engine.weight_version == "7"
-    status = rig.status()
-    assert (status["engine_state"], status["version"]) == ("uncertain", 7)
-    assert_error(rig.post(COMPLETIONS), 503, "EngineUncertain", "uncertain")
-    assert rig.spooled() == []
-
-
-def test_a_failed_write_that_is_undone_changes_nothing(rig: Rig) -> None:
-    for shard in rig.engine.shards:
-        shard.undoes = True
-    error = assert_error(rig.fail_commit(), 500, "WriteUndone", "unchanged")
-    assert "the copy failed" in error["message"]
-    assert same(rig.engine.weights, fresh_weights())
-    assert rig.engine.weight_version == "7"
-    assert not rig.engine.paused
-    assert rig.send(delta_part()).json()["status"] == "committed"
-
-
-def test_rollback(rig: Rig) -> None:
-    assert_error(rig.post("/delta_rollback"), 409, "Conflict")
-    assert rig.send(delta_part()).json()["status"] == "committed"
-    rig.engine.events.clear()
-    answer = rig.post("/delta_rollback").json()
-    assert (answer["status"], answer["version"], answer["rolled_back"]) == ("rolled_back", 7, 8)
-    assert same(rig.engine.weights, fresh_weights())
-    assert rig.engine.weight_version == "7"
-    assert not rig.engine.paused
-    assert rig.engine.events[0] == PAUSED
-    assert_error(rig.post("/delta_rollback"), 409, "Conflict")
-    assert rig.send(delta_part()).json()["status"] == "committed"
-
-
 @pytest.mark.parametrize("scan", ["false", "true"])
 def test_digest(rig: Rig, scan: str) -> None:
     answer = rig.get("/delta_digest", params={"scan": scan}).json()
@@ -503,184 +367,6 @@ def test_digest(rig: Rig, scan: str) -> None:
     assert answer["tensors"].keys() == SHAPES.keys()
     assert answer.get("corrupted", []) == []
     assert_error(rig.get("/delta_digest", params={"scan": "perhaps"}), 400, "MalformedPart")
-
-
-def test_deltas_are_refused_while_uncertain(rig: Rig) -> None:
-    rig.fail_commit()
-    rig.engine.events.clear()
-    for body in (delta_part(), delta_part(OTHER_STEP), delta_part({}, version=9, base_version=8)):
-        assert_error(rig.send(body), 503, "EngineUncertain", "uncertain")
-    assert_error(rig.send(delta_part()[:-1]), 400, "MalformedPart")
-    assert rig.engine.events == []
-    assert rig.engine.writes == [1, 1]
-
-
-@pytest.mark.parametrize("version", [7, 8, 3])
-@pytest.mark.parametrize("status_between", [False, True])
-def test_a_full_sync_ends_the_uncertainty(rig: Rig, version: int, status_between: bool) -> None:
-    rig.fail_commit()
-    if status_between:
-        rig.status()
-    rig.engine.events.clear()
-    rig.assert_committed(rig.send(full_part(RESYNCED, version)), RESYNCED, version)
-    assert rig.engine.events == [
-        ("flush_cache",),
-        ("commit",),
-        ("set_weight_version", str(version)),
-        ("resume",),
-    ]
-    assert rig.status()["engine_state"] == "certain"
-    assert rig.post(COMPLETIONS).status_code == 200
-    following = rig.send(delta_part(version=version + 1))
-    rig.assert_committed(following, after(RESYNCED, STEP), version + 1)
-
-
-def test_an_incomplete_full_sync_does_not_end_it(rig: Rig) -> None:
-    rig.fail_commit()
-    body = full_part(RESYNCED, 8, ["norm.weight"])
-    assert_error(rig.send(body), 422, "NotUpdatable")
-    assert rig.engine.paused
-    assert_error(rig.post(COMPLETIONS), 503, "EngineUncertain", "uncertain")
-
-
-def test_a_full_sync_that_fails_too(rig: Rig) -> None:
-    rig.fail_commit()
-    rig.engine.shards[0].breaks = True
-    assert_error(rig.send(full_part(RESYNCED, 8)), 500, "CommitFailed", "uncertain")
-    rig.engine.shards[0].breaks = False
-    assert rig.engine.paused
-    assert_error(rig.post(COMPLETIONS), 503, "EngineUncertain", "uncertain")
-    rig.assert_committed(rig.send(full_part(RESYNCED, 8)), RESYNCED, 8)
-
-
-def test_a_cache_that_is_not_reset_keeps_it_uncertain(rig: Rig) -> None:
-    rig.fail_commit()
-    rig.engine.fails["flush_cache"] = RuntimeError("the cache was not reset")
-    assert_error(rig.send(full_part(RESYNCED, 8)), 500, "DeltaError")
-    assert rig.engine.paused
-    assert_error(rig.post(COMPLETIONS), 503, "EngineUncertain", "uncertain")
-    rig.assert_committed(rig.send(full_part(RESYNCED, 8)), RESYNCED, 8)
-
-
-def test_an_engine_that_the_caller_paused_stays_so_after_the_resync(rig: Rig) -> None:
-    rig.engine.paused = True
-    rig.fail_commit()
-    assert rig.send(full_part(RESYNCED, 8)).json()["status"] == "committed"
-    assert rig.engine.paused
-    assert ("resume",) not in rig.engine.events
-    assert rig.post(COMPLETIONS).status_code == 200
-
-
-@pytest.mark.parametrize("lost", ["fails", "loses"])
-@pytest.mark.parametrize("status_between", [False, True])
-@pytest.mark.parametrize("then", ["repeat", "full"])
-def test_an_unknown_commit_is_uncertain(
-    rig: Rig, lost: str, status_between: bool, then: str
-) -> None:
-    getattr(rig.engine, lost)["commit"] = ConnectionError("a rank did not answer")
-    error = assert_error(rig.send(delta_part()), 500, "CommitFailed", "uncertain")
-    assert "a rank did not answer" in error["message"]
-    assert rig.engine.events == [PAUSED, ("commit",)]
-    assert rig.engine.paused
-    assert_error(rig.post(COMPLETIONS), 503, "EngineUncertain", "uncertain")
-    if status_between:
-        assert rig.status()["version"] == (7 if lost == "fails" else 8)
-    if then == "full":
-        rig.assert_committed(rig.send(full_part(RESYNCED, 9)), RESYNCED, 9)
-    else:
-        expected = "committed" if lost == "fails" else "already_applied"
-        assert rig.send(delta_part()).json()["status"] == expected
-        assert same(rig.engine.weights, NEXT)
-        assert rig.engine.weight_version == "8"
-        assert not rig.engine.paused
-    assert sum(rig.engine.writes) == 2 * (1 + (lost == "loses" and then == "full"))
-    assert rig.post(COMPLETIONS).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("vote", "kind", "engine_state"),
-    [
-        (1, "DeltaError", "unchanged"),
-        (2, "DeltaError", "unchanged"),
-        (3, "CommitFailed", "uncertain"),
-    ],
-    ids=["when-staged", "before-the-write", "after-the-write"],
-)
-def test_ranks_that_do_not_hear_each_other(
-    rig: Rig, vote: int, kind: str, engine_state: str
-) -> None:
-    rig.engine.breaks_vote(vote)
-    assert_error(rig.send(delta_part()), 500, kind, engine_state)
-    assert rig.engine.paused == (engine_state == "uncertain")
-    assert rig.engine.writes == [int(vote == 3)] * 2
-    assert rig.engine.weight_version == "7"
-
-
-@pytest.mark.parametrize("refuses", range(2))
-def test_ranks_whose_answers_differ_are_uncertain(rig: Rig, refuses: int) -> None:
-    original = rig.engine.call
-
-    async def call(request: Operation[Any]) -> list[Any]:
-        answers = await original(request)
-        if request.name == "commit":
-            answers[refuses] = Conflict("not here")
-        return answers
-
-    rig.engine.call = call  # type: ignore[method-assign]
-    error = assert_error(rig.send(delta_part()), 500, "CommitFailed", "uncertain")
-    assert "not here" in error["message"]
-    assert rig.engine.paused
-    assert rig.engine.weight_version == "7"
-
-
-def test_a_version_that_is_not_published_is_published_by_the_repeat(rig: Rig) -> None:
-    rig.engine.fails["set_weight_version"] = ConnectionError("lost")
-    assert_error(rig.send(delta_part()), 500, "PublishFailed", "committed")
-    rig.engine.events.clear()
-    assert_already_applied(rig, rig.send(delta_part()))
-    assert not rig.engine.paused
-
-
-def test_generation_that_is_not_resumed_is_resumed_by_the_repeat(rig: Rig) -> None:
-    rig.engine.fails["resume"] = ConnectionError("lost")
-    assert_error(rig.send(delta_part()), 500, "PublishFailed", "committed")
-    assert rig.engine.paused
-    assert rig.send(delta_part()).json()["status"] == "already_applied"
-    assert not rig.engine.paused
-    assert rig.engine.writes == [1, 1]
-
-
-def test_a_caller_that_pauses_after_a_failure_is_heeded(rig: Rig) -> None:
-    rig.fail_commit()
-    rig.engine.fails["set_weight_version"] = ConnectionError("lost")
-    assert_error(rig.send(full_part(RESYNCED, 8)), 500, "PublishFailed", "committed")
-    assert not rig.engine.paused
-    rig.engine.paused = True
-    assert rig.send(delta_part(version=9)).json()["status"] == "committed"
-    assert rig.engine.paused
-
-
-def test_a_resync_whose_version_is_not_published_ends_the_uncertainty(rig: Rig) -> None:
-    rig.fail_commit()
-    rig.engine.fails["set_weight_version"] = ConnectionError("lost")
-    assert_error(rig.send(full_part(RESYNCED, 8)), 500, "PublishFailed", "committed")
-    assert rig.send(full_part(RESYNCED, 8)).json()["status"] == "already_applied"
-    assert rig.engine.weight_version == "8"
-    assert not rig.engine.paused
-    assert rig.post(COMPLETIONS).status_code == 200
-
-
-def test_another_server_of_the_same_engine_sees_it(rig: Rig) -> None:
-    rig.fail_commit()
-    other = DeltaService(rig.engine, rig.settings)
-    app = app_of(other)
-    assert rig.run(other.status())["engine_state"] == "uncertain"
-    response = rig.run(rig.request("POST", COMPLETIONS, app=app))
-    assert_error(response, 503, "EngineUncertain", "uncertain")
-    rig.assert_committed(rig.send(full_part(RESYNCED, 8)), RESYNCED, 8)
-    assert rig.run(other.status())["engine_state"] == "certain"
-    assert rig.run(rig.request("POST", COMPLETIONS, app=app)).status_code == 200
-    other.spool.close()
 
 
 # Disk ----------------------------------------------------------------------------------------
