@@ -7,7 +7,7 @@ Imports: `engine_ext.kernels`, `engine_ext.wire`, and the ground floor.
 """
 
 from engine_ext.model.constants import ConstantsWatch, Known, is_cache, is_constant
-from engine_ext.model.module_walk import reachable_tensors, walk
+from engine_ext.model.module_walk import DEPTH, reachable_tensors, walk
 from engine_ext.model.state_guard import (
     AttachedTensor,
     ModelStateGuard,
@@ -20,6 +20,7 @@ from engine_ext.model.state_guard import (
 from engine_ext.model.storage_index import LiveTensor, StorageIndex, extent
 
 __all__ = [
+    "DEPTH",
     "AttachedTensor",
     "ConstantsWatch",
     "Known",
