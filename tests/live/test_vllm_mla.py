@@ -118,8 +118,8 @@ def _state(llm: Any, worker: Any) -> dict[str, Any]:
     """Every bit of the model and what it generates; and where its parameters lie."""
     from vllm import SamplingParams
 
+    from engine_ext.model.fingerprint import hash_tensor
     from engine_ext.model.module_walk import reachable_tensors
-    from engine_ext.model.state_guard import hash_tensor
 
     model = worker.model_runner.get_model()
     llm.reset_prefix_cache()

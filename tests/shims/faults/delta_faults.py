@@ -94,8 +94,8 @@ def _leave(file: Path, text: str) -> None:
 
 
 def _hashes(model: Any) -> dict[str, str]:
+    from engine_ext.model.fingerprint import hash_tensor
     from engine_ext.model.module_walk import reachable_tensors
-    from engine_ext.model.state_guard import hash_tensor
 
     return {
         f"{path}.{attribute}": hash_tensor(tensor)
