@@ -158,8 +158,7 @@ class Receiver:
             self._staging.clear()
         if admission == "new":
             self._staging.start(request.part, request.path, self._applier.stage)
-        version = self._sync_state.version
-        return ops.PartBegun(admission=admission, version=version, complete=self._complete())
+        return ops.PartBegun(admission=admission)
 
     def poll(self, request: ops.PollPart) -> ops.PartProgress:
         """Return whether a part is staged on this rank.
@@ -171,9 +170,10 @@ class Receiver:
         future = self._staging.get(request.part)
         if future is None:
             raise Conflict("the sync of this part was dropped while the part was being staged")
-        if not future.done():
-            return ops.PartProgress(done=False)
-        return ops.PartProgress(done=True, nnz=future.result().nnz)
+        done = future.done()
+        if done:
+            future.result()  # raises what staging has raised
+        return ops.PartProgress(done=done)
 
     def settle(self, request: ops.SettlePart) -> ops.PartSettled:
         """Keep a part that every rank has staged, or forget one that some rank refused.

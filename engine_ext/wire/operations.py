@@ -129,15 +129,12 @@ class PartBegun(Reply, frozen=True, kw_only=True):
     """How a part was admitted, see `engine_ext.receiver.sync_state.SyncState.admit`."""
 
     admission: Admission
-    version: int  # of the live weights
-    complete: bool  # whether all parts of the staged sync are staged
 
 
 class PartProgress(Reply, frozen=True, kw_only=True):
-    """Whether a part is staged on this rank, and its number of elements if it is."""
+    """Whether a part is staged on this rank."""
 
     done: bool
-    nnz: int | None = None
 
 
 class PartSettled(Reply, frozen=True, kw_only=True):

@@ -48,9 +48,9 @@ EXAMPLES: list[tuple[ops.Operation[Any], ops.Reply]] = [
     (ops.FindUnseen(version=1, identities=["a", "b"]), ops.Unseen(unseen=["b"])),
     (
         ops.BeginPart(part=PART, path="/spool/part", now=1.5),
-        ops.PartBegun(admission="new", version=1, complete=False),
+        ops.PartBegun(admission="new"),
     ),
-    (ops.PollPart(part=1), ops.PartProgress(done=True, nnz=3)),
+    (ops.PollPart(part=1), ops.PartProgress(done=True)),
     (ops.SettlePart(part=1, staged=True), ops.PartSettled(complete=True)),
     (ops.DropSync(version=1, sync_id="s"), ops.Reply()),
     (ops.CommitSync(version=2, sync_id=None), COMMITTED),
