@@ -26,6 +26,7 @@ from engine_ext.errors import CommitFailed, DeltaError, EngineUncertain, Publish
 from engine_ext.wire import Digest
 from engine_ext.wire.operations import (
     AcquireLease,
+    CommittedSync,
     DropSync,
     GetState,
     GetStatus,
@@ -98,7 +99,7 @@ class EngineCommitter:
         """Carry out one operation while generation is paused.
 
         Returns:
-            The first rank's reply with the digest of the whole model, and milliseconds paused.
+            The first rank's reply with the facts of all ranks, and milliseconds paused.
 
         Raises:
             CommitFailed: some rank failed half-way, or did not answer. The engine stays paused.
@@ -250,8 +251,10 @@ class EngineCommitter:
             )
         if refusals:
             raise refusals[0]
-        digest = total_digest(reply.digest for reply in replies)
-        return msgspec.structs.replace(replies[0], digest=digest)
+        facts: dict[str, Any] = {"digest": total_digest(reply.digest for reply in replies)}
+        if isinstance(replies[0], CommittedSync):  # each rank keeps old values as it has room
+            facts["rollback"] = all(r.rollback for r in replies if isinstance(r, CommittedSync))
+        return msgspec.structs.replace(replies[0], **facts)
 
 
 async def call(engine: Engine, request: Operation[ReplyT]) -> list[ReplyT]:

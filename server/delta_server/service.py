@@ -85,6 +85,7 @@ class DeltaService:
             "ranks": len(replies),
             **msgspec.to_builtins(replies[0]),
             "engine_state": "uncertain" if self.committer.uncertain else "certain",
+            "can_roll_back": all(reply.can_roll_back for reply in replies),
             "certification": [reply.certification for reply in replies],
             "uncertified": {k: v for reply in replies for k, v in reply.uncertified.items()},
             "weight_version": await self._engine.get_weight_version(),
