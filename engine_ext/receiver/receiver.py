@@ -153,9 +153,11 @@ class Receiver:
             DeltaError: see `SyncState.admit`.
         """
         before = self._sync_state.sync
-        admission = self._sync_state.admit(request.part, request.now)
-        if self._sync_state.sync is not before:
-            self._staging.clear()
+        try:
+            admission = self._sync_state.admit(request.part, request.now)
+        finally:
+            if self._sync_state.sync is not before:
+                self._staging.clear()
         if admission == "new":
             self._staging.start(request.part, request.path, self._applier.stage)
         return ops.PartBegun(admission=admission)
@@ -167,9 +169,9 @@ class Receiver:
             Conflict: the part was dropped.
             DeltaError: this rank refused the part.
         """
-        future = self._staging.get(request.part)
-        if future is None:
-            raise Conflict("the sync of this part was dropped while the part was being staged")
+        future = self._staging.get(request.part.part)
+        if future is None or not self._sync_state.holds(request.part):
+            raise _dropped()
         done = future.done()
         if done:
             future.result()  # raises what staging has raised
@@ -179,13 +181,17 @@ class Receiver:
         """Keep a part that every rank has staged, or forget one that some rank refused.
 
         Raises:
+            Conflict: the part was dropped.
             DeltaError: the sync is complete, and some rank refuses it as a whole.
         """
-        self._sync_state.settle(request.part, staged=request.staged)
-        if not request.staged:
-            self._staging.forget(request.part)
-        if self._complete():
-            self._transaction.agree(self._checked)
+        if self._sync_state.holds(request.part):
+            self._sync_state.settle(request.part.part, staged=request.staged)
+            if not request.staged:
+                self._staging.forget(request.part.part)
+            if self._complete():
+                self._transaction.agree(self._checked)
+        elif request.staged:
+            raise _dropped()
         return ops.PartSettled(complete=self._complete())
 
     def drop(self, request: ops.DropSync) -> ops.Reply:
@@ -340,6 +346,10 @@ class Receiver:
         earlier = self._undo if continued else []
         kept = [*earlier, log] if log is not None and (earlier or not continued) else []
         self._undo = kept if sum(one.nbytes for one in kept) <= self._undo_bytes else []
+
+
+def _dropped() -> Conflict:
+    return Conflict("the sync of this part was dropped while the part was being staged")
 
 
 def _ms_since(start: float) -> float:

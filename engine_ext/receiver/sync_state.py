@@ -108,6 +108,13 @@ class SyncState:
         known = not self.uncertain and self.foreign is None
         return known and version == self.version and identity in self._committed
 
+    def holds(self, part: PartId) -> bool:
+        """Return whether this part, not another one of its number, is in the staged sync."""
+        if self.sync is None or not self._is_of(self.sync, part):
+            return False
+        slot = self.sync.slots.get(part.part)
+        return slot is not None and slot.identity == part.identity
+
     def check_writable(self, *, full: bool) -> None:
         """Refuse a sync that cannot be written into the weights as they are now.
 

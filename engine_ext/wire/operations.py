@@ -238,15 +238,15 @@ class BeginPart(Operation[PartBegun], frozen=True, kw_only=True, tag="begin"):
 
 
 class PollPart(Operation[PartProgress], frozen=True, kw_only=True, tag="poll"):
-    """Ask whether the part of this number is staged."""
+    """Ask whether a part is staged."""
 
-    part: int
+    part: PartId
 
 
 class SettlePart(Operation[PartSettled], frozen=True, kw_only=True, tag="settle"):
     """Keep a part that every rank has staged, or forget one that some rank refused."""
 
-    part: int
+    part: PartId
     staged: bool
 
 
