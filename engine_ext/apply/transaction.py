@@ -58,6 +58,7 @@ class Transaction:
             WriteUndone: some rank failed; all ranks have the old values again.
             CommitFailed: some rank failed, and some rank could not be restored. The engine is
                 uncertain.
+            Exception: every rank has written, but this one could not record it.
         """
         failures = self._vote(lambda: self._applier.write(staged))
         if failures:
@@ -72,12 +73,7 @@ class Transaction:
                 failed=failures,
                 not_undone=undo_failures,
             )
-        try:
-            return self._applier.finish(staged)
-        except Exception as error:
-            raise CommitFailed(
-                f"the sync was written, but recording it failed: {type(error).__name__}: {error}"
-            ) from error
+        return self._applier.finish(staged)
 
     def roll_back(self, logs: Sequence[UndoLog]) -> None:
         """Undo committed syncs on every rank, the last one first.

@@ -8,6 +8,7 @@ same calls in the same order and so keep the same `SyncState`.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from engine_ext.receiver.sync_history import SyncHistory
 from engine_ext.receiver.sync_state import Sync, SyncState
 from engine_ext.wire import Limits
 from engine_ext.wire import operations as ops
+
+logger = logging.getLogger(__name__)
 
 
 class Receiver:
@@ -222,35 +225,32 @@ class Receiver:
         start = time.perf_counter()
         try:
             log = self._transaction.write(staged)
-        except CommitFailed as error:
-            error.operands["version"] = base
-            self._sync_state.commit(uncertain=True)
-            self._undo = []
-            raise
+            commit_ms = _ms_since(start)
+            self._keep_undo(sync, base, log)
+            elements = {e.name: e.numel for part in staged for e in part.manifest.params}
+            committed = ops.CommittedSync(
+                version=sync.version,
+                base_version=base,
+                sync_id=sync.sync_id,
+                full=sync.full,
+                apply=apply,
+                parts=len(staged),
+                nnz=sum(part.nnz for part in staged),
+                tensors=len(elements),
+                elements=sum(elements.values()),
+                commit_ms=commit_ms,
+                rollback=bool(self._undo),
+                digest=self._applier.digest.hex(),
+            )
+            self._sync_state.commit()
         except WriteUndone:
-            self._sync_state.drop()
+            self._drop_staged()
             raise
-        finally:
-            self._staging.clear()
-        commit_ms = _ms_since(start)
-        self._keep_undo(sync, base, log)
-        self._sync_state.commit(uncertain=False)
-        elements = {e.name: e.numel for part in staged for e in part.manifest.params}
-        self._last_sync = ops.CommittedSync(
-            version=sync.version,
-            base_version=base,
-            sync_id=sync.sync_id,
-            full=sync.full,
-            apply=apply,
-            parts=len(staged),
-            nnz=sum(part.nnz for part in staged),
-            tensors=len(elements),
-            elements=sum(elements.values()),
-            commit_ms=commit_ms,
-            rollback=bool(self._undo),
-            digest=self._applier.digest.hex(),
-        )
-        return self._last_sync
+        except Exception as error:
+            raise self._failed(error) from error
+        self._staging.clear()
+        self._last_sync = committed
+        return committed
 
     def rollback(self, request: ops.RollBack) -> ops.RolledBack:
         """Restore the version before the last one on every rank.
@@ -273,17 +273,16 @@ class Receiver:
         self._drop_staged()
         try:
             self._transaction.roll_back(undo)
-        except CommitFailed:
-            self._sync_state.uncertain = True
-            raise
-        rolled_back = self._sync_state.version
-        self._sync_state.roll_back()
-        return ops.RolledBack(
-            version=self._sync_state.version,
-            rolled_back=rolled_back,
-            commit_ms=_ms_since(start),
-            digest=self._applier.digest.hex(),
-        )
+            rolled_back = self._sync_state.version
+            self._sync_state.roll_back()
+            return ops.RolledBack(
+                version=self._sync_state.version,
+                rolled_back=rolled_back,
+                commit_ms=_ms_since(start),
+                digest=self._applier.digest.hex(),
+            )
+        except Exception as error:
+            raise self._failed(error) from error
 
     def plan(self, request: ops.GetPlan) -> ops.RankPlan:
         """List every checkpoint tensor with its placement on this rank."""
@@ -326,6 +325,18 @@ class Receiver:
     def _drop_staged(self) -> None:
         self._sync_state.drop()
         self._staging.clear()
+
+    def _failed(self, error: Exception) -> CommitFailed:
+        """Record that the weights are uncertain, and return the error of a write that failed."""
+        self._sync_state.fail()
+        self._undo = []
+        self._staging.clear()
+        if not isinstance(error, CommitFailed):
+            logger.error("a write could not be recorded", exc_info=error)
+            what = f"{type(error).__name__}: {error}"
+            error = CommitFailed(f"the weights were written, but recording it failed: {what}")
+        error.operands["version"] = self._sync_state.version
+        return error
 
     def _checked(self) -> Sequence[StagedPart]:
         """Return the parts of the staged sync; raises DeltaError if it cannot be written now."""

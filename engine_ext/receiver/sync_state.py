@@ -147,16 +147,17 @@ class SyncState:
         """Forget the staged sync."""
         self.sync = None
 
-    def commit(self, *, uncertain: bool) -> None:
-        """Record that the staged sync was written or, if `uncertain`, that the write failed."""
+    def fail(self) -> None:
+        """Record that some weights may be new and some old; forget the staged sync."""
+        self.sync = self.previous = self.foreign = None
+        self.uncertain = True
+        self._committed.clear()
+
+    def commit(self) -> None:
+        """Record that the staged sync was written."""
         assert self.sync is not None
         sync, self.sync = self.sync, None
-        self.uncertain = uncertain
-        self.foreign = None
-        if uncertain:
-            self._committed.clear()
-            self.previous = None
-            return
+        self.uncertain, self.foreign = False, None
         identities = {slot.identity for slot in sync.slots.values()}
         if sync.continues and sync.version == self.version:
             self._committed = self._committed | identities

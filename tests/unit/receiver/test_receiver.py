@@ -617,6 +617,35 @@ def test_a_vote_that_fails(
     assert (status["version"], status["engine_state"] == "uncertain") == (0, state == "uncertain")
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("step", ["finish", "_keep_undo", "digest"])
+def test_a_sync_that_is_written_but_not_recorded_is_not_called_unchanged(
+    ranks: Ranks, rank: int, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("none left")
+
+    receiver, applier = ranks.engine.receivers[rank], ranks.appliers[rank]
+    data = body()
+    errors_of(ranks.engine.stage(part_id(data), data), none=True)
+    if step == "digest":
+        broken = SimpleNamespace(hex=fail)
+        monkeypatch.setattr(applier, step, broken)
+    else:
+        monkeypatch.setattr(applier if step == "finish" else receiver, step, fail)
+    answers = ranks.engine.commit(part_id(data))
+    monkeypatch.undo()
+    error = answers[rank]["error"]
+    assert (error["type"], error["engine_state"]) == ("CommitFailed", "uncertain")
+    assert "none left" in error["message"]
+    status = receiver.handle("status", {})
+    assert status["ok"]["engine_state"] == "uncertain"
+    assert (status["ok"]["version"], status["ok"]["can_roll_back"]) == (0, False)
+    full = body(2, full=True)
+    errors_of(ranks.engine.apply(part_id(full), full), none=True)
+    assert ranks.states() == {(2, "certain")}
+
+
 # --- with real weights ---
 
 
