@@ -119,10 +119,7 @@ def refusal(delta: ParamDelta, placed: Placed) -> str | None:
 
 
 def densify(delta: ParamDelta) -> torch.Tensor:
-    """Return the delta as a tensor of the checkpoint's shape and dtype, NaN where unchanged.
-
-    A copy, which the loader may keep or change.
-    """
+    """Return a delta as a new tensor of the checkpoint's shape and dtype, NaN where unchanged."""
     dtype = TORCH_DTYPE[delta.dtype]
     if delta.indices is None:
         return typed(delta.values.copy(), dtype).reshape(delta.shape)

@@ -175,10 +175,7 @@ def _check_together(entry: Entry, parts: Sequence[Part]) -> None:
 
 
 def _merged(old: ParamDelta | None, new: ParamDelta) -> ParamDelta:
-    """Return one delta with the effect of two of one tensor, one after the other.
-
-    It keeps nothing of the parts' buffers, which would otherwise stay in memory to the end.
-    """
+    """Return one delta with the effect of two of one tensor in turn; it keeps no part's buffer."""
     if old is None or new.indices is None:
         return replace(new, values=new.values.copy(), positions=None)
     if (old.dtype, old.shape) != (new.dtype, new.shape):

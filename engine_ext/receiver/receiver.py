@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine_ext.apply import Applier, StagedPart, Transaction, UndoLog
@@ -24,6 +24,8 @@ from engine_ext.wire import Limits
 from engine_ext.wire import operations as ops
 
 logger = logging.getLogger(__name__)
+
+_DROPPED = "the sync of this part was dropped while the part was being staged"
 
 
 class Receiver:
@@ -174,7 +176,7 @@ class Receiver:
         """
         future = self._staging.get(request.part.part)
         if future is None or not self._sync_state.holds(request.part):
-            raise _dropped()
+            raise Conflict(_DROPPED)
         done = future.done()
         if done:
             future.result()  # raises what staging has raised
@@ -185,16 +187,16 @@ class Receiver:
 
         Raises:
             Conflict: the part was dropped.
-            DeltaError: the sync is complete, and some rank refuses it as a whole.
+            DeltaError: the sync is complete, and some rank refuses it, see `Transaction.agree`.
         """
         if self._sync_state.holds(request.part):
             self._sync_state.settle(request.part.part, staged=request.staged)
             if not request.staged:
                 self._staging.forget(request.part.part)
             if self._complete():
-                self._transaction.agree(self._checked)
+                self._agree(self._checked)
         elif request.staged:
-            raise _dropped()
+            raise Conflict(_DROPPED)
         return ops.PartSettled(complete=self._complete())
 
     def drop(self, request: ops.DropSync) -> ops.Reply:
@@ -207,7 +209,8 @@ class Receiver:
         """Write the staged sync on every rank, or leave every rank as it was.
 
         Raises:
-            CommitFailed: some rank failed and could not be restored; the engine is uncertain.
+            CommitFailed: some rank failed and could not be restored, or checking the sync has
+                changed its model; the engine is uncertain.
             DeltaError: some rank refused or failed; every rank is unchanged.
         """
 
@@ -218,7 +221,7 @@ class Receiver:
             self._applier.check_base(staged)
             return staged
 
-        staged = self._transaction.agree(prepare)
+        staged = self._agree(prepare)
         sync = self._sync_state.sync
         assert sync is not None
         base, apply = self._sync_state.version, self._applier.name
@@ -326,6 +329,13 @@ class Receiver:
         self._sync_state.drop()
         self._staging.clear()
 
+    def _agree(self, prepare: Callable[[], Sequence[StagedPart]]) -> Sequence[StagedPart]:
+        """Agree on a sync with the other ranks, see `Transaction.agree`."""
+        try:
+            return self._transaction.agree(prepare)
+        except CommitFailed as error:
+            raise self._failed(error) from error
+
     def _failed(self, error: Exception) -> CommitFailed:
         """Record that the weights are uncertain, and return the error of a write that failed."""
         self._sync_state.fail()
@@ -333,8 +343,7 @@ class Receiver:
         self._staging.clear()
         if not isinstance(error, CommitFailed):
             logger.error("a write could not be recorded", exc_info=error)
-            what = f"{type(error).__name__}: {error}"
-            error = CommitFailed(f"the weights were written, but recording it failed: {what}")
+            error = CommitFailed(f"the weights were written, but recording it failed: {error!r}")
         error.operands["version"] = self._sync_state.version
         return error
 
@@ -357,10 +366,6 @@ class Receiver:
         earlier = self._undo if continued else []
         kept = [*earlier, log] if log is not None and (earlier or not continued) else []
         self._undo = kept if sum(one.nbytes for one in kept) <= self._undo_bytes else []
-
-
-def _dropped() -> Conflict:
-    return Conflict("the sync of this part was dropped while the part was being staged")
 
 
 def _ms_since(start: float) -> float:

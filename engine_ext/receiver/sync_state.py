@@ -110,10 +110,8 @@ class SyncState:
 
     def holds(self, part: PartId) -> bool:
         """Return whether this part, not another one of its number, is in the staged sync."""
-        if self.sync is None or not self._is_of(self.sync, part):
-            return False
-        slot = self.sync.slots.get(part.part)
-        return slot is not None and slot.identity == part.identity
+        slot = None if self.sync is None else self.sync.slots.get(part.part)
+        return slot is not None and slot.identity == part.identity and self._is_of(self.sync, part)
 
     def check_writable(self, *, full: bool) -> None:
         """Refuse a sync that cannot be written into the weights as they are now.

@@ -127,6 +127,16 @@ class EngineCommitter:
             await self._publish(str(written.version), lease)
             return written, (time.perf_counter() - start) * 1e3
 
+    async def halt(self, options: Options) -> None:
+        """Pause generation for good, because a rank's weights have become uncertain."""
+        self.uncertain = True
+        try:
+            async with self._lease(pauses=True) as lease:
+                if not lease.was_paused:
+                    await self._engine.pause(options.pause_mode, flush_cache=options.flush_cache)
+        except Exception:
+            logger.exception("generation could not be paused; its requests answer 503")
+
     async def publish(self) -> str:
         """Repeat what follows a commit, for a sender that did not get its first answer.
 

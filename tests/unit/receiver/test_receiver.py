@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from engine_ext.apply.staged import UndoLog
 from engine_ext.errors import NotUpdatable
+from engine_ext.model import TracingError
 from engine_ext.receiver.receiver import Receiver
 from engine_ext.wire import Limits, ParamDelta
 from engine_ext.wire.digest import Digest, tensor_digest
@@ -617,6 +618,33 @@ def test_a_vote_that_fails(
     assert (status["version"], status["engine_state"] == "uncertain") == (0, state == "uncertain")
 
 
+@pytest.mark.parametrize("at", ["settle", "commit"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_check_that_changes_the_model_makes_all_uncertain(
+    ranks: Ranks, rank: int, at: str
+) -> None:
+    """Though another rank merely refuses the sync, and nothing was written."""
+    whole = body(2, full=True)
+    data = body()
+    if at == "commit":
+        errors_of(ranks.engine.stage(part_id(data), data), none=True)
+    ranks.appliers[rank].fail["check_sync"] = TracingError("tensors moved")
+    ranks.appliers[1].fail["check_sync"] = NotUpdatable("no", tensor="w")
+    one = part_id(data)
+    answers = ranks.engine.commit(one) if at == "commit" else ranks.engine.stage(one, data)
+    for error in errors_of(answers):
+        assert (error["type"], error["engine_state"]) == ("CommitFailed", "uncertain")
+        assert f"rank {rank}: tensors moved" in error["message"]
+    assert ranks.written == [0, 0, 0]
+    assert ranks.states() == {(0, "uncertain")}
+    assert [s["staged"] for s in ranks.engine.status()] == [None] * 3
+    for applier in ranks.appliers:
+        applier.fail.clear()
+    assert {e["type"] for e in errors_of(ranks.engine.stage(one, data))} == {"EngineUncertain"}
+    errors_of(ranks.engine.apply(part_id(whole), whole), none=True)
+    assert ranks.states() == {(2, "certain")}
+
+
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("step", ["finish", "_keep_undo", "digest"])
 def test_a_sync_that_is_written_but_not_recorded_is_not_called_unchanged(
@@ -644,6 +672,18 @@ def test_a_sync_that_is_written_but_not_recorded_is_not_called_unchanged(
     full = body(2, full=True)
     errors_of(ranks.engine.apply(part_id(full), full), none=True)
     assert ranks.states() == {(2, "certain")}
+
+
+def test_a_check_that_changes_the_model_and_a_vote_that_fails(tmp_path: Path) -> None:
+    applier = RecordingApplier()
+    engine = Engine([applier], tmp_path)
+    data = body()
+    engine.stage(part_id(data), data)
+    applier.fail["check_sync"] = TracingError("tensors moved")
+    engine.receivers[0]._transaction._ranks = BrokenVote(1)
+    [error] = errors_of(engine.commit(part_id(data)))
+    assert (error["type"], error["engine_state"]) == ("CommitFailed", "uncertain")
+    assert engine.status()[0]["engine_state"] == "uncertain"
 
 
 # --- with real weights ---
