@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from engine_ext.apply import Applier, StagedPart, Transaction, UndoLog
 from engine_ext.errors import CommitFailed, Conflict, WeightsAsleep, WriteUndone
@@ -250,7 +250,7 @@ class Receiver:
             self._drop_staged()
             raise
         except Exception as error:
-            raise self._failed(error) from error
+            self._fail(error)
         self._staging.clear()
         self._last_sync = committed
         return committed
@@ -285,7 +285,7 @@ class Receiver:
                 digest=self._applier.digest.hex(),
             )
         except Exception as error:
-            raise self._failed(error) from error
+            self._fail(error)
 
     def plan(self, request: ops.GetPlan) -> ops.RankPlan:
         """List every checkpoint tensor with its placement on this rank."""
@@ -334,10 +334,10 @@ class Receiver:
         try:
             return self._transaction.agree(prepare)
         except CommitFailed as error:
-            raise self._failed(error) from error
+            self._fail(error)
 
-    def _failed(self, error: Exception) -> CommitFailed:
-        """Record that the weights are uncertain, and return the error of a write that failed."""
+    def _fail(self, error: Exception) -> NoReturn:
+        """Record that the weights are uncertain, and raise what says so."""
         self._sync_state.fail()
         self._undo = []
         self._staging.clear()
@@ -345,7 +345,7 @@ class Receiver:
             logger.error("a write could not be recorded", exc_info=error)
             error = CommitFailed(f"the weights were written, but recording it failed: {error!r}")
         error.operands["version"] = self._sync_state.version
-        return error
+        raise error
 
     def _checked(self) -> Sequence[StagedPart]:
         """Return the parts of the staged sync; raises DeltaError if it cannot be written now."""
