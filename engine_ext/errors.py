@@ -168,7 +168,7 @@ class PublishFailed(DeltaError):
 
 
 class CommitFailed(DeltaError):
-    """The write failed on some rank and could not be undone."""
+    """The write failed on some rank and could not be undone, or a check changed the model."""
 
     engine_state = "uncertain"
 

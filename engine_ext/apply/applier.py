@@ -16,8 +16,9 @@ class Applier(Protocol):
     `engine_ext.apply.delta_applier.DeltaApplier` implements it for a model whose placement is
     certified, `engine_ext.apply.initial_sync.InitialSyncApplier` for a model without known weights.
     A sync goes through `stage` (once per part), `check_sync`, `check_base`, `brief`, `agree` and
-    `write`, then through `finish`, or through `undo` if some rank's write failed. The model is
-    unchanged until `write`: whatever an earlier step raises refuses the sync.
+    `write`, then through `finish`, or through `undo` if some rank's write failed. Whatever a step
+    before `write` raises refuses the sync and leaves the model unchanged, except a `TracingError`
+    of `check_sync`: its dry run of the engine's loader has changed the model.
 
     Attributes:
         name: the apply mode in answers and metrics.

@@ -24,6 +24,7 @@ from engine_ext.apply.staged import StagedPart, Write
 from engine_ext.apply.thread_pool import ThreadPool
 from engine_ext.dtypes import TORCH_DTYPE, torch_bits_dtype
 from engine_ext.errors import NotUpdatable
+from engine_ext.kernels import typed
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Placed, Placement, Status
 from engine_ext.tracing import COPY_REPLACED, LoadWeights, rehearse
@@ -112,25 +113,20 @@ def refusal(delta: ParamDelta, placed: Placed) -> str | None:
         return "the engine's loader does not write it with Tensor.copy_"
     if dtype not in _MASKABLE:
         return f"{delta.dtype} has no NaN that could mark unchanged elements"
-    if bool(_bits_tensor(delta.values, torch_bits_dtype(dtype)).view(dtype).isnan().any()):
+    if bool(typed(delta.values, dtype).isnan().any()):
         return "a new value is NaN, which marks unchanged elements"
     return None
 
 
 def densify(delta: ParamDelta) -> torch.Tensor:
-    """Return the delta as a tensor of the checkpoint's shape and dtype, NaN where unchanged."""
+    """Return a delta as a new tensor of the checkpoint's shape and dtype, NaN where unchanged."""
     dtype = TORCH_DTYPE[delta.dtype]
-    bits = torch_bits_dtype(dtype)
     if delta.indices is None:
-        return _bits_tensor(delta.values, bits).view(dtype).reshape(delta.shape)
+        return typed(delta.values.copy(), dtype).reshape(delta.shape)
     flat = torch.full((delta.numel,), float("nan"), dtype=dtype)
-    flat.view(bits)[torch.from_numpy(delta.indices)] = _bits_tensor(delta.values, bits)
+    bits = torch_bits_dtype(dtype)
+    flat.view(bits)[torch.from_numpy(delta.indices)] = typed(delta.values, bits)
     return flat.reshape(delta.shape)
-
-
-def _bits_tensor(values: np.ndarray, bits: torch.dtype) -> torch.Tensor:
-    # A copy, because the wire's buffers are read-only and torch has no read-only tensors.
-    return torch.from_numpy(values.copy()).view(bits)
 
 
 @torch.no_grad()

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import torch
-
 from engine_ext.apply.staged import StagedPart, Write
 from engine_ext.apply.thread_pool import ThreadPool
 from engine_ext.dtypes import TORCH_DTYPE
+from engine_ext.kernels import typed
 from engine_ext.placement import Placed
 from engine_ext.wire import ParamDelta
 
@@ -42,6 +40,6 @@ def _has_nan(delta: ParamDelta) -> bool:
     dtype = TORCH_DTYPE[delta.dtype]
     if not dtype.is_floating_point:
         return False
-    values = torch.from_numpy(delta.values.view(np.uint8).copy()).view(dtype)
+    values = typed(delta.values, dtype)
     # torch has no isnan for the 8-bit floats; float16 represents all their values.
     return bool((values.half() if dtype.itemsize == 1 else values).isnan().any())

@@ -106,10 +106,6 @@ class StagedPart:
         return sum(param.delta.nnz for param in self.params)
 
     @property
-    def names(self) -> set[str]:
-        return {param.delta.name for param in self.params}
-
-    @property
     def writes(self) -> list[Write]:
         return [write for param in self.params for write in param.writes]
 

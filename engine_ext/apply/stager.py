@@ -18,7 +18,7 @@ from engine_ext.apply.staged import StagedParam, StagedPart, Write
 from engine_ext.apply.thread_pool import ThreadPool
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.errors import BaseMismatch
-from engine_ext.kernels import Bits, bits_of, signed
+from engine_ext.kernels import Bits, bits_of, typed
 from engine_ext.placement import (
     DeviceElements,
     Plan,
@@ -27,7 +27,6 @@ from engine_ext.placement import (
     as_host,
     checkpoint_bits,
     live_bits,
-    typed,
 )
 from engine_ext.wire import Digest, ParamDelta, Part, change_digest, tensor_digest
 
@@ -172,7 +171,7 @@ class _Stager:
             new = new + checkpoint_bits(as_host(read), target.dtype, delta.dtype)
         bits: Any = live_bits(new, delta.dtype, target.dtype)
         if isinstance(elements, DeviceElements):
-            bits = signed(bits.copy()).to(elements.flat.device)
+            bits = typed(bits, elements.flat.dtype).to(elements.flat.device)
         write = Write(elements, bits, self.undo, read)
         old = None
         if self._needs_old(digested):

@@ -14,6 +14,7 @@ from typing import Any
 from engine_ext.apply.applier import Applier
 from engine_ext.apply.staged import StagedPart, UndoLog
 from engine_ext.errors import CommitFailed, WriteUndone, as_delta_error, from_wire
+from engine_ext.model import TracingError
 from engine_ext.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -32,19 +33,31 @@ class Transaction:
         `prepare` returns the staged and checked sync of this rank, which is returned.
 
         Raises:
+            CommitFailed: `prepare` has changed the model on some rank. The engine is uncertain.
             DeltaError: some rank's `prepare` raised, or the briefs of the ranks contradict each
-                other. All ranks raise the same error; nothing was written.
+                other. Nothing was written. All ranks raise the same error.
         """
         staged: Sequence[StagedPart] = []
+        changed: CommitFailed | None = None
         try:
             staged = prepare()
             vote: dict[str, Any] = {"brief": self._applier.brief(staged)}
+        except TracingError as error:
+            logger.exception("checking a sync has changed the model")
+            changed = CommitFailed(
+                f"checking the sync has changed the model on rank {self._ranks.rank}: {error}; "
+                "generation answers 503 until a full sync commits"
+            )
+            vote = {"error": changed.to_wire()}
         except Exception as error:
             vote = {"error": as_delta_error(error).to_wire()}
-        votes = self._ranks.all_gather(vote)
+        try:
+            votes = self._ranks.all_gather(vote)
+        except Exception as error:
+            raise changed or error from None
         errors = [v["error"] for v in votes if "error" in v]
-        if errors:
-            raise from_wire(errors[0])
+        if errors:  # a rank whose model has changed outweighs those that merely refuse
+            raise from_wire(min(errors, key=lambda e: bool(e["engine_state"] == "unchanged")))
         self._applier.agree(staged, [v["brief"] for v in votes])
         return staged
 
@@ -58,6 +71,7 @@ class Transaction:
             WriteUndone: some rank failed; all ranks have the old values again.
             CommitFailed: some rank failed, and some rank could not be restored. The engine is
                 uncertain.
+            Exception: every rank has written, but this one could not record it.
         """
         failures = self._vote(lambda: self._applier.write(staged))
         if failures:
@@ -72,12 +86,7 @@ class Transaction:
                 failed=failures,
                 not_undone=undo_failures,
             )
-        try:
-            return self._applier.finish(staged)
-        except Exception as error:
-            raise CommitFailed(
-                f"the sync was written, but recording it failed: {type(error).__name__}: {error}"
-            ) from error
+        return self._applier.finish(staged)
 
     def roll_back(self, logs: Sequence[UndoLog]) -> None:
         """Undo committed syncs on every rank, the last one first.

@@ -175,9 +175,9 @@ def _check_together(entry: Entry, parts: Sequence[Part]) -> None:
 
 
 def _merged(old: ParamDelta | None, new: ParamDelta) -> ParamDelta:
-    """Return one delta with the effect of two of one tensor, one after the other."""
+    """Return one delta with the effect of two of one tensor in turn; it keeps no part's buffer."""
     if old is None or new.indices is None:
-        return replace(new, values=new.values.copy())
+        return replace(new, values=new.values.copy(), positions=None)
     if (old.dtype, old.shape) != (new.dtype, new.shape):
         raise CannotFold(f"{new.name}: {old.dtype} {old.shape}, later {new.dtype} {new.shape}")
     if old.indices is None:
@@ -188,7 +188,7 @@ def _merged(old: ParamDelta | None, new: ParamDelta) -> ParamDelta:
     indices = np.concatenate([old.indices[kept], new.indices])
     values = np.concatenate([old.values[kept], new.values])
     order = np.argsort(indices, kind="stable")
-    return replace(new, indices=indices[order], values=values[order])
+    return replace(new, indices=indices[order], values=values[order], positions=None)
 
 
 def _groups(deltas: Iterable[ParamDelta], encoding: str) -> Iterator[list[ParamDelta]]:

@@ -93,10 +93,10 @@ def prove(
         except Exception as error:
             kind = "" if isinstance(error, _Unproven) else f"{type(error).__name__}: "
             reasons.update({d.path: f"{kind}{error}" for d in found})
-    guard.restore()
     try:
+        guard.restore()
         guard.verify()
-    except TracingError as error:
+    except Exception as error:
         raise TracingError(f"trying the functions for recomputed tensors: {error}") from error
     return proven, reasons
 

@@ -6,7 +6,7 @@ with Triton for accelerators (`triton`); PyTorch's operators do the same if neit
 Imports: `engine_ext.dtypes`, `engine_ext.errors`. numba and Triton are optional.
 """
 
-from engine_ext.kernels.gather_scatter import Bits, Offsets, bits_of, host_bits, signed, warm_up
+from engine_ext.kernels.gather_scatter import Bits, Offsets, bits_of, host_bits, typed, warm_up
 from engine_ext.kernels.jit import array, compile_loop, made_once
 from engine_ext.kernels.simd import (
     LINE,
@@ -30,7 +30,7 @@ __all__ = [
     "popcount",
     "prefetch_to_read",
     "register_intrinsics",
-    "signed",
     "trailing_zeros",
+    "typed",
     "warm_up",
 ]

@@ -1,4 +1,4 @@
-"""Gather and scatter single elements as integers: the only code that writes a live weight.
+"""Gather and scatter single elements of live tensors, as integers.
 
 In host memory the loops are compiled by numba if it is installed and run without the GIL; otherwise
 numpy's indexing does the same. On other devices PyTorch's index operators are used, or Triton
@@ -145,6 +145,17 @@ def host_bits(flat: torch.Tensor) -> Bits:
 def signed(bits: Bits) -> torch.Tensor:
     """Return unsigned integers in host memory as a view of integers that torch supports."""
     return torch.from_numpy(bits.view(f"i{bits.itemsize}") if bits.itemsize > 1 else bits)
+
+
+def typed(bits: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
+    """Return bit patterns in host memory as a tensor of `dtype`, [n].
+
+    A copy if the memory is read-only, which torch does not support, or not aligned for `dtype`.
+    """
+    bits = bits.view(f"i{dtype.itemsize}")
+    if not (bits.flags.writeable and bits.flags.aligned):
+        bits = bits.copy()
+    return torch.from_numpy(bits).view(dtype)
 
 
 def gather(flat: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -18,8 +18,8 @@ from typing import Any, Final
 
 import torch
 
+from engine_ext.model.fingerprint import hash_tensor
 from engine_ext.model.module_walk import reachable_tensors
-from engine_ext.model.state_guard import hash_tensor
 
 Known = Callable[[str, torch.Tensor], bool]
 """Whether a tensor, given with its path in the model, is known not to be computed from weights."""
@@ -50,7 +50,7 @@ def is_cache(path: str) -> bool:
 
 
 class Constants:
-    """Fingerprints of the tensors on a model whose weights are not loaded yet."""
+    """Hashes of the tensors on a model whose weights are not loaded yet."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._fingerprints = {

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 
 # Levels of attributes and items below a module's own attributes.
-_DEPTH: Final = 6
+DEPTH: Final = 6
 # Modules whose objects hold no tensors of the model: libraries' own objects and configurations.
 _OPAQUE: Final = ("torch.", "transformers.", "numpy.", "threading", "logging", "_thread")
 # Types without parts, which most values have.
@@ -34,11 +34,11 @@ def reachable_tensors(
     """
     tensorless: dict[int, int] = {}
     for path, module in model.named_modules():
-        seen: set[int] = set()
+        seen: dict[int, int] = {}
         for registry in ("_parameters", "_buffers"):
             for name, tensor in getattr(module, registry).items():
                 if tensor is not None:
-                    seen.add(id(tensor))
+                    seen[id(tensor)] = DEPTH
                     yield path, module, name, tensor
         for name, value in module.__dict__.items():
             if name not in _REGISTRIES:
@@ -49,7 +49,7 @@ def reachable_tensors(
 
 def reachable_containers(model: torch.nn.Module) -> Iterator[dict[Any, Any] | list[Any]]:
     """Yield every dict and list reachable from a module, and the ``__dict__`` of plain objects."""
-    seen: set[int] = set()
+    seen: dict[int, int] = {}
     for module in model.modules():
         for name, value in module.__dict__.items():
             if name in _REGISTRIES:
@@ -64,19 +64,18 @@ def reachable_containers(model: torch.nn.Module) -> Iterator[dict[Any, Any] | li
 def walk(
     value: object,
     name: str,
-    seen: set[int],
+    seen: dict[int, int],
     tensorless: dict[int, int],
     *,
-    depth: int = _DEPTH,
     opaque: tuple[str, ...] = _OPAQUE,
 ) -> list[tuple[str, Any]]:
     """List the tensors and the objects with parts, other than modules, reachable from a value.
 
     Args:
         value, name: where to start, and its path; it is listed too.
-        seen: ids of the objects to leave out; those listed here are added.
-        tensorless: ids of objects without tensors, with the depth walked; left out, new ones added.
-        depth: levels of attributes and items to enter.
+        seen: ids of the objects to leave out unless more levels are left than were walked, which
+            are the values; those listed here are added.
+        tensorless: the same of objects without tensors, for all modules.
         opaque: prefixes of modules whose classes' instances are not entered.
 
     Returns:
@@ -90,24 +89,26 @@ def walk(
     def visit(value: object, name: str, depth: int) -> tuple[bool, int]:
         """Return whether there is a tensor in the value, and the depth that a cycle leads to."""
         key = id(value)
-        if tensorless.get(key, -1) >= depth or (key in seen and key in tensorless):
+        if tensorless.get(key, -1) >= depth:
             return False, depth
-        if key in entered or key in cyclic:
+        if key in entered or cyclic.get(key, (-1, 0))[0] >= depth:
             return False, entered[key] if key in entered else cyclic[key][1]
-        if key in seen:  # its tensors are listed already
+        if seen.get(key, -1) >= depth:  # its tensors are listed already
             return True, depth
         if isinstance(value, torch.Tensor):
-            seen.add(key)
-            found.append((name, value))
+            if key not in seen:
+                found.append((name, value))
+            seen[key] = DEPTH
             return True, depth
         parts = _parts(value, name, opaque)
         if not parts and not isinstance(value, (dict, list)):
             return False, depth
-        found.append((name, value))
+        if key not in seen:
+            found.append((name, value))
         if depth == 0:
             return False, depth
-        seen.add(key)
-        entered[key] = top = depth
+        cyclic.pop(key, None)
+        seen[key] = entered[key] = top = depth
         has_tensor = False
         for path, part in parts:
             if type(part) not in _ATOMS:
@@ -124,7 +125,7 @@ def walk(
         return has_tensor, top
 
     if type(value) not in _ATOMS:
-        visit(value, name, depth)
+        visit(value, name, DEPTH)
     return found
 
 

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-import xxhash
 
-from engine_ext.dtypes import torch_bits_dtype
+from engine_ext.model.fingerprint import hash_memory, location
 from engine_ext.model.module_walk import reachable_containers, reachable_tensors
-from engine_ext.model.storage_index import extent, live_tensors
+from engine_ext.model.storage_index import live_tensors
 
-_CHUNK: Final = 1 << 24
 _REGISTRIES: Final = ("_parameters", "_buffers")
 _DICTS: Final = (*_REGISTRIES, "_modules", "__dict__")
 
@@ -83,7 +81,7 @@ class ModelStateGuard:
         self._tensors = _tensors_by_path(model)
         attached = list(attached_tensors(modules))
         for tensor in {id(a.tensor): a.tensor for a in attached}.values():
-            containers += _nested(vars(tensor))  # loaders keep shards and counters there
+            containers += _nested(vars(tensor), set())  # loaders keep shards and counters there
         self._containers = [(c, c.copy()) for c in containers]
         self.registered = [a for a in attached if a.registry in _REGISTRIES]
         self.attributes = [a for a in attached if a.registry not in _REGISTRIES]
@@ -133,7 +131,7 @@ class ModelStateGuard:
             memory = attached.memory
             key = location(memory)
             if key not in hashes and memory.numel() and not memory.is_meta:
-                hashes[key] = (attached.path, _hash(memory))
+                hashes[key] = (attached.path, hash_memory(memory))
         return dict(hashes.values())
 
 
@@ -147,64 +145,18 @@ def attached_tensors(modules: Mapping[str, torch.nn.Module]) -> Iterator[Attache
                     yield AttachedTensor(module, name, full, registry, tensor, tensor.data)
 
 
-def layout(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return a tensor's device, shape, strides and dtype."""
-    return (tensor.device, tuple(tensor.shape), tensor.stride(), tensor.dtype)
-
-
-def location(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return a tensor's address (None on meta) and layout; equal for two views of the same bits."""
-    return (None if tensor.is_meta else tensor.data_ptr(), *layout(tensor))
-
-
-def hash_tensor(tensor: torch.Tensor) -> str:
-    """Return a tensor's dtype, shape and the xxh3_128 of its elements, as text.
-
-    The elements are hashed in row-major order, whatever the strides, so two tensors with equal
-    content have equal fingerprints. A meta or empty tensor has no hash. Device memory is copied.
-    """
-    text = f"{tensor.dtype} {tuple(tensor.shape)}"
-    if tensor.is_meta or tensor.numel() == 0:
-        return text
-    raw: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return f"{text} {xxhash.xxh3_128_hexdigest(raw)}"
-
-
 def _tensors_by_path(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {f"{path}.{name}".lstrip("."): t for path, _, name, t in reachable_tensors(model)}
 
 
-def _nested(container: Any) -> Iterator[Any]:
-    """Yield a dict, list or set, and those in it."""
-    if isinstance(container, (dict, list, set)):
+def _nested(container: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield a dict, list or set, and those in it, except those whose ids are `seen`."""
+    if isinstance(container, (dict, list, set)) and id(container) not in seen:
+        seen.add(id(container))
         yield container
         for value in container.values() if isinstance(container, dict) else container:
-            yield from _nested(value)
+            yield from _nested(value, seen)
 
 
 def _identities(model: torch.nn.Module) -> dict[str, tuple[object, ...]]:
     return {name: (id(tensor), *location(tensor)) for name, tensor in live_tensors(model)}
-
-
-def _hash(tensor: torch.Tensor) -> str:
-    """Hash all memory from a tensor's first to its last element."""
-    memory = tensor.as_strided((extent(tensor),), (1,)).view(torch_bits_dtype(tensor.dtype))
-    if memory.device.type != "cpu":
-        return weighted_sum(memory)
-    raw: Any = memory.view(torch.uint8).numpy()
-    return xxhash.xxh3_128_hexdigest(raw)
-
-
-def weighted_sum(memory: torch.Tensor) -> str:
-    """Hash integers [n] on any device: the sum modulo 2**64 of each times a weight of its own.
-
-    Temporaries take 16 bytes per element of a chunk, 256 MiB at most.
-    """
-    size = min(_CHUNK, len(memory))
-    random = torch.Generator(memory.device).manual_seed(1)
-    weights = torch.randint(
-        -(1 << 62), 1 << 62, (size,), generator=random, dtype=torch.int64, device=memory.device
-    )
-    parts = (memory[start : start + _CHUNK] for start in range(0, len(memory), _CHUNK))
-    sums = [int((part.long() * weights[: len(part)]).sum()) for part in parts]
-    return xxhash.xxh3_128_hexdigest(str(sums).encode())

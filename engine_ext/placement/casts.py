@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from engine_ext.dtypes import TORCH_DTYPE
-from engine_ext.kernels import Bits, bits_of, host_bits
+from engine_ext.kernels import Bits, bits_of, host_bits, typed
 
 
 def live_bits(values: Bits, dtype: str, live: torch.dtype) -> Bits:
@@ -34,13 +34,6 @@ def checkpoint_bits(bits: Bits, live: torch.dtype, dtype: str) -> Bits:
         # Widening appends zeros. A cast back would lose the payload of a NaN.
         return (bits.view(np.uint32) >> 16).astype(np.uint16)
     return host_bits(bits_of(typed(bits, live).to(TORCH_DTYPE[dtype])))
-
-
-def typed(bits: Bits, dtype: torch.dtype) -> torch.Tensor:
-    """Return bit patterns as a tensor of `dtype`, [n]; a copy only of read-only memory."""
-    raw = bits.view(np.uint8)
-    # torch has no read-only tensors.
-    return torch.from_numpy(raw if raw.flags.writeable else raw.copy()).view(dtype)
 
 
 def as_host(bits: Any) -> Bits:

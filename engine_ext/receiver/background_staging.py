@@ -49,11 +49,6 @@ class BackgroundStaging:
         """Wait until no thread is staging anything."""
         wait(self._running)
 
-    @property
-    def pending(self) -> int:
-        """Number of parts that are kept, and of parts that a thread is still staging."""
-        return len(self._parts) + sum(not future.done() for future in self._running)
-
     def _stage(self, path: str, identity: str, stage: StagePart) -> StagedPart:
         with open(path, "rb") as file:
             # Nothing writes into the mapping, but torch makes no tensor of read-only memory.

@@ -8,9 +8,10 @@ same calls in the same order and so keep the same `SyncState`.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 from engine_ext.apply import Applier, StagedPart, Transaction, UndoLog
 from engine_ext.errors import CommitFailed, Conflict, WeightsAsleep, WriteUndone
@@ -21,6 +22,10 @@ from engine_ext.receiver.sync_history import SyncHistory
 from engine_ext.receiver.sync_state import Sync, SyncState
 from engine_ext.wire import Limits
 from engine_ext.wire import operations as ops
+
+logger = logging.getLogger(__name__)
+
+_DROPPED = "the sync of this part was dropped while the part was being staged"
 
 
 class Receiver:
@@ -153,13 +158,14 @@ class Receiver:
             DeltaError: see `SyncState.admit`.
         """
         before = self._sync_state.sync
-        admission = self._sync_state.admit(request.part, request.now)
-        if self._sync_state.sync is not before:
-            self._staging.clear()
+        try:
+            admission = self._sync_state.admit(request.part, request.now)
+        finally:
+            if self._sync_state.sync is not before:
+                self._staging.clear()
         if admission == "new":
             self._staging.start(request.part, request.path, self._applier.stage)
-        version = self._sync_state.version
-        return ops.PartBegun(admission=admission, version=version, complete=self._complete())
+        return ops.PartBegun(admission=admission)
 
     def poll(self, request: ops.PollPart) -> ops.PartProgress:
         """Return whether a part is staged on this rank.
@@ -168,24 +174,29 @@ class Receiver:
             Conflict: the part was dropped.
             DeltaError: this rank refused the part.
         """
-        future = self._staging.get(request.part)
-        if future is None:
-            raise Conflict("the sync of this part was dropped while the part was being staged")
-        if not future.done():
-            return ops.PartProgress(done=False)
-        return ops.PartProgress(done=True, nnz=future.result().nnz)
+        future = self._staging.get(request.part.part)
+        if future is None or not self._sync_state.holds(request.part):
+            raise Conflict(_DROPPED)
+        done = future.done()
+        if done:
+            future.result()  # raises what staging has raised
+        return ops.PartProgress(done=done)
 
     def settle(self, request: ops.SettlePart) -> ops.PartSettled:
         """Keep a part that every rank has staged, or forget one that some rank refused.
 
         Raises:
-            DeltaError: the sync is complete, and some rank refuses it as a whole.
+            Conflict: the part was dropped.
+            DeltaError: the sync is complete, and some rank refuses it, see `Transaction.agree`.
         """
-        self._sync_state.settle(request.part, staged=request.staged)
-        if not request.staged:
-            self._staging.forget(request.part)
-        if self._complete():
-            self._transaction.agree(self._checked)
+        if self._sync_state.holds(request.part):
+            self._sync_state.settle(request.part.part, staged=request.staged)
+            if not request.staged:
+                self._staging.forget(request.part.part)
+            if self._complete():
+                self._agree(self._checked)
+        elif request.staged:
+            raise Conflict(_DROPPED)
         return ops.PartSettled(complete=self._complete())
 
     def drop(self, request: ops.DropSync) -> ops.Reply:
@@ -198,7 +209,8 @@ class Receiver:
         """Write the staged sync on every rank, or leave every rank as it was.
 
         Raises:
-            CommitFailed: some rank failed and could not be restored; the engine is uncertain.
+            CommitFailed: some rank failed and could not be restored, or checking the sync has
+                changed its model; the engine is uncertain.
             DeltaError: some rank refused or failed; every rank is unchanged.
         """
 
@@ -209,42 +221,39 @@ class Receiver:
             self._applier.check_base(staged)
             return staged
 
-        staged = self._transaction.agree(prepare)
+        staged = self._agree(prepare)
         sync = self._sync_state.sync
         assert sync is not None
         base, apply = self._sync_state.version, self._applier.name
         start = time.perf_counter()
         try:
             log = self._transaction.write(staged)
-        except CommitFailed as error:
-            error.operands["version"] = base
-            self._sync_state.commit(uncertain=True)
-            self._undo = []
-            raise
+            commit_ms = _ms_since(start)
+            self._keep_undo(sync, base, log)
+            elements = {e.name: e.numel for part in staged for e in part.manifest.params}
+            committed = ops.CommittedSync(
+                version=sync.version,
+                base_version=base,
+                sync_id=sync.sync_id,
+                full=sync.full,
+                apply=apply,
+                parts=len(staged),
+                nnz=sum(part.nnz for part in staged),
+                tensors=len(elements),
+                elements=sum(elements.values()),
+                commit_ms=commit_ms,
+                rollback=bool(self._undo),
+                digest=self._applier.digest.hex(),
+            )
+            self._sync_state.commit()
         except WriteUndone:
-            self._sync_state.drop()
+            self._drop_staged()
             raise
-        finally:
-            self._staging.clear()
-        commit_ms = _ms_since(start)
-        self._keep_undo(sync, base, log)
-        self._sync_state.commit(uncertain=False)
-        elements = {e.name: e.numel for part in staged for e in part.manifest.params}
-        self._last_sync = ops.CommittedSync(
-            version=sync.version,
-            base_version=base,
-            sync_id=sync.sync_id,
-            full=sync.full,
-            apply=apply,
-            parts=len(staged),
-            nnz=sum(part.nnz for part in staged),
-            tensors=len(elements),
-            elements=sum(elements.values()),
-            commit_ms=commit_ms,
-            rollback=bool(self._undo),
-            digest=self._applier.digest.hex(),
-        )
-        return self._last_sync
+        except Exception as error:
+            self._fail(error)
+        self._staging.clear()
+        self._last_sync = committed
+        return committed
 
     def rollback(self, request: ops.RollBack) -> ops.RolledBack:
         """Restore the version before the last one on every rank.
@@ -267,17 +276,16 @@ class Receiver:
         self._drop_staged()
         try:
             self._transaction.roll_back(undo)
-        except CommitFailed:
-            self._sync_state.uncertain = True
-            raise
-        rolled_back = self._sync_state.version
-        self._sync_state.roll_back()
-        return ops.RolledBack(
-            version=self._sync_state.version,
-            rolled_back=rolled_back,
-            commit_ms=_ms_since(start),
-            digest=self._applier.digest.hex(),
-        )
+            rolled_back = self._sync_state.version
+            self._sync_state.roll_back()
+            return ops.RolledBack(
+                version=self._sync_state.version,
+                rolled_back=rolled_back,
+                commit_ms=_ms_since(start),
+                digest=self._applier.digest.hex(),
+            )
+        except Exception as error:
+            self._fail(error)
 
     def plan(self, request: ops.GetPlan) -> ops.RankPlan:
         """List every checkpoint tensor with its placement on this rank."""
@@ -320,6 +328,24 @@ class Receiver:
     def _drop_staged(self) -> None:
         self._sync_state.drop()
         self._staging.clear()
+
+    def _agree(self, prepare: Callable[[], Sequence[StagedPart]]) -> Sequence[StagedPart]:
+        """Agree on a sync with the other ranks, see `Transaction.agree`."""
+        try:
+            return self._transaction.agree(prepare)
+        except CommitFailed as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> NoReturn:
+        """Record that the weights are uncertain, and raise what says so."""
+        self._sync_state.fail()
+        self._undo = []
+        self._staging.clear()
+        if not isinstance(error, CommitFailed):
+            logger.error("a write could not be recorded", exc_info=error)
+            error = CommitFailed(f"the weights were written, but recording it failed: {error!r}")
+        error.operands["version"] = self._sync_state.version
+        raise error
 
     def _checked(self) -> Sequence[StagedPart]:
         """Return the parts of the staged sync; raises DeltaError if it cannot be written now."""

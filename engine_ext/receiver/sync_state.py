@@ -108,6 +108,11 @@ class SyncState:
         known = not self.uncertain and self.foreign is None
         return known and version == self.version and identity in self._committed
 
+    def holds(self, part: PartId) -> bool:
+        """Return whether this part, not another one of its number, is in the staged sync."""
+        slot = None if self.sync is None else self.sync.slots.get(part.part)
+        return slot is not None and slot.identity == part.identity and self._is_of(self.sync, part)
+
     def check_writable(self, *, full: bool) -> None:
         """Refuse a sync that cannot be written into the weights as they are now.
 
@@ -140,16 +145,17 @@ class SyncState:
         """Forget the staged sync."""
         self.sync = None
 
-    def commit(self, *, uncertain: bool) -> None:
-        """Record that the staged sync was written or, if `uncertain`, that the write failed."""
+    def fail(self) -> None:
+        """Record that some weights may be new and some old; forget the staged sync."""
+        self.sync = self.previous = self.foreign = None
+        self.uncertain = True
+        self._committed.clear()
+
+    def commit(self) -> None:
+        """Record that the staged sync was written."""
         assert self.sync is not None
         sync, self.sync = self.sync, None
-        self.uncertain = uncertain
-        self.foreign = None
-        if uncertain:
-            self._committed.clear()
-            self.previous = None
-            return
+        self.uncertain, self.foreign = False, None
         identities = {slot.identity for slot in sync.slots.values()}
         if sync.continues and sync.version == self.version:
             self._committed = self._committed | identities

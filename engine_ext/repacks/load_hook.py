@@ -72,6 +72,7 @@ class RepackLearner:
         self.repacks: dict[str, Repack] = {}
         self.refusals: dict[str, str] = {}
         self.complete = False
+        self._called = False
         self._owner, self._name, self._walk, self._before = owner, name, walk, before
         self._original = inspect.getattr_static(owner, name)
         self._known: dict[Any, InferredRepacks] = {}
@@ -81,7 +82,8 @@ class RepackLearner:
 
         @functools.wraps(original)
         def process(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not self.complete:
+            if not self._called:
+                self._called = True
                 self.complete = not hasattr(model, PROCESSING)
                 if self._before is not None:
                     self._before(model)

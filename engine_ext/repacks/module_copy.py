@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from engine_ext.model import hash_tensor, walk
+from engine_ext.model import DEPTH, hash_tensor, walk
 
 PROCESSING = "process_weights_after_loading"
 """The method's name in both engines, on a quant method, a scheme, a layer or a model."""
@@ -93,7 +93,7 @@ class ModuleCopy:
         parameters: dict[str, torch.Tensor] = dict(self.root.named_parameters())
         found = {name: parameters[name] for name in names if name in parameters}
         memory = {_memory(tensor) for tensor in found.values()}
-        seen = {id(copy) for _, _, copy in self._copies}
+        seen = {id(copy): DEPTH for _, _, copy in self._copies}
         for path, original, copy in self._copies:
             prefix = f"{path}." if path else ""
             for name, value in vars(copy).items():
@@ -104,7 +104,7 @@ class ModuleCopy:
                 for key, item in (value if is_registry else {name: value}).items():
                     for place, tensor in walk(item, prefix + key, seen, {}, opaque=()):
                         if isinstance(tensor, torch.Tensor):
-                            seen.discard(id(tensor))  # list it under each of its paths
+                            del seen[id(tensor)]  # list it under each of its paths
                             if _memory(tensor) not in memory:
                                 found[place] = tensor
         return found

@@ -57,22 +57,21 @@ def trace_placement(
         next), those that nothing was copied from are `NOT_ON_RANK`, the others `UNCERTIFIED`.
 
     Raises:
-        TracingError: `refuse_while` has a reason, and nothing was run; or the loader left threads
-            running or changed the model in a way that could not be undone, and the model must not
-            be served.
+        TracingError: the loader left threads running or changed the model in a way that could not
+            be undone. The model must not be served then.
+        RuntimeError: `refuse_while` has a reason. Nothing was run.
     """
     reason = refuse_while(model) if refuse_while is not None else None
     if reason:
-        raise TracingError(f"the loader cannot be traced now: {reason}")
-    guard = ModelStateGuard(model, bits=True)
+        raise RuntimeError(f"the loader cannot be traced now: {reason}")
     placement = {spec.name: Placed(spec) for spec in specs}
-    failure, writes = _run(guard, load_weights, specs, index, placement)
-    if failure is not None:
-        writes = []
-        for spec in specs:
-            placement[spec.name] = Placed(spec)
-            writes += _explain(guard, load_weights, spec, index, placement, failure)
-    guard.verify()
+    with _dry_run(model, bits=True) as guard:
+        failure, writes = _run(guard, load_weights, specs, index, placement)
+        if failure is not None:
+            writes = []
+            for spec in specs:
+                placement[spec.name] = Placed(spec)
+                writes += _explain(guard, load_weights, spec, index, placement, failure)
     for placed in placement.values():
         if placed.status is Status.UNJUDGED and not placed.segments:
             placed.status = Status.NOT_ON_RANK
@@ -102,10 +101,9 @@ def rehearse(
         TracingError: see `trace_placement`. The bits are not compared here: `trace_placement` has
             shown that every write of this loader is seen.
     """
-    guard = ModelStateGuard(model, bits=False)
     trial = {name: Placed(placement[name].spec) for name in names}
-    failure, writes = _run(guard, load_weights, [p.spec for p in trial.values()], index, trial)
-    guard.verify()
+    with _dry_run(model, bits=False) as guard:
+        failure, writes = _run(guard, load_weights, [p.spec for p in trial.values()], index, trial)
     if failure is not None:
         reason = f"the loader fails without the other tensors: {_brief(failure)}"
         return dict.fromkeys(names, reason)
@@ -122,6 +120,19 @@ def rehearse(
         reason = f"without the other tensors the loader writes over {one.name or other.name}"
         return dict.fromkeys(names, reason)
     return {}
+
+
+@contextmanager
+def _dry_run(model: torch.nn.Module, *, bits: bool) -> Iterator[ModelStateGuard]:
+    """Verify after the block that the model is as before; TracingError if that is not certain."""
+    guard = ModelStateGuard(model, bits=bits)
+    try:
+        yield guard
+        guard.verify()
+    except TracingError:
+        raise
+    except Exception as error:
+        raise TracingError(f"tracing the loader failed: {_brief(error)}") from error
 
 
 def _others(writes: Iterable[Write]) -> list[Segment]:

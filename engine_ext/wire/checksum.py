@@ -10,8 +10,9 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from engine_ext.dtypes import TORCH_DTYPE, bits_dtype
+from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.errors import ChecksumMismatch, MalformedPart
+from engine_ext.kernels import typed
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -69,7 +70,7 @@ def verify_checksum(
     if _XXH3.fullmatch(declared):
         actual = xxh3_checksum(positions.data, values.data)
     elif _SLIME.fullmatch(declared):
-        actual = str(slime_checksum(positions, as_tensor(values, values_dtype)))
+        actual = str(slime_checksum(positions, typed(values, TORCH_DTYPE[values_dtype])))
     else:
         form = "neither 'xxh3_128:<hex>' nor a decimal"
         raise MalformedPart(f"checksum is {form}: {declared[:80]!r}")
@@ -77,14 +78,3 @@ def verify_checksum(
         raise ChecksumMismatch(
             "the data is not what the sender hashed", expected=declared, actual=actual
         )
-
-
-def as_tensor(values: NDArray[Any], dtype: str) -> torch.Tensor:
-    """Return the bytes of `values` as a 1-d tensor of a manifest dtype.
-
-    A copy if the memory is read-only, which torch does not support, or not aligned.
-    """
-    bits = values.view(bits_dtype(dtype))
-    if not (bits.flags.writeable and bits.flags.aligned):
-        bits = bits.copy()
-    return torch.from_numpy(bits).view(TORCH_DTYPE[dtype])

@@ -1,4 +1,4 @@
-"""Read and write the safetensors file that a part is; `engine_ext.wire` shows its layout.
+"""Read and write the safetensors file that a part is, see ``docs/wire-format.md``.
 
 The header is padded with spaces to a multiple of 8 bytes, the data of the two tensors has no gaps,
 and ``data_offsets`` count from the end of the header, which has exactly these keys::

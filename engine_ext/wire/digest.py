@@ -25,23 +25,20 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 import numpy as np
-import torch
 import xxhash
 from numpy.typing import NDArray
 
-from engine_ext.dtypes import NAME_OF_TORCH, torch_bits_dtype
 from engine_ext.kernels import array, compile_loop, made_once
 
 _MODULUS: Final = 1 << 64
 _NUMPY_CHUNK: Final = 1 << 14  # elements whose 64-bit temporaries stay in a core's cache
 _NUMBA_CHUNK: Final = 1 << 18  # elements; long enough for threads to work side by side
-_TORCH_CHUNK: Final = 1 << 20  # elements; at most five 64-bit temporaries at a time, 40 MiB
 _MUL1, _MUL2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _SHIFT1, _SHIFT2, _SHIFT3 = np.uint64(30), np.uint64(27), np.uint64(31)
 
@@ -95,6 +92,7 @@ def tensor_digest(
         indices: Flat indices of the values, int64 [n], from 0, each element once. None if the
             values are dense, at `start`, `start` + 1, ...
         start: Flat index of the first of dense values.
+        threads: How many threads share the work, at most.
 
     Raises:
         TypeError: `values` or `indices` has another dtype.
@@ -113,50 +111,6 @@ def change_digest(
     return _array_digest(name, indices, new, old, start, threads=1)
 
 
-def tensor_digest_torch(
-    name: str, tensor: torch.Tensor, indices: torch.Tensor | None = None, start: int = 0
-) -> Digest:
-    """Return the same as `tensor_digest`, in torch operators on the tensor's device.
-
-    Temporaries stay below 64 MiB, and the host waits for the device once. For host memory
-    `tensor_digest` is faster, and does not use torch's OpenMP pool.
-
-    Args:
-        tensor: In the checkpoint dtype; [n] with indices, otherwise of any shape and strides, with
-            its elements numbered in row-major order.
-        indices: int64 [n] on the same device, or None.
-
-    Raises:
-        TypeError, ValueError: See `tensor_digest`; or `tensor` has no checkpoint dtype.
-    """
-    if tensor.dtype not in NAME_OF_TORCH:
-        raise TypeError(f"no checkpoint dtype: {tensor.dtype}")
-    shape = tensor.shape if indices is not None else (tensor.numel(),)
-    seeds = _checked_seeds(name, shape, indices, start)
-    mask = _signed((1 << 8 * tensor.itemsize) - 1)  # torch extends the sign of what it widens
-    device, end = tensor.device, 0
-    sums = torch.zeros(2, dtype=torch.int64, device=device)
-    for block in _blocks(tensor.detach().view(torch_bits_dtype(tensor.dtype))):
-        first, end = end, end + block.numel()
-        values = block.to(torch.int64) & mask
-        index = torch.arange(first, end, device=device) if indices is None else indices[first:end]
-        for lane, seed in enumerate(seeds):
-            place = _mix_torch(index + _signed(seed))
-            sums[lane] += _mix_torch(place.bitwise_xor_(values)).sum()
-    return Digest(*sums.tolist())
-
-
-def _checked_seeds(name: str, shape: Sequence[int], indices: Any, start: int) -> tuple[int, int]:
-    if indices is not None and indices.dtype is not torch.int64 and indices.dtype != np.int64:
-        raise TypeError(f"indices are int64, not {indices.dtype}")
-    if len(shape) != 1 or (indices is not None and indices.shape != shape):
-        raise ValueError("values and indices are 1-d, and of one length")
-    if start < 0 or (start and indices is not None):
-        raise ValueError("start is not negative, and only for dense values")
-    lane0, lane1 = _seeds(name)
-    return lane0 + start, lane1 + start
-
-
 @functools.lru_cache(1 << 16)
 def _seeds(name: str) -> tuple[int, int]:
     raw = name.encode()
@@ -170,7 +124,12 @@ def _array_digest(
         raise TypeError(f"bit patterns are unsigned ints of the machine, not {values.dtype}")
     if old is not None and (old.dtype, old.shape) != (values.dtype, values.shape):
         raise ValueError("old and new values are not of one dtype and shape")
-    seeds = _checked_seeds(name, values.shape, indices, start)
+    if indices is not None and indices.dtype != np.int64:
+        raise TypeError(f"indices are int64, not {indices.dtype}")
+    if values.ndim != 1 or (indices is not None and indices.shape != values.shape):
+        raise ValueError("values and indices are 1-d, and of one length")
+    if start < 0 or (start and indices is not None):
+        raise ValueError("start is not negative, and only for dense values")
     kernel = _kernel(values.dtype.itemsize, indices is not None, old is not None)
     size = _NUMPY_CHUNK if kernel is _numpy_sums else _NUMBA_CHUNK
     threads = max(1, min(threads, -(-values.size // size)))
@@ -182,8 +141,8 @@ def _array_digest(
                 None if found is None else np.ascontiguousarray(found[first : first + size])
                 for found in (indices, values, old)
             )
-            skipped = first if indices is None else 0
-            seed0, seed1 = (np.uint64((seed + skipped) % _MODULUS) for seed in seeds)
+            skipped = start + first if indices is None else 0
+            seed0, seed1 = (np.uint64((seed + skipped) % _MODULUS) for seed in _seeds(name))
             sums = kernel(seed0, seed1, places, bits, old_bits)
             lane0, lane1 = lane0 + sums[0], lane1 + sums[1]
         return Digest(lane0, lane1)
@@ -238,24 +197,3 @@ def _kernel(width: int, sparse: bool, change: bool) -> Callable[..., tuple[int, 
     none, word = types.none, types.uint64
     arguments = word, word, places if sparse else none, bits, bits if change else none
     return compile_loop(_numba_sums, types.UniTuple(word, 2)(*arguments))
-
-
-def _signed(x: int) -> int:
-    return (x + _MODULUS // 2) % _MODULUS - _MODULUS // 2
-
-
-def _mix_torch(x: torch.Tensor) -> torch.Tensor:
-    """Do `_mix` in place on int64, whose multiplication wraps and whose shift extends the sign."""
-    for shift, factor in ((_SHIFT1, _MUL1), (_SHIFT2, _MUL2), (_SHIFT3, 1)):
-        x ^= (x >> int(shift)).bitwise_and_((1 << 64 - int(shift)) - 1)
-        x *= _signed(int(factor))
-    return x
-
-
-def _blocks(bits: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the elements in row-major order, 1-d, at most `_TORCH_CHUNK` at a time."""
-    if bits.is_contiguous() or bits.numel() <= _TORCH_CHUNK:
-        yield from torch.split(bits.reshape(-1), _TORCH_CHUNK)
-    else:
-        for rows in torch.split(bits, max(1, _TORCH_CHUNK // bits[0].numel())):
-            yield from _blocks(rows[0] if len(rows) == 1 else rows)

@@ -129,15 +129,12 @@ class PartBegun(Reply, frozen=True, kw_only=True):
     """How a part was admitted, see `engine_ext.receiver.sync_state.SyncState.admit`."""
 
     admission: Admission
-    version: int  # of the live weights
-    complete: bool  # whether all parts of the staged sync are staged
 
 
 class PartProgress(Reply, frozen=True, kw_only=True):
-    """Whether a part is staged on this rank, and its number of elements if it is."""
+    """Whether a part is staged on this rank."""
 
     done: bool
-    nnz: int | None = None
 
 
 class PartSettled(Reply, frozen=True, kw_only=True):
@@ -241,15 +238,15 @@ class BeginPart(Operation[PartBegun], frozen=True, kw_only=True, tag="begin"):
 
 
 class PollPart(Operation[PartProgress], frozen=True, kw_only=True, tag="poll"):
-    """Ask whether the part of this number is staged."""
+    """Ask whether a part is staged."""
 
-    part: int
+    part: PartId
 
 
 class SettlePart(Operation[PartSettled], frozen=True, kw_only=True, tag="settle"):
     """Keep a part that every rank has staged, or forget one that some rank refused."""
 
-    part: int
+    part: PartId
     staged: bool
 
 

@@ -195,8 +195,11 @@ def encode_part(
     Args:
         deltas: One dtype for all; may be empty. Differences with ``gap8_ulp``, and with it only.
         encoding: One of `positions.ENCODINGS`. ``deltas_zstd`` gives the wrapped frame.
-        current_version: The version that the sync leads to. This and what follows is metadata, see
-            `engine_ext.wire`; it is left out if None.
+        current_version, base_version: Where the sync leads to, and where it starts. These and what
+            follows are metadata, left out if None; see ``docs/wire-format.md``.
+        sync_id: Equal in all parts of one sync, and in no other sync.
+        part, num_parts: This part's number, from 0, and the number of parts of the sync.
+        full: Whether the sync's params are dense and together cover the model.
         digest_part: Of the new values minus that of the old ones, 32 hex digits.
         digest_before, digest_after: Of all covered tensors at the base and the target version.
 

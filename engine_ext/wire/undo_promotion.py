@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from engine_ext.dtypes import TORCH_DTYPE, bits_dtype, itemsize, torch_bits_dtype
 from engine_ext.errors import MalformedPart
-from engine_ext.wire.checksum import as_tensor
+from engine_ext.kernels import typed
 
 # wide dtype -> the narrower ones all of whose values it holds
 _BYTES: Final = frozenset({"int8", "uint8", "bool"})
@@ -55,7 +55,7 @@ def narrow_values(values: NDArray[Any], wide: str, dtype: str, tensor: str) -> N
         exact = not (values & np.uint32(0xFFFF)).any()
         narrow = (values >> np.uint32(16)).astype(bits_dtype(dtype))
     else:
-        narrow, exact = _round_trip(as_tensor(values, wide), dtype)
+        narrow, exact = _round_trip(typed(values, TORCH_DTYPE[wide]), dtype)
     if not exact:
         raise MalformedPart(
             f"a {wide} value is not exactly one of the param's {dtype}", tensor=tensor

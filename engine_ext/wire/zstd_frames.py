@@ -98,12 +98,11 @@ def decompress_planes(
 class FrameReader:
     """Unwraps a stream that may be one zstd frame; sans-I/O.
 
-    A stream that starts with the zstd magic is decompressed, and `compressed` is True from then on;
-    any other passes through unchanged. `max_bytes` limits the unwrapped length.
+    A stream that starts with the zstd magic is decompressed, any other passes through unchanged.
+    `max_bytes` limits the unwrapped length.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self.compressed = False
         self._max_bytes = max_bytes
         self._produced = 0
         self._head = bytearray()  # the magic, then the frame header, until it is complete
@@ -148,7 +147,6 @@ class FrameReader:
             return head
         if len(head) < len(ZSTD_MAGIC):
             return b""
-        self.compressed = True
         try:
             parameters = zstandard.get_frame_parameters(head[:_MAX_FRAME_HEADER])
         except zstandard.ZstdError as error:

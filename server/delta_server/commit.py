@@ -26,6 +26,7 @@ from engine_ext.errors import CommitFailed, DeltaError, EngineUncertain, Publish
 from engine_ext.wire import Digest
 from engine_ext.wire.operations import (
     AcquireLease,
+    CommittedSync,
     DropSync,
     GetState,
     GetStatus,
@@ -98,7 +99,7 @@ class EngineCommitter:
         """Carry out one operation while generation is paused.
 
         Returns:
-            The first rank's reply with the digest of the whole model, and milliseconds paused.
+            The first rank's reply with the facts of all ranks, and milliseconds paused.
 
         Raises:
             CommitFailed: some rank failed half-way, or did not answer. The engine stays paused.
@@ -125,6 +126,16 @@ class EngineCommitter:
             self.uncertain = False
             await self._publish(str(written.version), lease)
             return written, (time.perf_counter() - start) * 1e3
+
+    async def halt(self, options: Options) -> None:
+        """Pause generation for good, because a rank's weights have become uncertain."""
+        self.uncertain = True
+        try:
+            async with self._lease(pauses=True) as lease:
+                if not lease.was_paused:
+                    await self._engine.pause(options.pause_mode, flush_cache=options.flush_cache)
+        except Exception:
+            logger.exception("generation could not be paused; its requests answer 503")
 
     async def publish(self) -> str:
         """Repeat what follows a commit, for a sender that did not get its first answer.
@@ -250,8 +261,10 @@ class EngineCommitter:
             )
         if refusals:
             raise refusals[0]
-        digest = total_digest(reply.digest for reply in replies)
-        return msgspec.structs.replace(replies[0], digest=digest)
+        facts: dict[str, Any] = {"digest": total_digest(reply.digest for reply in replies)}
+        if isinstance(replies[0], CommittedSync):  # each rank keeps old values as it has room
+            facts["rollback"] = all(r.rollback for r in replies if isinstance(r, CommittedSync))
+        return msgspec.structs.replace(replies[0], **facts)
 
 
 async def call(engine: Engine, request: Operation[ReplyT]) -> list[ReplyT]:

@@ -29,7 +29,7 @@ from delta_server.request_record import RequestRecord
 from delta_server.spool import Spool, Spooled
 from delta_server.staging import Staging
 from delta_server.upload_limits import MinimumRate, UploadSlots
-from engine_ext.errors import CommitFailed, Conflict, DeltaError, MalformedPart
+from engine_ext.errors import CommitFailed, Conflict, DeltaError, EngineUncertain, MalformedPart
 from engine_ext.settings import Settings
 from engine_ext.wire import Digest, Limits, PartId
 from engine_ext.wire.operations import (
@@ -85,6 +85,7 @@ class DeltaService:
             "ranks": len(replies),
             **msgspec.to_builtins(replies[0]),
             "engine_state": "uncertain" if self.committer.uncertain else "certain",
+            "can_roll_back": all(reply.can_roll_back for reply in replies),
             "certification": [reply.certification for reply in replies],
             "uncertified": {k: v for reply in replies for k, v in reply.uncertified.items()},
             "weight_version": await self._engine.get_weight_version(),
@@ -260,6 +261,10 @@ class DeltaService:
                 record.phase = "commit"
                 committed = await self._commit(last, options, record)
                 return record.answer("committed", msgspec.structs.asdict(committed))
+        except CommitFailed as error:
+            if record.phase == "stage" and not isinstance(error, EngineUncertain):
+                await self.committer.halt(options)  # a commit has paused the engine itself
+            raise
         except Conflict:
             # Another HTTP process may have received the same parts and committed them meanwhile.
             # Not certain for a full sync: another one may have led to its version.

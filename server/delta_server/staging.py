@@ -64,21 +64,21 @@ class Staging:
             return "already_applied", False
         # A part that is "staged" is polled too: the request that sent it may have died.
         try:
-            await self._wait_until_staged(part.part)
+            await self._wait_until_staged(part)
         except NotUpdatable:
             await self.drop(part)
             raise
         except DeltaError:
-            await call(self._engine, SettlePart(part=part.part, staged=False))
+            await call(self._engine, SettlePart(part=part, staged=False))
             raise
         try:
-            settled = await call(self._engine, SettlePart(part=part.part, staged=True))
+            settled = await call(self._engine, SettlePart(part=part, staged=True))
         except DeltaError:
             await self.drop(part)
             raise
         return "new" if "new" in admissions else "staged", settled[0].complete
 
-    async def _wait_until_staged(self, part: int) -> None:
+    async def _wait_until_staged(self, part: PartId) -> None:
         start = time.perf_counter()
         while not all(reply.done for reply in await call(self._engine, PollPart(part=part))):
             wait = (time.perf_counter() - start) * _POLL_SHARE

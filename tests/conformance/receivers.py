@@ -71,10 +71,11 @@ class Project:
         return {row["name"] for row in rows} - held
 
     def _stage(self, part: PartId, path: Path) -> None:
-        self._call("begin", part=msgspec.to_builtins(part), path=str(path), now=0.0)
-        while not all(answer["done"] for answer in self._call("poll", part=part.part)):
+        sent = msgspec.to_builtins(part)
+        self._call("begin", part=sent, path=str(path), now=0.0)
+        while not all(answer["done"] for answer in self._call("poll", part=sent)):
             time.sleep(0.0005)
-        self._call("settle", part=part.part, staged=True)
+        self._call("settle", part=sent, staged=True)
 
     def _call(self, operation: str, **arguments: Any) -> list[dict[str, Any]]:
         """Every rank's answer.

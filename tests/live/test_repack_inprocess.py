@@ -70,7 +70,7 @@ def main(model: str, out: str, *options: str) -> None:
 
     from engine_ext.adapters.vllm import worker as adapter
     from engine_ext.adapters.vllm.postload import repack_learner
-    from engine_ext.model.state_guard import hash_tensor
+    from engine_ext.model.fingerprint import hash_tensor
     from engine_ext.model.storage_index import StorageIndex
     from engine_ext.placement.certify import certify_placement
     from engine_ext.placement.segments import TensorSpec

@@ -118,8 +118,8 @@ def _state(llm: Any, worker: Any) -> dict[str, Any]:
     """Every bit of the model and what it generates; and where its parameters lie."""
     from vllm import SamplingParams
 
+    from engine_ext.model.fingerprint import hash_tensor
     from engine_ext.model.module_walk import reachable_tensors
-    from engine_ext.model.state_guard import hash_tensor
 
     model = worker.model_runner.get_model()
     llm.reset_prefix_cache()
@@ -156,10 +156,11 @@ def _apply(worker: Any, version: int, path: str) -> None:
         part=0,
         num_parts=1,
     )
-    _ok(worker, "begin", part=msgspec.to_builtins(part_id), path=path, now=0.0)
-    while not _ok(worker, "poll", part=0)["done"]:
+    sent = msgspec.to_builtins(part_id)
+    _ok(worker, "begin", part=sent, path=path, now=0.0)
+    while not _ok(worker, "poll", part=sent)["done"]:
         pass
-    _ok(worker, "settle", part=0, staged=True)
+    _ok(worker, "settle", part=sent, staged=True)
     _ok(worker, "commit", version=version, sync_id=part.manifest.sync_id)
 
 

@@ -207,7 +207,9 @@ class Shard:
         return StagedPart(part.manifest, [StagedParam(delta) for delta in part.deltas])
 
     def check_sync(self, staged: Sequence[StagedPart], *, full: bool) -> None:
-        missing = sorted(SHAPES.keys() - set().union(*(part.names for part in staged)))
+        missing = sorted(
+            SHAPES.keys() - {param.delta.name for part in staged for param in part.params}
+        )
         if full and missing:
             raise NotUpdatable(f"missing: {missing}", tensors=missing)
 

@@ -485,15 +485,18 @@ class Engine:
     def begin(self, part: PartId, path: Path) -> list[dict[str, Any]]:
         return self.call("begin", part=msgspec.to_builtins(part), path=str(path), now=self.now)
 
-    def poll(self, number: int) -> list[dict[str, Any]]:
+    def poll(self, part: PartId) -> list[dict[str, Any]]:
         """The answers once no rank is still staging."""
         give_up = time.monotonic() + 5
         while True:
-            answers = self.call("poll", part=number)
+            answers = self.call("poll", part=msgspec.to_builtins(part))
             if all("error" in a or a["ok"]["done"] for a in answers):
                 return answers
             assert time.monotonic() < give_up, "staging does not end"
             time.sleep(0.001)
+
+    def settle(self, part: PartId, *, staged: bool) -> list[dict[str, Any]]:
+        return self.call("settle", part=msgspec.to_builtins(part), staged=staged)
 
     def stage(self, part: PartId, body: bytes) -> list[dict[str, Any]]:
         """Begin, poll and settle as the HTTP side does; the first answers with an error, or the
@@ -501,9 +504,9 @@ class Engine:
         answers = self.begin(part, self.spool(body))
         if any("error" in a for a in answers) or answers[0]["ok"]["admission"] != "new":
             return answers
-        answers = self.poll(part.part)
+        answers = self.poll(part)
         staged = not any("error" in a for a in answers)
-        settled = self.call("settle", part=part.part, staged=staged)
+        settled = self.settle(part, staged=staged)
         return settled if staged else answers
 
     def commit(self, part: PartId) -> list[dict[str, Any]]:

@@ -94,8 +94,8 @@ def _leave(file: Path, text: str) -> None:
 
 
 def _hashes(model: Any) -> dict[str, str]:
+    from engine_ext.model.fingerprint import hash_tensor
     from engine_ext.model.module_walk import reachable_tensors
-    from engine_ext.model.state_guard import hash_tensor
 
     return {
         f"{path}.{attribute}": hash_tensor(tensor)
@@ -110,13 +110,14 @@ def _memory(receiver: Any) -> dict[str, Any]:
     from engine_ext.model.module_walk import reachable_tensors
 
     gc.collect()
+    staging = receiver._staging
     maps = Path("/proc/self/maps").read_text()
     return {
         "pid": os.getpid(),
         "mapped": maps.count("delta-updates-spool-"),
         "threads": len(os.listdir("/proc/self/task")),
         "undo": sum(log.nbytes for log in receiver._undo),
-        "staged": receiver._staging.pending,
+        "staged": len(staging._parts) + sum(not future.done() for future in staging._running),
         "addresses": {
             f"{path}.{attribute}": tensor.data_ptr()
             for path, _, attribute, tensor in reachable_tensors(receiver._applier._model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +208,34 @@ def test_what_the_reload_makes_of_it_is_compared(tmp_path: Path) -> None:
     with torch.no_grad():
         assert "ok" in unloaded.send_full(base)
     assert unloaded.engine.status()[0]["engine_state"] == "certain"
+
+
+def test_a_dry_run_that_changes_the_model_is_no_refusal(tmp_path: Path) -> None:
+    base = base_checkpoint(PlainCopy)
+    unloaded = Unloaded(PlainCopy, tmp_path)
+    original = unloaded.model.load_weights
+    memory_of = unloaded.model.weight.data.view(torch.int16).numpy()
+
+    def write_unseen(weights: Any) -> None:
+        memory_of[0, 0] ^= 1
+        original(weights)
+
+    applier = unloaded.engine.receivers[0]._applier
+    applier._trace = functools.partial(applier._trace.func, loaded_with(applier, write_unseen))
+    answer = unloaded.send_full(base)
+    assert kind(answer) == "CommitFailed"
+    assert "weight" in answer["error"]["message"]
+    assert unloaded.engine.status()[0]["engine_state"] == "uncertain"
+    applier._trace = functools.partial(applier._trace.func, loaded_with(applier, original))
+    assert "ok" in unloaded.send_full(base)
+    assert memory(unloaded.model) == memory(load(PlainCopy, base))
+
+
+def loaded_with(applier: Any, load_weights: Any) -> LoadedModel:
+    """What the applier traces, with another loader."""
+    [loaded] = applier._trace.args
+    changed: LoadedModel = dataclasses.replace(loaded, load_weights=load_weights)
+    return changed
 
 
 def test_an_engine_that_repacks_does_not_start_without_a_checkpoint() -> None:

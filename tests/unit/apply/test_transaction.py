@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from engine_ext.errors import NotUpdatable
+from engine_ext.model import TracingError
 from engine_ext.receiver.receiver import Receiver
 from engine_ext.wire import ParamDelta
 from engine_ext.wire.digest import Digest, tensor_digest
@@ -87,14 +89,16 @@ def lose_sync(receiver: Receiver) -> None:
 
 
 def lose_part(receiver: Receiver) -> None:
-    receiver.handle("settle", {"part": 1, "staged": False})
+    last = part_id(body(name="b", part=1, num_parts=2))
+    receiver.handle("settle", {"part": msgspec.to_builtins(last), "staged": False})
 
 
 def hold_another(receiver: Receiver) -> None:
     receiver.handle("drop", {})
     other = part_id(body(), part=0, num_parts=2, sync_id="other", identity="another")
-    receiver.handle("begin", {"part": msgspec.to_builtins(other), "path": "/nowhere", "now": 0.0})
-    receiver.handle("settle", {"part": 0, "staged": True})
+    arguments = {"part": msgspec.to_builtins(other)}
+    receiver.handle("begin", {**arguments, "path": "/nowhere", "now": 0.0})
+    receiver.handle("settle", {**arguments, "staged": True})
 
 
 @pytest.mark.parametrize("lose", [lose_sync, lose_part, hold_another])
@@ -208,6 +212,74 @@ def test_a_vote_that_fails(
     assert len(applier.committed) == written
     [status] = engine.status()
     assert (status["version"], status["engine_state"] == "uncertain") == (0, state == "uncertain")
+
+
+@pytest.mark.parametrize("at", ["settle", "commit"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_check_that_changes_the_model_makes_all_uncertain(
+    ranks: Ranks, rank: int, at: str
+) -> None:
+    """Though another rank merely refuses the sync, and nothing was written."""
+    whole = body(2, full=True)
+    data = body()
+    if at == "commit":
+        errors_of(ranks.engine.stage(part_id(data), data), none=True)
+    ranks.appliers[rank].fail["check_sync"] = TracingError("tensors moved")
+    ranks.appliers[1].fail["check_sync"] = NotUpdatable("no", tensor="w")
+    one = part_id(data)
+    answers = ranks.engine.commit(one) if at == "commit" else ranks.engine.stage(one, data)
+    for error in errors_of(answers):
+        assert (error["type"], error["engine_state"]) == ("CommitFailed", "uncertain")
+        assert f"rank {rank}: tensors moved" in error["message"]
+    assert ranks.written == [0, 0, 0]
+    assert ranks.states() == {(0, "uncertain")}
+    assert [s["staged"] for s in ranks.engine.status()] == [None] * 3
+    for applier in ranks.appliers:
+        applier.fail.clear()
+    assert {e["type"] for e in errors_of(ranks.engine.stage(one, data))} == {"EngineUncertain"}
+    errors_of(ranks.engine.apply(part_id(whole), whole), none=True)
+    assert ranks.states() == {(2, "certain")}
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("step", ["finish", "_keep_undo", "digest"])
+def test_a_sync_that_is_written_but_not_recorded_is_not_called_unchanged(
+    ranks: Ranks, rank: int, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("none left")
+
+    receiver, applier = ranks.engine.receivers[rank], ranks.appliers[rank]
+    data = body()
+    errors_of(ranks.engine.stage(part_id(data), data), none=True)
+    if step == "digest":
+        broken = SimpleNamespace(hex=fail)
+        monkeypatch.setattr(applier, step, broken)
+    else:
+        monkeypatch.setattr(applier if step == "finish" else receiver, step, fail)
+    answers = ranks.engine.commit(part_id(data))
+    monkeypatch.undo()
+    error = answers[rank]["error"]
+    assert (error["type"], error["engine_state"]) == ("CommitFailed", "uncertain")
+    assert "none left" in error["message"]
+    status = receiver.handle("status", {})
+    assert status["ok"]["engine_state"] == "uncertain"
+    assert (status["ok"]["version"], status["ok"]["can_roll_back"]) == (0, False)
+    full = body(2, full=True)
+    errors_of(ranks.engine.apply(part_id(full), full), none=True)
+    assert ranks.states() == {(2, "certain")}
+
+
+def test_a_check_that_changes_the_model_and_a_vote_that_fails(tmp_path: Path) -> None:
+    applier = RecordingApplier()
+    engine = Engine([applier], tmp_path)
+    data = body()
+    engine.stage(part_id(data), data)
+    applier.fail["check_sync"] = TracingError("tensors moved")
+    engine.receivers[0]._transaction._ranks = BrokenVote(1)
+    [error] = errors_of(engine.commit(part_id(data)))
+    assert (error["type"], error["engine_state"]) == ("CommitFailed", "uncertain")
+    assert engine.status()[0]["engine_state"] == "uncertain"
 
 
 # --- with real weights ---

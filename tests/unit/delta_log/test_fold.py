@@ -77,6 +77,24 @@ def folded(log: Path, base: int) -> Path:
     return fold_versions(log, route(list_log(log).entries, base), base)
 
 
+def test_what_is_folded_keeps_no_part_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[ParamDelta] = []
+    encode = delta_log_fold.encode_part
+
+    def recorded(deltas: list[ParamDelta], **metadata: Any) -> bytes:
+        sent.extend(deltas)
+        return encode(deltas, **metadata)
+
+    write(tmp_path, 1, [sparse("a", {1: 5}), sparse("c", {7: 1})])
+    write(tmp_path, 2, [sparse("a", {2: 6})])
+    monkeypatch.setattr(delta_log_fold, "encode_part", recorded)
+    folded(tmp_path, 0)
+    assert {delta.name for delta in sent} == {"a", "c"}
+    assert [delta.positions for delta in sent] == [None, None]
+
+
 changes = st.dictionaries(
     st.sampled_from(sorted(SIZES)),
     st.none() | st.dictionaries(st.integers(0, 4), st.integers(0, 65535), max_size=5),

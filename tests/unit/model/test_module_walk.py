@@ -46,8 +46,67 @@ def test_a_long_cycle_without_tensors_is_walked_once() -> None:
     for number, node in enumerate(nodes):
         node.next = nodes[(number + 1) % 4]
     tensorless: dict[int, int] = {}
-    walk(nodes[0], "kept", set(), tensorless)
+    walk(nodes[0], "kept", {}, tensorless)
     assert {id(node) for node in nodes} <= tensorless.keys()
+
+
+def nested(value: Any, levels: int) -> Any:
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def tensors_in(**values: Any) -> set[int]:
+    """The tensors found on one module with these attributes."""
+    model = nn.Module()
+    for name, value in values.items():
+        setattr(model, name, value)
+    return found_on(model, "")
+
+
+@pytest.mark.parametrize("levels", range(7))
+def test_an_object_that_is_reached_again_with_more_levels_left(levels: int) -> None:
+    """What was cut off the first time is found, also below an object without tensors so far."""
+    deep, near = torch.zeros(3), torch.zeros(3)
+    for shared, found in (
+        ({"k": {"t": deep}}, {id(deep)}),
+        ({"near": near, "k": {"t": deep}}, {id(near), id(deep)}),
+    ):
+        assert tensors_in(x=nested(shared, levels), y=shared) == found
+        assert tensors_in(x=[nested(shared, levels), shared]) == found
+
+
+def test_an_object_of_a_cycle_that_is_reached_again_with_more_levels_left() -> None:
+    tensor = torch.zeros(3)
+    root: dict[str, Any] = {}
+    member = {"up": root, "deep": nested(tensor, 3)}
+    root |= {"late": nested(member, 2), "early": member}
+    assert tensors_in(x=root) == {id(tensor)}
+
+
+def test_an_object_is_walked_no_more_often_than_there_are_levels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though every object leads to all others."""
+    nodes = [SimpleNamespace() for _ in range(30)]
+    for node in nodes:
+        node.others = nodes
+    calls = Calls(monkeypatch)
+    assert tensors_in(x=nested(nodes, 3), y=nested(nodes, 1), z=nodes) == set()
+    assert calls.number < 200
+
+
+class Calls:
+    """How many objects have been entered."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.number = 0
+        self._parts = module_walk._parts
+        monkeypatch.setattr(module_walk, "_parts", self)
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.number += 1
+        return self._parts(*arguments)
 
 
 def test_a_configuration_that_all_modules_share_is_walked_once(
@@ -61,14 +120,6 @@ def test_a_configuration_that_all_modules_share_is_walked_once(
         child = nn.Module()
         child.config = config
         model.add_module(f"m{number}", child)
-    calls = 0
-    parts = module_walk._parts
-
-    def counted(*arguments: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return parts(*arguments)
-
-    monkeypatch.setattr(module_walk, "_parts", counted)
+    calls = Calls(monkeypatch)
     assert list(reachable_tensors(model)) == []
-    assert calls < 500  # 20 whole walks take more than 2,000
+    assert calls.number < 500  # 20 whole walks take more than 2,000

@@ -101,7 +101,7 @@ def test_a_repeat_writes_nothing(ranks: Ranks) -> None:
     one = part_id(data)
     ranks.engine.apply(one, data)
     for answer in ranks.engine.stage(one, data):
-        assert answer["ok"] == {"admission": "already_applied", "version": 1, "complete": False}
+        assert answer["ok"] == {"admission": "already_applied"}
     assert ranks.written == [1, 1, 1]
     seen = ranks.engine.call("unseen", version=1, identities=[one.identity, "other"])
     assert seen == [{"ok": {"unseen": ["other"]}}] * 3
@@ -136,10 +136,11 @@ def test_staging_runs_beside_the_engine(tmp_path: Path) -> None:
     data = body()
     one = part_id(data)
     [answer] = ranks.engine.begin(one, ranks.engine.spool(data))
-    assert answer["ok"] == {"admission": "new", "version": 0, "complete": False}
-    assert ranks.engine.call("poll", part=0) == [{"ok": {"done": False, "nnz": None}}]
+    assert answer["ok"] == {"admission": "new"}
+    asked = ranks.engine.call("poll", part=msgspec.to_builtins(one))
+    assert asked == [{"ok": {"done": False}}]
     go_on.set()
-    assert ranks.engine.poll(0) == [{"ok": {"done": True, "nnz": 6}}]
+    assert ranks.engine.poll(one) == [{"ok": {"done": True}}]
 
 
 def test_a_staged_part_does_not_need_its_spool_file_any_more(ranks: Ranks) -> None:
@@ -147,9 +148,9 @@ def test_a_staged_part_does_not_need_its_spool_file_any_more(ranks: Ranks) -> No
     one = part_id(data)
     path = ranks.engine.spool(data)
     ranks.engine.begin(one, path)
-    ranks.engine.poll(0)
+    ranks.engine.poll(one)
     path.unlink()
-    ranks.engine.call("settle", part=0, staged=True)
+    ranks.engine.settle(one, staged=True)
     errors_of(ranks.engine.commit(one), none=True)
 
 
@@ -158,7 +159,7 @@ def test_a_dropped_sync_is_forgotten(ranks: Ranks) -> None:
     one = part_id(data)
     ranks.engine.stage(one, data)
     errors_of(ranks.engine.call("drop"), none=True)
-    assert [e["type"] for e in errors_of(ranks.engine.call("poll", part=0))] == ["Conflict"] * 3
+    assert [e["type"] for e in errors_of(ranks.engine.poll(one))] == ["Conflict"] * 3
     assert [e["type"] for e in errors_of(ranks.engine.commit(one))] == ["Conflict"] * 3
     ranks.engine.apply(one, data)
 
@@ -169,9 +170,54 @@ def test_a_stale_sync_loses_what_it_staged(ranks: Ranks) -> None:
     new = body(part=0, num_parts=2, sync_id="new")
     ranks.engine.now = 60.0
     ranks.engine.stage(part_id(new), new)
-    assert [e["type"] for e in errors_of(ranks.engine.call("poll", part=1))] == ["Conflict"] * 3
+    assert [e["type"] for e in errors_of(ranks.engine.poll(part_id(old)))] == ["Conflict"] * 3
     assert [e["type"] for e in errors_of(ranks.engine.commit(part_id(old)))] == ["Conflict"] * 3
     assert ranks.written == [0, 0, 0]
+
+
+def replace_weights(ranks: Ranks) -> None:
+    for receiver in ranks.engine.receivers:
+        receiver.weights_replaced("the engine's own update")
+
+
+def release_weights(ranks: Ranks) -> None:
+    for receiver in ranks.engine.receivers:
+        receiver.weights_released()
+
+
+def begin_another(ranks: Ranks) -> None:
+    """A sync whose part of the same number is staged; that of ours is stale."""
+    ranks.engine.now += 60
+    other = body(value=3, part=0, num_parts=2, sync_id="other")
+    errors_of(ranks.engine.stage(part_id(other), other), none=True)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+@pytest.mark.parametrize("drop", [replace_weights, release_weights, begin_another])
+def test_a_part_that_was_dropped_is_not_settled(
+    ranks: Ranks, drop: Callable[[Ranks], None], num_parts: int
+) -> None:
+    """Between a poll and the next operation; what is staged since then stays."""
+    data = body(part=0, num_parts=num_parts, sync_id="ours")
+    one = part_id(data)
+    errors_of(ranks.engine.begin(one, ranks.engine.spool(data)), none=True)
+    errors_of(ranks.engine.poll(one), none=True)
+    drop(ranks)
+    before = [status["staged"] for status in ranks.engine.status()]
+    for answers in (ranks.engine.poll(one), ranks.engine.settle(one, staged=True)):
+        assert [e["type"] for e in errors_of(answers)] == ["Conflict"] * 3
+    errors_of(ranks.engine.settle(one, staged=False), none=True)
+    assert [status["staged"] for status in ranks.engine.status()] == before
+
+
+def test_a_stale_sync_leaves_no_part_even_if_the_next_is_refused(ranks: Ranks) -> None:
+    old = body(part=0, num_parts=2, sync_id="old")
+    ranks.engine.stage(part_id(old), old)
+    ranks.engine.now = 60.0
+    refused = body(5, base_version=4, sync_id="new")
+    answers = ranks.engine.begin(part_id(refused), ranks.engine.spool(refused))
+    assert [e["type"] for e in errors_of(answers)] == ["VersionConflict"] * 3
+    assert [r._staging.get(0) for r in ranks.engine.receivers] == [None] * 3
 
 
 # --- handle never raises ---
@@ -290,11 +336,9 @@ def test_a_spool_file_that_changed_is_refused(
     path = ranks.engine.spool(data)
     change(path, data)
     errors_of(ranks.engine.begin(one, path), none=True)
-    for error in errors_of(ranks.engine.poll(0)):
+    for error in errors_of(ranks.engine.poll(one)):
         assert error["engine_state"] == "unchanged"
-    assert [a["ok"] for a in ranks.engine.call("settle", part=0, staged=False)] == [
-        {"complete": False}
-    ] * 3
+    assert [a["ok"] for a in ranks.engine.settle(one, staged=False)] == [{"complete": False}] * 3
     assert [e["type"] for e in errors_of(ranks.engine.commit(one))] == ["Conflict"] * 3
     assert ranks.written == [0, 0, 0]
     ranks.engine.apply(one, data)
@@ -307,15 +351,15 @@ def test_a_spool_file_that_changes_between_two_ranks_is_refused(ranks: Ranks) ->
     arguments = {"part": msgspec.to_builtins(one), "path": str(path), "now": 0.0}
     first, *others = ranks.engine.receivers
     assert "ok" in first.handle("begin", arguments)
-    while not first.handle("poll", {"part": 0})["ok"]["done"]:
+    while not first.handle("poll", {"part": arguments["part"]})["ok"]["done"]:
         pass
     exchange(path.with_suffix(".other"), data)
     path.with_suffix(".other").rename(path)
     for other in others:
         assert "ok" in other.handle("begin", arguments)
-    answers = ranks.engine.poll(0)
+    answers = ranks.engine.poll(one)
     assert ["error" in answer for answer in answers] == [False, True, True]
-    ranks.engine.call("settle", part=0, staged=False)
+    ranks.engine.settle(one, staged=False)
     errors_of(ranks.engine.commit(one))
     assert ranks.written == [0, 0, 0]
 

@@ -43,7 +43,7 @@ def commit(state: SyncState, *parts: PartId, uncertain: bool = False, now: float
         state.settle(one.part, staged=True)
     assert state.sync is not None
     assert state.sync.complete
-    state.commit(uncertain=uncertain)
+    state.fail() if uncertain else state.commit()
 
 
 def refused(state: SyncState, one: PartId, error: type[DeltaError], now: float = 0.0) -> DeltaError:
@@ -71,7 +71,7 @@ def test_a_sync_of_one_part(state: SyncState) -> None:
     state.settle(0, staged=True)
     assert state.sync.complete
     assert state.version == 5  # staging is not committing
-    state.commit(uncertain=False)
+    state.commit()
     assert (state.version, state.sync) == (6, None)
 
 
@@ -604,7 +604,7 @@ class SyncMachine(RuleBasedStateMachine):
     def commit(self, fails: bool) -> None:
         assert self.staged is not None
         one, identities = self.staged.first, set(self.staged.identities.values())
-        self.state.commit(uncertain=fails)
+        self.state.fail() if fails else self.state.commit()
         self.staged, self.uncertain = None, fails
         if fails:
             self.committed = set()

@@ -184,5 +184,7 @@ def test_a_model_with_a_hook_of_its_own_is_not_learned_completely() -> None:
     owner = engine()
     with RepackLearner(owner, "process", walk) as learner:
         owner.process(Model(Layer(Method(transpose))), "cpu")
+        owner.process(nn.Sequential(Layer(Method(double))), "cpu")  # a draft model
+    assert not learner.refusals
     assert learner.repacks.keys() == {"0.weight"}
     assert not learner.complete

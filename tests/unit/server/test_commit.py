@@ -14,6 +14,7 @@ from delta_server import commit as commits_module
 from delta_server.commit import EngineCommitter, serialize_with_commits
 from delta_server.service import DeltaService
 from engine_ext.errors import Conflict
+from engine_ext.model import TracingError
 from engine_ext.wire.operations import Operation
 from tests.support.in_process_engine import (
     COMPLETIONS,
@@ -226,6 +227,27 @@ def test_two_processes_do_not_pause_the_engine_at_once(rig: Rig, other: Process)
     assert rig.engine.events == one + two
     assert not rig.engine.paused
     assert same(rig.engine.weights, after(NEXT, OTHER_STEP))
+
+
+def test_a_check_that_changes_the_weights_stops_generation(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the sync was only being staged, and the engine was not paused for it."""
+
+    def damaging(*_: object, **__: object) -> None:
+        raise TracingError("tensors moved")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.engine.shards[1], "check_sync", damaging)
+        assert_error(rig.send(delta_part()), 500, "CommitFailed", "uncertain")
+    assert rig.engine.paused
+    assert rig.engine.writes == [0, 0]
+    generated = rig.run(rig.request("POST", COMPLETIONS))
+    assert_error(generated, 503, "EngineUncertain", "uncertain")
+    assert_error(rig.send(delta_part()), 503, "EngineUncertain", "uncertain")
+    rig.assert_committed(rig.send(full_part(RESYNCED, 8)), RESYNCED, 8)
+    assert not rig.engine.paused
+    assert rig.run(rig.request("POST", COMPLETIONS)).status_code == 200
 
 
 @pytest.mark.parametrize("moment", ["poll", "acquire_lease"])

@@ -767,6 +767,13 @@ def test_status(rig: Rig) -> None:
     assert {**status, "last_sync": None} == expected | moved
 
 
+def test_one_rank_without_its_old_values_keeps_all_from_rolling_back(rig: Rig) -> None:
+    rig.engine.receivers[1]._undo_bytes = -1
+    assert rig.send(delta_part()).json()["rollback"] is False
+    assert rig.status()["can_roll_back"] is False
+    assert_error(rig.post("/delta_rollback"), 409, "Conflict")
+
+
 def test_status_of_ranks_that_differ_is_uncertain(rig: Rig) -> None:
     rig.engine.receivers[1]._sync_state.version = 9
     assert rig.status()["engine_state"] == "uncertain"

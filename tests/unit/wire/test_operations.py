@@ -48,10 +48,10 @@ EXAMPLES: list[tuple[ops.Operation[Any], ops.Reply]] = [
     (ops.FindUnseen(version=1, identities=["a", "b"]), ops.Unseen(unseen=["b"])),
     (
         ops.BeginPart(part=PART, path="/spool/part", now=1.5),
-        ops.PartBegun(admission="new", version=1, complete=False),
+        ops.PartBegun(admission="new"),
     ),
-    (ops.PollPart(part=1), ops.PartProgress(done=True, nnz=3)),
-    (ops.SettlePart(part=1, staged=True), ops.PartSettled(complete=True)),
+    (ops.PollPart(part=PART), ops.PartProgress(done=True)),
+    (ops.SettlePart(part=PART, staged=True), ops.PartSettled(complete=True)),
     (ops.DropSync(version=1, sync_id="s"), ops.Reply()),
     (ops.CommitSync(version=2, sync_id=None), COMMITTED),
     (ops.RollBack(), ops.RolledBack(version=1, rolled_back=2, commit_ms=0.5, digest="00")),
