@@ -21,7 +21,6 @@ VOCAB_SIZE: Final = 384
 EOS_TOKEN: Final = "<|endoftext|>"
 PAD_TOKEN: Final = "<|pad|>"
 _JITTER: Final = 0.1
-_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _CORPUS: Final = (
     "the quick brown fox jumps over the lazy dog and runs back into the forest at night",
@@ -199,40 +198,12 @@ def save_checkpoint(base_dir: Path, target_dir: Path, tensors: Mapping[str, torc
     return target_dir
 
 
-def perturb(directory: Path, target: Path, *, density: float, seed: int) -> Path:
-    """Write a copy of a checkpoint in which a fraction of every tensor's elements differ.
-
-    Args:
-        directory: The checkpoint to start from; it is only read.
-        target: The folder to write.
-        density: Changed elements / numel, 0 to 1; at least one per tensor unless it is 0. A change
-            flips the lowest bit.
-        seed: Of the choice of elements.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    tensors = load_tensors(directory)
-    for name in sorted(tensors):
-        tensors[name] = _perturbed(tensors[name], density, generator)
-    return save_checkpoint(directory, target, tensors)
-
-
 def _jitter_constants(model: torch.nn.Module) -> None:
     """Add noise to tensors that are initialised to constants or ramps, such as norms and biases."""
     with torch.no_grad():
         for tensor in model.state_dict().values():
             if tensor.is_floating_point() and (tensor.dim() < 2 or bool(tensor.std() == 0)):
                 tensor.add_(_JITTER * torch.randn_like(tensor))
-
-
-def _perturbed(tensor: torch.Tensor, density: float, generator: torch.Generator) -> torch.Tensor:
-    """Return a copy of `tensor` with ``round(density * numel)`` elements changed."""
-    result = tensor.clone()
-    count = round(density * tensor.numel())
-    if density > 0:
-        count = min(max(count, 1), tensor.numel())
-    indices = torch.randperm(tensor.numel(), generator=generator)[:count]
-    result.view(-1).view(_BITS[tensor.dtype.itemsize])[indices] ^= 1
-    return result
 
 
 def _signature(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from delta_sender import DeltaSender
+from engine_ext.dtypes import torch_bits_dtype
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineError, EngineProcess
 from tests.live.conftest import fingerprint
@@ -26,7 +28,7 @@ def test_dummy_weights_take_a_full_sync_and_then_deltas(
     tmp_path: Path,
 ) -> None:
     base = checkpoint("qwen3")
-    target = tiny_models.perturb(base, tmp_path / "target", density=0.05, seed=3)
+    target = _perturbed(base, tmp_path / "target")
     engine = start(kind, base, tp=tp, extra_args=DUMMY)
     status = engine.delta_status()
     assert (status["apply"], status["awaits"], status["version"]) == ("reload", "full sync", 0)
@@ -48,7 +50,7 @@ def test_dummy_weights_with_absorbed_projections(
     """The reload gives every weight, and what is made of them, the same places again."""
     dense = {"first_k_dense_replace": 2}  # experts would be repacked
     base = tiny_models.build("deepseek_v3", tmp_path / "base", **dense)
-    target = tiny_models.perturb(base, tmp_path / "target", density=0.05, seed=3)
+    target = _perturbed(base, tmp_path / "target")
     engine = start("vllm", base, extra_args=DUMMY)
     with DeltaSender(engine.url, tiny_models.load_tensors(base).items()) as sender:
         assert sender.sync(tiny_models.load_tensors(base).items()).full
@@ -69,3 +71,15 @@ def _compare_with_a_fresh_one(engine: EngineProcess, fresh: EngineProcess) -> No
     assert fingerprint(engine) == fingerprint(fresh)
     engine.stop()
     fresh.stop()
+
+
+def _perturbed(base: Path, target: Path) -> Path:
+    """Write a copy of a checkpoint; 5 % of every tensor's elements, at least one, differ."""
+    generator = torch.Generator().manual_seed(3)
+    loaded = sorted(tiny_models.load_tensors(base).items())
+    tensors = {name: tensor.clone() for name, tensor in loaded}
+    for tensor in tensors.values():
+        count = max(1, round(0.05 * tensor.numel()))
+        indices = torch.randperm(tensor.numel(), generator=generator)[:count]
+        tensor.view(-1).view(torch_bits_dtype(tensor.dtype))[indices] ^= 1
+    return tiny_models.save_checkpoint(base, target, tensors)
