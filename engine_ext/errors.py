@@ -39,6 +39,7 @@ from typing import Any, ClassVar, Literal
 logger = logging.getLogger(__name__)
 
 EngineState = Literal["unchanged", "uncertain", "committed"]
+BY_NAME: dict[str, type[DeltaError]] = {}  # every class of the tree but its root
 
 
 class DeltaError(Exception):
@@ -57,6 +58,9 @@ class DeltaError(Exception):
         super().__init__(message)
         self.message = message
         self.operands = operands
+
+    def __init_subclass__(cls) -> None:
+        BY_NAME[cls.__name__] = cls
 
     def to_wire(self) -> dict[str, Any]:
         """Return the JSON object under ``error`` in an answer."""
@@ -179,24 +183,14 @@ class EngineUncertain(CommitFailed):
     status = 503
 
 
-_BY_NAME: dict[str, type[DeltaError]] = {}
 _BY_STATE: dict[str, type[DeltaError]] = {"uncertain": CommitFailed, "committed": PublishFailed}
-
-
-def _register(cls: type[DeltaError]) -> None:
-    _BY_NAME[cls.__name__] = cls
-    for child in cls.__subclasses__():
-        _register(child)
-
-
-_register(DeltaError)
 
 
 def from_wire(error: dict[str, Any]) -> DeltaError:
     """Return the error that `DeltaError.to_wire` has encoded, in a rank's or an HTTP answer."""
     operands = {k: v for k, v in error.items() if k not in ("type", "message", "engine_state")}
     unknown = _BY_STATE.get(str(error.get("engine_state")), DeltaError)
-    return _BY_NAME.get(str(error.get("type")), unknown)(str(error.get("message")), **operands)
+    return BY_NAME.get(str(error.get("type")), unknown)(str(error.get("message")), **operands)
 
 
 def as_delta_error(error: Exception, *, log: bool = True) -> DeltaError:

@@ -14,8 +14,8 @@ import msgspec
 
 import engine_ext
 from delta_server.request_options import PAUSE_MODES, DiskRequest
-from engine_ext.errors import DeltaError
-from scripts.doc_tables.reference import error_classes, routes, summary
+from engine_ext.errors import BY_NAME, DeltaError
+from scripts.doc_tables.reference import routes, summary
 
 _INTEGER: Final = {"type": ["integer", "null"]}
 _STRING: Final = {"type": ["string", "null"]}
@@ -124,7 +124,7 @@ def _responses(updates: bool) -> dict[str, Any]:
         return {"200": done, "default": _response("Refused", refusal)}
     responses = {"200": _response("Done", {"$ref": "#/components/schemas/Answer"})}
     by_status: dict[int, list[type[DeltaError]]] = defaultdict(list)
-    for cls in error_classes():
+    for cls in BY_NAME.values():
         by_status[cls.status].append(cls)
     for status, classes in sorted(by_status.items()):
         text = "; ".join(f"{cls.__name__}: {summary(cls)}" for cls in classes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from fastapi import FastAPI
@@ -15,7 +15,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from delta_server import metrics
 from delta_server.routes import attach
 from engine_ext import settings
-from engine_ext.errors import DeltaError
+from engine_ext.errors import BY_NAME
 
 _DEFAULT = re.compile(r" \((?:default: )(?P<default>[^()]*(?:\([^()]*\))?[^()]*)\)")
 _SURVIVED: Final = {
@@ -76,19 +76,12 @@ def _options(parser: argparse.ArgumentParser) -> str:
 
 def errors() -> str:
     """Return every error of the tree, by HTTP status."""
-    classes = sorted(error_classes(), key=lambda cls: (cls.status, cls.__name__))
+    classes = sorted(BY_NAME.values(), key=lambda cls: (cls.status, cls.__name__))
     rows = (
         [str(cls.status), f"`{cls.__name__}`", f"`{cls.engine_state}`", summary(cls)]
         for cls in classes
     )
     return table(["status", "`type`", "`engine_state`", "meaning"], rows)
-
-
-def error_classes(root: type[DeltaError] = DeltaError) -> Iterator[type[DeltaError]]:
-    """Yield every subclass of `root`."""
-    for child in root.__subclasses__():
-        yield child
-        yield from error_classes(child)
 
 
 def metric_table() -> str:
