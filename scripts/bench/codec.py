@@ -39,7 +39,7 @@ import json
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,6 @@ from engine_ext.kernels import gather_scatter
 from engine_ext.wire import ENCODINGS, FrameReader, ParamDelta, Part, decode_part, encode_part
 from scripts import command_line
 from scripts.bench.memory_read import fastest, read_time
-from scripts.bench.sizes import Size
 from scripts.bench.synthetic_weights import (
     DENSITIES,
     DTYPES,
@@ -73,6 +72,36 @@ from scripts.bench.synthetic_weights import (
 
 LEARNING_RATES = (3e-7, 1e-6, 3e-6)
 TIMED_AT = 0.02
+
+
+@dataclass(frozen=True)
+class Size:
+    """Size and speed of one encoding at one density.
+
+    Attributes:
+        encoding: its name.
+        density: changed elements / elements.
+        nbytes: bytes of the whole part per changed element.
+        floor: the least possible bytes per changed element.
+        encode_ms, decode_ms: milliseconds of encoding and decoding the part.
+        scatter_ms: milliseconds of writing the decoded elements into weights, without checks.
+        read_ms: milliseconds of reading both copies of all weights once; NaN if the weights are
+            too few to time it.
+    """
+
+    encoding: str
+    density: float
+    nbytes: float
+    floor: float
+    encode_ms: float
+    decode_ms: float
+    scatter_ms: float
+    read_ms: float
+
+    @property
+    def apply_ratio(self) -> float:
+        """Return the time of decoding and scattering over that of scattering."""
+        return (self.decode_ms + self.scatter_ms) / self.scatter_ms
 
 
 def plain_torch(old: torch.Tensor, new: torch.Tensor) -> bytes:

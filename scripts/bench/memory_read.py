@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import timeit
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,12 +16,7 @@ _CHUNK = 1 << 18  # words that a thread reads at a time
 
 def fastest(call: Callable[[], object], repeats: int) -> float:
     """Return the seconds of the fastest of some calls."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return min(times)
+    return min(timeit.repeat(call, repeat=repeats, number=1))
 
 
 def _read(first: Any, second: Any) -> Any:

@@ -11,7 +11,7 @@ from matplotlib import ticker
 from matplotlib.figure import Figure
 
 if TYPE_CHECKING:
-    from scripts.bench.sizes import Size
+    from scripts.bench.codec import Size
 
 _COLOURS = {
     "indices": "#8c8c8c",
