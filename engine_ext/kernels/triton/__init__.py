@@ -9,6 +9,7 @@ access to one. So `self_test` tries each on a device before it is used there.
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -20,6 +21,11 @@ logger = logging.getLogger(__name__)
 def runs_kernels(device: torch.device) -> bool:
     """Return whether the Triton kernels are used on this device; the first call tests them."""
     return device.type == "cuda" and _pass_self_test(device)
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a device current: Triton launches there, whatever device the tensors are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @made_once

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from engine_ext.kernels.triton.launch import current
+from engine_ext.kernels.triton import current
 
 BLOCK: Final = 1024  # symbols of a program
 _SIGNED: Final = {1: np.uint8, 2: np.int16, 4: np.int32}  # the integers that torch works with

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine_ext.kernels.triton.launch import current
+from engine_ext.kernels.triton import current
 
 BLOCK: Final = 1024  # elements of a program
 
