@@ -22,7 +22,6 @@ from engine_ext.wire import (
     Verifier,
     decode_part,
     encode_part,
-    position_bytes,
     sign,
     signing_key,
 )
@@ -196,8 +195,7 @@ def _groups(deltas: Iterable[ParamDelta], encoding: str) -> Iterator[list[ParamD
     groups: dict[str, list[ParamDelta]] = {}
     sizes: dict[str, int] = {}
     for delta in deltas:
-        size = delta.values.nbytes
-        size += 0 if delta.indices is None else position_bytes(encoding, delta.indices)
+        size = delta.payload_bytes(encoding)
         group = groups.setdefault(delta.dtype, [])
         if group and sizes[delta.dtype] + size > BUCKET_BYTES:
             yield group

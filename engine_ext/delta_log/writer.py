@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import xxhash
@@ -22,13 +22,10 @@ from engine_ext.delta_log.catalog import (
 from engine_ext.durable_files import FileLock, sync_folder, write_file
 from engine_ext.wire import SIGNATURE_SUFFIX, FrameReader, Limits, Manifest, PartGate
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 _HEADER_CHUNK = 1 << 16
 
 
-class LogWriter:
+class LogWriter(AbstractContextManager["LogWriter"]):
     """The only writer of a log, until it is closed; a context manager. Creates the folder.
 
     Raises:
@@ -41,9 +38,6 @@ class LogWriter:
         folder.mkdir(parents=True, exist_ok=True)
         conflict = f"another sender writes into the log {folder}"
         self._lock = FileLock(folder, os.O_RDONLY | os.O_DIRECTORY, conflict)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

@@ -23,20 +23,20 @@ from engine_ext.wire.container import (
 from engine_ext.wire.digest import Digest, change_digest, tensor_digest
 from engine_ext.wire.gap_streams import byte_stream, join_streams
 from engine_ext.wire.identity import PartId, part_identity
-from engine_ext.wire.limits import Limits
 from engine_ext.wire.manifest import (
     DIFFERENCES,
     ENCODINGS,
     MAX_VERSION,
     PACKED_ENCODINGS,
+    Limits,
     Manifest,
     ParamEntry,
     manifest_checksum,
+    optional_version,
     parse_manifest,
-    parse_version,
 )
 from engine_ext.wire.part import ParamDelta, Part, decode_part, encode_part
-from engine_ext.wire.positions import Positions, decode_positions, encode_positions, position_bytes
+from engine_ext.wire.positions import Positions, decode_positions, encode_positions
 from engine_ext.wire.signature import (
     HMAC_KEY_ENVIRONMENT,
     SIGNATURE_HEADER,
@@ -78,11 +78,10 @@ __all__ = [
     "encode_positions",
     "join_streams",
     "manifest_checksum",
+    "optional_version",
     "parse_header",
     "parse_manifest",
-    "parse_version",
     "part_identity",
-    "position_bytes",
     "read_container",
     "sign",
     "signing_key",

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from engine_ext.dtypes import NAME_OF_CODE, SAFETENSORS_CODE, itemsize
 from engine_ext.errors import MalformedPart, TooLarge
-from engine_ext.wire.limits import Limits
-from engine_ext.wire.manifest import PACKED_ENCODINGS, Manifest, parse_manifest
+from engine_ext.wire.manifest import PACKED_ENCODINGS, Limits, Manifest, parse_manifest
 from engine_ext.wire.zstd_frames import ZSTD_MAGIC
 
 if TYPE_CHECKING:

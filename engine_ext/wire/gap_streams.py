@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from engine_ext.errors import MalformedPart, NotUpdatable
 from engine_ext.kernels import array, compile_loop, made_once
-from engine_ext.wire.limits import Limits
-from engine_ext.wire.manifest import ParamEntry, skip_symbol
+from engine_ext.wire.manifest import Limits, ParamEntry, skip_symbol
 from engine_ext.wire.zstd_frames import compress_planes, decompress_planes
 
 _SYMBOLS: Final[dict[int, np.dtype[Any]]] = {1: np.dtype(np.uint8), 2: np.dtype("<u2")}

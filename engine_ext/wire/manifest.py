@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Final
 
 import msgspec
@@ -16,7 +17,6 @@ import xxhash
 
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.errors import ChecksumMismatch, MalformedPart, TooLarge
-from engine_ext.wire.limits import Limits
 
 # encoding -> legal `pos_width` of a sparse param; a dense one has 0 in all of them
 POSITION_WIDTHS: Final[dict[str, tuple[int, ...]]] = {
@@ -40,6 +40,19 @@ _DIGEST: Final = re.compile(r"[0-9a-f]{32}")
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Upper bounds on what a part may declare; checked before such memory is allocated."""
+
+    max_header_bytes: int = 64 << 20  # length of the safetensors header JSON
+    max_params: int = 1 << 20
+    max_part_bytes: int = 4 << 30  # length of the decompressed container, header and data
+    max_numel: int = 1 << 40  # elements of one tensor, in checkpoint coordinates
+    max_name_bytes: int = 4096  # UTF-8 length of a tensor's name, and of ``sync_id``
+    max_ndim: int = 16
+    max_parts: int = 1 << 16  # of one sync
 
 
 class ParamEntry(msgspec.Struct, frozen=True):
@@ -152,8 +165,8 @@ def parse_manifest(metadata: dict[str, str], limits: Limits) -> Manifest:
         params=params,
         checksum=_required(metadata, "checksum"),
         manifest_checksum=declared,
-        current_version=_optional_version(metadata, "current_version"),
-        base_version=_optional_version(metadata, "base_version"),
+        current_version=optional_version(metadata, "current_version"),
+        base_version=optional_version(metadata, "base_version"),
         part=part,
         num_parts=num_parts,
         sync_id=_parse_sync_id(metadata.get("sync_id"), limits),
@@ -197,7 +210,8 @@ def _required(metadata: dict[str, str], key: str) -> str:
     return metadata[key]
 
 
-def _optional_version(metadata: dict[str, str], key: str) -> int | None:
+def optional_version(metadata: Mapping[str, str], key: str) -> int | None:
+    """Return the version under a key, see `parse_version`; None if there is no such key."""
     text = metadata.get(key)
     return None if text is None else parse_version(text, key)
 
@@ -219,8 +233,8 @@ def _parse_sync_id(text: str | None, limits: Limits) -> str | None:
 
 
 def _parse_part(metadata: dict[str, str], limits: Limits) -> tuple[int | None, int | None]:
-    part = _optional_version(metadata, "part")
-    num_parts = _optional_version(metadata, "num_parts")
+    part = optional_version(metadata, "part")
+    num_parts = optional_version(metadata, "num_parts")
     if num_parts == 0:
         raise MalformedPart("num_parts is 0; a sync has at least one part")
     if max((part or 0) + 1, num_parts or 1) > limits.max_parts:

@@ -18,16 +18,16 @@ from engine_ext.wire.checksum import verify_checksum, xxh3_checksum
 from engine_ext.wire.container import Header, read_container, write_container
 from engine_ext.wire.exponent_planes import decode_planes, encode_planes
 from engine_ext.wire.gap_streams import pack_streams, unpack_streams
-from engine_ext.wire.limits import Limits
 from engine_ext.wire.manifest import (
     DIFFERENCES,
     PACKED_ENCODINGS,
+    Limits,
     Manifest,
     ParamEntry,
     manifest_checksum,
     parse_manifest,
 )
-from engine_ext.wire.positions import Positions, decode_positions, encode_positions
+from engine_ext.wire.positions import Positions, decode_positions, encode_positions, position_bytes
 from engine_ext.wire.ulp_differences import decode_differences, encode_differences
 from engine_ext.wire.undo_promotion import narrow_values
 from engine_ext.wire.zstd_frames import compress_frame
@@ -75,6 +75,11 @@ class ParamDelta:
     def nnz(self) -> int:
         """Elements that the part sends."""
         return self.values.size
+
+    def payload_bytes(self, encoding: str) -> int:
+        """Return the bytes of its positions and values, before compression."""
+        sent = 0 if self.indices is None else position_bytes(encoding, self.indices)
+        return sent + self.values.nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from engine_ext.errors import MalformedPart
-from engine_ext.wire import Manifest, PartId, parse_version
+from engine_ext.wire import Manifest, PartId, optional_version
 
 PAUSE_MODES = ("keep", "wait", "abort")
 
@@ -66,16 +66,11 @@ def parse_query(query: Mapping[str, str]) -> Options:
         known = ", ".join(PAUSE_MODES)
         raise MalformedPart(f"pause_mode must be one of {known}, not {pause_mode!r}")
     return Options(
-        weight_version=_version(query, "weight_version"),
-        base_version=_version(query, "base_version"),
+        weight_version=optional_version(query, "weight_version"),
+        base_version=optional_version(query, "base_version"),
         pause_mode=pause_mode,
         flush_cache=flush == "true",
     )
-
-
-def _version(query: Mapping[str, str], key: str) -> int | None:
-    text = query.get(key)
-    return None if text is None else parse_version(text, key)
 
 
 def parse_disk_request(body: bytes) -> DiskRequest:

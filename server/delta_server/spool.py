@@ -128,7 +128,7 @@ class Spool:
         return _Writer(Path(name), os.fdopen(descriptor, "wb", buffering=0), self._limits)
 
 
-class _Unverified:
+class _Unverified(contextlib.AbstractContextManager["_Unverified"]):
     """Keeps a part in an unnamed file, which `parse` reads once the signature is verified."""
 
     def __init__(
@@ -136,9 +136,6 @@ class _Unverified:
     ) -> None:
         self._file, self._verifier, self._limit, self._parse = file, verifier, limit, parse
         self._bytes = 0
-
-    def __enter__(self) -> _Unverified:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self._file.close()
@@ -154,7 +151,7 @@ class _Unverified:
         return self._parse(self._file)
 
 
-class _Writer:
+class _Writer(contextlib.AbstractContextManager["_Writer"]):
     """Writes one part; leaving the context removes the part unless it was finished."""
 
     def __init__(self, path: Path, file: BinaryIO, limits: Limits) -> None:
@@ -162,9 +159,6 @@ class _Writer:
         self._frame, self._gate = FrameReader(self._limit), PartGate(limits)
         self._wire_bytes = 0
         self._finished = False
-
-    def __enter__(self) -> _Writer:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self._file.close()

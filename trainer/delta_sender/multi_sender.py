@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import Condition
 from typing import TYPE_CHECKING
@@ -25,13 +26,13 @@ from delta_sender.sync_round import SyncRound
 from delta_sender.warm_up import warm_up
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
+    from typing_extensions import Unpack
 
 logger = logging.getLogger(__name__)
 
 
 @takes_options(MultiOptions)
-class MultiSender:
+class MultiSender(AbstractContextManager["MultiSender"]):
     """Keep the weights of several engines equal to a trainer's. Not thread-safe.
 
     The tensors are read and compared once, while parts with earlier ones are encoded and posted.
@@ -139,9 +140,6 @@ class MultiSender:
         session = Session(destination, self._snapshot, self._options, version, **kind)
         session.state.needs_full = needs_full
         return session
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

@@ -15,7 +15,6 @@ from delta_sender.bandwidth import LinkSpeed
 from delta_sender.destination import Part
 from delta_sender.diff_host import Change
 from delta_sender.encoding_policy import EncodingChoice, ParamStats, escaped_share
-from delta_sender.snapshot import payload_bytes
 from delta_sender.sync_round import Attempt, SyncRound
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.wire import DIFFERENCES, Digest, ParamDelta, change_digest, encode_part
@@ -156,7 +155,7 @@ class PartBuilder:
         open_buckets: dict[tuple[str, str], _Bucket] = {}
         for param in self._params():
             encoding, dtype = param.choice.encoding, param.delta.dtype
-            size = payload_bytes(encoding, param.delta)
+            size = param.delta.payload_bytes(encoding)
             bucket = open_buckets.setdefault((encoding, dtype), _Bucket(encoding))
             if bucket.params and bucket.nbytes + size > self._bucket_bytes:
                 yield bucket, False

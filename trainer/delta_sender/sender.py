@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from delta_sender.multi_sender import MultiSender
@@ -10,11 +11,11 @@ from delta_sender.results import PartialSyncError, SyncReport
 from delta_sender.snapshot import NamedTensors
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
+    from typing_extensions import Unpack
 
 
 @takes_options(Options)
-class DeltaSender:
+class DeltaSender(AbstractContextManager["DeltaSender"]):
     """Keep an engine's weights equal to a trainer's. Not thread-safe.
 
     Tensors are given as (name, tensor) in checkpoint coordinates: unsharded, with the names,
@@ -68,9 +69,6 @@ class DeltaSender:
     def __init__(self, url: str, base: NamedTensors, **options: Unpack[Options]) -> None:
         self._url = url
         self._sender = MultiSender([url], base, **with_defaults(options, Options))
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

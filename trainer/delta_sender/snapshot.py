@@ -21,7 +21,7 @@ from delta_sender.diff_host import Change, Difference, begin_compare, compare
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
 from engine_ext.kernels import gather_scatter
 from engine_ext.kernels.triton import runs_kernels
-from engine_ext.wire import PACKED_ENCODINGS, Digest, ParamDelta, position_bytes, tensor_digest
+from engine_ext.wire import PACKED_ENCODINGS, Digest, ParamDelta, tensor_digest
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Changes = dict[str, Change]  # by name in the snapshot
@@ -214,7 +214,7 @@ class Snapshot:
         if not found.indices.size:
             return None
         sparse = replace(old, indices=found.indices, values=found.new)
-        if payload_bytes(self._encoding, sparse) < old.values.nbytes:
+        if sparse.payload_bytes(self._encoding) < old.values.nbytes:
             indices, was, new, stream = found.indices, found.old, found.new, found.stream
         else:
             indices, was, new, stream = None, old.values, old.values.copy(), None
@@ -231,13 +231,6 @@ class MappedSnapshot(Snapshot):
 
     def _keep(self, dense: ParamDelta) -> ParamDelta:
         return dense
-
-
-def payload_bytes(encoding: str, delta: ParamDelta) -> int:
-    """Return the bytes of a param's positions and values, before compression."""
-    if delta.indices is None:
-        return delta.values.nbytes
-    return position_bytes(encoding, delta.indices) + delta.values.nbytes
 
 
 def _with_ties(tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor, str | None]]:

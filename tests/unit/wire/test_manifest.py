@@ -6,13 +6,8 @@ from typing import Any
 import pytest
 
 from engine_ext.errors import ChecksumMismatch, DeltaError, MalformedPart, TooLarge
-from engine_ext.wire import (
-    Limits,
-    encode_part,
-    manifest_checksum,
-    parse_manifest,
-    parse_version,
-)
+from engine_ext.wire import Limits, encode_part, manifest_checksum, parse_manifest
+from engine_ext.wire.manifest import parse_version
 from tests.support.independent_encoder import (
     BF16_PARAMS,
     good_metadata,
