@@ -26,6 +26,7 @@ from engine_ext.wire import (
     signing_key,
 )
 
+_ENCODING = "deltas_zstd"  # of a folded part; it sends values
 BUCKET_BYTES = 256 << 20  # of a folded part, before compression
 
 
@@ -73,7 +74,6 @@ def fold_versions(
     entries: Sequence[Entry],
     base_version: int,
     *,
-    encoding: str = "deltas_zstd",
     progress: Callable[[Sequence[Entry]], Iterable[Entry]] = iter,
 ) -> Path:
     """Write one delta with the effect of several versions in sequence, and return its folder.
@@ -85,7 +85,6 @@ def fold_versions(
         log: the log's folder, which the result is added to.
         entries: the versions, see `engine_ext.delta_log.catalog.route`; from `base_version`.
         base_version: the version that the result starts from.
-        encoding: of the result; one that sends values.
         progress: iterates over the versions, and may display the progress.
 
     Raises:
@@ -110,7 +109,7 @@ def fold_versions(
                 raise CannotFold(f"{sent}, and the values they are added to are not in the log")
             merged[delta.name] = _merged(merged.get(delta.name), delta)
     target, full, sync_id = entries[-1].version, entries[0].full, uuid.uuid4().hex
-    groups = list(_groups(merged.values(), encoding))
+    groups = list(_groups(merged.values()))
     key = signing_key()
     draft = Draft(log, folder_name(target, base_version))
     try:
@@ -119,7 +118,7 @@ def fold_versions(
             # prove as much once the last part is staged.
             body = encode_part(
                 group,
-                encoding=encoding,
+                encoding=_ENCODING,
                 current_version=target,
                 base_version=None if full else base_version,
                 sync_id=sync_id,
@@ -190,12 +189,12 @@ def _merged(old: ParamDelta | None, new: ParamDelta) -> ParamDelta:
     return replace(new, indices=indices[order], values=values[order], positions=None)
 
 
-def _groups(deltas: Iterable[ParamDelta], encoding: str) -> Iterator[list[ParamDelta]]:
+def _groups(deltas: Iterable[ParamDelta]) -> Iterator[list[ParamDelta]]:
     """Yield the deltas of each part: of one dtype and about `BUCKET_BYTES`; at least one part."""
     groups: dict[str, list[ParamDelta]] = {}
     sizes: dict[str, int] = {}
     for delta in deltas:
-        size = delta.payload_bytes(encoding)
+        size = delta.payload_bytes(_ENCODING)
         group = groups.setdefault(delta.dtype, [])
         if group and sizes[delta.dtype] + size > BUCKET_BYTES:
             yield group

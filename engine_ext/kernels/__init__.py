@@ -7,7 +7,7 @@ Imports: `engine_ext.dtypes`, `engine_ext.errors`. numba and Triton are optional
 """
 
 from engine_ext.kernels.gather_scatter import Bits, Offsets, bits_of, host_bits, typed, warm_up
-from engine_ext.kernels.jit import array, compile_loop, made_once
+from engine_ext.kernels.jit import array, compile_loop, made_once, made_with_numba
 from engine_ext.kernels.simd import (
     LINE,
     differing_mask,
@@ -27,6 +27,7 @@ __all__ = [
     "differing_mask",
     "host_bits",
     "made_once",
+    "made_with_numba",
     "popcount",
     "prefetch_to_read",
     "register_intrinsics",

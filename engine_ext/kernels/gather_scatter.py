@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine_ext.dtypes import torch_bits_dtype
-from engine_ext.kernels.jit import array, compile_loop, made_once
+from engine_ext.kernels.jit import array, compile_loop, made_with_numba
 from engine_ext.kernels.simd import prefetch_to_write, register_intrinsics
 from engine_ext.kernels.triton import runs_kernels
 
@@ -65,13 +65,9 @@ def _differs(live: Any, offsets: Any, shift: Any, bits: Any) -> Any:
     return found
 
 
-@made_once
-def _loops(width: int, index: int) -> _Loops | None:
+@made_with_numba
+def _loops(types: Any, width: int, index: int) -> _Loops:
     """Compile the loops for elements and offsets of so many bytes; None without numba."""
-    try:
-        from numba import types
-    except ImportError:
-        return None
     register_intrinsics()
     bits, offsets = array(types, f"uint{8 * width}"), array(types, f"int{8 * index}")
     live = array(types, f"uint{8 * width}", readonly=False)

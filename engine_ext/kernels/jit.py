@@ -32,6 +32,21 @@ def made_once(make: Callable[..., _Made]) -> Callable[..., _Made]:
     return get
 
 
+def made_with_numba(make: Callable[..., _Made]) -> Callable[..., _Made | None]:
+    """Cache ``make(numba.types, ...)`` as `made_once` does; the result is None without numba."""
+
+    @made_once
+    @functools.wraps(make)
+    def get(*key: Any) -> _Made | None:
+        try:
+            from numba import types
+        except ImportError:
+            return None
+        return make(types, *key)
+
+    return get
+
+
 def array(types: Any, dtype: str, *, readonly: bool = True) -> Any:
     """Return the numba type of a contiguous 1-D array; a read-only one may be unaligned."""
     return types.Array(getattr(types, dtype), 1, "C", readonly=readonly, aligned=not readonly)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from engine_ext.dtypes import bits_dtype, itemsize
 from engine_ext.errors import MalformedPart
-from engine_ext.kernels import array, compile_loop, made_once
+from engine_ext.kernels import array, compile_loop, made_with_numba
 from engine_ext.wire.manifest import ParamEntry
 from engine_ext.wire.zstd_frames import compress_planes, decompress_planes
 
@@ -106,13 +106,9 @@ class _Loops(NamedTuple):
     join: Callable[[Any, Any, Any], None]
 
 
-@made_once
-def _loops() -> _Loops | None:
+@made_with_numba
+def _loops(types: Any) -> _Loops:
     """Compile the loops for patterns of two bytes; None without numba."""
-    try:
-        from numba import types
-    except ImportError:
-        return None
     bits, planes = array(types, "uint16"), array(types, "uint8")
     written, out = (array(types, kind, readonly=False) for kind in ("uint8", "uint16"))
     return _Loops(

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_ext.errors import MalformedPart, NotUpdatable
-from engine_ext.kernels import array, compile_loop, made_once
+from engine_ext.kernels import array, compile_loop, made_with_numba
 from engine_ext.wire.manifest import Limits, ParamEntry, skip_symbol
 from engine_ext.wire.zstd_frames import compress_planes, decompress_planes
 
@@ -281,24 +281,16 @@ def _match_loop(stream: Any, indices: Any) -> Any:
     return count == indices.size
 
 
-@made_once
-def _match(width: int) -> Callable[[Any, Any], bool] | None:
+@made_with_numba
+def _match(types: Any, width: int) -> Callable[[Any, Any], bool]:
     """Compile the loop for indices of `width` bytes; None without numba."""
-    try:
-        from numba import types
-    except ImportError:
-        return None
     indices = array(types, f"int{8 * width}")
     return compile_loop(_match_loop, types.boolean(array(types, "uint8"), indices))
 
 
-@made_once
-def _loops(width: int) -> _Loops | None:
+@made_with_numba
+def _loops(types: Any, width: int) -> _Loops:
     """Compile the loops for symbols of `width` bytes; None without numba."""
-    try:
-        from numba import types
-    except ImportError:
-        return None
     word, unsigned, symbol = types.int64, types.uint64, f"uint{8 * width}"
     indices, out = array(types, "int64"), array(types, "int64", readonly=False)
     symbols, written = array(types, symbol), array(types, symbol, readonly=False)

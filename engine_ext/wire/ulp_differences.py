@@ -26,7 +26,7 @@ from engine_ext.errors import MalformedPart
 from engine_ext.kernels import (
     array,
     compile_loop,
-    made_once,
+    made_with_numba,
     popcount,
     register_intrinsics,
     trailing_zeros,
@@ -189,14 +189,11 @@ class _Loops(NamedTuple):
     join: Callable[[Any, Any], None]
 
 
-@made_once
-def _loops(width: int) -> _Loops | None:
+@made_with_numba
+def _loops(types: Any, width: int) -> _Loops:
     """Compile the loops for differences of `width` bytes; None without numba."""
-    try:
-        from numba import types
-        from numba.extending import register_jitable
-    except ImportError:
-        return None
+    from numba.extending import register_jitable
+
     register_intrinsics()
     register_jitable(_escaped)
     words = array(types, "uint64")

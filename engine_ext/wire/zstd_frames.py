@@ -35,9 +35,9 @@ _SEARCH: Final = zstandard.ZstdCompressionParameters.from_level(1)
 _NO_SEARCH: Final = zstandard.ZstdCompressionParameters.from_level(1, hash_log=6)
 
 
-def compress_frame(data: Buffer, level: int = 1) -> bytes:
+def compress_frame(data: Buffer) -> bytes:
     """Wrap `data` in one zstd frame that declares its content size."""
-    return zstandard.ZstdCompressor(level=level, write_content_size=True).compress(memoryview(data))
+    return zstandard.ZstdCompressor(level=1, write_content_size=True).compress(memoryview(data))
 
 
 def compress_planes(*planes: NDArray[np.uint8], search: bool) -> NDArray[np.uint8]:

@@ -160,7 +160,8 @@ async def _apply_body(
     options = parse_query(request.query_params)
     key = signing_key()
     verifier = None if key is None else Verifier(key, request.headers.get(SIGNATURE_HEADER))
-    record.expected = _content_length(request)
+    length = request.headers.get("content-length", "")
+    record.expected = int(length) if length.isascii() and length.isdigit() else None
     spooled = await service.spool.receive(
         record.count_received(request.stream()), record.expected, service.minimum_rate, verifier
     )
@@ -201,11 +202,6 @@ def _service(request: Request) -> DeltaService:
         service.reporter.report_denied(error)
         raise
     return service
-
-
-def _content_length(request: Request) -> int | None:
-    text = request.headers.get("content-length", "")
-    return int(text) if text.isascii() and text.isdigit() else None
 
 
 async def _json_body(request: Request, service: DeltaService) -> bytes:

@@ -23,7 +23,7 @@ from engine_ext.kernels import (
     array,
     compile_loop,
     differing_mask,
-    made_once,
+    made_with_numba,
     popcount,
     prefetch_to_read,
     register_intrinsics,
@@ -220,13 +220,9 @@ def _compare(old: Any, new: Any, start: Any, found: Any, was: Any, now: Any) -> 
     return count
 
 
-@made_once
-def _loop(width: int) -> Callable[..., int] | None:
+@made_with_numba
+def _loop(types: Any, width: int) -> Callable[..., int]:
     """Return the loop for elements of `width` bytes; None without numba."""
-    try:
-        from numba import types
-    except ImportError:
-        return None
     register_intrinsics()
     bits = array(types, f"uint{8 * width}")
     indices = array(types, "int64", readonly=False)
