@@ -23,6 +23,7 @@ they do not hold the same bytes.
 Modules, in the order of the data's way:
 
 - `snapshot`, `diff_host`, `diff_device`, `copy_streams`, `spill`: compare the weights.
+- `quantize`: quantises them first, if the engine's checkpoint is quantised.
 - `sync_round`: shares one sync between all destinations.
 - `session`, `part_builder`, `encoding_policy`, `recovery`: one destination's share of it.
 - `post_queue`, `http_client`, `bandwidth`, `log_destination`: deliver the parts.
@@ -36,6 +37,7 @@ The package needs no engine. Of this project it may import `engine_ext.wire`, `e
 from __future__ import annotations
 
 from delta_sender.multi_sender import MultiSender
+from delta_sender.quantize import Quantizer, quantize_weight
 from delta_sender.results import PartialSyncError, SyncError, SyncReport
 from delta_sender.sender import DeltaSender
 from delta_sender.snapshot import NamedTensors
@@ -45,6 +47,8 @@ __all__ = [
     "MultiSender",
     "NamedTensors",
     "PartialSyncError",
+    "Quantizer",
     "SyncError",
     "SyncReport",
+    "quantize_weight",
 ]

@@ -36,6 +36,7 @@ examples:
   delta-send --base CHECKPOINT --target NEXT --url http://engine:8000
   delta-send --base CHECKPOINT --target NEXT --dry-run --encoding auto
   delta-send --target NEXT --full --url http://engine:8000 --base-version 7
+  delta-send --base FP8_CHECKPOINT --target NEXT --quantize fp8_block --url http://engine:8000
 
 environment:
   DELTA_API_KEY    bearer token, if --api-key is not given
@@ -161,10 +162,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse and check the command line; a wrong one ends the process with status 2."""
     parser = make_parser()
     options = parser.parse_args(arguments)
-    if options.full:
+    if options.full and options.quantize is None:
         options.base = options.target
     elif options.base is None:
-        parser.error("--base is needed, except with --full")
+        parser.error("--base is needed, except with --full and without --quantize")
     if options.url is None and options.save is None and not options.dry_run:
         parser.error("--url is needed, except with --save or --dry-run")
     if options.save is not None and (options.delta_log or options.state) is not None:

@@ -16,6 +16,7 @@ from delta_sender.encoding_policy import CHOICES, EncodingPolicy, sparse_encodin
 from delta_sender.http_client import EngineClient
 from delta_sender.log_destination import LogDestination
 from delta_sender.options import MultiOptions, takes_options, with_defaults
+from delta_sender.quantize import Quantizer
 from delta_sender.results import PartialSyncError, SyncReport
 from delta_sender.session import Committed, Session
 from delta_sender.session_thread import SessionThread, acknowledge_all, latest_sync, wait_for
@@ -24,6 +25,7 @@ from delta_sender.spill import Spill
 from delta_sender.state_file import Known, StateFile, StateTracker
 from delta_sender.sync_round import SyncRound
 from delta_sender.warm_up import warm_up
+from engine_ext.dtypes import TORCH_DTYPE
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -112,7 +114,12 @@ class MultiSender(AbstractContextManager["MultiSender"]):
         sends_differences = EncodingPolicy(encoding).may_send_differences
         self._digests = options["digest"] or sends_differences or file is not None
         self._snapshot = snapshot_type(base, sparse_encoding(encoding), options["snapshot_on"])
-        warm_up(self._snapshot.dtypes, encoding)
+        dtypes = self._snapshot.dtypes
+        self._quantizer: Quantizer | None = None
+        if options["quantize"] is not None:
+            stored = {name: TORCH_DTYPE[dtype] for name, dtype in dtypes.items()}
+            self._quantizer = Quantizer(options["quantize"], stored)
+        warm_up(dtypes.values(), encoding)
         self._tracker = StateTracker(file, self._snapshot)
         has_log = delta_log is not None
         self._sessions = [
@@ -192,8 +199,9 @@ class MultiSender(AbstractContextManager["MultiSender"]):
 
         Raises:
             PartialSyncError: Some engines did not commit. Those in its `reports` did.
-            ValueError: Names, shapes or dtypes are not the base's. No engine commits anything, and
-                nothing was sent if `tensors` is a collection and not an iterator.
+            ValueError: Names, shapes or dtypes are not the base's, or a weight to quantise is not
+                finite. No engine commits anything. Nothing was sent if `tensors` is a collection
+                and not an iterator, and `quantize` is not set.
         """
         return self._sync(tensors, full=False)
 
@@ -212,6 +220,8 @@ class MultiSender(AbstractContextManager["MultiSender"]):
         sessions = [session for session in self._all if session not in self._lagging]
         version, count = self._next_version(full=full), len(sessions)
         writers = (self._log is not None) + (self._tracker.file is not None)
+        if self._quantizer is not None:
+            tensors = self._quantizer(tensors)
         sync_round = SyncRound(
             version, full=full, destinations=count, started=started, writers=writers
         )

@@ -20,6 +20,7 @@ import httpx
 
 from delta_sender.diff_device import SNAPSHOT_ON
 from delta_sender.encoding_policy import CHOICES
+from delta_sender.quantize import FORMS
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -64,6 +65,10 @@ class Options(TypedDict, total=False):
             `SyncReport.picked`.
         bucket_bytes: Most bytes of positions and values in one part, before compression. A param is
             never split; a larger one travels alone.
+        quantize: How to quantise the given tensors, if the base is a quantised checkpoint. One of
+            ``fp8_block``, ``fp8_channel`` and ``int8_channel``; see `delta_sender.quantize`. A
+            tensor is quantised if its name is that of a quantised weight in the base. Names,
+            shapes and dtypes are then checked one by one, while earlier tensors are sent.
         digest: Keep the model's digest, and send digests along if the engine has a plan.
         api_key: Bearer token.
         hmac_key: Key to sign the parts with, for engines with ``DELTA_HMAC_KEY``.
@@ -87,6 +92,7 @@ class Options(TypedDict, total=False):
     state: Annotated[str | Path | None, Option(None, {"type": Path, "metavar": "FILE"})]
     encoding: Annotated[str, Option("deltas_zstd", {"choices": CHOICES})]
     bucket_bytes: Annotated[int, Option(256 << 20, {"type": int, "metavar": "N"})]
+    quantize: Annotated[str | None, Option(None, {"choices": tuple(FORMS)})]
     digest: Annotated[bool, Option(True, {"help": "send no digests along"})]
     api_key: Annotated[str | None, Option(None, _KEY_FLAG)]
     hmac_key: Annotated[str | None, Option(None)]

@@ -95,8 +95,9 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
         Raises:
             SyncError: The engine refused, could not be reached, or holds other bytes afterwards.
                 See `SyncError` for its state then.
-            ValueError: Names, shapes or dtypes are not the base's. The engine commits nothing, and
-                nothing was sent if `tensors` is a collection and not an iterator.
+            ValueError: Names, shapes or dtypes are not the base's, or a weight to quantise is not
+                finite. The engine commits nothing. Nothing was sent if `tensors` is a collection
+                and not an iterator, and `quantize` is not set.
         """
         return self._only(tensors, full=False)
 

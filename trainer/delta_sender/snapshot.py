@@ -63,8 +63,9 @@ class Snapshot:
         return name in self._dense
 
     @property
-    def dtypes(self) -> set[str]:
-        return {dense.dtype for dense in self._dense.values()}
+    def dtypes(self) -> dict[str, str]:
+        """The manifest dtype of every tensor, by each of its names."""
+        return {name: self._dense[self.key(name)].dtype for name in (*self._dense, *self.tied)}
 
     @property
     def nbytes(self) -> int:

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import delta_sender
-from delta_sender import multi_sender, sender
+from delta_sender import multi_sender, quantize, sender
 from tests.support.fake_engine import Engine, error
 
 
-@pytest.mark.parametrize("module", [delta_sender, sender, multi_sender])
+@pytest.mark.parametrize("module", [delta_sender, sender, multi_sender, quantize])
 def test_the_examples_run(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = {"lm_head.weight": torch.zeros(16, 4, dtype=torch.bfloat16)}
     engines: defaultdict[str, Engine] = defaultdict(lambda: Engine.of(weights))
