@@ -35,6 +35,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     base_version: int = 0
     apply: Literal["auto", "scatter", "masked"] = "auto"
     undo_bytes: int = 4 << 30
+    shadow_bytes: int = 16 << 30
 
     def export(self) -> None:
         """Write the settings to the environment of every process that this one starts."""
@@ -210,6 +211,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Host memory per rank for the old values of the last version, which undo a failed "
         "write and allow a rollback. A sync that would need more must be full "
         f"(default: {defaults.undo_bytes >> 30}G).",
+        type=parse_size,
+    )
+    add(
+        "--delta-shadow-bytes BYTES",
+        "Host memory per rank for weights as they are before post-load processing, of the modules "
+        "that the engine quantises or packs: a sync rebuilds these from it. A module that does not "
+        f"fit is not updated (default: {defaults.shadow_bytes >> 30}G).",
         type=parse_size,
     )
     add(

@@ -11,6 +11,7 @@ from engine_ext.apply.applier import Applier
 from engine_ext.apply.delta_applier import DeltaApplier, Writer
 from engine_ext.apply.initial_sync import InitialSyncApplier, Reload, Traced
 from engine_ext.apply.masked import MaskedWriter, apply_masked
+from engine_ext.apply.rebuilds import Rebuilds
 from engine_ext.apply.scatter import ScatterWriter
 from engine_ext.apply.staged import StagedPart, UndoLog
 from engine_ext.apply.transaction import Transaction
@@ -20,6 +21,7 @@ __all__ = [
     "DeltaApplier",
     "InitialSyncApplier",
     "MaskedWriter",
+    "Rebuilds",
     "Reload",
     "ScatterWriter",
     "StagedPart",

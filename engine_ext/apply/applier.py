@@ -15,10 +15,11 @@ class Applier(Protocol):
 
     `engine_ext.apply.delta_applier.DeltaApplier` implements it for a model whose placement is
     certified, `engine_ext.apply.initial_sync.InitialSyncApplier` for a model without known weights.
-    A sync goes through `stage` (once per part), `check_sync`, `check_base`, `brief`, `agree` and
-    `write`, then through `finish`, or through `undo` if some rank's write failed. Whatever a step
-    before `write` raises refuses the sync and leaves the model unchanged, except a `TracingError`
-    of `check_sync`: its dry run of the engine's loader has changed the model.
+    A sync goes through `stage` (once per part), `check_sync`, `prepare` until it is done,
+    `check_base`, `brief`, `agree` and `write`, then through `finish`, or through `undo` if some
+    rank's write failed. Whatever a step before `write` raises refuses the sync and leaves the model
+    unchanged, except a `TracingError` of `check_sync`: its dry run of the engine's loader has
+    changed the model.
 
     Attributes:
         name: the apply mode in answers and metrics.
@@ -41,6 +42,15 @@ class Applier(Protocol):
 
     def check_sync(self, staged: Sequence[StagedPart], *, full: bool) -> None:
         """Check what only all parts of a sync together show on this rank."""
+
+    def prepare(self, staged: Sequence[StagedPart], *, full: bool) -> bool:
+        """Do a share of what must precede the commit; return whether all is done."""
+
+    def is_prepared(self, staged: Sequence[StagedPart]) -> bool:
+        """Return whether `prepare` is done with a sync."""
+
+    def scan(self) -> tuple[dict[str, Digest], list[str]]:
+        """Return `digests` from live memory, and the tensors whose modules were changed since."""
 
     def check_in_place(self) -> None:
         """Check that the live tensors are still where they were at start-up."""

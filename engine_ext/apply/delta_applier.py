@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from engine_ext.apply import checks, consensus
+from engine_ext.apply.rebuilds import Rebuilds
 from engine_ext.apply.staged import StagedPart, UndoLog, Write
 from engine_ext.apply.stager import stage_part
 from engine_ext.apply.thread_pool import ThreadPool
@@ -52,6 +53,7 @@ class DeltaApplier:
         undo_bytes: host memory that the old values of one sync may take.
         threads: how many pieces of live tensors are staged or written at once.
         recomputed: derived tensors that are proven to be recomputed correctly.
+        rebuilds: the modules that are computed from what is written to a twin, if `model` is one.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class DeltaApplier:
         undo_bytes: int,
         threads: int,
         recomputed: Sequence[Recomputed] = (),
+        rebuilds: Rebuilds | None = None,
     ) -> None:
         self.name = writer.name
         self.plan = plan
@@ -73,6 +76,7 @@ class DeltaApplier:
         self._writer = writer
         self._undo_bytes = undo_bytes
         self._recomputed = recomputed
+        self._rebuilds = rebuilds
         self._threads = ThreadPool(threads)
         devices = {entry.tensor.device for entry in index.entries}
         self._devices = [device for device in devices if device.type != "cpu"]
@@ -115,6 +119,37 @@ class DeltaApplier:
             checks.check_undo_log(staged, self._undo_bytes)
         self._writer.check(staged)
 
+    def prepare(self, staged: Sequence[StagedPart], *, full: bool) -> bool:
+        """Rebuild the next modules that a sync changes; return whether none is left.
+
+        All ranks must call it until it returns True, with nothing of the engine's in between that
+        communicates. It takes the time of the engine's own processing of a batch.
+
+        Raises:
+            NotUpdatable: a module cannot be rebuilt, or the undo log would be too large. Nothing
+                was written.
+        """
+        if self._rebuilds is not None:
+            self._rebuilds.rebuild_some(staged)
+        if not self.is_prepared(staged):
+            return False
+        if not full:
+            checks.check_undo_log(staged, self._undo_bytes)
+        return True
+
+    def is_prepared(self, staged: Sequence[StagedPart]) -> bool:
+        """Return whether every module that a sync changes was rebuilt."""
+        return self._rebuilds is None or not self._rebuilds.pending(staged)
+
+    def scan(self) -> tuple[dict[str, Digest], list[str]]:
+        """Compute `digests` from live memory, and rebuild every module; all ranks must call it.
+
+        Returns:
+            The digests, and the tensors whose modules are not what processing makes of them.
+        """
+        corrupted = [] if self._rebuilds is None else self._rebuilds.corrupted()
+        return self.plan.scan(), corrupted
+
     def check_in_place(self) -> None:
         """Check that the weights and the recomputed tensors are where they were at start-up.
 
@@ -122,6 +157,8 @@ class DeltaApplier:
             NotUpdatable: names the tensors that are not. Nothing was written.
         """
         moved = {path for one in self._recomputed for path in one.moved()}
+        if self._rebuilds is not None:
+            moved.update(self._rebuilds.moved())
         tensors = sorted(moved.union(self._index.moved(self._model)))
         if tensors:
             raise NotUpdatable(f"the engine moved these after start-up: {tensors}", tensors=tensors)
@@ -207,9 +244,7 @@ class DeltaApplier:
 
     def _written(self, staged: Sequence[StagedPart]) -> frozenset[str]:
         """Return the live tensors on this rank that a sync writes to, by name."""
-        names = [param.delta.name for part in staged for param in part.params if param.writes]
-        targets = [target for name in names for target in self.plan.targets[name]]
-        return frozenset(target.segment.live.name for target in targets)
+        return frozenset(write.live for part in staged for write in part.writes)
 
     def _after_write(self, live_names: frozenset[str]) -> None:
         """Wait for the writes, and recompute what depends on these live tensors."""

@@ -30,6 +30,8 @@ from engine_ext.placement import (
     resolve,
     uncertified,
 )
+from engine_ext.rebuild import Rebuild
+from engine_ext.tracing import LoadWeights
 from engine_ext.wire import Digest, ParamDelta, Part, tensor_digest
 
 Reload = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
@@ -40,15 +42,23 @@ class Traced:
     """The result of tracing the tensors of a checkpoint through the model's loader.
 
     Attributes:
+        model: the model, or the twin that was traced in its place.
+        load_weights: its loader.
         placement: not certified by the tracing.
         others: live boxes that the loader fills with something else (padding).
         recomputed: derived tensors that are proven to be recomputed correctly.
+        rebuilds: modules that are computed from what the loader writes.
+        live: index of the live model.
     """
 
+    model: torch.nn.Module
+    load_weights: LoadWeights
     index: StorageIndex
     placement: Placement
     others: list[Segment]
+    live: StorageIndex
     recomputed: list[Recomputed] = field(default_factory=list)
+    rebuilds: list[Rebuild] = field(default_factory=list)
 
 
 class InitialSyncApplier:
@@ -79,7 +89,7 @@ class InitialSyncApplier:
         self._model = model
         self._trace = trace
         self._reload = reload
-        self._traced = Traced(StorageIndex(torch.nn.Module()), {}, [])
+        self._traced: Traced
 
     def stage(self, part: Part) -> StagedPart:
         """Stage a part; raise BaseMismatch if it is not of a ``full`` sync."""
@@ -115,6 +125,18 @@ class InitialSyncApplier:
                 f"a full sync must cover every live weight; (parts of) {left_out} are missing",
                 missing=left_out,
             )
+
+    def prepare(self, staged: Sequence[StagedPart], *, full: bool) -> bool:
+        """Return True: nothing precedes the reload."""
+        return True
+
+    def is_prepared(self, staged: Sequence[StagedPart]) -> bool:
+        """Return True: nothing precedes the reload."""
+        return True
+
+    def scan(self) -> tuple[dict[str, Digest], list[str]]:
+        """Return nothing: no weight is known."""
+        return {}, []
 
     def check_in_place(self) -> None:
         """Accept any state: the reload does not depend on where the weights are."""

@@ -21,12 +21,14 @@ class Write:
 
     Attributes:
         new: the new bits, in the live dtype.
+        live: the live tensor's name; empty if the engine's own processing computes it.
         keep: whether the old bits are kept for an undo.
         old: the old bits, in host memory; None until `read_old` or `put`.
     """
 
     elements: LiveElements
     new: Any
+    live: str
     keep: bool = True
     old: Any = None
 
@@ -95,10 +97,15 @@ class StagedParam:
 
 @dataclass(slots=True)
 class StagedPart:
-    """A part, ready to be written on this rank; its params are in the part's order."""
+    """A part, ready to be written on this rank; its params are in the part's order.
+
+    Attributes:
+        rebuilt: of the first part of a sync, what rebuilding modules writes, by their paths.
+    """
 
     manifest: Manifest
     params: list[StagedParam]
+    rebuilt: dict[str, list[Write]] = field(default_factory=dict)
 
     @property
     def nnz(self) -> int:
@@ -107,7 +114,8 @@ class StagedPart:
 
     @property
     def writes(self) -> list[Write]:
-        return [write for param in self.params for write in param.writes]
+        own = [write for param in self.params for write in param.writes]
+        return own + [write for writes in self.rebuilt.values() for write in writes]
 
 
 @dataclass(slots=True)

@@ -172,7 +172,7 @@ class _Stager:
         bits: Any = live_bits(new, delta.dtype, target.dtype)
         if isinstance(elements, DeviceElements):
             bits = typed(bits, elements.flat.dtype).to(elements.flat.device)
-        write = Write(elements, bits, self.undo, read)
+        write = Write(elements, bits, target.segment.live.name, self.undo, read)
         old = None
         if self._needs_old(digested):
             live = elements.read() if write.old is None else write.old
@@ -202,7 +202,9 @@ class _Stager:
     def _box(self, delta: ParamDelta, target: Target) -> Write:
         segment = target.segment
         box = segment.source_view(typed(delta.values, TORCH_DTYPE[delta.dtype]))
-        write = Write(WholeBox(segment), bits_of(box.to(target.dtype)), self.undo)
+        write = Write(
+            WholeBox(segment), bits_of(box.to(target.dtype)), segment.live.name, self.undo
+        )
         if not self.full:  # nothing checks those of a full sync; the write itself reads them
             write.read_old()
         return write

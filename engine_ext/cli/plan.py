@@ -70,7 +70,7 @@ def merge(ranks: Sequence[Sequence[Row]]) -> list[Row]:
 
 def _merged(rows: Sequence[Row]) -> Row:
     statuses = [row["status"] for row in rows]
-    order = ["uncertified", "cast", "exact", "not on this rank", "ignored"]
+    order = ["uncertified", "cast", "rebuilt", "exact", "not on this rank", "ignored"]
     return {
         **rows[0],
         "status": min(statuses, key=order.index),
@@ -143,7 +143,7 @@ def _print(rows: Sequence[Row]) -> None:
     from rich.table import Table
 
     table = Table("tensor", "dtype", "shape", "status", "live", "reason")
-    colours = {"exact": "green", "cast": "green", "uncertified": "red"}
+    colours = {"exact": "green", "cast": "green", "rebuilt": "green", "uncertified": "red"}
     for row in rows:
         colour = colours.get(row["status"], "dim")
         status = row["status"] + (" (repacked)" if row["repacked"] else "")

@@ -7,7 +7,7 @@ Imports: `engine_ext.placement` and the rooms below it.
 """
 
 from engine_ext.derived.find import find_derived, refuse_derived
-from engine_ext.derived.proof import prove
+from engine_ext.derived.proof import prove, varied
 from engine_ext.derived.recompute import Recomputation, Recomputed, add_recomputed
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "find_derived",
     "prove",
     "refuse_derived",
+    "varied",
 ]

@@ -12,11 +12,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
 from engine_ext.model import Known, StorageIndex, is_constant, reachable_tensors
 from engine_ext.placement import Placement
+
+NOTHING: Final[Mapping[str, frozenset[str]]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +46,19 @@ class Derived:
 
 
 def find_derived(
-    model: torch.nn.Module, placement: Placement, known: Known = is_constant
+    model: torch.nn.Module,
+    placement: Placement,
+    known: Known = is_constant,
+    *,
+    rebuilt: Mapping[str, frozenset[str]] = NOTHING,
 ) -> list[Derived]:
     """List the tensors on a model that may have been computed from weights.
 
     Args:
         model: in serving state; it is only read.
         known: returns whether a tensor is known not to be computed from weights.
+        rebuilt: modules or tensors that are compared as a whole (see `engine_ext.rebuild`), with
+            the names of their shadow; what they hold is left out.
 
     Returns:
         Parameters and buffers that no segment covers, and every other tensor that is reachable
@@ -58,18 +67,29 @@ def find_derived(
         that take no tensor, such as ``k_scale_float`` of ``k_scale``.
     """
     index = StorageIndex(model)
-    segments = (segment for placed in placement.values() for segment in placed.segments)
+    segments = [segment for placed in placement.values() for segment in placed.segments]
     covered = {(segment.live.start, segment.live.end) for segment in segments}
+    covered |= {(e.start, e.end) for e in index.entries if _top(e.name, rebuilt) is not None}
     found = []
     for path, module, attribute, tensor in reachable_tensors(model):
+        if _top(f"{path}.{attribute}", rebuilt) is not None:
+            continue
         # Any entry counts: a registered view of a weight has an entry of its own.
         if any((entry.start, entry.end) in covered for entry in index.holding(tensor)):
             continue
         if known(f"{path}.{attribute}".lstrip("."), tensor):
             continue
-        weights = _weights(model, path, module, index, covered)
+        weights = _weights(model, path, module, index, covered, rebuilt)
         found.append(Derived(path, attribute, tuple(tensor.shape), tensor.dtype, weights))
-    return [*found, *_float_copies(model, index, covered)]
+    return [
+        *found,
+        *(d for d in _float_copies(model, index, covered) if _top(d.path, rebuilt) is None),
+    ]
+
+
+def _top(name: str, paths: Iterable[str]) -> str | None:
+    """Return which of some modules or tensors a tensor is in, or None."""
+    return next((p for p in paths if not p or f"{name}.".startswith(f"{p}.")), None)
 
 
 def refuse_derived(
@@ -126,11 +146,18 @@ def _weights(
     module: torch.nn.Module,
     index: StorageIndex,
     covered: set[tuple[int, int]],
+    rebuilt: Mapping[str, frozenset[str]],
 ) -> frozenset[str]:
-    """Return the covered live tensors of a module, or of the nearest parent that has any."""
+    """Return the covered live tensors of a module, or of the nearest parent that has any.
+
+    What is rebuilt in it counts by its shadow, even if it has no live tensor left.
+    """
     while True:
         entries = [index.find(p) for p in [*module.parameters(), *module.buffers()]]
         names = {e.name for e in entries if e is not None and (e.start, e.end) in covered}
+        tops = {top for name in names if (top := _top(name, rebuilt)) is not None}
+        tops |= {top for top in rebuilt if _top(top, [path]) is not None}
+        names = names.union(*(rebuilt[top] for top in tops))
         if names or not path:
             return frozenset(names)
         path = path.rpartition(".")[0]

@@ -9,7 +9,7 @@ Imports: `engine_ext.kernels`, `engine_ext.wire`, and the ground floor.
 
 from engine_ext.model.constants import ConstantsWatch, Known, is_cache, is_constant
 from engine_ext.model.fingerprint import hash_tensor, layout, location
-from engine_ext.model.module_walk import DEPTH, reachable_tensors, walk
+from engine_ext.model.module_walk import DEPTH, reachable_containers, reachable_tensors, walk
 from engine_ext.model.state_guard import (
     AttachedTensor,
     ModelStateGuard,
@@ -34,6 +34,7 @@ __all__ = [
     "is_constant",
     "layout",
     "location",
+    "reachable_containers",
     "reachable_tensors",
     "walk",
 ]

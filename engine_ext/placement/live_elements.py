@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 
-from engine_ext.kernels import Bits, Offsets, bits_of, gather_scatter
+from engine_ext.kernels import Bits, Offsets, bits_of, gather_scatter, host_bits
+from engine_ext.placement.repacked import flat_bits
 from engine_ext.placement.segments import Segment
 
 
@@ -60,6 +61,10 @@ class HostElements:
         """Overwrite them and return the old bits, in one pass that cannot fail in between."""
         return gather_scatter.swap(self.flat, self.offsets, bits, self.shift)
 
+    def within(self, tensor: torch.Tensor) -> HostElements:
+        """Return the same elements of another tensor in host memory, with the same layout."""
+        return HostElements(host_bits(flat_bits(tensor)), self.offsets, self.shift)
+
 
 @dataclass(slots=True)
 class DeviceElements:
@@ -91,6 +96,10 @@ class DeviceElements:
         """Overwrite them and return the old bits in host memory, in one pass."""
         return gather_scatter.exchange(self.flat, self.offsets, bits.to(self.flat.device))
 
+    def within(self, tensor: torch.Tensor) -> DeviceElements:
+        """Return the same elements of another tensor on the device, with the same layout."""
+        return DeviceElements(flat_bits(tensor), self.offsets)
+
 
 @dataclass(slots=True)
 class WholeBox:
@@ -114,3 +123,7 @@ class WholeBox:
 
     def put(self, bits: torch.Tensor) -> None:
         self._box().copy_(bits)
+
+    def within(self, tensor: torch.Tensor) -> WholeBox:
+        """Return the same box of another tensor with the same layout."""
+        return WholeBox(replace(self.segment, live=replace(self.segment.live, tensor=tensor)))

@@ -122,7 +122,7 @@ def make_plan(placement: Placement, ranks: Ranks) -> Plan:
     targets = {
         name: make_targets(placed.segments, holders[name])
         for name, placed in placement.items()
-        if placed.status in (Status.EXACT, Status.CAST)
+        if placed.status in (Status.EXACT, Status.CAST, Status.REBUILT)
     }
     digested = frozenset(name for name in held - unseen if all(r[name][1] for r in everywhere))
     return Plan(ranks.rank, placement, targets, held, digested)
@@ -135,7 +135,7 @@ def _state(placed: Placed) -> str:
 
 def covered(placed: Placed) -> bool:
     """Return whether the checkpoint's bits can be recovered from live memory on this rank."""
-    if placed.status in (Status.NOT_ON_RANK, Status.EXACT):
+    if placed.status in (Status.NOT_ON_RANK, Status.EXACT, Status.REBUILT):
         return True
     wider = _WIDENED.get(placed.spec.dtype, ())
     return placed.status in (Status.CAST, Status.UNJUDGED) and all(

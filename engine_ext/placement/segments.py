@@ -118,6 +118,8 @@ class Status(str, Enum):
         UNJUDGED: traced, but not certified yet.
         EXACT: its live bytes are the checkpoint's.
         CAST: its live bytes are the checkpoint's after a cast to the live dtype.
+        REBUILT: the engine computes its modules from it, and so can a sync; its segments are in the
+            shadow, see `engine_ext.rebuild`.
         NOT_ON_RANK: other ranks hold it.
         IGNORED: no rank holds it, because the loader drops it.
         UNCERTIFIED: it cannot be updated exactly.
@@ -126,6 +128,7 @@ class Status(str, Enum):
     UNJUDGED = "unjudged"
     EXACT = "exact"
     CAST = "cast"
+    REBUILT = "rebuilt"
     NOT_ON_RANK = "not on this rank"
     IGNORED = "ignored"
     UNCERTIFIED = "uncertified"

@@ -7,6 +7,6 @@ Imports: `engine_ext.apply` and the rooms below it. Never an engine, never the H
 """
 
 from engine_ext.receiver.receiver import Receiver
-from engine_ext.receiver.startup import LoadedModel, make_receiver
+from engine_ext.receiver.startup import LoadedModel, Rebuilding, make_receiver
 
-__all__ = ["LoadedModel", "Receiver", "make_receiver"]
+__all__ = ["LoadedModel", "Rebuilding", "Receiver", "make_receiver"]

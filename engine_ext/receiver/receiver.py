@@ -189,15 +189,30 @@ class Receiver:
             Conflict: the part was dropped.
             DeltaError: the sync is complete, and some rank refuses it, see `Transaction.agree`.
         """
+        prepared = False
         if self._sync_state.holds(request.part):
             self._sync_state.settle(request.part.part, staged=request.staged)
             if not request.staged:
                 self._staging.forget(request.part.part)
             if self._complete():
-                self._agree(self._checked)
+                prepared = self._applier.is_prepared(self._agree(self._checked))
         elif request.staged:
             raise Conflict(_DROPPED)
-        return ops.PartSettled(complete=self._complete())
+        return ops.PartSettled(complete=self._complete(), prepared=prepared)
+
+    def prepare(self, request: ops.PrepareSync) -> ops.SyncPrepared:
+        """Do a share of what must precede the commit; to be repeated until it is done.
+
+        Raises:
+            Conflict: the sync was dropped.
+            NotUpdatable: this rank cannot commit it.
+        """
+        sync = self._sync_state.sync
+        if sync is None or not sync.complete or not self._sync_state.holds(request.part):
+            raise Conflict(_DROPPED)
+        staged = self._staging.results(sync.slots)
+        done = self._applier.prepare(staged, full=sync.full)
+        return ops.SyncPrepared(done=done, rebuilt=sum(len(part.rebuilt) for part in staged))
 
     def drop(self, request: ops.DropSync) -> ops.Reply:
         """Forget the staged sync; if the request names a version, only that one."""
@@ -218,6 +233,8 @@ class Receiver:
             if not self._is_staged(request.version, request.sync_id):
                 raise Conflict(f"no sync to version {request.version} is staged")
             staged = self._checked()
+            if not self._applier.is_prepared(staged):
+                raise Conflict("the sync was not prepared; send it again")
             self._applier.check_base(staged)
             return staged
 
@@ -300,12 +317,15 @@ class Receiver:
         """
         if request.scan and self._sync_state.asleep:
             raise WeightsAsleep("the engine has released its weights; wake it up first")
-        tracked, plan = self._applier.digests, self._applier.plan
-        found = plan.scan() if request.scan and plan is not None else tracked
+        tracked, corrupted = self._applier.digests, list[str]()
+        found = tracked
+        if request.scan:
+            found, corrupted = self._applier.scan()
         return ops.RankDigest(
             version=self._sync_state.version,
             tensors={name: digest.hex() for name, digest in found.items()},
             tracked={name: digest.hex() for name, digest in tracked.items()},
+            corrupted=corrupted,
         )
 
     def record(self, request: ops.RecordSync) -> ops.SyncRecord:

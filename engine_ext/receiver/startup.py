@@ -7,11 +7,13 @@ and the plan agreed with the other ranks. An adapter describes what its engine h
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -20,6 +22,7 @@ from engine_ext.apply import (
     DeltaApplier,
     InitialSyncApplier,
     MaskedWriter,
+    Rebuilds,
     Reload,
     ScatterWriter,
     Traced,
@@ -27,7 +30,7 @@ from engine_ext.apply import (
 )
 from engine_ext.derived import Recomputation, add_recomputed, find_derived, prove, refuse_derived
 from engine_ext.kernels import warm_up
-from engine_ext.model import Known, StorageIndex, is_constant
+from engine_ext.model import Known, ModelStateGuard, StorageIndex, is_constant
 from engine_ext.placement import (
     Repack,
     Segment,
@@ -38,6 +41,15 @@ from engine_ext.placement import (
     uncertified,
 )
 from engine_ext.ranks import Ranks
+from engine_ext.rebuild import (
+    LoadingStates,
+    ModuleRebuild,
+    Rebuild,
+    make_twin,
+    prove_rebuilds,
+    rebuild_by_loading,
+    share_views,
+)
 from engine_ext.receiver.receiver import Receiver
 from engine_ext.repacks import compose
 from engine_ext.settings import Settings
@@ -45,6 +57,23 @@ from engine_ext.tracing import LoadingTrace, LoadWeights, trace_placement
 from engine_ext.wire import Limits, exponent_planes, gap_streams, ulp_differences
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rebuilding:
+    """How the engine's post-load processing is repeated on one rank.
+
+    Attributes:
+        states: the modules that need it, as they were before.
+        loader: returns the loader of a twin of the model (see `engine_ext.rebuild.make_twin`).
+        context: what the engine's processing runs in.
+        probe: see `engine_ext.rebuild.prove`.
+    """
+
+    states: LoadingStates
+    loader: Callable[[torch.nn.Module], LoadWeights]
+    context: Callable[[], contextlib.AbstractContextManager[Any]]
+    probe: Callable[[torch.nn.Module], torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +94,7 @@ class LoadedModel:
             weights.
         refuse_while: see `trace_placement`.
         loading: what the loader did before post-load processing; None if nothing is processed.
+        rebuilding: None if the engine's processing cannot be repeated.
     """
 
     model: torch.nn.Module
@@ -79,6 +109,7 @@ class LoadedModel:
     recomputations: Sequence[Recomputation] = ()
     refuse_while: Callable[[torch.nn.Module], str | None] | None = None
     loading: LoadingTrace | None = None
+    rebuilding: Rebuilding | None = None
 
 
 def make_receiver(loaded: LoadedModel, settings: Settings) -> Receiver:
@@ -107,8 +138,18 @@ def make_receiver(loaded: LoadedModel, settings: Settings) -> Receiver:
     traced_s = time.perf_counter() - start
     certify_placement(traced.placement, loaded.checkpoint(), moves_known=loaded.learned)
     certified_s = time.perf_counter() - start - traced_s
+    if loaded.rebuilding is not None:
+        guard = ModelStateGuard(loaded.model, bits=True)
+        rebuilds, probe = traced.rebuilds, loaded.rebuilding.probe
+        traced.rebuilds[:] = prove_rebuilds(rebuilds, traced.placement, probe)
+        guard.restore()
+        guard.verify()
+    rebuilt_s = time.perf_counter() - start - traced_s - certified_s
     applier = _delta_applier(loaded, settings, traced)
-    logger.info("delta updates: traced in %.2f s, certified in %.2f s", traced_s, certified_s)
+    logger.info(
+        "delta updates: traced in %.2f s, certified in %.2f s, %d modules rebuilt in %.2f s",
+        *(traced_s, certified_s, len(traced.rebuilds), rebuilt_s),
+    )
     return _receiver(loaded, settings, applier)
 
 
@@ -129,25 +170,68 @@ def _receiver(loaded: LoadedModel, settings: Settings, applier: Applier) -> Rece
 
 def _trace(loaded: LoadedModel, specs: Sequence[TensorSpec]) -> Traced:
     """Trace the tensors of a checkpoint, follow repacks, and prove what can be recomputed."""
-    index = StorageIndex(loaded.model)
+    model, load_weights, again = loaded.model, loaded.load_weights, loaded.rebuilding
+    rebuilds: list[Rebuild] = []
+    if again is not None and again.states.states:
+        model, rebuilds = _twin(loaded.model, again)
+        load_weights = again.loader(model)
+    index = StorageIndex(model)
     others: list[Segment] = []
     placement = trace_placement(
-        loaded.model, loaded.load_weights, specs, index, others, refuse_while=loaded.refuse_while
+        model, load_weights, specs, index, others, refuse_while=loaded.refuse_while
     )
+    untraceable = uncertified(placement).keys()
+    refusals = dict(loaded.refusals)
     if loaded.loading is not None:
-        reads = loaded.checkpoint is not None
-        loaded.loading.refuse_lost(loaded.model, placement, reads=reads)
-    compose(placement, loaded.repacks, loaded.refusals)
-    derived = find_derived(loaded.model, placement, loaded.constants)
+        loaded.loading.refuse_lost(placement, reads=loaded.checkpoint is not None)
+        refusals |= loaded.loading.sharing_changed(loaded.model, model)
+    compose(placement, loaded.repacks, refusals)
+    outputs = {
+        one.path: frozenset(f"{one.path}.{name}".lstrip(".") for name, _ in one.shadow())
+        for one in rebuilds
+    }
+    if again is not None and loaded.checkpoint is not None:
+        by_loading = rebuild_by_loading(
+            *(model, again.loader, again.context, placement, index, loaded.checkpoint),
+            names=untraceable,
+            reserve=again.states.reserve,
+            shadowed=outputs.keys(),
+            processed={*loaded.repacks, *refusals},
+        )
+        outputs |= {
+            o: frozenset([one.segment().live.name]) for one in by_loading for o in one.outputs
+        }
+        rebuilds += by_loading
+    derived = find_derived(loaded.model, placement, loaded.constants, rebuilt=outputs)
     recomputed, failed = prove(loaded.model, placement, derived, loaded.recomputations)
+    if model is not loaded.model:
+        # What the loader has computed is the old in a rebuild, too.
+        before = find_derived(model, placement, loaded.constants)
+        found = (d for d in before if d.path not in refusals)
+        derived += [d for d in found if any(r.holds(d.path) for r in rebuilds)]
     refuse_derived(placement, derived, {path for one in recomputed for path in one.paths}, failed)
     add_recomputed(placement, recomputed)
-    return Traced(index, placement, others, recomputed)
+    live = index if model is loaded.model else StorageIndex(loaded.model)
+    return Traced(model, load_weights, index, placement, others, live, recomputed, rebuilds)
+
+
+def _twin(model: torch.nn.Module, rebuilding: Rebuilding) -> tuple[torch.nn.Module, list[Rebuild]]:
+    """Return the model as its loader knows it, and the modules that are computed from it."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    states = [one for one in rebuilding.states.states if id(one.module) in paths]
+    rebuilds: list[Rebuild] = [
+        ModuleRebuild(paths[id(one.module)], one, rebuilding.context)
+        for one in states
+        if not one.moves
+    ]
+    share_views(model, states)
+    return make_twin(model, states), rebuilds
 
 
 def _initial_sync_applier(loaded: LoadedModel) -> InitialSyncApplier:
     """Make the applier of a model without a checkpoint; refuse a model with repacks."""
-    moved = sorted({*loaded.repacks, *loaded.refusals})
+    kept = [] if loaded.rebuilding is None else loaded.rebuilding.states.states
+    moved = sorted({*loaded.repacks, *loaded.refusals, *(type(s.module).__name__ for s in kept)})
     if moved:
         raise RuntimeError(
             "delta updates need a checkpoint to start from: the engine repacks "
@@ -164,23 +248,28 @@ def _delta_applier(loaded: LoadedModel, settings: Settings, traced: Traced) -> D
     _log_summary(traced)
     if not plan.targets:
         raise RuntimeError("delta updates: no tensor of this model can be certified")
+    rebuilds = None
+    if loaded.rebuilding is not None:
+        own, placement = traced.rebuilds, traced.placement
+        rebuilds = Rebuilds(loaded.model, traced.live, own, placement, loaded.ranks)
     writer: Writer = ScatterWriter()
     if settings.apply == "masked":
         writer = MaskedWriter(
-            loaded.model,
+            traced.model,
             traced.index,
             plan.placement,
-            load_weights=loaded.load_weights,
+            load_weights=traced.load_weights,
             chunk_bytes=settings.chunk_bytes,
         )
     return DeltaApplier(
-        loaded.model,
+        traced.model,
         traced.index,
         plan,
         writer,
         undo_bytes=settings.undo_bytes,
         threads=torch.get_num_threads(),
         recomputed=traced.recomputed,
+        rebuilds=rebuilds,
     )
 
 

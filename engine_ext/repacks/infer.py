@@ -34,11 +34,13 @@ Returns the parameters under the same names, and what else the processing made u
 class InferredRepacks:
     """What the processing does to a module's parameters, by name, or why it cannot be followed.
 
-    A parameter that is in neither dict is unchanged.
+    A parameter that is in neither dict is unchanged. `replaced` is whether the engine's loader may
+    not know some parameter afterwards, because it is another object.
     """
 
     repacks: dict[str, Repack]
     refusals: dict[str, str]
+    replaced: bool = False
 
 
 def infer_repacks(parameters: Mapping[str, torch.Tensor], process: Process) -> InferredRepacks:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -54,7 +54,9 @@ class RepackLearner:
     Only the first model loaded in the block counts (a draft model is loaded after it). The engine's
     function `name` in `owner`, a module or class, which processes a loaded model, is replaced
     during the block; `walk` returns the calls that it will make, and `before` is called with the
-    loaded model first.
+    loaded model first. `keep` is called with each call that cannot be followed, or after which the
+    engine's loader cannot be, and with whether it only moves elements; it returns None if the
+    module can be updated all the same, or else why not.
 
     Attributes:
         repacks: permutations, by the live parameter's name in the model.
@@ -68,12 +70,14 @@ class RepackLearner:
         name: str,
         walk: Walk,
         before: Callable[[torch.nn.Module], None] | None = None,
+        keep: Callable[[Processing, bool], str | None] | None = None,
     ) -> None:
         self.repacks: dict[str, Repack] = {}
         self.refusals: dict[str, str] = {}
         self.complete = False
         self._called = False
-        self._owner, self._name, self._walk, self._before = owner, name, walk, before
+        self._owner, self._name, self._walk = owner, name, walk
+        self._before, self._keep = before, keep
         self._original = inspect.getattr_static(owner, name)
         self._known: dict[Any, InferredRepacks] = {}
 
@@ -115,6 +119,11 @@ class RepackLearner:
         except Exception as error:
             reason = f"probing its post-load processing failed: {type(error).__name__}: {error}"
             inferred = InferredRepacks({}, dict.fromkeys(parameters, reason))
+        followed = not (inferred.replaced or inferred.refusals) or processing.recomputed
+        if self._keep is not None and not followed:
+            why_not = self._keep(processing, not inferred.refusals)
+            refusals = {} if why_not is None else dict.fromkeys(parameters, why_not)
+            inferred = InferredRepacks({} if inferred.refusals else inferred.repacks, refusals)
         for name, parameter in parameters.items():
             live = names[id(parameter)]
             if name in inferred.refusals:
@@ -154,12 +163,25 @@ def _infer(processing: Processing, parameters: dict[str, torch.nn.Parameter]) ->
     try:
         with torch.random.fork_rng(sorted(devices)):
             inferred = infer_repacks(parameters, process)
+            after = dict(copies[-1].root.named_parameters()) if copies else parameters
+            inferred = replace(inferred, replaced=_replaced(parameters, after))
     finally:
         for old in copies:
             old.release()
     if state_of(module) != before:
         raise LearningError(f"probing post-load processing changed a live {type(module).__name__}")
     return inferred
+
+
+def _replaced(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether some parameter is of another class or layout, or has lost attributes."""
+    return any(
+        name not in after
+        or type(after[name]) is not type(parameter)
+        or (after[name].shape, after[name].stride()) != (parameter.shape, parameter.stride())
+        or vars(after[name]).keys() != vars(parameter).keys()
+        for name, parameter in before.items()
+    )
 
 
 def _found_later(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> bool:

@@ -8,6 +8,19 @@ Imports: `engine_ext.placement` and the rooms below it.
 """
 
 from engine_ext.tracing.loading_trace import LoadingTrace
-from engine_ext.tracing.trace import COPY_REPLACED, LoadWeights, rehearse, trace_placement
+from engine_ext.tracing.trace import (
+    COPY_REPLACED,
+    LoadWeights,
+    rehearse,
+    trace_placement,
+    written_alone,
+)
 
-__all__ = ["COPY_REPLACED", "LoadWeights", "LoadingTrace", "rehearse", "trace_placement"]
+__all__ = [
+    "COPY_REPLACED",
+    "LoadWeights",
+    "LoadingTrace",
+    "rehearse",
+    "trace_placement",
+    "written_alone",
+]

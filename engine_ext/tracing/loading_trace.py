@@ -7,7 +7,8 @@ reports no error. Processing may also let parameters share memory that were load
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from math import prod
 
 import torch
@@ -58,18 +59,27 @@ class LoadingTrace:
         for placed in self._placed.values():
             placed.segments = []  # they keep memory alive that processing may free
 
-    def refuse_lost(self, model: torch.nn.Module, placement: Placement, *, reads: bool) -> None:
-        """Refuse what the processed model seems to drop, in whole or in part, or shares since.
+    def sharing_changed(self, model: torch.nn.Module, traced: torch.nn.Module) -> dict[str, str]:
+        """Return why parameters and buffers cannot be written alone, by each of their names.
+
+        They share memory in the processed `model` that they did not share before, or they did, but
+        do not in the model that is `traced` (`model` itself, or its twin).
+        """
+        now, known = _ranges(model), self._ranges.keys()
+        let_share = _overlapping(now, known) - _overlapping(self._ranges, now.keys())
+        now = _ranges(traced)
+        parted = _overlapping(self._ranges, now.keys()) - _overlapping(now, known)
+        reasons = {n: f"post-load processing parted it from {o}" for n, o in parted}
+        return reasons | {n: "post-load processing let it share memory" for n, _ in let_share}
+
+    def refuse_lost(self, placement: Placement, *, reads: bool) -> None:
+        """Refuse what the processed model seems to drop, in whole or in part.
 
         A tensor may be missing in the traced placement only if the loader dropped it before
         processing, too. If that is not known though the engine `reads` a checkpoint, it is refused
         unless another rank holds it. Without a checkpoint, an engine that repacks does not start.
         """
-        shared = self._shared_since(model)
         for name, placed in placement.items():
-            for segment in placed.segments:
-                if shared.intersection([segment.live.name, *segment.live.aliases]):
-                    placed.refuse(f"post-load processing let {segment.live.name} share memory")
             before = self._placed.get(name)
             if before is None:
                 placed.used |= reads and placed.status is Status.NOT_ON_RANK
@@ -80,20 +90,17 @@ class LoadingTrace:
             if gone or (placed.status is Status.UNJUDGED and fewer):
                 placed.refuse(_REPLACED)
 
-    def _shared_since(self, model: torch.nn.Module) -> set[str]:
-        """Return the parameters and buffers that overlap others that they did not before."""
-        found: set[str] = set()
-        known = [(n, r) for n, r in _ranges(model).items() if n in self._ranges]
-        known.sort(key=lambda item: item[1].start)
-        open_ranges: list[tuple[str, range]] = []
-        for name, addresses in known:
-            open_ranges = [(n, r) for n, r in open_ranges if r.stop > addresses.start]
-            for other, _ in open_ranges:
-                one, two = self._ranges[name], self._ranges[other]
-                if one.stop <= two.start or two.stop <= one.start:
-                    found |= {name, other}
-            open_ranges.append((name, addresses))
-        return found
+
+def _overlapping(ranges: Mapping[str, range], names: AbstractSet[str]) -> set[tuple[str, str]]:
+    """Return the pairs of `names` whose addresses overlap, both ways round."""
+    found: set[tuple[str, str]] = set()
+    open_ranges: list[tuple[str, range]] = []
+    known = sorted(((n, r) for n, r in ranges.items() if n in names), key=lambda x: x[1].start)
+    for name, addresses in known:
+        open_ranges = [(n, r) for n, r in open_ranges if r.stop > addresses.start]
+        found.update(pair for n, _ in open_ranges for pair in ((name, n), (n, name)))
+        open_ranges.append((name, addresses))
+    return found
 
 
 def _elements(placed: Placed) -> int:

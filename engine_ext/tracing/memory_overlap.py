@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
 from engine_ext.model import extent
-from engine_ext.placement import Placement, Segment
+from engine_ext.placement import Placement, Segment, Status
+
+_FEW: Final = 16
 
 Write = list[tuple[str | None, Segment]]
 """One write of the loader to live memory: segments with their checkpoint tensor, or None."""
@@ -59,8 +62,14 @@ def refuse_shared_memory(placement: Placement, writes: Sequence[Write]) -> None:
     for one would silently change the other. If the loader writes other values over a tensor, it
     would write them again over elements that a delta leaves out. If it writes two elements of one
     tensor to the same place, only the later one counts.
+
+    A few integers that another tensor is written over (the ``weight_shape`` of each part of a fused
+    weight) are no weights: the loader drops all but the last.
     """
     ranges = [ByteRange.of(s, name, n) for n, write in enumerate(writes) for name, s in write]
+    for name in _overwritten(placement, ranges):
+        placement[name].segments, placement[name].status = [], Status.NOT_ON_RANK
+        ranges = [range_ for range_ in ranges if range_.name != name]
     for one, other in overlaps(ranges):
         for range_, by in ((one, other), (other, one)):
             live = range_.segment.live.name
@@ -73,6 +82,27 @@ def refuse_shared_memory(placement: Placement, writes: Sequence[Write]) -> None:
             else:
                 reason = f"shares the memory of {live} with {by.name}"
             placement[range_.name].refuse(reason)
+
+
+def _overwritten(placement: Placement, ranges: Sequence[ByteRange]) -> list[str]:
+    """Return the tensors of a few integers that others are written over, wholly and later."""
+    later: dict[tuple[int, int], int] = {}
+    for range_ in ranges:
+        if range_.name is not None and range_.dense:
+            later[range_.start, range_.end] = range_.write
+    written: dict[str, list[bool]] = {}
+    for range_ in ranges:
+        if range_.name is not None:
+            gone = later.get((range_.start, range_.end), -1) > range_.write
+            written.setdefault(range_.name, []).append(gone)
+    return [
+        name
+        for name, gone in written.items()
+        if all(gone)
+        and placement[name].status is Status.UNJUDGED
+        and placement[name].spec.numel <= _FEW
+        and not placement[name].spec.dtype.is_floating_point
+    ]
 
 
 def overlaps(ranges: Iterable[ByteRange]) -> Iterator[tuple[ByteRange, ByteRange]]:

@@ -45,12 +45,14 @@ class Recorder:
 
     Attributes:
         writes: all writes to live memory, whatever was written.
+        kept: paths of other tensors that the loader keeps elements in.
         lock: held while an operator runs.
         thread: whether the thread that asks is in a call of ``Tensor.copy_``.
     """
 
     def __init__(self, index: StorageIndex, placement: Placement) -> None:
         self.writes: list[Write] = []
+        self.kept: list[str] = []
         self._index = index
         self._placement = placement
         self._tracker = ProvenanceTracker()
@@ -69,6 +71,7 @@ class Recorder:
     def refuse_kept(self, tensors: Iterable[torch.Tensor], path: str) -> None:
         """Refuse the checkpoint tensors whose elements the loader keeps in tensors at `path`."""
         for storage in self._tracker.find_all(tensors):
+            self.kept.append(path)
             self._refuse(storage, f"the loader also keeps it in {path}, which is no parameter")
 
     def refuse_replaced(self, name: str, before: torch.Tensor, now: torch.Tensor | None) -> None:

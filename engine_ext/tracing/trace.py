@@ -24,7 +24,14 @@ from engine_ext.tracing.memory_overlap import ByteRange, Write, overlaps, refuse
 from engine_ext.tracing.recorder import Recorder, RecordingMode
 from engine_ext.tracing.thread_propagation import traced_threads
 
-__all__ = ["COPY_REPLACED", "LoadWeights", "TracingError", "rehearse", "trace_placement"]
+__all__ = [
+    "COPY_REPLACED",
+    "LoadWeights",
+    "TracingError",
+    "rehearse",
+    "trace_placement",
+    "written_alone",
+]
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
@@ -122,6 +129,28 @@ def rehearse(
     return {}
 
 
+def written_alone(
+    model: torch.nn.Module, load_weights: LoadWeights, spec: TensorSpec, index: StorageIndex
+) -> frozenset[str]:
+    """Return the live parameters that the loader writes or replaces, given one tensor alone.
+
+    They are empty if the loader fails without data, or writes to something else, too.
+
+    Raises:
+        TracingError: see `rehearse`.
+    """
+    other: list[str] = []
+    trial = {spec.name: Placed(spec)}
+    with _dry_run(model, bits=False) as guard:
+        failure, writes = _run(guard, load_weights, [spec], index, trial, other)
+    written = [segment.live for write in writes for _, segment in write]
+    if failure is not None or any(live.aliases for live in written):
+        return frozenset()
+    names = frozenset([*other, *(live.name for live in written)])
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return names if names <= parameters.keys() else frozenset()
+
+
 @contextmanager
 def _dry_run(model: torch.nn.Module, *, bits: bool) -> Iterator[ModelStateGuard]:
     """Verify after the block that the model is as before; TracingError if that is not certain."""
@@ -146,8 +175,13 @@ def _run(
     specs: Sequence[TensorSpec],
     index: StorageIndex,
     placement: Placement,
+    other: list[str] | None = None,
 ) -> tuple[Exception | None, list[Write]]:
-    """Call the loader; return what it raised, and everything that it wrote to live memory."""
+    """Call the loader; return what it raised, and everything that it wrote to live memory.
+
+    The paths of the parameters and buffers that it replaced, and of other tensors that it keeps
+    elements in, are added to `other`.
+    """
     recorder = Recorder(index, placement)
     weights = [(spec.name, recorder.source(spec)) for spec in specs]
     failure = None
@@ -159,7 +193,10 @@ def _run(
     except Exception as error:
         failure = error
     finally:
+        replaced = [attached.path for attached in guard.registered if attached.changed]
         _refuse_changes(guard, recorder)
+        if other is not None:
+            other += [*replaced, *recorder.kept]
         recorder.close()
         guard.restore()
     return failure, recorder.writes

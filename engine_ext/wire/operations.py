@@ -138,9 +138,17 @@ class PartProgress(Reply, frozen=True, kw_only=True):
 
 
 class PartSettled(Reply, frozen=True, kw_only=True):
-    """Whether all parts of the staged sync are staged."""
+    """Whether all parts of the staged sync are staged, and it needs no `PrepareSync`."""
 
     complete: bool
+    prepared: bool
+
+
+class SyncPrepared(Reply, frozen=True, kw_only=True):
+    """Whether nothing is left to do before the staged sync can be committed."""
+
+    done: bool
+    rebuilt: int  # modules rebuilt so far on this rank
 
 
 class RankPlan(Reply, frozen=True, kw_only=True):
@@ -155,6 +163,7 @@ class RankDigest(Reply, frozen=True, kw_only=True):
     version: int
     tensors: dict[str, str]  # scanned from live memory, if a scan was asked for; else `tracked`
     tracked: dict[str, str]  # what the syncs add up to
+    corrupted: list[str]  # whose modules a scan found different from what processing makes of them
 
 
 class SyncRecord(Reply, frozen=True, kw_only=True):
@@ -174,6 +183,7 @@ class SyncRecord(Reply, frozen=True, kw_only=True):
     tensors: int | None = None
     bytes: int = 0  # of the parts
     apply: str | None = None
+    rebuilt: int | None = None  # modules that the engine's own processing has computed anew
     timings_ms: dict[str, float]  # milliseconds by phase
 
 
@@ -248,6 +258,12 @@ class SettlePart(Operation[PartSettled], frozen=True, kw_only=True, tag="settle"
 
     part: PartId
     staged: bool
+
+
+class PrepareSync(Operation[SyncPrepared], frozen=True, kw_only=True, tag="prepare"):
+    """Do a share of what must precede the commit of a staged sync; `part` is one of its parts."""
+
+    part: PartId
 
 
 class DropSync(Operation[Reply], frozen=True, kw_only=True, tag="drop"):

@@ -32,6 +32,10 @@ DENIED: Final = Counter(
 )
 _BYTES: Final = Counter("delta_updates_bytes", "Bytes of completely received parts.")
 _ELEMENTS: Final = Counter("delta_updates_elements", "Elements sent by committed syncs.")
+_REBUILT: Final = Counter(
+    "delta_updates_rebuilt_modules",
+    "Modules that committed syncs had the engine's own post-load processing compute anew.",
+)
 _DENSITY: Final = Histogram(
     "delta_updates_density",
     "Elements sent by a committed sync over all elements of the tensors it names.",
@@ -39,8 +43,8 @@ _DENSITY: Final = Histogram(
 )
 _PHASES: Final = Histogram(
     "delta_updates_phase_seconds",
-    "Seconds of a request by phase: receive, stage, pause (of generation), commit (the writes, "
-    "within the pause).",
+    "Seconds of a request by phase: receive, stage, rebuild (of quantised or packed modules, "
+    "within stage), pause (of generation), commit (the writes, within the pause).",
     ["phase"],
     buckets=_SECONDS,
 )
@@ -64,6 +68,7 @@ def count(sync: SyncRecord, error: Exception | None) -> None:
         _PHASES.labels(phase.removesuffix("_ms")).observe(milliseconds / 1e3)
     if sync.outcome == "committed":
         _ELEMENTS.inc(sync.nnz or 0)
+        _REBUILT.inc(sync.rebuilt or 0)
         if sync.elements:
             _DENSITY.observe((sync.nnz or 0) / sync.elements)
     if sync.outcome in _AT_ITS_VERSION and sync.version is not None:

@@ -27,6 +27,7 @@ class RequestRecord:
     received: int = 0  # bytes of the body so far
     expected: int | None = None  # bytes of the body, if known
     staged: int = 0  # number of staged parts
+    rebuilt: int = 0  # number of modules that were rebuilt
     reported: bool = False
     progress_logged: bool = False  # a task logs the progress
     _began_at: float = field(default_factory=time.time)
@@ -101,6 +102,7 @@ class RequestRecord:
             tensors=result.get("tensors"),
             bytes=self.wire_bytes,
             apply=result.get("apply"),
+            rebuilt=self.rebuilt or None,
             timings_ms=self.rounded_timings(),
         )
 

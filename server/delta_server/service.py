@@ -119,7 +119,8 @@ class DeltaService:
             "tensors": {name: digest.hex() for name, digest in sorted(tensors.items())},
         }
         if scan:
-            found["corrupted"] = sorted(n for n in tracked if tracked[n] != tensors.get(n))
+            corrupted = {n for n in tracked if tracked[n] != tensors.get(n)}
+            found["corrupted"] = sorted(corrupted.union(*(reply.corrupted for reply in replies)))
             if found["corrupted"]:
                 metrics.MISMATCHES.inc()
         return found

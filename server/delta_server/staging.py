@@ -12,7 +12,7 @@ from delta_server.request_record import RequestRecord
 from delta_server.spool import Spooled
 from engine_ext.errors import DeltaError, NotUpdatable
 from engine_ext.wire import PartId
-from engine_ext.wire.operations import BeginPart, DropSync, PollPart, SettlePart
+from engine_ext.wire.operations import BeginPart, DropSync, PollPart, PrepareSync, SettlePart
 
 # Each poll costs the engine one message between two steps, so the interval grows.
 _MIN_POLL_S = 0.001
@@ -41,7 +41,7 @@ class Staging:
         complete = False
         for part, spooled in pairs:
             try:
-                admission, complete = await self._stage_one(part, spooled)
+                admission, complete = await self._stage_one(part, spooled, record)
             except DeltaError:
                 # No one else sends the rest; what is staged would only keep other syncs out.
                 if whole and record.admissions - {"already_applied"}:
@@ -56,7 +56,9 @@ class Staging:
         """Drop the staged sync if this part belongs to it."""
         await call(self._engine, DropSync(version=part.version, sync_id=part.sync_id))
 
-    async def _stage_one(self, part: PartId, spooled: Spooled) -> tuple[str, bool]:
+    async def _stage_one(
+        self, part: PartId, spooled: Spooled, record: RequestRecord
+    ) -> tuple[str, bool]:
         """Stage one part on every rank; return its admission and whether its sync is complete."""
         request = BeginPart(part=part, path=str(spooled.path), now=time.monotonic())
         admissions = {reply.admission for reply in await call(self._engine, request)}
@@ -73,10 +75,22 @@ class Staging:
             raise
         try:
             settled = await call(self._engine, SettlePart(part=part, staged=True))
+            if settled[0].complete and not all(reply.prepared for reply in settled):
+                await self._prepare(part, record)
         except DeltaError:
             await self.drop(part)
             raise
         return "new" if "new" in admissions else "staged", settled[0].complete
+
+    async def _prepare(self, part: PartId, record: RequestRecord) -> None:
+        """Prepare the commit on all ranks in step; the engine serves between two calls."""
+        start = time.perf_counter()
+        done = False
+        while not done:
+            replies = await call(self._engine, PrepareSync(part=part))
+            done = all(reply.done for reply in replies)
+            record.rebuilt = max(reply.rebuilt for reply in replies)
+        record.timings["rebuild_ms"] = (time.perf_counter() - start) * 1e3
 
     async def _wait_until_staged(self, part: PartId) -> None:
         start = time.perf_counter()

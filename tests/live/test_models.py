@@ -7,24 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import fingerprint
 from tests.support.plain_trainer import Trainer, container
 
-# Tensors that the engine computes with after loading; a delta for them is refused.
-REFUSED = {
-    "mamba2": ("A_log", "conv1d"),
-    "qwen3_next": ("conv1d", "A_log"),
-    # On the second of two ranks the loader zeroes the checkpoint's tensor.
-    "gpt_oss": ("mlp.experts.down_proj_bias",),
-}
-# If the CPU computes in bf16, vLLM packs conv1d and keeps its plain values beside all weights of
-# Mamba2's mixer; they may be computed from any of them.
-if torch.cpu._is_avx512_bf16_supported():
-    REFUSED["mamba2"] = ("mixer.",)
+# On the second of two ranks the loader zeroes the checkpoint's tensor; a delta for it is refused.
+REFUSED = {"gpt_oss": ("mlp.experts.down_proj_bias",)}
 
 
 @pytest.mark.parametrize(

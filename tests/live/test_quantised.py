@@ -1,45 +1,100 @@
-"""A quantised checkpoint on a live vLLM: what processing repacks is refused, never left out."""
+"""Live engines whose weights are quantised, or computed from the checkpoint while they load.
+
+After several syncs, a rollback and a full sync, an engine has the same parameters, buffers, texts
+and log probabilities as one that was started on the target checkpoint.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from delta_sender import DeltaSender, SyncError
+from delta_sender import DeltaSender
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
-from tests.support import awq_checkpoint
+from tests.live.conftest import fingerprint
+from tests.support import quantised_checkpoints
 
-NORM = "model.norm.weight"
-QWEIGHT = "model.layers.0.self_attn.q_proj.qweight"
+FULL = pytest.mark.full
+ONLINE = ("--quantization", "fp8_per_channel")
 
 
-def test_packed_tensors_are_refused_and_the_others_updated(
-    start: Callable[..., EngineProcess], tmp_path: Path
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint, how it is served, and how many tensors have which status in the plan."""
+
+    checkpoint: str  # a format of `quantised_checkpoints`, or an architecture of `tiny_models`
+    states: dict[str, int]
+    tp: int = 1
+    flags: tuple[str, ...] = ()
+    int4: bool = False  # generates on AVX512 only
+
+
+CASES = {
+    "online-fp8-2-ranks": Case("qwen3", {"rebuilt": 14, "exact": 11}, 2, ONLINE),
+    "w8a8": Case("w8a8", {"rebuilt": 14, "cast": 14, "exact": 11}),
+    "online-fp8": Case("qwen3", {"rebuilt": 14, "exact": 11}, 1, ONLINE),
+    "w8a8-2-ranks": Case("w8a8", {"rebuilt": 14, "cast": 14, "exact": 11}, 2),
+    "fp8-channel": Case("fp8_channel", {"exact": 25, "cast": 14}),
+    "awq": Case("awq", {"rebuilt": 42, "exact": 11}, int4=True),
+    "gptq": Case("gptq", {"rebuilt": 42, "ignored": 14, "exact": 11}, int4=True),
+    "w4a16": Case("w4a16", {"rebuilt": 36, "ignored": 6, "exact": 11}, int4=True),
+}
+QUICK = ("online-fp8-2-ranks", "w8a8")
+
+
+def base_of(case: Case, folder: Path) -> Path:
+    if case.checkpoint in quantised_checkpoints.FORMATS:
+        return quantised_checkpoints.build(case.checkpoint, folder)
+    return tiny_models.build(case.checkpoint, folder)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=FULL) for name in CASES]
+)
+def test_every_weight_follows(
+    name: str, start: Callable[..., EngineProcess], tmp_path: Path
 ) -> None:
-    base = awq_checkpoint.build(tmp_path / "awq")
-    engine = start("vllm", base, extra_args=["--dtype", "float16"])
-    (plan,) = engine.get("/delta_status", params={"plan": "true"}).json()["plan"]
-    states = {row["name"]: row["status"] for row in plan}
-    assert "ignored" not in states.values()
-    assert states[NORM] == "exact"
-    packed = [row for row in plan if row["name"].endswith(("qweight", "qzeros"))]
-    assert len(packed) == 28
-    assert all("post-load processing replaced" in row["reason"] for row in packed)
+    case = CASES[name]
+    base = base_of(case, tmp_path / "base")
+    dtype = quantised_checkpoints.serving_dtype(case.checkpoint)
+    options = {"tp": case.tp, "extra_args": ["--dtype", dtype, *case.flags]}
+    steps = [tiny_models.load_tensors(base)]
+    for seed in (1, 2):
+        steps.append(quantised_checkpoints.step(steps[-1], seed))
+    engine = start("vllm", base, **options)
 
-    tensors = {name: tensor.clone() for name, tensor in tiny_models.load_tensors(base).items()}
-    before = engine.checksums()
-    with DeltaSender(engine.url, base=tensors.items()) as sender:
-        tensors[NORM].view(torch.int16)[:4] ^= 1
-        assert sender.sync(tensors.items()).status == "committed"
-        changed = engine.checksums()
-        (name,) = {name for name in before if before[name] != changed[name]}
-        assert name.endswith(NORM)
-        tensors[QWEIGHT].view(-1)[7] ^= 1
-        with pytest.raises(SyncError, match=r"q_proj\.qweight"):
-            sender.sync(tensors.items())
-    assert engine.checksums() == changed
-    assert engine.delta_status()["version"] == 1
+    def observed(of: EngineProcess) -> dict[str, Any]:
+        if case.int4 and not torch.cpu._is_avx512_supported():
+            return {"parameters": of.checksums(), "buffers": of.buffer_checksums()}
+        return fingerprint(of)
+
+    for plan in engine.get("/delta_status", params={"plan": "true"}).json()["plan"]:
+        states = [row["status"] for row in plan]
+        assert {state: states.count(state) for state in states} == case.states, plan
+    seen = [observed(engine)]
+    with DeltaSender(engine.url, base=steps[0].items()) as sender:
+        for tensors in steps[1:]:
+            report = sender.sync(tensors.items())
+            assert (report.status, report.full) == ("committed", False)
+            assert ("rebuild_ms" in report.engine["timings_ms"]) == ("rebuilt" in case.states)
+            seen.append(observed(engine))
+    assert seen[0] != seen[1] != seen[2]
+    assert engine.post("/delta_rollback", json={}).json()["status"] == "rolled_back"
+    assert observed(engine) == seen[1]
+    # A sender that knows other weights sends all of them.
+    with DeltaSender(engine.url, base=steps[0].items()) as sender:
+        report = sender.sync(steps[2].items())
+    assert (report.status, report.full) == ("committed", True)
+    assert observed(engine) == seen[2]
+    scan = engine.get("/delta_digest", params={"scan": "true"}).json()
+    assert scan["corrupted"] == []
+
+    target = tiny_models.save_checkpoint(base, tmp_path / "target", steps[2])
+    engine.stop()
+    assert observed(start("vllm", target, **options)) == seen[2]

@@ -216,6 +216,12 @@ class Shard:
     def check_base(self, staged: Sequence[StagedPart]) -> None:
         """The weights are nobody else's to change."""
 
+    def prepare(self, staged: Sequence[StagedPart], *, full: bool) -> bool:
+        return True
+
+    def is_prepared(self, staged: Sequence[StagedPart]) -> bool:
+        return True
+
     def check_in_place(self) -> None:
         """The weights do not move."""
 
@@ -279,15 +285,16 @@ class Shard:
     def table(self) -> list[dict[str, Any]]:
         return [{"name": name, "status": "exact", "digested": True} for name in SHAPES]
 
-    def scan(self) -> dict[str, Digest]:
-        return {
+    def scan(self) -> tuple[dict[str, Digest], list[str]]:
+        found = {
             name: tensor_digest(name, bits, start=self._spans[name][0])
             for name, bits in self.bits.items()
         }
+        return found, []
 
     @property
     def digests(self) -> dict[str, Digest]:
-        return self.scan()
+        return self.scan()[0]
 
     @property
     def digest(self) -> Digest:

@@ -414,6 +414,15 @@ class RecordingApplier:
     def check_base(self, staged: Sequence[StagedPart]) -> None:
         self._step("check_base")
 
+    def prepare(self, staged: Sequence[StagedPart], *, full: bool) -> bool:
+        return True
+
+    def scan(self) -> tuple[dict[str, Digest], list[str]]:
+        return dict(self.digests), []
+
+    def is_prepared(self, staged: Sequence[StagedPart]) -> bool:
+        return True
+
     def check_in_place(self) -> None:
         self._step("check_in_place")
 
@@ -498,16 +507,27 @@ class Engine:
     def settle(self, part: PartId, *, staged: bool) -> list[dict[str, Any]]:
         return self.call("settle", part=msgspec.to_builtins(part), staged=staged)
 
+    def prepare(self, part: PartId) -> list[dict[str, Any]]:
+        return self.call("prepare", part=msgspec.to_builtins(part))
+
     def stage(self, part: PartId, body: bytes) -> list[dict[str, Any]]:
-        """Begin, poll and settle as the HTTP side does; the first answers with an error, or the
-        last ones."""
+        """Begin, poll, settle and prepare as the HTTP side does; the first answers with an error,
+        or those of the settling."""
         answers = self.begin(part, self.spool(body))
         if any("error" in a for a in answers) or answers[0]["ok"]["admission"] != "new":
             return answers
         answers = self.poll(part)
         staged = not any("error" in a for a in answers)
         settled = self.settle(part, staged=staged)
-        return settled if staged else answers
+        if not staged or any("error" in a or not a["ok"]["complete"] for a in settled):
+            return settled if staged else answers
+        done = all(answer["ok"]["prepared"] for answer in settled)
+        while not done:
+            answers = self.prepare(part)
+            if any("error" in answer for answer in answers):
+                return answers
+            done = all(answer["ok"]["done"] for answer in answers)
+        return settled
 
     def commit(self, part: PartId) -> list[dict[str, Any]]:
         return self.call("commit", version=part.version, sync_id=part.sync_id)

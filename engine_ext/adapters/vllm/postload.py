@@ -2,21 +2,93 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from engine_ext.derived import Recomputation
 from engine_ext.repacks import Processing, RepackLearner
 
+_PROBE_ROWS: Final = 4
 
-def repack_learner(before: Callable[[torch.nn.Module], None] | None = None) -> RepackLearner:
+
+def repack_learner(
+    before: Callable[[torch.nn.Module], None] | None = None,
+    keep: Callable[[Processing, bool], str | None] | None = None,
+) -> RepackLearner:
     """Return what learns vLLM's post-load processing; use it around `load_model`."""
     from vllm.model_executor.model_loader import base_loader
 
-    return RepackLearner(base_loader, "process_weights_after_loading", _processings, before)
+    return RepackLearner(base_loader, "process_weights_after_loading", _processings, before, keep)
+
+
+@contextlib.contextmanager
+def online_processing(keep: Callable[[Processing, bool], str | None]) -> Iterator[None]:
+    """Keep each module that vLLM quantises while it loads, just before it does.
+
+    Raises:
+        RuntimeError: the module cannot be kept. vLLM does not start then.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    original = layerwise._layerwise_process
+
+    def layerwise_process(layer: Any, info: Any) -> None:
+        method = getattr(layer, "quant_method", None)
+        if method is None:
+            original(layer, info)
+            return
+        process = method.process_weights_after_loading
+
+        def keep_and_process(module: Any) -> None:
+            del method.process_weights_after_loading
+            why_not = keep(Processing(module, method, _process_copy), False)
+            if why_not is not None:
+                raise RuntimeError(f"delta updates: {why_not}")
+            process(module)
+
+        method.process_weights_after_loading = keep_and_process
+        original(layer, info)
+
+    layerwise._layerwise_process = layerwise_process
+    try:
+        yield
+    finally:
+        layerwise._layerwise_process = original
+
+
+def probe(module: torch.nn.Module) -> torch.Tensor | None:
+    """Return what a linear layer or an output head computes from random rows; None for others."""
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    layer: Any = module
+    if isinstance(module, LinearBase):
+        width, dtype = layer.input_size_per_partition, layer.params_dtype
+    elif isinstance(module, VocabParallelEmbedding):
+        width, dtype = layer.embedding_dim, layer.params_dtype
+    else:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(_PROBE_ROWS, width, generator=generator)
+    rows = rows.to(next(module.parameters()).device, dtype)
+    output: torch.Tensor = layer.quant_method.apply(layer, rows, bias=None)
+    return output
+
+
+def processing_context(config: Any, device: torch.device) -> contextlib.ExitStack:
+    """Return the context in which vLLM's loader processes a module."""
+    from vllm.config import set_current_vllm_config
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(set_current_vllm_config(config))
+    stack.enter_context(set_default_torch_dtype(config.model_config.dtype))
+    stack.enter_context(device)
+    return stack
 
 
 def recomputations(model: torch.nn.Module, config: Any) -> list[Recomputation]:
@@ -43,9 +115,7 @@ def _processings(
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, QuantizeMethodBase):
-            yield Processing(
-                module, method, lambda copy: copy.quant_method.process_weights_after_loading(copy)
-            )
+            yield Processing(module, method, _process_copy)
         if is_deferred_attention_layer(module):
             # What an attention layer makes for itself may be recomputed, see `recomputations`.
             yield Processing(
@@ -54,6 +124,10 @@ def _processings(
                 lambda copy: copy.process_weights_after_loading(model_config.dtype),
                 recomputed=True,
             )
+
+
+def _process_copy(copy: Any) -> None:
+    copy.quant_method.process_weights_after_loading(copy)
 
 
 def _process(layer: Any, config: Any) -> None:

@@ -12,10 +12,17 @@ import torch
 
 from engine_ext import settings
 from engine_ext.adapters.vllm.layerwise_reload import active_wrapper
-from engine_ext.adapters.vllm.postload import recomputations, repack_learner
+from engine_ext.adapters.vllm.postload import (
+    online_processing,
+    probe,
+    processing_context,
+    recomputations,
+    repack_learner,
+)
 from engine_ext.model import ConstantsWatch
 from engine_ext.ranks import GroupRanks
-from engine_ext.receiver import LoadedModel, Receiver, make_receiver
+from engine_ext.rebuild import LoadingStates, make_twin
+from engine_ext.receiver import LoadedModel, Rebuilding, Receiver, make_receiver
 from engine_ext.repacks import RepackLearner
 from engine_ext.tracing import LoadingTrace, LoadWeights
 
@@ -33,15 +40,16 @@ def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
     def load_model(*args: Any, **kwargs: Any) -> None:
         _keep_checkpoint_layout()
         watch = ConstantsWatch(base_loader, "initialize_model")
-        loading = LoadingTrace()
+        loading, states = LoadingTrace(), LoadingStates(chosen.shadow_bytes)
 
         def trace(model: torch.nn.Module) -> None:
-            config = worker.vllm_config
-            loading.trace(model, _loader(model, config), _reader(model, config), active_wrapper)
+            config, twin = worker.vllm_config, make_twin(model, states.states)
+            loading.trace(twin, _loader(twin, config), _reader(model, config), active_wrapper)
 
-        with repack_learner(trace) as learner, watch as constants:
-            original_load(*args, **kwargs)
-        worker.delta_receiver = build_receiver(worker, chosen, learner, constants, loading)
+        with online_processing(states.keep), repack_learner(trace, states.keep) as learner:
+            with watch as constants:
+                original_load(*args, **kwargs)
+        worker.delta_receiver = build_receiver(worker, chosen, learner, constants, loading, states)
 
     def sleep(level: int = 1) -> None:
         worker.delta_receiver.weights_released()
@@ -102,6 +110,7 @@ def build_receiver(
     learner: RepackLearner,
     constants: ConstantsWatch,
     loading: LoadingTrace,
+    states: LoadingStates,
 ) -> Receiver:
     """Trace and certify a worker's model and make its receiver.
 
@@ -135,6 +144,12 @@ def build_receiver(
         recomputations=recomputations(model, config),
         refuse_while=active_wrapper,
         loading=loading,
+        rebuilding=Rebuilding(
+            states=states,
+            loader=lambda twin: _loader(twin, config),
+            context=lambda: processing_context(config, worker.device),
+            probe=probe,
+        ),
     )
     return make_receiver(loaded, chosen)
 

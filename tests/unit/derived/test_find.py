@@ -220,3 +220,35 @@ def test_what_was_there_before_the_weights_is_a_constant() -> None:
     placement = trace_placement(model, model.load_weights, model.specs(), StorageIndex(model))
     found = find_derived(model, placement, constants)
     assert [one.path for one in found] == ["layers.0.filled", "layers.0.later"]
+
+
+# --- modules that are rebuilt ---
+
+
+def rebuilt_paths(rebuilt: dict[str, frozenset[str]]) -> dict[str, frozenset[str]]:
+    """The derived tensors of a model with one of them on each module, by path."""
+    live: Any = load(Latent, base_checkpoint(Latent))
+    for path in ("", "layers.0", "layers.0.kv_b_proj", "layers.1.backend"):
+        live.get_submodule(path).made = torch.rand(3, 2) + 2
+    index = StorageIndex(live)
+    placement = trace_placement(live, live.load_weights, Latent.specs(), index)
+    for name in [n for n in placement if n.startswith("layers.0") and rebuilt]:
+        del placement[name]
+    found = find_derived(live, placement, rebuilt=rebuilt)
+    return {one.path: one.weights for one in found if one.attribute == "made"}
+
+
+def test_what_a_rebuilt_module_holds_is_left_out() -> None:
+    shadow = frozenset(["layers.0.kv_b_proj.weight"])
+    found = rebuilt_paths({"layers.0.kv_b_proj": shadow})
+    assert "layers.0.kv_b_proj.made" not in found
+    assert found["layers.0.made"] == shadow
+    assert found["layers.1.backend.made"] == {"layers.1.kv_b_proj.weight"}
+    assert shadow < found["made"]
+
+
+def test_the_shadow_counts_by_its_own_name() -> None:
+    shadow = frozenset(["loading layers.0.kv_b_proj.tensor"])
+    found = rebuilt_paths({"layers.0.kv_b_proj.weight": shadow})
+    assert found["layers.0.kv_b_proj.made"] >= shadow
+    assert shadow < found["made"]

@@ -188,3 +188,68 @@ def test_a_model_with_a_hook_of_its_own_is_not_learned_completely() -> None:
     assert not learner.refusals
     assert learner.repacks.keys() == {"0.weight"}
     assert not learner.complete
+
+
+# --- modules that are kept ---
+
+
+def replace_weight(layer: Any) -> None:
+    layer.weight = nn.Parameter(layer.weight.t().contiguous(), requires_grad=False)
+
+
+def nothing(layer: Any) -> None:
+    """Leave the layer as it is."""
+
+
+def kept_of(
+    why_not: str | None, *functions: Callable[[Any], None], recomputed: bool = False
+) -> tuple[RepackLearner, list[tuple[int, bool]]]:
+    """What is learned, and which layers are kept, with whether they are only moved."""
+    model = nn.Sequential(*[Layer(Method(function)) for function in functions])
+    layers, kept, owner = list(model), [], engine()
+
+    def keep(one: Processing, moves: bool) -> str | None:
+        assert torch.equal(one.module.weight, torch.ones(4, 6, dtype=torch.bfloat16))  # type: ignore[arg-type]
+        kept.append((layers.index(one.module), moves))
+        return why_not
+
+    def calls(model: nn.Module, *args: Any) -> Iterator[Processing]:
+        return (dataclasses.replace(one, recomputed=recomputed) for one in walk(model))
+
+    with RepackLearner(owner, "process", calls, keep=keep) as learner:
+        owner.process(model, "cpu")
+    return learner, kept
+
+
+def test_what_cannot_be_followed_is_kept_and_not_refused() -> None:
+    """Each module is kept, also if it is like one that was tried out."""
+    learner, kept = kept_of(None, double, double)
+    assert kept == [(0, False), (1, False)]
+    assert not learner.refusals
+    assert not learner.repacks
+
+
+@pytest.mark.parametrize("function", [transpose, nothing])
+def test_what_can_be_followed_is_not_kept(function: Callable[[Any], None]) -> None:
+    learner, kept = kept_of(None, function)
+    assert not kept
+    assert bool(learner.repacks) is (function is transpose)
+
+
+def test_a_replaced_parameter_is_kept_and_its_move_is_learned() -> None:
+    learner, kept = kept_of(None, replace_weight)
+    assert kept == [(0, True)]
+    assert learner.repacks.keys() == {"0.weight"}
+
+
+@pytest.mark.parametrize("function", [double, replace_weight])
+def test_what_cannot_be_kept_is_refused(function: Callable[[Any], None]) -> None:
+    learner, kept = kept_of("too large", function)
+    assert len(kept) == 1
+    assert learner.refusals == {"0.weight": "too large"}
+    assert not learner.repacks
+
+
+def test_what_may_be_recomputed_is_not_kept() -> None:
+    _, kept = kept_of(None, double, replace_weight, recomputed=True)
+    assert not kept

@@ -13,6 +13,7 @@ import torch
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Placement, Status, make_plan
 from engine_ext.ranks import SingleRank
+from engine_ext.repacks import compose
 from engine_ext.tracing import LoadingTrace, trace_placement
 from tests.conformance.models import HalfReplaced, LoaderReplaced
 from tests.support.toy_models import PackedAway, PlainCopy, Skipped, ToyModel
@@ -32,7 +33,8 @@ def processed(model: ToyModel, loading: LoadingTrace | None, *, reads: bool = Tr
         model.after_loading()
         placement = trace_placement(model, model.load_weights, model.specs(), StorageIndex(model))
     if loading is not None:
-        loading.refuse_lost(model, placement, reads=reads)
+        loading.refuse_lost(placement, reads=reads)
+        compose(placement, {}, loading.sharing_changed(model, model))
     return placement
 
 
@@ -74,7 +76,7 @@ def test_never_called_it_calls_nothing_dropped() -> None:
     """Another rank may hold it; if none does, the plan refuses it, because it is used."""
     model = Skipped()
     placement = trace_placement(model, model.load_weights, model.specs(), StorageIndex(model))
-    LoadingTrace().refuse_lost(model, placement, reads=True)
+    LoadingTrace().refuse_lost(placement, reads=True)
     plan = make_plan(placement, SingleRank())
     assert plan.placement["rotary"].status is Status.UNCERTIFIED
 

@@ -16,7 +16,7 @@ from engine_ext.model import fingerprint
 from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.segments import Placed, Placement, Status, TensorSpec
 from engine_ext.tracing import thread_propagation
-from engine_ext.tracing.trace import TracingError, rehearse, trace_placement
+from engine_ext.tracing.trace import TracingError, rehearse, trace_placement, written_alone
 from tests.support import toy_models
 from tests.support.receiver_harness import base_checkpoint, load, memory, serve
 from tests.support.toy_models import ToyModel, Weights, every_model, parameter
@@ -530,3 +530,59 @@ def test_a_rehearsal_tells_whether_the_loader_needs_company(
 )
 def test_a_rehearsal_gives_the_reason(model: type[ToyModel], name: str, fragment: str) -> None:
     assert fragment in reasons(model, [name])[name]
+
+
+# --- what the loader does with one tensor alone ---
+
+
+class Habits(ToyModel):
+    """Writes a tensor to one parameter, to two, to a replaced one, and elsewhere."""
+
+    names = ("plain", "exp", "both", "replaced", "kept", "buffer", "fails", "dropped")
+    shapes: ClassVar = dict.fromkeys(names, (3,))
+
+    def build(self) -> None:
+        super().build()
+        self.other = parameter(3)
+        self.tied = self.plain
+        self.register_buffer("table", torch.zeros(3))
+
+    def load_one(self, name: str, weight: torch.Tensor) -> None:
+        if name == "exp":
+            self.exp.data.copy_(-weight.float().exp())
+        elif name == "both":
+            self.both.data.copy_(weight)
+            self.other.data.copy_(weight * 2)
+        elif name == "replaced":
+            self.replaced = nn.Parameter(weight, requires_grad=False)
+        elif name == "kept":
+            self.kept.data.copy_(weight)
+            self.elsewhere = weight * 2
+        elif name == "buffer":
+            self.table.copy_(weight)
+        elif name == "fails":
+            self.fails.data.fill_(float(weight.sum()))
+        elif name == "plain":
+            self.plain.data.copy_(weight)
+
+
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [
+        ("exp", {"exp"}),
+        ("both", {"both", "other"}),
+        ("replaced", {"replaced"}),
+        ("kept", set()),
+        ("buffer", set()),
+        ("fails", set()),
+        ("dropped", set()),
+        ("plain", set()),  # which is tied
+    ],
+)
+def test_what_is_written_for_one_tensor_alone(name: str, names: set[str]) -> None:
+    live = loaded(Habits) if name == "fails" else Habits()
+    before, objects = memory(live), identities(live)
+    spec = TensorSpec(name, (3,), torch.bfloat16)
+    assert written_alone(live, live.load_weights, spec, StorageIndex(live)) == names
+    assert memory(live) == before
+    assert identities(live) == objects

@@ -1,0 +1,108 @@
+"""The model as its loader knows it: every module that processing has changed is as before.
+
+The twin is a shallow copy. It shares the live tensors, except for the parameters of the modules
+that are rebuilt. The live model is not touched, so the loader can be traced on the twin any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import MethodType
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from engine_ext.model import reachable_tensors
+from engine_ext.placement import flat_bits
+from engine_ext.rebuild.loading_states import LoadingState, loaded_tensors, storage_of
+
+
+def make_twin(model: torch.nn.Module, states: Iterable[LoadingState]) -> torch.nn.Module:
+    """Return a copy of a processed model with the modules in `states` as they were before.
+
+    A parameter that processing only moves has the memory of the live one, and so has a buffer. If
+    the live module has none like it, it has no data, and the loader is not seen to write to it.
+    """
+    twins: dict[int, torch.nn.Module] = {}
+    for state in states:
+        twins[id(state.module)] = state.before
+        if state.moves:
+            _share_memory(state)
+    root = with_modules(model, twins)
+    for state in states:
+        _bind_loaders(state.before, twins)
+    return root
+
+
+def with_modules(module: torch.nn.Module, replaced: dict[int, torch.nn.Module]) -> torch.nn.Module:
+    """Return a module with some replaced on or below it; itself if none is.
+
+    The modules are shallow copies down to the replaced ones. `replaced` is by the `id` of the
+    original; all others that were visited are added.
+    """
+    known = replaced.get(id(module))
+    if known is not None:
+        return known
+    children = {
+        n: c if c is None else with_modules(c, replaced) for n, c in module._modules.items()
+    }
+    twin = module
+    if any(child is not module._modules[name] for name, child in children.items()):
+        twin = object.__new__(type(module))
+        vars(twin).update(vars(module), _modules=children)
+    replaced[id(module)] = twin
+    return twin
+
+
+def _share_memory(state: LoadingState) -> None:
+    """Give the parameters and buffers before processing the memory that the live ones have."""
+    live = dict(loaded_tensors(state.module))
+    for name, tensor in list(loaded_tensors(state.before)):
+        now = live.get(name)
+        if now is None or (now.numel(), now.dtype) != (tensor.numel(), tensor.dtype):
+            continue
+        data = now.detach()
+        view = data.as_strided(tensor.shape, tensor.stride(), data.storage_offset())
+        _replace(state.before, name, tensor, view)
+
+
+def _replace(module: torch.nn.Module, name: str, tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Put a tensor with other memory in the place of one, alike in everything else."""
+    path, _, attribute = name.rpartition(".")
+    owner = module.get_submodule(path)
+    if not isinstance(tensor, torch.nn.Parameter):
+        owner._buffers[attribute] = data
+        return
+    parameter = torch.nn.Parameter(data, requires_grad=False)
+    parameter.__class__ = type(tensor)
+    vars(parameter).update(vars(tensor))
+    owner._parameters[attribute] = parameter
+
+
+def share_views(model: torch.nn.Module, states: Iterable[LoadingState]) -> None:
+    """Let the shadow be the memory of live tensors that are views of a parameter before processing.
+
+    Mamba's mixer keeps such a view of its convolution's weight. A tensor of the module itself is
+    none: it is what processing made.
+    """
+    views: dict[StorageWeakRef, list[torch.Tensor]] = {}
+    for _, _, _, view in reachable_tensors(model):
+        if not isinstance(view, torch.nn.Parameter):  # it would have a name of its own
+            views.setdefault(storage_of(view), []).append(view)
+    for state in states:
+        own = {id(tensor) for _, _, _, tensor in reachable_tensors(state.module)}
+        for name, parameter in list(state.shadow()):
+            others = [v for v in views.get(state.memory[name], ()) if id(v) not in own]
+            if others:
+                shared = torch.empty(0, dtype=parameter.dtype, device=others[0].device)
+                shared.set_(others[0].untyped_storage(), 0, parameter.shape, parameter.stride())
+                if torch.equal(flat_bits(shared), flat_bits(parameter)):
+                    _replace(state.before, name, parameter, shared)
+
+
+def _bind_loaders(module: torch.nn.Module, twins: dict[int, torch.nn.Module]) -> None:
+    """Bind what the parameters keep of live modules' methods to the twins."""
+    for parameter in module.parameters():
+        for name, value in list(vars(parameter).items()):
+            if isinstance(value, MethodType) and id(value.__self__) in twins:
+                vars(parameter)[name] = MethodType(value.__func__, twins[id(value.__self__)])

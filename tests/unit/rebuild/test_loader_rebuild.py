@@ -1,0 +1,127 @@
+"""What the loader computes from one checkpoint tensor is loaded again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.receiver_harness import changed, errors_of
+from tests.support.toy_quantised import (
+    OUT,
+    Int8,
+    Layer,
+    Mixer,
+    Model,
+    Serving,
+    empty,
+    linear_shapes,
+    refusal,
+)
+
+
+class Mamba(Model):
+    """A mixer, and a layer that is quantised."""
+
+    shapes: ClassVar = {**linear_shapes("lin"), "mixer.A_log": (OUT,), "mixer.D": (OUT,)}
+    renamed: ClassVar = {"mixer.A_log": "mixer.A"}
+    replaced: ClassVar = ("mixer.D",)
+
+    def build(self, rank: int, ranks: int) -> None:
+        self.lin = Layer(Int8(), rank=rank, ranks=ranks)
+        self.mixer = Mixer()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["mixer.A_log", "mixer.D"])
+def test_one_tensor_is_loaded_again(tmp_path: Path, name: str, ranks: int) -> None:
+    serving = Serving(Mamba, tmp_path, ranks=ranks)
+    assert serving.statuses()[name] == "rebuilt"
+    for seed in range(2):
+        before = dict(serving.current)
+        target = {name: changed(serving.current[name], seed)}
+        errors_of(serving.sync(target), none=True)
+        serving.assert_fresh()
+    errors_of(serving.rollback(before), none=True)
+    serving.assert_fresh()
+    full = {n: changed(t, 9) for n, t in serving.current.items()}
+    errors_of(serving.sync(full, full=True), none=True)
+    serving.assert_fresh()
+
+
+def test_the_shadow_counts_against_the_limit(tmp_path: Path) -> None:
+    size = 2 * (OUT * 6 + OUT)
+    serving = Serving(Mamba, tmp_path, shadow_bytes=size + 2 * OUT)
+    assert serving.states[0].nbytes == size + 2 * OUT
+    chosen = [serving.statuses()[name] for name in ("mixer.A_log", "mixer.D")]
+    assert sorted(chosen) == ["rebuilt", "uncertified"] or chosen == ["uncertified"] * 2
+
+
+def test_another_layout_is_refused(tmp_path: Path) -> None:
+    serving = Serving(Mamba, tmp_path)
+    before, mixer = serving.served(), serving.models[0].get_submodule("mixer")
+    assert isinstance(mixer, Mixer)
+
+    def load(live: Any, weight: torch.Tensor) -> None:
+        live.data = -weight.double().exp()
+
+    mixer.A.weight_loader = load  # type: ignore[attr-defined]
+    target = {"mixer.A_log": changed(serving.base["mixer.A_log"], 3)}
+    assert "gives mixer.A another layout" in refusal(serving.sync(target))
+    assert serving.served() == before
+
+
+class TwoSources(Model):
+    """Two tensors are loaded into one parameter, the second after the first."""
+
+    shapes: ClassVar = {"one": (OUT,), "two": (OUT,), "child.plain": (OUT,)}
+    renamed: ClassVar = {"one": "child.both", "two": "child.both"}
+
+    def build(self, rank: int, ranks: int) -> None:
+        self.child = nn.Module()
+        self.child.plain = empty(OUT)
+        self.child.both = empty(OUT)
+        self.child.both.weight_loader = self.load_both  # type: ignore[attr-defined]
+
+    @staticmethod
+    def load_both(live: Any, weight: torch.Tensor) -> None:
+        live.data.copy_(weight.float().exp())
+
+
+def test_two_sources_of_a_parameter_are_refused(tmp_path: Path) -> None:
+    serving = Serving(TwoSources, tmp_path)
+    assert serving.reasons().keys() == {"one", "two", "child.plain"}
+    target = {"one": changed(serving.base["one"], 3)}
+    before = serving.served()
+    refusal(serving.sync(target))
+    assert serving.served() == before
+
+
+class Halves(Model):
+    """The loader computes from every second element only."""
+
+    shapes: ClassVar = {"wide": (2 * OUT,), "constant": (OUT,)}
+
+    def build(self, rank: int, ranks: int) -> None:
+        self.wide, self.constant = empty(OUT), empty(OUT)
+        self.wide.weight_loader = self.load_wide  # type: ignore[attr-defined]
+        self.constant.weight_loader = self.load_constant  # type: ignore[attr-defined]
+
+    @staticmethod
+    def load_wide(live: Any, weight: torch.Tensor) -> None:
+        live.data.copy_(-weight[::2].float().exp())
+
+    @staticmethod
+    def load_constant(live: Any, weight: torch.Tensor) -> None:
+        live.data.copy_(weight * 0 + 1)
+
+
+def test_what_the_result_does_not_depend_on_is_refused(tmp_path: Path) -> None:
+    serving = Serving(Halves, tmp_path)
+    assert serving.statuses()["wide"] == "rebuilt"
+    assert "another copy" in serving.reasons()["constant"]
+    errors_of(serving.sync({"wide": changed(serving.base["wide"], 3)}), none=True)
+    serving.assert_fresh()

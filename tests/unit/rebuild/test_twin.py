@@ -1,0 +1,90 @@
+"""The model as its loader knows it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine_ext.rebuild import LoadingStates, make_twin
+from engine_ext.rebuild.twin import with_modules
+from tests.support.toy_quantised import (
+    Everything,
+    Int8,
+    Layer,
+    Method,
+    Transpose,
+    copied,
+    process,
+    processing,
+)
+
+
+def processed(kind: type[Method]) -> tuple[Any, Any]:
+    """A processed model of one layer in a list, and its twin."""
+    root: Any = nn.Module()
+    root.layers = nn.ModuleList([Layer(kind()), Layer(Method())])
+    layer = root.layers[0]
+    states = LoadingStates(1 << 20)
+    states.keep(processing(layer), kind is Transpose)
+    layer.quant_method.process_weights_after_loading(layer)
+    return root, make_twin(root, states.states)
+
+
+def test_only_what_was_processed_is_another() -> None:
+    root, twin = processed(Int8)
+    assert twin is not root
+    assert type(twin) is type(root)
+    assert twin.layers[1] is root.layers[1]
+    assert twin.layers[0].weight.dtype == torch.bfloat16
+    assert root.layers[0].weight.dtype == torch.int8
+
+
+def test_what_moves_shares_the_live_memory() -> None:
+    root, twin = processed(Transpose)
+    live, before = root.layers[0].weight, twin.layers[0].weight
+    assert before.data_ptr() == live.data_ptr()
+    assert before.shape == live.shape[::-1]
+    assert twin.layers[0].bias.data_ptr() == root.layers[0].bias.data_ptr()
+
+
+def test_loaders_are_those_of_the_twin() -> None:
+    for kind in (Int8, Transpose):
+        root, twin = processed(kind)
+        assert twin.layers[0].weight.weight_loader.__self__ is twin.layers[0]
+        assert twin.layers[1].weight.weight_loader.__self__ is root.layers[1]
+
+
+def test_loading_the_twin_leaves_what_was_processed() -> None:
+    checkpoint = Everything.checkpoint()
+    model, states = Everything(), LoadingStates(1 << 20)
+    model.load_weights(copied(checkpoint))
+    for module in model.modules():
+        if isinstance(module, Layer) and not isinstance(module.quant_method, Transpose):
+            states.keep(processing(module), False)
+    process(model)
+    twin: Any = make_twin(model, states.states)
+    live = {n: p.clone() for n, p in model.named_parameters() if n.startswith("int8")}
+    with torch.no_grad():
+        twin.load_weights((n, t + 1) for n, t in checkpoint.items() if n.startswith("int8"))
+    assert all(torch.equal(model.get_parameter(n), p) for n, p in live.items())
+    assert torch.equal(twin.int8.weight, checkpoint["int8.weight"] + 1)
+
+
+def test_a_model_without_kept_modules_is_its_own_twin() -> None:
+    model = Everything()
+    assert make_twin(model, []) is model
+    replaced: dict[int, nn.Module] = {}
+    assert with_modules(model, replaced) is model
+    assert replaced[id(model.int8)] is model.int8
+
+
+def test_a_module_with_two_parents_has_one_twin() -> None:
+    root: Any = nn.Module()
+    root.one = root.two = Layer(Int8())
+    states = LoadingStates(1 << 20)
+    states.keep(processing(root.one), False)
+    twin: Any = make_twin(root, states.states)
+    assert twin.one is twin.two
+    assert twin.one is not root.one
