@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from scripts.bench import apply
-from tests.live.scripts import left_in, start
+from tests.live.programs import left_in, start
 
 SCRIPT = "bench.apply"
 

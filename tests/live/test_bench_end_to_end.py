@@ -12,7 +12,7 @@ import pytest
 
 from scripts.bench import end_to_end
 from scripts.bench.sender import LINKS, SENT_AS
-from tests.live.scripts import left_in, start
+from tests.live.programs import left_in, start
 
 SCRIPT = "bench.end_to_end"
 

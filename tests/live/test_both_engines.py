@@ -15,7 +15,7 @@ from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from scripts.live_engine.sglang import SglangProcess
 from scripts.live_engine.vllm import VllmProcess
-from tests.live.scripts import environment
+from tests.live.programs import environment
 from tests.support.lossy_proxy import LossyProxy
 from tests.support.plain_trainer import Trainer, model_digest
 

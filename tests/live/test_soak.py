@@ -16,7 +16,7 @@ from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from scripts.soak import __main__ as soak
 from scripts.soak.syncs import PAUSE_MODES, Trainer
-from tests.live.scripts import left_in, start
+from tests.live.programs import left_in, start
 
 # vLLM's processes spin on both cores of a small machine, so that a sync waits at every step: one
 # took 1.5 s in some runs and 10 s in others.

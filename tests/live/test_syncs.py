@@ -16,7 +16,7 @@ from delta_sender import DeltaSender
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import PROMPTS, fingerprint
-from tests.live.scripts import environment
+from tests.live.programs import environment
 from tests.support.plain_trainer import Trainer, container, model_digest, split
 
 ENCODINGS = ("indices", "deltas", "deltas_zstd", "gap8_exp", "gap8_ulp")
