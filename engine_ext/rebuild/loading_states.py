@@ -23,7 +23,8 @@ class LoadingState:
         process: runs the engine's processing on a copy of `before`.
         moves: whether the elements stay in the memory of their parameters, so that these are
             written to without a shadow.
-        memory: the storage that each parameter had before, which is not kept alive.
+        memory: the storage that each parameter and buffer had before, which is not kept alive, and
+            its offset there in elements.
         shared: names of parameters and buffers whose memory processing can also reach by another
             way than their copies.
     """
@@ -32,7 +33,7 @@ class LoadingState:
     before: torch.nn.Module
     process: Callable[[Any], None]
     moves: bool
-    memory: dict[str, StorageWeakRef]
+    memory: dict[str, tuple[StorageWeakRef, int]]
     shared: frozenset[str]
 
     def shadow(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -76,7 +77,7 @@ class LoadingStates:
             )
         empty = {id(tensor): _without_data(tensor) for tensor in tensors} if moves else {}
         before = ModuleCopy(module, empty).root
-        memory = {name: storage_of(tensor) for name, tensor in loaded_tensors(module)}
+        memory = {n: (storage_of(t), int(t.storage_offset())) for n, t in loaded_tensors(module)}
         shared = frozenset() if moves else _shared(module, before)
         self.states.append(LoadingState(module, before, processing.call, moves, memory, shared))
         self._known.add(id(module))

@@ -92,10 +92,12 @@ def share_views(model: torch.nn.Module, states: Iterable[LoadingState]) -> None:
     for state in states:
         own = {id(tensor) for _, _, _, tensor in reachable_tensors(state.module)}
         for name, parameter in list(state.shadow()):
-            others = [v for v in views.get(state.memory[name], ()) if id(v) not in own]
+            storage, offset = state.memory[name]
+            others = [v for v in views.get(storage, ()) if id(v) not in own]
             if others:
                 shared = torch.empty(0, dtype=parameter.dtype, device=others[0].device)
-                shared.set_(others[0].untyped_storage(), 0, parameter.shape, parameter.stride())
+                memory = others[0].untyped_storage()
+                shared.set_(memory, offset, parameter.shape, parameter.stride())
                 if torch.equal(flat_bits(shared), flat_bits(parameter)):
                     _replace(state.before, name, parameter, shared)
 

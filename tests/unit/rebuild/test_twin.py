@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine_ext.rebuild import LoadingStates, make_twin
+from engine_ext.rebuild import LoadingStates, make_twin, share_views
 from engine_ext.rebuild.twin import with_modules
 from tests.support.toy_quantised import (
     Everything,
@@ -88,3 +88,32 @@ def test_a_module_with_two_parents_has_one_twin() -> None:
     twin: Any = make_twin(root, states.states)
     assert twin.one is twin.two
     assert twin.one is not root.one
+
+
+def test_a_live_view_of_what_was_loaded_is_its_shadow() -> None:
+    """Also one that begins within its storage, where other elements have the same bits."""
+    root: Any = nn.Module()
+    root.layer = layer = Layer(Int8())
+    storage = torch.zeros(3 * layer.weight.numel(), dtype=layer.weight.dtype)
+    middle = storage[layer.weight.numel() :][: layer.weight.numel()].view_as(layer.weight)
+    layer.weight.data = middle
+    root.plain = middle.view(-1)
+    states = LoadingStates(1 << 20)
+    states.keep(processing(layer), False)
+    layer.quant_method.process_weights_after_loading(layer)
+    share_views(root, states.states)
+    shadow = make_twin(root, states.states).layer.weight
+    assert shadow.dtype == torch.bfloat16
+    assert shadow.data_ptr() == root.plain.data_ptr()
+
+
+def test_another_parameter_is_no_shadow() -> None:
+    """It has a name of its own, by which a rebuild would not know what was written."""
+    root: Any = nn.Module()
+    root.layer = layer = Layer(Int8())
+    root.tied = layer.weight
+    states = LoadingStates(1 << 20)
+    states.keep(processing(layer), False)
+    layer.quant_method.process_weights_after_loading(layer)
+    share_views(root, states.states)
+    assert make_twin(root, states.states).layer.weight.data_ptr() != root.tied.data_ptr()
