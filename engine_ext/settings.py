@@ -36,6 +36,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     apply: Literal["auto", "scatter", "masked"] = "auto"
     undo_bytes: int = 4 << 30
     shadow_bytes: int = 16 << 30
+    keep_plain: bool = False
 
     def export(self) -> None:
         """Write the settings to the environment of every process that this one starts."""
@@ -130,9 +131,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     def add(usage: str, help: str, **options: Any) -> None:
         flag, _, value = usage.partition(" ")
-        group.add_argument(
-            flag, metavar=value or None, help=help, default=argparse.SUPPRESS, **options
-        )
+        if value:
+            options["metavar"] = value
+        group.add_argument(flag, help=help, default=argparse.SUPPRESS, **options)
 
     group.add_argument(
         "--enable-delta-updates",
@@ -219,6 +220,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "that the engine quantises or packs: a sync rebuilds these from it. A module that does not "
         f"fit is not updated (default: {defaults.shadow_bytes >> 30}G).",
         type=parse_size,
+    )
+    add(
+        "--delta-keep-plain",
+        "On CPU, keep linear weights in the checkpoint's layout, where vLLM would pack them for a "
+        "faster kernel. A sync is then written in place and faster, generation slower.",
+        action="store_true",
     )
     add(
         "--delta-api-key TOKEN",

@@ -9,7 +9,7 @@ Imports: `engine_ext.tracing`, `engine_ext.derived`, `engine_ext.placement` and 
 
 from engine_ext.apply.applier import Applier
 from engine_ext.apply.delta_applier import DeltaApplier, Writer
-from engine_ext.apply.initial_sync import InitialSyncApplier, Reload, Traced
+from engine_ext.apply.initial_sync import CheckpointReader, InitialSyncApplier, Reload, Traced
 from engine_ext.apply.masked import MaskedWriter, apply_masked
 from engine_ext.apply.rebuilds import Rebuilds
 from engine_ext.apply.scatter import ScatterWriter
@@ -18,6 +18,7 @@ from engine_ext.apply.transaction import Transaction
 
 __all__ = [
     "Applier",
+    "CheckpointReader",
     "DeltaApplier",
     "InitialSyncApplier",
     "MaskedWriter",

@@ -76,5 +76,8 @@ class Applier(Protocol):
     def roll_back(self, log: UndoLog) -> None:
         """Restore the weights and digests from before a committed sync."""
 
+    def forget(self) -> None:
+        """Learn that something else than a sync has changed the weights, or that one has failed."""
+
     def describe(self) -> dict[str, Any]:
         """Return the apply mode, certification summary and digest of this rank, as JSON."""

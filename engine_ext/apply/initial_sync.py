@@ -1,12 +1,14 @@
 """The first sync of an engine that was started without a checkpoint's weights.
 
 Without known bytes in memory nothing can be certified, so such an engine accepts only a ``full``
-sync. The engine's own reload path writes it, like a checkpoint. The result is certified against
-the sync's own bytes, and from then on the engine accepts deltas like any other.
+sync. It is loaded like a checkpoint: by the engine's own reload path, or where the engine quantises
+or packs weights, on the twin from before that processing, which is then repeated. The result is
+certified against the sync's own bytes, and from then on the engine accepts deltas like any other.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,13 +21,12 @@ from engine_ext.apply.staged import StagedParam, StagedPart, UndoLog
 from engine_ext.derived import Recomputed
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.errors import BaseMismatch, NotUpdatable
-from engine_ext.model import StorageIndex, extent
+from engine_ext.model import Known, StorageIndex, extent
 from engine_ext.placement import (
     Placement,
     Segment,
     TensorSpec,
     boxes,
-    certify_placement,
     covered,
     resolve,
     uncertified,
@@ -35,6 +36,7 @@ from engine_ext.tracing import LoadWeights
 from engine_ext.wire import Digest, ParamDelta, Part, tensor_digest
 
 Reload = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+CheckpointReader = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +67,11 @@ class InitialSyncApplier:
     """Applies the first ``full`` sync; see `engine_ext.apply.applier.Applier`.
 
     Args:
-        trace: traces tensors through the model's loader.
-        reload: the engine's own function that loads other weights into the running model.
+        trace: traces the tensors of a checkpoint through the model's loader.
+        load: loads a checkpoint into the running model, given what was traced.
+        certify: marks what holds exactly the bytes of a checkpoint that was loaded.
+        constant: whether a tensor has what the model's constructor gave it, as it would have in an
+            engine that has loaded a checkpoint without it.
 
     Attributes:
         on_initial_sync: called on every rank after the sync, with the certified placement; to be
@@ -80,15 +85,15 @@ class InitialSyncApplier:
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        trace: Callable[[Sequence[TensorSpec]], Traced],
-        reload: Reload,
+        trace: Callable[[Sequence[TensorSpec], CheckpointReader], Traced],
+        load: Callable[[Traced, CheckpointReader], object],
+        certify: Callable[[Traced, CheckpointReader], object],
+        constant: Known,
     ) -> None:
         self.digests: dict[str, Digest] = {}
         self.on_initial_sync: Callable[[Traced], None]
-        self._model = model
-        self._trace = trace
-        self._reload = reload
+        self._trace, self._load, self._certify = trace, load, certify
+        self._constant = constant
         self._traced: Traced
 
     def stage(self, part: Part) -> StagedPart:
@@ -111,7 +116,7 @@ class InitialSyncApplier:
         repeated = sorted(name for name, count in counts.items() if count > 1)
         if repeated:
             raise NotUpdatable(f"two parts send the same tensors: {repeated}", tensors=repeated)
-        self._traced = self._trace([_spec(delta) for delta in deltas])
+        self._traced = self._trace_sync(staged)
         refused = uncertified(self._traced.placement)
         if refused:
             raise NotUpdatable(
@@ -119,7 +124,7 @@ class InitialSyncApplier:
                 tensors=sorted(refused),
                 reasons=refused,
             )
-        left_out = _left_out(self._model, self._traced)
+        left_out = _left_out(self._traced, self._constant)
         if left_out:
             raise NotUpdatable(
                 f"a full sync must cover every live weight; (parts of) {left_out} are missing",
@@ -184,19 +189,20 @@ class InitialSyncApplier:
                 )
 
     def write(self, staged: Sequence[StagedPart]) -> None:
-        """Reload the engine's weights from the sync, and certify the result.
+        """Load the engine's weights from the sync, and certify the result.
 
         Raises:
             Exception: the engine's own, or RuntimeError if some tensor's bytes are not the sync's
                 afterwards. The weights are uncertain then.
         """
-        self._reload(_tensors(staged))
-        # Traced again, because the reload may have moved weights and replaced derived tensors.
-        traced = self._traced = self._trace([_spec(delta) for delta in _deltas(staged)])
-        certify_placement(traced.placement, _tensors(staged))
+        sync = functools.partial(_tensors, staged)
+        self._load(self._traced, sync)
+        # Traced again, because that may have moved weights and replaced derived tensors.
+        traced = self._traced = self._trace_sync(staged)
+        self._certify(traced, sync)
         wrong = uncertified(traced.placement)
         if wrong:
-            raise RuntimeError(f"after the engine's own reload these are not exact: {wrong}")
+            raise RuntimeError(f"after they were loaded these are not exact: {wrong}")
 
     def undo(self, staged: Sequence[StagedPart]) -> None:
         """Raise RuntimeError: there is nothing to restore."""
@@ -210,10 +216,17 @@ class InitialSyncApplier:
         """Raise RuntimeError, as `undo` does."""
         self.undo([])
 
+    def forget(self) -> None:
+        """Do nothing: no weight is known."""
+
     def describe(self) -> dict[str, Any]:
         """Return the apply mode and state of this rank, as JSON."""
         known = {"certification": {}, "uncertified": {}, "digest": self.digest.hex()}
         return {"apply": self.name, "awaits": "full sync", **known}
+
+    def _trace_sync(self, staged: Sequence[StagedPart]) -> Traced:
+        specs = [_spec(delta) for delta in _deltas(staged)]
+        return self._trace(specs, functools.partial(_tensors, staged))
 
 
 def _deltas(staged: Sequence[StagedPart]) -> Iterator[ParamDelta]:
@@ -232,13 +245,14 @@ def _tensors(staged: Sequence[StagedPart]) -> Iterator[tuple[str, torch.Tensor]]
         yield delta.name, densify(delta)
 
 
-def _left_out(model: torch.nn.Module, traced: Traced) -> list[str]:
-    """Return the live parameters with elements that are neither written nor recomputed."""
+def _left_out(traced: Traced, constant: Known) -> list[str]:
+    """Return the parameters with elements that are neither written, recomputed nor constant."""
     segments: dict[str, list[Segment]] = {}
     for segment in [*(s for p in traced.placement.values() for s in p.segments), *traced.others]:
         segments.setdefault(segment.live.name, []).append(segment)
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    parameters = {name for name, _ in traced.model.named_parameters(remove_duplicate=False)}
     parameters -= {path for one in traced.recomputed for path in one.paths}
+    parameters -= {name for one in traced.rebuilds for name in one.computed}
     missing = []
     for entry in traced.index.entries:
         if entry.name not in parameters:
@@ -249,6 +263,7 @@ def _left_out(model: torch.nn.Module, traced: Traced) -> list[str]:
         written = torch.zeros(extent(entry.tensor), dtype=torch.bool)
         for segment in segments.get(entry.name, []):
             written.as_strided(segment.sizes, segment.strides, segment.offset).fill_(True)
-        if not written.as_strided(entry.tensor.shape, entry.tensor.stride(), 0).all():
+        complete = written.as_strided(entry.tensor.shape, entry.tensor.stride(), 0).all()
+        if not complete and not constant(entry.name, entry.tensor):
             missing.append(entry.name)
     return missing

@@ -8,6 +8,7 @@ patterns) throughout.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,17 +96,38 @@ class StagedParam:
             self.replicas[ranks] = self.replicas.get(ranks, Digest.ZERO) + change
 
 
+@dataclass(frozen=True, slots=True)
+class RebuiltModule:
+    """A module that was rebuilt for a sync; see `engine_ext.rebuild.Rebuilt`."""
+
+    writes: list[Write]
+    fingerprints: dict[str, str]
+
+
+@dataclass(slots=True)
+class RebuiltModules:
+    """The modules that were rebuilt for a sync.
+
+    Attributes:
+        others: the sync's parts but the first one, as they were then; None before the first module.
+        modules: by path.
+    """
+
+    others: tuple[StagedPart, ...] | None = None
+    modules: dict[str, RebuiltModule] = field(default_factory=dict)
+
+
 @dataclass(slots=True)
 class StagedPart:
     """A part, ready to be written on this rank; its params are in the part's order.
 
     Attributes:
-        rebuilt: of the first part of a sync, what rebuilding modules writes, by their paths.
+        rebuilt: of the first part of a sync.
     """
 
     manifest: Manifest
     params: list[StagedParam]
-    rebuilt: dict[str, list[Write]] = field(default_factory=dict)
+    rebuilt: RebuiltModules = field(default_factory=RebuiltModules)
 
     @property
     def nnz(self) -> int:
@@ -115,7 +137,7 @@ class StagedPart:
     @property
     def writes(self) -> list[Write]:
         own = [write for param in self.params for write in param.writes]
-        return own + [write for writes in self.rebuilt.values() for write in writes]
+        return own + [write for made in self.rebuilt.modules.values() for write in made.writes]
 
 
 @dataclass(slots=True)
@@ -126,11 +148,13 @@ class UndoLog:
         writes: elements of live memory, with their old bits.
         changes: how much the sync changed the digest of each checkpoint tensor.
         live_names: the live tensors that it wrote to.
+        rebuilt: what rebuilding its modules gave before it; see `Rebuilds.committed`.
     """
 
     writes: list[tuple[LiveElements, Any]]
     changes: dict[str, Digest]
     live_names: frozenset[str] = frozenset()
+    rebuilt: Mapping[str, Mapping[str, str] | None] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

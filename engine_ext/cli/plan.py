@@ -102,6 +102,8 @@ def _parser() -> argparse.ArgumentParser:
     help = "show only the tensors that are refused"
     parser.add_argument("--uncertified", action="store_true", help=help)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    help = "load the folder as a server with this flag would"
+    parser.add_argument("--delta-keep-plain", action="store_true", help=help)
     return parser
 
 
@@ -118,7 +120,7 @@ def _ask(url: str) -> list[list[Row]]:
 
 
 def _load(options: argparse.Namespace, engine_flags: list[str]) -> list[list[Row]]:
-    Settings().export()
+    Settings(keep_plain=options.delta_keep_plain).export()
     offline = importlib.import_module(f"engine_ext.adapters.{options.engine}.offline_plan")
     # The engine and its processes print to standard output, which is for the plan alone.
     kept = os.dup(1)

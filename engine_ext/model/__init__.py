@@ -1,25 +1,28 @@
 """What a live ``torch.nn.Module`` holds: its tensors, by address and by name.
 
-The storage index (`storage_index`), a walk over what a module reaches (`module_walk`), snapshots of
-a model around a dry run (`state_guard`), hashes of tensors (`fingerprint`), and which tensors are
-constants (`constants`).
+The storage index (`storage_index`), a walk over what a module reaches (`module_walk`), numbers and
+other objects without parts (`leaves`), snapshots of a model around a dry run (`state_guard`),
+hashes of tensors (`fingerprint`), and which tensors are constants (`constants`).
 
 Imports: `engine_ext.kernels`, `engine_ext.wire`, and the ground floor.
 """
 
-from engine_ext.model.constants import ConstantsWatch, Known, is_cache, is_constant
-from engine_ext.model.fingerprint import hash_tensor, layout, location
+from engine_ext.model.constants import ConstantsWatch, Known, is_cache, is_constant, is_default
+from engine_ext.model.fingerprint import hash_memory, hash_tensor, layout, location
+from engine_ext.model.leaves import PLAIN, leaves_of, reachable_leaves, same_leaf
 from engine_ext.model.module_walk import DEPTH, reachable_containers, reachable_tensors, walk
 from engine_ext.model.state_guard import (
     AttachedTensor,
     ModelStateGuard,
     TracingError,
     attached_tensors,
+    content_changed,
 )
-from engine_ext.model.storage_index import LiveTensor, StorageIndex, extent
+from engine_ext.model.storage_index import LiveTensor, StorageIndex, address_range, extent
 
 __all__ = [
     "DEPTH",
+    "PLAIN",
     "AttachedTensor",
     "ConstantsWatch",
     "Known",
@@ -27,14 +30,21 @@ __all__ = [
     "ModelStateGuard",
     "StorageIndex",
     "TracingError",
+    "address_range",
     "attached_tensors",
+    "content_changed",
     "extent",
+    "hash_memory",
     "hash_tensor",
     "is_cache",
     "is_constant",
+    "is_default",
     "layout",
+    "leaves_of",
     "location",
     "reachable_containers",
+    "reachable_leaves",
     "reachable_tensors",
+    "same_leaf",
     "walk",
 ]

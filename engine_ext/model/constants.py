@@ -44,6 +44,18 @@ def is_constant(path: str, tensor: torch.Tensor) -> bool:
     return tensor.numel() == 1 and not tensor.is_complex() and float(tensor) in (0.0, 1.0)
 
 
+def is_default(tensor: torch.Tensor) -> bool:
+    """Return whether a constructor has filled a tensor with one number.
+
+    That is the default of a scale or zero point which no checkpoint need have.
+    """
+    if not 0 < tensor.numel() <= _LARGE or tensor.is_meta:
+        return False
+    values = tensor.detach().flatten().float()
+    # Zeros may be memory that nothing was written to.
+    return not bool((values != values[0]).any()) and (len(values) == 1 or bool(values[0]))
+
+
 def is_cache(path: str) -> bool:
     """Return whether a path in the model names a key-value cache."""
     return _CACHE.search(path) is not None

@@ -1,8 +1,9 @@
 """Walk everything that is reachable from a model's modules.
 
 Engines keep tensors not only as parameters and buffers but also as plain attributes, in lists and
-dicts, in fields of plain objects, in partial functions, bound methods and closures. One recursive
-walk, `walk`, finds them all; the functions here select what a caller needs from it.
+dicts, in fields of plain objects, in partial functions, bound methods and closures, and on other
+tensors (``weight.scale``). One recursive walk, `walk`, finds them all; the functions here select
+what a caller needs from it.
 
 Paths are written as in Python: ``name``, ``name[0]``, ``name['key']``, ``name.field``.
 """
@@ -23,6 +24,10 @@ _OPAQUE: Final = ("torch.", "transformers.", "numpy.", "threading", "logging", "
 # Types without parts, which most values have.
 _ATOMS: Final = frozenset({type(None), bool, int, float, str})
 _REGISTRIES: Final = ("_parameters", "_buffers", "_modules")
+_NO_LEAVES: Final = (
+    *(torch.nn.Module, type, types.ModuleType, types.FunctionType),
+    *(dict, list, tuple, set, frozenset),
+)
 
 
 def reachable_tensors(
@@ -38,8 +43,9 @@ def reachable_tensors(
         for registry in ("_parameters", "_buffers"):
             for name, tensor in getattr(module, registry).items():
                 if tensor is not None:
-                    seen[id(tensor)] = DEPTH
-                    yield path, module, name, tensor
+                    for attribute, found in walk(tensor, name, seen, tensorless):
+                        if isinstance(found, torch.Tensor):
+                            yield path, module, attribute, found
         for name, value in module.__dict__.items():
             if name not in _REGISTRIES:
                 for attribute, found in walk(value, name, seen, tensorless):
@@ -68,6 +74,7 @@ def walk(
     tensorless: dict[int, int],
     *,
     opaque: tuple[str, ...] = _OPAQUE,
+    leaves: dict[str, Any] | None = None,
 ) -> list[tuple[str, Any]]:
     """List the tensors and the objects with parts, other than modules, reachable from a value.
 
@@ -77,6 +84,8 @@ def walk(
             are the values; those listed here are added.
         tensorless: the same of objects without tensors, for all modules.
         opaque: prefixes of modules whose classes' instances are not entered.
+        leaves: gets the objects without parts by their paths, such as numbers; modules and classes
+            are left out.
 
     Returns:
         The path and the object of each, an object before its parts.
@@ -95,23 +104,26 @@ def walk(
             return False, entered[key] if key in entered else cyclic[key][1]
         if seen.get(key, -1) >= depth:  # its tensors are listed already
             return True, depth
-        if isinstance(value, torch.Tensor):
-            if key not in seen:
-                found.append((name, value))
-            seen[key] = DEPTH
-            return True, depth
+        is_tensor = isinstance(value, torch.Tensor)
         parts = _parts(value, name, opaque)
-        if not parts and not isinstance(value, (dict, list)):
+        if not parts and not isinstance(value, (dict, list, torch.Tensor)):
+            if leaves is not None and _is_leaf(value, opaque):
+                leaves[name] = value
             return False, depth
         if key not in seen:
             found.append((name, value))
-        if depth == 0:
-            return False, depth
+        if is_tensor:  # listed now, whatever it holds
+            seen[key] = depth if parts else DEPTH
+        if depth == 0 or (is_tensor and not parts):
+            return is_tensor, depth
         cyclic.pop(key, None)
         seen[key] = entered[key] = top = depth
-        has_tensor = False
+        has_tensor = is_tensor
         for path, part in parts:
-            if type(part) not in _ATOMS:
+            if type(part) in _ATOMS:
+                if leaves is not None:
+                    leaves[path] = part
+            else:
                 has_one, back = visit(part, path, depth - 1)
                 has_tensor, top = has_tensor or has_one, max(top, back)
         del entered[key]
@@ -126,11 +138,15 @@ def walk(
 
     if type(value) not in _ATOMS:
         visit(value, name, DEPTH)
+    elif leaves is not None:
+        leaves[name] = value
     return found
 
 
 def _parts(value: object, name: str, opaque: tuple[str, ...]) -> list[tuple[str, Any]]:
     """Return an object's items, attributes or captured variables, each with its path."""
+    if isinstance(value, torch.Tensor):
+        return [(f"{name}.{part}", item) for part, item in vars(value).items()]
     if isinstance(value, dict):
         return [(f"{name}[{key!r}]", item) for key, item in list(value.items())]
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -155,6 +171,13 @@ def _parts(value: object, name: str, opaque: tuple[str, ...]) -> list[tuple[str,
     fields = {slot: getattr(value, slot) for slot in slots if hasattr(value, slot)}
     fields |= getattr(value, "__dict__", {})
     return [(f"{name}.{part}", item) for part, item in fields.items()]
+
+
+def _is_leaf(value: object, opaque: tuple[str, ...]) -> bool:
+    """Return whether an object without known parts may hold something all the same."""
+    if isinstance(value, _NO_LEAVES):
+        return False
+    return type(value).__module__.startswith(opaque) or not hasattr(value, "__dict__")
 
 
 def _is_filled(cell: types.CellType) -> bool:

@@ -7,12 +7,14 @@ comparing objects and addresses, restores them, and can verify that every bit is
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
+from engine_ext.model.constants import is_cache
 from engine_ext.model.fingerprint import hash_memory, location
 from engine_ext.model.module_walk import reachable_containers, reachable_tensors
 from engine_ext.model.storage_index import live_tensors
@@ -86,7 +88,17 @@ class ModelStateGuard:
         self.registered = [a for a in attached if a.registry in _REGISTRIES]
         self.attributes = [a for a in attached if a.registry not in _REGISTRIES]
         self._identities = _identities(model)
+        self._writes = _writes(self._tensors)
         self._hashes = self._hashed() if bits else {}
+
+    def written(self) -> list[str]:
+        """Return the paths of the tensors that were written to in place, as far as torch counts."""
+        before, now = self._writes, _writes(_tensors_by_path(self._model))
+        return sorted(path for path in before.keys() & now.keys() if before[path] != now[path])
+
+    def contents_changed(self) -> bool:
+        """Return whether a dict or list, or the attributes of an object, hold something else."""
+        return any(content_changed(one, before) for one, before in self._containers)
 
     def new_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors at paths that had no tensor or another one, with their paths."""
@@ -125,14 +137,26 @@ class ModelStateGuard:
             )
 
     def _hashed(self) -> dict[str, str]:
-        """Hash every distinct piece of memory; the keys are the first path of each."""
+        """Hash every distinct piece of memory but caches; the keys are the first path of each."""
         hashes: dict[Any, tuple[str, str]] = {}
-        for attached in self.registered + self.attributes:
-            memory = attached.memory
+        known = [(attached.path, attached.memory) for attached in self.registered + self.attributes]
+        # What modules keep in objects of theirs, too.
+        inside = [(path, one) for path, one in self._tensors.items() if not is_cache(path)]
+        for path, memory in [*known, *inside]:
             key = location(memory)
-            if key not in hashes and memory.numel() and not memory.is_meta:
-                hashes[key] = (attached.path, hash_memory(memory))
+            strided = memory.layout == torch.strided and not memory.is_meta
+            if strided and key not in hashes and memory.numel():
+                hashes[key] = (path, hash_memory(memory))
         return dict(hashes.values())
+
+
+def content_changed(container: Any, before: Any) -> bool:
+    """Return whether a dict, list or set holds other objects than before."""
+    if isinstance(container, set):
+        return bool(container != before)
+    items = container.values() if isinstance(container, dict) else container
+    others = before.values() if isinstance(before, dict) else before
+    return len(container) != len(before) or any(map(operator.is_not, items, others))
 
 
 def attached_tensors(modules: Mapping[str, torch.nn.Module]) -> Iterator[AttachedTensor]:
@@ -156,6 +180,11 @@ def _nested(container: Any, seen: set[int]) -> Iterator[Any]:
         yield container
         for value in container.values() if isinstance(container, dict) else container:
             yield from _nested(value, seen)
+
+
+def _writes(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Return how often each tensor was written to, except where torch does not count it."""
+    return {path: t._version for path, t in tensors.items() if not t.is_inference()}
 
 
 def _identities(model: torch.nn.Module) -> dict[str, tuple[object, ...]]:

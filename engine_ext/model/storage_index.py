@@ -24,6 +24,12 @@ def extent(tensor: torch.Tensor) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
+def address_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the address of a tensor's first element, and just past its last."""
+    start = tensor.data_ptr()
+    return start, start + extent(tensor) * tensor.element_size()
+
+
 @dataclass(frozen=True, slots=True)
 class LiveTensor:
     """One live parameter or buffer.
@@ -92,8 +98,7 @@ class StorageIndex:
     def __init__(self, model: torch.nn.Module) -> None:
         by_range: dict[tuple[int, int], LiveTensor] = {}
         for name, tensor in live_tensors(model):
-            start = tensor.data_ptr()
-            end = start + extent(tensor) * tensor.element_size()
+            start, end = address_range(tensor)
             known = by_range.get((start, end))
             if known is None:
                 by_range[start, end] = LiveTensor(name, tensor, start, end)
@@ -117,14 +122,18 @@ class StorageIndex:
         """Yield every live tensor whose memory holds the whole view, innermost first."""
         if tensor.is_meta or tensor.numel() == 0:
             return
-        start = tensor.data_ptr()
-        end = start + extent(tensor) * tensor.element_size()
+        start, end = address_range(tensor)
         position = bisect_right(self._starts, start) - 1
         while position >= 0 and self._starts[position] > start - self._longest:
             entry = self.entries[position]
             if end <= entry.end:
                 yield entry
             position -= 1
+
+    def overlapping(self, tensor: torch.Tensor) -> Iterator[LiveTensor]:
+        """Yield every live tensor that has memory in common with a tensor's range."""
+        start, end = address_range(tensor)
+        return (entry for entry in self.entries if entry.start < end and start < entry.end)
 
     def moved(self, model: torch.nn.Module) -> list[str]:
         """Return the names whose memory is not where it was when the index was built, sorted."""

@@ -8,23 +8,31 @@ with live memory. What the loader itself computes from a tensor is loaded again 
 Imports: `engine_ext.tracing`, `engine_ext.repacks`, `engine_ext.derived` and the rooms below.
 """
 
-from engine_ext.rebuild.compare import Place
-from engine_ext.rebuild.elements import Replacement
+from engine_ext.rebuild.compare import RebuildError, module_place
+from engine_ext.rebuild.in_step import InStep
+from engine_ext.rebuild.load_again import load_again
 from engine_ext.rebuild.loader_rebuild import rebuild_by_loading
 from engine_ext.rebuild.loading_states import LoadingState, LoadingStates
-from engine_ext.rebuild.module_rebuild import ModuleRebuild
+from engine_ext.rebuild.module_rebuild import ModuleRebuild, Probe
+from engine_ext.rebuild.probe import apply_to_rows, probe_linear
 from engine_ext.rebuild.prove import Rebuild, prove_rebuilds
-from engine_ext.rebuild.twin import make_twin, share_views
+from engine_ext.rebuild.twin import make_twin, share_in_place, share_views
 
 __all__ = [
+    "InStep",
     "LoadingState",
     "LoadingStates",
     "ModuleRebuild",
-    "Place",
+    "Probe",
     "Rebuild",
-    "Replacement",
+    "RebuildError",
+    "apply_to_rows",
+    "load_again",
     "make_twin",
+    "module_place",
+    "probe_linear",
     "prove_rebuilds",
     "rebuild_by_loading",
+    "share_in_place",
     "share_views",
 ]

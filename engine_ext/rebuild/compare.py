@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
 from types import MethodType
 from typing import Any, Final
 
 import torch
 
-from engine_ext.model import layout
+from engine_ext.model import PLAIN, hash_memory, layout, leaves_of, same_leaf, walk
 from engine_ext.repacks import PROCESSING
 
-# Values that are compared by ``==``; any other object is replaced as a whole.
-_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
 _REGISTRIES: Final = ("_parameters", "_buffers", "_modules")
 # Set on every module after loading.
 _LATER: Final = frozenset(["training"])
@@ -47,6 +43,17 @@ class Place:
         return self.address is None or self.way[-1][2].data_ptr() == self.address
 
 
+def module_place(model: torch.nn.Module, path: str) -> Place:
+    """Return where a module is in the model."""
+    way = []
+    module = model
+    for name in path.split(".") if path else ():
+        children: Any = module._modules
+        module = children[name]
+        way.append((children, name, module))
+    return Place(tuple(way), None)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Pair:
     """An attribute of the live module, and of the one that was processed anew.
@@ -67,62 +74,103 @@ class Pair:
     def is_tensor(self) -> bool:
         return isinstance(self.live, torch.Tensor)
 
+    @property
+    def is_same(self) -> bool:
+        """Whether these are values, and equal."""
+        text = None if self.is_tensor else _text(self.live)
+        return text is not None and text == _text(self.new)
+
+    @property
+    def fingerprint(self) -> str | None:
+        """What tells the new value from others; None for an object that is no value."""
+        if self.is_tensor:
+            return hash_memory(self.new) if self.new.numel() else ""
+        return _text(self.new)
+
 
 def pairs(live: torch.nn.Module, new: torch.nn.Module) -> Iterator[Pair]:
-    """Yield what may differ between two modules: tensors, and objects that are not the same.
+    """Yield what may differ between two modules: tensors, values, and objects that are not shared.
 
     Both were made by the same processing, so that they have the same attributes. Modules, the
-    objects on them that take part in processing, dicts and lists are entered; what they share is
-    left out.
+    objects on them that take part in processing, dicts and lists are entered, and of a tensor's own
+    attributes the numbers and those that hold tensors.
 
     Raises:
         RebuildError: an attribute is on one of them only, or is of another kind or layout.
     """
+    # By the ids of what was visited on the new module, those on the live one; and the other way.
     counterparts: dict[int, int] = {}
+    originals: dict[int, int] = {}
     found: list[Pair] = []
 
-    def visit(path: str, way: _Way, container: Any, key: Any, live: Any, new: Any) -> None:
-        if live is new or counterparts.get(id(new)) == id(live):
-            return
-        if id(new) in counterparts:
+    def is_known(path: str, live: Any, new: Any) -> bool:
+        """Return whether two objects were visited as counterparts; they are from now on."""
+        if counterparts.get(id(new)) == id(live):
+            return True
+        if id(new) in counterparts or id(live) in originals:
             raise RebuildError(f"{path} is an object that is elsewhere, too, on one of them only")
+        counterparts[id(new)], originals[id(live)] = id(live), id(new)
+        return False
+
+    def visit(path: str, way: _Way, container: Any, key: Any, live: Any, new: Any) -> None:
+        inside = (*way, (container, key, live))
         if isinstance(live, torch.Tensor) or isinstance(new, torch.Tensor):
+            if live is new:
+                return
             _check_tensors(path, live, new)
-            place = Place((*way, (container, key, live)), live.data_ptr())
-            found.append(Pair(path, container, key, live, new, place))
+            if not is_known(path, live, new):
+                place = Place(inside, live.data_ptr())
+                found.append(Pair(path, container, key, live, new, place))
+                enter(path, inside, vars(live), _computed(live), _computed(new))
         elif type(live) is not type(new):
             raise RebuildError(f"{path} is a {type(live).__name__}, or a {type(new).__name__}")
         elif _is_entered(live):
-            counterparts[id(new)] = id(live)
-            enter(path, (*way, (container, key, live)), live, new)
-        elif not _is_same(live, new):
+            if live is not new and not is_known(path, live, new):
+                of_live, of_new = _parts(live), _parts(new)
+                enter(path, inside, of_live, of_live, of_new)
+        elif _text(live) is not None or (live is not new and not _are_equal_sets(live, new)):
             found.append(Pair(path, container, key, live, new, Place(way, None)))
 
-    def enter(path: str, way: _Way, live: Any, new: Any) -> None:
-        if isinstance(live, (list, tuple)):
-            if len(live) != len(new):
+    def enter(path: str, way: _Way, container: Any, of_live: Any, of_new: Any) -> None:
+        if isinstance(of_live, (list, tuple)):
+            if len(of_live) != len(of_new):
                 raise RebuildError(f"{path} has another length")
-            for number, (one, other) in enumerate(zip(live, new, strict=True)):
-                visit(f"{path}[{number}]", way, live, number, one, other)
+            for number, (one, other) in enumerate(zip(of_live, of_new, strict=True)):
+                visit(f"{path}[{number}]", way, container, number, one, other)
             return
-        of_live, of_new = (x if isinstance(x, dict) else vars(x) for x in (live, new))
         odd = (of_live.keys() ^ of_new.keys()) - _LATER
         if odd:
             names = ", ".join(sorted(map(str, odd)))
             raise RebuildError(f"{path or 'the module'} has other attributes: {names}")
         for key, value in of_live.items():
-            if key in _LATER:
-                continue
-            inner = path if key in _REGISTRIES else f"{path}.{key}".lstrip(".")
-            visit(inner, way, of_live, key, value, of_new[key])
+            if key not in _LATER:
+                inner = path if key in _REGISTRIES else f"{path}.{key}".lstrip(".")
+                visit(inner, way, container, key, value, of_new[key])
 
-    counterparts[id(new)] = id(live)
-    enter("", (), live, new)
+    is_known("", live, new)
+    enter("", (), vars(live), vars(live), vars(new))
     for pair in found:
         one, other = pair.live, pair.new
         alike = isinstance(one, MethodType) and one.__func__ is other.__func__
         if not alike or counterparts.get(id(other.__self__)) != id(one.__self__):
             yield pair
+
+
+def _parts(value: Any) -> Any:
+    """Return an entered object's attributes; a dict, list or tuple itself."""
+    return value if isinstance(value, (dict, list, tuple)) else vars(value)
+
+
+def _computed(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the attributes of a tensor that may have been computed from it."""
+    return {name: value for name, value in vars(tensor).items() if _may_be_computed(value)}
+
+
+def _may_be_computed(value: Any) -> bool:
+    reached = walk(value, "", {}, {})
+    return isinstance(value, (bool, int, float, complex)) or any(
+        isinstance(one, torch.Tensor) for _, one in reached
+    )
 
 
 def _item(container: Any, key: Any) -> Any:
@@ -141,13 +189,31 @@ def _is_entered(value: Any) -> bool:
     )
 
 
-def _is_same(live: Any, new: Any) -> bool:
-    """Return whether two objects of a type are equal, if ``==`` can show that."""
-    if isinstance(live, (tuple, set, frozenset)):
-        return all(isinstance(item, _PLAIN) for item in live) and bool(live == new)
-    if isinstance(live, float) and math.isnan(live):
-        return math.isnan(new)
-    return isinstance(live, _PLAIN) and bool(live == new)
+def _text(value: Any) -> str | None:
+    """Return what tells a value, or a tuple of values, from others; None for any other object."""
+    values = value if isinstance(value, tuple) else (value,)
+    return repr(value) if all(isinstance(item, PLAIN) for item in values) else None
+
+
+def _are_equal_sets(live: Any, new: Any) -> bool:
+    both = isinstance(live, (set, frozenset))
+    return both and all(isinstance(item, PLAIN) for item in live) and bool(live == new)
+
+
+def check_replaceable(pair: Pair) -> None:
+    """Raise RebuildError unless an object that is no tensor can be replaced by the new one.
+
+    Compiled code has the numbers that it was compiled with, and kernels that were called may have
+    kept them. What a handle holds besides, its user reads from it each time.
+    """
+    of_live, of_new = leaves_of(pair.live), leaves_of(pair.new)
+    for path in sorted(of_live.keys() | of_new.keys()):
+        old, new = of_live.get(path), of_new.get(path)
+        if isinstance(old, PLAIN) and isinstance(new, PLAIN) and not same_leaf(old, new):
+            raise RebuildError(
+                f"{pair.path}{path} would be {new!r} and no more {old!r}, which compiled code and "
+                "kernels may keep"
+            )
 
 
 def _check_tensors(path: str, live: Any, new: Any) -> None:

@@ -15,10 +15,16 @@ from itertools import chain
 
 import torch
 
-from engine_ext.model import LiveTensor, StorageIndex, layout
+from engine_ext.model import LiveTensor, StorageIndex, hash_memory, layout
 from engine_ext.placement import Placed, Placement, Segment
 from engine_ext.rebuild.compare import RebuildError
-from engine_ext.rebuild.module_rebuild import Change, Context, Difference, tensor_differences
+from engine_ext.rebuild.module_rebuild import (
+    Change,
+    Context,
+    Difference,
+    Rebuilt,
+    tensor_differences,
+)
 from engine_ext.rebuild.twin import with_modules
 from engine_ext.tracing import LoadWeights, written_alone
 
@@ -32,11 +38,14 @@ class LoaderRebuild:
         model: the twin that the loader is traced on, or the model itself.
         loader: returns the loader of such a twin.
         shadow: the checkpoint tensor, contiguous, in host memory.
-        written: names of the live tensors that the loader writes to.
+        written: names of the live parameters that the loader writes to, all that they have.
 
     Attributes:
         path: what is rebuilt, for messages and as the prefix of the shadow's name.
+        names, in_place: see `ModuleRebuild`.
+        computed: names of the live tensors.
         numel: elements of the shadow.
+        proven: see `ModuleRebuild`.
     """
 
     def __init__(
@@ -49,9 +58,12 @@ class LoaderRebuild:
         written: Iterable[str],
     ) -> None:
         self.path = f"loading {name}"
+        self.names = {f"{self.path}.{_TENSOR}": _TENSOR}
+        self.in_place: frozenset[str] = frozenset()
         self.numel = shadow.numel()
-        self.outputs = sorted(written)
+        self.computed = sorted(written)
         self.module: torch.nn.Module | None = None
+        self.proven: dict[str, str] = {}
         self._model, self._loader, self._context = model, loader, context
         self._name = name
         self._shadow = shadow
@@ -67,35 +79,35 @@ class LoaderRebuild:
         live = LiveTensor(f"{self.path}.{_TENSOR}", self._shadow, start, start + size)
         return Segment(live, 0, (1,), (self.numel,), 0, (1,), python_copy=False)
 
-    def rebuild(self, changes: Mapping[str, Iterable[Change]]) -> list[Difference]:
+    def rebuild(self, changes: Mapping[str, Iterable[Change]]) -> Rebuilt:
         """See `ModuleRebuild.rebuild`."""
         tensor = self._shadow.clone()
         for change in changes.get(_TENSOR, ()):
             change.elements.within(tensor).put(change.new)
-        copies: dict[int, torch.nn.Module] = {}
-        parameters = {}
-        for name in self.outputs:
-            path, _, attribute = name.rpartition(".")
-            module = self._model.get_submodule(path)
-            copy = copies.get(id(module))
-            if copy is None:
-                copy = copies[id(module)] = object.__new__(type(module))
-                vars(copy).update(vars(module), _parameters=dict(module._parameters))
-            original = module.get_parameter(attribute)
-            parameter = torch.nn.Parameter(original.detach().clone(), requires_grad=False)
-            parameter.__class__ = type(original)
-            vars(parameter).update(vars(original))
-            copy._parameters[attribute] = parameter
-            parameters[name] = (original, copy, attribute)
+        originals = {name: self._model.get_parameter(name) for name in self.computed}
+        copies = {id(original): _copied(original) for original in originals.values()}
+        twin = with_modules(self._model, _holders(self._model, copies))
         with torch.no_grad(), self._context():
-            self._loader(with_modules(self._model, copies))(iter([(self._name, tensor)]))
-        found: list[Difference] = []
-        for name, (original, copy, attribute) in parameters.items():
-            result = copy.get_parameter(attribute)
+            self._loader(twin)(iter([(self._name, tensor)]))
+        differences: list[Difference] = []
+        fingerprints: dict[str, str] = {}
+        results: dict[int, tuple[str, torch.Tensor]] = {}
+        for name, original in originals.items():
+            result = twin.get_parameter(name)
+            known = results.setdefault(id(original), (name, result))
+            if known[1] is not result:
+                raise RebuildError(f"the loader parts {name} from {known[0]}")
             if layout(result) != layout(original):
                 raise RebuildError(f"the loader gives {name} another layout")
-            found += tensor_differences(name, original, result)
-        return found
+            if known[0] == name:
+                differences += tensor_differences(name, original, result)
+                fingerprints[name] = hash_memory(result) if result.numel() else ""
+        return Rebuilt(differences, fingerprints)
+
+    def is_intact(self, expected: Mapping[str, str]) -> bool:
+        """See `ModuleRebuild.is_intact`."""
+        found = self.rebuild({})
+        return not found.differences and not found.unlike(expected)
 
     def shares(self, name: str) -> bool:
         """Return False: the loader is given nothing but the tensor."""
@@ -105,13 +117,42 @@ class LoaderRebuild:
         """Return True: what the loader writes must depend on the tensor."""
         return True
 
-    def holds(self, name: str) -> bool:
-        """Return whether this is the name of the shadow."""
-        return name == f"{self.path}.{_TENSOR}"
+    def contains(self, name: str) -> bool:
+        """Return False: it is no module."""
+        return False
 
-    def name_within(self, name: str) -> str:
-        """See `ModuleRebuild.name_within`."""
-        return _TENSOR
+
+def _copied(original: torch.nn.Parameter) -> torch.nn.Parameter:
+    """Return a parameter alike in everything but its memory."""
+    parameter = torch.nn.Parameter(original.detach().clone(), requires_grad=False)
+    parameter.__class__ = type(original)
+    vars(parameter).update(vars(original))
+    return parameter
+
+
+def _holders(
+    model: torch.nn.Module, copies: Mapping[int, torch.nn.Parameter]
+) -> dict[int, torch.nn.Module]:
+    """Return copies of the modules that hold some parameters, with copies of those, by `id`."""
+    found: dict[int, torch.nn.Module] = {}
+    for module in model.modules():
+        held = {n: copies[id(p)] for n, p in module._parameters.items() if id(p) in copies}
+        if held:
+            copy = found[id(module)] = object.__new__(type(module))
+            vars(copy).update(vars(module), _parameters={**module._parameters, **held})
+    return found
+
+
+def _overlapping(index: StorageIndex) -> set[str]:
+    """Return the live tensors that share memory with another one in part, under every name."""
+    found: set[str] = set()
+    furthest: LiveTensor | None = None
+    for entry in index.entries:  # by address
+        if furthest is not None and entry.start < furthest.end:
+            found.update([entry.name, *entry.aliases, furthest.name, *furthest.aliases])
+        if furthest is None or entry.end > furthest.end:
+            furthest = entry
+    return found
 
 
 def rebuild_by_loading(
@@ -139,12 +180,13 @@ def rebuild_by_loading(
         processed: live tensors that something is done to after loading, which are left out, too.
     """
     load = loader(model)
+    apart_from = {*processed, *_overlapping(index)}
     found: dict[str, frozenset[str]] = {}
     for name in names:
         spec = placement[name].spec
         outputs = written_alone(model, load, spec, index)
         inside = any(one.startswith(f"{path}.") for path in shadowed for one in outputs)
-        apart = not inside and outputs.isdisjoint(processed)
+        apart = not inside and outputs.isdisjoint(apart_from)
         if outputs and apart and reserve(spec.numel * spec.dtype.itemsize):
             found[name] = outputs
     others = [s.live.name for n, p in placement.items() if n not in found for s in p.segments]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from engine_ext.model import extent, reachable_tensors
+from engine_ext.rebuild.elements import AttributeElements
 from engine_ext.repacks import ModuleCopy, Processing
 
 
@@ -25,6 +26,9 @@ class LoadingState:
             written to without a shadow.
         memory: the storage that each parameter and buffer had before, which is not kept alive, and
             its offset there in elements.
+        in_place: names of parameters and buffers that processing leaves where and as they are:
+            their shadow is live memory.
+        attributes: what rebuilds have replaced as a whole, by path.
         shared: names of parameters and buffers whose memory processing can also reach by another
             way than their copies.
     """
@@ -35,6 +39,8 @@ class LoadingState:
     moves: bool
     memory: dict[str, tuple[StorageWeakRef, int]]
     shared: frozenset[str]
+    in_place: set[str] = field(default_factory=set)
+    attributes: dict[str, AttributeElements] = field(default_factory=dict)
 
     def shadow(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what is loaded before processing, by name; nothing if elements are only moved."""
@@ -47,15 +53,18 @@ class LoadingStates:
 
     Args:
         limit: bytes that the parameters and buffers kept may take on this rank.
+        moved_too: the modules whose processing can be followed are to be kept, too, because the
+            engine has loaded no checkpoint yet, so that it must be repeated.
 
     Attributes:
         states: in the order in which the engine processed the modules.
         nbytes: bytes of the parameters and buffers kept.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, *, moved_too: bool = False) -> None:
         self.states: list[LoadingState] = []
         self.nbytes = 0
+        self.moved_too = moved_too
         self._limit = limit
         self._known: set[int] = set()
 
@@ -82,6 +91,10 @@ class LoadingStates:
         self.states.append(LoadingState(module, before, processing.call, moves, memory, shared))
         self._known.add(id(module))
         return None
+
+    def release(self, size: int) -> None:
+        """Count `size` bytes as kept no longer."""
+        self.nbytes -= size
 
     def reserve(self, size: int) -> bool:
         """Count another `size` bytes as kept, if they fit; return whether they do."""

@@ -8,120 +8,118 @@ Before anything is served, each module is rebuilt
    module must compute the same from random inputs, bit for bit;
 3. from a shadow with other bits, one parameter at a time: something must come out differently. This
    shows that processing reads the shadow, and no copy of it. A parameter that nothing depends on
-   (zero points of a symmetric scheme) must be gone from the live module.
+   must be gone from the live module (zero points of a symmetric scheme), or processing must leave
+   it in place, and not read it there.
 
-None of this may change what the live module holds, such as an object that its copies share. No
-parameter may have been reachable from the module by another way before it was processed.
+None of this may change what the live module holds, such as an object or a tensor that its copies
+share. No parameter may have been reachable from the module by another way before it was processed.
 
-Every rank runs the same rebuilds in the same order, because processing may communicate.
+Every rank runs the same rebuilds in the same order, because processing may communicate; a module
+that fails on one rank fails on all.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
-import operator
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from engine_ext.derived import varied
-from engine_ext.model import reachable_containers
-from engine_ext.placement import Placement, Status, flat_bits
+from engine_ext.errors import DeltaError
+from engine_ext.model import (
+    content_changed,
+    hash_tensor,
+    location,
+    reachable_containers,
+    reachable_tensors,
+)
+from engine_ext.placement import Placed, Placement, Status, flat_bits
+from engine_ext.ranks import Ranks, SingleRank
 from engine_ext.rebuild.compare import RebuildError
 from engine_ext.rebuild.elements import Replacement
+from engine_ext.rebuild.in_step import InStep
 from engine_ext.rebuild.loader_rebuild import LoaderRebuild
-from engine_ext.rebuild.module_rebuild import Difference, ModuleRebuild
+from engine_ext.rebuild.module_rebuild import Difference, ModuleRebuild, Probe
+from engine_ext.rebuild.other_bits import OtherBits
 
 logger = logging.getLogger(__name__)
 
 Rebuild = ModuleRebuild | LoaderRebuild
 Container = dict[Any, Any] | list[Any]
 
-Probe = Callable[[torch.nn.Module], torch.Tensor | None]
-"""Return what a live module computes from an input, the same every time; None if unknown."""
-
-
-class _OtherBits:
-    """A change of every element of a parameter: another mantissa or sign, or another integer."""
-
-    new = 0  # seed
-
-    @property
-    def elements(self) -> _OtherBits:
-        return self
-
-    def within(self, tensor: torch.Tensor) -> _Filler:
-        return _Filler(tensor)
-
-
-@dataclass(frozen=True, slots=True)
-class _Filler:
-    tensor: torch.Tensor
-
-    def put(self, seed: int) -> None:
-        bits = flat_bits(self.tensor)
-        generator = torch.Generator().manual_seed(seed)
-        if self.tensor.is_floating_point():
-            bits.copy_(varied(bits.cpu(), self.tensor.dtype, generator))
-        else:
-            top = torch.iinfo(bits.dtype).max
-            mask = torch.randint(1, top, bits.shape, generator=generator, dtype=bits.dtype)
-            bits ^= mask.to(bits.device)
-
 
 def prove_rebuilds(
-    rebuilds: Iterable[Rebuild], placement: Placement, probe: Probe
+    rebuilds: Iterable[Rebuild],
+    placement: Placement,
+    probe: Probe,
+    ranks: Ranks | None = None,
 ) -> list[Rebuild]:
     """Prove which modules can be rebuilt, and mark the checkpoint tensors in them.
+
+    All ranks must call it.
 
     Args:
         rebuilds: of the live model, which is as it was before when this returns.
         placement: certified; the exact tensors of a proven module become `REBUILT`, and those of
             any other are refused.
+        ranks: None if this is the only one.
 
     Returns:
         The proven ones that some checkpoint tensor is written to.
     """
-    proven = []
-    for one in rebuilds:
-        names = {f"{one.path}.{name}".lstrip("."): name for name, _ in one.shadow()}
-        inside = [
+    in_step = InStep(ranks or SingleRank())
+    inside: dict[str, tuple[Rebuild, list[Placed]]] = {}
+    for rebuild in rebuilds:
+        found = [
             placed
             for placed in placement.values()
-            if any(segment.live.name in names for segment in placed.segments)
+            if any(
+                s.live.name in rebuild.names or rebuild.contains(s.live.name)
+                for s in placed.segments
+            )
         ]
-        if not inside:
-            continue
-        segments = [s for p in inside for s in p.segments if s.live.name in names]
-        written = {names[segment.live.name] for segment in segments}
-        start = {name: tensor.data_ptr() for name, tensor in one.shadow()}
+        if found:
+            inside[rebuild.path] = rebuild, found
+    proven = []
+    for path in in_step.agree(inside):
+        one, tensors = inside.get(path, (None, []))
         try:
-            if any(start[names[s.live.name]] != s.live.start for s in segments):
-                raise RebuildError("it is in another module that is processed as a whole")
-            _prove(one, sorted(written), probe)
+            in_step.run(path, functools.partial(_prove, one, tensors, probe))
         except Exception as error:
-            kind = "" if isinstance(error, RebuildError) else f"{type(error).__name__}: "
-            for placed in inside:
-                placed.refuse(f"{one.path} cannot be rebuilt from it: {kind}{error}")
+            known = isinstance(error, (RebuildError, DeltaError))
+            kind = "" if known else f"{type(error).__name__}: "
+            for placed in tensors:
+                placed.refuse(f"{path} cannot be rebuilt from it: {kind}{error}")
             continue
-        proven.append(one)
-        for placed in inside:
+        if one is not None:
+            proven.append(one)
+        for placed in tensors:
             if placed.status is Status.EXACT:
                 placed.status = Status.REBUILT
     return proven
 
 
-def _prove(one: Rebuild, written: list[str], probe: Probe) -> None:
-    containers: list[Container] = []
-    if one.module is not None:
-        containers += reachable_containers(one.module)
-        containers += [vars(module) for module in one.module.modules()]
-    before = [container.copy() for container in containers]
-    found = one.rebuild({})
-    if any(map(_changed, containers, before)):
-        raise RebuildError("processing a copy writes to the live module")
+def _prove(one: Rebuild | None, tensors: Sequence[Placed], probe: Probe) -> None:
+    if one is None:  # other ranks have it
+        return
+    names = one.names
+    live = {segment.live.name for placed in tensors for segment in placed.segments}
+    if any(one.contains(name) and name not in names for name in live):
+        raise RebuildError("it is in another module that is processed as a whole")
+    held = _Held(one)
+    try:
+        _prove_bits(one, sorted({names[name] for name in live if name in names}), probe, held)
+    finally:
+        held.restore()
+
+
+def _prove_bits(one: Rebuild, written: list[str], probe: Probe, held: _Held) -> None:
+    rebuilt = one.rebuild({})
+    held.check()
+    found = rebuilt.differences
     wrong = sorted({d.path for d in found if not isinstance(d.new, Replacement)})
     if wrong:
         raise RebuildError(f"processing it again gives other bits in {', '.join(wrong)}")
@@ -134,16 +132,90 @@ def _prove(one: Rebuild, written: list[str], probe: Probe) -> None:
     for name in written:
         if one.shares(name):
             raise RebuildError(f"processing may read {name} in another way than from its copy")
-        if one.keeps(name) and not _differs(one, name, probe, expected):
+        if name in one.in_place:
+            # Nothing need depend on it; but processing must not read live memory either.
+            reads = not _differs(one, {name: [OtherBits()]}, probe, expected)
+            if reads:
+                with _other_live_bits(one, name):
+                    reads = _differs(one, {}, probe, expected)
+        elif one.keeps(name):
+            reads = not _differs(one, {name: [OtherBits()]}, probe, expected)
+        else:
+            reads = False
+            if dict(one.shadow())[name].is_floating_point():
+                _try_others(one, name)
+        held.check()
+        if reads:
             raise RebuildError(f"processing reads another copy of {name}")
+    replaced = {difference.path for difference in found}
+    one.proven = {p: text for p, text in rebuilt.fingerprints.items() if p not in replaced}
 
 
-def _differs(one: Rebuild, name: str, probe: Probe, expected: torch.Tensor | None) -> bool:
-    """Return whether a rebuild from other bits of one parameter gives something else."""
-    found = one.rebuild({name: [_OtherBits()]})
+def _try_others(one: Rebuild, name: str) -> None:
+    """Raise RebuildError if other bits of a parameter change what cannot be replaced.
+
+    Processing may fail on them, which says nothing: they were not made for it.
+    """
+    try:
+        one.rebuild({name: [OtherBits()]})
+    except RebuildError:
+        raise
+    except Exception:
+        logger.info("delta updates: %s fails on other bits of %s", one.path, name, exc_info=True)
+
+
+def _differs(
+    one: Rebuild,
+    changes: Mapping[str, list[OtherBits]],
+    probe: Probe,
+    expected: torch.Tensor | None,
+) -> bool:
+    """Return whether a rebuild with these changes gives something else than the live module has."""
+    found = one.rebuild(changes).differences
     if any(not isinstance(d.new, Replacement) for d in found):
         return True
     return expected is not None and not _same(_probed(one, found, probe), expected)
+
+
+@contextlib.contextmanager
+def _other_live_bits(one: Rebuild, name: str) -> Iterator[None]:
+    """Put other bits into a tensor of the shadow that is live memory, for a while."""
+    tensor = dict(one.shadow())[name]
+    memory = flat_bits(tensor)
+    before = memory.clone()
+    try:
+        OtherBits().within(tensor).put(OtherBits.new)
+        yield
+    finally:
+        memory.copy_(before)
+
+
+class _Held:
+    """What a live module holds besides its own tensors, as it was when this was made."""
+
+    def __init__(self, one: Rebuild) -> None:
+        modules = [] if one.module is None else list(one.module.modules())
+        containers: list[Container] = [vars(module) for module in modules]
+        tensors: dict[object, torch.Tensor] = {}
+        if isinstance(one, ModuleRebuild):
+            containers += reachable_containers(one.module)
+            copied = {id(tensor) for _, _, _, tensor in reachable_tensors(one.state.before)}
+            around = [tensor for _, _, _, tensor in reachable_tensors(one.module)]
+            tensors = {location(t): t for t in around if id(t) in copied and not t.is_meta}
+        self._containers = [(container, container.copy()) for container in containers]
+        self._tensors = [(t, t.clone(), hash_tensor(t)) for t in tensors.values()]
+
+    def check(self) -> None:
+        """Raise RebuildError if something else is there now, or has other bits."""
+        changed = any(content_changed(container, before) for container, before in self._containers)
+        if changed or any(hash_tensor(tensor) != text for tensor, _, text in self._tensors):
+            raise RebuildError("processing a copy writes to the live module")
+
+    def restore(self) -> None:
+        """Write the bits back."""
+        for tensor, before, text in self._tensors:
+            if hash_tensor(tensor) != text:
+                tensor.copy_(before)
 
 
 def _probed(one: Rebuild, handles: list[Difference], probe: Probe) -> torch.Tensor | None:
@@ -159,13 +231,6 @@ def _probed(one: Rebuild, handles: list[Difference], probe: Probe) -> torch.Tens
     finally:
         for difference, value in zip(handles, old, strict=True):
             difference.elements.put(value)
-
-
-def _changed(container: Container, before: Container) -> bool:
-    """Return whether a dict or list holds other objects than before."""
-    items: Any = container.values() if isinstance(container, dict) else container
-    others: Any = before.values() if isinstance(before, dict) else before
-    return len(container) != len(before) or any(map(operator.is_not, items, others))
 
 
 def _same(one: torch.Tensor | None, other: torch.Tensor) -> bool:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from types import MethodType
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from engine_ext.model import reachable_tensors
+from engine_ext.model import StorageIndex, address_range, reachable_tensors
 from engine_ext.placement import flat_bits
 from engine_ext.rebuild.loading_states import LoadingState, loaded_tensors, storage_of
+from engine_ext.rebuild.module_rebuild import ModuleRebuild
 
 
 def make_twin(model: torch.nn.Module, states: Iterable[LoadingState]) -> torch.nn.Module:
@@ -63,20 +65,21 @@ def _share_memory(state: LoadingState) -> None:
             continue
         data = now.detach()
         view = data.as_strided(tensor.shape, tensor.stride(), data.storage_offset())
-        _replace(state.before, name, tensor, view)
+        _replace(state.before, tensor, view)
 
 
-def _replace(module: torch.nn.Module, name: str, tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Put a tensor with other memory in the place of one, alike in everything else."""
-    path, _, attribute = name.rpartition(".")
-    owner = module.get_submodule(path)
-    if not isinstance(tensor, torch.nn.Parameter):
-        owner._buffers[attribute] = data
-        return
-    parameter = torch.nn.Parameter(data, requires_grad=False)
-    parameter.__class__ = type(tensor)
-    vars(parameter).update(vars(tensor))
-    owner._parameters[attribute] = parameter
+def _replace(module: torch.nn.Module, tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Put a tensor with other memory in the place of one, under all its names, alike otherwise."""
+    new = data
+    if isinstance(tensor, torch.nn.Parameter):
+        new = torch.nn.Parameter(data, requires_grad=False)
+        new.__class__ = type(tensor)
+        vars(new).update(vars(tensor))
+    for part in module.modules():
+        registries: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+        for registry in registries:
+            for name in [name for name, value in registry.items() if value is tensor]:
+                registry[name] = new
 
 
 def share_views(model: torch.nn.Module, states: Iterable[LoadingState]) -> None:
@@ -99,7 +102,31 @@ def share_views(model: torch.nn.Module, states: Iterable[LoadingState]) -> None:
                 memory = others[0].untyped_storage()
                 shared.set_(memory, offset, parameter.shape, parameter.stride())
                 if torch.equal(flat_bits(shared), flat_bits(parameter)):
-                    _replace(state.before, name, parameter, shared)
+                    _replace(state.before, parameter, shared)
+
+
+def share_in_place(rebuild: ModuleRebuild, index: StorageIndex) -> int:
+    """Let the shadow be live memory where processing leaves a tensor as it is.
+
+    So a tied tensor stays tied, and takes no memory of its own. All ranks must call it.
+
+    Args:
+        index: of the live model.
+
+    Returns:
+        The bytes that the shadow takes less.
+    """
+    state, freed = rebuild.state, 0
+    shadow = dict(state.shadow())
+    for name, live in rebuild.find_in_place():
+        if name in state.in_place:
+            continue
+        own = address_range(live)
+        if all((entry.start, entry.end) == own for entry in index.overlapping(live)):
+            _replace(state.before, shadow[name], live.detach())
+            state.in_place.add(name)
+            freed += live.nbytes
+    return freed
 
 
 def _bind_loaders(module: torch.nn.Module, twins: dict[int, torch.nn.Module]) -> None:

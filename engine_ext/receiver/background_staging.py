@@ -20,14 +20,15 @@ class BackgroundStaging:
         self._limits = limits
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="delta-stage")
         self._parts: dict[int, Future[StagedPart]] = {}
-        # Parts of dropped syncs included.
-        self._running: list[Future[StagedPart]] = []
+        # Parts of dropped syncs included; one that is done is not kept alive here.
+        self._running: set[Future[StagedPart]] = set()
 
     def start(self, part: PartId, path: str, stage: StagePart) -> None:
         """Start staging a part from the spool file at `path`; `stage` locates it on this rank."""
         future = self._threads.submit(self._stage, path, part.identity, stage)
         self._parts[part.part] = future
-        self._running = [*(other for other in self._running if not other.done()), future]
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
 
     def get(self, number: int) -> Future[StagedPart] | None:
         """Return the part of this number, or None if it was forgotten."""
@@ -47,7 +48,7 @@ class BackgroundStaging:
 
     def wait(self) -> None:
         """Wait until no thread is staging anything."""
-        wait(self._running)
+        wait(list(self._running))
 
     def _stage(self, path: str, identity: str, stage: StagePart) -> StagedPart:
         with open(path, "rb") as file:

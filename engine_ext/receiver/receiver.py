@@ -72,6 +72,7 @@ class Receiver:
     def weights_replaced(self, by: str) -> None:
         """Take only a full sync from now on; `by` names what in the engine changed the weights."""
         self._sync_state.foreign = by
+        self._applier.forget()
         self._drop_staged()
         self._undo = []
 
@@ -212,7 +213,9 @@ class Receiver:
             raise Conflict(_DROPPED)
         staged = self._staging.results(sync.slots)
         done = self._applier.prepare(staged, full=sync.full)
-        return ops.SyncPrepared(done=done, rebuilt=sum(len(part.rebuilt) for part in staged))
+        return ops.SyncPrepared(
+            done=done, rebuilt=sum(len(part.rebuilt.modules) for part in staged)
+        )
 
     def drop(self, request: ops.DropSync) -> ops.Reply:
         """Forget the staged sync; if the request names a version, only that one."""
@@ -359,6 +362,7 @@ class Receiver:
     def _fail(self, error: Exception) -> NoReturn:
         """Record that the weights are uncertain, and raise what says so."""
         self._sync_state.fail()
+        self._applier.forget()
         self._undo = []
         self._staging.clear()
         if not isinstance(error, CommitFailed):

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 
 from engine_ext.apply import (
     Applier,
+    CheckpointReader,
     DeltaApplier,
     InitialSyncApplier,
     MaskedWriter,
@@ -44,10 +45,13 @@ from engine_ext.ranks import Ranks
 from engine_ext.rebuild import (
     LoadingStates,
     ModuleRebuild,
+    Probe,
     Rebuild,
+    load_again,
     make_twin,
     prove_rebuilds,
     rebuild_by_loading,
+    share_in_place,
     share_views,
 )
 from engine_ext.receiver.receiver import Receiver
@@ -73,7 +77,7 @@ class Rebuilding:
     states: LoadingStates
     loader: Callable[[torch.nn.Module], LoadWeights]
     context: Callable[[], contextlib.AbstractContextManager[Any]]
-    probe: Callable[[torch.nn.Module], torch.Tensor | None]
+    probe: Probe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +103,7 @@ class LoadedModel:
 
     model: torch.nn.Module
     load_weights: LoadWeights
-    checkpoint: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None
+    checkpoint: CheckpointReader | None
     reload: Reload
     ranks: Ranks
     repacks: Mapping[str, Repack] = field(default_factory=dict)
@@ -134,21 +138,14 @@ def make_receiver(loaded: LoadedModel, settings: Settings) -> Receiver:
     specs = None if loaded.loading is None else loaded.loading.specs
     if specs is None:
         specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in loaded.checkpoint()]
-    traced = _trace(loaded, specs)
+    traced = _trace(loaded, specs, loaded.checkpoint)
     traced_s = time.perf_counter() - start
-    certify_placement(traced.placement, loaded.checkpoint(), moves_known=loaded.learned)
+    _certify(loaded, traced, loaded.checkpoint)
     certified_s = time.perf_counter() - start - traced_s
-    if loaded.rebuilding is not None:
-        guard = ModelStateGuard(loaded.model, bits=True)
-        rebuilds, probe = traced.rebuilds, loaded.rebuilding.probe
-        traced.rebuilds[:] = prove_rebuilds(rebuilds, traced.placement, probe)
-        guard.restore()
-        guard.verify()
-    rebuilt_s = time.perf_counter() - start - traced_s - certified_s
     applier = _delta_applier(loaded, settings, traced)
     logger.info(
-        "delta updates: traced in %.2f s, certified in %.2f s, %d modules rebuilt in %.2f s",
-        *(traced_s, certified_s, len(traced.rebuilds), rebuilt_s),
+        "delta updates: traced in %.2f s, certified in %.2f s; %d modules are rebuilt",
+        *(traced_s, certified_s, len(traced.rebuilds)),
     )
     return _receiver(loaded, settings, applier)
 
@@ -168,14 +165,27 @@ def _receiver(loaded: LoadedModel, settings: Settings, applier: Applier) -> Rece
     )
 
 
-def _trace(loaded: LoadedModel, specs: Sequence[TensorSpec]) -> Traced:
+def _certify(loaded: LoadedModel, traced: Traced, checkpoint: CheckpointReader) -> None:
+    """Mark what holds a loaded checkpoint's bytes, and what is rebuilt from them."""
+    certify_placement(traced.placement, checkpoint(), moves_known=loaded.learned)
+    if loaded.rebuilding is not None and traced.rebuilds:
+        guard = ModelStateGuard(loaded.model, bits=True)
+        rebuilds, probe = traced.rebuilds, loaded.rebuilding.probe
+        traced.rebuilds[:] = prove_rebuilds(rebuilds, traced.placement, probe, loaded.ranks)
+        guard.restore()
+        guard.verify()
+
+
+def _trace(
+    loaded: LoadedModel, specs: Sequence[TensorSpec], checkpoint: CheckpointReader
+) -> Traced:
     """Trace the tensors of a checkpoint, follow repacks, and prove what can be recomputed."""
     model, load_weights, again = loaded.model, loaded.load_weights, loaded.rebuilding
     rebuilds: list[Rebuild] = []
+    index = live = StorageIndex(model)
     if again is not None and again.states.states:
-        model, rebuilds = _twin(loaded.model, again)
+        model, index, rebuilds = _twin(loaded.model, live, again)
         load_weights = again.loader(model)
-    index = StorageIndex(model)
     others: list[Segment] = []
     placement = trace_placement(
         model, load_weights, specs, index, others, refuse_while=loaded.refuse_while
@@ -186,20 +196,17 @@ def _trace(loaded: LoadedModel, specs: Sequence[TensorSpec]) -> Traced:
         loaded.loading.refuse_lost(placement, reads=loaded.checkpoint is not None)
         refusals |= loaded.loading.sharing_changed(loaded.model, model)
     compose(placement, loaded.repacks, refusals)
-    outputs = {
-        one.path: frozenset(f"{one.path}.{name}".lstrip(".") for name, _ in one.shadow())
-        for one in rebuilds
-    }
-    if again is not None and loaded.checkpoint is not None:
+    outputs = {one.path: frozenset(one.names) for one in rebuilds}
+    if again is not None:
         by_loading = rebuild_by_loading(
-            *(model, again.loader, again.context, placement, index, loaded.checkpoint),
+            *(model, again.loader, again.context, placement, index, checkpoint),
             names=untraceable,
             reserve=again.states.reserve,
             shadowed=outputs.keys(),
             processed={*loaded.repacks, *refusals},
         )
         outputs |= {
-            o: frozenset([one.segment().live.name]) for one in by_loading for o in one.outputs
+            o: frozenset([one.segment().live.name]) for one in by_loading for o in one.computed
         }
         rebuilds += by_loading
     derived = find_derived(loaded.model, placement, loaded.constants, rebuilt=outputs)
@@ -208,38 +215,65 @@ def _trace(loaded: LoadedModel, specs: Sequence[TensorSpec]) -> Traced:
         # What the loader has computed is the old in a rebuild, too.
         before = find_derived(model, placement, loaded.constants)
         found = (d for d in before if d.path not in refusals)
-        derived += [d for d in found if any(r.holds(d.path) for r in rebuilds)]
+        derived += [d for d in found if any(r.contains(d.path) for r in rebuilds)]
     refuse_derived(placement, derived, {path for one in recomputed for path in one.paths}, failed)
     add_recomputed(placement, recomputed)
-    live = index if model is loaded.model else StorageIndex(loaded.model)
     return Traced(model, load_weights, index, placement, others, live, recomputed, rebuilds)
 
 
-def _twin(model: torch.nn.Module, rebuilding: Rebuilding) -> tuple[torch.nn.Module, list[Rebuild]]:
-    """Return the model as its loader knows it, and the modules that are computed from it."""
+def _twin(
+    model: torch.nn.Module, live: StorageIndex, rebuilding: Rebuilding
+) -> tuple[torch.nn.Module, StorageIndex, list[Rebuild]]:
+    """Return the model as its loader knows it, its index, and what is computed from it."""
     paths = {id(module): path for path, module in model.named_modules()}
-    states = [one for one in rebuilding.states.states if id(one.module) in paths]
-    rebuilds: list[Rebuild] = [
-        ModuleRebuild(paths[id(one.module)], one, rebuilding.context)
+    kept = rebuilding.states
+    states = [one for one in kept.states if id(one.module) in paths]
+    rebuilds = [
+        ModuleRebuild(paths[id(one.module)], one, rebuilding.context, rebuilding.probe)
         for one in states
         if not one.moves
     ]
     share_views(model, states)
-    return make_twin(model, states), rebuilds
+    for one in rebuilds:
+        kept.release(share_in_place(one, live))
+    twin = make_twin(model, states)
+    index = StorageIndex(twin)
+    for one in rebuilds:
+        one.bind(index)
+    return twin, index, [*rebuilds]
 
 
 def _initial_sync_applier(loaded: LoadedModel) -> InitialSyncApplier:
-    """Make the applier of a model without a checkpoint; refuse a model with repacks."""
-    kept = [] if loaded.rebuilding is None else loaded.rebuilding.states.states
-    moved = sorted({*loaded.repacks, *loaded.refusals, *(type(s.module).__name__ for s in kept)})
-    if moved:
+    """Make the applier of a model without a checkpoint.
+
+    Raises:
+        RuntimeError: the engine processes weights in a way that cannot be repeated.
+    """
+    again = loaded.rebuilding
+    refused = dict(loaded.refusals)
+    if again is None or not again.states.moved_too:
+        refused |= dict.fromkeys(loaded.repacks, "the engine's reload path does not repack it")
+    if refused:
+        name = min(refused)
         raise RuntimeError(
-            "delta updates need a checkpoint to start from: the engine repacks "
-            f"{', '.join(moved[:3])}{' and others' if len(moved) > 3 else ''} after loading, "
-            "which its reload path does not repeat"
+            f"delta updates need a checkpoint to start from: {name}: {refused[name]}"
+            f"{f', and {len(refused) - 1} others' if len(refused) > 1 else ''}"
         )
+
+    def load(traced: Traced, checkpoint: CheckpointReader) -> None:
+        if again is None or not again.states.states:
+            loaded.reload(checkpoint())
+            return
+        written = {s.live.name for placed in traced.placement.values() for s in placed.segments}
+        rebuilds = [one for one in traced.rebuilds if not written.isdisjoint(one.names)]
+        loading = again.loader, again.context, checkpoint()
+        load_again(loaded.model, again.states.states, rebuilds, *loading)
+        for recompute in traced.recomputed:
+            recompute()
+
     logger.info("delta updates: no checkpoint to certify against; waiting for a full sync")
-    return InitialSyncApplier(loaded.model, functools.partial(_trace, loaded), loaded.reload)
+    trace, certify = functools.partial(_trace, loaded), functools.partial(_certify, loaded)
+    return InitialSyncApplier(trace, load, certify, loaded.constants)
 
 
 def _delta_applier(loaded: LoadedModel, settings: Settings, traced: Traced) -> DeltaApplier:

@@ -35,12 +35,14 @@ class InferredRepacks:
     """What the processing does to a module's parameters, by name, or why it cannot be followed.
 
     A parameter that is in neither dict is unchanged. `replaced` is whether the engine's loader may
-    not know some parameter afterwards, because it is another object.
+    not know some parameter afterwards, because it is another object; `outside` is whether the
+    processing writes to something that the module's copies share, so that it cannot be repeated.
     """
 
     repacks: dict[str, Repack]
     refusals: dict[str, str]
     replaced: bool = False
+    outside: bool = False
 
 
 def infer_repacks(parameters: Mapping[str, torch.Tensor], process: Process) -> InferredRepacks:

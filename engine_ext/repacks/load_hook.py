@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from engine_ext.model import is_constant
+from engine_ext.model import ModelStateGuard, is_constant
 from engine_ext.placement import Repack
 from engine_ext.repacks.infer import InferredRepacks, infer_repacks
+from engine_ext.repacks.kept_values import kept_values
 from engine_ext.repacks.module_copy import PROCESSING, ModuleCopy, state_of
 
 
@@ -56,7 +57,8 @@ class RepackLearner:
     during the block; `walk` returns the calls that it will make, and `before` is called with the
     loaded model first. `keep` is called with each call that cannot be followed, or after which the
     engine's loader cannot be, and with whether it only moves elements; it returns None if the
-    module can be updated all the same, or else why not.
+    module can be updated all the same, or else why not. With `keep_moved` it is called with those
+    that could be followed, too; `before` may still set that.
 
     Attributes:
         repacks: permutations, by the live parameter's name in the model.
@@ -71,6 +73,8 @@ class RepackLearner:
         walk: Walk,
         before: Callable[[torch.nn.Module], None] | None = None,
         keep: Callable[[Processing, bool], str | None] | None = None,
+        *,
+        keep_moved: bool = False,
     ) -> None:
         self.repacks: dict[str, Repack] = {}
         self.refusals: dict[str, str] = {}
@@ -78,6 +82,7 @@ class RepackLearner:
         self._called = False
         self._owner, self._name, self._walk = owner, name, walk
         self._before, self._keep = before, keep
+        self.keep_moved = keep_moved
         self._original = inspect.getattr_static(owner, name)
         self._known: dict[Any, InferredRepacks] = {}
 
@@ -86,15 +91,7 @@ class RepackLearner:
 
         @functools.wraps(original)
         def process(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not self._called:
-                self._called = True
-                self.complete = not hasattr(model, PROCESSING)
-                if self._before is not None:
-                    self._before(model)
-                processings = self._walk(model, *args, **kwargs)
-                names = {id(parameter): name for name, parameter in model.named_parameters()}
-                for processing in processings:
-                    self._infer_module(processing, names)
+            self.learn(model, *args, **kwargs)
             return original(model, *args, **kwargs)
 
         # A static method of a class must not become a method.
@@ -105,21 +102,45 @@ class RepackLearner:
     def __exit__(self, *error: object) -> None:
         setattr(self._owner, self._name, self._original)
 
-    def _infer_module(self, processing: Processing, names: dict[int, str]) -> None:
+    def learn(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Infer the repacks of a model that the engine is about to process.
+
+        The engine's function is preceded by this; so must be whatever else processes the model.
+        Does nothing but the first time.
+
+        Args:
+            args, kwargs: those of the engine's function.
+        """
+        if self._called:
+            return
+        self._called = True
+        self.complete = not hasattr(model, PROCESSING)
+        if self._before is not None:
+            self._before(model)
+        processings = self._walk(model, *args, **kwargs)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for processing in processings:
+            self._infer_module(model, processing, names)
+
+    def _infer_module(
+        self, model: torch.nn.Module, processing: Processing, names: dict[int, str]
+    ) -> None:
         parameters = {n: p for n, p in processing.module.named_parameters() if not p.is_meta}
         if not parameters:
             return
         try:
             signature = _signature(processing, parameters)
             if signature not in self._known:
-                self._known[signature] = _infer(processing, parameters)
+                self._known[signature] = _infer(model, processing, parameters)
             inferred = self._known[signature]
         except LearningError:
             raise
         except Exception as error:
             reason = f"probing its post-load processing failed: {type(error).__name__}: {error}"
             inferred = InferredRepacks({}, dict.fromkeys(parameters, reason))
-        followed = not (inferred.replaced or inferred.refusals) or processing.recomputed
+        alone = self.keep_moved and bool(inferred.repacks)
+        followed = not (inferred.replaced or inferred.refusals or alone) or processing.recomputed
+        followed |= inferred.outside
         if self._keep is not None and not followed:
             why_not = self._keep(processing, not inferred.refusals)
             refusals = {} if why_not is None else dict.fromkeys(parameters, why_not)
@@ -134,7 +155,9 @@ class RepackLearner:
                 self.repacks[live] = inferred.repacks[name]
 
 
-def _infer(processing: Processing, parameters: dict[str, torch.nn.Parameter]) -> InferredRepacks:
+def _infer(
+    model: torch.nn.Module, processing: Processing, parameters: dict[str, torch.nn.Parameter]
+) -> InferredRepacks:
     """Infer the repacks of one module.
 
     If the engine may recompute what the processing attaches to the module, no parameter is refused
@@ -144,13 +167,18 @@ def _infer(processing: Processing, parameters: dict[str, torch.nn.Parameter]) ->
     module = processing.module
     copies: list[ModuleCopy] = []
 
-    def process(probes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def run(probes: dict[str, torch.Tensor]) -> torch.nn.Module:
         copies.append(ModuleCopy(module, {id(parameters[name]): t for name, t in probes.items()}))
         processing.call(copies[-1].root)
         # Kept until here, so that two calls never get the same address, or a handle made of it.
         for old in copies[:-1]:
             old.release()
         del copies[:-1]
+        root: torch.nn.Module = copies[0].root
+        return root
+
+    def process(probes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        run(probes)
         found = copies[0].tensors(probes.keys())
         return {
             name: tensor
@@ -158,18 +186,28 @@ def _infer(processing: Processing, parameters: dict[str, torch.nn.Parameter]) ->
             if name in probes or not (processing.recomputed and _found_later(module, name, tensor))
         }
 
-    before = state_of(module)
+    before, guard = state_of(module), ModelStateGuard(model, bits=False)
     devices = {p.device.index for p in parameters.values() if p.device.type == "cuda"}
     try:
         with torch.random.fork_rng(sorted(devices)):
             inferred = infer_repacks(parameters, process)
             after = dict(copies[-1].root.named_parameters()) if copies else parameters
-            inferred = replace(inferred, replaced=_replaced(parameters, after))
+            refusals = _marked(parameters, after) | inferred.refusals
+            inferred = replace(inferred, refusals=refusals, replaced=_replaced(parameters, after))
+            if len(inferred.refusals) < len(parameters) and (kept := kept_values(parameters, run)):
+                reason = f"post-load processing also keeps {', '.join(kept)}, computed from weights"
+                refusals = dict.fromkeys(parameters, reason) | inferred.refusals
+                inferred = replace(inferred, repacks={}, refusals=refusals)
     finally:
         for old in copies:
             old.release()
-    if state_of(module) != before:
-        raise LearningError(f"probing post-load processing changed a live {type(module).__name__}")
+    if state_of(module) != before or guard.written():
+        names = ", ".join(guard.written()) or type(module).__name__
+        raise LearningError(f"probing post-load processing changed the live {names}")
+    if guard.contents_changed():
+        guard.restore()
+        reason = "post-load processing of a copy writes to the live model"
+        return InferredRepacks({}, dict.fromkeys(parameters, reason), outside=True)
     return inferred
 
 
@@ -182,6 +220,23 @@ def _replaced(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tens
         or vars(after[name]).keys() != vars(parameter).keys()
         for name, parameter in before.items()
     )
+
+
+def _marked(
+    before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
+) -> dict[str, str]:
+    """Return why parameters cannot be followed that processing gives numbers as attributes.
+
+    Such a number may depend on the weights though no probe shows it: whether all scales are powers
+    of two, say.
+    """
+    refusals = {}
+    for name in before.keys() & after.keys():
+        new = vars(after[name]).keys() - vars(before[name]).keys()
+        given = [n for n in sorted(new) if isinstance(vars(after[name])[n], (bool, int, float))]
+        if given:
+            refusals[name] = f"post-load processing may compute its {', '.join(given)}"
+    return refusals
 
 
 def _found_later(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> bool:

@@ -134,7 +134,8 @@ def written_alone(
 ) -> frozenset[str]:
     """Return the live parameters that the loader writes or replaces, given one tensor alone.
 
-    They are empty if the loader fails without data, or writes to something else, too.
+    Each is under all of its names. They are empty if the loader fails without data, writes to
+    something else, too, or to memory that several parameters share.
 
     Raises:
         TracingError: see `rehearse`.
@@ -144,11 +145,12 @@ def written_alone(
     with _dry_run(model, bits=False) as guard:
         failure, writes = _run(guard, load_weights, [spec], index, trial, other)
     written = [segment.live for write in writes for _, segment in write]
-    if failure is not None or any(live.aliases for live in written):
-        return frozenset()
-    names = frozenset([*other, *(live.name for live in written)])
+    names = frozenset([*other, *(name for live in written for name in (live.name, *live.aliases))])
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    return names if names <= parameters.keys() else frozenset()
+    if failure is not None or not names <= parameters.keys():
+        return frozenset()
+    objects = [{id(parameters[name]) for name in (live.name, *live.aliases)} for live in written]
+    return names if all(len(found) == 1 for found in objects) else frozenset()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from scripts.doc_tables import conformance, golden, openapi, reference
+from scripts.doc_tables import conformance, golden, openapi, reference, survey
 
 DOCS: Final = Path(__file__).resolve().parents[2] / "docs"
 _REGION: Final = re.compile(
@@ -24,6 +24,7 @@ FAST: Final[dict[str, Callable[[], str]]] = {
     "metrics": reference.metric_table,
     "faults": reference.fault_table,
     "golden": golden.markdown,
+    "survey": survey.stored_table,
 }
 # Runs every receiver on every loader: most of a minute.
 SLOW: Final[dict[str, Callable[[], str]]] = {"conformance": conformance.default_table}

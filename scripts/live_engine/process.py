@@ -56,6 +56,8 @@ class EngineProcess(abc.ABC):
         tp: Tensor parallel size, 1 or 2.
         port: Port to serve on; None picks a free one.
         enable_delta: Add ``--enable-delta-updates``.
+        keep_plain: Add ``--delta-keep-plain`` too, so that weights stay where a checksum sees them,
+            and are written in place as on a GPU.
         extra_args: Further command line arguments.
         python_path: Folders to put first in the server's ``PYTHONPATH``.
         command_prefix: A command that runs the server, such as ``unshare`` and its options.
@@ -78,6 +80,7 @@ class EngineProcess(abc.ABC):
         tp: int = 1,
         port: int | None = None,
         enable_delta: bool = False,
+        keep_plain: bool = True,
         extra_args: Sequence[str] = (),
         python_path: Sequence[Path] = (),
         command_prefix: Sequence[str] = (),
@@ -93,6 +96,7 @@ class EngineProcess(abc.ABC):
         command = [str(self.interpreter()), *self._server_arguments()]
         if enable_delta:
             command.append("--enable-delta-updates")
+            command += ["--delta-keep-plain"] if keep_plain else []
         self._command = [*command_prefix, *command, *extra_args]
         paths = [*map(str, python_path), *map(str, self._python_path)]
         paths += filter(None, [os.environ.get("PYTHONPATH")])

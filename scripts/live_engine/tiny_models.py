@@ -8,6 +8,7 @@ like the right one.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,28 +34,28 @@ _CORPUS: Final = (
 )
 
 # Sizes of every architecture: two layers, heads that two ranks can split, aligned widths.
-_COMMON: Final[dict[str, Any]] = {
+COMMON: Final[dict[str, Any]] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 128,
     "num_hidden_layers": 2,
     "max_position_embeddings": 512,
     "initializer_range": 0.02,
 }
-_ATTENTION: Final[dict[str, Any]] = {
-    **_COMMON,
+ATTENTION: Final[dict[str, Any]] = {
+    **COMMON,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
     "intermediate_size": 256,
 }
-_EXPERTS: Final[dict[str, Any]] = {
-    **_ATTENTION,
+EXPERTS: Final[dict[str, Any]] = {
+    **ATTENTION,
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
 }
-# vLLM has CPU kernels for these head sizes and those of _MLA only.
-_GDN: Final[dict[str, Any]] = {
+# vLLM has CPU kernels for these head sizes and those of MLA only.
+GDN: Final[dict[str, Any]] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 128,
@@ -62,8 +63,18 @@ _GDN: Final[dict[str, Any]] = {
     "shared_expert_intermediate_size": 64,
     "layer_types": ["linear_attention", "full_attention"],
 }
-_MAMBA: Final = {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 2, "chunk_size": 64}
-_MLA: Final[dict[str, Any]] = {
+MAMBA: Final = {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 2, "chunk_size": 64}
+# The names that hybrids of attention and Mamba2 have for the sizes of the latter.
+_HYBRID: Final[dict[str, Any]] = {
+    **ATTENTION,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 64,
+}
+MLA: Final[dict[str, Any]] = {
     "num_key_value_heads": 4,
     "q_lora_rank": 64,
     "kv_lora_rank": 512,
@@ -94,17 +105,28 @@ _MLA: Final[dict[str, Any]] = {
 }
 # Names of config classes in transformers, which is imported late: it takes seconds.
 _KINDS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
-    "qwen3": ("Qwen3Config", {**_ATTENTION, "tie_word_embeddings": False}),
-    "llama_tied": ("LlamaConfig", {**_ATTENTION, "tie_word_embeddings": True}),
-    "qwen3_moe": ("Qwen3MoeConfig", {**_EXPERTS, "tie_word_embeddings": False}),
-    "gemma3": ("Gemma3TextConfig", {**_ATTENTION, "sliding_window": 64}),
-    "qwen3_next": ("Qwen3NextConfig", {**_EXPERTS, **_GDN}),
-    "mamba2": ("Mamba2Config", {**_COMMON, **_MAMBA}),
+    "qwen3": ("Qwen3Config", {**ATTENTION, "tie_word_embeddings": False}),
+    "llama_tied": ("LlamaConfig", {**ATTENTION, "tie_word_embeddings": True}),
+    "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "tie_word_embeddings": False}),
+    "gemma3": ("Gemma3TextConfig", {**ATTENTION, "sliding_window": 64}),
+    "qwen3_next": ("Qwen3NextConfig", {**EXPERTS, **GDN}),
+    "mamba2": ("Mamba2Config", {**COMMON, **MAMBA}),
+    "falcon_h1": ("FalconH1Config", {**_HYBRID, "mamba_d_ssm": 256, "mamba_rms_norm": True}),
+    "granite_hybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            **_HYBRID,
+            "layer_types": ["mamba", "attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 64,
+        },
+    ),
     "gpt_oss": (
         "GptOssConfig",
-        {**_ATTENTION, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64},
+        {**ATTENTION, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64},
     ),
-    "deepseek_v3": ("DeepseekV3Config", {**_ATTENTION, **_MLA}),
+    "deepseek_v3": ("DeepseekV3Config", {**ATTENTION, **MLA}),
 }
 
 
@@ -122,14 +144,34 @@ def build(kind: str, directory: Path, *, seed: int = 0, **overrides: Any) -> Pat
     """
     if kind not in _KINDS:
         raise ValueError(f"unknown kind {kind!r}; known are {', '.join(_KINDS)}")
+    config_class, fields = _KINDS[kind]
+    return write(config_class, {**fields, **overrides}, directory, seed=seed)
+
+
+def write(
+    config_class: str,
+    fields: Mapping[str, Any],
+    directory: Path,
+    *,
+    architecture: str | None = None,
+    seed: int = 0,
+) -> Path:
+    """Write a random model of any transformers config and return its folder.
+
+    Args:
+        config_class: Its name in transformers.
+        fields: Of the config; the special tokens' ids are the tokenizer's if they are not given.
+        directory: Where to write; created if needed.
+        architecture: Its name in the config, if it is not that of the class in transformers.
+        seed: Of the weights, with the config.
+    """
     import transformers
 
-    config_class, fields = _KINDS[kind]
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer()
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     ids = {"bos_token_id": eos, "eos_token_id": eos, "pad_token_id": pad}
-    config = getattr(transformers, config_class)(**{**fields, **ids, **overrides})
+    config = getattr(transformers, config_class)(**{**ids, **fields})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -138,6 +180,10 @@ def build(kind: str, directory: Path, *, seed: int = 0, **overrides: Any) -> Pat
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+    if architecture is not None:
+        path = directory / "config.json"
+        saved = {**json.loads(path.read_text()), "architectures": [architecture]}
+        path.write_text(json.dumps(saved, indent=2))
     return directory
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from delta_sender import DeltaSender
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import fingerprint
@@ -29,6 +30,8 @@ REFUSED = {"gpt_oss": ("mlp.experts.down_proj_bias",)}
             for kind in ("qwen3_next", "mamba2", "gpt_oss", "deepseek_v3")
             for tp in (1, 2)
         ),
+        pytest.param("vllm", "falcon_h1", 1, marks=pytest.mark.full),
+        pytest.param("vllm", "granite_hybrid", 1, marks=pytest.mark.full),
         pytest.param("sglang", "qwen3_moe", 1, marks=pytest.mark.full),
         pytest.param("sglang", "gemma3", 1, marks=pytest.mark.full),
     ],
@@ -43,7 +46,8 @@ def test_exact_or_refused(
 ) -> None:
     base = checkpoint(kind)
     engine = start(engine_kind, base, tp=tp)
-    trainer = Trainer(tiny_models.load_tensors(base))
+    base_tensors = tiny_models.load_tensors(base)
+    trainer = Trainer(dict(base_tensors))
     status = engine.delta_status()
     uncertified = set(status["uncertified"])
     assert all(any(part in name for part in REFUSED.get(kind, ())) for name in uncertified), status
@@ -54,20 +58,32 @@ def test_exact_or_refused(
         assert answer["error"]["type"] == "NotUpdatable"
         assert answer["error"]["tensor"] == name
     assert engine.checksums() == before
+    seen, last = [], b""
     for _ in range(3):
         old = dict(trainer.tensors)
         changed = trainer.step()
         for name in uncertified & changed.keys():
             trainer.tensors[name] = old[name]
             del changed[name]
-        answer = _post(engine, container(trainer.tensors, changed, metadata=trainer.metadata()))
+        last = container(trainer.tensors, changed, metadata=trainer.metadata())
+        answer = _post(engine, last)
         assert answer["status"] == "committed", answer
+        seen.append(fingerprint(engine))
+    assert seen[0] != seen[1] != seen[2]
+    assert engine.post("/delta_rollback", json={}).json()["status"] == "rolled_back"
+    assert fingerprint(engine) == seen[1]
+    if not uncertified:
+        with DeltaSender(engine.url, base=base_tensors.items()) as sender:
+            report = sender.sync(trainer.tensors.items())
+        assert (report.status, report.full) == ("committed", True)
+    else:
+        assert _post(engine, last)["status"] == "committed"
     assert engine.get("/delta_digest", params={"scan": "true"}).json()["corrupted"] == []
-    updated = fingerprint(engine)
+    assert fingerprint(engine) == seen[2]
     engine.stop()
     target = tiny_models.save_checkpoint(base, tmp_path / "target", trainer.tensors)
     fresh = start(engine_kind, target, tp=tp)
-    assert fingerprint(fresh) == updated
+    assert fingerprint(fresh) == seen[2]
     fresh.stop()
 
 

@@ -6,62 +6,19 @@ tensor that hangs on the model, with those of a fresh server on the target.
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
+from tests.live.sglang_memory import Server
 from tests.support.plain_trainer import Trainer, container
 
-SHIM = Path(__file__).parents[1] / "shims" / "faults"
-OCTETS = {"Content-Type": "application/octet-stream"}
 KINDS = ("", "kv_b_proj", "q_a_proj")
 DERIVED = ("w_kc", "w_vc")
-
-
-class Server:
-    """A server whose whole model can be hashed."""
-
-    def __init__(self, start: Callable[..., EngineProcess], model: Path, tp: int, seen: Path):
-        self.seen = seen
-        self.tp = tp
-        self.engine = start(
-            "sglang",
-            model,
-            tp=tp,
-            python_path=[SHIM],
-            extra_args=["--disable-shared-experts-fusion", "--skip-server-warmup"],
-            extra_env={
-                "DELTA_FAULTS": str(seen),
-                "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
-            },
-        )
-
-    def post(self, body: bytes) -> dict[str, Any]:
-        answer: dict[str, Any] = self.engine.post(
-            "/update_weights_delta", content=body, headers=OCTETS
-        ).json()
-        return answer
-
-    def memory(self) -> tuple[dict[str, str], list[dict[str, str]]]:
-        """SGLang's checksums, and a hash of every tensor, by rank and path."""
-        for rank in range(self.tp):
-            (self.seen / f"hash_model-{rank}").touch()
-        self.engine.get("/delta_digest")
-        hashes = []
-        for rank in range(self.tp):
-            file = self.seen / f"hashed-{rank}"
-            give_up = time.monotonic() + 30
-            while not file.exists() and time.monotonic() < give_up:
-                time.sleep(0.05)
-            hashes.append(json.loads(file.read_text()))
-            file.unlink()
-        return self.engine.checksums(), hashes
+FLAGS = ("--disable-shared-experts-fusion",)
 
 
 @pytest.mark.full
@@ -73,7 +30,7 @@ def test_what_is_derived_follows(
     tmp_path: Path,
 ) -> None:
     base = checkpoint("deepseek_v3")
-    server = Server(start, base, tp, tmp_path)
+    server = Server(start, base, tp, tmp_path, FLAGS)
     status = server.engine.delta_status()
     assert status["uncertified"] == {}
     trainer = Trainer(tiny_models.load_tensors(base))
@@ -97,6 +54,6 @@ def test_what_is_derived_follows(
     updated = server.memory()
     server.engine.stop()
     target = tiny_models.save_checkpoint(base, tmp_path / "target", trainer.tensors)
-    fresh = Server(start, target, tp, tmp_path)
+    fresh = Server(start, target, tp, tmp_path, FLAGS)
     assert fresh.memory() == updated
     fresh.engine.stop()

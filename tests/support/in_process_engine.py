@@ -300,6 +300,9 @@ class Shard:
     def digest(self) -> Digest:
         return sum(self.digests.values(), start=Digest.ZERO)
 
+    def forget(self) -> None:
+        pass
+
     def describe(self) -> dict[str, Any]:
         return {
             "apply": self.name,

@@ -16,7 +16,9 @@ from safetensors.torch import save_file
 from scripts.live_engine import tiny_models
 
 GROUP: Final = 32  # weights that share a scale
+BLOCK: Final = 64  # rows, and columns, that share one
 _PACKED: Final = 8  # int4 values in one int32
+_LINEAR: Final = "_proj.weight"
 
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -69,19 +71,68 @@ def _fp8_channel(weight: torch.Tensor, generator: torch.Generator) -> Tensors:
     return {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale": scale.bfloat16()}
 
 
+def _fp8_block(weight: torch.Tensor, generator: torch.Generator) -> Tensors:
+    scales = _scales(generator, *(size // BLOCK for size in weight.shape))
+    expanded = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    quantised = (weight / expanded).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {"weight": quantised, "weight_scale_inv": scales}
+
+
 def _w8a8(weight: torch.Tensor, generator: torch.Generator) -> Tensors:
     scale = weight.float().abs().amax(1, keepdim=True) / 127
     return {"weight": (weight / scale).round().to(torch.int8), "weight_scale": scale.bfloat16()}
 
 
-def _compressed(form: str, weights: dict[str, Any], activations: bool) -> dict[str, Any]:
-    """Return the configuration of a checkpoint in the format of compressed-tensors."""
+def _w8a8_int8(weight: torch.Tensor, generator: torch.Generator) -> Tensors:
+    found = _w8a8(weight, generator)
+    return {**found, "weight_scale": found["weight_scale"].float()}
+
+
+def _per_tensor(
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    *,
+    inputs: bool = False,
+    zero_point: bool = False,
+) -> Callable[[torch.Tensor, torch.Generator], Tensors]:
+    """Return what quantises a weight with one scale of this shape.
+
+    Args:
+        inputs, zero_point: whether there is a scale, and a zero point, of the layer's input, too.
+    """
+    largest = 448 if dtype.is_floating_point else 127
+
+    def quantise(weight: torch.Tensor, generator: torch.Generator) -> Tensors:
+        scale = weight.float().abs().amax() / largest
+        scaled = weight.float() / scale
+        exact = scaled if dtype.is_floating_point else scaled.round()
+        found = {"weight": exact.to(dtype), "weight_scale": scale.view(shape)}
+        if inputs:
+            found["input_scale"] = _scales(generator, *shape)
+        if zero_point:
+            found["input_zero_point"] = torch.randint(-9, 9, shape, generator=generator).to(dtype)
+        return found
+
+    return quantise
+
+
+def _compressed(
+    form: str, weights: dict[str, Any], inputs: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the configuration of a checkpoint in the format of compressed-tensors.
+
+    Args:
+        inputs: what of activations is not quantised by token, symmetric and dynamic; None if they
+            are not quantised at all.
+    """
     weights = {"symmetric": True, "dynamic": False, **weights}
-    inputs = {"num_bits": 8, "strategy": "token", "symmetric": True, "dynamic": True}
+    of_inputs = {"num_bits": 8, "strategy": "token", "symmetric": True, "dynamic": True}
     group = {
         "targets": ["Linear"],
         "weights": weights,
-        "input_activations": {**inputs, "type": weights["type"]} if activations else None,
+        "input_activations": (
+            None if inputs is None else {**of_inputs, "type": weights["type"], **inputs}
+        ),
         "output_activations": None,
     }
     return {
@@ -95,6 +146,8 @@ def _compressed(form: str, weights: dict[str, Any], activations: bool) -> dict[s
 
 _INT4: Final = {"bits": 4, "group_size": GROUP}
 _EIGHT_BITS: Final = {"num_bits": 8, "strategy": "channel"}
+_ONE_SCALE: Final = {"num_bits": 8, "strategy": "tensor"}
+_STATIC: Final = {"strategy": "tensor", "dynamic": False}
 # By format: what it makes of one weight, its configuration, and the dtype of everything else.
 FORMATS: Final[dict[str, tuple[Callable[..., Tensors], dict[str, Any], torch.dtype]]] = {
     "awq": (
@@ -112,18 +165,73 @@ FORMATS: Final[dict[str, tuple[Callable[..., Tensors], dict[str, Any], torch.dty
         _compressed(
             "pack-quantized",
             {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP},
-            activations=False,
+            None,
         ),
         torch.bfloat16,
     ),
     "fp8_channel": (
         _fp8_channel,
-        _compressed("float-quantized", {**_EIGHT_BITS, "type": "float"}, activations=True),
+        _compressed("float-quantized", {**_EIGHT_BITS, "type": "float"}, {}),
         torch.bfloat16,
     ),
     "w8a8": (
         _w8a8,
-        _compressed("int-quantized", {**_EIGHT_BITS, "type": "int"}, activations=True),
+        _compressed("int-quantized", {**_EIGHT_BITS, "type": "int"}, {}),
+        torch.bfloat16,
+    ),
+    # For SGLang.
+    "w8a8_int8": (_w8a8_int8, {"quant_method": "w8a8_int8"}, torch.bfloat16),
+    "fp8_block": (
+        _fp8_block,
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+        },
+        torch.bfloat16,
+    ),
+    # One scale for a tensor. Where a layer fuses several, vLLM quantises them again with the
+    # largest. It needs `tests/shims/vllm_cpu_fp8` for fp8.
+    "fp8_tensor": (
+        _per_tensor(torch.float8_e4m3fn, ()),
+        {"quant_method": "fp8", "activation_scheme": "dynamic"},
+        torch.bfloat16,
+    ),
+    "fp8_tensor_static": (
+        _per_tensor(torch.float8_e4m3fn, (), inputs=True),
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        torch.bfloat16,
+    ),
+    "compressed_fp8_tensor": (
+        _per_tensor(torch.float8_e4m3fn, (1,)),
+        _compressed("float-quantized", {**_ONE_SCALE, "type": "float"}, {}),
+        torch.bfloat16,
+    ),
+    "compressed_fp8_tensor_static": (
+        _per_tensor(torch.float8_e4m3fn, (1,), inputs=True),
+        _compressed("float-quantized", {**_ONE_SCALE, "type": "float"}, _STATIC),
+        torch.bfloat16,
+    ),
+    "w8a8_tensor": (
+        _per_tensor(torch.int8, (1,)),
+        _compressed("int-quantized", {**_ONE_SCALE, "type": "int"}, {}),
+        torch.bfloat16,
+    ),
+    "w8a8_asymmetric": (
+        _w8a8,
+        _compressed("int-quantized", {**_EIGHT_BITS, "type": "int"}, {"symmetric": False}),
+        torch.bfloat16,
+    ),
+    "w8a8_static": (
+        _per_tensor(torch.int8, (1,), inputs=True),
+        _compressed("int-quantized", {**_ONE_SCALE, "type": "int"}, _STATIC),
+        torch.bfloat16,
+    ),
+    "w8a8_static_asymmetric": (
+        _per_tensor(torch.int8, (1,), inputs=True, zero_point=True),
+        _compressed(
+            "int-quantized", {**_ONE_SCALE, "type": "int"}, {**_STATIC, "symmetric": False}
+        ),
         torch.bfloat16,
     ),
 }
@@ -135,16 +243,28 @@ def build(form: str, folder: Path) -> Path:
     Args:
         form: a key of `FORMATS`.
     """
-    quantise, config_of, dtype = FORMATS[form]
+    quantise, _, dtype = FORMATS[form]
     tiny_models.build("qwen3", folder)
     generator = torch.Generator().manual_seed(0)
+    weights = tiny_models.load_tensors(folder)
+    for name, weight in weights.items():
+        weights[name] = weight if name.endswith(_LINEAR) else weight.to(dtype)
+    return rewrite(form, folder, quantised(weights, lambda weight: quantise(weight, generator)))
+
+
+def quantised(weights: Tensors, quantise: Callable[[torch.Tensor], Tensors]) -> Tensors:
+    """Return the tensors of a model with what `quantise` makes of its linear weights."""
     tensors: Tensors = {}
-    for name, weight in tiny_models.load_tensors(folder).items():
-        if not name.endswith("_proj.weight"):
-            tensors[name] = weight.to(dtype)
-            continue
+    for name, weight in weights.items():
         prefix = name.removesuffix("weight")
-        tensors |= {prefix + part: t for part, t in quantise(weight, generator).items()}
+        made = quantise(weight) if name.endswith(_LINEAR) else {"weight": weight}
+        tensors |= {prefix + part: tensor for part, tensor in made.items()}
+    return tensors
+
+
+def rewrite(form: str, folder: Path, tensors: Tensors) -> Path:
+    """Make a model's folder one of a quantised checkpoint with these tensors, and return it."""
+    _, config_of, dtype = FORMATS[form]
     for file in folder.glob("*.safetensors"):
         file.unlink()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -153,6 +273,26 @@ def build(form: str, folder: Path) -> Path:
     config |= {"dtype": name, "torch_dtype": name, "quantization_config": config_of}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def by_compressed_tensors(weight: torch.Tensor, kind: str) -> Tensors:
+    """Return what the library of that name makes of a weight with a scale for each channel.
+
+    Args:
+        kind: ``float`` or ``int``, of 8 bits.
+    """
+    from compressed_tensors.compressors.naive_quantized import NaiveQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    args = QuantizationArgs(num_bits=8, type=kind, strategy="channel", symmetric=True)
+    ends = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
+    scale, zero_point = calculate_qparams(*ends, args)
+    stored: Tensors = NaiveQuantizationCompressor.compress(
+        {"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point},
+        QuantizationScheme(targets=["Linear"], weights=args),
+    )
+    return stored
 
 
 def serving_dtype(form: str) -> str:
@@ -164,14 +304,18 @@ def serving_dtype(form: str) -> str:
 def step(tensors: Mapping[str, torch.Tensor], seed: int) -> Tensors:
     """Return a copy in which one element in fifty has another lowest bit.
 
-    What is no weight stays: shapes, the order of groups, and the zero points of GPTQ's symmetric
-    scheme. An fp8 weight never becomes NaN.
+    The only scale of a tensor becomes up to twice, or half, as large. What is no weight stays:
+    shapes, the order of groups, and the zero points of GPTQ's symmetric scheme. An fp8 weight never
+    becomes NaN.
     """
     generator = torch.Generator().manual_seed(seed)
     changed = {}
     for name, tensor in tensors.items():
         tensor = changed[name] = tensor.clone()
         if name.endswith((".weight_shape", ".g_idx", ".qzeros")):
+            continue
+        if name.endswith("_scale") and tensor.numel() == 1:
+            tensor *= 2 ** (2 * torch.rand((), generator=generator) - 1)
             continue
         bits = tensor.view(-1).view(_BITS[tensor.itemsize])
         chosen = torch.randperm(len(bits), generator=generator)[: max(1, len(bits) // 50)]

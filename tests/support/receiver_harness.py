@@ -447,6 +447,9 @@ class RecordingApplier:
     def roll_back(self, log: UndoLog) -> None:
         self._step("roll_back")
 
+    def forget(self) -> None:
+        self._step("forget")
+
     def describe(self) -> dict[str, Any]:
         return {"apply": self.name, "certification": {}, "uncertified": {}, "digest": "0" * 32}
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from engine_ext.apply.delta_applier import DeltaApplier
+from engine_ext.derived import Recomputation
 from engine_ext.model.constants import Constants, is_constant
 from engine_ext.model.module_walk import reachable_tensors
 from engine_ext.rebuild import LoadingStates, make_twin
@@ -193,6 +194,7 @@ class Model(nn.Module):
 
     renamed: ClassVar[Mapping[str, str]] = {}
     replaced: ClassVar[tuple[str, ...]] = ()
+    constants: ClassVar[tuple[str, ...]] = ()  # parameters that dummy weights leave alone
     shapes: ClassVar[dict[str, tuple[int, ...]]] = {}
 
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
@@ -347,7 +349,9 @@ class Serving:
     """The ranks of an engine that serves a model, and the version it is at.
 
     Args:
-        context, constants: of `Rebuilding` and `LoadedModel`.
+        context: of `Rebuilding`.
+        recomputations: of `LoadedModel`, by model.
+        dummy: load random weights in place of the checkpoint.
     """
 
     def __init__(
@@ -359,14 +363,17 @@ class Serving:
         context: Callable[[], Any] = contextlib.nullcontext,
         checkpoint: Checkpoint | None = None,
         shadow_bytes: int = SHADOW_BYTES,
+        dummy: bool = False,
+        recomputations: Callable[[Any], Sequence[Recomputation]] = lambda model: (),
         **settings: Any,
     ) -> None:
-        self.kind, self.size = model, ranks
+        self.kind, self.size, self.dummy = model, ranks, dummy
+        self._recomputations = recomputations
         self.base = model.checkpoint() if checkpoint is None else checkpoint
         self.version = 0
         self.current = dict(self.base)
         group = Group(ranks)
-        self.states = [LoadingStates(shadow_bytes) for _ in range(ranks)]
+        self.states = [LoadingStates(shadow_bytes, moved_too=dummy) for _ in range(ranks)]
         loads = [self._load(rank, context, ThreadRanks(group, rank)) for rank in range(ranks)]
         self.models = [one.model for one in loads]
         self.engine = Engine([], folder)
@@ -387,21 +394,30 @@ class Serving:
 
         def trace(model: nn.Module) -> None:
             twin: Any = make_twin(model, states.states)
-            loading.trace(twin, twin.load_weights, checkpoint)
+            loading.trace(twin, twin.load_weights, None if self.dummy else checkpoint)
 
-        model.load_weights(checkpoint())
-        with RepackLearner(owner, "process", walk, trace, states.keep) as learner:
+        if self.dummy:
+            for seed, (name, one) in enumerate(model.named_parameters(), 99):
+                if name not in self.kind.constants:
+                    one.data.copy_(random_tensor(one.shape, one.dtype, seed))
+        else:
+            model.load_weights(checkpoint())
+        learner = RepackLearner(
+            owner, "process", walk, trace, states.keep, keep_moved=states.moved_too
+        )
+        with learner:
             owner.process(model)
         return LoadedModel(
             model=model,
             load_weights=model.load_weights,
-            checkpoint=checkpoint,
+            checkpoint=None if self.dummy else checkpoint,
             reload=model.load_weights,
             ranks=place,
             repacks=learner.repacks,
             refusals=learner.refusals,
             learned=learner.complete,
             constants=lambda path, tensor: is_constant(path, tensor) or constants(path, tensor),
+            recomputations=self._recomputations(model),
             loading=loading,
             rebuilding=Rebuilding(
                 states=states,

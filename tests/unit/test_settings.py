@@ -69,6 +69,8 @@ def test_every_flag(tmp_path: Path) -> None:
         "--delta-min-upload-rate=1M",
         "--delta-stage-timeout=1.5",
         "--delta-base-version=9223372036854775807",
+        "--delta-shadow-bytes=1G",
+        "--delta-keep-plain",
     ) == Settings(
         chunk_bytes=1 << 20,
         read_workers=2,
@@ -80,6 +82,8 @@ def test_every_flag(tmp_path: Path) -> None:
         min_upload_rate=1 << 20,
         stage_timeout=1.5,
         base_version=2**63 - 1,
+        shadow_bytes=1 << 30,
+        keep_plain=True,
     )
 
 

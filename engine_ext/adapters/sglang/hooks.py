@@ -154,6 +154,10 @@ def _refuse_untested(args: Any, patched: bool) -> None:
         refuse("--elastic-ep-backend", "experts move between the ranks")
     if getattr(args, "hicache_storage_backend", None) or getattr(args, "enable_lmcache", False):
         refuse("--hicache-storage-backend or --enable-lmcache", "they keep KV of old weights")
+    if str(getattr(args, "load_format", "")).lower() == "flash_rl":
+        refuse("--load-format flash_rl", "its loader quantises; --quantization fp8 alone works")
+    if getattr(args, "enable_amd_monokernel", False):
+        refuse("--enable-amd-monokernel", "its kernels keep copies of the weights")
     on_cpu = getattr(args, "device", None) == "cpu" or os.environ.get("SGLANG_USE_CPU_ENGINE")
     if getattr(args, "enable_torch_compile", False) and on_cpu:
         refuse("--enable-torch-compile on CPU", "the compiled graph keeps copies of the weights")

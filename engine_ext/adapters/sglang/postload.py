@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,14 +10,103 @@ from typing import Any
 import torch
 
 from engine_ext.derived import Recomputation
-from engine_ext.repacks import Processing, RepackLearner
+from engine_ext.model import is_default
+from engine_ext.rebuild import LoadingStates, probe_linear
+from engine_ext.repacks import PROCESSING, Processing, RepackLearner
 
 
-def repack_learner(before: Callable[[torch.nn.Module], None] | None = None) -> RepackLearner:
-    """Return what learns SGLang's post-load processing; use it around the loading."""
-    from sglang.srt.model_loader.loader import DefaultModelLoader
+@contextlib.contextmanager
+def repack_learner(
+    before: Callable[[torch.nn.Module], None], states: LoadingStates
+) -> Iterator[RepackLearner]:
+    """Learn SGLang's post-load processing; use it around the loading of a model.
 
-    return RepackLearner(DefaultModelLoader, "postprocess_weights", _processings, before)
+    Most of SGLang's loaders process a model by a function that they share. Those for dummy weights
+    and some formats call the modules' quant methods themselves; the first call is preceded then.
+
+    Args:
+        before: called with the model before it is processed.
+        states: keeps what cannot be followed; `before` may still set its `moved_too`.
+    """
+    from sglang.srt.model_loader import loader
+
+    watched: list[Any] = []
+    make_now = loader._initialize_model
+
+    def unwatch() -> None:
+        while watched:
+            vars(watched.pop()).pop(PROCESSING, None)
+
+    def learn_now(model: torch.nn.Module) -> None:
+        unwatch()  # the learner copies the quant methods
+        before(model)
+        learner.keep_moved = states.moved_too
+
+    owner, name = loader.DefaultModelLoader, "postprocess_weights"
+    learner = RepackLearner(owner, name, _processings, learn_now, states.keep)
+
+    @functools.wraps(make_now)
+    def make_model(*args: Any, **kwargs: Any) -> Any:
+        model = make_now(*args, **kwargs)
+        for _, method in loader._modules_with_quant_method(model):
+            if PROCESSING not in vars(method):
+                watched.append(method)
+                setattr(method, PROCESSING, _preceded(method, lambda: learner.learn(model)))
+        return model
+
+    loader._initialize_model = make_model
+    try:
+        with learner:
+            yield learner
+    finally:
+        loader._initialize_model = make_now
+        unwatch()
+
+
+def _preceded(method: Any, run: Callable[[], None]) -> Callable[[Any], None]:
+    """Return a quant method's processing, after a call of `run`."""
+    process = method.process_weights_after_loading
+
+    def run_and_process(module: Any) -> None:
+        run()
+        process(module)
+
+    return run_and_process
+
+
+@contextlib.contextmanager
+def constants_kept() -> Iterator[None]:
+    """Keep what the constructor has filled with one number from being replaced by dummy weights."""
+    from sglang.srt.model_loader import loader
+
+    original = loader.initialize_dummy_weights
+
+    def initialize(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        kept = [(t, t.clone()) for t in model.state_dict().values() if is_default(t)]
+        original(model, *args, **kwargs)
+        for tensor, default in kept:
+            tensor.copy_(default)
+
+    loader.initialize_dummy_weights = initialize
+    try:
+        yield
+    finally:
+        loader.initialize_dummy_weights = original
+
+
+def probe(module: torch.nn.Module) -> torch.Tensor | None:
+    """Return what a linear layer computes from random rows; None for other modules."""
+    from sglang.srt.layers.linear import LinearBase
+
+    return probe_linear(module) if isinstance(module, LinearBase) else None
+
+
+def processing_context(dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which SGLang's loader processes a model of this dtype."""
+    from sglang.srt.model_loader.utils import set_default_torch_dtype
+
+    context: contextlib.AbstractContextManager[Any] = set_default_torch_dtype(dtype)
+    return context
 
 
 def recomputations(model: torch.nn.Module) -> list[Recomputation]:
@@ -43,6 +133,40 @@ def _processings(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Iterator[
     from sglang.srt.model_loader.loader import _modules_with_quant_method
 
     for module, method in _modules_with_quant_method(model):
-        yield Processing(
-            module, method, lambda copy: copy.quant_method.process_weights_after_loading(copy)
-        )
+        yield Processing(module, method, _process_copy)
+
+
+class _Told:
+    """Stands for the dispatcher of a copy of an experts module, which is the live module's.
+
+    Attributes:
+        quant_config: what processing has told it, or None.
+    """
+
+    def __init__(self, dispatcher: Any) -> None:
+        self.quant_config: dict[str, Any] | None = None
+        self._dispatcher = dispatcher
+
+    def set_quant_config(self, quant_config: dict[str, Any]) -> None:
+        self.quant_config = quant_config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dispatcher, name)
+
+
+def _process_copy(copy: Any) -> None:
+    """Process a copy of a module; the dispatcher that it shares with the live one is not told.
+
+    Raises:
+        RuntimeError: the live dispatcher was told something else.
+    """
+    dispatcher = getattr(copy, "dispatcher", None)
+    if dispatcher is None:
+        copy.quant_method.process_weights_after_loading(copy)
+        return
+    copy.dispatcher = told = _Told(dispatcher)
+    copy.quant_method.process_weights_after_loading(copy)
+    copy.dispatcher = dispatcher
+    known = dispatcher.quant_config  # empty before the live module is processed
+    if known and told.quant_config is not None and told.quant_config != known:
+        raise RuntimeError("processing tells the dispatcher something else than before")

@@ -12,7 +12,13 @@ import torch
 
 from engine_ext import settings
 from engine_ext.adapters.sglang.external_updates import watch_external_updates
-from engine_ext.adapters.sglang.postload import recomputations, repack_learner
+from engine_ext.adapters.sglang.postload import (
+    constants_kept,
+    probe,
+    processing_context,
+    recomputations,
+    repack_learner,
+)
 from engine_ext.adapters.sglang.rpc import Call, GetServing, Serving
 from engine_ext.errors import (
     Conflict,
@@ -24,7 +30,8 @@ from engine_ext.errors import (
 )
 from engine_ext.model import ConstantsWatch
 from engine_ext.ranks import GroupRanks
-from engine_ext.receiver import LoadedModel, Receiver, make_receiver
+from engine_ext.rebuild import LoadingStates
+from engine_ext.receiver import LoadedModel, Rebuilding, Receiver, make_receiver
 from engine_ext.repacks import RepackLearner
 from engine_ext.tracing import LoadingTrace, LoadWeights
 from engine_ext.wire.operations import BeginPart, CommitSync, Reply, RollBack, encode_answer
@@ -41,17 +48,22 @@ def attach_receiver(runner: Any, chosen: settings.Settings, load: Callable[[], N
     from sglang.srt.model_loader import loader
     from sglang.srt.runtime_context import get_parallel
 
-    watch = ConstantsWatch(loader, "_initialize_model")
-    loading = LoadingTrace()
+    loading, states = LoadingTrace(), LoadingStates(chosen.shadow_bytes)
 
     def trace(model: torch.nn.Module) -> None:
-        loading.trace(model, _loader(runner, model), _reader(runner, model))
+        reader = _reader(runner, model)
+        states.moved_too = reader is None
+        loading.trace(model, _loader(runner, model), reader)
 
-    with repack_learner(trace) as learner, watch as constants:
+    with (
+        constants_kept(),
+        repack_learner(trace, states) as learner,
+        ConstantsWatch(loader, "_initialize_model") as constants,
+    ):
         load()
 
     ranks = GroupRanks(get_parallel().tp_group.cpu_group)
-    receiver = build_receiver(runner, chosen, learner, constants, loading, ranks)
+    receiver = build_receiver(runner, chosen, learner, constants, loading, states, ranks)
     watch_external_updates(receiver)
     runner.delta_receiver = receiver
 
@@ -62,6 +74,7 @@ def build_receiver(
     learner: RepackLearner,
     constants: ConstantsWatch,
     loading: LoadingTrace,
+    states: LoadingStates,
     ranks: GroupRanks,
 ) -> Receiver:
     """Trace and certify a runner's model and make its receiver; see `attach_receiver`."""
@@ -89,6 +102,12 @@ def build_receiver(
         constants=constants.known,
         recomputations=recomputations(runner.model),
         loading=loading,
+        rebuilding=Rebuilding(
+            states=states,
+            loader=lambda twin: _loader(runner, twin),
+            context=lambda: processing_context(runner.model_config.dtype),
+            probe=probe,
+        ),
     )
     return make_receiver(loaded, chosen)
 
@@ -186,11 +205,15 @@ def _reader(
 
 
 def _loader(runner: Any, model: Any) -> LoadWeights:
+    """Return SGLang's function that loads a model, which renames some formats' tensors first."""
+    from sglang.srt.model_loader.loader import DefaultModelLoader
     from sglang.srt.model_loader.utils import set_default_torch_dtype
 
-    def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> object:
+    device = torch.device(runner.device)
+
+    def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         with set_default_torch_dtype(runner.model_config.dtype):
-            return model.load_weights(weights)
+            DefaultModelLoader.load_weights_only(model, weights, device)
 
     return load_weights
 

@@ -5,24 +5,28 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from engine_ext.derived import Recomputation
+from engine_ext.model import is_default
+from engine_ext.rebuild import LoadingStates, apply_to_rows, probe_linear
 from engine_ext.repacks import Processing, RepackLearner
-
-_PROBE_ROWS: Final = 4
 
 
 def repack_learner(
     before: Callable[[torch.nn.Module], None] | None = None,
-    keep: Callable[[Processing, bool], str | None] | None = None,
+    states: LoadingStates | None = None,
 ) -> RepackLearner:
     """Return what learns vLLM's post-load processing; use it around `load_model`."""
     from vllm.model_executor.model_loader import base_loader
 
-    return RepackLearner(base_loader, "process_weights_after_loading", _processings, before, keep)
+    return RepackLearner(
+        *(base_loader, "process_weights_after_loading", _processings, before),
+        keep=None if states is None else states.keep,
+        keep_moved=states is not None and states.moved_too,
+    )
 
 
 @contextlib.contextmanager
@@ -32,32 +36,60 @@ def online_processing(keep: Callable[[Processing, bool], str | None]) -> Iterato
     Raises:
         RuntimeError: the module cannot be kept. vLLM does not start then.
     """
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
     from vllm.model_executor.model_loader.reload import layerwise
 
-    original = layerwise._layerwise_process
+    def keeping(original: Callable[..., None]) -> Callable[..., None]:
+        def process(*args: Any) -> None:
+            layer = args[-2]  # the last one is what vLLM records of it
+            method = getattr(layer, "quant_method", None)
+            if method is None:
+                original(*args)
+                return
+            process_now = method.process_weights_after_loading
 
-    def layerwise_process(layer: Any, info: Any) -> None:
-        method = getattr(layer, "quant_method", None)
-        if method is None:
-            original(layer, info)
-            return
-        process = method.process_weights_after_loading
+            def keep_and_process(module: Any) -> None:
+                del method.process_weights_after_loading
+                why_not = keep(Processing(module, method, _process_copy), False)
+                if why_not is not None:
+                    raise RuntimeError(f"delta updates: {why_not}")
+                process_now(module)
 
-        def keep_and_process(module: Any) -> None:
-            del method.process_weights_after_loading
-            why_not = keep(Processing(module, method, _process_copy), False)
-            if why_not is not None:
-                raise RuntimeError(f"delta updates: {why_not}")
-            process(module)
+            method.process_weights_after_loading = keep_and_process
+            original(*args)
 
-        method.process_weights_after_loading = keep_and_process
-        original(layer, info)
+        return process
 
-    layerwise._layerwise_process = layerwise_process
+    places = [(layerwise, "_layerwise_process"), (DummyModelLoader, "_process_online_quant_layer")]
+    originals = [getattr(owner, name) for owner, name in places]
+    for (owner, name), original in zip(places, originals, strict=True):
+        setattr(owner, name, keeping(original))
     try:
         yield
     finally:
-        layerwise._layerwise_process = original
+        for (owner, name), original in zip(places, originals, strict=True):
+            setattr(owner, name, original)
+
+
+@contextlib.contextmanager
+def constants_kept() -> Iterator[None]:
+    """Keep what the constructor has filled with one number from being replaced by dummy weights.
+
+    That is the default of a scale or zero point which no checkpoint need have.
+    """
+    from vllm.model_executor.model_loader import dummy_loader
+
+    original = dummy_loader.initialize_single_dummy_weight
+
+    def initialize(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        if not is_default(tensor):
+            original(tensor, *args, **kwargs)
+
+    dummy_loader.initialize_single_dummy_weight = initialize
+    try:
+        yield
+    finally:
+        dummy_loader.initialize_single_dummy_weight = original
 
 
 def probe(module: torch.nn.Module) -> torch.Tensor | None:
@@ -67,16 +99,10 @@ def probe(module: torch.nn.Module) -> torch.Tensor | None:
 
     layer: Any = module
     if isinstance(module, LinearBase):
-        width, dtype = layer.input_size_per_partition, layer.params_dtype
-    elif isinstance(module, VocabParallelEmbedding):
-        width, dtype = layer.embedding_dim, layer.params_dtype
-    else:
-        return None
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(_PROBE_ROWS, width, generator=generator)
-    rows = rows.to(next(module.parameters()).device, dtype)
-    output: torch.Tensor = layer.quant_method.apply(layer, rows, bias=None)
-    return output
+        return probe_linear(layer)
+    if isinstance(module, VocabParallelEmbedding):
+        return apply_to_rows(layer, layer.embedding_dim, layer.params_dtype)
+    return None
 
 
 def processing_context(config: Any, device: torch.device) -> contextlib.ExitStack:

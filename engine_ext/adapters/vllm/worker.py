@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -13,6 +14,7 @@ import torch
 from engine_ext import settings
 from engine_ext.adapters.vllm.layerwise_reload import active_wrapper
 from engine_ext.adapters.vllm.postload import (
+    constants_kept,
     online_processing,
     probe,
     processing_context,
@@ -38,17 +40,22 @@ def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
     original_load, sleep_now, wake_up_now = worker.load_model, worker.sleep, worker.wake_up
 
     def load_model(*args: Any, **kwargs: Any) -> None:
-        _keep_checkpoint_layout()
+        if chosen.keep_plain:
+            _keep_checkpoint_layout()
         watch = ConstantsWatch(base_loader, "initialize_model")
-        loading, states = LoadingTrace(), LoadingStates(chosen.shadow_bytes)
+        loading, reads = LoadingTrace(), _reads(worker.vllm_config)
+        states = LoadingStates(chosen.shadow_bytes, moved_too=not reads)
 
         def trace(model: torch.nn.Module) -> None:
             config, twin = worker.vllm_config, make_twin(model, states.states)
             loading.trace(twin, _loader(twin, config), _reader(model, config), active_wrapper)
 
-        with online_processing(states.keep), repack_learner(trace, states.keep) as learner:
-            with watch as constants:
-                original_load(*args, **kwargs)
+        with contextlib.ExitStack() as hooks:
+            hooks.enter_context(online_processing(states.keep))
+            hooks.enter_context(constants_kept())
+            learner = hooks.enter_context(repack_learner(trace, states))
+            constants = hooks.enter_context(watch)
+            original_load(*args, **kwargs)
         worker.delta_receiver = build_receiver(worker, chosen, learner, constants, loading, states)
 
     def sleep(level: int = 1) -> None:

@@ -10,6 +10,7 @@ rank is asked next takes the file away. Faults:
 - ``slow_write``: the next commit waits for a second before its writes; it leaves that file too.
 - ``stall_answer``: the next commit hangs once every rank has committed, before this one says so; it
   leaves that file too.
+- ``fail_prepare``: the next sync's rebuilds raise on this rank.
 - ``fail_stage``, ``stall_stage``, ``slow_stage``: the same of the next part's staging.
 - ``raise_commit``: the next commit raises before it begins, where nothing should.
 - ``flip_a_bit``: of one element of a live parameter, now, as a cosmic ray would. The file has the
@@ -63,8 +64,9 @@ def _arm(receiver: Any) -> None:
         _leave(folder / f"stalled-{rank}", str(os.getpid()))
         time.sleep(seconds)
 
-    if armed("fail_undo") is not None:
-        _once(applier, "undo", _fail)
+    for method in ("undo", "prepare"):
+        if armed(f"fail_{method}") is not None:
+            _once(applier, method, _fail)
     for method in ("write", "stage"):
         if armed(f"fail_{method}") is not None:
             _once(applier, method, _fail)
@@ -77,7 +79,7 @@ def _arm(receiver: Any) -> None:
         name, offset = flip.split()
         _flip(applier, name, int(offset))
     if armed("hash_model") is not None:
-        _leave(folder / f"hashed-{rank}", json.dumps(_hashes(applier._model)))
+        _leave(folder / f"hashed-{rank}", json.dumps(_hashes(_live(applier))))
     if armed("show_memory") is not None:
         _leave(folder / f"memory-{rank}", json.dumps(_memory(receiver)))
     if armed("raise_commit") is not None:
@@ -91,6 +93,12 @@ def _leave(file: Path, text: str) -> None:
     unfinished = file.with_suffix(".new")
     unfinished.write_text(text)
     unfinished.rename(file)
+
+
+def _live(applier: Any) -> Any:
+    """Return the live model, also where a twin of it is written to."""
+    rebuilds = getattr(applier, "_rebuilds", None)
+    return applier._model if rebuilds is None else rebuilds._model
 
 
 def _hashes(model: Any) -> dict[str, str]:
@@ -176,7 +184,7 @@ def _once(applier: Any, method: str, then: Callable[[], None]) -> None:
     """Let the next call of a method make one write, if it is one that writes, and then this."""
     original = getattr(applier, method)
 
-    def call(staged: Any) -> None:
+    def call(staged: Any, **options: Any) -> None:
         setattr(applier, method, original)
         if method == "write":
             staged[0].writes[0].put()

@@ -41,6 +41,8 @@ def test_nothing_happens_where_nobody_asks() -> None:
         ("elastic_ep_backend", "nixl", "--elastic-ep-backend"),
         ("weight_cache_mode", "shared", "--weight-cache-mode"),
         ("use_ray", True, "--use-ray"),
+        ("load_format", "flash_rl", "--load-format flash_rl"),
+        ("enable_amd_monokernel", True, "--enable-amd-monokernel"),
     ],
 )
 def test_what_would_keep_something_of_old_weights_is_refused(

@@ -199,12 +199,13 @@ def test_what_the_reload_makes_of_it_is_compared(tmp_path: Path) -> None:
         if not unloaded.model.weight.is_meta:
             unloaded.model.weight.view(torch.int16)[0, 0] ^= 1
 
-    unloaded.engine.receivers[0]._applier._reload = drop_a_bit
+    applier = unloaded.engine.receivers[0]._applier
+    load, applier._load = applier._load, lambda traced, sync: drop_a_bit(sync())
     with torch.no_grad():
         answer = unloaded.send_full(base)
     assert kind(answer) == "CommitFailed"
     assert "weight" in answer["error"]["message"]
-    unloaded.engine.receivers[0]._applier._reload = original
+    applier._load = load
     with torch.no_grad():
         assert "ok" in unloaded.send_full(base)
     assert unloaded.engine.status()[0]["engine_state"] == "certain"

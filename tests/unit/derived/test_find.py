@@ -80,6 +80,12 @@ def closure(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     return lambda: tensor
 
 
+def on_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    empty: Any = torch.empty(0)
+    empty.kept = tensor
+    return empty  # type: ignore[no-any-return]
+
+
 HANGS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "attribute": (lambda t: t, ""),
     "parameter": (lambda t: nn.Parameter(t, requires_grad=False), ""),
@@ -90,6 +96,7 @@ HANGS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "slots": (Slotted, ".tensor"),
     "method": (lambda t: Plain(t).method, ".__self__.tensor"),
     "closure": (closure, ".tensor"),
+    "tensor": (on_tensor, ".kept"),
     "partial": (lambda t: functools.partial(print, t), ".args[0]"),
 }
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine_ext.model.constants import ConstantsWatch
+from engine_ext.model.constants import ConstantsWatch, is_default
 
 
 class Model(nn.Module):
@@ -57,3 +57,21 @@ def test_a_loader_that_makes_its_model_by_other_means_leaves_the_constants_unkno
     with ConstantsWatch(engine(), "make") as constants:
         model = Model()
     assert not constants.known("table", model.table * 3)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "default"),
+    [
+        (torch.full((3,), -1.0), True),
+        (torch.tensor(-1.0), True),
+        (torch.tensor(0.0), True),
+        (torch.zeros(3), False),  # may be memory that nothing was written to
+        (torch.tensor([1.0, 2.0]), False),
+        (torch.full((3,), float("nan")), False),
+        (torch.ones(0), False),
+        (torch.ones(3, device="meta"), False),
+        (torch.ones(1 << 17), False),  # a weight
+    ],
+)
+def test_what_a_constructor_has_filled_with_one_number(tensor: torch.Tensor, default: bool) -> None:
+    assert is_default(tensor) is default

@@ -64,6 +64,28 @@ def tensors_in(**values: Any) -> set[int]:
     return found_on(model, "")
 
 
+def test_what_hangs_on_a_tensor() -> None:
+    model, scale, inner, deep = nn.Module(), *(torch.zeros(3) for _ in range(3))
+    model.weight = nn.Parameter(torch.zeros(3))
+    model.weight.scale, scale.of = scale, model.weight  # type: ignore[attr-defined]
+    model.made = inner
+    inner.parts = {"deep": deep}  # type: ignore[attr-defined]
+    paths = {path: tensor for _, _, path, tensor in reachable_tensors(model)}
+    assert paths == {
+        "weight": model.weight,
+        "weight.scale": scale,
+        "made": inner,
+        "made.parts['deep']": deep,
+    }
+
+
+@pytest.mark.parametrize("levels", range(7))
+def test_a_tensor_that_is_reached_again_with_more_levels_left(levels: int) -> None:
+    tensor, deep = torch.zeros(3), torch.zeros(3)
+    tensor.holder = {"deep": deep}  # type: ignore[attr-defined]
+    assert tensors_in(x=nested(tensor, levels), y=tensor) == {id(tensor), id(deep)}
+
+
 @pytest.mark.parametrize("levels", range(7))
 def test_an_object_that_is_reached_again_with_more_levels_left(levels: int) -> None:
     """What was cut off the first time is found, also below an object without tensors so far."""

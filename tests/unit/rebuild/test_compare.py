@@ -22,7 +22,7 @@ def module(**attributes: Any) -> nn.Module:
 
 
 def found(live: nn.Module, new: nn.Module) -> dict[str, Pair]:
-    return {pair.path: pair for pair in pairs(live, new)}
+    return {pair.path: pair for pair in pairs(live, new) if not pair.is_same}
 
 
 def ones(*shape: int) -> torch.Tensor:

@@ -54,8 +54,8 @@ def test_one_tensor_is_loaded_again(tmp_path: Path, name: str, ranks: int) -> No
 
 def test_the_shadow_counts_against_the_limit(tmp_path: Path) -> None:
     size = 2 * (OUT * 6 + OUT)
-    serving = Serving(Mamba, tmp_path, shadow_bytes=size + 2 * OUT)
-    assert serving.states[0].nbytes == size + 2 * OUT
+    serving = Serving(Mamba, tmp_path, shadow_bytes=size)  # the bias stays in place, and frees some
+    assert serving.states[0].nbytes == size
     chosen = [serving.statuses()[name] for name in ("mixer.A_log", "mixer.D")]
     assert sorted(chosen) == ["rebuilt", "uncertified"] or chosen == ["uncertified"] * 2
 
@@ -125,3 +125,97 @@ def test_what_the_result_does_not_depend_on_is_refused(tmp_path: Path) -> None:
     assert "another copy" in serving.reasons()["constant"]
     errors_of(serving.sync({"wide": changed(serving.base["wide"], 3)}), none=True)
     serving.assert_fresh()
+
+
+class UnderTwoNames(Model):
+    """What the loader computes into is a parameter under two names."""
+
+    shapes: ClassVar = {"norm_a": (OUT,), "child.plain": (OUT,)}
+    renamed: ClassVar = {"norm_a": "child.norm.weight"}
+
+    def build(self, rank: int, ranks: int) -> None:
+        self.child = nn.Module()
+        self.child.plain = empty(OUT)
+        self.child.norm = nn.Module()
+        self.child.norm.weight = empty(OUT)
+        self.child.norm.weight.weight_loader = self.load_scaled  # type: ignore[attr-defined]
+        self.wrapper = self.other()
+
+    def other(self) -> nn.Module:
+        raise NotImplementedError
+
+    @staticmethod
+    def load_scaled(live: Any, weight: torch.Tensor) -> None:
+        live.data.copy_(weight)
+        live.data.copy_(live.data * 1.3)
+
+
+class SharedModule(UnderTwoNames):
+    def other(self) -> nn.Module:
+        wrapper = nn.Module()
+        wrapper.norm = self.child.norm
+        return wrapper
+
+
+class SharedParameter(UnderTwoNames):
+    def other(self) -> nn.Module:
+        wrapper = nn.Module()
+        wrapper.scale = self.child.norm.weight
+        return wrapper
+
+
+class SharedMemory(UnderTwoNames):
+    def other(self) -> nn.Module:
+        wrapper = nn.Module()
+        wrapper.scale = nn.Parameter(self.child.norm.weight.data, requires_grad=False)
+        return wrapper
+
+
+@pytest.mark.parametrize("model", [SharedModule, SharedParameter])
+def test_a_parameter_under_two_names_is_loaded_again(tmp_path: Path, model: type[Model]) -> None:
+    serving = Serving(model, tmp_path)
+    assert serving.statuses()["norm_a"] == "rebuilt"
+    before = dict(serving.current)
+    errors_of(serving.sync({"norm_a": changed(serving.current["norm_a"], 3)}), none=True)
+    serving.assert_fresh()
+    errors_of(serving.rollback(before), none=True)
+    serving.assert_fresh()
+
+
+def test_memory_of_two_parameters_is_refused(tmp_path: Path) -> None:
+    """The loader could write to the other one, which a copy of this one would not show."""
+    serving = Serving(SharedMemory, tmp_path)
+    assert serving.reasons().keys() == {"norm_a"}
+
+
+def test_a_parameter_that_the_loader_parts_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = Serving(SharedParameter, tmp_path)
+    before = serving.served()
+    monkeypatch.setattr(SharedParameter, "replaced", ("child.norm.weight",))
+    target = {"norm_a": changed(serving.base["norm_a"], 3)}
+    assert "the loader parts wrapper.scale from child.norm.weight" in refusal(serving.sync(target))
+    assert serving.served() == before
+
+
+class InPart(Model):
+    """A parameter is a slice of another one, and the checkpoint has both."""
+
+    shapes: ClassVar = {"embed": (OUT, 6), "head": (2, 6), "last": (1, 6)}
+
+    def build(self, rank: int, ranks: int) -> None:
+        self.embed = empty(OUT, 6)
+        self.head = nn.Parameter(self.embed.data[1:3], requires_grad=False)
+        self.last = nn.Parameter(self.embed.data[-1:], requires_grad=False)
+
+
+def test_parameters_that_share_memory_in_part_are_refused(tmp_path: Path) -> None:
+    """Loading one alone leaves the others without what is written over them."""
+    base = InPart.checkpoint()
+    base |= {"head": base["embed"][1:3].clone(), "last": base["embed"][-1:].clone()}
+    serving = Serving(InPart, tmp_path, checkpoint=base)
+    assert serving.reasons().keys() == {"embed", "head", "last"}
+    before = serving.served()
+    refusal(serving.sync({"embed": changed(base["embed"], 3)}))
+    assert serving.served() == before

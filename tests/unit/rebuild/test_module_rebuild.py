@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine_ext.model import StorageIndex
 from engine_ext.placement import DeviceElements, HostElements, flat_bits
 from engine_ext.rebuild import LoadingStates, ModuleRebuild
 from engine_ext.rebuild.compare import RebuildError
@@ -62,7 +63,8 @@ def rebuild_of(layer: Any, context: Any = contextlib.nullcontext) -> ModuleRebui
 
 def put(layer: Any, rebuild: ModuleRebuild, **new: torch.Tensor) -> list[Any]:
     shadow = dict(rebuild.shadow())
-    found = rebuild.rebuild({n: [Change.to(shadow[n], t)] for n, t in new.items()})
+    changes = {n: [Change.to(shadow[n], t)] for n, t in new.items()}
+    found = rebuild.rebuild(changes).differences
     for one in found:
         one.elements.put(one.new)
     return found
@@ -70,7 +72,7 @@ def put(layer: Any, rebuild: ModuleRebuild, **new: torch.Tensor) -> list[Any]:
 
 @pytest.mark.parametrize("method", [Int8, SecondCopy, Method])
 def test_an_unchanged_shadow_gives_no_difference(method: type[Method]) -> None:
-    assert not rebuild_of(loaded(method)).rebuild({})
+    assert not rebuild_of(loaded(method)).rebuild({}).differences
 
 
 @pytest.mark.parametrize("method", [Int8, Packed, SecondCopy, Method])
@@ -92,33 +94,29 @@ def test_a_handle_comes_back() -> None:
     layer = loaded(Packed)
     rebuild = rebuild_of(layer)
     handle, before = layer.handle, probe(layer)
-    [one] = rebuild.rebuild(
-        {
-            "weight": [
-                Change.to(
-                    dict(rebuild.shadow())["weight"], torch.ones(OUT, IN, dtype=torch.bfloat16)
-                )
-            ]
-        }
-    )
-    old = one.elements.read()
-    assert one.elements.holds(old)
+    old, new = dict(rebuild.shadow())["weight"], torch.ones(OUT, IN, dtype=torch.bfloat16)
+    [one] = rebuild.rebuild({"weight": [Change.to(old, new)]}).differences
+    before_it = one.elements.read()
+    assert one.elements.holds(before_it)
     assert not one.elements.holds(one.new)
     one.elements.put(one.new)
     assert layer.handle is one.new.value is not handle
     assert one.elements.holds(one.new)
-    assert isinstance(old, Replacement)
-    assert old.nbytes == rebuild.numel * 2
-    one.elements.put(old)
+    assert isinstance(before_it, Replacement)
+    assert before_it.nbytes == rebuild.numel * 2
+    one.elements.put(before_it)
     assert layer.handle is handle
     assert torch.equal(probe(layer), before)  # type: ignore[arg-type]
 
 
 def test_names_within_the_model() -> None:
     rebuild = rebuild_of(loaded(Int8))
-    assert rebuild.holds("lin.weight")
-    assert not rebuild.holds("linear.weight")
-    assert rebuild.name_within("lin.weight") == "weight"
+    assert rebuild.contains("lin.weight")
+    assert not rebuild.contains("linear.weight")
+    root = torch.nn.Module()
+    root.other = rebuild.state.before  # another name of the same memory
+    rebuild.bind(StorageIndex(root))
+    assert rebuild.names == {"other.weight": "weight", "other.bias": "bias"}
     assert rebuild.numel == OUT * IN + OUT
     assert rebuild.keeps("weight")
     assert not rebuild_of(loaded(Packed)).keeps("weight")
@@ -169,3 +167,13 @@ def test_elements_of_a_device_are_those_of_another_tensor() -> None:
     elements = DeviceElements(flat_bits(live), torch.tensor([1, 4])).within(other)
     elements.put(flat_bits(torch.tensor([7.0, 8.0])))
     assert other.tolist() == [0, 7, 0, 0, 8, 0]
+
+
+def test_a_handle_of_a_module_on_an_accelerator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured graph would go on with the one that it was captured with."""
+    rebuild = rebuild_of(loaded(Packed))
+    assert [one.path for one in rebuild.rebuild({}).differences] == ["handle"]
+    elsewhere = torch.empty(0, device="meta")
+    monkeypatch.setattr(rebuild, "live_tensors", lambda: [elsewhere])
+    with pytest.raises(RebuildError, match="it keeps handle"):
+        rebuild.rebuild({})

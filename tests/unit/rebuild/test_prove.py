@@ -43,10 +43,12 @@ def proven(
     process(model)
     twin: Any = make_twin(model, states.states)
     specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in checkpoint.items()]
-    placement = trace_placement(twin, twin.load_weights, specs, StorageIndex(twin))
+    index = StorageIndex(twin)
+    placement = trace_placement(twin, twin.load_weights, specs, index)
     certify_placement(placement, checkpoint.items())
     before = served(model)
     rebuild = ModuleRebuild("lin", states.states[0], contextlib.nullcontext)
+    rebuild.bind(index)
     found = prove_rebuilds([rebuild], placement, probe)
     assert served(model) == before
     return placement, len(found)
@@ -138,6 +140,41 @@ def test_what_is_not_processed_alike_is_refused(method: type[Method], reason: st
     for name in ("lin.weight", "lin.bias"):
         assert placement[name].status is Status.UNCERTIFIED
         assert reason in placement[name].reason
+
+
+class Fixed(ZeroPoints):
+    """Works with the zero points of its scheme only, and drops them."""
+
+    known: torch.Tensor | None = None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        known = type(self).known = layer.zeros.clone() if self.known is None else self.known
+        if not torch.equal(layer.zeros, known):
+            raise ValueError("other zero points")
+        super().process_weights_after_loading(layer)
+
+
+class Largest(ZeroPoints):
+    """Keeps a number of the zero points, and drops them."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        layer.largest = float(layer.zeros.float().max())
+        super().process_weights_after_loading(layer)
+
+
+def test_a_parameter_that_is_gone_is_tried_with_other_bits() -> None:
+    class WithZeros(one_layer(ZeroPoints)):  # type: ignore[misc]
+        method: type[Method] = Fixed
+
+        def build(self, rank: int, ranks: int) -> None:
+            self.lin = Layer(self.method())
+
+    placement, number = proven(WithZeros)
+    assert (number, placement["lin.zeros"].status) == (1, Status.REBUILT)
+    WithZeros.method = Largest
+    placement, number = proven(WithZeros)
+    assert number == 0
+    assert "largest would be" in placement["lin.zeros"].reason
 
 
 def no_probe(module: nn.Module) -> torch.Tensor | None:

@@ -142,7 +142,7 @@ def test_what_writes_to_the_live_module_stops_the_start() -> None:
     live.append(model[0])  # type: ignore[arg-type]
     owner = engine()
     with (
-        pytest.raises(LearningError, match="changed a live Layer"),
+        pytest.raises(LearningError, match=r"changed the live 0\.weight"),
         RepackLearner(owner, "process", walk),
     ):
         owner.process(model, "cpu")

@@ -11,9 +11,6 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from compressed_tensors.compressors.naive_quantized import NaiveQuantizationCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from compressed_tensors.quantization.utils import calculate_qparams
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -22,6 +19,7 @@ from delta_sender import DeltaSender, Quantizer, SyncError, cli, quantize_weight
 from delta_sender.quantize import FORMS
 from engine_ext.wire import ENCODINGS
 from tests.support.fake_engine import Engine, Model, bits, error, sends, snapshot_is
+from tests.support.quantised_checkpoints import by_compressed_tensors
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 FLOATS = (BF16, torch.float16, torch.float32)
@@ -44,18 +42,6 @@ def weights(draw: Callable[..., Any], dtypes: tuple[torch.dtype, ...] = FLOATS) 
     weight.view(-1)[places] = special
     weight[: draw(st.integers(0, rows))][::2] *= 0
     return weight.to(draw(st.sampled_from(dtypes)))
-
-
-def by_compressed_tensors(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    args = QuantizationArgs(num_bits=8, type=kind, strategy="channel", symmetric=True)
-    ends = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
-    scale, zero_point = calculate_qparams(*ends, args)
-    stored = NaiveQuantizationCompressor.compress(
-        {"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point},
-        QuantizationScheme(targets=["Linear"], weights=args),
-    )
-    assert stored.keys() == {"weight", "weight_scale"}
-    return stored["weight"], stored["weight_scale"]
 
 
 def by_loops(weight: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -94,9 +80,10 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 @example(weight=torch.arange(-32768, 32768).short().view(BF16).nan_to_num(0, 0, 0).view(256, 256))
 def test_channels_equal_compressed_tensors(form: str, weight: torch.Tensor) -> None:
     found = quantize_weight(weight, form)
-    quantized, scale = by_compressed_tensors(weight, CHANNEL[form])
-    assert same(found[""], quantized)
-    assert same(found["_scale"], scale)
+    stored = by_compressed_tensors(weight, CHANNEL[form])
+    assert stored.keys() == {"weight", "weight_scale"}
+    assert same(found[""], stored["weight"])
+    assert same(found["_scale"], stored["weight_scale"])
 
 
 @settings(max_examples=25, deadline=None)

@@ -538,13 +538,14 @@ def test_a_rehearsal_gives_the_reason(model: type[ToyModel], name: str, fragment
 class Habits(ToyModel):
     """Writes a tensor to one parameter, to two, to a replaced one, and elsewhere."""
 
-    names = ("plain", "exp", "both", "replaced", "kept", "buffer", "fails", "dropped")
+    names = ("plain", "exp", "both", "replaced", "kept", "buffer", "fails", "dropped", "memory")
     shapes: ClassVar = dict.fromkeys(names, (3,))
 
     def build(self) -> None:
         super().build()
         self.other = parameter(3)
         self.tied = self.plain
+        self.others = nn.Parameter(self.memory.data, requires_grad=False)
         self.register_buffer("table", torch.zeros(3))
 
     def load_one(self, name: str, weight: torch.Tensor) -> None:
@@ -562,8 +563,8 @@ class Habits(ToyModel):
             self.table.copy_(weight)
         elif name == "fails":
             self.fails.data.fill_(float(weight.sum()))
-        elif name == "plain":
-            self.plain.data.copy_(weight)
+        elif name in ("plain", "memory"):
+            self.get_parameter(name).data.copy_(weight)
 
 
 @pytest.mark.parametrize(
@@ -576,7 +577,8 @@ class Habits(ToyModel):
         ("buffer", set()),
         ("fails", set()),
         ("dropped", set()),
-        ("plain", set()),  # which is tied
+        ("plain", {"plain", "tied"}),
+        ("memory", set()),
     ],
 )
 def test_what_is_written_for_one_tensor_alone(name: str, names: set[str]) -> None:

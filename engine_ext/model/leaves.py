@@ -1,0 +1,56 @@
+"""List what a module reaches that is neither a tensor nor made of parts, such as numbers."""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from engine_ext.model.module_walk import walk
+
+# Values that are compared by ``==``.
+PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
+
+
+def reachable_leaves(module: torch.nn.Module) -> dict[str, Any]:
+    """Return numbers, strings and other objects without parts that a module reaches, by path.
+
+    Those on the module, on its submodules, and on their parameters and buffers. Left out are
+    tensors, modules, classes and plain functions.
+    """
+    found: dict[str, Any] = {}
+    seen: dict[int, int] = {}
+    tensorless: dict[int, int] = {}
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            place = f"{path}.{name}".lstrip(".")
+            if name in ("_parameters", "_buffers"):
+                for key, tensor in value.items():
+                    marks = {} if tensor is None else vars(tensor)
+                    walk(marks, f"{path}.{key}".lstrip("."), seen, tensorless, leaves=found)
+            elif name != "_modules":
+                walk(value, place, seen, tensorless, leaves=found)
+    return found
+
+
+def leaves_of(value: object) -> dict[str, Any]:
+    """Return the same of an object."""
+    found: dict[str, Any] = {}
+    walk(value, "", {}, {}, leaves=found)
+    return found
+
+
+def same_leaf(one: object, other: object) -> bool:
+    """Return whether two of them are equal; one that ``==`` says nothing about equals itself."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, float) and isinstance(other, float) and math.isnan(one):
+        return math.isnan(other)
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.dtype == other.dtype and one.tobytes() == other.tobytes()
+    return isinstance(one, PLAIN) and bool(one == other)

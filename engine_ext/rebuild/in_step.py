@@ -1,0 +1,109 @@
+"""Run the engine's processing on all ranks in step: on all of them it ends, or on all it fails.
+
+Some processing communicates (a scale that all shards of a weight have in common). If it raises on
+one rank, the others would wait for that rank for ever, or take part of another operation for their
+own. So the ranks vote before each collective operation that processing begins, and at its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, Final, TypeVar
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine_ext.errors import as_delta_error, from_wire
+from engine_ext.ranks import Ranks
+from engine_ext.rebuild.compare import RebuildError
+
+_T = TypeVar("_T")
+
+_COLLECTIVE: Final = re.compile(
+    r"^c10d|^_c10d|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast_?$|barrier"
+)
+
+
+class InStep:
+    """Runs on this rank what the other ranks run at the same time."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._is_alone = len(ranks.all_gather(None)) == 1
+
+    def agree(self, paths: Iterable[str]) -> list[str]:
+        """Return the paths of all ranks, in an order that is the same on each."""
+        return list(
+            dict.fromkeys(path for own in self._ranks.all_gather(list(paths)) for path in own)
+        )
+
+    def run(self, what: str, work: Callable[[], _T]) -> _T:
+        """Do some work; all ranks must call it with the same `what`.
+
+        Raises:
+            RebuildError: the ranks are not at the same operation.
+            DeltaError: what the work raised on another rank.
+            Exception: what it raised on this rank.
+        """
+        if self._is_alone:
+            return work()
+        votes = _Votes(self._ranks, what)
+        try:
+            with votes:
+                result = work()
+        except Exception as error:
+            votes.fail(error)
+            raise
+        votes.end()
+        return result
+
+
+class _Votes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The votes of one piece of work."""
+
+    def __init__(self, ranks: Ranks, what: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ranks, self._what = ranks, what
+        self._failure: Exception | None = None
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else compiled processing would run uncompiled, and may give other bits
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace not in ("aten", "prim") and _COLLECTIVE.search(str(func.name())):
+            self._vote(str(func))
+        return func(*args, **(kwargs or {}))
+
+    def fail(self, error: Exception) -> None:
+        """Tell the other ranks that the work has failed, unless all know that it has."""
+        if self._failure is None:
+            self._failure = error
+            vote = {"error": as_delta_error(error, log=False).to_wire()}
+            with contextlib.suppress(Exception):  # the error is the one to be raised
+                self._ranks.all_gather(vote)
+
+    def end(self) -> None:
+        """Wait until the work is done on all ranks."""
+        self._vote("the end")
+
+    def _vote(self, at: str) -> None:
+        if self._failure is not None:  # the work went on after a vote that had failed
+            raise self._failure
+        place = f"{at} of {self._what}"
+        try:
+            votes = self._ranks.all_gather({"at": place})
+        except Exception as error:
+            self._failure = error
+            raise
+        errors = [vote["error"] for vote in votes if "error" in vote]
+        others = {vote["at"] for vote in votes if "at" in vote} - {place}
+        if errors:
+            self._failure = from_wire(errors[0])
+        elif others:
+            self._failure = RebuildError(f"this rank is at {place}, others at {', '.join(others)}")
+        if self._failure is not None:
+            raise self._failure

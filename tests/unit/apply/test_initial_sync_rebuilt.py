@@ -1,0 +1,160 @@
+"""An engine on dummy weights that quantises or packs them: a full sync first, then deltas."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from engine_ext.rebuild import ModuleRebuild
+from tests.support.receiver_harness import changed, errors_of
+from tests.support.toy_quantised import (
+    OUT,
+    Attribute,
+    Everything,
+    Int8,
+    Layer,
+    Method,
+    Model,
+    Packed,
+    PackedAway,
+    SecondCopy,
+    Serving,
+    Transpose,
+    ZeroPoints,
+    empty,
+    linear_shapes,
+    one_layer,
+    parameter,
+    refusal,
+)
+
+METHODS = [Method, Int8, Transpose, Packed, PackedAway, SecondCopy, Attribute, ZeroPoints]
+
+
+class Repacked(Method):
+    """Reverses the rows where they are; the loader stays, so the move could be followed."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        layer.weight.data.copy_(layer.weight.data.flip(0))
+
+    def apply(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
+        return x @ layer.weight.float().t().flip(1)
+
+
+def assert_seeded(serving: Serving, *, deltas: bool = True) -> None:
+    """A full sync, then a delta of every tensor, and back."""
+    errors_of(serving.sync(serving.base, full=True), none=True)
+    serving.assert_fresh()
+    first = dict(serving.current)
+    target = {n: changed(t, seed) for seed, (n, t) in enumerate(first.items())}
+    errors_of(serving.sync(target), none=True)
+    serving.assert_fresh()
+    errors_of(serving.rollback(first), none=True)
+    serving.assert_fresh()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_habit(tmp_path: Path, ranks: int) -> None:
+    assert_seeded(Serving(Everything, tmp_path, ranks=ranks, dummy=True))
+
+
+@pytest.mark.parametrize("method", [*METHODS, Repacked])
+def test_one_habit(tmp_path: Path, method: type[Method]) -> None:
+    assert_seeded(Serving(one_layer(method), tmp_path, dummy=True))
+
+
+def test_a_tie_is_seeded(tmp_path: Path) -> None:
+    class Tied(Model):
+        shapes: ClassVar = {"embed.weight": (OUT, 6)}
+
+        def build(self, rank: int, ranks: int) -> None:
+            self.embed, self.head = Layer(Method(), bias=False), Layer(SecondCopy(), bias=False)
+            self.head.weight = self.embed.weight
+
+    assert_seeded(Serving(Tied, tmp_path, dummy=True))
+
+
+def test_what_the_sync_leaves_out_is_named(tmp_path: Path) -> None:
+    """Random numbers in its place would be quantised."""
+    serving = Serving(one_layer(Int8), tmp_path, dummy=True)
+    before = serving.served()
+    part = {name: tensor for name, tensor in serving.base.items() if name != "lin.weight"}
+    assert "lin.weight" in refusal(serving.sync(part, full=True))
+    assert serving.served() == before
+    assert_seeded(serving)
+
+
+class Limited(Int8):
+    """The engine's constructor fills a parameter that no checkpoint need have."""
+
+    def create_weights(self, layer: Any) -> None:
+        layer.limit = empty(1)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        super().process_weights_after_loading(layer)
+        layer.weight_scale = parameter(layer.weight_scale * layer.limit.float())
+        del layer.limit
+
+
+def test_what_no_checkpoint_has_is_that_of_the_constructor(tmp_path: Path) -> None:
+    kind = one_layer(Limited)
+    kind.constants = ("lin.limit",)
+    assert_seeded(Serving(kind, tmp_path, dummy=True))
+
+
+def test_what_no_checkpoint_has_is_named(tmp_path: Path) -> None:
+    """The dummy weights have overwritten it."""
+    serving = Serving(one_layer(Limited), tmp_path, dummy=True)
+    before = serving.served()
+    assert "lin.limit" in refusal(serving.sync(serving.base, full=True))
+    assert serving.served() == before
+
+
+class Padded(Layer):
+    """Finds out whether it is padded when it is first loaded."""
+
+    @functools.cached_property
+    def is_padded(self) -> bool:
+        return False
+
+    def load(self, live: torch.nn.Parameter, weight: torch.Tensor) -> None:
+        assert not self.is_padded
+        super().load(live, weight)
+
+
+@pytest.mark.parametrize("method", [Int8, Repacked])
+def test_what_a_loader_finds_out_is_known_to_the_live_module(
+    tmp_path: Path, method: type[Method]
+) -> None:
+    class PaddedModel(Model):
+        shapes: ClassVar = linear_shapes("lin")
+
+        def build(self, rank: int, ranks: int) -> None:
+            self.lin = Padded(method())
+
+    assert_seeded(Serving(PaddedModel, tmp_path, dummy=True))
+
+
+def test_a_shadow_that_does_not_fit_stops_the_start(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"need a checkpoint to start from: lin.*shadow-bytes"):
+        Serving(one_layer(Int8), tmp_path, dummy=True, shadow_bytes=8)
+
+
+def test_other_bits_after_loading_leave_the_weights_uncertain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = Serving(one_layer(Int8), tmp_path, dummy=True)
+    original = ModuleRebuild.rebuild
+    calls: list[Any] = []
+
+    def rebuild(self: ModuleRebuild, changes: Any) -> Any:
+        calls.append(changes)
+        return original(self, changes)[:-1] if len(calls) == 1 else original(self, changes)
+
+    monkeypatch.setattr(ModuleRebuild, "rebuild", rebuild)
+    errors = errors_of(serving.sync(serving.base, full=True))
+    assert {error["engine_state"] for error in errors} == {"uncertain"}
