@@ -8,7 +8,7 @@ all requests while the others are idle. Then the two with delta updates are sync
 change of 2 % of the weights.
 
 columns:
-  tokens/s    of all requests of a turn together, the fastest of --runs turns
+  tokens/s    of all requests of a turn together, the median of --runs turns
   x stock     that, over the stock engine's
   sync ms     fastest sync, from the trainer's tensors to the answer
   pause ms    of it, generation was paused
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -94,7 +95,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, float]
                 if turn:  # the first one warms up
                     times[way].append(seconds)
         tokens = options.requests * options.tokens
-        found = {way: {"tokens_per_s": tokens / min(times[way])} for way in _WAYS}
+        found = {way: {"tokens_per_s": tokens / statistics.median(times[way])} for way in _WAYS}
         for way in _WAYS[1:]:
             found[way] |= _sync(engines[way], base, options.runs)
     numel = sum(tensor.numel() for tensor in base.values())

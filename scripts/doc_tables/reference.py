@@ -116,7 +116,11 @@ def route_table() -> str:
 def fault_table() -> str:
     """Return what each fault of tests/faults is, the answer, and what the engine holds then."""
     deaths = importlib.import_module("tests.faults.process_deaths")
-    survived = [*importlib.import_module("tests.faults.survivable").FAULTS, *deaths.RESPAWNS]
+    faults = importlib.import_module("tests.faults.survivable")
+    survived = [*faults.FAULTS, *faults.REBUILD_FAULTS, *deaths.RESPAWNS]
     rows = [(fault.what, fault.told, _SURVIVED[fault.ends]) for fault in survived]
-    rows += [(death.what, death.told, _RESTARTED[death.ends]) for death in deaths.DEATHS]
+    rows += [
+        (death.what, death.told, _RESTARTED[death.ends])
+        for death in (*deaths.DEATHS, *deaths.REBUILD_DEATHS)
+    ]
     return table(["fault", "answer to the sender", "the engine holds"], dict.fromkeys(rows))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from tests.conformance import models, sharded
+from tests.conformance import models, quantised, sharded
 from tests.conformance.judge import TORN, WRONG, Verdict, judge, worst
 from tests.conformance.subject import SubjectFactory
 from tests.conformance.syncs import Group, Setup, Sync, syncs_of
@@ -25,14 +25,14 @@ class Case:
         name: for people.
         what: one line.
         setups: models that treat weights so.
-        carried: sparse numbers are exact through this project's receivers, both of them. That is
-            asserted, so that they cannot pass by refusing everything.
+        carried: this project's receivers through which sparse numbers are exact. That is asserted,
+            so that they cannot pass by refusing everything.
     """
 
     name: str
     what: str
     setups: tuple[Setup, ...]
-    carried: bool
+    carried: tuple[str, ...]
 
     def runs(self) -> Iterable[tuple[Setup, Sync]]:
         """Every model with every sync."""
@@ -40,12 +40,17 @@ class Case:
 
 
 def _case(
-    name: str, what: str, *setups: type[toy_models.ToyModel] | Setup, carried: bool = False
+    name: str,
+    what: str,
+    *setups: type[toy_models.ToyModel] | Setup,
+    carried: tuple[str, ...] = (),
 ) -> Case:
     return Case(name, what, tuple(s if isinstance(s, tuple) else (s,) for s in setups), carried)
 
 
-_carried = partial(_case, carried=True)
+_carried = partial(_case, carried=("scatter", "masked"))
+# Modules that are computed from the checkpoint are rebuilt.
+_rebuilt = partial(_case, carried=("scatter",))
 
 
 CASES: Final = (
@@ -58,7 +63,7 @@ CASES: Final = (
         toy_models.MakesDict,
     ),
     _carried("other floats", "fp16 and fp32 weights", models.OtherFloats),
-    _case("weights without NaN", "fp8 and integer weights", models.ManyDtypes),
+    _rebuilt("weights without NaN", "fp8 and integer weights", models.ManyDtypes),
     _carried(
         "row shard",
         "cut along the output, 2 ranks, even and uneven",
@@ -97,22 +102,22 @@ CASES: Final = (
     ),
     _carried("tied in the checkpoint", "the head is the embedding", toy_models.Tied),
     _carried("broadcast", "one element to many places, by strides", toy_models.Broadcast),
-    _case("in two parameters", "one tensor is copied twice", toy_models.Replicated),
-    _case("`__setitem__`", "`param[...] = weight`", toy_models.SetItem),
+    _rebuilt("in two parameters", "one tensor is copied twice", toy_models.Replicated),
+    _rebuilt("`__setitem__`", "`param[...] = weight`", toy_models.SetItem),
     _carried("permute and clone", "`contiguous` before the copy", models.PermutedAndCloned),
-    _case("through a temporary", "copied to other memory first", toy_models.ThroughTemporary),
-    _case("repeated heads", "`repeat_interleave` before the copy", toy_models.Repeated),
+    _rebuilt("through a temporary", "copied to other memory first", toy_models.ThroughTemporary),
+    _rebuilt("repeated heads", "`repeat_interleave` before the copy", toy_models.Repeated),
     # Two tensors or more.
     _carried("pair, copied together", "nothing until both are there", toy_models.PairsTogether),
-    _case("pair, concatenated", "`cat`, then one copy", toy_models.PairsConcatenated),
-    _case(
+    _rebuilt("pair, concatenated", "`cat`, then one copy", toy_models.PairsConcatenated),
+    _rebuilt(
         "all or failure",
         "raises when a tensor is missing",
         toy_models.WantsAll,
         toy_models.PairsOrFailure,
         (sharded.FailsOnLastRank, sharded.FailsOnLastRankLast),
     ),
-    _case(
+    _rebuilt(
         "default for what is missing",
         "zeros, or the embedding",
         toy_models.DefaultsWhatIsMissing,
@@ -132,26 +137,26 @@ CASES: Final = (
         toy_models.TiedInPart,
     ),
     # Other ways to write.
-    _case("`index_put_`", "`param[rows] = weight`", toy_models.IndexPut),
-    _case("`_foreach_copy_`", "many copies in one call", toy_models.ForeachCopy),
+    _rebuilt("`index_put_`", "`param[rows] = weight`", toy_models.IndexPut),
+    _rebuilt("`_foreach_copy_`", "many copies in one call", toy_models.ForeachCopy),
     _case("`param.data =`", "the memory is swapped", toy_models.AssignsData),
-    _case("parameter replaced", "a new `nn.Parameter`", toy_models.SwapsParameter),
-    _case("thread pool", "other threads copy", toy_models.Threaded, models.ThreadPoolLoader),
+    _rebuilt("parameter replaced", "a new `nn.Parameter`", toy_models.SwapsParameter),
+    _rebuilt("thread pool", "other threads copy", toy_models.Threaded, models.ThreadPoolLoader),
     # Values that change.
-    _case("cast, widened", "bf16 to fp32", toy_models.Widened),
-    _case("cast, narrowed", "fp32 to bf16", toy_models.Narrowed),
+    _rebuilt("cast, widened", "bf16 to fp32", toy_models.Widened),
+    _rebuilt("cast, narrowed", "fp32 to bf16", toy_models.Narrowed),
     _case("cast and back", "a wider temporary", toy_models.CastBefore),
-    _case(
+    _rebuilt(
         "copied as bits",
         "as integers or bytes",
         toy_models.BitsView,
         toy_models.BytesView,
         toy_models.ByteHalf,
     ),
-    _case(
+    _rebuilt(
         "computed while loading", "Mamba's `A`, before the copy", toy_models.TransformedWhileLoading
     ),
-    _case(
+    _rebuilt(
         "two-stage transform",
         "Mamba's `A`, in place after the copy",
         toy_models.TransformedAfterLoading,
@@ -164,20 +169,20 @@ CASES: Final = (
         models.ScaledRows,
         models.ScaledAfterLoading,
     ),
-    _case("checkpoint tensor changed", "before it is copied", toy_models.ZeroesPaddingRow),
+    _rebuilt("checkpoint tensor changed", "before it is copied", toy_models.ZeroesPaddingRow),
     _case("value read", "`weight.item()`", toy_models.ReadsValue, toy_models.ReadsThroughTemporary),
     # After loading.
-    _case(
+    _rebuilt(
         "repacked in place",
         "same storage, same shape",
         toy_models.RepackedInPlace,
         models.RepackedExperts,
     ),
-    _case(
+    _rebuilt(
         "repacked elsewhere", "a transposed parameter in its place", toy_models.ReplacedAfterLoading
     ),
-    _case("padded after loading", "a larger parameter in its place", models.PaddedAfterLoading),
-    _case("padding set after loading", "to -inf", toy_models.PaddedVocab),
+    _rebuilt("padded after loading", "a larger parameter in its place", models.PaddedAfterLoading),
+    _rebuilt("padding set after loading", "to -inf", toy_models.PaddedVocab),
     _case(
         "packed away",
         "an empty tensor is left",
@@ -213,6 +218,32 @@ CASES: Final = (
         models.DerivedInPlace,
     ),
     _carried("views", "of the weight, a parameter among them", models.ViewBeside),
+    # Quantised, online or in the checkpoint.
+    _rebuilt("fp8, online", "one scale per output", quantised.OnlineFp8PerChannel),
+    _rebuilt("fp8, online, one scale", "of the whole weight", quantised.OnlineFp8PerTensor),
+    _rebuilt("int8, online", "one scale per output", quantised.OnlineInt8),
+    _rebuilt(
+        "fp8 with one scale", "of each shard; requantised to the largest", quantised.Fp8PerTensor
+    ),
+    _rebuilt("fp8 with a scale per output", "transposed", quantised.Fp8PerChannel),
+    _rebuilt("fp8 with a scale per block", "the scales' layout changes", quantised.Fp8Block),
+    _rebuilt(
+        "fp8 per block, requantised",
+        "the scales become powers of two",
+        quantised.Fp8BlockRequantised,
+    ),
+    _rebuilt("int8 with a scale per output", "W8A8: transposed, summed up", quantised.Int8),
+    _rebuilt("AWQ", "int4, put in order and packed otherwise", quantised.Awq),
+    _rebuilt("GPTQ", "int4, zero points off by one, `g_idx` dropped", quantised.Gptq),
+    _rebuilt("W4A16", "int4, packed otherwise, `weight_shape` dropped", quantised.W4A16),
+    _rebuilt(
+        "MXFP4",
+        "decoded to bf16, or put in the order of tiles",
+        quantised.Mxfp4,
+        quantised.Mxfp4Shuffled,
+    ),
+    _rebuilt("NVFP4", "scales shuffled, global ones multiplied and inverted", quantised.Nvfp4),
+    _rebuilt("opaque handle", "packed, with an output that shows the weights", quantised.Handle),
     # Not all of it.
     _case("ignored", "the loader skips it", toy_models.Skipped),
     _case("truncated", "the engine drops rows", models.Truncated),

@@ -6,13 +6,14 @@ every rank, then parts on the wire, staged and committed by the receivers of all
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import msgspec
@@ -22,19 +23,20 @@ from torch import nn
 from engine_ext.derived.recompute import Recomputation
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
 from engine_ext.model.constants import Constants, is_constant
+from engine_ext.rebuild import LoadingStates, make_twin
 from engine_ext.receiver.receiver import Receiver
-from engine_ext.receiver.startup import LoadedModel, make_receiver
-from engine_ext.repacks.infer import InferredRepacks, infer_repacks
+from engine_ext.receiver.startup import LoadedModel, Rebuilding, make_receiver
+from engine_ext.repacks import Processing, RepackLearner
 from engine_ext.settings import Settings
 from engine_ext.tracing import LoadingTrace
 from engine_ext.wire import ParamDelta, decode_part, encode_part
 from engine_ext.wire.identity import PartId, part_identity
-from tests.conformance.memory import tensors
 from tests.conformance.subject import Delta, Rank
 from tests.conformance.syncs import bits
 from tests.support.toy_models import ToyModel
 
 _SYNC_ID = "conformance"
+_SHADOW_BYTES = 1 << 20
 
 
 class Refused(Exception):
@@ -62,6 +64,7 @@ class Project:
                 path = Path(folder, f"{number}.part")
                 path.write_bytes(body)
                 self._stage(_part_id(body, number, len(bodies)), path)
+            self._prepare(_part_id(bodies[-1], len(bodies) - 1, len(bodies)))
             self._call("commit", version=1, sync_id=_SYNC_ID)
 
     def _ignored(self) -> set[str]:
@@ -76,6 +79,11 @@ class Project:
         while not all(answer["done"] for answer in self._call("poll", part=sent)):
             time.sleep(0.0005)
         self._call("settle", part=sent, staged=True)
+
+    def _prepare(self, part: PartId) -> None:
+        sent = msgspec.to_builtins(part)
+        while not all(answer["done"] for answer in self._call("prepare", part=sent)):
+            pass
 
     def _call(self, operation: str, **arguments: Any) -> list[dict[str, Any]]:
         """Every rank's answer.
@@ -140,11 +148,16 @@ def _everywhere(do: Callable[[Any], Any], ranks: Sequence[Any]) -> list[Any]:
 def _load(rank: Rank, place: _Place) -> LoadedModel:
     """Start one rank's engine, and see what an adapter sees meanwhile."""
     model: Any = rank.model
-    constants = Constants(model)
+    constants, states, loading = Constants(model), LoadingStates(_SHADOW_BYTES), LoadingTrace()
     rank.load()
-    loading = LoadingTrace()
-    loading.trace(model, model.load_weights, rank.checkpoint.items)
-    learned = _learned(model)
+
+    def trace(model: nn.Module) -> None:
+        twin: Any = make_twin(model, states.states)
+        loading.trace(twin, twin.load_weights, rank.checkpoint.items)
+
+    # The engine's walk over its modules is preceded by the learner's.
+    learner = RepackLearner(type(model), "after_loading", _processings, trace, states.keep)
+    learner.learn(model)
     rank.process()
     return LoadedModel(
         model=model,
@@ -152,46 +165,39 @@ def _load(rank: Rank, place: _Place) -> LoadedModel:
         checkpoint=rank.checkpoint.items,
         reload=model.load_weights,
         ranks=place,
-        repacks=learned.repacks,
-        refusals=learned.refusals,
+        repacks=learner.repacks,
+        refusals=learner.refusals,
         constants=lambda path, tensor: is_constant(path, tensor) or constants(path, tensor),
         recomputations=[Recomputation(("",), model.recompute)] if _recomputes(model) else [],
         loading=loading,
+        rebuilding=Rebuilding(
+            states=states,
+            loader=lambda twin: twin.load_weights,  # type: ignore[return-value]
+            context=contextlib.nullcontext,
+            probe=_probe,
+        ),
     )
 
 
-def _learned(model: nn.Module) -> InferredRepacks:
-    """What the post-load processing will move, learned on copies."""
+def _processings(model: Any) -> Iterator[Processing]:
+    """The calls that the engine makes after loading."""
     if type(model).after_loading is ToyModel.after_loading:
-        return InferredRepacks({}, {})
-    parameters = dict(model.named_parameters())
+        return
+    for module in model.processed():
+        yield Processing(
+            module,
+            SimpleNamespace(),
+            lambda copy: copy.after_loading(),
+            recomputed=_recomputes(module),
+        )
 
-    def process(probes: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        twin: Any = copy.deepcopy(model)
-        for name, probe in probes.items():
-            path, _, attribute = name.rpartition(".")
-            parameter = nn.Parameter(probe, requires_grad=False)
-            setattr(twin.get_submodule(path), attribute, parameter)
-        with torch.no_grad():
-            twin.after_loading()
-        found = tensors(twin)
-        own = {_storage(found[name]) for name in probes if name in found}
-        # What the engine's own function makes again need not be refused here.
-        return {
-            name: tensor
-            for name, tensor in found.items()
-            if name in probes or not (_recomputes(model) or _storage(tensor) in own)
-        }
 
-    return infer_repacks(parameters, process)
+def _probe(module: Any) -> torch.Tensor | None:
+    return module.compute() if hasattr(module, "compute") else None
 
 
 def _recomputes(model: nn.Module) -> bool:
     return hasattr(model, "recompute")
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _bodies(deltas: Sequence[Delta]) -> list[bytes]:

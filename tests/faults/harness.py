@@ -30,6 +30,13 @@ FIRST = 5  # version of the checkpoint
 STAGE_TIMEOUT = 2
 SPOOL = 2 << 20
 
+# Engines of the matrix, and arguments of those that rebuild modules when weights change.
+KINDS: dict[str, tuple[str, ...]] = {
+    "vllm": (),
+    "sglang": (),
+    "vllm-rebuilt": ("--quantization", "fp8_per_channel"),
+}
+
 # A sender in a process of its own: it sends, may read the answer, and waits to be killed.
 CHILD = """
 import socket, sys, time
@@ -262,7 +269,7 @@ def launch(
     spool = folder / "spool"
     spool.mkdir(exist_ok=True)
     engine = start(
-        kind,
+        kind.partition("-")[0],
         base,
         tp=RANKS,
         python_path=[PLUGIN],
@@ -271,6 +278,7 @@ def launch(
             *("--delta-spool-dir", str(spool)),
             *("--delta-stage-timeout", str(STAGE_TIMEOUT)),
             *("--delta-base-version", str(FIRST)),
+            *KINDS[kind],
             *arguments,
         ],
         command_prefix=[

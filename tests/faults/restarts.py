@@ -20,7 +20,7 @@ import psutil
 from delta_sender import SyncError, SyncReport
 from engine_ext.delta_log.catalog import Listing, list_log
 from scripts.live_engine.process import EngineProcess
-from tests.faults.harness import FIRST, PLUGIN, RANKS, STAGE_TIMEOUT, Harness, wait_until
+from tests.faults.harness import FIRST, KINDS, PLUGIN, RANKS, STAGE_TIMEOUT, Harness, wait_until
 
 SHARED_MEMORY = Path("/dev/shm")
 PART_BYTES = 4 << 10  # a step of all tensors makes several parts, one of the norms a single one
@@ -34,7 +34,7 @@ class RestartHarness(Harness):
 
     Args:
         start: starts an engine.
-        kind: of the engine.
+        kind: one of `KINDS`.
         base: the checkpoint.
         folder: an empty one.
         arguments: further arguments of the engine.
@@ -63,7 +63,7 @@ class RestartHarness(Harness):
         spool.mkdir()
         self._start = partial(
             start,
-            kind,
+            kind.partition("-")[0],
             base,
             tp=RANKS,
             python_path=[PLUGIN, *python_path],
@@ -78,6 +78,7 @@ class RestartHarness(Harness):
                 *("--delta-stage-timeout", str(STAGE_TIMEOUT)),
                 *("--delta-base-version", str(FIRST)),
                 *("--delta-log", str(self.log)),
+                *KINDS[kind],
                 *arguments,
             ],
         )

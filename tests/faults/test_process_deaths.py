@@ -8,28 +8,54 @@ from pathlib import Path
 import pytest
 
 from scripts.live_engine.process import EngineProcess
-from tests.faults.process_deaths import DEATHS, Death
+from tests.faults.process_deaths import DEATHS, REBUILD_DEATHS, Death
 from tests.faults.restarts import RestartHarness
 
 pytestmark = pytest.mark.full
 
 
-@pytest.fixture(scope="module", params=["vllm", "sglang"])
-def harness(
-    request: pytest.FixtureRequest,
+@pytest.fixture(scope="module")
+def launched(
     checkpoint: Callable[[str], Path],
     start: Callable[..., EngineProcess],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[RestartHarness]:
-    harness = RestartHarness(
-        start, request.param, checkpoint("qwen3"), tmp_path_factory.mktemp("deaths")
-    )
-    yield harness
-    harness.close()
+) -> Iterator[Callable[[str], RestartHarness]]:
+    """Return a function that starts an engine of a kind."""
+    running: list[RestartHarness] = []
+
+    def launch(kind: str) -> RestartHarness:
+        folder = tmp_path_factory.mktemp("deaths")
+        running.append(RestartHarness(start, kind, checkpoint("qwen3"), folder))
+        return running[-1]
+
+    yield launch
+    for harness in running:
+        harness.close()
+
+
+@pytest.fixture(scope="module", params=["vllm", "sglang"])
+def harness(
+    request: pytest.FixtureRequest, launched: Callable[[str], RestartHarness]
+) -> RestartHarness:
+    return launched(request.param)
+
+
+@pytest.fixture(scope="module")
+def rebuilt(launched: Callable[[str], RestartHarness]) -> RestartHarness:
+    return launched("vllm-rebuilt")
 
 
 @pytest.mark.parametrize("death", DEATHS, ids=lambda death: death.name)
 def test_death(harness: RestartHarness, death: Death) -> None:
+    check(harness, death)
+
+
+@pytest.mark.parametrize("death", [*REBUILD_DEATHS, *DEATHS], ids=lambda death: death.name)
+def test_death_with_rebuilt_modules(rebuilt: RestartHarness, death: Death) -> None:
+    check(rebuilt, death)
+
+
+def check(harness: RestartHarness, death: Death) -> None:
     before = harness.prints()
     harness.step(only=death.only)
     death.do(harness)

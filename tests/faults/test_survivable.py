@@ -10,25 +10,64 @@ import pytest
 
 from scripts.live_engine.process import EngineProcess
 from tests.faults.harness import Harness, launch, wait_until
-from tests.faults.survivable import FAULTS, Fault
+from tests.faults.survivable import FAULTS, REBUILD_FAULTS, Fault
 
 SETTLED_S = 3
 
 
-@pytest.fixture(scope="module", params=["vllm", pytest.param("sglang", marks=pytest.mark.full)])
-def harness(
-    request: pytest.FixtureRequest,
+# Those that the quick tests also run on an engine with rebuilt modules.
+IN_THE_WRITE = ("rank 1 cannot write", "rank 1 cannot undo")
+
+
+@pytest.fixture(scope="module")
+def launched(
     checkpoint: Callable[[str], Path],
     start: Callable[..., EngineProcess],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Harness]:
-    harness = launch(start, request.param, checkpoint("qwen3"), tmp_path_factory.mktemp("faults"))
-    yield harness
-    harness.engine.stop()
+) -> Iterator[Callable[[str], Harness]]:
+    """Return a function that starts an engine of a kind."""
+    running: list[Harness] = []
+
+    def launch_one(kind: str) -> Harness:
+        running.append(launch(start, kind, checkpoint("qwen3"), tmp_path_factory.mktemp("faults")))
+        return running[-1]
+
+    yield launch_one
+    for harness in running:
+        harness.engine.stop()
+
+
+@pytest.fixture(scope="module", params=["vllm", pytest.param("sglang", marks=pytest.mark.full)])
+def harness(request: pytest.FixtureRequest, launched: Callable[[str], Harness]) -> Harness:
+    return launched(request.param)
+
+
+@pytest.fixture(scope="module")
+def rebuilt(launched: Callable[[str], Harness]) -> Harness:
+    return launched("vllm-rebuilt")
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_fault(harness: Harness, fault: Fault) -> None:
+    check(harness, fault)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *REBUILD_FAULTS,
+        *(
+            fault if fault.name in IN_THE_WRITE else pytest.param(fault, marks=pytest.mark.full)
+            for fault in FAULTS
+        ),
+    ],
+    ids=lambda fault: fault.name,
+)
+def test_fault_with_rebuilt_modules(rebuilt: Harness, fault: Fault) -> None:
+    check(rebuilt, fault)
+
+
+def check(harness: Harness, fault: Fault) -> None:
     before = harness.prints()
     harness.step()
     fault.do(harness)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from scripts.doc_tables.reference import fault_table
-from tests.faults.process_deaths import DEATHS, RESPAWNS
-from tests.faults.survivable import FAULTS
+from tests.faults.process_deaths import DEATHS, REBUILD_DEATHS, RESPAWNS
+from tests.faults.survivable import FAULTS, REBUILD_FAULTS
 
 
 def test_a_row_per_kind_of_fault() -> None:
     rows = fault_table().splitlines()
-    faults = [*FAULTS, *RESPAWNS, *DEATHS]
+    faults = [*FAULTS, *REBUILD_FAULTS, *RESPAWNS, *DEATHS, *REBUILD_DEATHS]
     whats = list(dict.fromkeys(fault.what for fault in faults))
     assert [row.split(" | ")[0].removeprefix("| ") for row in rows[2:]] == whats
     assert len({fault.name for fault in faults}) == len(faults)

@@ -68,6 +68,10 @@ class ToyModel(nn.Module):
     def after_loading(self) -> None:
         """The engine's post-load processing."""
 
+    def processed(self) -> list[nn.Module]:
+        """Return the modules that the engine processes, one by one; each has `after_loading`."""
+        return [self]
+
 
 def every_model() -> list[type[ToyModel]]:
     """Every concrete model below, in the order in which they are written."""

@@ -10,7 +10,10 @@ rank is asked next takes the file away. Faults:
 - ``slow_write``: the next commit waits for a second before its writes; it leaves that file too.
 - ``stall_answer``: the next commit hangs once every rank has committed, before this one says so; it
   leaves that file too.
-- ``fail_prepare``: the next sync's rebuilds raise on this rank.
+- ``fail_prepare``: the next sync's rebuilds raise on this rank before they begin.
+- ``fail_rebuild``, ``stall_rebuild``: the engine's processing raises, or hangs, in the next rebuild
+  of a module.
+- ``other_bits``: it leaves other bits in a parameter than the engine's own code did.
 - ``fail_stage``, ``stall_stage``, ``slow_stage``: the same of the next part's staging.
 - ``raise_commit``: the next commit raises before it begins, where nothing should.
 - ``flip_a_bit``: of one element of a live parameter, now, as a cosmic ray would. The file has the
@@ -23,6 +26,8 @@ rank is asked next takes the file away. Faults:
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import gc
 import json
 import os
@@ -67,6 +72,12 @@ def _arm(receiver: Any) -> None:
     for method in ("undo", "prepare"):
         if armed(f"fail_{method}") is not None:
             _once(applier, method, _fail)
+    if armed("fail_rebuild") is not None:
+        _process_once(applier, lambda module: _fail())
+    if armed("stall_rebuild") is not None:
+        _process_once(applier, lambda module: stall())
+    if armed("other_bits") is not None:
+        _process_once(applier, _change)
     for method in ("write", "stage"):
         if armed(f"fail_{method}") is not None:
             _once(applier, method, _fail)
@@ -166,6 +177,28 @@ def _flip(applier: Any, name: str, offset: int) -> None:
     from engine_ext.kernels.gather_scatter import bits_of
 
     bits_of(applier._index.by_name[name].flat())[offset] ^= 1
+
+
+def _process_once(applier: Any, then: Callable[[Any], None]) -> None:
+    """Let this come after the engine's processing in the next rebuild."""
+    rebuilds = {one: one.state for one in applier._rebuilds._by_path.values()}
+
+    def process(module: Any, processing: Callable[[Any], None]) -> None:
+        for one, state in rebuilds.items():
+            one.state = state
+        processing(module)
+        then(module)
+
+    for one, state in rebuilds.items():
+        faulty = functools.partial(process, processing=state.process)
+        one.state = dataclasses.replace(state, process=faulty)
+
+
+def _change(module: Any) -> None:
+    from engine_ext.placement import flat_bits
+
+    for parameter in module.parameters():
+        flat_bits(parameter)[0] ^= 1
 
 
 def _late(applier: Any, method: str, first: Callable[[], None]) -> None:
