@@ -220,7 +220,12 @@ CASES: Final = (
     _carried("views", "of the weight, a parameter among them", models.ViewBeside),
     # Quantised, online or in the checkpoint.
     _rebuilt("fp8, online", "one scale per output", quantised.OnlineFp8PerChannel),
-    _rebuilt("fp8, online, one scale", "of the whole weight", quantised.OnlineFp8PerTensor),
+    _rebuilt(
+        "fp8, online, one scale",
+        "of the whole weight, or of each of 2 ranks' rows",
+        quantised.OnlineFp8PerTensor,
+        (quantised.OnlineFp8Rows, quantised.OnlineFp8RowsLast),
+    ),
     _rebuilt("int8, online", "one scale per output", quantised.OnlineInt8),
     _rebuilt(
         "fp8 with one scale", "of each shard; requantised to the largest", quantised.Fp8PerTensor

@@ -112,6 +112,26 @@ class OnlineFp8PerTensor(Quantised):
         layer.put("weight_scale", scale)
 
 
+class OnlineFp8Rows(OnlineFp8PerTensor):
+    """The first of 2 ranks, which share the rows and have a scale each."""
+
+    shapes: ClassVar = OnlineFp8PerTensor.shapes
+    first: ClassVar = 0
+
+    def build(self) -> None:
+        super().build()
+        self.layer.put("weight", parameter(N // 2, K))
+
+    def load_one(self, name: str, weight: torch.Tensor) -> None:
+        own = weight if name == "norm" else weight.narrow(0, self.first, N // 2)
+        super().load_one(name, own)
+
+
+class OnlineFp8RowsLast(OnlineFp8Rows):
+    shapes: ClassVar = OnlineFp8PerTensor.shapes
+    first: ClassVar = N // 2
+
+
 class OnlineInt8(Quantised):
     shapes: ClassVar = {"weight": (N, K), "norm": (K,)}
 
