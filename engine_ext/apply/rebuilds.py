@@ -113,13 +113,12 @@ class Rebuilds:
         # Every rank must run as many rebuilds.
         checked = set(batch).intersection(*self._ranks.all_gather(self._checkable(batch)))
 
-        def rebuild() -> dict[str, RebuiltModule]:
-            return {path: self._rebuild(path, staged, path in checked) for path in batch}
-
-        try:
-            found = self._in_step.run(f"rebuilding {', '.join(batch)}", rebuild)
-        except RebuildError as error:
-            raise NotUpdatable(str(error), module=batch[0]) from error
+        found = {}
+        for path in batch:
+            try:
+                found[path] = self._rebuild_in_step(path, staged, path in checked)
+            except RebuildError as error:
+                raise NotUpdatable(str(error), module=path) from error
         if not _is_of(staged):
             staged[0].rebuilt = RebuiltModules(tuple(staged[1:]))
         staged[0].rebuilt.modules.update(found)
@@ -132,7 +131,7 @@ class Rebuilds:
         wrong: set[str] = set()
         for path, (_, names) in self._order.items():
             try:
-                intact = self._in_step.run(path, functools.partial(self._is_intact, path))
+                intact = self._is_intact(path)
             except Exception:
                 logger.exception("delta updates: %s cannot be rebuilt", path)
                 intact = False
@@ -179,17 +178,29 @@ class Rebuilds:
 
     def _is_intact(self, path: str) -> bool:
         one = self._by_path.get(path)
-        return one is None or one.is_intact(self._known.get(path, {}))
+        if one is None:
+            self._in_step.follow(path)
+            return True
+        expected = self._known.get(path, {})
+        return self._in_step.run(path, functools.partial(one.is_intact, expected))
 
-    def _rebuild(self, path: str, staged: Sequence[StagedPart], checks: bool) -> RebuiltModule:
-        """Rebuild one module; NotUpdatable says why it cannot be.
+    def _rebuild_in_step(
+        self, path: str, staged: Sequence[StagedPart], checks: bool
+    ) -> RebuiltModule:
+        """Rebuild one module on the ranks that have it; all ranks must call it.
 
         Args:
             checks: whether it is first rebuilt from the weights as they are.
         """
-        one = self._by_path.get(path)
+        one, what = self._by_path.get(path), f"rebuilding {path}"
         if one is None:
+            self._in_step.follow(what)
             return RebuiltModule([], {})
+        return self._in_step.run(what, functools.partial(self._rebuild, one, staged, checks))
+
+    def _rebuild(self, one: Rebuild, staged: Sequence[StagedPart], checks: bool) -> RebuiltModule:
+        """Rebuild one module; NotUpdatable says why it cannot be."""
+        path = one.path
         changes: dict[str, list[Write]] = {}
         writes = [write for part in staged for param in part.params for write in param.writes]
         for write in writes:

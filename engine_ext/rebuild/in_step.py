@@ -3,6 +3,7 @@
 Some processing communicates (a scale that all shards of a weight have in common). If it raises on
 one rank, the others would wait for that rank for ever, or take part of another operation for their
 own. So the ranks vote before each collective operation that processing begins, and at its end.
+Ranks that do not have a module (those of other pipeline stages) only take part in the votes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ _T = TypeVar("_T")
 _COLLECTIVE: Final = re.compile(
     r"^c10d|^_c10d|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast_?$|barrier"
 )
+_END: Final = "the end"
 
 
 class InStep:
@@ -39,7 +41,7 @@ class InStep:
         )
 
     def run(self, what: str, work: Callable[[], _T]) -> _T:
-        """Do some work; all ranks must call it with the same `what`.
+        """Do some work; all ranks must call this or `follow` with the same `what`.
 
         Raises:
             RebuildError: the ranks are not at the same operation.
@@ -57,6 +59,16 @@ class InStep:
             raise
         votes.end()
         return result
+
+    def follow(self, what: str) -> None:
+        """Wait until the ranks that `run` some work have ended it.
+
+        Raises:
+            RebuildError: they are not at the same operation.
+            DeltaError: what the work raised on another rank.
+        """
+        if not self._is_alone:
+            _Votes(self._ranks, what).follow()
 
 
 class _Votes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -88,22 +100,30 @@ class _Votes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
         """Wait until the work is done on all ranks."""
-        self._vote("the end")
+        self._vote(_END)
 
-    def _vote(self, at: str) -> None:
+    def follow(self) -> None:
+        """Take part in the votes of others, up to the last one."""
+        while self._vote(None) not in ([], [f"{_END} of {self._what}"]):
+            pass
+
+    def _vote(self, at: str | None) -> list[str]:
+        """Return where the ranks are that do the work; `at` is None on one that does not."""
         if self._failure is not None:  # the work went on after a vote that had failed
             raise self._failure
-        place = f"{at} of {self._what}"
+        place = None if at is None else f"{at} of {self._what}"
         try:
             votes = self._ranks.all_gather({"at": place})
         except Exception as error:
             self._failure = error
             raise
         errors = [vote["error"] for vote in votes if "error" in vote]
-        others = {vote["at"] for vote in votes if "at" in vote} - {place}
+        places = sorted({vote["at"] for vote in votes if vote.get("at") is not None})
         if errors:
             self._failure = from_wire(errors[0])
-        elif others:
-            self._failure = RebuildError(f"this rank is at {place}, others at {', '.join(others)}")
+        elif len(places) > 1:
+            others = ", ".join(other for other in places if other != place)
+            self._failure = RebuildError(f"this rank is at {place}, others at {others}")
         if self._failure is not None:
             raise self._failure
+        return places

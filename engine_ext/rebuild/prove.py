@@ -87,7 +87,10 @@ def prove_rebuilds(
     for path in in_step.agree(inside):
         one, tensors = inside.get(path, (None, []))
         try:
-            in_step.run(path, functools.partial(_prove, one, tensors, probe))
+            if one is None:  # other ranks have it
+                in_step.follow(path)
+            else:
+                in_step.run(path, functools.partial(_prove, one, tensors, probe))
         except Exception as error:
             known = isinstance(error, (RebuildError, DeltaError))
             kind = "" if known else f"{type(error).__name__}: "
@@ -102,9 +105,7 @@ def prove_rebuilds(
     return proven
 
 
-def _prove(one: Rebuild | None, tensors: Sequence[Placed], probe: Probe) -> None:
-    if one is None:  # other ranks have it
-        return
+def _prove(one: Rebuild, tensors: Sequence[Placed], probe: Probe) -> None:
     names = one.names
     live = {segment.live.name for placed in tensors for segment in placed.segments}
     if any(one.contains(name) and name not in names for name in live):

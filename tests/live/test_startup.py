@@ -115,7 +115,6 @@ def test_vllm_refuses_to_start(
     ("arguments", "message"),
     [
         (["--enable-delta-updates", "--data-parallel-size", "2"], "--data-parallel-size above 1"),
-        (["--enable-delta-updates", "--pipeline-parallel-size", "2"], "--pipeline-parallel-size"),
         (["--enable-delta-updates", "--enable-eplb"], "--enable-eplb"),
         (["--enable-delta-updates", "--enable-elastic-ep"], "--enable-elastic-ep"),
         (["--enable-delta-updates", "--nnodes", "2"], "several hosts"),

@@ -126,8 +126,6 @@ def _refuse_untested(args: Any) -> None:
 
     if getattr(args, "data_parallel_size", None) not in (None, 1):
         refuse("--data-parallel-size above 1", "the replicas' versions are not kept together")
-    if getattr(args, "pipeline_parallel_size", None) not in (None, 1):
-        refuse("--pipeline-parallel-size above 1", "it is not tested")
     for name in ("enable_eplb", "enable_elastic_ep"):
         if getattr(args, name, False):
             refuse("--" + name.replace("_", "-"), "experts move between the ranks")

@@ -131,10 +131,10 @@ def build_receiver(
 
     config = worker.vllm_config
     parallel = config.parallel_config
-    several = (parallel.data_parallel_size, parallel.pipeline_parallel_size, parallel.nnodes)
+    several = (parallel.data_parallel_size, parallel.nnodes)
     if max(several) > 1 or parallel.enable_eplb:  # EPLB moves experts between the ranks
         raise RuntimeError(
-            "delta updates do not work with data or pipeline parallel, several hosts, or EPLB yet"
+            "delta updates do not work with data parallel, several hosts, or EPLB yet"
         )
     model = worker.model_runner.get_model()
     loaded = LoadedModel(

@@ -15,6 +15,7 @@ from engine_ext.derived import Recomputation
 from engine_ext.kernels import bits_of
 from tests.support.receiver_harness import errors_of, part_id
 from tests.support.toy_collective import Meeting, OneScale, Together, all_ranks
+from tests.support.toy_models import Weights
 from tests.support.toy_quantised import (
     OUT,
     Everything,
@@ -95,6 +96,46 @@ def test_what_raises_on_one_rank_may_be_prepared_again(
             pass
         errors_of(serving.engine.commit(part), none=True)
     serving.version, serving.current = 1, serving.current | target
+    serving.assert_fresh()
+
+
+class Stages(Model):
+    """Two stages of a pipeline, each with a layer that communicates within its stage."""
+
+    shapes: ClassVar = linear_shapes("one", "two")
+
+    def build(self, rank: int, ranks: int) -> None:
+        setattr(self, ("one", "two")[rank], Layer(Together(), rank=rank))
+
+    def load_weights(self, weights: Weights) -> None:
+        own = dict(self.named_parameters())
+        super().load_weights((name, weight) for name, weight in weights if name in own)
+
+
+def test_modules_that_one_stage_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other stage takes part in the votes of their processing."""
+    serving = Serving(Stages, tmp_path, ranks=2)
+    for rank, (own, other) in enumerate((("one", "two"), ("two", "one"))):
+        statuses = serving.statuses(rank)
+        assert (statuses[f"{own}.weight"], statuses[f"{other}.weight"]) == (
+            "rebuilt",
+            "not on this rank",
+        )
+    for names in ((), ("one.weight",), ("two.weight",)):
+        errors_of(serving.sync(target_of(serving, *names, seed=3)), none=True)
+        serving.assert_fresh()
+    assert corrupted(serving) == []
+    before = serving.served()
+
+    def fail(layer: Any) -> None:
+        if layer.rank == 1:
+            raise ValueError("no memory left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Together, "first", staticmethod(fail))
+        assert "no memory left" in refusal(serving.sync(target_of(serving, seed=5)))
+    assert serving.served() == before
+    errors_of(serving.sync(target_of(serving, seed=5)), none=True)
     serving.assert_fresh()
 
 

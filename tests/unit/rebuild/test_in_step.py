@@ -117,6 +117,61 @@ def test_a_rank_that_does_not_answer() -> None:
         in_step.run("it", lambda: None)
 
 
+def stage(work: Callable[[int], Any], without: int) -> list[Outcome]:
+    """What comes of some work that one rank only follows."""
+    group = Group(RANKS)
+
+    def of_rank(rank: int) -> Outcome:
+        in_step = InStep(ThreadRanks(group, rank))
+        try:
+            if rank == without:
+                return "followed", in_step.follow("it")
+            return "result", in_step.run("it", lambda: work(rank))
+        except Exception as error:
+            return type(error).__name__, str(error)
+
+    with ThreadPoolExecutor(RANKS) as threads:
+        return list(threads.map(of_rank, range(RANKS)))
+
+
+@pytest.mark.parametrize("meetings", [0, 1, 3])
+def test_a_rank_without_the_module_follows(meetings: int) -> None:
+    """Nor does it meet the others in what they do."""
+    alone = torch.tensor([1.0])  # no group is made: the operator is called, and meets nobody
+
+    def work(rank: int) -> int:
+        for _ in range(meetings):
+            all_reduce_max_(alone, rank)
+        return rank
+
+    assert stage(work, 1) == [("result", 0), ("followed", None), ("result", 2)]
+
+
+def test_a_rank_that_follows_fails_with_the_others() -> None:
+    def work(rank: int) -> None:
+        if rank == 0:
+            all_reduce_max_(torch.zeros(1), rank)
+            raise NotUpdatable("no memory left", module="lin")
+        all_reduce_max_(torch.zeros(1), rank)
+
+    assert stage(work, 2) == [("NotUpdatable", "no memory left")] * RANKS
+
+
+def test_a_rank_that_follows_hears_of_ranks_at_other_operations() -> None:
+    def work(rank: int) -> None:
+        for _ in range(rank):
+            all_reduce_max_(torch.zeros(1), rank)
+
+    assert {kind for kind, _ in stage(work, 2)} == {"RebuildError"}
+
+
+def test_all_ranks_may_follow() -> None:
+    group = Group(2)
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda r: InStep(ThreadRanks(group, r)).follow("it"), range(2)))
+    assert found == [None, None]
+
+
 def test_one_rank_alone_does_not_vote() -> None:
     in_step = InStep(SingleRank())
     assert in_step.run("it", lambda: meet(0)) == 0.0
