@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +24,32 @@ from scripts.live_engine.process import HOST, EngineProcess
 from tests.support.plain_trainer import BITS, Trainer, container, model_digest, split
 
 ROUTE = "/update_weights_delta"
+SHIMS = Path(__file__).parents[1] / "shims"
+PLUGIN = SHIMS / "faults"
 OCTETS = {"Content-Type": "application/octet-stream"}
-PLUGIN = Path(__file__).parents[1] / "shims" / "faults"
 RANKS = 2
 FIRST = 5  # version of the checkpoint
 STAGE_TIMEOUT = 2
 SPOOL = 2 << 20
 
-# Engines of the matrix, and arguments of those that rebuild modules when weights change.
-KINDS: dict[str, tuple[str, ...]] = {
-    "vllm": (),
-    "sglang": (),
-    "vllm-rebuilt": ("--quantization", "fp8_per_channel"),
+
+@dataclass(frozen=True)
+class Kind:
+    """An engine of the matrix, with two ranks."""
+
+    engine: str
+    arguments: tuple[str, ...] = ()
+    tp: int = RANKS
+    python_path: tuple[Path, ...] = ()
+
+
+KINDS = {
+    "vllm": Kind("vllm"),
+    "sglang": Kind("sglang"),
+    # Its modules are rebuilt when weights change.
+    "vllm-rebuilt": Kind("vllm", ("--quantization", "fp8_per_channel")),
+    # The ranks are pipeline stages.
+    "vllm-stages": Kind("vllm", ("--pipeline-parallel-size", "2"), 1, (SHIMS / "vllm_cpu_pp",)),
 }
 
 # A sender in a process of its own: it sends, may read the answer, and waits to be killed.
@@ -268,17 +283,18 @@ def launch(
     """Start an engine with two ranks and a small spool on a mount of its own."""
     spool = folder / "spool"
     spool.mkdir(exist_ok=True)
+    chosen = KINDS[kind]
     engine = start(
-        kind.partition("-")[0],
+        chosen.engine,
         base,
-        tp=RANKS,
-        python_path=[PLUGIN],
+        tp=chosen.tp,
+        python_path=[PLUGIN, *chosen.python_path],
         extra_env={"DELTA_FAULTS": str(folder)},
         extra_args=[
             *("--delta-spool-dir", str(spool)),
             *("--delta-stage-timeout", str(STAGE_TIMEOUT)),
             *("--delta-base-version", str(FIRST)),
-            *KINDS[kind],
+            *chosen.arguments,
             *arguments,
         ],
         command_prefix=[

@@ -20,7 +20,7 @@ import psutil
 from delta_sender import SyncError, SyncReport
 from engine_ext.delta_log.catalog import Listing, list_log
 from scripts.live_engine.process import EngineProcess
-from tests.faults.harness import FIRST, KINDS, PLUGIN, RANKS, STAGE_TIMEOUT, Harness, wait_until
+from tests.faults.harness import FIRST, KINDS, PLUGIN, STAGE_TIMEOUT, Harness, wait_until
 
 SHARED_MEMORY = Path("/dev/shm")
 PART_BYTES = 4 << 10  # a step of all tensors makes several parts, one of the norms a single one
@@ -61,12 +61,13 @@ class RestartHarness(Harness):
         self.log, spool = folder / "log", folder / "spool"
         self.log.mkdir()
         spool.mkdir()
+        chosen = KINDS[kind]
         self._start = partial(
             start,
-            kind.partition("-")[0],
+            chosen.engine,
             base,
-            tp=RANKS,
-            python_path=[PLUGIN, *python_path],
+            tp=chosen.tp,
+            python_path=[PLUGIN, *chosen.python_path, *python_path],
             extra_env={
                 "DELTA_FAULTS": str(folder),
                 # Lets SGLang compile once for all starts.
@@ -78,7 +79,7 @@ class RestartHarness(Harness):
                 *("--delta-stage-timeout", str(STAGE_TIMEOUT)),
                 *("--delta-base-version", str(FIRST)),
                 *("--delta-log", str(self.log)),
-                *KINDS[kind],
+                *chosen.arguments,
                 *arguments,
             ],
         )

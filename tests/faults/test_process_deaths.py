@@ -33,7 +33,7 @@ def launched(
         harness.close()
 
 
-@pytest.fixture(scope="module", params=["vllm", "sglang"])
+@pytest.fixture(scope="module", params=["vllm", "sglang", "vllm-stages"])
 def harness(
     request: pytest.FixtureRequest, launched: Callable[[str], RestartHarness]
 ) -> RestartHarness:

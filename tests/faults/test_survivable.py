@@ -37,7 +37,10 @@ def launched(
         harness.engine.stop()
 
 
-@pytest.fixture(scope="module", params=["vllm", pytest.param("sglang", marks=pytest.mark.full)])
+@pytest.fixture(
+    scope="module",
+    params=["vllm", *(pytest.param(k, marks=pytest.mark.full) for k in ("sglang", "vllm-stages"))],
+)
 def harness(request: pytest.FixtureRequest, launched: Callable[[str], Harness]) -> Harness:
     return launched(request.param)
 
