@@ -16,7 +16,7 @@ from engine_ext.rebuild.loading_states import LoadingState, LoadingStates
 from engine_ext.rebuild.module_rebuild import ModuleRebuild, Probe
 from engine_ext.rebuild.probe import apply_to_rows, probe_linear
 from engine_ext.rebuild.prove import Rebuild, prove_rebuilds
-from engine_ext.rebuild.twin import make_twin, share_in_place, share_views
+from engine_ext.rebuild.twin import make_twin, share_in_place, share_views, with_modules
 
 __all__ = [
     "InStep",
@@ -35,4 +35,5 @@ __all__ = [
     "rebuild_by_loading",
     "share_in_place",
     "share_views",
+    "with_modules",
 ]

@@ -119,7 +119,6 @@ def test_vllm_refuses_to_start(
         (["--enable-delta-updates", "--enable-elastic-ep"], "--enable-elastic-ep"),
         (["--enable-delta-updates", "--nnodes", "2"], "several hosts"),
         (["--enable-delta-updates", "--headless"], "several hosts"),
-        (["--enable-delta-updates", "--enable-lora"], "--enable-lora"),
         (
             ["--enable-delta-updates", "--distributed-executor-backend", "ray"],
             "--distributed-executor-backend",

@@ -78,17 +78,12 @@ def on_worker_created(worker: Any) -> None:
 
     Without the HTTP server, the load format ``delta`` enables them with the default settings;
     deltas then arrive through vLLM's ``collective_rpc``.
-
-    Raises:
-        RuntimeError: the worker serves LoRA adapters.
     """
     chosen = settings.from_environment()
     if chosen is None and _is_delta(worker.load_config.load_format):
         chosen = settings.Settings()
     if chosen is None:
         return
-    if worker.lora_config is not None:
-        raise RuntimeError("delta updates do not work with LoRA yet: its layers rename the weights")
     from engine_ext.adapters.vllm.worker import attach_receiver
 
     _log_as_vllm()
@@ -133,7 +128,5 @@ def _refuse_untested(args: Any) -> None:
         refuse("several hosts", "the spool folder is read by every rank")
     if getattr(args, "distributed_executor_backend", None) not in (None, "mp", "uni"):
         refuse("this --distributed-executor-backend", "only mp and uni are tested")
-    if getattr(args, "enable_lora", False):
-        refuse("--enable-lora", "LoRA layers rename the weights")
     if getattr(envs, "VLLM_USE_RUST_FRONTEND", False) or getattr(args, "grpc", False):
         refuse("this front end", "it has no delta endpoints; use the Python HTTP server")

@@ -13,6 +13,7 @@ import torch
 
 from engine_ext import settings
 from engine_ext.adapters.vllm.layerwise_reload import active_wrapper
+from engine_ext.adapters.vllm.lora import without_lora
 from engine_ext.adapters.vllm.postload import (
     constants_kept,
     online_processing,
@@ -137,6 +138,8 @@ def build_receiver(
             "delta updates do not work with data parallel, several hosts, or EPLB yet"
         )
     model = worker.model_runner.get_model()
+    if config.lora_config is not None:
+        model = without_lora(model)
     loaded = LoadedModel(
         model=model,
         load_weights=_loader(model, config),

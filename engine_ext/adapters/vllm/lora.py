@@ -1,0 +1,34 @@
+"""The base model of a vLLM that serves LoRA adapters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from engine_ext.rebuild import with_modules
+
+
+def without_lora(model: torch.nn.Module) -> Any:
+    """Return a model as its loader knows it, without what vLLM wraps layers in for adapters.
+
+    The modules that contain wrapped layers are shallow copies, all others are the live ones, so
+    that the tensors are those that generation uses.
+
+    Raises:
+        RuntimeError: post-load processing keeps tensors on a module that contains wrapped layers.
+            On the copy they would not follow. vLLM does not start then.
+    """
+    from vllm.lora.layers import BaseLayerWithLoRA
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+    wrapped = {id(m): m.base_layer for m in model.modules() if isinstance(m, BaseLayerWithLoRA)}
+    base = with_modules(model, wrapped)
+    live = {id(module) for module in model.modules()}
+    for path, module in base.named_modules():
+        if is_deferred_attention_layer(module) and id(module) not in live:
+            raise RuntimeError(
+                f"delta updates do not work with --enable-lora for this model yet: {path} keeps "
+                "what it computes from layers that adapters change"
+            )
+    return base

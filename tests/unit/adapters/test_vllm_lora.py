@@ -1,0 +1,94 @@
+"""The base model beneath LoRA layers, with stand-ins for vLLM's classes."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from engine_ext.adapters.vllm.lora import without_lora
+
+
+class Wrapper(nn.Module):
+    """What vLLM puts around a layer."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_a_stacked = torch.zeros(2, 2)
+
+
+class Attention(nn.Module):
+    """One that is processed after loading."""
+
+    def __init__(self, projection: nn.Module | None = None) -> None:
+        super().__init__()
+        self.projection = projection
+
+
+class Block(nn.Module):
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+        self.linear = Wrapper(nn.Linear(2, 2))
+        self.norm = nn.LayerNorm(2)
+
+
+@pytest.fixture(autouse=True)
+def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_deferred(module: Any) -> bool:
+        return isinstance(module, Attention)
+
+    found = {
+        "vllm.lora.layers": SimpleNamespace(BaseLayerWithLoRA=Wrapper),
+        "vllm.model_executor.layers.attention": SimpleNamespace(
+            is_deferred_attention_layer=is_deferred
+        ),
+    }
+    for name, module in found.items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_names_are_those_of_the_checkpoint_and_modules_the_live_ones() -> None:
+    model = nn.ModuleDict({"block": Block(Attention())})
+    live: Any = model["block"]
+    base = without_lora(model)
+    names = dict(base.named_parameters())
+    assert [*names] == [
+        "block.linear.weight",
+        "block.linear.bias",
+        "block.norm.weight",
+        "block.norm.bias",
+    ]
+    assert names["block.linear.weight"] is live.linear.base_layer.weight
+    assert base["block"] is not live
+    for name in ("norm", "attention"):
+        assert getattr(base["block"], name) is getattr(live, name)
+    assert isinstance(live.linear, Wrapper)
+
+
+def test_a_parameter_that_is_replaced_later_is_seen() -> None:
+    model = nn.ModuleDict({"block": Block(Attention())})
+    live: Any = model["block"]
+    live.own = nn.Parameter(torch.zeros(2))
+    base = without_lora(model)
+    live.own = nn.Parameter(torch.ones(2))
+    live.linear.base_layer.bias = nn.Parameter(torch.ones(2))
+    assert base["block"].own is live.own
+    assert base["block"].linear.bias is live.linear.base_layer.bias
+
+
+def test_a_model_without_wrapped_layers_is_itself() -> None:
+    model = nn.ModuleDict({"norm": nn.LayerNorm(2)})
+    assert without_lora(model) is model
+
+
+def test_attention_with_wrapped_layers_is_refused() -> None:
+    """It would keep what it derives on the live module, and the copy's would be updated."""
+    model = nn.ModuleDict({"block": Block(Attention(Wrapper(nn.Linear(2, 2))))})
+    with pytest.raises(RuntimeError, match="attention keeps"):
+        without_lora(model)
