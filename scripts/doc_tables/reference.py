@@ -117,10 +117,11 @@ def fault_table() -> str:
     """Return what each fault of tests/faults is, the answer, and what the engine holds then."""
     deaths = importlib.import_module("tests.faults.process_deaths")
     faults = importlib.import_module("tests.faults.survivable")
-    survived = [*faults.FAULTS, *faults.REBUILD_FAULTS, *deaths.RESPAWNS]
+    rebuilding = importlib.import_module("tests.faults.rebuilding")
+    survived = [*faults.FAULTS, *rebuilding.REBUILD_FAULTS, *deaths.RESPAWNS]
     rows = [(fault.what, fault.told, _SURVIVED[fault.ends]) for fault in survived]
     rows += [
         (death.what, death.told, _RESTARTED[death.ends])
-        for death in (*deaths.DEATHS, *deaths.REBUILD_DEATHS)
+        for death in (*deaths.DEATHS, *rebuilding.REBUILD_DEATHS)
     ]
     return table(["fault", "answer to the sender", "the engine holds"], dict.fromkeys(rows))

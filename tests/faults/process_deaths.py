@@ -162,18 +162,6 @@ DEATHS = [
     ),
 ]
 
-# These need an engine with modules that are rebuilt.
-REBUILD_DEATHS = [
-    Death(
-        f"rank {rank} killed while it rebuilds",
-        "one rank killed while it rebuilds a module",
-        "500, or nothing",
-        "log",
-        rank_while_it("stall_rebuild", rank),
-    )
-    for rank in range(RANKS)
-]
-
 # The engine survives these.
 RESPAWNS = [
     Death(

@@ -213,17 +213,6 @@ def one_rank_cannot_undo(harness: Harness, rank: int) -> None:
     assert answer.json()["error"]["engine_state"] == "uncertain"
 
 
-def one_rank_cannot_rebuild(harness: Harness, rank: int) -> None:
-    """The engine's own processing raises there."""
-    harness.arm("fail_rebuild", rank)
-    harness.is_told(harness.parts()[0], "422 NotUpdatable")
-
-
-def one_rank_rebuilds_otherwise(harness: Harness, rank: int) -> None:
-    harness.arm("other_bits", rank)
-    harness.is_told(harness.parts()[0], "422 NotUpdatable")
-
-
 def gone_while_it_is_staged(harness: Harness) -> None:
     """The ranks take longer than the sender waits; what it began is done to its end."""
     harness.arm("slow_stage", 1)
@@ -364,27 +353,5 @@ FAULTS = [
         "500 `CommitFailed`",
         "uncertain",
         *((f"rank {k} cannot undo", partial(one_rank_cannot_undo, rank=k)) for k in range(RANKS)),
-    ),
-]
-
-# These need an engine with modules that are rebuilt.
-REBUILD_FAULTS = [
-    *rows(
-        "one rank of two fails to rebuild a module",
-        "422 `NotUpdatable`",
-        "old",
-        *(
-            (f"rank {k} cannot rebuild", partial(one_rank_cannot_rebuild, rank=k))
-            for k in range(RANKS)
-        ),
-    ),
-    *rows(
-        "a rebuild on one rank of two gives other bits than its proof",
-        "422 `NotUpdatable`",
-        "old",
-        *(
-            (f"rank {k} rebuilds otherwise", partial(one_rank_rebuilds_otherwise, rank=k))
-            for k in range(RANKS)
-        ),
     ),
 ]

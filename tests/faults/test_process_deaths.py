@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from scripts.live_engine.process import EngineProcess
-from tests.faults.process_deaths import DEATHS, REBUILD_DEATHS, Death
+from tests.faults.process_deaths import DEATHS, Death
+from tests.faults.rebuilding import REBUILD_DEATHS
 from tests.faults.restarts import RestartHarness
 
 pytestmark = pytest.mark.full

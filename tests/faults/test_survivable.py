@@ -10,7 +10,8 @@ import pytest
 
 from scripts.live_engine.process import EngineProcess
 from tests.faults.harness import Harness, launch, wait_until
-from tests.faults.survivable import FAULTS, REBUILD_FAULTS, Fault
+from tests.faults.rebuilding import REBUILD_FAULTS
+from tests.faults.survivable import FAULTS, Fault
 
 SETTLED_S = 3
 

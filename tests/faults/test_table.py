@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from scripts.doc_tables.reference import fault_table
-from tests.faults.process_deaths import DEATHS, REBUILD_DEATHS, RESPAWNS
-from tests.faults.survivable import FAULTS, REBUILD_FAULTS
+from tests.faults.process_deaths import DEATHS, RESPAWNS
+from tests.faults.rebuilding import REBUILD_DEATHS, REBUILD_FAULTS
+from tests.faults.survivable import FAULTS
 
 
 def test_a_row_per_kind_of_fault() -> None:

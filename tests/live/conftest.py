@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fastapi import FastAPI
 
+from delta_sender import DeltaSender, SyncReport
 from delta_server.routes import attach
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
@@ -82,3 +85,37 @@ def fingerprint(engine: EngineProcess) -> dict[str, Any]:
         "texts": [choice["text"] for choice in generations],
         "logprobs": [choice["logprobs"] for choice in generations],
     }
+
+
+def check_steps(
+    engine: EngineProcess,
+    steps: Sequence[Mapping[str, torch.Tensor]],
+    observe: Callable[[EngineProcess], Any],
+) -> tuple[Any, list[SyncReport]]:
+    """Sync an engine to each step's weights, roll the last one back, and send it again in full.
+
+    Args:
+        steps: from what the engine holds.
+        observe: returns what must differ between any two steps, and come back.
+
+    Returns:
+        What was observed at the last step, where the engine is now, and the reports of the deltas.
+    """
+    seen, reports = [observe(engine)], []
+    with DeltaSender(engine.url, base=steps[0].items()) as sender:
+        for tensors in steps[1:]:
+            reports.append(sender.sync(tensors.items()))
+            assert (reports[-1].status, reports[-1].full) == ("committed", False)
+            seen.append(observe(engine))
+    for before, after in itertools.pairwise(seen):
+        assert before != after
+    assert engine.post("/delta_rollback", json={}).json()["status"] == "rolled_back"
+    assert observe(engine) == seen[-2]
+    # A sender that knows other weights sends all of them.
+    with DeltaSender(engine.url, base=steps[0].items()) as sender:
+        report = sender.sync(steps[-1].items())
+    assert (report.status, report.full) == ("committed", True)
+    assert observe(engine) == seen[-1]
+    scan = engine.get("/delta_digest", params={"scan": "true"}).json()
+    assert scan["corrupted"] == []
+    return seen[-1], reports

@@ -11,10 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from delta_sender import DeltaSender
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
-from tests.live.conftest import PROMPTS, fingerprint
+from tests.live.conftest import PROMPTS, check_steps, fingerprint
 from tests.support import quantised_checkpoints
 
 ADAPTER = "tiny"
@@ -82,23 +81,11 @@ def test_the_base_model_follows_beneath_an_adapter(
     engine = start("vllm", base, **options)
     for plan in engine.get("/delta_status", params={"plan": "true"}).json()["plan"]:
         assert {row["status"] for row in plan} <= {"exact", "rebuilt"}, plan
-    seen = [seen_from(engine)]
-    assert [logprobs for _, logprobs in seen[0]["adapted"]] != seen[0]["logprobs"]
-    with DeltaSender(engine.url, base=steps[0].items()) as sender:
-        for tensors in steps[1:]:
-            report = sender.sync(tensors.items())
-            assert (report.status, report.full) == ("committed", False)
-            seen.append(seen_from(engine))
+    first = seen_from(engine)
+    assert [logprobs for _, logprobs in first["adapted"]] != first["logprobs"]
+    last, _ = check_steps(engine, steps, seen_from)
     for key in ("logprobs", "adapted"):
-        assert seen[0][key] != seen[1][key] != seen[2][key]
-    assert engine.post("/delta_rollback", json={}).json()["status"] == "rolled_back"
-    assert seen_from(engine) == seen[1]
-    with DeltaSender(engine.url, base=steps[0].items()) as sender:
-        assert sender.sync(steps[2].items()).full
-    assert seen_from(engine) == seen[2]
-    scan = engine.get("/delta_digest", params={"scan": "true"}).json()
-    assert scan["corrupted"] == []
-
+        assert first[key] != last[key]
     target = tiny_models.save_checkpoint(base, tmp_path / "target", steps[2])
     engine.stop()
-    assert seen_from(start("vllm", target, **options)) == seen[2]
+    assert seen_from(start("vllm", target, **options)) == last

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from delta_sender import DeltaSender
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
-from tests.live.conftest import fingerprint
+from tests.live.conftest import check_steps, fingerprint
 from tests.support import quantised_checkpoints
 
 # vLLM does not generate so on the CPU by itself.
@@ -41,24 +40,9 @@ def test_every_stage_follows(
         steps.append(quantised_checkpoints.step(steps[-1], seed))
     options: dict[str, Any] = {"extra_args": [*STAGES, *flags], "python_path": [SHIM]}
     engine = start("vllm", base, **options)
-    seen = [fingerprint(engine)]
-    assert {name.split(":")[1] for name in seen[0]["parameters"]} == {"pp0", "pp1"}
-    with DeltaSender(engine.url, base=steps[0].items()) as sender:
-        for tensors in steps[1:]:
-            report = sender.sync(tensors.items())
-            assert (report.status, report.full) == ("committed", False)
-            assert report.digest == report.engine["digest"]
-            seen.append(fingerprint(engine))
-    assert seen[0] != seen[1] != seen[2]
-    assert engine.post("/delta_rollback", json={}).json()["status"] == "rolled_back"
-    assert fingerprint(engine) == seen[1]
-    with DeltaSender(engine.url, base=steps[0].items()) as sender:
-        report = sender.sync(steps[2].items())
-    assert (report.status, report.full) == ("committed", True)
-    assert fingerprint(engine) == seen[2]
-    scan = engine.get("/delta_digest", params={"scan": "true"}).json()
-    assert scan["corrupted"] == []
-
+    assert {name.split(":")[1] for name in engine.checksums()} == {"pp0", "pp1"}
+    last, reports = check_steps(engine, steps, fingerprint)
+    assert all(report.digest == report.engine["digest"] for report in reports)
     target = tiny_models.save_checkpoint(base, tmp_path / "target", steps[2])
     engine.stop()
-    assert fingerprint(start("vllm", target, **options)) == seen[2]
+    assert fingerprint(start("vllm", target, **options)) == last

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from delta_sender import DeltaSender
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
-from tests.live.conftest import fingerprint
+from tests.live.conftest import check_steps, fingerprint
 from tests.support import quantised_checkpoints
 
 FULL = pytest.mark.full
@@ -98,24 +97,9 @@ def test_every_weight_follows(
     for plan in engine.get("/delta_status", params={"plan": "true"}).json()["plan"]:
         states = [row["status"] for row in plan]
         assert {state: states.count(state) for state in states} == case.states, plan
-    seen = [observed(engine)]
-    with DeltaSender(engine.url, base=steps[0].items()) as sender:
-        for tensors in steps[1:]:
-            report = sender.sync(tensors.items())
-            assert (report.status, report.full) == ("committed", False)
-            assert ("rebuild_ms" in report.engine["timings_ms"]) == ("rebuilt" in case.states)
-            seen.append(observed(engine))
-    assert seen[0] != seen[1] != seen[2]
-    assert engine.post("/delta_rollback", json={}).json()["status"] == "rolled_back"
-    assert observed(engine) == seen[1]
-    # A sender that knows other weights sends all of them.
-    with DeltaSender(engine.url, base=steps[0].items()) as sender:
-        report = sender.sync(steps[2].items())
-    assert (report.status, report.full) == ("committed", True)
-    assert observed(engine) == seen[2]
-    scan = engine.get("/delta_digest", params={"scan": "true"}).json()
-    assert scan["corrupted"] == []
-
+    last, reports = check_steps(engine, steps, observed)
+    for report in reports:
+        assert ("rebuild_ms" in report.engine["timings_ms"]) == ("rebuilt" in case.states)
     target = tiny_models.save_checkpoint(base, tmp_path / "target", steps[2])
     engine.stop()
-    assert observed(start("vllm", target, **options)) == seen[2]
+    assert observed(start("vllm", target, **options)) == last
