@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,7 @@ def nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 def worker(**fields: Any) -> SimpleNamespace:
     """A worker at the end of its constructor."""
     config = SimpleNamespace(load_format="auto")
-    return SimpleNamespace(**{"load_config": config, "lora_config": None, **fields})
+    return SimpleNamespace(**{"load_config": config, **fields})
 
 
 def test_only_the_servers_parser_gets_the_flags() -> None:
@@ -61,16 +62,19 @@ def test_the_endpoints_are_there_where_they_are_asked_for(monkeypatch: pytest.Mo
     assert logging.getLogger("delta_server.reporting").parent.handlers == [handler]
 
 
-@pytest.mark.parametrize("asked", ["by the flag", "by the load format"])
-def test_a_worker_with_lora_is_refused(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
-    load_format = "auto"
+@pytest.mark.parametrize("asked", ["by the flag", "by the load format", "by nobody"])
+def test_a_worker_gets_a_receiver_where_somebody_asks(
+    monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    attached: list[Any] = []
+    stand_in = SimpleNamespace(attach_receiver=lambda worker, chosen: attached.append(chosen))
+    monkeypatch.setitem(sys.modules, "engine_ext.adapters.vllm.worker", stand_in)
+    monkeypatch.setattr(hooks, "_log_as_vllm", lambda: None)
     if asked == "by the flag":
         monkeypatch.setenv(settings.ENVIRONMENT, "{}")
-    else:
-        load_format = "delta"
-    config = SimpleNamespace(load_format=load_format)
-    with pytest.raises(RuntimeError, match="LoRA"):
-        hooks.on_worker_created(worker(load_config=config, lora_config=object()))
+    config = SimpleNamespace(load_format="delta" if asked == "by the load format" else "auto")
+    hooks.on_worker_created(worker(load_config=config))
+    assert attached == ([] if asked == "by nobody" else [settings.Settings()])
 
 
 @pytest.mark.parametrize("processes", [1, 2])
