@@ -166,9 +166,14 @@ def _receiver(loaded: LoadedModel, settings: Settings, applier: Applier) -> Rece
 
 
 def _certify(loaded: LoadedModel, traced: Traced, checkpoint: CheckpointReader) -> None:
-    """Mark what holds a loaded checkpoint's bytes, and what is rebuilt from them."""
+    """Mark what holds a loaded checkpoint's bytes, and what is rebuilt from them.
+
+    All ranks must call it.
+    """
     certify_placement(traced.placement, checkpoint(), moves_known=loaded.learned)
-    if loaded.rebuilding is not None and traced.rebuilds:
+    # Other pipeline stages may have some where this one has none.
+    anywhere = any(loaded.ranks.all_gather(bool(traced.rebuilds)))
+    if loaded.rebuilding is not None and anywhere:
         guard = ModelStateGuard(loaded.model, bits=True)
         rebuilds, probe = traced.rebuilds, loaded.rebuilding.probe
         traced.rebuilds[:] = prove_rebuilds(rebuilds, traced.placement, probe, loaded.ranks)

@@ -139,6 +139,30 @@ def test_modules_that_one_stage_has(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     serving.assert_fresh()
 
 
+class OneStage(Stages):
+    """Only the first stage has a layer that is processed."""
+
+    def build(self, rank: int, ranks: int) -> None:
+        if rank == 0:
+            super().build(rank, ranks)
+        else:
+            self.two = Layer(Method(), rank=rank)
+
+
+@pytest.mark.parametrize("dummy", [False, True])
+def test_one_stage_alone_has_modules_that_are_rebuilt(tmp_path: Path, dummy: bool) -> None:
+    serving = Serving(OneStage, tmp_path, ranks=2, dummy=dummy)
+    if dummy:
+        errors_of(serving.sync(serving.base, full=True), none=True)
+    else:
+        assert serving.statuses(0)["one.weight"] == "rebuilt"
+        assert serving.statuses(1)["two.weight"] == "exact"
+    serving.assert_fresh()
+    errors_of(serving.sync(target_of(serving)), none=True)
+    serving.assert_fresh()
+    assert corrupted(serving) == []
+
+
 class Absorbing(Model):
     """Keeps a product of what the engine has made of a weight, as latent attention does."""
 
