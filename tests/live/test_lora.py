@@ -88,4 +88,6 @@ def test_the_base_model_follows_beneath_an_adapter(
         assert first[key] != last[key]
     target = tiny_models.save_checkpoint(base, tmp_path / "target", steps[2])
     engine.stop()
-    assert seen_from(start("vllm", target, **options)) == last
+    fresh = start("vllm", target, **options)
+    assert seen_from(fresh) == last
+    fresh.stop()

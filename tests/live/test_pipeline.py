@@ -45,4 +45,6 @@ def test_every_stage_follows(
     assert all(report.digest == report.engine["digest"] for report in reports)
     target = tiny_models.save_checkpoint(base, tmp_path / "target", steps[2])
     engine.stop()
-    assert fingerprint(start("vllm", target, **options)) == last
+    fresh = start("vllm", target, **options)
+    assert fingerprint(fresh) == last
+    fresh.stop()

@@ -102,4 +102,6 @@ def test_every_weight_follows(
         assert ("rebuild_ms" in report.engine["timings_ms"]) == ("rebuilt" in case.states)
     target = tiny_models.save_checkpoint(base, tmp_path / "target", steps[2])
     engine.stop()
-    assert observed(start("vllm", target, **options)) == last
+    fresh = start("vllm", target, **options)
+    assert observed(fresh) == last
+    fresh.stop()
