@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import torch
+
+from engine_ext.errors import as_delta_error, from_wire
+
+_T = TypeVar("_T")
 
 
 class Ranks(Protocol):
@@ -41,3 +46,23 @@ class GroupRanks:
         values: list[Any] = [None] * size
         torch.distributed.all_gather_object(values, value, group=self._group)
         return values
+
+
+def together(ranks: Ranks, work: Callable[[], _T]) -> _T:
+    """Do some work that does not communicate; if it fails on one rank, it fails on all.
+
+    So what follows may communicate. All ranks must call it.
+
+    Raises:
+        DeltaError: what the work raised on another rank.
+        Exception: what it raised on this rank.
+    """
+    try:
+        result = work()
+    except Exception as error:
+        ranks.all_gather(as_delta_error(error, log=False).to_wire())
+        raise
+    errors = [error for error in ranks.all_gather(None) if error is not None]
+    if errors:
+        raise from_wire(errors[0])
+    return result

@@ -31,6 +31,7 @@ from engine_ext.placement import (
     resolve,
     uncertified,
 )
+from engine_ext.ranks import Ranks, together
 from engine_ext.rebuild import Rebuild
 from engine_ext.tracing import LoadWeights
 from engine_ext.wire import Digest, ParamDelta, Part, tensor_digest
@@ -70,6 +71,7 @@ class InitialSyncApplier:
         trace: traces the tensors of a checkpoint through the model's loader.
         load: loads a checkpoint into the running model, given what was traced.
         certify: marks what holds exactly the bytes of a checkpoint that was loaded.
+        ranks: of the engine.
         constant: whether a tensor has what the model's constructor gave it, as it would have in an
             engine that has loaded a checkpoint without it.
 
@@ -89,11 +91,12 @@ class InitialSyncApplier:
         load: Callable[[Traced, CheckpointReader], object],
         certify: Callable[[Traced, CheckpointReader], object],
         constant: Known,
+        ranks: Ranks,
     ) -> None:
         self.digests: dict[str, Digest] = {}
         self.on_initial_sync: Callable[[Traced], None]
         self._trace, self._load, self._certify = trace, load, certify
-        self._constant = constant
+        self._constant, self._ranks = constant, ranks
         self._traced: Traced
 
     def stage(self, part: Part) -> StagedPart:
@@ -196,9 +199,13 @@ class InitialSyncApplier:
                 afterwards. The weights are uncertain then.
         """
         sync = functools.partial(_tensors, staged)
-        self._load(self._traced, sync)
-        # Traced again, because that may have moved weights and replaced derived tensors.
-        traced = self._traced = self._trace_sync(staged)
+
+        def load() -> Traced:
+            self._load(self._traced, sync)
+            # Traced again, because that may have moved weights and replaced derived tensors.
+            return self._trace_sync(staged)
+
+        traced = self._traced = together(self._ranks, load)
         self._certify(traced, sync)
         wrong = uncertified(traced.placement)
         if wrong:

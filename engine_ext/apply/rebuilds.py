@@ -179,7 +179,7 @@ class Rebuilds:
     def _is_intact(self, path: str) -> bool:
         one = self._by_path.get(path)
         if one is None:
-            self._in_step.follow(path)
+            self._in_step.follow(path, self._model)
             return True
         expected = self._known.get(path, {})
         return self._in_step.run(path, functools.partial(one.is_intact, expected))
@@ -194,7 +194,7 @@ class Rebuilds:
         """
         one, what = self._by_path.get(path), f"rebuilding {path}"
         if one is None:
-            self._in_step.follow(what)
+            self._in_step.follow(path, self._model, what)
             return RebuiltModule([], {})
         return self._in_step.run(what, functools.partial(self._rebuild, one, staged, checks))
 

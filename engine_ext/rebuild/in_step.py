@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeVar
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine_ext.errors import as_delta_error, from_wire
@@ -60,15 +61,30 @@ class InStep:
         votes.end()
         return result
 
-    def follow(self, what: str) -> None:
-        """Wait until the ranks that `run` some work have ended it.
+    def follow(self, path: str, model: torch.nn.Module, what: str = "") -> None:
+        """Wait until the ranks that `run` some work on a module have ended it.
+
+        If this rank's model has the module, too, the work may not communicate: it would wait for
+        this rank.
+
+        Args:
+            what: that of `run`; the path by default.
 
         Raises:
-            RebuildError: they are not at the same operation.
+            RebuildError: the ranks are not at the same operation.
             DeltaError: what the work raised on another rank.
         """
-        if not self._is_alone:
+        what = what or path
+        if _has_module(model, path):
+            self.run(what, lambda: None)
+        elif not self._is_alone:
             _Votes(self._ranks, what).follow()
+
+
+def _has_module(model: torch.nn.Module, path: str) -> bool:
+    """Return whether a model has a module there, other than an empty one in its place."""
+    module = dict(model.named_modules()).get(path)
+    return module is not None and bool(module._parameters or module._buffers or module._modules)
 
 
 class _Votes(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -52,6 +52,7 @@ Container = dict[Any, Any] | list[Any]
 
 
 def prove_rebuilds(
+    model: torch.nn.Module,
     rebuilds: Iterable[Rebuild],
     placement: Placement,
     probe: Probe,
@@ -62,7 +63,8 @@ def prove_rebuilds(
     All ranks must call it.
 
     Args:
-        rebuilds: of the live model, which is as it was before when this returns.
+        model: the live one, which is as it was before when this returns.
+        rebuilds: of the model.
         placement: certified; the exact tensors of a proven module become `REBUILT`, and those of
             any other are refused.
         ranks: None if this is the only one.
@@ -88,7 +90,7 @@ def prove_rebuilds(
         one, tensors = inside.get(path, (None, []))
         try:
             if one is None:  # other ranks have it
-                in_step.follow(path)
+                in_step.follow(path, model)
             else:
                 in_step.run(path, functools.partial(_prove, one, tensors, probe))
         except Exception as error:

@@ -41,7 +41,7 @@ from engine_ext.placement import (
     summary,
     uncertified,
 )
-from engine_ext.ranks import Ranks
+from engine_ext.ranks import Ranks, together
 from engine_ext.rebuild import (
     LoadingStates,
     ModuleRebuild,
@@ -170,13 +170,19 @@ def _certify(loaded: LoadedModel, traced: Traced, checkpoint: CheckpointReader) 
 
     All ranks must call it.
     """
-    certify_placement(traced.placement, checkpoint(), moves_known=loaded.learned)
+
+    def certify() -> None:
+        certify_placement(traced.placement, checkpoint(), moves_known=loaded.learned)
+
+    together(loaded.ranks, certify)
     # Other pipeline stages may have some where this one has none.
     anywhere = any(loaded.ranks.all_gather(bool(traced.rebuilds)))
     if loaded.rebuilding is not None and anywhere:
-        guard = ModelStateGuard(loaded.model, bits=True)
-        rebuilds, probe = traced.rebuilds, loaded.rebuilding.probe
-        traced.rebuilds[:] = prove_rebuilds(rebuilds, traced.placement, probe, loaded.ranks)
+        guard = ModelStateGuard(loaded.model, bits=bool(traced.rebuilds))
+        proven = prove_rebuilds(
+            loaded.model, traced.rebuilds, traced.placement, loaded.rebuilding.probe, loaded.ranks
+        )
+        traced.rebuilds[:] = proven
         guard.restore()
         guard.verify()
 
@@ -278,14 +284,14 @@ def _initial_sync_applier(loaded: LoadedModel) -> InitialSyncApplier:
 
     logger.info("delta updates: no checkpoint to certify against; waiting for a full sync")
     trace, certify = functools.partial(_trace, loaded), functools.partial(_certify, loaded)
-    return InitialSyncApplier(trace, load, certify, loaded.constants)
+    return InitialSyncApplier(trace, load, certify, loaded.constants, loaded.ranks)
 
 
 def _delta_applier(loaded: LoadedModel, settings: Settings, traced: Traced) -> DeltaApplier:
     """Make the applier of a certified placement. All ranks must call it."""
     plan = make_plan(traced.placement, loaded.ranks)
     _log_summary(traced)
-    if not plan.targets:
+    if not any(loaded.ranks.all_gather(bool(plan.targets))):
         raise RuntimeError("delta updates: no tensor of this model can be certified")
     rebuilds = None
     if loaded.rebuilding is not None:

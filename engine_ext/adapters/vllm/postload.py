@@ -105,6 +105,21 @@ def probe(module: torch.nn.Module) -> torch.Tensor | None:
     return None
 
 
+def copied_on_first_use(model: torch.nn.Module) -> dict[str, str]:
+    """Return why live tensors cannot be updated of which vLLM makes a copy when it first generates.
+
+    That is the router's gate where it is fused with the gate of a shared expert.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        names[id(parameter)]: "vLLM keeps a copy of it from its first forward pass on"
+        for module in model.modules()
+        if getattr(module, "_fse_fuse_gate", False)
+        for gate in (module.gate, module.shared_expert_gate)
+        for parameter in gate.parameters()  # type: ignore[union-attr]
+    }
+
+
 def processing_context(config: Any, device: torch.device) -> contextlib.ExitStack:
     """Return the context in which vLLM's loader processes a module."""
     from vllm.config import set_current_vllm_config

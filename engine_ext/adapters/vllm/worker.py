@@ -16,6 +16,7 @@ from engine_ext.adapters.vllm.layerwise_reload import active_wrapper
 from engine_ext.adapters.vllm.lora import without_lora
 from engine_ext.adapters.vllm.postload import (
     constants_kept,
+    copied_on_first_use,
     online_processing,
     probe,
     processing_context,
@@ -39,6 +40,7 @@ def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
     from vllm.model_executor.model_loader import base_loader
 
     original_load, sleep_now, wake_up_now = worker.load_model, worker.sleep, worker.wake_up
+    discarded: list[int] = []
 
     def load_model(*args: Any, **kwargs: Any) -> None:
         if chosen.keep_plain:
@@ -64,11 +66,15 @@ def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
         if level > 1:
             # Level 2 discards the weights; what wakes up is of no version.
             worker.delta_receiver.weights_replaced("vLLM's sleep at level 2")
+            discarded.append(level)
         sleep_now(level)
 
     def wake_up(tags: list[str] | None = None) -> None:
         wake_up_now(tags)
         if tags is None or "weights" in tags:
+            if discarded:  # the places of LoRA adapters, too
+                worker.model_runner.reset_lora_state()
+                discarded.clear()
             worker.delta_receiver.set_asleep(False)
 
     def delta_updates(operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -148,7 +154,7 @@ def build_receiver(
         reload=lambda w: type(worker).reload_weights(worker, weights_iterator=iter(w)),
         ranks=GroupRanks(get_world_group().cpu_group),
         repacks=learner.repacks,
-        refusals=learner.refusals,
+        refusals={**learner.refusals, **copied_on_first_use(model)},
         learned=learner.complete,
         constants=constants.known,
         recomputations=recomputations(model, config),

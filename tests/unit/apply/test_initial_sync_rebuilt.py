@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from engine_ext.rebuild import ModuleRebuild
+from engine_ext.receiver import startup
 from tests.support.receiver_harness import changed, errors_of
 from tests.support.toy_quantised import (
     OUT,
@@ -158,3 +160,44 @@ def test_other_bits_after_loading_leave_the_weights_uncertain(
     monkeypatch.setattr(ModuleRebuild, "rebuild", rebuild)
     errors = errors_of(serving.sync(serving.base, full=True))
     assert {error["engine_state"] for error in errors} == {"uncertain"}
+
+
+@pytest.mark.parametrize("step", ["_load", "_trace", "_certify"])
+def test_one_rank_that_fails_does_not_keep_the_others_waiting(
+    tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are uncertain on all of them then, and another full sync heals them."""
+    serving = Serving(one_layer(Method), tmp_path, ranks=2, dummy=True)
+    applier = serving.engine.receivers[1]._applier
+    done: list[object] = []
+
+    def fail(*arguments: Any) -> Any:
+        done.append(arguments)
+        if step == "_trace" and len(done) <= 2:  # the checks before the write
+            return original(*arguments)
+        raise MemoryError("no memory left")
+
+    original = getattr(applier, step)
+    if step == "_certify":
+        monkeypatch.setattr(startup, "certify_placement", on_rank_1(serving, fail))
+    else:
+        monkeypatch.setattr(applier, step, fail)
+    answers = serving.sync(serving.base, full=True)
+    assert {answer["error"]["type"] for answer in answers} == {"CommitFailed"}
+    assert all("no memory left" in answer["error"]["message"] for answer in answers)
+    monkeypatch.undo()
+    errors_of(serving.sync(serving.base, full=True), none=True)
+    serving.assert_fresh()
+
+
+def on_rank_1(serving: Serving, fail: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that fails there alone."""
+    original, second = startup.certify_placement, {id(p) for p in serving.models[1].parameters()}
+
+    def certify(placement: Any, *arguments: Any, **options: Any) -> Any:
+        segments = [s for placed in placement.values() for s in placed.segments]
+        if any(id(s.live.tensor) in second for s in segments):
+            fail()
+        return original(placement, *arguments, **options)
+
+    return certify

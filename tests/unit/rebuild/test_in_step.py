@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from engine_ext.errors import NotUpdatable
 from engine_ext.ranks import SingleRank
@@ -117,15 +118,18 @@ def test_a_rank_that_does_not_answer() -> None:
         in_step.run("it", lambda: None)
 
 
-def stage(work: Callable[[int], Any], without: int) -> list[Outcome]:
-    """What comes of some work that one rank only follows."""
+def stage(
+    work: Callable[[int], Any], without: int, model: nn.Module | None = None
+) -> list[Outcome]:
+    """What comes of some work that one rank only follows, whose model does not have the module."""
+    model = model or nn.ModuleDict({"it": nn.Identity()})  # as a pipeline stage has in its place
     group = Group(RANKS)
 
     def of_rank(rank: int) -> Outcome:
         in_step = InStep(ThreadRanks(group, rank))
         try:
             if rank == without:
-                return "followed", in_step.follow("it")
+                return "followed", in_step.follow("it", model)
             return "result", in_step.run("it", lambda: work(rank))
         except Exception as error:
             return type(error).__name__, str(error)
@@ -165,10 +169,20 @@ def test_a_rank_that_follows_hears_of_ranks_at_other_operations() -> None:
     assert {kind for kind, _ in stage(work, 2)} == {"RebuildError"}
 
 
+def test_a_rank_that_has_the_module_may_not_be_waited_for() -> None:
+    """It may be of the group that the others would communicate in."""
+    model = nn.ModuleDict({"it": nn.Linear(2, 2)})
+    found = stage(lambda rank: all_reduce_max_(torch.zeros(1), rank), 1, model)
+    assert {kind for kind, _ in found} == {"RebuildError"}
+    assert stage(lambda rank: rank, 1, model) == [("result", 0), ("followed", None), ("result", 2)]
+
+
 def test_all_ranks_may_follow() -> None:
     group = Group(2)
     with ThreadPoolExecutor(2) as threads:
-        found = list(threads.map(lambda r: InStep(ThreadRanks(group, r)).follow("it"), range(2)))
+        found = list(
+            threads.map(lambda r: InStep(ThreadRanks(group, r)).follow("it", nn.Module()), range(2))
+        )
     assert found == [None, None]
 
 

@@ -49,7 +49,7 @@ def proven(
     before = served(model)
     rebuild = ModuleRebuild("lin", states.states[0], contextlib.nullcontext)
     rebuild.bind(index)
-    found = prove_rebuilds([rebuild], placement, probe)
+    found = prove_rebuilds(model, [rebuild], placement, probe)
     assert served(model) == before
     return placement, len(found)
 
@@ -197,6 +197,7 @@ def test_a_handle_that_cannot_be_tried_out_is_refused(probe: Any) -> None:
 
 def test_what_no_checkpoint_tensor_is_written_to_is_left_out() -> None:
     states = LoadingStates(1 << 20)
-    states.keep(processing(Layer(Int8())), False)
+    layer = Layer(Int8())
+    states.keep(processing(layer), False)
     rebuild = ModuleRebuild("lin", states.states[0], contextlib.nullcontext)
-    assert prove_rebuilds([rebuild], {}, no_probe) == []
+    assert prove_rebuilds(layer, [rebuild], {}, no_probe) == []

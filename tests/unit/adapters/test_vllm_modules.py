@@ -1,4 +1,4 @@
-"""The base model beneath LoRA layers, with stand-ins for vLLM's classes."""
+"""What the adapter knows of vLLM's modules, with stand-ins for its classes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from engine_ext.adapters.vllm.lora import without_lora
+from engine_ext.adapters.vllm.postload import copied_on_first_use
 
 
 class Wrapper(nn.Module):
@@ -92,3 +93,15 @@ def test_attention_with_wrapped_layers_is_refused() -> None:
     model = nn.ModuleDict({"block": Block(Attention(Wrapper(nn.Linear(2, 2))))})
     with pytest.raises(RuntimeError, match="attention keeps"):
         without_lora(model)
+
+
+def test_gates_that_vllm_copies_when_it_first_generates_are_refused() -> None:
+    """The router's and the shared expert's, where they are fused."""
+    model = nn.Module()
+    for name, fused in (("fused", True), ("plain", False)):
+        runner: Any = nn.Module()
+        runner.gate = nn.Linear(2, 4, bias=False)
+        runner.shared_expert_gate = nn.Linear(2, 1, bias=False)
+        runner._fse_fuse_gate = fused
+        model.add_module(name, runner)
+    assert [*copied_on_first_use(model)] == ["fused.gate.weight", "fused.shared_expert_gate.weight"]
