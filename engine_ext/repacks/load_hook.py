@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -22,6 +22,9 @@ from engine_ext.placement import Repack
 from engine_ext.repacks.infer import InferredRepacks, infer_repacks
 from engine_ext.repacks.kept_values import kept_values
 from engine_ext.repacks.module_copy import PROCESSING, ModuleCopy, state_of
+
+# What parameters tell their loaders, in both engines.
+_DIMENSIONS: Final = frozenset({"input_dim", "output_dim", "packed_dim"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +236,8 @@ def _marked(
     refusals = {}
     for name in before.keys() & after.keys():
         new = vars(after[name]).keys() - vars(before[name]).keys()
-        given = [n for n in sorted(new) if isinstance(vars(after[name])[n], (bool, int, float))]
+        values = {n: vars(after[name])[n] for n in sorted(new - _DIMENSIONS)}
+        given = [n for n, value in values.items() if isinstance(value, (bool, int, float))]
         if given:
             refusals[name] = f"post-load processing may compute its {', '.join(given)}"
     return refusals

@@ -92,7 +92,7 @@ def main(model: str, out: str, kept: str, *parts: str) -> None:
     from engine_ext import settings
     from engine_ext.adapters.vllm import plugin
 
-    settings.Settings().export()
+    settings.Settings(keep_plain=True).export()  # so that every weight is in a parameter
     plugin.install_workers()
     if kept == "--copies":
         importlib.import_module("tests.live.mla_copies")

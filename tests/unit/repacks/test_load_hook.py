@@ -242,6 +242,18 @@ def test_a_replaced_parameter_is_kept_and_its_move_is_learned() -> None:
     assert learner.repacks.keys() == {"0.weight"}
 
 
+@pytest.mark.parametrize(("name", "moves"), [("output_dim", True), ("block_scale", False)])
+def test_a_number_that_a_parameter_is_given_may_be_computed(name: str, moves: bool) -> None:
+    """But not the dimensions that its loader goes by."""
+
+    def replace_and_mark(layer: Any) -> None:
+        replace_weight(layer)
+        setattr(layer.weight, name, 1)
+
+    _, kept = kept_of(None, replace_and_mark)
+    assert kept == [(0, moves)]
+
+
 @pytest.mark.parametrize("function", [double, replace_weight])
 def test_what_cannot_be_kept_is_refused(function: Callable[[Any], None]) -> None:
     learner, kept = kept_of("too large", function)
