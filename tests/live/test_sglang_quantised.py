@@ -153,7 +153,7 @@ def test_two_ranks_rebuild_in_their_schedulers(
         assert {state: states.count(state) for state in states} == STATES["online-fp8"]
     found = [server.memory()]
     with DeltaSender(server.engine.url, base=steps[0].items()) as sender:
-        (seen / "fail_prepare-1").touch()
+        (seen / "fail_rebuild-1").touch()
         with pytest.raises(Exception, match="the memory went away"):
             sender.sync(steps[1].items())
         assert server.memory() == found[0]

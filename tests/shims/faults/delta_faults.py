@@ -10,7 +10,6 @@ rank is asked next takes the file away. Faults:
 - ``slow_write``: the next commit waits for a second before its writes; it leaves that file too.
 - ``stall_answer``: the next commit hangs once every rank has committed, before this one says so; it
   leaves that file too.
-- ``fail_prepare``: the next sync's rebuilds raise on this rank before they begin.
 - ``fail_rebuild``, ``stall_rebuild``: the engine's processing raises, or hangs, in the next rebuild
   of a module.
 - ``other_bits``: it leaves other bits in a parameter than the engine's own code did.
@@ -69,9 +68,8 @@ def _arm(receiver: Any) -> None:
         _leave(folder / f"stalled-{rank}", str(os.getpid()))
         time.sleep(seconds)
 
-    for method in ("undo", "prepare"):
-        if armed(f"fail_{method}") is not None:
-            _once(applier, method, _fail)
+    if armed("fail_undo") is not None:
+        _once(applier, "undo", _fail)
     if armed("fail_rebuild") is not None:
         _process_once(applier, lambda module: _fail())
     if armed("stall_rebuild") is not None:
