@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from engine_ext.apply import Applier, StagedPart, Transaction, UndoLog
 from engine_ext.errors import CommitFailed, Conflict, WeightsAsleep, WriteUndone
-from engine_ext.ranks import Ranks
+from engine_ext.ranks import Ranks, together
 from engine_ext.receiver.background_staging import BackgroundStaging
 from engine_ext.receiver.lease import Lease
 from engine_ext.receiver.sync_history import SyncHistory
@@ -208,11 +208,16 @@ class Receiver:
             Conflict: the sync was dropped.
             NotUpdatable: this rank cannot commit it.
         """
-        sync = self._sync_state.sync
-        if sync is None or not sync.complete or not self._sync_state.holds(request.part):
-            raise Conflict(_DROPPED)
-        staged = self._staging.results(sync.slots)
-        done = self._applier.prepare(staged, full=sync.full)
+
+        def staged_parts() -> tuple[Sequence[StagedPart], bool]:
+            sync = self._sync_state.sync
+            if sync is None or not sync.complete or not self._sync_state.holds(request.part):
+                raise Conflict(_DROPPED)
+            return self._staging.results(sync.slots), sync.full
+
+        # The rebuilds communicate: a rank that cannot take part must not be waited for.
+        staged, full = together(self._ranks, staged_parts)
+        done = self._applier.prepare(staged, full=full)
         return ops.SyncPrepared(
             done=done, rebuilt=sum(len(part.rebuilt.modules) for part in staged)
         )

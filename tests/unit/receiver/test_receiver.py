@@ -491,6 +491,19 @@ def test_a_sync_that_was_dropped_is_not_prepared(
     assert left == [1, 1, 1]
 
 
+def test_a_rank_that_has_lost_the_sync_is_not_waited_for(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank begins to rebuild, in which they communicate."""
+    left = [1, 1, 1]
+    one = staged_but_not_prepared(ranks, left, monkeypatch)
+    assert "ok" in ranks.engine.receivers[1].handle("drop", {})
+    errors = errors_of(ranks.engine.prepare(one))
+    assert {e["type"] for e in errors} == {"Conflict"}
+    assert len(errors) == 3
+    assert left == [1, 1, 1]
+
+
 def test_an_incomplete_sync_is_not_prepared(ranks: Ranks) -> None:
     data = body(part=0, num_parts=2, sync_id="a")
     errors_of(ranks.engine.stage(part_id(data), data), none=True)
