@@ -83,8 +83,11 @@ class InStep:
 
 def _has_module(model: torch.nn.Module, path: str) -> bool:
     """Return whether a model has a module there, other than an empty one in its place."""
-    module = dict(model.named_modules()).get(path)
-    return module is not None and bool(module._parameters or module._buffers or module._modules)
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        return False
+    return bool(module._parameters or module._buffers or module._modules)
 
 
 class _Votes(TorchDispatchMode):  # type: ignore[no-untyped-call]
