@@ -14,9 +14,12 @@ from engine_ext.dtypes import torch_bits_dtype
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import fingerprint
+from tests.live.quantised_cases import CASES, Case
 from tests.support import quantised_checkpoints
 
 DUMMY = ("--load-format", "dummy")
+# The loader of Mamba computes A of A_log.
+REBUILT = CASES | {"mamba2": Case("mamba2", {})}
 
 
 @pytest.mark.full
@@ -61,46 +64,33 @@ def test_dummy_weights_with_absorbed_projections(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("checkpoint_of", "options"),
-    [
-        ("qwen3_moe", {"tp": 2}),  # experts are packed in place
-        ("qwen3", {"tp": 2, "extra_args": ["--quantization", "fp8_per_channel"]}),
-        ("w8a8", {}),  # oneDNN's handles
-        ("llama_tied", {"keep_plain": False}),
-        ("mamba2", {}),  # the loader computes A of A_log
-    ],
-)
+@pytest.mark.parametrize("name", REBUILT)
 def test_dummy_weights_of_what_is_rebuilt(
-    checkpoint_of: str,
-    options: dict[str, Any],
-    start: Callable[..., EngineProcess],
-    tmp_path: Path,
+    name: str, start: Callable[..., EngineProcess], tmp_path: Path
 ) -> None:
     """The engine's own processing runs again, on what the sync brings."""
-    build = (
-        quantised_checkpoints.build
-        if checkpoint_of in quantised_checkpoints.FORMATS
-        else tiny_models.build
-    )
-    base = build(checkpoint_of, tmp_path / "base")
+    case = REBUILT[name]
+    base = case.build(tmp_path / "base")
     weights = [tiny_models.load_tensors(base)]
     for seed in (1, 2):
         weights.append(quantised_checkpoints.step(weights[-1], seed))
     target = tiny_models.save_checkpoint(base, tmp_path / "target", weights[-1])
-    more = options.get("extra_args", [])
-    engine = start("vllm", base, **options | {"extra_args": [*more, *DUMMY]})
+    engine = start("vllm", base, **case.options(*DUMMY))
     with DeltaSender(engine.url, weights[0].items()) as sender:
         assert sender.sync(weights[0].items()).full
         for step in weights[1:]:
             assert not sender.sync(step.items()).full
     scan = engine.get("/delta_digest", params={"scan": "true"}).json()
     assert scan["corrupted"] == []
-    _compare_with_a_fresh_one(engine, start("vllm", target, **options))
+    _compare_with_a_fresh_one(engine, start("vllm", target, **case.options()), case.observed)
 
 
-def _compare_with_a_fresh_one(engine: EngineProcess, fresh: EngineProcess) -> None:
-    assert fingerprint(engine) == fingerprint(fresh)
+def _compare_with_a_fresh_one(
+    engine: EngineProcess,
+    fresh: EngineProcess,
+    observed: Callable[[EngineProcess], dict[str, Any]] = fingerprint,
+) -> None:
+    assert observed(engine) == observed(fresh)
     engine.stop()
     fresh.stop()
 
