@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from vllm.config import set_current_vllm_config
 
 from engine_ext.adapters.vllm.worker import checkpoint
 from engine_ext.kernels import bits_of, host_bits
 from engine_ext.placement import HostElements
+from scripts.bench.shadow_forms import ShadowForms
 from scripts.process_memory import peak_resident, reset_peak
 
 
@@ -72,6 +76,18 @@ class Modules:
             "shadow": kept / full,
             "parameters": sum(tensor.numel() for _, tensor in self._checkpoint),
         }
+
+    def shadow_forms(self, folder: Path) -> ShadowForms:
+        """Return what measures the shadow's forms, given the checkpoint's folder."""
+        applier, config = self._worker.delta_receiver._applier, self._worker.vllm_config
+        of_modules = applier._rebuilds._order
+        modules = [(one.state.before, of_modules[one.path][1]) for one in self._rebuilds]
+
+        def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+            with set_current_vllm_config(config):
+                applier._model.load_weights(weights)
+
+        return ShadowForms(folder, modules, load)
 
     def reload(self) -> None:
         """Load the checkpoint with vLLM's own reload."""
