@@ -170,11 +170,16 @@ class InitialSyncApplier:
         resolve(placement, [brief["boxes"] for brief in briefs])
         lost = sorted(uncertified(placement))
         ignored = sorted(placement.keys() - {n for b in briefs for n in b["boxes"]})
-        if lost or ignored:
+        if lost:
             raise NotUpdatable(
-                f"the engine would not hold all of these: {lost + ignored}; leave out what it "
-                "ignores",
+                f"the engine would not hold all of these: {lost + ignored}",
                 tensors=lost + ignored,
+            )
+        if ignored:
+            raise NotUpdatable(
+                f"the engine ignores these: {ignored}; leave them out",
+                tensors=ignored,
+                ignored=ignored,
             )
         if any(part.manifest.digest_part is not None for part in staged):
             raise BaseMismatch("the engine's weights are unknown: leave digest_part out")

@@ -27,16 +27,21 @@ class EnginePlan:
     is_known: bool = False  # the engine had a plan
 
     @classmethod
-    def read(cls, answer: Any, snapshot: Snapshot) -> EnginePlan:
+    def read(
+        cls, answer: Any, snapshot: Snapshot, refused: frozenset[str] = frozenset()
+    ) -> EnginePlan:
         """Match the answer of `Destination.plan` with the snapshot.
 
         A tensor of the snapshot that the plan does not name is sent nevertheless, so that the
         engine refuses it by name, unless it is tied to one that the plan names.
+
+        Args:
+            refused: what an engine without a plan has said that it ignores.
         """
         rows = [row for rank in answer or [] for row in rank]
         held = {row["name"] for row in rows if row["status"] != "ignored"}
         known = {snapshot.key(row["name"]) for row in rows}
-        every = [*snapshot, *snapshot.tied]
+        every = [n for n in (*snapshot, *snapshot.tied) if answer is not None or n not in refused]
         names = tuple(n for n in every if n in held or (n in snapshot and n not in known))
         digested = frozenset(row["name"] for row in rows if row["digested"])
         ignored = frozenset(snapshot).difference(map(snapshot.key, names))
@@ -105,6 +110,7 @@ class AckedState:
         self.digest: Digest | None = None  # of what is held; None if no digest is kept
         self.posted: PostedSync | None = None  # the destination may be committing it
         self.snapshot = snapshot
+        self._ignored: frozenset[str] = frozenset()
 
     @property
     def is_proven(self) -> bool:
@@ -124,7 +130,7 @@ class AckedState:
         Before a full sync the digest is zero, as it replaces every tensor.
         """
         first_time, snapshot = not self.plan.names, self.snapshot
-        self.plan = plan = EnginePlan.read(answer, snapshot)
+        self.plan = plan = EnginePlan.read(answer, snapshot, self._ignored)
         self.plan_is_current = plan.is_known
         self.digest = None
         if plan.is_known and keep_digest and not plan.missing:
@@ -138,6 +144,14 @@ class AckedState:
             logger.warning(
                 "no digests, as the engine's cover tensors not in base: %s", plan.missing
             )
+
+    def note_ignored(self, names: Iterable[str]) -> bool:
+        """Leave out what an engine without a plan ignores; return whether that is news."""
+        before, self._ignored = self._ignored, self._ignored.union(names)
+        new = sorted(self._ignored - before)
+        if new:
+            logger.warning("left out, as the engine ignores them: %s", new)
+        return bool(new) and not self.plan.is_known
 
     def note_missed(self, changes: Changes) -> None:
         """Note that the snapshot is about to advance by changes that this destination lacks.

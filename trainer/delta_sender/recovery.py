@@ -24,7 +24,8 @@ class Recovery:
        proves all that they lead to.
     2. It is at another version, holds other bytes or is ``uncertain``: the delta log is replayed,
        if it is behind in it; otherwise the whole model is sent, once.
-    3. It refuses differences (it casts a tensor, or writes by another way): values are sent, and
+    3. It has no plan yet, and names tensors that it ignores: the model is sent without them.
+    4. It refuses differences (it casts a tensor, or writes by another way): values are sent, and
        from then on if it takes them.
 
     If it `has_log`, what the destination lacks may be in a delta log.
@@ -54,6 +55,9 @@ class Recovery:
 
     def after(self, attempt: Attempt, error: SyncError) -> Attempt | None:
         """Return the attempt after one that has failed; None if nothing else can help."""
+        # An engine without a plan finds out by a full sync what it ignores.
+        if self._state.note_ignored(error.error.get("ignored", ())):
+            return attempt
         if attempt.full:
             return None
         policy, kind = attempt.next_policy, error.error.get("type")

@@ -15,6 +15,7 @@ from tests.support.fake_engine import (
     error,
     model_of,
     sender_of,
+    sends,
     train,
 )
 
@@ -85,6 +86,41 @@ def test_an_engine_without_a_plan(status: int, monkeypatch: pytest.MonkeyPatch) 
     train(model, 2)
     with pytest.raises(SyncError, match="NotUpdatable"):
         sender.sync(model.items())
+
+
+def test_an_engine_without_a_plan_names_what_it_ignores(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is started without a checkpoint, and finds out by the first full sync."""
+    model = model_of(tensors=4)
+    engine = Engine.of(model, ignored={"layers.1.weight"}, has_plan=False)
+    names = sorted(engine.ignored)
+    engine.faults[0] = sends(error(422, "NotUpdatable", tensors=names, ignored=names))
+    sender = sender_of(engine, model)
+    report = sender.sync_full(model.items())
+    assert (report.full, report.numel) == (True, 1200)
+    assert len(engine.requests) == 2
+    assert caplog.text.count("left out") == 1
+    assert "layers.1.weight" in caplog.text
+    engine.has_plan = True
+    for step in range(2):
+        train(model, step)
+        assert not sender.sync(model.items()).full
+        assert engine.holds(model)
+    assert sender.sync_full(model.items()).digest == engine.digest().hex()
+    assert caplog.text.count("left out") == 1
+
+
+@pytest.mark.parametrize("ignored", [[], ["layers.1.weight"]])
+def test_an_engine_that_keeps_refusing_is_not_asked_forever(ignored: list[str]) -> None:
+    model = model_of(tensors=2)
+    engine = Engine.of(model, has_plan=False)
+    refusal = error(422, "NotUpdatable", tensors=["layers.1.weight"], ignored=ignored)
+    engine.faults |= dict.fromkeys(range(9), sends(refusal))
+    sender = sender_of(engine, model)
+    with pytest.raises(SyncError, match="NotUpdatable"):
+        sender.sync_full(model.items())
+    assert len(engine.requests) == 1 + len(ignored)
 
 
 def test_a_plan_that_cannot_be_had_fails_the_sync(
