@@ -77,6 +77,7 @@ class DeltaApplier:
         self._undo_bytes = undo_bytes
         self._recomputed = recomputed
         self._rebuilds = rebuilds
+        self._constants = self._unwritten_buffers()
         self._threads = ThreadPool(threads)
         devices = {entry.tensor.device for entry in index.entries}
         self._devices = [device for device in devices if device.type != "cpu"]
@@ -159,9 +160,25 @@ class DeltaApplier:
         moved = {path for one in self._recomputed for path in one.moved()}
         if self._rebuilds is not None:
             moved.update(self._rebuilds.moved())
-        tensors = sorted(moved.union(self._index.moved(self._model)))
+        tensors = sorted(moved.union(self._index.moved(self._model)) - self._constants)
         if tensors:
             raise NotUpdatable(f"the engine moved these after start-up: {tensors}", tensors=tensors)
+
+    def _unwritten_buffers(self) -> set[str]:
+        """Return the buffers that no sync writes to, by all of their names.
+
+        vLLM replaces some at the first forward pass (rotary embeddings in another dtype).
+        """
+        written = {path for one in self._recomputed for path in one.paths}
+        for placed in self.plan.placement.values():
+            for segment in placed.segments:
+                written.update((segment.live.name, *segment.live.aliases))
+        return {
+            name
+            for name, _ in self._model.named_buffers(remove_duplicate=False)
+            if name not in written
+            and not (self._rebuilds is not None and self._rebuilds.contains(name))
+        }
 
     def check_base(self, staged: Sequence[StagedPart]) -> None:
         """Check that the old values read while staging are still in live memory.

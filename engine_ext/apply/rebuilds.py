@@ -78,6 +78,10 @@ class Rebuilds:
                 if not refused.issuperset(names):
                     self._order[path] = (max(most, numel), known.union(names) - refused)
 
+    def contains(self, name: str) -> bool:
+        """Return whether a tensor, given by its name in the model, is in a rebuilt module."""
+        return any(one.contains(name) for one in self._by_path.values())
+
     def moved(self) -> list[str]:
         """Return the live tensors that are not where they were at start-up, by name.
 

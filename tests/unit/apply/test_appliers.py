@@ -397,6 +397,30 @@ def test_a_loader_that_changes_its_mind_is_refused(
     assert refused(masked, [delta]) == {"bias"}
 
 
+@pytest.mark.parametrize("replaced", ["cache", "bias"])
+def test_a_buffer_that_no_sync_writes_to_may_move(replaced: str) -> None:
+    """vLLM puts rotary embeddings in another dtype at the first forward pass."""
+
+    class Cached(PlainCopy):
+        def build(self) -> None:
+            super().build()
+            self.register_buffer("cache", torch.arange(4.0), persistent=False)
+
+    base = base_checkpoint(Cached)
+    served = serve(Cached, base)
+    tensor = getattr(served.model, replaced)
+    moved = tensor.detach().clone()
+    setattr(served.model, replaced, moved if replaced == "cache" else torch.nn.Parameter(moved))
+    target = target_checkpoint(base, ["weight"])
+    delta = delta_between("weight", base["weight"], target["weight"])
+    error = attempt(served, parts_of([delta]))
+    if replaced == "cache":
+        assert error is None
+    else:
+        assert error is not None
+        assert "moved these after start-up: ['bias']" in str(error)
+
+
 def test_the_loader_gets_only_what_changes_here() -> None:
     base = base_checkpoint(toy_models.Skipped)
     served = serve(toy_models.Skipped, base, elsewhere=["rotary"])
