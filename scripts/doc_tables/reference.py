@@ -118,7 +118,8 @@ def fault_table() -> str:
     deaths = importlib.import_module("tests.faults.process_deaths")
     faults = importlib.import_module("tests.faults.survivable")
     rebuilding = importlib.import_module("tests.faults.rebuilding")
-    survived = [*faults.FAULTS, *rebuilding.REBUILD_FAULTS, *deaths.RESPAWNS]
+    hanging = importlib.import_module("tests.faults.hanging")
+    survived = [*faults.FAULTS, *rebuilding.REBUILD_FAULTS, *hanging.HANGING, *deaths.RESPAWNS]
     rows = [(fault.what, fault.told, _SURVIVED[fault.ends]) for fault in survived]
     rows += [
         (death.what, death.told, _RESTARTED[death.ends])

@@ -10,8 +10,8 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,9 @@ class Kind:
     engine: str
     arguments: tuple[str, ...] = ()
     tp: int = RANKS
+    replicas: int = 1
     python_path: tuple[Path, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 KINDS = {
@@ -49,7 +51,14 @@ KINDS = {
     # Its modules are rebuilt when weights change.
     "vllm-rebuilt": Kind("vllm", ("--quantization", "fp8_per_channel")),
     # The ranks are pipeline stages.
-    "vllm-stages": Kind("vllm", ("--pipeline-parallel-size", "2"), 1, (SHIMS / "vllm_cpu_pp",)),
+    "vllm-stages": Kind(
+        "vllm", ("--pipeline-parallel-size", "2"), 1, python_path=(SHIMS / "vllm_cpu_pp",)
+    ),
+    # Each rank is a replica with the whole model.
+    "vllm-replicas": Kind("vllm", ("--data-parallel-size", "2"), 1, 2),
+    "sglang-replicas": Kind(
+        "sglang", ("--dp-size", "2"), 1, 2, environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    ),
 }
 
 # A sender in a process of its own: it sends, may read the answer, and waits to be killed.
@@ -69,6 +78,7 @@ class Harness:
 
     Args:
         engine: serves `base`.
+        kind: of the engine.
         base: the checkpoint.
         folder: for the files that arm faults.
         spool: the engine's spool folder.
@@ -81,9 +91,15 @@ class Harness:
     """
 
     def __init__(
-        self, engine: EngineProcess, base: Path, folder: Path, spool: Path, **options: Any
+        self,
+        engine: EngineProcess,
+        kind: Kind,
+        base: Path,
+        folder: Path,
+        spool: Path,
+        **options: Any,
     ) -> None:
-        self.engine = engine
+        self.engine, self.kind = engine, kind
         self.folder = folder
         self.trainer = Trainer(tiny_models.load_tensors(base), version=FIRST)
         self.sender = DeltaSender(
@@ -257,9 +273,15 @@ class Harness:
         return found
 
     def generates(self) -> int:
-        """Return the HTTP status of a small completion."""
+        """Return the HTTP status of a small completion; of several replicas the highest."""
+        return max(map(self.generates_on, range(self.kind.replicas)))
+
+    def generates_on(self, replica: int, timeout: float = 60) -> int:
+        """Return the HTTP status of a small completion by one replica."""
         request = {"prompt": "a", "max_tokens": 2}
-        return self.engine.post("/v1/completions", json=request, timeout=60).status_code
+        chosen = {"X-data-parallel-rank": str(replica)} if self.kind.replicas > 1 else {}
+        answer = self.engine.post("/v1/completions", json=request, headers=chosen, timeout=timeout)
+        return answer.status_code
 
     def next_sync(self) -> SyncReport:
         """Sync another step with the sender, without help, and check the engine."""
@@ -289,7 +311,7 @@ def launch(
         base,
         tp=chosen.tp,
         python_path=[PLUGIN, *chosen.python_path],
-        extra_env={"DELTA_FAULTS": str(folder)},
+        extra_env={"DELTA_FAULTS": str(folder), **chosen.environment},
         extra_args=[
             *("--delta-spool-dir", str(spool)),
             *("--delta-stage-timeout", str(STAGE_TIMEOUT)),
@@ -303,7 +325,7 @@ def launch(
             "sh",
         ],
     )
-    return Harness(engine, base, folder, spool)
+    return Harness(engine, chosen, base, folder, spool)
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:

@@ -72,6 +72,7 @@ class RestartHarness(Harness):
                 "DELTA_FAULTS": str(folder),
                 # Lets SGLang compile once for all starts.
                 "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled"),
+                **chosen.environment,
                 **(environment or {}),
             },
             extra_args=[
@@ -94,6 +95,7 @@ class RestartHarness(Harness):
         self._halts, self._go_on = False, threading.Event()
         super().__init__(
             self._start(),
+            chosen,
             base,
             folder,
             spool,

@@ -21,10 +21,12 @@ def launched(
     start: Callable[..., EngineProcess],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[[str], RestartHarness]]:
-    """Return a function that starts an engine of a kind."""
+    """Return a function that starts an engine of a kind, and ends the one before it."""
     running: list[RestartHarness] = []
 
     def launch(kind: str) -> RestartHarness:
+        for harness in running:
+            harness.close()
         folder = tmp_path_factory.mktemp("deaths")
         running.append(RestartHarness(start, kind, checkpoint("qwen3"), folder))
         return running[-1]
@@ -34,7 +36,9 @@ def launched(
         harness.close()
 
 
-@pytest.fixture(scope="module", params=["vllm", "sglang", "vllm-stages"])
+@pytest.fixture(
+    scope="module", params=["vllm", "sglang", "vllm-stages", "vllm-replicas", "sglang-replicas"]
+)
 def harness(
     request: pytest.FixtureRequest, launched: Callable[[str], RestartHarness]
 ) -> RestartHarness:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts.live_engine.process import EngineProcess
+from tests.faults.hanging import HANGING
 from tests.faults.harness import Harness, launch, wait_until
 from tests.faults.rebuilding import REBUILD_FAULTS
 from tests.faults.survivable import FAULTS, Fault
@@ -16,6 +17,7 @@ from tests.faults.survivable import FAULTS, Fault
 SETTLED_S = 3
 
 
+FULL = ("sglang", "vllm-stages", "vllm-replicas", "sglang-replicas")
 # Those that the quick tests also run on an engine with rebuilt modules.
 IN_THE_WRITE = ("rank 1 cannot write", "rank 1 cannot undo")
 
@@ -26,10 +28,12 @@ def launched(
     start: Callable[..., EngineProcess],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[[str], Harness]]:
-    """Return a function that starts an engine of a kind."""
+    """Return a function that starts an engine of a kind, and ends the one before it."""
     running: list[Harness] = []
 
     def launch_one(kind: str) -> Harness:
+        for harness in running:
+            harness.engine.stop()
         running.append(launch(start, kind, checkpoint("qwen3"), tmp_path_factory.mktemp("faults")))
         return running[-1]
 
@@ -40,9 +44,17 @@ def launched(
 
 @pytest.fixture(
     scope="module",
-    params=["vllm", *(pytest.param(k, marks=pytest.mark.full) for k in ("sglang", "vllm-stages"))],
+    params=["vllm", *(pytest.param(kind, marks=pytest.mark.full) for kind in FULL)],
 )
 def harness(request: pytest.FixtureRequest, launched: Callable[[str], Harness]) -> Harness:
+    return launched(request.param)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(k, marks=pytest.mark.full) for k in ("vllm-replicas", "sglang-replicas")],
+)
+def replicas(request: pytest.FixtureRequest, launched: Callable[[str], Harness]) -> Harness:
     return launched(request.param)
 
 
@@ -54,6 +66,11 @@ def rebuilt(launched: Callable[[str], Harness]) -> Harness:
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_fault(harness: Harness, fault: Fault) -> None:
     check(harness, fault)
+
+
+@pytest.mark.parametrize("fault", HANGING, ids=lambda fault: fault.name)
+def test_a_replica_hangs(replicas: Harness, fault: Fault) -> None:
+    check(replicas, fault)
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,8 @@ def _once(applier: Any, method: str, then: Callable[[], None]) -> None:
     def call(staged: Any, **options: Any) -> None:
         setattr(applier, method, original)
         if method == "write":
-            staged[0].writes[0].put()
+            # A pipeline stage holds nothing of some parts.
+            next(write for part in staged for write in part.writes).put()
         then()
 
     setattr(applier, method, call)
