@@ -156,7 +156,8 @@ class InitialSyncApplier:
         """Return what this rank would hold and what the digest would cover, as JSON."""
         placement = self._traced.placement
         digested = {name: covered(placed) for name, placed in placement.items() if placed.segments}
-        return {"boxes": boxes(placement), "covered": digested}
+        used = [name for name, placed in placement.items() if placed.used]
+        return {"boxes": boxes(placement), "covered": digested, "used": used}
 
     def agree(self, staged: Sequence[StagedPart], briefs: Sequence[dict[str, Any]]) -> None:
         """Check the sync by the briefs of all ranks.
@@ -168,13 +169,12 @@ class InitialSyncApplier:
         """
         placement = self._traced.placement
         resolve(placement, [brief["boxes"] for brief in briefs])
-        lost = sorted(uncertified(placement))
-        ignored = sorted(placement.keys() - {n for b in briefs for n in b["boxes"]})
+        absent = placement.keys() - {n for b in briefs for n in b["boxes"]}
+        # A loader that reads a tensor may keep something of it that was not found.
+        used = absent.intersection(n for b in briefs for n in b["used"])
+        lost, ignored = sorted({*uncertified(placement), *used}), sorted(absent - used)
         if lost:
-            raise NotUpdatable(
-                f"the engine would not hold all of these: {lost + ignored}",
-                tensors=lost + ignored,
-            )
+            raise NotUpdatable(f"the engine would not hold all of these: {lost}", tensors=lost)
         if ignored:
             raise NotUpdatable(
                 f"the engine ignores these: {ignored}; leave them out",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -76,7 +76,8 @@ def merge_dims(dims: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return merged
 
 
-RankBoxes = dict[str, list[tuple[int, tuple[tuple[int, ...], ...]]]]
+# Lists in place of tuples, if a box came from another replica.
+RankBoxes = Mapping[str, Sequence[tuple[int, Sequence[Sequence[int]]]]]
 
 
 def boxes(placement: Placement) -> RankBoxes:
@@ -101,7 +102,7 @@ def resolve(placement: Placement, by_rank: Sequence[RankBoxes]) -> Holders:
     for name, placed in placement.items():
         found: defaultdict[SourceBox, list[int]] = defaultdict(list)
         for rank, ranks_boxes in enumerate(by_rank):
-            for box in {SourceBox(start, dims) for start, dims in ranks_boxes.get(name, [])}:
+            for box in {SourceBox(s, tuple(map(tuple, d))) for s, d in ranks_boxes.get(name, [])}:
                 found[box].append(rank)
         holders[name] = {box: tuple(ranks) for box, ranks in found.items()}
         if not found or placed.status is Status.UNCERTIFIED:

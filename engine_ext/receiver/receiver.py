@@ -190,15 +190,17 @@ class Receiver:
             Conflict: the part was dropped.
             DeltaError: the sync is complete, and some rank refuses it, see `Transaction.agree`.
         """
-        prepared = False
-        if self._sync_state.holds(request.part):
+        prepared, holds = False, self._sync_state.holds(request.part)
+        # A replica that has fallen asleep has dropped it: the others must not wait for its vote.
+        everywhere = all(self._ranks.all_gather(holds))
+        if request.staged and not everywhere:
+            raise Conflict(_DROPPED)
+        if holds:
             self._sync_state.settle(request.part.part, staged=request.staged)
             if not request.staged:
                 self._staging.forget(request.part.part)
-            if self._complete():
-                prepared = self._applier.is_prepared(self._agree(self._checked))
-        elif request.staged:
-            raise Conflict(_DROPPED)
+        if everywhere and self._complete():
+            prepared = self._applier.is_prepared(self._agree(self._checked))
         return ops.PartSettled(complete=self._complete(), prepared=prepared)
 
     def prepare(self, request: ops.PrepareSync) -> ops.SyncPrepared:
@@ -323,8 +325,13 @@ class Receiver:
         Raises:
             WeightsAsleep: a scan was asked for, and the weights' memory is released.
         """
-        if request.scan and self._sync_state.asleep:
-            raise WeightsAsleep("the engine has released its weights; wake it up first")
+
+        def check() -> None:
+            if self._sync_state.asleep:
+                raise WeightsAsleep("the engine has released its weights; wake it up first")
+
+        if request.scan:  # it rebuilds modules in step
+            together(self._ranks, check)
         tracked, corrupted = self._applier.digests, list[str]()
         found = tracked
         if request.scan:

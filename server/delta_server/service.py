@@ -83,7 +83,10 @@ class DeltaService:
         return {
             "engine": self._engine.name,
             "ranks": len(replies),
+            "versions": [reply.version for reply in replies],
             **msgspec.to_builtins(replies[0]),
+            "asleep": any(reply.asleep for reply in replies),
+            "foreign": next((reply.foreign for reply in replies if reply.foreign), None),
             "engine_state": "uncertain" if self.committer.uncertain else "certain",
             "can_roll_back": all(reply.can_roll_back for reply in replies),
             "certification": [reply.certification for reply in replies],
@@ -222,8 +225,8 @@ class DeltaService:
         by_identity = {part.identity: (part, s) for part, s in zip(parts, spooled, strict=True)}
         version = parts[0].version
         request = FindUnseen(version=version, identities=list(by_identity))
-        [reply, *_] = await call(self._engine, request)
-        fresh = reply.unseen or list(by_identity)[:1]
+        unseen = {one for reply in await call(self._engine, request) for one in reply.unseen}
+        fresh = [one for one in by_identity if one in unseen] or list(by_identity)[:1]
         sync_id = "files:" + xxhash.xxh3_128_hexdigest("".join(sorted(fresh)).encode())
         chosen = [by_identity[identity] for identity in fresh]
         numbered = [

@@ -61,7 +61,7 @@ class Staging:
     ) -> tuple[str, bool]:
         """Stage one part on every rank; return its admission and whether its sync is complete."""
         request = BeginPart(part=part, path=str(spooled.path), now=time.monotonic())
-        admissions = {reply.admission for reply in await call(self._engine, request)}
+        admissions = await self._begin(request)
         if admissions == {"already_applied"}:
             return "already_applied", False
         # A part that is "staged" is polled too: the request that sent it may have died.
@@ -81,6 +81,16 @@ class Staging:
             await self.drop(part)
             raise
         return "new" if "new" in admissions else "staged", settled[0].complete
+
+    async def _begin(self, request: BeginPart) -> set[str]:
+        """Begin to stage a part, on every rank or on none; return the ranks' admissions."""
+        answers = await self._engine.call(request)
+        refusals = [answer for answer in answers if isinstance(answer, DeltaError)]
+        if refusals:
+            if len(refusals) < len(answers):  # replicas may be in different states
+                await call(self._engine, SettlePart(part=request.part, staged=False))
+            raise refusals[0]
+        return {answer.admission for answer in answers if not isinstance(answer, DeltaError)}
 
     async def _prepare(self, part: PartId, record: RequestRecord) -> None:
         """Prepare the commit on all ranks in step; the engine serves between two calls."""

@@ -235,12 +235,15 @@ def test_a_fresh_engine_answers_alike(
 @pytest.mark.parametrize(
     ("kind", "arguments", "message"),
     [
-        ("vllm", ["--enable-lora"], "does not work with --enable-lora"),
-        ("vllm", ["--data-parallel-size", "2"], "does not work with --data-parallel-size above 1"),
+        (
+            "vllm",
+            ["--data-parallel-size", "2", "--data-parallel-external-lb"],
+            "does not work with --data-parallel-external-lb",
+        ),
         ("sglang", ["--enable-lora"], "does not work with --enable-lora"),
-        ("sglang", ["--dp-size", "2"], "does not work with --dp-size above 1"),
+        ("sglang", ["--pp-size", "2"], "does not work with --pp-size above 1"),
     ],
-    ids=["vllm-lora", "vllm-replicas", "sglang-lora", "sglang-replicas"],
+    ids=["vllm-replicas", "sglang-lora", "sglang-stages"],
 )
 def test_what_is_not_served_is_refused_at_start_up(
     kind: str,

@@ -89,13 +89,13 @@ def test_without_the_flag_there_is_nothing(
     [
         ([], {"VLLM_PLUGINS": "another"}, "unrecognized arguments: --enable-delta-updates"),
         pytest.param(
-            ["--data-parallel-size", "2"],
+            ["--enable-eplb"],
             {},
-            "does not work with --data-parallel-size above 1",
+            "does not work with --enable-eplb",
             marks=pytest.mark.full,
         ),
     ],
-    ids=["plugin-not-loaded", "data-parallel"],
+    ids=["plugin-not-loaded", "moving-experts"],
 )
 def test_vllm_refuses_to_start(
     checkpoint: Callable[[str], Path],
@@ -111,10 +111,18 @@ def test_vllm_refuses_to_start(
     assert message in log
 
 
+REPLICAS = ("--enable-delta-updates", "--data-parallel-size", "2")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--enable-delta-updates", "--data-parallel-size", "2"], "--data-parallel-size above 1"),
+        ([*REPLICAS, "--data-parallel-external-lb"], "start them as separate engines"),
+        ([*REPLICAS, "--data-parallel-hybrid-lb"], "start them as separate engines"),
+        ([*REPLICAS, "--data-parallel-rank", "1"], "start them as separate engines"),
+        ([*REPLICAS, "--data-parallel-size-local", "1"], "--data-parallel-size-local"),
+        ([*REPLICAS, "--data-parallel-backend", "ray"], "--data-parallel-backend"),
+        ([*REPLICAS, "--api-server-count", "2"], "add --api-server-count 1"),
         (["--enable-delta-updates", "--enable-eplb"], "--enable-eplb"),
         (["--enable-delta-updates", "--enable-elastic-ep"], "--enable-elastic-ep"),
         (["--enable-delta-updates", "--nnodes", "2"], "several hosts"),
@@ -153,7 +161,14 @@ for name, arguments in json.loads(sys.argv[1]).items():
 print(json.dumps(found))
 """
 SGLANG_REFUSES = {
-    "dp": ([ENABLE, "--dp-size", "2"], "--dp-size above 1"),
+    "attention": (
+        [ENABLE, "--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"],
+        "DP attention",
+    ),
+    "replicas and workers": (
+        [ENABLE, "--dp-size", "2", "--tokenizer-worker-num", "2"],
+        "--dp-size and --tokenizer-worker-num",
+    ),
     "pp": ([ENABLE, "--pp-size", "2"], "--pp-size above 1"),
     "nodes": ([ENABLE, "--nnodes", "2"], "several hosts"),
     "lora": ([ENABLE, "--enable-lora"], "--enable-lora"),
@@ -172,11 +187,11 @@ def test_sglang_refuses_arguments() -> None:
 
 
 def test_sglang_serve_takes_the_flags_too() -> None:
-    arguments = ["serve", "--model-type", "llm", "--model-path", "m", ENABLE, "--dp-size", "2"]
+    arguments = ["serve", "--model-type", "llm", "--model-path", "m", ENABLE, "--pp-size", "2"]
     program = "import sys; from sglang.cli.main import main; sys.exit(main())"
     run = python("sglang", "-c", program, *arguments)
     assert run.returncode != 0
-    assert "--enable-delta-updates does not work with --dp-size above 1" in run.stderr
+    assert "--enable-delta-updates does not work with --pp-size above 1" in run.stderr
 
 
 def test_sglang_without_the_plugin_has_no_flag() -> None:

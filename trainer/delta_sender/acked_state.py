@@ -153,6 +153,10 @@ class AckedState:
             logger.warning("left out, as the engine ignores them: %s", new)
         return bool(new) and not self.plan.is_known
 
+    def forget_ignored(self) -> None:
+        """Send everything again to an engine without a plan: it may have restarted otherwise."""
+        self._ignored = frozenset()
+
     def note_missed(self, changes: Changes) -> None:
         """Note that the snapshot is about to advance by changes that this destination lacks.
 

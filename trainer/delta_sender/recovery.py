@@ -43,6 +43,7 @@ class Recovery:
         Raises:
             SyncError: The destination could not be asked.
         """
+        self._state.forget_ignored()
         unknown = self._state.unknown_outcome
         if unknown is not None and unknown.posted is not None:
             status = self._destination.status()

@@ -83,6 +83,9 @@ class SglangEngine:
             await asyncio.sleep(_IDLE_POLL_S)
 
     async def _flush(self) -> None:
-        result = await self._manager.flush_cache()
-        if not result.success:
-            raise RuntimeError(f"SGLang did not flush its cache: {result.message}")
+        from sglang.srt.managers.io_struct import FlushCacheReqInput
+
+        # The manager's own method returns the first replica's answer alone.
+        for result in await self._manager.flush_cache_communicator(FlushCacheReqInput()):
+            if not result.success:
+                raise RuntimeError(f"SGLang did not flush its cache: {result.message}")

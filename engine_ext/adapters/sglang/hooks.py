@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from engine_ext import settings
+from engine_ext import replicas, settings
 from engine_ext.adapters.sglang.names import LOAD_FORMAT, NAME
 
 # The modules of SGLang that the patches let import this one.
@@ -55,6 +55,7 @@ def read_arguments(args: argparse.Namespace) -> bool:
     if chosen is None:
         return False
     _refuse_untested(args, _is_patched())
+    replicas.host(getattr(args, "dp_size", None) or 1)
     chosen.export()
     return True
 
@@ -138,8 +139,10 @@ def _refuse_untested(args: Any, patched: bool) -> None:
     def above_one(name: str) -> bool:
         return (getattr(args, name, None) or 1) > 1
 
-    if above_one("dp_size") or above_one("attn_dp_size"):
-        refuse("--dp-size above 1", "the replicas' versions are not kept together")
+    if above_one("attn_dp_size") or getattr(args, "enable_dp_attention", False):
+        refuse("DP attention", "its ranks are no replicas of one another")
+    if above_one("dp_size") and above_one("tokenizer_worker_num"):
+        refuse("--dp-size and --tokenizer-worker-num", "replicas must get calls in the same order")
     if above_one("pp_size"):
         refuse("--pp-size above 1", "only the ranks of one pipeline stage vote on a commit")
     if above_one("nnodes"):

@@ -8,11 +8,15 @@ take them between two forward passes, and every answer names the call that it be
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import psutil
 
+from engine_ext import replicas
 from engine_ext.adapters.sglang.names import LOAD_FORMAT
 from engine_ext.errors import DeltaError
 from engine_ext.wire import operations as ops
@@ -51,25 +55,34 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         """Return the operation, one of `Request`; DeltaError as from `ops.decode_request`."""
         return ops.decode_request(self.operation, self.arguments, Request)
 
-    def reply(self, answers: list[dict[str, Any]]) -> str:
-        """Return a message that carries the ranks' answers."""
-        return _message(CallReply(call=self.call, answers=answers))
+    def reply(self, answers: list[dict[str, Any]], replica: int = 0) -> str:
+        """Return a message that carries the answers of one replica's ranks."""
+        return _message(CallReply(call=self.call, replica=replica, answers=answers))
 
-    def failure(self, reason: str) -> str:
+    def failure(self, reason: str, replica: int = 0) -> str:
         """Return a message with the reason why there are no answers."""
-        return _message(CallReply(call=self.call, failure=reason))
+        return _message(CallReply(call=self.call, replica=replica, failure=reason))
 
 
 class CallReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The ranks' answers to one call, in rank order, or the reason why there are none."""
+    """A replica's answers to one call, in rank order, or the reason why there are none."""
 
     call: str
+    replica: int = 0
     answers: list[dict[str, Any]] = []
     failure: str | None = None
 
 
 def _message(reply: CallReply) -> str:
     return _MARK + msgspec.json.encode(reply).decode()
+
+
+@dataclass(frozen=True)
+class _Replies:
+    """What has come for one call: every replica replies, and none may be taken for all."""
+
+    by_replica: dict[int, CallReply]
+    complete: asyncio.Event
 
 
 class Channel:
@@ -79,7 +92,9 @@ class Channel:
         from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
 
         self._manager = manager
-        self._waiting: dict[str, asyncio.Future[CallReply]] = {}
+        self._replicas = replicas.count()
+        self._schedulers = _schedulers_of_replicas(manager) if self._replicas > 1 else []
+        self._waiting: dict[str, _Replies] = {}
         handlers = manager._result_dispatcher._mapping
         self._original_handler = handlers[UpdateWeightFromDiskReqOutput]
         handlers[UpdateWeightFromDiskReqOutput] = self._receive
@@ -91,8 +106,7 @@ class Channel:
         operation, arguments = ops.encode_request(request)
         self._manager.auto_create_handle_loop()
         call = Call(call=uuid.uuid4().hex, operation=operation, arguments=arguments)
-        future: asyncio.Future[CallReply] = asyncio.get_running_loop().create_future()
-        self._waiting[call.call] = future
+        replies = self._waiting[call.call] = _Replies({}, asyncio.Event())
         try:
             sent = UpdateWeightFromDiskReqInput(
                 model_path="",
@@ -101,27 +115,47 @@ class Channel:
                 manifest=msgspec.to_builtins(call),
             )
             self._manager._dispatch_to_scheduler(sent)
-            while not (await asyncio.wait({future}, timeout=_DEATH_POLL_S))[0]:
+            while not replies.complete.is_set():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(replies.complete.wait(), _DEATH_POLL_S)
+                    break
                 self._require_alive()
-            reply = future.result()
         finally:
             self._waiting.pop(call.call, None)
-        if reply.failure is not None:
-            raise RuntimeError(reply.failure)
-        return ops.decode_answers(request, reply.answers)
+        in_order = [replies.by_replica[number] for number in sorted(replies.by_replica)]
+        for reply in in_order:
+            if reply.failure is not None:
+                raise RuntimeError(reply.failure)
+        return ops.decode_answers(request, [one for reply in in_order for one in reply.answers])
 
     def _receive(self, output: Any) -> None:
         if not output.message.startswith(_MARK):
             self._original_handler(output)
             return
         reply = msgspec.json.decode(output.message.removeprefix(_MARK), type=CallReply)
-        future = self._waiting.get(reply.call)
-        if future is not None and not future.done():
-            future.set_result(reply)
+        replies = self._waiting.get(reply.call)
+        if replies is not None:
+            replies.by_replica[reply.replica] = reply
+            if len(replies.by_replica) == self._replicas:
+                replies.complete.set()
 
     def _require_alive(self) -> None:
         """Raise if no answer will come: SGLang does not end a server at once when a rank dies."""
         watchdog = self._manager._subprocess_watchdog
         dead = watchdog is not None and not all(p.is_alive() for p in watchdog._processes)
+        dead |= not all(map(_is_running, self._schedulers))
         if dead or self._manager.gracefully_exit:
             raise RuntimeError("the engine died")
+
+
+def _schedulers_of_replicas(manager: Any) -> list[psutil.Process]:
+    """Return the schedulers of all replicas: children of their controller, whom no one watches."""
+    watchdog = manager._subprocess_watchdog
+    watched = [] if watchdog is None else [psutil.Process(p.pid) for p in watchdog._processes]
+    return [child for process in watched for child in process.children(recursive=True)]
+
+
+def _is_running(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False

@@ -29,10 +29,11 @@ from engine_ext.errors import (
     from_wire,
 )
 from engine_ext.model import ConstantsWatch
-from engine_ext.ranks import GroupRanks
+from engine_ext.ranks import GroupRanks, Ranks
 from engine_ext.rebuild import LoadingStates
 from engine_ext.receiver import LoadedModel, Rebuilding, Receiver, make_receiver
 from engine_ext.repacks import RepackLearner
+from engine_ext.replicas import among_replicas
 from engine_ext.tracing import LoadingTrace, LoadWeights
 from engine_ext.wire.operations import BeginPart, CommitSync, Reply, RollBack, encode_answer
 
@@ -62,10 +63,10 @@ def attach_receiver(runner: Any, chosen: settings.Settings, load: Callable[[], N
     ):
         load()
 
-    ranks = GroupRanks(get_parallel().tp_group.cpu_group)
+    ranks = among_replicas(_replica(), GroupRanks(get_parallel().tp_group.cpu_group))
     receiver = build_receiver(runner, chosen, learner, constants, loading, states, ranks)
     watch_external_updates(receiver)
-    runner.delta_receiver = receiver
+    runner.delta_receiver, runner.delta_ranks = receiver, ranks
 
 
 def build_receiver(
@@ -75,7 +76,7 @@ def build_receiver(
     constants: ConstantsWatch,
     loading: LoadingTrace,
     states: LoadingStates,
-    ranks: GroupRanks,
+    ranks: Ranks,
 ) -> Receiver:
     """Trace and certify a runner's model and make its receiver; see `attach_receiver`."""
     from sglang.srt.runtime_context import get_parallel
@@ -83,8 +84,8 @@ def build_receiver(
     if runner.startup_weight_load is not None:
         raise RuntimeError("delta updates need the weights to be loaded before SGLang serves")
     parallel = get_parallel()
-    if parallel.num_dp_ranks > 1 or parallel.pp_size > 1:
-        raise RuntimeError("delta updates do not work with data or pipeline parallel yet")
+    if parallel.attn_dp_size > 1 or parallel.pp_size > 1:
+        raise RuntimeError("delta updates do not work with DP attention or pipeline parallel yet")
     if runner.model_config.is_multimodal:
         raise RuntimeError("delta updates: SGLang caches image embeddings of older weights")
     reason = in_place_refusal(runner)
@@ -113,7 +114,7 @@ def build_receiver(
 
 
 def answer(updater: Any, request: Any) -> Any:
-    """Carry out one operation on this rank and answer for all of them; never raises.
+    """Carry out one operation on this rank and answer for all of its replica; never raises.
 
     Every rank enters the gather, whatever failed on it, so that none waits for another forever.
     """
@@ -128,11 +129,19 @@ def answer(updater: Any, request: Any) -> Any:
     try:
         own = encode_answer(lambda: _carry_out(updater, call))
         answers = GroupRanks(updater.tp_cpu_group).all_gather(own)
-        return UpdateWeightFromDiskReqOutput(success=True, message=call.reply(answers))
+        message = call.reply(answers, _replica())
+        return UpdateWeightFromDiskReqOutput(success=True, message=message)
     except Exception as error:
         logger.exception("delta updates: the ranks' answers could not be gathered")
-        failure = call.failure(f"{type(error).__name__}: {error}")
+        failure = call.failure(f"{type(error).__name__}: {error}", _replica())
         return UpdateWeightFromDiskReqOutput(success=False, message=failure)
+
+
+def _replica() -> int:
+    """Return the number of this rank's data parallel replica, from 0."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel().dp_rank or 0
 
 
 def _carry_out(updater: Any, call: Call) -> Reply:
@@ -154,13 +163,19 @@ def _carry_out(updater: Any, call: Call) -> Reply:
 
 
 def _refuse_together(updater: Any, *, writes: bool) -> None:
-    """Raise on all ranks what `_refuse_here` raises on some rank; all ranks must call it."""
+    """Raise on all ranks what `_refuse_here` raises on some rank; all ranks must call it.
+
+    Before a write all replicas agree. A part is refused by one alone, and forgotten by the others:
+    a replica that hangs must not keep them from generating.
+    """
     own: dict[str, Any] | None = None
     try:
         _refuse_here(updater, writes)
     except Exception as error:
         own = as_delta_error(error).to_wire()
-    refusals = GroupRanks(updater.tp_cpu_group).all_gather(own)
+    everyone: Ranks = updater.tp_worker.model_runner.delta_ranks
+    ranks = everyone if writes else GroupRanks(updater.tp_cpu_group)
+    refusals = ranks.all_gather(own)
     for refusal in filter(None, refusals):
         raise from_wire(refusal)
 

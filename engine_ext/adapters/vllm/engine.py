@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+from engine_ext import replicas
 from engine_ext.errors import DeltaError
 from engine_ext.wire.operations import Operation, ReplyT, decode_answers, encode_request
 
@@ -23,13 +24,24 @@ class VllmEngine:
 
     def __init__(self, client: Any) -> None:
         self._client = client
+        self._replicas = replicas.count()
+        self._calling = asyncio.Lock()
         self._pause, self._resume = client.pause_generation, client.resume_generation
         self.shared = client.vllm_config.parallel_config._api_process_count > 1
 
     async def call(self, request: Operation[ReplyT]) -> list[ReplyT | DeltaError]:
         """Return every rank's reply or error, in rank order; RuntimeError if the engine died."""
-        call = self._client.collective_rpc("delta_updates", args=encode_request(request))
-        return decode_answers(request, await self._unless_dead(call))
+        arguments = encode_request(request)
+        if self._replicas == 1:
+            call = self._client.collective_rpc("delta_updates", args=arguments)
+            return decode_answers(request, await self._unless_dead(call))
+        # vLLM's own `collective_rpc` returns the first replica's answers alone. All replicas must
+        # get the calls in the same order, because they vote in some.
+        async with self._calling:
+            client = self._client.engine_core
+            rpc = ("collective_rpc", "delta_updates", None, arguments, dict[str, Any]())
+            answers = await self._unless_dead(client.call_utility_all_async(*rpc))
+        return decode_answers(request, [answer for replica in answers for answer in replica])
 
     async def is_paused(self) -> bool:
         return bool(await self._unless_dead(self._client.is_paused()))

@@ -24,10 +24,11 @@ from engine_ext.adapters.vllm.postload import (
     repack_learner,
 )
 from engine_ext.model import ConstantsWatch
-from engine_ext.ranks import GroupRanks
+from engine_ext.ranks import GroupRanks, Ranks
 from engine_ext.rebuild import LoadingStates, make_twin
 from engine_ext.receiver import LoadedModel, Rebuilding, Receiver, make_receiver
 from engine_ext.repacks import RepackLearner
+from engine_ext.replicas import among_replicas
 from engine_ext.tracing import LoadingTrace, LoadWeights
 
 
@@ -134,15 +135,11 @@ def build_receiver(
     Raises:
         RuntimeError: nothing can be certified. vLLM does not start then.
     """
-    from vllm.distributed.parallel_state import get_world_group
 
     config = worker.vllm_config
     parallel = config.parallel_config
-    several = (parallel.data_parallel_size, parallel.nnodes)
-    if max(several) > 1 or parallel.enable_eplb:  # EPLB moves experts between the ranks
-        raise RuntimeError(
-            "delta updates do not work with data parallel, several hosts, or EPLB yet"
-        )
+    if parallel.nnodes > 1 or parallel.enable_eplb:  # EPLB moves experts between the ranks
+        raise RuntimeError("delta updates do not work with several hosts or EPLB yet")
     model = worker.model_runner.get_model()
     if config.lora_config is not None:
         model = without_lora(model)
@@ -152,7 +149,7 @@ def build_receiver(
         checkpoint=_reader(model, config),
         # The class's method: the worker's own is wrapped by `_reporting`.
         reload=lambda w: type(worker).reload_weights(worker, weights_iterator=iter(w)),
-        ranks=GroupRanks(get_world_group().cpu_group),
+        ranks=_ranks(parallel),
         repacks=learner.repacks,
         refusals={**learner.refusals, **copied_on_first_use(model)},
         learned=learner.complete,
@@ -168,6 +165,23 @@ def build_receiver(
         ),
     )
     return make_receiver(loaded, chosen)
+
+
+def _ranks(parallel: Any) -> Ranks:
+    """Return the ranks of this worker's replica, or of all if the server has several.
+
+    Raises:
+        RuntimeError: the replicas share experts.
+    """
+    from vllm.distributed.parallel_state import get_world_group
+
+    if parallel.data_parallel_size > 1:
+        # vLLM makes replicas of dense models independent.
+        raise RuntimeError(
+            "--enable-delta-updates does not work with --data-parallel-size and a mixture of "
+            "experts yet: the experts' places over all replicas are not proven"
+        )
+    return among_replicas(parallel.data_parallel_index, GroupRanks(get_world_group().cpu_group))
 
 
 def _reader(

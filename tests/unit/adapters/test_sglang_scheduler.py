@@ -31,7 +31,7 @@ class Updater(SimpleNamespace):
             return operations.Reply()
 
         receiver = SimpleNamespace(execute=execute, set_asleep=lambda asleep: None)
-        runner = SimpleNamespace(delta_receiver=receiver)
+        runner = SimpleNamespace(delta_receiver=receiver, delta_ranks=ranks)
         super().__init__(
             tp_cpu_group=ranks,
             tp_worker=SimpleNamespace(model_runner=runner),
@@ -41,6 +41,23 @@ class Updater(SimpleNamespace):
         )
 
 
+def test_a_part_is_refused_without_asking_other_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them may hang, and must not keep this one from generating."""
+    group = Group(2)
+    updaters = [Updater(ThreadRanks(group, rank)) for rank in range(2)]
+    monkeypatch.setattr(scheduler, "GroupRanks", lambda ranks: ranks)
+    monkeypatch.setattr(scheduler, "in_place_refusal", lambda runner: None)
+    updaters[1]._session = "its own update"
+
+    def begin(updater: Updater) -> None:
+        updater.tp_worker.model_runner.delta_ranks = None
+        with pytest.raises(DeltaError, match="has begun and not ended"):
+            scheduler._refuse_together(updater, writes=False)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(begin, updaters)) == [None, None]
+
+
 @pytest.mark.parametrize("failing", [None, 0, 1])
 def test_a_pass_that_fails_on_one_rank_is_refused_by_all(
     failing: int | None, monkeypatch: pytest.MonkeyPatch
@@ -48,7 +65,6 @@ def test_a_pass_that_fails_on_one_rank_is_refused_by_all(
     """Its error surfaces when the rank waits for its device; the others would wait in the vote."""
     group = Group(2)
     updaters = [Updater(ThreadRanks(group, rank)) for rank in range(2)]
-    monkeypatch.setattr(scheduler, "GroupRanks", lambda ranks: ranks)
     monkeypatch.setattr(scheduler, "in_place_refusal", lambda runner: None)
     this = threading.local()
 

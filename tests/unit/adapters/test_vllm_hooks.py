@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from engine_ext import settings
+from engine_ext import replicas, settings
 from engine_ext.adapters.vllm import hooks
 from engine_ext.adapters.vllm.engine import VllmEngine
+from engine_ext.wire import operations
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +76,42 @@ def test_a_worker_gets_a_receiver_where_somebody_asks(
     config = SimpleNamespace(load_format="delta" if asked == "by the load format" else "auto")
     hooks.on_worker_created(worker(load_config=config))
     assert attached == ([] if asked == "by nobody" else [settings.Settings()])
+
+
+def test_every_replica_is_asked_and_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own `collective_rpc` returns the first one's answers alone."""
+    monkeypatch.setattr(replicas, "count", lambda: 2)
+    asked: list[Any] = []
+
+    async def call_utility_all_async(method: str, *arguments: Any) -> list[Any]:
+        asked.append("begins")
+        await asyncio.sleep(0)
+        asked.append((method, arguments[0]))
+        answers = [
+            operations.encode_answer(lambda version=version: state(version)) for version in (5, 6)
+        ]
+        return [[answers[0]], [answers[1]]]
+
+    def state(version: int) -> operations.RankState:
+        return operations.RankState(version=version, engine_state="certain", resume_owed=False)
+
+    client = SimpleNamespace(
+        pause_generation=None,
+        resume_generation=None,
+        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(_api_process_count=1)),
+        engine_core=SimpleNamespace(call_utility_all_async=call_utility_all_async),
+        errored=False,
+    )
+
+    async def twice() -> list[Any]:
+        engine = VllmEngine(client)
+        calls = [engine.call(operations.GetState()) for _ in range(2)]
+        return list(await asyncio.gather(*calls))
+
+    for replies in asyncio.run(twice()):
+        assert [reply.version for reply in replies] == [5, 6]
+    # One after the other: replicas that got them in another order would wait for one another.
+    assert asked == ["begins", ("collective_rpc", "delta_updates")] * 2
 
 
 @pytest.mark.parametrize("processes", [1, 2])

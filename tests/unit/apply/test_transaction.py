@@ -89,8 +89,8 @@ def lose_sync(receiver: Receiver) -> None:
 
 
 def lose_part(receiver: Receiver) -> None:
-    last = part_id(body(name="b", part=1, num_parts=2))
-    receiver.handle("settle", {"part": msgspec.to_builtins(last), "staged": False})
+    receiver._sync_state.settle(1, staged=False)
+    receiver._staging.forget(1)
 
 
 def hold_another(receiver: Receiver) -> None:
@@ -98,7 +98,7 @@ def hold_another(receiver: Receiver) -> None:
     other = part_id(body(), part=0, num_parts=2, sync_id="other", identity="another")
     arguments = {"part": msgspec.to_builtins(other)}
     receiver.handle("begin", {**arguments, "path": "/nowhere", "now": 0.0})
-    receiver.handle("settle", {**arguments, "staged": True})
+    receiver._sync_state.settle(0, staged=True)
 
 
 @pytest.mark.parametrize("lose", [lose_sync, lose_part, hold_another])

@@ -719,6 +719,7 @@ def test_status(rig: Rig) -> None:
     expected = {
         "engine": "in-memory",
         "ranks": 2,
+        "versions": [7, 7],
         "version": 7,
         "weight_version": "7",
         "engine_state": "certain",
@@ -762,7 +763,7 @@ def test_status(rig: Rig) -> None:
         "rollback": True,
         "digest": rig.engine.shards[0].digest.hex(),
     }
-    moved = {"version": 8, "weight_version": "8", "can_roll_back": True}
+    moved = {"version": 8, "versions": [8, 8], "weight_version": "8", "can_roll_back": True}
     moved["digest"] = rig.digest_of(rig.engine.weights)
     assert {**status, "last_sync": None} == expected | moved
 
@@ -776,7 +777,13 @@ def test_one_rank_without_its_old_values_keeps_all_from_rolling_back(rig: Rig) -
 
 def test_status_of_ranks_that_differ_is_uncertain(rig: Rig) -> None:
     rig.engine.receivers[1]._sync_state.version = 9
-    assert rig.status()["engine_state"] == "uncertain"
+    assert (rig.status()["engine_state"], rig.status()["versions"]) == ("uncertain", [7, 9])
+
+
+def test_status_tells_what_one_rank_alone_is_in(rig: Rig) -> None:
+    rig.engine.receivers[1]._sync_state.asleep = True
+    rig.engine.receivers[1]._sync_state.foreign = "its own update"
+    assert (rig.status()["asleep"], rig.status()["foreign"]) == (True, "its own update")
 
 
 def test_status_when_the_engine_does_not_answer(rig: Rig) -> None:

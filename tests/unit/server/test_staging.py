@@ -84,3 +84,20 @@ def test_a_rank_that_cannot_prepare_drops_the_sync(
     assert rig.status()["staged"] is None
     steps.fails = None
     rig.assert_untouched()
+
+
+def test_a_part_that_one_rank_refuses_to_begin_is_forgotten_by_all(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of replicas one may be in another state; what the others have begun would stay."""
+    receiver = rig.engine.receivers[1]
+    begin = receiver.begin
+
+    def refuse(request: Any) -> Any:
+        raise NotUpdatable("not here")
+
+    monkeypatch.setattr(receiver, "begin", refuse)
+    assert_error(rig.send(delta_part()), 422, "NotUpdatable")
+    assert rig.engine.receivers[0]._staging.get(0) is None
+    monkeypatch.setattr(receiver, "begin", begin)
+    rig.assert_committed(rig.send(delta_part()), NEXT, 8)
