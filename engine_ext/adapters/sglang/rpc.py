@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
+import signal
 import uuid
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +23,8 @@ from engine_ext import replicas
 from engine_ext.adapters.sglang.names import LOAD_FORMAT
 from engine_ext.errors import DeltaError
 from engine_ext.wire import operations as ops
+
+logger = logging.getLogger(__name__)
 
 _MARK = "delta-updates:"
 _DEATH_POLL_S = 0.5
@@ -143,7 +148,12 @@ class Channel:
         """Raise if no answer will come: SGLang does not end a server at once when a rank dies."""
         watchdog = self._manager._subprocess_watchdog
         dead = watchdog is not None and not all(p.is_alive() for p in watchdog._processes)
-        dead |= not all(map(_is_running, self._schedulers))
+        if not all(map(_is_running, self._schedulers)):
+            # SGLang watches the controller of the replicas alone. Without this one the server can
+            # take no sync any more: it ends as SGLang ends one whose only scheduler has died.
+            logger.error("delta updates: a replica's scheduler has died; the server ends")
+            os.kill(os.getpid(), signal.SIGQUIT)
+            dead = True
         if dead or self._manager.gracefully_exit:
             raise RuntimeError("the engine died")
 

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 from engine_ext import settings
@@ -74,6 +80,41 @@ def test_a_call_and_its_reply() -> None:
     text = call.reply([{"ok": {"version": 3}}]).removeprefix("delta-updates:")
     reply = msgspec.json.decode(text, type=rpc.CallReply)
     assert (reply.call, reply.answers, reply.failure) == ("c", [{"ok": {"version": 3}}], None)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_the_server_ends_with_a_replicas_scheduler(
+    monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
+    """SGLang watches their controller alone."""
+    sent: list[int] = []
+    stand_in = SimpleNamespace(getpid=os.getpid, kill=lambda pid, number: sent.append(number))
+    monkeypatch.setattr(rpc, "os", stand_in)
+    controller = subprocess.Popen(
+        [sys.executable, "-c", "import os, time; os.fork(); time.sleep(600)"]
+    )
+    try:
+        watchdog = SimpleNamespace(
+            _processes=[SimpleNamespace(pid=controller.pid, is_alive=lambda: True)]
+        )
+        manager = SimpleNamespace(_subprocess_watchdog=watchdog, gracefully_exit=False)
+        while not (schedulers := rpc._schedulers_of_replicas(manager)):
+            time.sleep(0.01)
+        channel = object.__new__(rpc.Channel)
+        channel._manager, channel._schedulers = manager, schedulers
+        if ended:
+            schedulers[0].kill()
+            while rpc._is_running(schedulers[0]):
+                time.sleep(0.01)
+            with pytest.raises(RuntimeError, match="the engine died"):
+                channel._require_alive()
+        else:
+            channel._require_alive()
+        assert sent == [signal.SIGQUIT] * ended
+    finally:
+        for process in [*psutil.Process(controller.pid).children(), controller]:
+            process.kill()
+        controller.wait()
 
 
 @pytest.mark.parametrize("manifest", [None, {}, {"call": 1}, {"w": {"dtype": "bf16"}}])
