@@ -15,6 +15,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import os
+import random
 import re
 import shutil
 import signal
@@ -41,6 +42,8 @@ _MAX_ERRORS: Final = 10
 # The variables of both engines.
 _ENVIRONMENT: Final = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
 _SHARED_MEMORY: Final = Path("/dev/shm")
+# Below those of outgoing connections, see ip(7), ip_local_port_range.
+_PORTS: Final = range(20_000, 32_768)
 _ENDED: Final = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
@@ -254,9 +257,12 @@ class EngineProcess(abc.ABC):
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+    """Return a port that the system gives to nobody: the server binds it seconds later."""
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((HOST, port))
+            return port
+    raise EngineError(f"no port is free from {_PORTS[0]} to {_PORTS[-1]}")
 
 
 def _temporary_log() -> Path:
