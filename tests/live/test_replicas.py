@@ -27,9 +27,9 @@ def of_every_replica(engine: EngineProcess) -> dict[str, Any]:
     return found
 
 
-def generate(engine: EngineProcess, replica: int, prompt: Any, **options: Any) -> Any:
+def generate(engine: EngineProcess, replica: int, prompt: str) -> Any:
     """Return a completion of one replica."""
-    body = {"prompt": prompt, "max_tokens": 12, "temperature": 0.0, "logprobs": 5, **options}
+    body = {"prompt": prompt, "max_tokens": 12, "temperature": 0.0, "logprobs": 5}
     answer = engine.post(
         "/v1/completions", json=body, headers={"X-data-parallel-rank": str(replica)}
     )

@@ -87,7 +87,7 @@ class _Replies:
     """What has come for one call: every replica replies, and none may be taken for all."""
 
     by_replica: dict[int, CallReply]
-    complete: asyncio.Event
+    complete: asyncio.Future[None]
 
 
 class Channel:
@@ -111,7 +111,9 @@ class Channel:
         operation, arguments = ops.encode_request(request)
         self._manager.auto_create_handle_loop()
         call = Call(call=uuid.uuid4().hex, operation=operation, arguments=arguments)
-        replies = self._waiting[call.call] = _Replies({}, asyncio.Event())
+        replies = self._waiting[call.call] = _Replies(
+            {}, asyncio.get_running_loop().create_future()
+        )
         try:
             sent = UpdateWeightFromDiskReqInput(
                 model_path="",
@@ -120,10 +122,7 @@ class Channel:
                 manifest=msgspec.to_builtins(call),
             )
             self._manager._dispatch_to_scheduler(sent)
-            while not replies.complete.is_set():
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(replies.complete.wait(), _DEATH_POLL_S)
-                    break
+            while not (await asyncio.wait({replies.complete}, timeout=_DEATH_POLL_S))[0]:
                 self._require_alive()
         finally:
             self._waiting.pop(call.call, None)
@@ -141,8 +140,8 @@ class Channel:
         replies = self._waiting.get(reply.call)
         if replies is not None:
             replies.by_replica[reply.replica] = reply
-            if len(replies.by_replica) == self._replicas:
-                replies.complete.set()
+            if len(replies.by_replica) == self._replicas and not replies.complete.done():
+                replies.complete.set_result(None)
 
     def _require_alive(self) -> None:
         """Raise if no answer will come: SGLang does not end a server at once when a rank dies."""
