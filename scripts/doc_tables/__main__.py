@@ -1,18 +1,20 @@
-"""Rewrite the generated tables of docs/, or say which are stale."""
+"""Rewrite the generated tables of docs/ and the README, or say which are stale."""
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from scripts.doc_tables import conformance, golden, openapi, reference, survey
+from scripts.doc_tables import conformance, golden, openapi, reference, support, survey
 
-DOCS: Final = Path(__file__).resolve().parents[2] / "docs"
+README: Final = Path(__file__).resolve().parents[2] / "README.md"
+DOCS: Final = README.parent / "docs"
 _REGION: Final = re.compile(
     r"(<!-- generated: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- /generated -->)", re.DOTALL
 )
@@ -24,6 +26,8 @@ FAST: Final[dict[str, Callable[[], str]]] = {
     "metrics": reference.metric_table,
     "faults": reference.fault_table,
     "golden": golden.markdown,
+    "supported": support.supported,
+    "refused": support.refused,
     "survey": survey.stored_table,
 }
 # Runs every receiver on every loader: most of a minute.
@@ -45,7 +49,7 @@ def generate(makers: dict[str, Callable[[], str]]) -> Iterator[tuple[Path, str]]
             raise KeyError(f"no table is called {name!r}")
         return match[0]
 
-    for page in sorted(DOCS.rglob("*.md")):
+    for page in (README, *sorted(DOCS.rglob("*.md"))):
         text = page.read_text(encoding="utf-8")
         if _REGION.search(text):
             yield page, _REGION.sub(filled, text)
@@ -66,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stale = True
         if not options.check:
             path.write_text(text, encoding="utf-8")
-        print("stale:" if options.check else "wrote", path.relative_to(DOCS.parent))
+        print("stale:" if options.check else "wrote", os.path.relpath(path, README.parent))
     if stale and options.check:
         print("run python -m scripts.doc_tables")
     return int(stale and options.check)

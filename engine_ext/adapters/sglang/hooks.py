@@ -15,7 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 from engine_ext import replicas, settings
+from engine_ext.adapters.refusals import refuse
 from engine_ext.adapters.sglang.names import LOAD_FORMAT, NAME
+from engine_ext.adapters.sglang.refusals import ARGUMENTS
 
 # The modules of SGLang that the patches let import this one.
 _PATCHED = (
@@ -54,7 +56,7 @@ def read_arguments(args: argparse.Namespace) -> bool:
     chosen = settings.from_namespace(args)
     if chosen is None:
         return False
-    _refuse_untested(args, _is_patched())
+    refuse(_set_up(args), ARGUMENTS)
     replicas.host(getattr(args, "dp_size", None) or 1)
     chosen.export()
     return True
@@ -130,44 +132,8 @@ def _is_patched() -> bool:
     return True
 
 
-def _refuse_untested(args: Any, patched: bool) -> None:
-    """Refuse options that delta updates do not support, before anything is loaded."""
-
-    def refuse(option: str, why: str) -> None:
-        raise ValueError(f"--enable-delta-updates does not work with {option} yet: {why}")
-
-    def above_one(name: str) -> bool:
-        return (getattr(args, name, None) or 1) > 1
-
-    if above_one("attn_dp_size") or getattr(args, "enable_dp_attention", False):
-        refuse("DP attention", "its ranks are no replicas of one another")
-    if above_one("dp_size") and above_one("tokenizer_worker_num"):
-        refuse("--dp-size and --tokenizer-worker-num", "replicas must get calls in the same order")
-    if above_one("pp_size"):
-        refuse("--pp-size above 1", "only the ranks of one pipeline stage vote on a commit")
-    if above_one("nnodes"):
-        refuse("several hosts", "the spool folder is read by every rank")
-    if getattr(args, "enable_lora", None) or getattr(args, "lora_paths", None):
-        refuse("--enable-lora", "LoRA layers rename the weights")
-    if getattr(args, "weight_cache_mode", None) not in (None, "off"):
-        refuse("--weight-cache-mode", "the weights belong to several engines")
-    if getattr(args, "enable_eplb", False):
-        refuse("--enable-eplb", "experts move between the ranks")
-    if getattr(args, "elastic_ep_backend", None) not in (None, "none"):
-        refuse("--elastic-ep-backend", "experts move between the ranks")
-    if getattr(args, "hicache_storage_backend", None) or getattr(args, "enable_lmcache", False):
-        refuse("--hicache-storage-backend or --enable-lmcache", "they keep KV of old weights")
-    if str(getattr(args, "load_format", "")).lower() == "flash_rl":
-        refuse("--load-format flash_rl", "its loader quantises; --quantization fp8 alone works")
-    if getattr(args, "enable_amd_monokernel", False):
-        refuse("--enable-amd-monokernel", "its kernels keep copies of the weights")
-    on_cpu = getattr(args, "device", None) == "cpu" or os.environ.get("SGLANG_USE_CPU_ENGINE")
-    if getattr(args, "enable_torch_compile", False) and on_cpu:
-        refuse("--enable-torch-compile on CPU", "the compiled graph keeps copies of the weights")
-    for name in ("encoder_only", "smg_grpc_mode", "grpc_mode", "use_ray", "enable_http2"):
-        if getattr(args, name, False):
-            option = "--" + name.replace("_", "-")
-            refuse(option, "it has no delta endpoints; use the plain HTTP server")
-    if above_one("tokenizer_worker_num") and not patched:
-        why = "those processes load no plugins; apply the source patches (patches/README.md)"
-        refuse("--tokenizer-worker-num above 1", why)
+def _set_up(args: Any) -> Any:
+    """Return the parsed command line, and what else decides whether delta updates work."""
+    cpu_engine = bool(os.environ.get("SGLANG_USE_CPU_ENGINE"))
+    on_cpu = getattr(args, "device", None) == "cpu" or cpu_engine
+    return argparse.Namespace(**vars(args), on_cpu=on_cpu, patched=_is_patched())

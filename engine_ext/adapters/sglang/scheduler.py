@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from engine_ext import settings
+from engine_ext.adapters.sglang import refusals
 from engine_ext.adapters.sglang.external_updates import watch_external_updates
 from engine_ext.adapters.sglang.postload import (
     constants_kept,
@@ -82,12 +83,12 @@ def build_receiver(
     from sglang.srt.runtime_context import get_parallel
 
     if runner.startup_weight_load is not None:
-        raise RuntimeError("delta updates need the weights to be loaded before SGLang serves")
+        raise RuntimeError(refusals.LATE_WEIGHTS.message)
     parallel = get_parallel()
     if parallel.attn_dp_size > 1 or parallel.pp_size > 1:
         raise RuntimeError("delta updates do not work with DP attention or pipeline parallel yet")
     if runner.model_config.is_multimodal:
-        raise RuntimeError("delta updates: SGLang caches image embeddings of older weights")
+        raise RuntimeError(refusals.MULTIMODAL.message)
     reason = in_place_refusal(runner)
     if reason is not None:
         raise RuntimeError(f"delta updates: {reason}")
@@ -175,8 +176,7 @@ def _refuse_together(updater: Any, *, writes: bool) -> None:
         own = as_delta_error(error).to_wire()
     everyone: Ranks = updater.tp_worker.model_runner.delta_ranks
     ranks = everyone if writes else GroupRanks(updater.tp_cpu_group)
-    refusals = ranks.all_gather(own)
-    for refusal in filter(None, refusals):
+    for refusal in filter(None, ranks.all_gather(own)):
         raise from_wire(refusal)
 
 

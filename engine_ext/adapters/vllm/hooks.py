@@ -10,18 +10,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
-from collections.abc import Callable
 from typing import Any
 
 from engine_ext import replicas, settings
+from engine_ext.adapters.refusals import refuse
+from engine_ext.adapters.vllm.refusals import ARGUMENTS
 
 NAME = "delta_hooks"
 LOAD_FORMAT = "delta"
-
-_SEPARATE = (
-    "each server has replicas of its own then; start them as separate engines, without data "
-    "parallelism, and give the sender all of their URLs"
-)
 
 # The modules of vLLM that the patches let import this one.
 _PATCHED = (
@@ -62,7 +58,7 @@ def read_arguments(args: argparse.Namespace) -> bool:
     if chosen is None:
         return False
     _refuse_half_patched()
-    _refuse_untested(args)
+    refuse(_set_up(args), ARGUMENTS)
     replicas.host(args.data_parallel_size or 1)
     chosen.export()
     _log_as_vllm()
@@ -119,44 +115,13 @@ def _refuse_half_patched() -> None:
         )
 
 
-def _refuse_untested(args: Any) -> None:
-    """Refuse options that delta updates do not support, before anything is loaded."""
+def _set_up(args: Any) -> Any:
+    """Return the parsed command line, and what else decides whether delta updates work."""
     from vllm import envs
 
-    def refuse(option: str, why: str) -> None:
-        raise ValueError(f"--enable-delta-updates does not work with {option} yet: {why}")
-
-    if (args.data_parallel_size or 1) > 1:
-        _refuse_replicas(args, refuse)
-    for name in ("enable_eplb", "enable_elastic_ep"):
-        if getattr(args, name, False):
-            refuse(_flag(name), "experts move between the ranks")
-    if getattr(args, "nnodes", None) not in (None, 1) or getattr(args, "headless", False):
-        refuse("several hosts", "the spool folder is read by every rank")
-    if getattr(args, "distributed_executor_backend", None) not in (None, "mp", "uni"):
-        refuse("this --distributed-executor-backend", "only mp and uni are tested")
-    if getattr(envs, "VLLM_USE_RUST_FRONTEND", False) or getattr(args, "grpc", False):
-        refuse("this front end", "it has no delta endpoints; use the Python HTTP server")
-
-
-def _refuse_replicas(args: Any, refuse: Callable[[str, str], None]) -> None:
-    """Refuse replicas that are not all of this server, on this host."""
-    for kind in ("external", "hybrid", "multi_port_external"):
-        if getattr(args, f"data_parallel_{kind}_lb", False):
-            refuse(_flag(f"data_parallel_{kind}_lb"), _SEPARATE)
-    for name in ("data_parallel_rank", "data_parallel_start_rank"):
-        if getattr(args, name, None) is not None:
-            refuse(_flag(name), _SEPARATE)
-    if args.data_parallel_size_local not in (None, args.data_parallel_size):
-        refuse("--data-parallel-size-local", "replicas on other hosts are not reached")
-    if args.data_parallel_backend not in (None, "mp"):
-        refuse("--data-parallel-backend", "only mp is tested")
-    if (args.api_server_count or 1) > 1:
-        refuse(
-            "several API servers for several replicas",
-            "all replicas must get the calls in the same order; add --api-server-count 1",
-        )
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    local = getattr(args, "data_parallel_size_local", None)
+    return argparse.Namespace(
+        **vars(args),
+        replicas_elsewhere=local not in (None, args.data_parallel_size),
+        rust_frontend=getattr(envs, "VLLM_USE_RUST_FRONTEND", False),
+    )

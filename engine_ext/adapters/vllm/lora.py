@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from engine_ext.adapters.vllm.refusals import LORA_WITH_DEFERRED_ATTENTION
 from engine_ext.rebuild import with_modules
 
 
@@ -27,8 +28,5 @@ def without_lora(model: torch.nn.Module) -> Any:
     live = {id(module) for module in model.modules()}
     for path, module in base.named_modules():
         if is_deferred_attention_layer(module) and id(module) not in live:
-            raise RuntimeError(
-                f"delta updates do not work with --enable-lora for this model yet: {path} keeps "
-                "what it computes from layers that adapters change"
-            )
+            raise RuntimeError(f"{LORA_WITH_DEFERRED_ATTENTION.message} ({path})")
     return base

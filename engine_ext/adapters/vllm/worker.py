@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from engine_ext import settings
+from engine_ext.adapters.vllm import refusals
 from engine_ext.adapters.vllm.layerwise_reload import active_wrapper
 from engine_ext.adapters.vllm.lora import without_lora
 from engine_ext.adapters.vllm.postload import (
@@ -177,10 +178,7 @@ def _ranks(parallel: Any) -> Ranks:
 
     if parallel.data_parallel_size > 1:
         # vLLM makes replicas of dense models independent.
-        raise RuntimeError(
-            "--enable-delta-updates does not work with --data-parallel-size and a mixture of "
-            "experts yet: the experts' places over all replicas are not proven"
-        )
+        raise RuntimeError(refusals.EXPERTS_OF_REPLICAS.message)
     return among_replicas(parallel.data_parallel_index, GroupRanks(get_world_group().cpu_group))
 
 

@@ -37,34 +37,6 @@ def test_nothing_happens_where_nobody_asks() -> None:
     assert loaded == ["model"]
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "named"),
-    [
-        ("hicache_storage_backend", "file", "--hicache-storage-backend"),
-        ("enable_lmcache", True, "--enable-lmcache"),
-        ("enable_torch_compile", True, "--enable-torch-compile on CPU"),
-        ("enable_eplb", True, "--enable-eplb"),
-        ("elastic_ep_backend", "nixl", "--elastic-ep-backend"),
-        ("weight_cache_mode", "shared", "--weight-cache-mode"),
-        ("use_ray", True, "--use-ray"),
-        ("load_format", "flash_rl", "--load-format flash_rl"),
-        ("enable_amd_monokernel", True, "--enable-amd-monokernel"),
-    ],
-)
-def test_what_would_keep_something_of_old_weights_is_refused(
-    option: str, value: object, named: str
-) -> None:
-    args = argparse.Namespace(device="cpu", **{option: value})
-    with pytest.raises(ValueError, match=f"does not work with .*{named}"):
-        hooks._refuse_untested(args, True)
-    hooks._refuse_untested(argparse.Namespace(device="cpu", **{option: None}), True)
-
-
-def test_torch_compile_is_taken_where_it_does_not_freeze(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
-    hooks._refuse_untested(argparse.Namespace(device="cuda", enable_torch_compile=True), True)
-
-
 def test_a_draft_model_gets_no_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(settings.ENVIRONMENT, "{}")
     loaded: list[str] = []

@@ -1,0 +1,79 @@
+"""What SGLang does not start with while delta updates are enabled."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from engine_ext.adapters.refusals import (
+    Condition,
+    Refusal,
+    above_one,
+    enabled,
+    equal,
+    other_than,
+)
+
+_MOVING: Final = "experts move between the ranks"
+_KEEPS_KV: Final = "it keeps KV of old weights"
+_NO_ENDPOINTS: Final = "it has no delta endpoints; use the plain HTTP server"
+_ORDER: Final = "replicas must get calls in the same order"
+_NO_REPLICAS: Final = "its ranks are no replicas of one another"
+_LORA: Final = "LoRA layers rename the weights"
+
+ARGUMENTS: Final = (
+    Refusal("DP attention", _NO_REPLICAS, (enabled("enable_dp_attention"),)),
+    Refusal("--attn-dp-size above 1", _NO_REPLICAS, (above_one("attn_dp_size"),)),
+    Refusal(
+        "--dp-size and --tokenizer-worker-num",
+        _ORDER,
+        (above_one("dp_size"), above_one("tokenizer_worker_num")),
+    ),
+    Refusal(
+        "--pp-size above 1",
+        "only the ranks of one pipeline stage vote on a commit",
+        (above_one("pp_size"),),
+    ),
+    Refusal("several hosts", "the spool folder is read by every rank", (above_one("nnodes"),)),
+    Refusal("--enable-lora", _LORA, (enabled("enable_lora"),)),
+    Refusal("--lora-paths", _LORA, (enabled("lora_paths"),)),
+    Refusal(
+        "--weight-cache-mode",
+        "the weights belong to several engines",
+        (other_than("weight_cache_mode", "off"),),
+    ),
+    Refusal("--enable-eplb", _MOVING, (enabled("enable_eplb"),)),
+    Refusal("--elastic-ep-backend", _MOVING, (other_than("elastic_ep_backend", "none"),)),
+    Refusal("--hicache-storage-backend", _KEEPS_KV, (enabled("hicache_storage_backend"),)),
+    Refusal("--enable-lmcache", _KEEPS_KV, (enabled("enable_lmcache"),)),
+    Refusal(
+        "--load-format flash_rl",
+        "its loader quantises; --quantization fp8 alone works",
+        (equal("load_format", "flash_rl"),),
+    ),
+    Refusal(
+        "--enable-amd-monokernel",
+        "its kernels keep copies of the weights",
+        (enabled("enable_amd_monokernel"),),
+    ),
+    Refusal(
+        "--enable-torch-compile on CPU",
+        "the compiled graph keeps copies of the weights",
+        (enabled("enable_torch_compile"), enabled("on_cpu")),
+    ),
+    Refusal("--encoder-only", _NO_ENDPOINTS, (enabled("encoder_only"),)),
+    Refusal("--smg-grpc-mode", _NO_ENDPOINTS, (enabled("smg_grpc_mode"),)),
+    Refusal("--grpc-mode", _NO_ENDPOINTS, (enabled("grpc_mode"),)),
+    Refusal("--use-ray", _NO_ENDPOINTS, (enabled("use_ray"),)),
+    Refusal("--enable-http2", _NO_ENDPOINTS, (enabled("enable_http2"),)),
+    Refusal(
+        "--tokenizer-worker-num above 1 without the source patches",
+        "those processes load no plugins; apply the source patches (patches/README.md)",
+        (above_one("tokenizer_worker_num"), Condition("patched", lambda value: not value, False)),
+    ),
+)
+
+MULTIMODAL: Final = Refusal("a multimodal model", "SGLang caches image embeddings of older weights")
+LATE_WEIGHTS: Final = Refusal(
+    "weights that are loaded while it serves", "they are certified before it serves"
+)
+LOADED: Final = (MULTIMODAL, LATE_WEIGHTS)

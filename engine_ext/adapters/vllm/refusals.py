@@ -1,0 +1,77 @@
+"""What vLLM does not start with while delta updates are enabled."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from engine_ext.adapters.refusals import (
+    Condition,
+    Refusal,
+    above_one,
+    enabled,
+    given,
+    other_than,
+)
+
+_REPLICAS: Final = above_one("data_parallel_size")
+_SEPARATE: Final = (
+    "each server has replicas of its own then; start them as separate engines, without data "
+    "parallelism, and give the sender all of their URLs"
+)
+_MOVING: Final = "experts move between the ranks"
+_NO_ENDPOINTS: Final = "it has no delta endpoints; use the Python HTTP server"
+_SPOOL: Final = "the spool folder is read by every rank"
+
+ARGUMENTS: Final = (
+    Refusal(
+        "--data-parallel-external-lb", _SEPARATE, (_REPLICAS, enabled("data_parallel_external_lb"))
+    ),
+    Refusal(
+        "--data-parallel-hybrid-lb", _SEPARATE, (_REPLICAS, enabled("data_parallel_hybrid_lb"))
+    ),
+    Refusal(
+        "--data-parallel-multi-port-external-lb",
+        _SEPARATE,
+        (_REPLICAS, enabled("data_parallel_multi_port_external_lb")),
+    ),
+    Refusal("--data-parallel-rank", _SEPARATE, (_REPLICAS, given("data_parallel_rank"))),
+    Refusal(
+        "--data-parallel-start-rank", _SEPARATE, (_REPLICAS, given("data_parallel_start_rank"))
+    ),
+    Refusal(
+        "--data-parallel-size-local below --data-parallel-size",
+        "replicas on other hosts are not reached",
+        (_REPLICAS, enabled("replicas_elsewhere")),
+    ),
+    Refusal(
+        "--data-parallel-backend ray",
+        "only mp is tested",
+        (_REPLICAS, other_than("data_parallel_backend", "mp")),
+    ),
+    Refusal(
+        "several API servers for several replicas",
+        "all replicas must get the calls in the same order; add --api-server-count 1",
+        (_REPLICAS, above_one("api_server_count")),
+    ),
+    Refusal("--enable-eplb", _MOVING, (enabled("enable_eplb"),)),
+    Refusal("--enable-elastic-ep", _MOVING, (enabled("enable_elastic_ep"),)),
+    Refusal("several hosts", _SPOOL, (above_one("nnodes"),)),
+    Refusal("--headless", _SPOOL, (enabled("headless"),)),
+    Refusal(
+        "this --distributed-executor-backend",
+        "only mp and uni are tested",
+        (Condition("distributed_executor_backend", lambda v: v not in (None, "mp", "uni"), "ray"),),
+    ),
+    Refusal("the Rust front end", _NO_ENDPOINTS, (enabled("rust_frontend"),)),
+    Refusal("--grpc", _NO_ENDPOINTS, (enabled("grpc"),)),
+)
+
+EXPERTS_OF_REPLICAS: Final = Refusal(
+    "--data-parallel-size and a mixture of experts",
+    "the experts' places over all replicas are not proven",
+)
+LORA_WITH_DEFERRED_ATTENTION: Final = Refusal(
+    "--enable-lora for a model with MLA",
+    "attention keeps what it computes from layers that adapters change",
+)
+LOADED: Final = (EXPERTS_OF_REPLICAS, LORA_WITH_DEFERRED_ATTENTION)

@@ -1,0 +1,68 @@
+"""What start-up refuses, by the tables of both adapters."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+
+from engine_ext.adapters.refusals import Refusal, first, refuse
+from engine_ext.adapters.sglang import hooks as sglang_hooks
+from engine_ext.adapters.sglang import refusals as sglang
+from engine_ext.adapters.vllm import refusals as vllm
+
+ARGUMENTS = {"vllm": vllm.ARGUMENTS, "sglang": sglang.ARGUMENTS}
+CASES = [
+    pytest.param(engine, refusal, id=f"{engine}: {refusal.what}")
+    for engine, refusals in ARGUMENTS.items()
+    for refusal in refusals
+]
+
+
+@pytest.mark.parametrize(("engine", "refusal"), CASES)
+def test_a_command_line_that_meets_all_conditions_is_refused(engine: str, refusal: Refusal) -> None:
+    example = refusal.example()
+    example.patched = getattr(example, "patched", True)
+    assert first(example, ARGUMENTS[engine]) is refusal
+    with pytest.raises(ValueError, match=r"^--enable-delta-updates does not") as raised:
+        refuse(example, ARGUMENTS[engine])
+    assert refusal.what in str(raised.value)
+    assert refusal.why in str(raised.value)
+
+
+@pytest.mark.parametrize(("engine", "refusal"), CASES)
+def test_every_condition_counts(engine: str, refusal: Refusal) -> None:
+    for missing in refusal.conditions:
+        rest: dict[str, Any] = {c.name: c.example for c in refusal.conditions if c is not missing}
+        rest.setdefault("patched", True)
+        assert first(argparse.Namespace(**rest), ARGUMENTS[engine]) is None
+
+
+@pytest.mark.parametrize("engine", ARGUMENTS)
+def test_an_ordinary_command_line_is_taken(engine: str) -> None:
+    ordinary = {
+        "tensor_parallel_size": 2,
+        "data_parallel_size": 1,
+        "data_parallel_external_lb": True,  # of one replica: nothing is balanced
+        "distributed_executor_backend": "mp",
+        "api_server_count": 2,
+        "tokenizer_worker_num": 2,
+        "weight_cache_mode": "off",
+        "elastic_ep_backend": "none",
+        "load_format": "auto",
+        "patched": True,
+    }
+    assert first(argparse.Namespace(**ordinary), ARGUMENTS[engine]) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "environment", "refused"), [("cuda", "", False), ("cpu", "", True), ("", "1", True)]
+)
+def test_compiled_graphs_are_refused_on_cpu(
+    device: str, environment: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", environment)
+    monkeypatch.setattr(sglang_hooks, "_is_patched", lambda: True)
+    args = argparse.Namespace(device=device, enable_torch_compile=True)
+    assert (first(sglang_hooks._set_up(args), sglang.ARGUMENTS) is not None) == refused
