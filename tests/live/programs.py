@@ -7,13 +7,29 @@ import subprocess
 import sys
 from pathlib import Path
 
+from scripts.live_engine.registry import ENGINES
+
 ROOT = Path(__file__).parents[2]
+_SGLANG_SHIMS = ROOT / "tests" / "shims" / "sglang_cpu"
 
 
 def environment() -> dict[str, str]:
     """Return an environment in which ``python -m`` finds the packages of this checkout."""
     paths = [str(ROOT / folder) for folder in (".", "server", "trainer")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def python(engine: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run an engine's Python; `environment` are further variables."""
+    paths = os.pathsep.join(filter(None, [str(_SGLANG_SHIMS), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": paths, "SGLANG_USE_CPU_ENGINE": "1"}
+    return subprocess.run(
+        [str(ENGINES[engine].interpreter()), *arguments],
+        env={**env, **environment} if engine == "sglang" else {**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def start(name: str, folder: Path, *options: str) -> subprocess.Popen[str]:

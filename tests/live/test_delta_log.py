@@ -17,6 +17,7 @@ KINDS = ["vllm", "sglang"]
 
 
 # The short tests of SGLang's patched copy have its replay too.
+@pytest.mark.versions
 @pytest.mark.parametrize("kind", ["vllm", pytest.param("sglang", marks=pytest.mark.full)])
 def test_an_engine_starts_where_the_log_ends(
     kind: str,

@@ -24,6 +24,8 @@ from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import delta_routes
 from tests.support.plain_trainer import Trainer, container, edited, xxh3_of
 
+pytestmark = pytest.mark.versions
+
 OCTETS = {"Content-Type": "application/octet-stream"}
 STAGE_TIMEOUT = 2
 MAX_BODY = 4 << 20

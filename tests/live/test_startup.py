@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from scripts.live_engine.process import EngineError, EngineProcess
-from scripts.live_engine.registry import ENGINES
+from tests.live.programs import python
+
+pytestmark = pytest.mark.versions
 
 ENABLE = "--enable-delta-updates"
 FLAGS = [
@@ -35,20 +35,6 @@ ENDPOINTS = [
     ("GET", "/delta_status"),
     ("GET", "/delta_digest"),
 ]
-SGLANG_SHIMS = Path(__file__).parents[1] / "shims" / "sglang_cpu"
-
-
-def python(engine: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run an engine's Python."""
-    paths = os.pathsep.join(filter(None, [str(SGLANG_SHIMS), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "PYTHONPATH": paths, "SGLANG_USE_CPU_ENGINE": "1"}
-    return subprocess.run(
-        [str(ENGINES[engine].interpreter()), *arguments],
-        env={**env, **environment} if engine == "sglang" else {**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 @pytest.mark.parametrize(

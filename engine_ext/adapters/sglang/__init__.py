@@ -1,1 +1,1 @@
-"""The adapter for SGLang 0.5.23."""
+"""The adapter for SGLang; `features` has the supported versions."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from engine_ext import replicas, settings
 from engine_ext.adapters.refusals import refuse
+from engine_ext.adapters.sglang.features import require_supported_version
 from engine_ext.adapters.sglang.names import LOAD_FORMAT, NAME
 from engine_ext.adapters.sglang.refusals import ARGUMENTS
 
@@ -48,7 +49,7 @@ def read_arguments(args: argparse.Namespace) -> bool:
     started with as the default of later disk updates, which must keep their meaning.
 
     Raises:
-        ValueError: an option is not supported, or SGLang is only partly patched.
+        ValueError: an option or this version is not supported, or SGLang is only partly patched.
     """
     if str(getattr(args, "load_format", "")).lower() == LOAD_FORMAT:
         args.enable_delta_updates = True
@@ -56,6 +57,7 @@ def read_arguments(args: argparse.Namespace) -> bool:
     chosen = settings.from_namespace(args)
     if chosen is None:
         return False
+    require_supported_version()
     refuse(_set_up(args), ARGUMENTS)
     replicas.host(getattr(args, "dp_size", None) or 1)
     chosen.export()

@@ -1,1 +1,1 @@
-"""The adapter for vLLM (written against 0.32)."""
+"""The adapter for vLLM; `features` has the supported versions."""

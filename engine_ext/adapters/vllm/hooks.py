@@ -14,6 +14,7 @@ from typing import Any
 
 from engine_ext import replicas, settings
 from engine_ext.adapters.refusals import refuse
+from engine_ext.adapters.vllm.features import replicas_answer_together, require_supported_version
 from engine_ext.adapters.vllm.refusals import ARGUMENTS
 
 NAME = "delta_hooks"
@@ -50,13 +51,14 @@ def read_arguments(args: argparse.Namespace) -> bool:
     ``--enable-delta-updates``.
 
     Raises:
-        ValueError: an option is not supported, or vLLM is only partly patched.
+        ValueError: an option or this version is not supported, or vLLM is only partly patched.
     """
     if hasattr(args, "enable_delta_updates") and _is_delta(getattr(args, "load_format", "")):
         args.enable_delta_updates = True
     chosen = settings.from_namespace(args)
     if chosen is None:
         return False
+    require_supported_version()
     _refuse_half_patched()
     refuse(_set_up(args), ARGUMENTS)
     replicas.host(args.data_parallel_size or 1)
@@ -81,12 +83,16 @@ def on_worker_created(worker: Any) -> None:
 
     Without the HTTP server, the load format ``delta`` enables them with the default settings;
     deltas then arrive through vLLM's ``collective_rpc``.
+
+    Raises:
+        ValueError: this version of vLLM is not supported.
     """
     chosen = settings.from_environment()
     if chosen is None and _is_delta(worker.load_config.load_format):
         chosen = settings.Settings()
     if chosen is None:
         return
+    require_supported_version()
     from engine_ext.adapters.vllm.worker import attach_receiver
 
     _log_as_vllm()
@@ -123,5 +129,6 @@ def _set_up(args: Any) -> Any:
     return argparse.Namespace(
         **vars(args),
         replicas_elsewhere=local not in (None, args.data_parallel_size),
+        one_replica_answers=(args.data_parallel_size or 1) > 1 and not replicas_answer_together(),
         rust_frontend=getattr(envs, "VLLM_USE_RUST_FRONTEND", False),
     )

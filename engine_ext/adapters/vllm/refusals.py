@@ -53,6 +53,11 @@ ARGUMENTS: Final = (
         "all replicas must get the calls in the same order; add --api-server-count 1",
         (_REPLICAS, above_one("api_server_count")),
     ),
+    Refusal(
+        "--data-parallel-size above 1 on vLLM 0.31",
+        "it returns the answers of the first replica alone; vLLM 0.32 returns all",
+        (_REPLICAS, enabled("one_replica_answers")),
+    ),
     Refusal("--enable-eplb", _MOVING, (enabled("enable_eplb"),)),
     Refusal("--enable-elastic-ep", _MOVING, (enabled("enable_elastic_ep"),)),
     Refusal("several hosts", _SPOOL, (above_one("nnodes"),)),

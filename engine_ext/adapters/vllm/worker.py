@@ -13,6 +13,7 @@ import torch
 
 from engine_ext import settings
 from engine_ext.adapters.vllm import refusals
+from engine_ext.adapters.vllm.features import weight_changes
 from engine_ext.adapters.vllm.layerwise_reload import active_wrapper
 from engine_ext.adapters.vllm.lora import without_lora
 from engine_ext.adapters.vllm.postload import (
@@ -85,7 +86,7 @@ def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
 
     worker.load_model = load_model
     worker.sleep, worker.wake_up = sleep, wake_up
-    for name in ("reload_weights", "update_weights", "finish_weight_update", "reset_weights"):
+    for name in weight_changes():
         setattr(worker, name, _reporting(worker, name))
     if not hasattr(worker, "delta_updates"):  # a patched vLLM has the method in its own source
         worker.delta_updates = delta_updates
@@ -217,8 +218,8 @@ def _loader(model: Any, config: Any) -> LoadWeights:
 
 
 def buffer_checksums(worker: Any) -> dict[str, str]:
-    """Return the SHA-256 of every registered buffer, keyed like vLLM's weight checksums."""
-    prefix = worker._weight_checksum_prefix()
+    """Return the SHA-256 of every registered buffer, by replica, rank and name."""
+    prefix = f"dp{worker.parallel_config.data_parallel_index}:rank{worker.rank}:"
     return {
         prefix + name: hashlib.sha256(
             buffer.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()

@@ -1,7 +1,8 @@
-"""Loaded by Python at its start: lets SGLang's import of torchvision succeed on a CPU-only machine.
+"""Loaded by Python at its start: lets SGLang run with a torch that is built for CPUs.
 
 The torchvision of the package index has operators for CUDA builds of torch only, and registers
-fakes for operators that are then not there. Text models use none of them.
+fakes for operators that are then not there. Text models use none of them. SGLang 0.5.22 waits for
+CUDA before it computes checksums, on every device.
 """
 
 from __future__ import annotations
@@ -25,3 +26,11 @@ def _register_fake(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 torch.library.register_fake = _register_fake
+
+
+def _synchronize(device: Any = None) -> None:
+    """Wait for nothing: what runs on a CPU is done when it returns."""
+
+
+if not torch.backends.cuda.is_built():
+    torch.cuda.synchronize = _synchronize

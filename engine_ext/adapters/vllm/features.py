@@ -1,0 +1,61 @@
+"""The supported versions of vLLM, and what not all of them have.
+
+Code that needs one of these features asks for it here, and not for a version.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from engine_ext.adapters.versions import Feature, Versions
+
+VERSIONS: Final = Versions("vLLM", ("0.31", "0.32"))
+
+REPLIES_OF_ALL: Final = Feature(
+    what="replies of all data parallel replicas",
+    owner="vllm.v1.engine.core_client:AsyncMPClient",
+    name="call_utility_all_async",
+    since="0.32",
+    without="`--data-parallel-size` above 1 is refused: the first replica alone would answer",
+)
+CONSENSUS: Final = Feature(
+    what="pause state and weight version that all replicas agree on",
+    owner="vllm.v1.engine.core_client:AsyncMPClient",
+    name="call_utility_consensus_async",
+    since="0.32",
+    without="the same",
+)
+RESET_WEIGHTS: Final = Feature(
+    what="setting all weights to zero (`/weight_checker`, action `reset`)",
+    owner="vllm.v1.worker.gpu_worker:Worker",
+    name="reset_weights",
+    since="0.32",
+    without="no such change has to be noticed",
+)
+CHECKSUMS: Final = Feature(
+    what="checksums of all weights (`/weight_checker`, action `checksum`)",
+    owner="vllm.v1.worker.gpu_worker:Worker",
+    name="compute_weight_checksums",
+    since="0.32",
+    without="the engine has none; `GET /delta_digest?scan=true` compares the weights",
+)
+FEATURES: Final = (REPLIES_OF_ALL, CONSENSUS, RESET_WEIGHTS, CHECKSUMS)
+
+_WEIGHT_CHANGES: Final = ("reload_weights", "update_weights", "finish_weight_update")
+
+
+def require_supported_version() -> None:
+    """Refuse to start with another version of vLLM; ValueError."""
+    import vllm
+
+    VERSIONS.require(vllm.__version__)
+
+
+def replicas_answer_together() -> bool:
+    """Return whether what all data parallel replicas answer can be known."""
+    return REPLIES_OF_ALL.offered() and CONSENSUS.offered()
+
+
+def weight_changes() -> tuple[str, ...]:
+    """Return the names of the worker's own methods that change weights."""
+    return (*_WEIGHT_CHANGES, *([RESET_WEIGHTS.name] if RESET_WEIGHTS.offered() else []))
