@@ -72,9 +72,9 @@ test-versions: setup ## the basics on every supported version of both engines
 		folder=.venv-$$name; [ $$name != vllm ] || folder=.venv; \
 		echo "test-versions: the engine of $$folder"; \
 		case $$name in \
-		vllm*) $$folder/bin/python -m pytest -m versions -k vllm $(PYTEST_ARGS);; \
+		vllm*) $$folder/bin/python -m pytest tests/live tests/patches -m versions -k vllm $(PYTEST_ARGS);; \
 		sglang*) SGLANG_PYTHON=$(CURDIR)/$$folder/bin/python \
-			$(BIN)/python -m pytest -m versions -k sglang $(PYTEST_ARGS);; \
+			$(BIN)/python -m pytest tests/live tests/patches -m versions -k sglang $(PYTEST_ARGS);; \
 		esac; \
 	done
 

@@ -11,9 +11,9 @@ from scripts import apply_patches
 from scripts.apply_patches import PatchSet, State
 from tests.patches import copies
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.versions]
 
-ENGINES = {"vllm": "0.32.0", "sglang": "0.5.23"}
+ENGINES = ("vllm", "sglang")
 START = {
     "vllm": (
         "from vllm.engine.arg_utils import AsyncEngineArgs\n"
@@ -36,7 +36,7 @@ MISSING = [
 ]
 
 
-@pytest.fixture(params=list(ENGINES))
+@pytest.fixture(params=ENGINES)
 def name(request: pytest.FixtureRequest) -> str:
     engine: str = request.param
     return engine
@@ -104,6 +104,6 @@ def test_half_patched_does_not_start(
 def test_hunks_fit_only_one_place(name: str) -> None:
     """So that on another version they go in where they belong, or not at all."""
     engine = apply_patches.find(name, copies.installed(name))
-    folder = apply_patches.PATCHES / name / ENGINES[name]
+    folder = apply_patches.PATCHES / name / engine.version
     patches = PatchSet(folder, engine.root, by_hash=False)
     assert set(patches.states.values()) == {State.ORIGINAL}

@@ -30,6 +30,7 @@ def patched(patched_copy: Callable[[str], Path]) -> Path:
     return patched_copy("sglang")
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("plugins", [NO_PLUGIN, None], ids=["without-plugins", "with-the-plugin"])
 def test_everything_is_there_and_only_once(
     patched: Path, tmp_path: Path, plugins: str | None

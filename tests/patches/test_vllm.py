@@ -26,6 +26,7 @@ def patched(patched_copy: Callable[[str], Path]) -> Path:
     return patched_copy("vllm")
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("plugins", ["", None], ids=["without-plugins", "with-the-plugin"])
 def test_everything_is_there_and_only_once(
     patched: Path, tmp_path: Path, plugins: str | None
