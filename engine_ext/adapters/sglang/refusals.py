@@ -56,6 +56,16 @@ ARGUMENTS: Final = (
         (enabled("enable_amd_monokernel"),),
     ),
     Refusal(
+        "--enable-nvidia-megakernel",
+        "what its kernels keep of the weights is not known",
+        (enabled("enable_nvidia_megakernel"),),
+    ),
+    Refusal(
+        "--enable-paged-experts",
+        "the GPU keeps copies of experts that are in host memory",
+        (enabled("enable_paged_experts"),),
+    ),
+    Refusal(
         "--enable-torch-compile on CPU",
         "the compiled graph keeps copies of the weights",
         (enabled("enable_torch_compile"), enabled("on_cpu")),
