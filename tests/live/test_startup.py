@@ -112,7 +112,7 @@ REPLICAS = ("--enable-delta-updates", "--data-parallel-size", "2")
         (["--enable-delta-updates", "--enable-eplb"], "--enable-eplb"),
         (["--enable-delta-updates", "--enable-elastic-ep"], "--enable-elastic-ep"),
         (["--enable-delta-updates", "--nnodes", "2"], "several hosts"),
-        (["--enable-delta-updates", "--headless"], "several hosts"),
+        (["--enable-delta-updates", "--headless"], "--headless"),
         (
             ["--enable-delta-updates", "--distributed-executor-backend", "ray"],
             "--distributed-executor-backend",
