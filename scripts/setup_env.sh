@@ -22,7 +22,8 @@ case ${1:-vllm} in
     sglang-0.5.22) VENV=.venv-$1 LOCKS=(requirements/sglang-cpu-0.5.22.lock) ;;
     docs) VENV=.venv-docs LOCKS=(requirements/docs.lock) ;;
     *)
-        printf 'setup: error: no environment for %s; there are: vllm, sglang, %s\n' "$1" 'vllm-0.31, sglang-0.5.22, docs' >&2
+        printf 'setup: error: no environment for %s; there are: %s\n' \
+            "$1" 'vllm, sglang, vllm-0.31, sglang-0.5.22, docs' >&2
         exit 2
         ;;
 esac
