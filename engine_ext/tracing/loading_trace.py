@@ -7,8 +7,10 @@ reports no error. Processing may also let parameters share memory that were load
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -26,15 +28,23 @@ _REPLACED = (
 class LoadingTrace:
     """What the loader does with each checkpoint tensor before post-load processing.
 
-    Attributes:
-        specs: every tensor of the checkpoint, in the engine's order; None if it was not traced.
+    If the receiver's model is several that an engine loads one after the other, each is traced.
     """
 
     def __init__(self) -> None:
-        self.specs: list[TensorSpec] | None = None
-        self._placed: Placement = {}
-        self._elements: dict[str, int] = {}
-        self._ranges: dict[str, range] = {}  # addresses of every parameter and buffer
+        self._specs: dict[str, list[TensorSpec] | None] = {}  # by the model's path
+        self._placed: dict[str, list[Placed]] = {}
+        self._elements: Counter[str] = Counter()
+        # The addresses of every parameter and buffer of each model, by name.
+        self._ranges: list[dict[str, range]] = []
+
+    @property
+    def specs(self) -> list[TensorSpec] | None:
+        """Every tensor of the checkpoint, in the engine's order; None if it was not traced."""
+        if not self._specs or None in self._specs.values():
+            return None
+        found = (spec for specs in self._specs.values() for spec in specs or ())
+        return list({spec.name: spec for spec in found}.values())
 
     def trace(
         self,
@@ -42,22 +52,41 @@ class LoadingTrace:
         load_weights: LoadWeights,
         checkpoint: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None,
         refuse_while: Callable[[torch.nn.Module], str | None] | None = None,
+        *,
+        path: str = "",
+        prefix: str = "",
     ) -> None:
         """Trace a model that is loaded, just before its post-load processing.
 
-        Arguments and errors are those of `trace_placement`. If there is no checkpoint, or while
-        `refuse_while` has a reason, the loader is not traced.
+        The other arguments and errors are those of `trace_placement`. If there is no checkpoint, or
+        while `refuse_while` has a reason, the loader is not traced.
+
+        Args:
+            path: the model's in the receiver's model, if that consists of several.
+            prefix: what the names of its checkpoint's tensors have before them there.
         """
-        if self._ranges:  # a draft model is loaded after the model
+        if path in self._specs:
             return
-        self._ranges = _ranges(model)
+        self._specs[path] = None
+        self._ranges.append({f"{path}.{n}".lstrip("."): r for n, r in _ranges(model).items()})
         if checkpoint is None or (refuse_while is not None and refuse_while(model)):
             return
-        self.specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in checkpoint()]
-        self._placed = trace_placement(model, load_weights, self.specs, StorageIndex(model))
-        self._elements = {name: _elements(placed) for name, placed in self._placed.items()}
-        for placed in self._placed.values():
+        specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in checkpoint()]
+        for name, placed in trace_placement(
+            model, load_weights, specs, StorageIndex(model)
+        ).items():
+            self._elements[prefix + name] += _elements(placed)
+            self._placed.setdefault(prefix + name, []).append(placed)
             placed.segments = []  # they keep memory alive that processing may free
+        self._specs[path] = [replace(spec, name=prefix + spec.name) for spec in specs]
+
+    def forget(self, modules: Iterable[str]) -> None:
+        """Forget modules, given by path, that the engine has since replaced by others."""
+        gone = tuple(f"{path}." for path in modules)
+        self._ranges = [
+            {name: one for name, one in ranges.items() if not name.startswith(gone)}
+            for ranges in self._ranges
+        ]
 
     def sharing_changed(self, model: torch.nn.Module, traced: torch.nn.Module) -> dict[str, str]:
         """Return why parameters and buffers cannot be written alone, by each of their names.
@@ -65,12 +94,19 @@ class LoadingTrace:
         They share memory in the processed `model` that they did not share before, or they did, but
         do not in the model that is `traced` (`model` itself, or its twin).
         """
-        now, known = _ranges(model), self._ranges.keys()
-        let_share = _overlapping(now, known) - _overlapping(self._ranges, now.keys())
+        now, known = _ranges(model), {name for ranges in self._ranges for name in ranges}
+        let_share = _overlapping(now, known) - self._shared(now.keys())
         now = _ranges(traced)
-        parted = _overlapping(self._ranges, now.keys()) - _overlapping(now, known)
+        parted = self._shared(now.keys()) - _overlapping(now, known)
         reasons = {n: f"post-load processing parted it from {o}" for n, o in parted}
         return reasons | {n: "post-load processing let it share memory" for n, _ in let_share}
+
+    def _shared(self, names: AbstractSet[str]) -> set[tuple[str, str]]:
+        """Return the pairs of `names` that shared memory before processing.
+
+        Those of one model: the next one may get memory that processing of the first has freed.
+        """
+        return set().union(*(_overlapping(ranges, names) for ranges in self._ranges))
 
     def refuse_lost(self, placement: Placement, *, reads: bool) -> None:
         """Refuse what the processed model seems to drop, in whole or in part.
@@ -84,8 +120,10 @@ class LoadingTrace:
             if before is None:
                 placed.used |= reads and placed.status is Status.NOT_ON_RANK
                 continue
-            placed.used |= before.used
-            gone = placed.status is Status.NOT_ON_RANK and before.status is not placed.status
+            placed.used |= any(one.used for one in before)
+            gone = placed.status is Status.NOT_ON_RANK and any(
+                one.status is not placed.status for one in before
+            )
             fewer = _elements(placed) < self._elements[name]
             if gone or (placed.status is Status.UNJUDGED and fewer):
                 placed.refuse(_REPLACED)
