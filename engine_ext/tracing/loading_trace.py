@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
 
 from engine_ext.model import StorageIndex
-from engine_ext.placement import Placed, Placement, Status, TensorSpec
+from engine_ext.placement import Placement, Status, TensorSpec
 from engine_ext.tracing.trace import LoadWeights, trace_placement
 
 _REPLACED = (
@@ -25,26 +25,40 @@ _REPLACED = (
 )
 
 
+@dataclass
+class _Loaded:
+    """One model as it was loaded.
+
+    Attributes:
+        ranges: addresses of every parameter and buffer, by name.
+        specs: every tensor of the checkpoint, in the engine's order; None if it was not traced.
+        placed: these, by name.
+        written: how many elements the loader writes of each to which live tensors.
+    """
+
+    ranges: dict[str, range]
+    specs: list[TensorSpec] | None = None
+    placed: Placement = field(default_factory=dict)
+    written: dict[str, Counter[str]] = field(default_factory=dict)
+
+
 class LoadingTrace:
     """What the loader does with each checkpoint tensor before post-load processing.
 
-    If the receiver's model is several that an engine loads one after the other, each is traced.
+    If the receiver's model consists of several, which the engine loads one after the other, each is
+    traced.
     """
 
     def __init__(self) -> None:
-        self._specs: dict[str, list[TensorSpec] | None] = {}  # by the model's path
-        self._placed: dict[str, list[Placed]] = {}
-        self._elements: Counter[str] = Counter()
-        # The addresses of every parameter and buffer of each model, by name.
-        self._ranges: list[dict[str, range]] = []
+        self._models: dict[str, _Loaded] = {}  # by path in the receiver's model
 
     @property
     def specs(self) -> list[TensorSpec] | None:
         """Every tensor of the checkpoint, in the engine's order; None if it was not traced."""
-        if not self._specs or None in self._specs.values():
+        found = [one.specs for one in self._models.values()]
+        if not found or None in found:
             return None
-        found = (spec for specs in self._specs.values() for spec in specs or ())
-        return list({spec.name: spec for spec in found}.values())
+        return list({spec.name: spec for specs in found for spec in specs or ()}.values())
 
     def trace(
         self,
@@ -65,28 +79,39 @@ class LoadingTrace:
             path: the model's in the receiver's model, if that consists of several.
             prefix: what the names of its checkpoint's tensors have before them there.
         """
-        if path in self._specs:
+        if path in self._models:
             return
-        self._specs[path] = None
-        self._ranges.append({f"{path}.{n}".lstrip("."): r for n, r in _ranges(model).items()})
+        loaded = self._models[path] = _Loaded(
+            {_join(path, n): r for n, r in _ranges(model).items()}
+        )
         if checkpoint is None or (refuse_while is not None and refuse_while(model)):
             return
         specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in checkpoint()]
-        for name, placed in trace_placement(
-            model, load_weights, specs, StorageIndex(model)
-        ).items():
-            self._elements[prefix + name] += _elements(placed)
-            self._placed.setdefault(prefix + name, []).append(placed)
+        placement = trace_placement(model, load_weights, specs, StorageIndex(model))
+        for name, placed in placement.items():
+            written = loaded.written[prefix + name] = Counter[str]()
+            for segment in placed.segments:
+                written[_join(path, segment.live.name)] += prod(segment.sizes)
             placed.segments = []  # they keep memory alive that processing may free
-        self._specs[path] = [replace(spec, name=prefix + spec.name) for spec in specs]
+            loaded.placed[prefix + name] = placed
+        loaded.specs = [replace(spec, name=prefix + spec.name) for spec in specs]
 
-    def forget(self, modules: Iterable[str]) -> None:
-        """Forget modules, given by path, that the engine has since replaced by others."""
+    def forget(self, modules: Iterable[str]) -> set[str]:
+        """Forget modules, given by path, that the engine has since replaced by others.
+
+        Returns:
+            The checkpoint tensors that their model's loader wrote to nothing but these modules.
+        """
         gone = tuple(f"{path}." for path in modules)
-        self._ranges = [
-            {name: one for name, one in ranges.items() if not name.startswith(gone)}
-            for ranges in self._ranges
-        ]
+        found = set()
+        for one in self._models.values():
+            one.ranges = {n: r for n, r in one.ranges.items() if not n.startswith(gone)}
+            for name, written in one.written.items():
+                if written and all(live.startswith(gone) for live in written):
+                    one.placed[name].status = Status.NOT_ON_RANK
+                    one.written[name] = Counter()
+                    found.add(name)
+        return found
 
     def sharing_changed(self, model: torch.nn.Module, traced: torch.nn.Module) -> dict[str, str]:
         """Return why parameters and buffers cannot be written alone, by each of their names.
@@ -94,7 +119,8 @@ class LoadingTrace:
         They share memory in the processed `model` that they did not share before, or they did, but
         do not in the model that is `traced` (`model` itself, or its twin).
         """
-        now, known = _ranges(model), {name for ranges in self._ranges for name in ranges}
+        known = {name for one in self._models.values() for name in one.ranges}
+        now = _ranges(model)
         let_share = _overlapping(now, known) - self._shared(now.keys())
         now = _ranges(traced)
         parted = self._shared(now.keys()) - _overlapping(now, known)
@@ -106,7 +132,8 @@ class LoadingTrace:
 
         Those of one model: the next one may get memory that processing of the first has freed.
         """
-        return set().union(*(_overlapping(ranges, names) for ranges in self._ranges))
+        found = (_overlapping(one.ranges, names) for one in self._models.values())
+        return set[tuple[str, str]]().union(*found)
 
     def refuse_lost(self, placement: Placement, *, reads: bool) -> None:
         """Refuse what the processed model seems to drop, in whole or in part.
@@ -115,18 +142,23 @@ class LoadingTrace:
         processing, too. If that is not known though the engine `reads` a checkpoint, it is refused
         unless another rank holds it. Without a checkpoint, an engine that repacks does not start.
         """
+        models = self._models.values()
         for name, placed in placement.items():
-            before = self._placed.get(name)
-            if before is None:
-                placed.used |= reads and placed.status is Status.NOT_ON_RANK
+            before = [one.placed[name] for one in models if name in one.placed]
+            absent = placed.status is Status.NOT_ON_RANK
+            if not before:
+                placed.used |= reads and absent
                 continue
             placed.used |= any(one.used for one in before)
-            gone = placed.status is Status.NOT_ON_RANK and any(
-                one.status is not placed.status for one in before
-            )
-            fewer = _elements(placed) < self._elements[name]
+            elements = sum(one.written[name].total() for one in models if name in one.written)
+            gone = absent and any(one.status is not Status.NOT_ON_RANK for one in before)
+            fewer = sum(prod(segment.sizes) for segment in placed.segments) < elements
             if gone or (placed.status is Status.UNJUDGED and fewer):
                 placed.refuse(_REPLACED)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _overlapping(ranges: Mapping[str, range], names: AbstractSet[str]) -> set[tuple[str, str]]:
@@ -139,10 +171,6 @@ def _overlapping(ranges: Mapping[str, range], names: AbstractSet[str]) -> set[tu
         found.update(pair for n, _ in open_ranges for pair in ((name, n), (n, name)))
         open_ranges.append((name, addresses))
     return found
-
-
-def _elements(placed: Placed) -> int:
-    return sum(prod(segment.sizes) for segment in placed.segments)
 
 
 def _ranges(model: torch.nn.Module) -> dict[str, range]:

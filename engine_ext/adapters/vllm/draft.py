@@ -23,7 +23,7 @@ DRAFT: Final = "draft"
 _T = TypeVar("_T")
 
 _NO_WEIGHTS: Final = ("ngram", "ngram_gpu", "suffix")
-_FOLLOWED: Final = ("draft_model",)
+_FOLLOWED: Final = ("draft_model", "eagle", "mtp")
 
 
 class TargetAndDraft(torch.nn.Module):
@@ -32,17 +32,22 @@ class TargetAndDraft(torch.nn.Module):
     Args:
         prefix: what the names of the draft model's tensors begin with; empty if they are names of
             the target's checkpoint.
+
+    Attributes:
+        dropped: names of the tensors that the draft model's loader is not given.
     """
 
     def __init__(self, target: torch.nn.Module, draft: torch.nn.Module, prefix: str) -> None:
         super().__init__()
         self.target, self.draft = target, draft
+        self.dropped: set[str] = set()
         self._prefix = prefix
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Give each tensor to the loader of its model; to both loaders if there is no prefix."""
         pairs, prefix = list(weights), self._prefix
-        of_draft = [(n.removeprefix(prefix), t) for n, t in pairs if n.startswith(prefix)]
+        kept = ((n, t) for n, t in pairs if n not in self.dropped)
+        of_draft = [(n.removeprefix(prefix), t) for n, t in kept if n.startswith(prefix)]
         of_target = [pair for pair in pairs if not (prefix and pair[0].startswith(prefix))]
         models: tuple[Any, ...] = (self.target, self.draft)
         for model, own in zip(models, (of_target, of_draft), strict=True):
@@ -54,6 +59,15 @@ class TargetAndDraft(torch.nn.Module):
         of_target = {id(module) for module in self.target.modules()}
         found = self.draft.named_modules(prefix=DRAFT, remove_duplicate=False)
         return [path for path, module in found if id(module) in of_target]
+
+    def always_shares(self) -> bool:
+        """Return whether what is shared does not depend on the weights.
+
+        vLLM lets an EAGLE head that has an embedding or output head of its own share the target's
+        while they are equal.
+        """
+        flags = ("has_own_embed_tokens", "has_own_lm_head")
+        return not any(getattr(self.draft, flag, False) for flag in flags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +114,8 @@ def parts(config: Any) -> list[Part]:
 def _unsupported(config: Any, speculative: Any) -> str:
     if speculative.method not in _FOLLOWED:
         return f"the method {speculative.method} is not tested"
+    if speculative.use_gemma4_mtp() or speculative.use_step3p5_mtp():
+        return "MTP layers of this architecture are not tested"
     if speculative.parallel_drafting:
         return "parallel drafting keeps what it computes from weights"
     if config.lora_config is not None:
@@ -148,7 +164,7 @@ def outside(modules: Iterable[str], found: Mapping[str, _T]) -> dict[str, _T]:
 @contextlib.contextmanager
 def around_load(runner: Any, hooks: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
     """Enter a context while a model runner's drafter loads its model, inside of this block."""
-    drafter = runner.drafter
+    drafter = getattr(runner, "drafter", None) or runner.speculator
     original = drafter.load_model
 
     def load_model(*args: Any, **kwargs: Any) -> None:

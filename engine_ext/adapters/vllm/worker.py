@@ -198,7 +198,9 @@ def build_receiver(
         models.append(_draft_model(worker, observed[1]))
         model = TargetAndDraft(model, models[1], observed[1].part.prefix)
         replaced = model.shared()
-        loading.forget(replaced)
+        lost = loading.forget(replaced)
+        if model.always_shares():  # then no engine uses them
+            model.dropped = lost
     repacks: dict[str, Repack] = {}
     refusals: dict[str, str] = {}
     for one in observed:
