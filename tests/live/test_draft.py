@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
-from tests.live.conftest import check_steps, fingerprint
+from tests.live.conftest import PROMPTS, check_steps, fingerprint
 
 DRAFT = "draft."
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
@@ -76,11 +76,16 @@ def counters(engine: EngineProcess) -> dict[str, float]:
 
 
 def seen_from(engine: EngineProcess) -> dict[str, Any]:
-    """All that `fingerprint` compares, and how many tokens were drafted and accepted."""
+    """All that `fingerprint` compares, and how many tokens were drafted and accepted.
+
+    The prompt of several blocks would find cached KV of older weights, the draft model's too.
+    """
     before = counters(engine)
     found = fingerprint(engine)
+    long = engine.complete(" ".join(PROMPTS * 4), max_tokens=12, temperature=0.0, logprobs=5)
     after = counters(engine)
-    return found | {"counters": {name: after[name] - before[name] for name in COUNTERS}}
+    counted = {name: after[name] - before[name] for name in COUNTERS}
+    return found | {"long": long["choices"][0]["logprobs"], "counters": counted}
 
 
 def accepted(seen: Mapping[str, Any]) -> float:
