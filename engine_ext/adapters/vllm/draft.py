@@ -15,6 +15,10 @@ from typing import Any, Final, TypeVar
 
 import torch
 
+from engine_ext import replicas
+from engine_ext.adapters.refusals import Refusal
+from engine_ext.adapters.vllm import refusals
+
 PREFIX: Final = "draft."
 # The places of both models in `TargetAndDraft`.
 TARGET: Final = "target"
@@ -98,12 +102,9 @@ def parts(config: Any) -> list[Part]:
     speculative, target = config.speculative_config, config.model_config
     if speculative is None or speculative.method in _NO_WEIGHTS:
         return [Part("", "", True, target, config.load_config)]
-    why_not = _unsupported(config, speculative)
-    if why_not:
-        raise RuntimeError(
-            "--enable-delta-updates does not work with this --speculative-config yet: "
-            f"{why_not}; the draft model's weights would stay as they are"
-        )
+    refusal = _unsupported(config, speculative)
+    if refusal is not None:
+        raise RuntimeError(refusal.message)
     first = Part(TARGET, "", True, target, config.load_config)
     draft = speculative.draft_model_config
     if (draft.model, draft.revision) == (target.model, target.revision):
@@ -111,20 +112,22 @@ def parts(config: Any) -> list[Part]:
     return [first, Part(DRAFT, PREFIX, True, draft, _load_config(config))]
 
 
-def _unsupported(config: Any, speculative: Any) -> str:
+def _unsupported(config: Any, speculative: Any) -> Refusal | None:
     if speculative.method not in _FOLLOWED:
-        return f"the method {speculative.method} is not tested"
+        return refusals.DRAFT_METHOD
     if speculative.use_gemma4_mtp() or speculative.use_step3p5_mtp():
-        return "MTP layers of this architecture are not tested"
+        return refusals.DRAFT_ARCHITECTURE
     if speculative.parallel_drafting:
-        return "parallel drafting keeps what it computes from weights"
-    if config.lora_config is not None:
-        return "it is not tested with --enable-lora"
-    if config.parallel_config.pipeline_parallel_size > 1:
-        return "it is not tested with --pipeline-parallel-size"
+        return refusals.DRAFT_IN_PARALLEL
     if speculative.draft_model_config.dtype != config.model_config.dtype:
-        return "the draft model has another dtype than the target"
-    return ""
+        return refusals.DRAFT_DTYPE
+    if config.lora_config is not None:
+        return refusals.DRAFT_WITH_LORA
+    if config.parallel_config.pipeline_parallel_size > 1:
+        return refusals.DRAFT_WITH_STAGES
+    if replicas.count() > 1:
+        return refusals.DRAFT_WITH_REPLICAS
+    return None
 
 
 def _load_config(config: Any) -> Any:

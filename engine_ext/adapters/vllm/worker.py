@@ -52,10 +52,7 @@ def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
         models = parts(config)
         reads = all(map(_reads, models))
         if len(models) > 1 and not reads:
-            raise RuntimeError(
-                "delta updates with a draft model need checkpoints to start from: the first full "
-                "sync after dummy weights would not reach the draft model"
-            )
+            raise RuntimeError(refusals.DRAFT_WITHOUT_CHECKPOINT.message)
         states = LoadingStates(chosen.shadow_bytes, moved_too=not reads)
         observed = [Observed(part, config, loading, states) for part in models]
         with contextlib.ExitStack() as hooks:
@@ -202,10 +199,10 @@ def build_receiver(
         if model.always_shares():  # then no engine uses them
             model.dropped = lost
     repacks: dict[str, Repack] = {}
-    refusals: dict[str, str] = {}
+    refused: dict[str, str] = {}
     for one in observed:
         repacks |= outside(replaced, one.by_path(one.learner.repacks))
-        refusals |= outside(replaced, one.by_path(one.learner.refusals))
+        refused |= outside(replaced, one.by_path(one.learner.refusals))
     loaded = LoadedModel(
         model=model,
         load_weights=_loader(model, config),
@@ -214,7 +211,7 @@ def build_receiver(
         reload=lambda w: type(worker).reload_weights(worker, weights_iterator=iter(w)),
         ranks=_ranks(parallel),
         repacks=repacks,
-        refusals={**refusals, **copied_on_first_use(model)},
+        refusals={**refused, **copied_on_first_use(model)},
         learned=all(one.learner.complete for one in observed),
         constants=lambda path, tensor: any(one.known(path, tensor) for one in observed),
         recomputations=recomputations(model, config),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
@@ -12,7 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from engine_ext.adapters.vllm import draft
+from engine_ext import replicas
+from engine_ext.adapters.refusals import Refusal
+from engine_ext.adapters.vllm import draft, refusals
 from engine_ext.adapters.vllm.draft import Part, TargetAndDraft
 from engine_ext.adapters.vllm.layerwise_reload import active_wrapper
 from engine_ext.model import StorageIndex
@@ -107,26 +110,29 @@ def test_the_targets_checkpoint_is_read_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "why"),
+    ("fields", "refusal"),
     [
-        ({"method": "medusa"}, "medusa is not tested"),
-        ({"method": "custom_class"}, "custom_class is not tested"),
-        ({"use_gemma4_mtp": lambda: True}, "this architecture"),
-        ({"parallel_drafting": True}, "parallel drafting"),
-        ({"lora_config": object()}, "--enable-lora"),
-        ({"stages": 2}, "--pipeline-parallel-size"),
+        ({"method": "medusa"}, refusals.DRAFT_METHOD),
+        ({"method": "custom_class"}, refusals.DRAFT_METHOD),
+        ({"use_gemma4_mtp": lambda: True}, refusals.DRAFT_ARCHITECTURE),
+        ({"use_step3p5_mtp": lambda: True}, refusals.DRAFT_ARCHITECTURE),
+        ({"parallel_drafting": True}, refusals.DRAFT_IN_PARALLEL),
+        ({"draft_model_config": SimpleNamespace(dtype=torch.float16)}, refusals.DRAFT_DTYPE),
+        ({"lora_config": object()}, refusals.DRAFT_WITH_LORA),
+        ({"stages": 2}, refusals.DRAFT_WITH_STAGES),
     ],
 )
-def test_what_is_not_known_to_be_reached_is_refused(fields: dict[str, Any], why: str) -> None:
-    with pytest.raises(RuntimeError, match=f"{why}.*weights would stay as they are"):
+def test_what_is_not_known_to_be_reached_is_refused(
+    fields: dict[str, Any], refusal: Refusal
+) -> None:
+    with pytest.raises(RuntimeError, match=re.escape(refusal.message)):
         draft.parts(config(**fields))
 
 
-def test_another_dtype_is_refused() -> None:
-    chosen = config()
-    chosen.speculative_config.draft_model_config.dtype = torch.float16
-    with pytest.raises(RuntimeError, match="another dtype"):
-        draft.parts(chosen)
+def test_replicas_with_draft_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "count", lambda: 2)
+    with pytest.raises(RuntimeError, match=re.escape(refusals.DRAFT_WITH_REPLICAS.message)):
+        draft.parts(config())
 
 
 PARTS = [Part("target", "", True, None, None), Part("draft", "draft.", True, None, None)]
