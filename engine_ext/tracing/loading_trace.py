@@ -7,14 +7,16 @@ reports no error. Processing may also let parameters share memory that were load
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
 
 from engine_ext.model import StorageIndex
-from engine_ext.placement import Placed, Placement, Status, TensorSpec
+from engine_ext.placement import Placement, Status, TensorSpec
 from engine_ext.tracing.trace import LoadWeights, trace_placement
 
 _REPLACED = (
@@ -23,18 +25,40 @@ _REPLACED = (
 )
 
 
+@dataclass
+class _Loaded:
+    """One model as it was loaded.
+
+    Attributes:
+        ranges: addresses of every parameter and buffer, by name.
+        specs: every tensor of the checkpoint, in the engine's order; None if it was not traced.
+        placed: these, by name.
+        written: how many elements the loader writes of each to which live tensors.
+    """
+
+    ranges: dict[str, range]
+    specs: list[TensorSpec] | None = None
+    placed: Placement = field(default_factory=dict)
+    written: dict[str, Counter[str]] = field(default_factory=dict)
+
+
 class LoadingTrace:
     """What the loader does with each checkpoint tensor before post-load processing.
 
-    Attributes:
-        specs: every tensor of the checkpoint, in the engine's order; None if it was not traced.
+    If the receiver's model consists of several, which the engine loads one after the other, each is
+    traced.
     """
 
     def __init__(self) -> None:
-        self.specs: list[TensorSpec] | None = None
-        self._placed: Placement = {}
-        self._elements: dict[str, int] = {}
-        self._ranges: dict[str, range] = {}  # addresses of every parameter and buffer
+        self._models: dict[str, _Loaded] = {}  # by path in the receiver's model
+
+    @property
+    def specs(self) -> list[TensorSpec] | None:
+        """Every tensor of the checkpoint, in the engine's order; None if it was not traced."""
+        found = [one.specs for one in self._models.values()]
+        if not found or None in found:
+            return None
+        return list({spec.name: spec for specs in found for spec in specs or ()}.values())
 
     def trace(
         self,
@@ -42,22 +66,52 @@ class LoadingTrace:
         load_weights: LoadWeights,
         checkpoint: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None,
         refuse_while: Callable[[torch.nn.Module], str | None] | None = None,
+        *,
+        path: str = "",
+        prefix: str = "",
     ) -> None:
         """Trace a model that is loaded, just before its post-load processing.
 
-        Arguments and errors are those of `trace_placement`. If there is no checkpoint, or while
-        `refuse_while` has a reason, the loader is not traced.
+        The other arguments and errors are those of `trace_placement`. If there is no checkpoint, or
+        while `refuse_while` has a reason, the loader is not traced.
+
+        Args:
+            path: the model's in the receiver's model, if that consists of several.
+            prefix: what the names of its checkpoint's tensors have before them there.
         """
-        if self._ranges:  # a draft model is loaded after the model
+        if path in self._models:
             return
-        self._ranges = _ranges(model)
+        loaded = self._models[path] = _Loaded(
+            {_join(path, n): r for n, r in _ranges(model).items()}
+        )
         if checkpoint is None or (refuse_while is not None and refuse_while(model)):
             return
-        self.specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in checkpoint()]
-        self._placed = trace_placement(model, load_weights, self.specs, StorageIndex(model))
-        self._elements = {name: _elements(placed) for name, placed in self._placed.items()}
-        for placed in self._placed.values():
+        specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in checkpoint()]
+        placement = trace_placement(model, load_weights, specs, StorageIndex(model))
+        for name, placed in placement.items():
+            written = loaded.written[prefix + name] = Counter[str]()
+            for segment in placed.segments:
+                written[_join(path, segment.live.name)] += prod(segment.sizes)
             placed.segments = []  # they keep memory alive that processing may free
+            loaded.placed[prefix + name] = placed
+        loaded.specs = [replace(spec, name=prefix + spec.name) for spec in specs]
+
+    def forget(self, modules: Iterable[str]) -> set[str]:
+        """Forget modules, given by path, that the engine has since replaced by others.
+
+        Returns:
+            The checkpoint tensors that their model's loader wrote to nothing but these modules.
+        """
+        gone = tuple(f"{path}." for path in modules)
+        found = set()
+        for one in self._models.values():
+            one.ranges = {n: r for n, r in one.ranges.items() if not n.startswith(gone)}
+            for name, written in one.written.items():
+                if written and all(live.startswith(gone) for live in written):
+                    one.placed[name].status = Status.NOT_ON_RANK
+                    one.written[name] = Counter()
+                    found.add(name)
+        return found
 
     def sharing_changed(self, model: torch.nn.Module, traced: torch.nn.Module) -> dict[str, str]:
         """Return why parameters and buffers cannot be written alone, by each of their names.
@@ -65,12 +119,21 @@ class LoadingTrace:
         They share memory in the processed `model` that they did not share before, or they did, but
         do not in the model that is `traced` (`model` itself, or its twin).
         """
-        now, known = _ranges(model), self._ranges.keys()
-        let_share = _overlapping(now, known) - _overlapping(self._ranges, now.keys())
+        known = {name for one in self._models.values() for name in one.ranges}
+        now = _ranges(model)
+        let_share = _overlapping(now, known) - self._shared(now.keys())
         now = _ranges(traced)
-        parted = _overlapping(self._ranges, now.keys()) - _overlapping(now, known)
+        parted = self._shared(now.keys()) - _overlapping(now, known)
         reasons = {n: f"post-load processing parted it from {o}" for n, o in parted}
         return reasons | {n: "post-load processing let it share memory" for n, _ in let_share}
+
+    def _shared(self, names: AbstractSet[str]) -> set[tuple[str, str]]:
+        """Return the pairs of `names` that shared memory before processing.
+
+        Those of one model: the next one may get memory that processing of the first has freed.
+        """
+        found = (_overlapping(one.ranges, names) for one in self._models.values())
+        return set[tuple[str, str]]().union(*found)
 
     def refuse_lost(self, placement: Placement, *, reads: bool) -> None:
         """Refuse what the processed model seems to drop, in whole or in part.
@@ -79,16 +142,23 @@ class LoadingTrace:
         processing, too. If that is not known though the engine `reads` a checkpoint, it is refused
         unless another rank holds it. Without a checkpoint, an engine that repacks does not start.
         """
+        models = self._models.values()
         for name, placed in placement.items():
-            before = self._placed.get(name)
-            if before is None:
-                placed.used |= reads and placed.status is Status.NOT_ON_RANK
+            before = [one.placed[name] for one in models if name in one.placed]
+            absent = placed.status is Status.NOT_ON_RANK
+            if not before:
+                placed.used |= reads and absent
                 continue
-            placed.used |= before.used
-            gone = placed.status is Status.NOT_ON_RANK and before.status is not placed.status
-            fewer = _elements(placed) < self._elements[name]
+            placed.used |= any(one.used for one in before)
+            elements = sum(one.written[name].total() for one in models if name in one.written)
+            gone = absent and any(one.status is not Status.NOT_ON_RANK for one in before)
+            fewer = sum(prod(segment.sizes) for segment in placed.segments) < elements
             if gone or (placed.status is Status.UNJUDGED and fewer):
                 placed.refuse(_REPLACED)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _overlapping(ranges: Mapping[str, range], names: AbstractSet[str]) -> set[tuple[str, str]]:
@@ -101,10 +171,6 @@ def _overlapping(ranges: Mapping[str, range], names: AbstractSet[str]) -> set[tu
         found.update(pair for n, _ in open_ranges for pair in ((name, n), (n, name)))
         open_ranges.append((name, addresses))
     return found
-
-
-def _elements(placed: Placed) -> int:
-    return sum(prod(segment.sizes) for segment in placed.segments)
 
 
 def _ranges(model: torch.nn.Module) -> dict[str, range]:

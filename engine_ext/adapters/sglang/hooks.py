@@ -18,7 +18,7 @@ from engine_ext import replicas, settings
 from engine_ext.adapters.refusals import refuse
 from engine_ext.adapters.sglang.features import require_supported_version
 from engine_ext.adapters.sglang.names import LOAD_FORMAT, NAME
-from engine_ext.adapters.sglang.refusals import ARGUMENTS
+from engine_ext.adapters.sglang.refusals import ARGUMENTS, DRAFT_MODEL
 
 # The modules of SGLang that the patches let import this one.
 _PATCHED = (
@@ -84,16 +84,18 @@ async def attach(app: Any, manager: Any) -> None:
 def load_model(runner: Any, load: Callable[[], None] | None = None) -> None:
     """Load a runner's model, and make its receiver if delta updates are enabled.
 
-    A draft model's runner gets none. The runner's own method loads the model if `load` is None.
+    The runner's own method loads the model if `load` is None.
 
     Raises:
-        RuntimeError: nothing can be certified. SGLang does not start then.
+        RuntimeError: nothing can be certified, or it is a draft model. SGLang does not start then.
     """
     load = load or runner.load_model
     chosen = settings.from_environment()
-    if chosen is None or runner.is_draft_worker:
+    if chosen is None:
         load()
         return
+    if runner.is_draft_worker:
+        raise RuntimeError(DRAFT_MODEL.message)
     from engine_ext.adapters.sglang.scheduler import attach_receiver
 
     _log_as_sglang()

@@ -20,7 +20,14 @@ _ORDER: Final = "replicas must get calls in the same order"
 _NO_REPLICAS: Final = "its ranks are no replicas of one another"
 _LORA: Final = "LoRA layers rename the weights"
 
+DRAFT_MODEL: Final = Refusal(
+    "--speculative-algorithm other than NGRAM",
+    "the draft model's weights would stay as they are",
+    (Condition("speculative_algorithm", lambda v: str(v or "ngram").lower() != "ngram", "EAGLE"),),
+)
+
 ARGUMENTS: Final = (
+    DRAFT_MODEL,
     Refusal("DP attention", _NO_REPLICAS, (enabled("enable_dp_attention"),)),
     Refusal("--attn-dp-size above 1", _NO_REPLICAS, (above_one("attn_dp_size"),)),
     Refusal(

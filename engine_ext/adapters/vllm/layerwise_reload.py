@@ -18,9 +18,9 @@ def active_wrapper(model: torch.nn.Module) -> str | None:
     """Return why this model's loader cannot be traced or used now, or None if it can."""
     from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
-    if getattr(model, "_do_torchao_reload", False):
-        return "its loader quantises with torchao what it is given"
     for path, module in model.named_modules():
+        if getattr(module, "_do_torchao_reload", False):
+            return "its loader quantises with torchao what it is given"
         info = LAYERWISE_INFO.get(module)
         if info is not None and info.can_load():
             return f"{path or 'the model'} is being reloaded layer by layer, or quantised online"

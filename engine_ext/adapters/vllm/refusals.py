@@ -79,4 +79,36 @@ LORA_WITH_DEFERRED_ATTENTION: Final = Refusal(
     "--enable-lora for a model with MLA",
     "attention keeps what it computes from layers that adapters change",
 )
-LOADED: Final = (EXPERTS_OF_REPLICAS, LORA_WITH_DEFERRED_ATTENTION)
+_DRAFT: Final = "the draft model's weights would stay as they are"
+DRAFT_METHOD: Final = Refusal(
+    "another method of --speculative-config than draft_model, eagle, mtp, ngram and suffix", _DRAFT
+)
+DRAFT_ARCHITECTURE: Final = Refusal("MTP layers of Gemma 4 and Step 3.5", _DRAFT)
+DRAFT_IN_PARALLEL: Final = Refusal(
+    "parallel drafting", "what the drafter computes from weights would stay as it is"
+)
+DRAFT_DTYPE: Final = Refusal(
+    "a draft model of another dtype than the target's", "its processing is not repeated exactly"
+)
+DRAFT_WITH_LORA: Final = Refusal("a draft model and --enable-lora", "they are not tested together")
+DRAFT_WITH_STAGES: Final = Refusal(
+    "a draft model and --pipeline-parallel-size above 1", "only the last stage has the draft model"
+)
+DRAFT_WITH_REPLICAS: Final = Refusal(
+    "a draft model and --data-parallel-size above 1", "they are not tested together"
+)
+DRAFT_WITHOUT_CHECKPOINT: Final = Refusal(
+    "a draft model and dummy weights", "the first full sync would not reach the draft model"
+)
+LOADED: Final = (
+    EXPERTS_OF_REPLICAS,
+    LORA_WITH_DEFERRED_ATTENTION,
+    DRAFT_METHOD,
+    DRAFT_ARCHITECTURE,
+    DRAFT_IN_PARALLEL,
+    DRAFT_DTYPE,
+    DRAFT_WITH_LORA,
+    DRAFT_WITH_STAGES,
+    DRAFT_WITH_REPLICAS,
+    DRAFT_WITHOUT_CHECKPOINT,
+)

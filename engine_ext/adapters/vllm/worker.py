@@ -6,13 +6,14 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
 from engine_ext import settings
 from engine_ext.adapters.vllm import refusals
+from engine_ext.adapters.vllm.draft import Part, TargetAndDraft, around_load, outside, parts, read
 from engine_ext.adapters.vllm.features import weight_changes
 from engine_ext.adapters.vllm.layerwise_reload import active_wrapper
 from engine_ext.adapters.vllm.lora import without_lora
@@ -26,12 +27,14 @@ from engine_ext.adapters.vllm.postload import (
     repack_learner,
 )
 from engine_ext.model import ConstantsWatch
+from engine_ext.placement import Repack
 from engine_ext.ranks import GroupRanks, Ranks
 from engine_ext.rebuild import LoadingStates, make_twin
 from engine_ext.receiver import LoadedModel, Rebuilding, Receiver, make_receiver
-from engine_ext.repacks import RepackLearner
 from engine_ext.replicas import among_replicas
 from engine_ext.tracing import LoadingTrace, LoadWeights
+
+_T = TypeVar("_T")
 
 
 def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
@@ -40,29 +43,27 @@ def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
     The worker also gets the methods that the front end calls by name: `delta_updates`, and
     `delta_buffer_checksums` for tests of the engine's state. Call it at the end of its constructor.
     """
-    from vllm.model_executor.model_loader import base_loader
-
     original_load, sleep_now, wake_up_now = worker.load_model, worker.sleep, worker.wake_up
     discarded: list[int] = []
 
     def load_model(*args: Any, **kwargs: Any) -> None:
         if chosen.keep_plain:
             _keep_checkpoint_layout()
-        watch = ConstantsWatch(base_loader, "initialize_model")
-        loading, reads = LoadingTrace(), _reads(worker.vllm_config)
+        config, loading = worker.vllm_config, LoadingTrace()
+        models = parts(config)
+        reads = all(map(_reads, models))
+        if len(models) > 1 and not reads:
+            raise RuntimeError(refusals.DRAFT_WITHOUT_CHECKPOINT.message)
         states = LoadingStates(chosen.shadow_bytes, moved_too=not reads)
-
-        def trace(model: torch.nn.Module) -> None:
-            config, twin = worker.vllm_config, make_twin(model, states.states)
-            loading.trace(twin, _loader(twin, config), _reader(model, config), active_wrapper)
-
+        observed = [Observed(part, config, loading, states) for part in models]
         with contextlib.ExitStack() as hooks:
             hooks.enter_context(online_processing(states.keep))
             hooks.enter_context(constants_kept())
-            learner = hooks.enter_context(repack_learner(trace, states))
-            constants = hooks.enter_context(watch)
+            hooks.enter_context(observed[0])
+            for draft in observed[1:]:
+                hooks.enter_context(around_load(worker.model_runner, draft))
             original_load(*args, **kwargs)
-        worker.delta_receiver = build_receiver(worker, chosen, learner, constants, loading, states)
+        worker.delta_receiver = build_receiver(worker, chosen, observed, loading, states)
 
     def sleep(level: int = 1) -> None:
         worker.delta_receiver.weights_released()
@@ -121,17 +122,62 @@ def _keep_checkpoint_layout() -> None:
     utils.check_cpu_sgl_kernel = check_cpu_sgl_kernel
 
 
+class Observed:
+    """Context manager in which a worker loads one model.
+
+    Attributes:
+        model: as it was loaded, once it is; None before.
+        learner, constants: of its loading.
+    """
+
+    def __init__(
+        self, part: Part, config: Any, loading: LoadingTrace, states: LoadingStates
+    ) -> None:
+        from vllm.model_executor.model_loader import base_loader
+
+        self.part = part
+        self.model: torch.nn.Module | None = None
+        self.learner = repack_learner(self._trace, states)
+        self.constants = ConstantsWatch(base_loader, "initialize_model")
+        self._config, self._loading, self._states = config, loading, states
+        self._hooks = contextlib.ExitStack()
+
+    def __enter__(self) -> Observed:
+        self._hooks.enter_context(self.learner)
+        self._hooks.enter_context(self.constants)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.close()
+
+    def _trace(self, model: torch.nn.Module) -> None:
+        """Trace the loader of the model, which is not processed yet."""
+        self.model, part = model, self.part
+        inside = {id(module) for module in model.modules()}
+        twin = make_twin(model, [s for s in self._states.states if id(s.module) in inside])
+        reader = functools.partial(checkpoint, model, part) if _reads(part) else None
+        load = _loader(twin, self._config)
+        self._loading.trace(twin, load, reader, active_wrapper, path=part.path, prefix=part.prefix)
+
+    def by_path(self, found: Mapping[str, _T]) -> dict[str, _T]:
+        """Return what was found on the model by the paths of the receiver's model."""
+        return {f"{self.part.path}.{name}".lstrip("."): one for name, one in found.items()}
+
+    def known(self, path: str, tensor: torch.Tensor) -> bool:
+        """Return `ConstantsWatch.known`, by the path in the receiver's model."""
+        return self.constants.known(path.removeprefix(f"{self.part.path}."), tensor)
+
+
 def build_receiver(
     worker: Any,
     chosen: settings.Settings,
-    learner: RepackLearner,
-    constants: ConstantsWatch,
+    observed: Sequence[Observed],
     loading: LoadingTrace,
     states: LoadingStates,
 ) -> Receiver:
     """Trace and certify a worker's model and make its receiver.
 
-    The worker has loaded its model, observed by `learner`, `constants` and `loading`, and has no KV
+    The worker has loaded its model, and its draft model if it has one, as `observed`, and has no KV
     cache yet.
 
     Raises:
@@ -145,17 +191,30 @@ def build_receiver(
     model = worker.model_runner.get_model()
     if config.lora_config is not None:
         model = without_lora(model)
+    models, replaced = [model], list[str]()
+    if len(observed) > 1:
+        models.append(_draft_model(worker, observed[1]))
+        model = TargetAndDraft(model, models[1], observed[1].part.prefix)
+        replaced = model.shared()
+        lost = loading.forget(replaced)
+        if model.always_shares():  # then no engine uses them
+            model.dropped = lost
+    repacks: dict[str, Repack] = {}
+    refused: dict[str, str] = {}
+    for one in observed:
+        repacks |= outside(replaced, one.by_path(one.learner.repacks))
+        refused |= outside(replaced, one.by_path(one.learner.refusals))
     loaded = LoadedModel(
         model=model,
         load_weights=_loader(model, config),
-        checkpoint=_reader(model, config),
+        checkpoint=_reader([one.part for one in observed], models),
         # The class's method: the worker's own is wrapped by `_reporting`.
         reload=lambda w: type(worker).reload_weights(worker, weights_iterator=iter(w)),
         ranks=_ranks(parallel),
-        repacks=learner.repacks,
-        refusals={**learner.refusals, **copied_on_first_use(model)},
-        learned=learner.complete,
-        constants=constants.known,
+        repacks=repacks,
+        refusals={**refused, **copied_on_first_use(model)},
+        learned=all(one.learner.complete for one in observed),
+        constants=lambda path, tensor: any(one.known(path, tensor) for one in observed),
         recomputations=recomputations(model, config),
         refuse_while=active_wrapper,
         loading=loading,
@@ -167,6 +226,13 @@ def build_receiver(
         ),
     )
     return make_receiver(loaded, chosen)
+
+
+def _draft_model(worker: Any, observed: Observed) -> torch.nn.Module:
+    model: torch.nn.Module = worker.get_draft_model()
+    if model is not observed.model:
+        raise RuntimeError("delta updates: vLLM did not load its draft model as it usually does")
+    return model
 
 
 def _ranks(parallel: Any) -> Ranks:
@@ -184,14 +250,19 @@ def _ranks(parallel: Any) -> Ranks:
 
 
 def _reader(
-    model: torch.nn.Module, config: Any
+    parts: Sequence[Part], models: Sequence[torch.nn.Module]
 ) -> Callable[[], Iterable[tuple[str, torch.Tensor]]] | None:
-    """Return what reads the loaded checkpoint, or None if there is none."""
-    return functools.partial(checkpoint, model, config) if _reads(config) else None
+    """Return what reads the loaded checkpoints, or None if there is none."""
+    if not all(map(_reads, parts)):
+        return None
+    return lambda: read(parts, [checkpoint(*one) for one in zip(models, parts, strict=True)])
 
 
 def _reads(config: Any) -> bool:
-    """Return whether the load format reads a checkpoint's tensors one by one."""
+    """Return whether the load format reads a checkpoint's tensors one by one.
+
+    Takes a `Part`, or a configuration of vLLM.
+    """
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -199,7 +270,11 @@ def _reads(config: Any) -> bool:
 
 
 def checkpoint(model: torch.nn.Module, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the checkpoint's tensors as vLLM's own loader reads them, on the CPU."""
+    """Yield a checkpoint's tensors as vLLM's own loader reads them, on the CPU.
+
+    Args:
+        config: a `Part`, or a configuration of vLLM.
+    """
     from vllm.model_executor.model_loader import get_model_loader
 
     loader: Any = get_model_loader(dataclasses.replace(config.load_config, use_tqdm_on_load=False))
@@ -218,12 +293,19 @@ def _loader(model: Any, config: Any) -> LoadWeights:
 
 
 def buffer_checksums(worker: Any) -> dict[str, str]:
-    """Return the SHA-256 of every registered buffer, by replica, rank and name."""
+    """Return the SHA-256 of what vLLM's weight checksums leave out, by replica, rank and name.
+
+    That is every registered buffer, and what the draft model has.
+    """
+    draft = worker.get_draft_model()
     prefix = f"dp{worker.parallel_config.data_parallel_index}:rank{worker.rank}:"
+    found = list(worker.model_runner.get_model().named_buffers())
+    if draft is not None:
+        found += [(f"draft.{n}", t) for n, t in (*draft.named_parameters(), *draft.named_buffers())]
     return {
         prefix + name: hashlib.sha256(
-            buffer.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         ).hexdigest()
-        for name, buffer in worker.model_runner.get_model().named_buffers()
-        if buffer.numel() and not buffer.is_meta
+        for name, tensor in found
+        if tensor.numel() and not tensor.is_meta
     }

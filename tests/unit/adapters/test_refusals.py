@@ -51,6 +51,7 @@ def test_an_ordinary_command_line_is_taken(engine: str) -> None:
         "weight_cache_mode": "off",
         "elastic_ep_backend": "none",
         "load_format": "auto",
+        "speculative_algorithm": "NGRAM",
         "patched": True,
     }
     assert first(argparse.Namespace(**ordinary), ARGUMENTS[engine]) is None

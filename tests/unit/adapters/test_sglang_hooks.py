@@ -37,13 +37,13 @@ def test_nothing_happens_where_nobody_asks() -> None:
     assert loaded == ["model"]
 
 
-def test_a_draft_model_gets_no_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_model_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(settings.ENVIRONMENT, "{}")
     loaded: list[str] = []
     runner = SimpleNamespace(is_draft_worker=True, load_model=lambda: loaded.append("draft"))
-    hooks.load_model(runner)
-    assert loaded == ["draft"]
-    assert not hasattr(runner, "delta_receiver")
+    with pytest.raises(RuntimeError, match="would stay as they are"):
+        hooks.load_model(runner)
+    assert loaded == []
 
 
 def test_a_call_and_its_reply() -> None:

@@ -144,3 +144,20 @@ def test_the_specs_are_the_checkpoints_and_no_memory_is_kept() -> None:
     model.after_loading()
     gc.collect()
     assert alive() is None
+
+
+def test_memory_that_processing_frees_is_not_shared_with_the_next_model() -> None:
+    """vLLM loads a draft model after the target, and it may get the target's old addresses."""
+    target, loading = PackedAway(), LoadingTrace()
+    tensors = checkpoint(PackedAway)
+    loading.trace(target, target.load_weights, tensors.items, path="target")
+    old = target.weight
+    target.weight = torch.nn.Parameter(torch.empty_like(old), requires_grad=False)
+    draft = PackedAway()
+    draft.weight = old
+    loading.trace(draft, draft.load_weights, tensors.items, path="draft", prefix="draft.")
+    both = torch.nn.ModuleDict({"target": target, "draft": draft})
+    assert loading.sharing_changed(both, both) == {}
+    names = [name for prefix in ("", "draft.") for name in (prefix + n for n in PackedAway.shapes)]
+    assert loading.specs is not None
+    assert [spec.name for spec in loading.specs] == names
