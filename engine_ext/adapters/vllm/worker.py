@@ -14,6 +14,7 @@ import torch
 from engine_ext import settings
 from engine_ext.adapters.vllm.layerwise_reload import active_wrapper
 from engine_ext.adapters.vllm.lora import without_lora
+from engine_ext.adapters.vllm.lora_adapters import LoadedAdapters
 from engine_ext.adapters.vllm.postload import (
     constants_kept,
     copied_on_first_use,
@@ -26,7 +27,13 @@ from engine_ext.adapters.vllm.postload import (
 from engine_ext.model import ConstantsWatch
 from engine_ext.ranks import GroupRanks, Ranks
 from engine_ext.rebuild import LoadingStates, make_twin
-from engine_ext.receiver import LoadedModel, Rebuilding, Receiver, make_receiver
+from engine_ext.receiver import (
+    AdapterReceivers,
+    LoadedModel,
+    Rebuilding,
+    Receiver,
+    make_receiver,
+)
 from engine_ext.repacks import RepackLearner
 from engine_ext.replicas import among_replicas
 from engine_ext.tracing import LoadingTrace, LoadWeights
@@ -126,8 +133,8 @@ def build_receiver(
     constants: ConstantsWatch,
     loading: LoadingTrace,
     states: LoadingStates,
-) -> Receiver:
-    """Trace and certify a worker's model and make its receiver.
+) -> Receiver | AdapterReceivers:
+    """Trace and certify a worker's model and make its receiver, and what makes its adapters'.
 
     The worker has loaded its model, observed by `learner`, `constants` and `loading`, and has no KV
     cache yet.
@@ -164,7 +171,11 @@ def build_receiver(
             probe=probe,
         ),
     )
-    return make_receiver(loaded, chosen)
+    receiver = make_receiver(loaded, chosen)
+    if config.lora_config is None:
+        return receiver
+    adapters = LoadedAdapters(worker.model_runner.lora_manager)
+    return AdapterReceivers(receiver, adapters, loaded.ranks, chosen)
 
 
 def _ranks(parallel: Any) -> Ranks:
@@ -219,12 +230,20 @@ def _loader(model: Any, config: Any) -> LoadWeights:
 
 
 def buffer_checksums(worker: Any) -> dict[str, str]:
-    """Return the SHA-256 of every registered buffer, keyed like vLLM's weight checksums."""
-    prefix = worker._weight_checksum_prefix()
+    """Return the SHA-256 of every registered buffer, keyed like vLLM's weight checksums.
+
+    Also of the slots of LoRA adapters, which vLLM does not register.
+    """
+    prefix, model = worker._weight_checksum_prefix(), worker.model_runner.get_model()
+    buffers = dict(model.named_buffers())
+    for path, module in model.named_modules():
+        for slots in ("lora_a_stacked", "lora_b_stacked"):
+            for number, tensor in enumerate(vars(module).get(slots, ())):
+                buffers[f"{path}.{slots}.{number}"] = tensor
     return {
         prefix + name: hashlib.sha256(
             buffer.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         ).hexdigest()
-        for name, buffer in worker.model_runner.get_model().named_buffers()
+        for name, buffer in buffers.items()
         if buffer.numel() and not buffer.is_meta
     }
