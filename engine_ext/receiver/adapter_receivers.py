@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 import torch
@@ -61,6 +61,9 @@ class AdapterStores(Protocol):
     def loaded(self) -> Sequence[AdapterStore]:
         """Return the store of every adapter that is loaded."""
 
+    def unload(self, name: str) -> None:
+        """Find an adapter no more. Requests that are running may still need its store."""
+
 
 class AdapterReceivers:
     """One rank's receivers: the model's, and one for each adapter.
@@ -109,6 +112,8 @@ class AdapterReceivers:
             Conflict: the ranks have different tensors of the adapter.
             EngineUncertain: an earlier write, of something else, has failed half-way.
         """
+        if isinstance(request, ops.UnloadAdapter):
+            return cast(ops.ReplyT, self.unload_adapter(request))
         receiver = self._model
         if request.adapter is not None:
             receiver = self._receiver(request.adapter)
@@ -116,6 +121,13 @@ class AdapterReceivers:
             together(self._ranks, lambda: self._check_others(receiver))
         reply = receiver.execute(msgspec.structs.replace(request, adapter=None))
         return self._completed(request, reply)
+
+    def unload_adapter(self, request: ops.UnloadAdapter) -> ops.Reply:
+        """Take no more syncs for an adapter, unless one must heal it."""
+        for store in self._stores.loaded():
+            if store.name == request.adapter and not (store.receiver and store.receiver.uncertain):
+                self._stores.unload(store.name)
+        return ops.Reply()
 
     def _all(self) -> list[Receiver]:
         stores = self._stores.loaded()

@@ -117,7 +117,7 @@ class RolledBack(Written, frozen=True, kw_only=True):
 
 
 class LoadedAdapter(Reply, frozen=True, kw_only=True):
-    """A LoRA adapter that the engine has loaded; the digest is None before anything asked for it."""
+    """A LoRA adapter that the engine has loaded; no digest before a request has named it."""
 
     name: str
     version: int
@@ -324,6 +324,10 @@ class RecordSync(Operation[SyncRecord], frozen=True, kw_only=True, tag="record")
 
 class GetHistory(Operation[History], frozen=True, tag="history"):
     """List the last syncs."""
+
+
+class UnloadAdapter(Operation[Reply], frozen=True, tag="unload_adapter"):
+    """Learn that requests cannot name the adapter any more."""
 
 
 # The operations above; an adapter may define more for itself.

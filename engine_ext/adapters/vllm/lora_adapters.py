@@ -46,7 +46,7 @@ class LoadedAdapters:
         self._adapters: dict[int, _Adapter] = {}  # by vLLM's id
         self._requests: dict[str, Any] = {}  # the last one that has loaded an adapter, by name
         # What the constructor of vLLM's class was given last, and that call with other tensors.
-        self._given: tuple[Tensors, Callable[[Tensors], Any]] | None = None
+        self._given: list[tuple[Tensors, Callable[[Tensors], Any]]] = []
         manager._lora_model_cls = self._observed(manager._lora_model_cls)
         manager._load_adapter, manager._apply_adapters = self._load_adapter, self._apply_adapters
         manager.remove_adapter = self._remove_adapter
@@ -91,12 +91,11 @@ class LoadedAdapters:
         number: int = request.lora_int_id
         if self._is_synced(request) and not request.load_inplace:
             return self._adapters[number].make()
-        self._given = None
+        self._given.clear()
         model = self._load(request)
-        given, self._given = self._given, None
-        if given is None:
+        if not self._given:
             raise RuntimeError("vLLM has loaded an adapter in a way that delta updates do not know")
-        self._keep(request, *given)
+        self._keep(request, *self._given.pop())
         # A folder that was never synced can be read again.
         cached = {number, *self._manager.list_adapters()}
         kept = self._adapters.items()
@@ -104,14 +103,14 @@ class LoadedAdapters:
         return model
 
     def _apply_adapters(self, requests: Any) -> Any:
-        """Activate the adapters of a batch."""
-        return self._apply(
-            {
-                msgspec.structs.replace(one, load_inplace=False) if self._is_synced(one) else one
-                for one in requests
-                if one
-            }
-        )
+        """Activate the adapters of a batch, whose requests repeat how they were once loaded."""
+
+        def settled(request: Any) -> Any:
+            if request and request.load_inplace and self._is_synced(request):
+                return msgspec.structs.replace(request, load_inplace=False)
+            return request
+
+        return self._apply({settled(request) for request in requests})
 
     def _remove_adapter(self, number: int) -> Any:
         self._adapters.pop(number, None)
@@ -131,7 +130,7 @@ class LoadedAdapters:
             with torch.inference_mode(False):
                 kept = {n: t.detach().to("cpu", copy=True) for n, t in tensors.items()}
                 kept = {name: tensor.contiguous() for name, tensor in kept.items()}
-            self._given = kept, make
+            self._given = [(kept, make)]
             return make(tensors)
 
         return type(base.__name__, (base,), {"from_lora_tensors": classmethod(from_lora_tensors)})
@@ -143,7 +142,8 @@ class LoadedAdapters:
         adapter = self._adapters.get(request.lora_int_id)
         if adapter is None or adapter.store.receiver is None:
             return False
-        return adapter.store.name == request.lora_name
+        name: str = request.lora_name
+        return adapter.store.name == name
 
     def _keep(self, request: Any, tensors: Tensors, load: Callable[[Tensors], Any]) -> None:
         number: int = request.lora_int_id
