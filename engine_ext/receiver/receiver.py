@@ -112,7 +112,7 @@ class Receiver:
         """
         if request.adapter is not None:
             raise AdapterNotLoaded(
-                f"adapter {request.adapter}: this engine serves no LoRA adapters that can be updated",
+                f"adapter {request.adapter}: this engine takes no updates of LoRA adapters",
                 adapter=request.adapter,
             )
         reply: ops.ReplyT = getattr(self, request.name)(request)
