@@ -123,10 +123,11 @@ class AdapterReceivers:
         return self._completed(request, reply)
 
     def unload_adapter(self, request: ops.UnloadAdapter) -> ops.Reply:
-        """Take no more syncs for an adapter, unless one must heal it."""
-        for store in self._stores.loaded():
-            if store.name == request.adapter and not (store.receiver and store.receiver.uncertain):
-                self._stores.unload(store.name)
+        """Take no more syncs for an adapter, unless one must heal it on some rank."""
+        receivers = [s.receiver for s in self._stores.loaded() if s.name == request.adapter]
+        uncertain = any(receiver and receiver.uncertain for receiver in receivers)
+        if request.adapter is not None and not any(self._ranks.all_gather(uncertain)):
+            self._stores.unload(request.adapter)
         return ops.Reply()
 
     def _all(self) -> list[Receiver]:

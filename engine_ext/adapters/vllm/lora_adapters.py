@@ -43,7 +43,7 @@ class LoadedAdapters:
         self._manager = manager
         self._load, self._apply = manager._load_adapter, manager._apply_adapters
         self._remove = manager.remove_adapter
-        self._adapters: dict[int, _Adapter] = {}  # by vLLM's id
+        self._adapters: dict[tuple[int, str], _Adapter] = {}  # by vLLM's id, and by name
         self._requests: dict[str, Any] = {}  # the last one that has loaded an adapter, by name
         # What the constructor of vLLM's class was given last, and that call with other tensors.
         self._given: list[tuple[Tensors, Callable[[Tensors], Any]]] = []
@@ -62,24 +62,31 @@ class LoadedAdapters:
         request = self._requests.get(name)
         if request is None:
             raise AdapterNotLoaded(f"no adapter {name} is loaded", adapter=name)
+        others = {n for i, n in self._adapters if i == request.lora_int_id} - {name}
+        if others:  # several HTTP processes have numbered their adapters, each by itself
+            raise AdapterNotLoaded(
+                f"adapter {name} cannot be updated: vLLM mistakes it for {', '.join(others)}, "
+                f"which has the same lora_int_id {request.lora_int_id}",
+                adapter=name,
+            )
         if self._manager._adapter_manager.moe_ep_load_spec is not None:
             raise AdapterNotLoaded(
                 f"adapter {name} cannot be updated: with expert parallelism, each rank loads other "
                 "tensors of it",
                 adapter=name,
             )
-        if request.lora_int_id not in self._adapters:
+        if _key(request) not in self._adapters:
             try:
                 self._load_adapter(request)
             except Exception as error:
                 why = f"adapter {name} has left vLLM's cache, and cannot be read again: {error}"
                 raise AdapterNotLoaded(why, adapter=name) from error
-        return self._adapters[request.lora_int_id].store
+        return self._adapters[_key(request)].store
 
     def loaded(self) -> Sequence[AdapterStore]:
         """Return the stores of the adapters that have names."""
-        ids = [request.lora_int_id for request in self._requests.values()]
-        return [self._adapters[number].store for number in ids if number in self._adapters]
+        found = map(self._adapters.get, map(_key, self._requests.values()))
+        return [adapter.store for adapter in found if adapter is not None]
 
     def unload(self, name: str) -> None:
         """Take no more syncs for an adapter. Requests that are running may still need its store."""
@@ -88,18 +95,17 @@ class LoadedAdapters:
     # In place of vLLM's methods ---------------------------------------------------------------
 
     def _load_adapter(self, request: Any) -> Any:
-        number: int = request.lora_int_id
         if self._is_synced(request) and not request.load_inplace:
-            return self._adapters[number].make()
+            return self._adapters[_key(request)].make()
         self._given.clear()
         model = self._load(request)
         if not self._given:
             raise RuntimeError("vLLM has loaded an adapter in a way that delta updates do not know")
         self._keep(request, *self._given.pop())
         # A folder that was never synced can be read again.
-        cached = {number, *self._manager.list_adapters()}
+        cached = {request.lora_int_id, *self._manager.list_adapters()}
         kept = self._adapters.items()
-        self._adapters = {n: a for n, a in kept if n in cached or a.store.receiver is not None}
+        self._adapters = {k: a for k, a in kept if k[0] in cached or a.store.receiver is not None}
         return model
 
     def _apply_adapters(self, requests: Any) -> Any:
@@ -113,7 +119,7 @@ class LoadedAdapters:
         return self._apply({settled(request) for request in requests})
 
     def _remove_adapter(self, number: int) -> Any:
-        self._adapters.pop(number, None)
+        self._adapters = {key: a for key, a in self._adapters.items() if key[0] != number}
         self._requests = {n: r for n, r in self._requests.items() if r.lora_int_id != number}
         return self._remove(number)
 
@@ -139,11 +145,8 @@ class LoadedAdapters:
 
     def _is_synced(self, request: Any) -> bool:
         """Return whether a request is for an adapter whose store counts, not its folder."""
-        adapter = self._adapters.get(request.lora_int_id)
-        if adapter is None or adapter.store.receiver is None:
-            return False
-        name: str = request.lora_name
-        return adapter.store.name == name
+        adapter = self._adapters.get(_key(request))
+        return adapter is not None and adapter.store.receiver is not None
 
     def _keep(self, request: Any, tensors: Tensors, load: Callable[[Tensors], Any]) -> None:
         number: int = request.lora_int_id
@@ -154,7 +157,7 @@ class LoadedAdapters:
             return model
 
         store = AdapterStore(request.lora_name, tensors, lambda: self._install(number, make))
-        self._adapters[number] = _Adapter(store, make)
+        self._adapters[_key(request)] = _Adapter(store, make)
         self._requests[request.lora_name] = request
 
     def _install(self, number: int, make: Callable[[], Any]) -> None:
@@ -177,3 +180,7 @@ class LoadedAdapters:
                 cache.activate_adapter(number)
             if is_pinned:
                 cache.pin_adapter(number)
+
+
+def _key(request: Any) -> tuple[int, str]:
+    return request.lora_int_id, request.lora_name
