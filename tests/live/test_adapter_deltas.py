@@ -61,7 +61,7 @@ def adapters(engine: EngineProcess) -> dict[str, tuple[int, str | None]]:
 
 def check_refusals(engine: EngineProcess, tensors: Tensors) -> None:
     """An adapter, a tensor or a base that the engine does not have is refused by name."""
-    before, version = seen_from(engine), adapters(engine)[ADAPTER][0]
+    version = adapters(engine)[ADAPTER][0]
     name, tensor = next(iter(tensors.items()))
     changed = trained(tensors, 0)[name]
     numbered = {"current_version": version + 1, "base_version": version}
@@ -82,7 +82,6 @@ def check_refusals(engine: EngineProcess, tensors: Tensors) -> None:
         error = answer.json()["error"]
         assert (answer.status_code, error["type"]) == (status, kind), error
         assert (named in error["message"], error["engine_state"]) == (True, "unchanged")
-    assert seen_from(engine) == before
 
 
 @pytest.mark.parametrize(
@@ -114,6 +113,7 @@ def test_an_adapter_follows_a_sender(
     assert (engine.weight_version(), adapters(engine)[ADAPTER]) == ("1", version)
     check_refusals(engine, steps[-1])
     last = seen_from(engine)
+    assert first["parameters"] != last["parameters"]
     engine.stop()
     folder = save_adapter(adapter, tmp_path / "target_adapter", steps[-1])
     moved = tiny_models.save_checkpoint(base, tmp_path / "target", target)
