@@ -19,6 +19,7 @@ answered with and the state the engine is in afterwards; a subclass inherits bot
     ├── TooLarge               413  body or declared size over a limit
     ├── UnsupportedMedia       415  content type or content encoding
     ├── NotUpdatable           422  unknown tensor, wrong shape or dtype, bad index, inexact tensor
+    │   └── AdapterNotLoaded   422  no LoRA adapter of this name is loaded, or it takes no updates
     ├── TooManyUploads         429  too many updates in progress; retry later
     ├── SpoolFull              507  no room for the body
     ├── WriteUndone            500  the write failed, and every rank was put back
@@ -144,6 +145,10 @@ class NotUpdatable(DeltaError):
     """The engine does not hold the named tensor as sent, or cannot update it exactly."""
 
     status = 422
+
+
+class AdapterNotLoaded(NotUpdatable):
+    """The engine has loaded no LoRA adapter of this name, or cannot update its tensors."""
 
 
 class TooManyUploads(DeltaError):

@@ -1,12 +1,22 @@
 """One rank's receiver: the state machine behind the endpoints.
 
 `receiver` carries out what the HTTP side asks for, `sync_state` decides which parts are admitted,
-`lease` keeps HTTP processes apart, and `startup` makes a receiver of a loaded model.
+`lease` keeps HTTP processes apart, `startup` makes a receiver of a loaded model, and
+`adapter_receivers` those of LoRA adapters.
 
 Imports: `engine_ext.apply` and the rooms below it. Never an engine, never the HTTP side.
 """
 
+from engine_ext.receiver.adapter_receivers import AdapterReceivers, AdapterStore, AdapterStores
 from engine_ext.receiver.receiver import Receiver
 from engine_ext.receiver.startup import LoadedModel, Rebuilding, make_receiver
 
-__all__ = ["LoadedModel", "Rebuilding", "Receiver", "make_receiver"]
+__all__ = [
+    "AdapterReceivers",
+    "AdapterStore",
+    "AdapterStores",
+    "LoadedModel",
+    "Rebuilding",
+    "Receiver",
+    "make_receiver",
+]

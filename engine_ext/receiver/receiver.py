@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from engine_ext.apply import Applier, StagedPart, Transaction, UndoLog
-from engine_ext.errors import CommitFailed, Conflict, WeightsAsleep, WriteUndone
+from engine_ext.errors import AdapterNotLoaded, CommitFailed, Conflict, WeightsAsleep, WriteUndone
 from engine_ext.ranks import Ranks, together
 from engine_ext.receiver.background_staging import BackgroundStaging
 from engine_ext.receiver.lease import Lease
@@ -89,6 +89,11 @@ class Receiver:
         """Record whether the weights' memory is released."""
         self._sync_state.asleep = asleep
 
+    @property
+    def uncertain(self) -> bool:
+        """Whether some weights may be new and some old."""
+        return self._sync_state.uncertain
+
     # Operations -------------------------------------------------------------------------------
 
     def handle(self, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -100,7 +105,16 @@ class Receiver:
         return ops.encode_answer(lambda: self.execute(ops.decode_request(operation, arguments)))
 
     def execute(self, request: ops.Operation[ops.ReplyT]) -> ops.ReplyT:
-        """Carry out one operation; raises what its method raises."""
+        """Carry out one operation; raises what its method raises.
+
+        Raises:
+            AdapterNotLoaded: it is for a LoRA adapter, which `AdapterReceivers` serves.
+        """
+        if request.adapter is not None:
+            raise AdapterNotLoaded(
+                f"adapter {request.adapter}: this engine takes no updates of LoRA adapters",
+                adapter=request.adapter,
+            )
         reply: ops.ReplyT = getattr(self, request.name)(request)
         return reply
 

@@ -29,9 +29,21 @@ ReplyT = TypeVar("ReplyT", bound=Reply)
 
 
 class Operation(
-    msgspec.Struct, Generic[ReplyT], frozen=True, forbid_unknown_fields=True, tag_field=_TAG
+    msgspec.Struct,
+    Generic[ReplyT],
+    frozen=True,
+    forbid_unknown_fields=True,
+    tag_field=_TAG,
+    omit_defaults=True,
+    kw_only=True,
 ):
-    """Base of the operations."""
+    """Base of the operations.
+
+    Attributes:
+        adapter: the LoRA adapter whose own tensors are meant; None means the model's weights.
+    """
+
+    adapter: str | None = None
 
     @property
     def name(self) -> str:
@@ -104,6 +116,14 @@ class RolledBack(Written, frozen=True, kw_only=True):
     rolled_back: int
 
 
+class LoadedAdapter(Reply, frozen=True, kw_only=True):
+    """A LoRA adapter that the engine has loaded; no digest before a request has named it."""
+
+    name: str
+    version: int
+    digest: str | None
+
+
 class RankStatus(RankState, frozen=True, kw_only=True):
     """The state of one rank's receiver."""
 
@@ -117,6 +137,7 @@ class RankStatus(RankState, frozen=True, kw_only=True):
     uncertified: dict[str, str]  # why each refused tensor could not be certified, by name
     digest: str  # of what this rank counts, in hex
     awaits: str | msgspec.UnsetType = msgspec.UNSET  # what must come before it takes deltas
+    adapters: list[LoadedAdapter] | msgspec.UnsetType = msgspec.UNSET  # if the engine takes any
 
 
 class Unseen(Reply, frozen=True, kw_only=True):
@@ -184,6 +205,7 @@ class SyncRecord(Reply, frozen=True, kw_only=True):
     bytes: int = 0  # of the parts
     apply: str | None = None
     rebuilt: int | None = None  # modules that the engine's own processing has computed anew
+    adapter: str | None = None  # the LoRA adapter that it was for
     timings_ms: dict[str, float]  # milliseconds by phase
 
 
@@ -302,6 +324,10 @@ class RecordSync(Operation[SyncRecord], frozen=True, kw_only=True, tag="record")
 
 class GetHistory(Operation[History], frozen=True, tag="history"):
     """List the last syncs."""
+
+
+class UnloadAdapter(Operation[Reply], frozen=True, tag="unload_adapter"):
+    """Learn that requests cannot name the adapter any more."""
 
 
 # The operations above; an adapter may define more for itself.

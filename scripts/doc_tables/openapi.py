@@ -55,12 +55,13 @@ _SCHEMAS: Final[dict[str, Any]] = {
         },
     },
 }
+_UPDATE: Final = ("weight_version", "base_version", "pause_mode", "flush_cache", "adapter")
 _QUERIES: Final[dict[str, tuple[str, ...]]] = {
-    "/update_weights_delta": ("weight_version", "base_version", "pause_mode", "flush_cache"),
-    "/update_weights_from_disk": ("weight_version", "base_version", "pause_mode", "flush_cache"),
-    "/delta_status": ("plan", "history"),
-    "/delta_digest": ("scan",),
-    "/delta_rollback": ("pause_mode", "flush_cache"),
+    "/update_weights_delta": _UPDATE,
+    "/update_weights_from_disk": _UPDATE,
+    "/delta_status": ("plan", "history", "adapter"),
+    "/delta_digest": ("scan", "adapter"),
+    "/delta_rollback": ("pause_mode", "flush_cache", "adapter"),
     "/delta_catch_up": ("pause_mode", "flush_cache"),
 }
 _VERSION: Final = {"type": "string", "pattern": "^(0|[1-9][0-9]{0,18})$"}
@@ -69,6 +70,7 @@ _PARAMETERS: Final[dict[str, dict[str, Any]]] = {
     "base_version": _VERSION,
     "pause_mode": {"enum": list(PAUSE_MODES), "default": "keep"},
     "flush_cache": {"type": "boolean", "default": True},
+    "adapter": {"type": "string", "minLength": 1},
     **{name: {"type": "boolean", "default": False} for name in ("plan", "history", "scan")},
 }
 

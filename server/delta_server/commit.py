@@ -74,9 +74,9 @@ class EngineCommitter:
         self._state_read_at = -math.inf
         self._caller_at_work = False
 
-    async def status(self) -> list[RankStatus]:
+    async def status(self, engine: Engine | None = None) -> list[RankStatus]:
         """Return the state of every rank's receiver, and update `uncertain`."""
-        replies = await call(self._engine, GetStatus())
+        replies = await call(engine or self._engine, GetStatus())
         self._update_state(replies)
         return replies
 
@@ -95,8 +95,13 @@ class EngineCommitter:
                 logger.exception("the state of the ranks could not be read")
         return self.uncertain
 
-    async def run(self, request: Operation[_WrittenT], options: Options) -> tuple[_WrittenT, float]:
+    async def run(
+        self, request: Operation[_WrittenT], options: Options, engine: Engine | None = None
+    ) -> tuple[_WrittenT, float]:
         """Carry out one operation while generation is paused.
+
+        Args:
+            engine: the engine as the operation's adapter sees it; None means the model's weights.
 
         Returns:
             The first rank's reply with the facts of all ranks, and milliseconds paused.
@@ -113,7 +118,7 @@ class EngineCommitter:
                     await self._engine.pause(options.pause_mode, flush_cache=options.flush_cache)
                 elif options.flush_cache:
                     await self._engine.flush_cache()
-                written = await self._write(request)
+                written = await self._write(request, engine or self._engine)
             except CommitFailed:
                 # The engine stays paused: nothing may be generated from mixed weights, nor by the
                 # other HTTP processes.
@@ -124,7 +129,7 @@ class EngineCommitter:
                     await self._resume(lease)
                 raise
             self.uncertain = False
-            await self._publish(str(written.version), lease)
+            await self._publish(str(written.version), lease, engine or self._engine)
             return written, (time.perf_counter() - start) * 1e3
 
     async def halt(self, options: Options) -> None:
@@ -137,16 +142,16 @@ class EngineCommitter:
         except Exception:
             logger.exception("generation could not be paused; its requests answer 503")
 
-    async def publish(self) -> str:
+    async def publish(self, engine: Engine | None = None) -> str:
         """Repeat what follows a commit, for a sender that did not get its first answer.
 
-        Return the digest of the live model.
+        Return the digest of the live model, or of the adapter as which `engine` sees the engine.
         """
         async with self._lease(pauses=False) as lease:
-            replies = await self.status()
+            replies = await self.status(engine)
             if self.uncertain:
                 raise EngineUncertain("the ranks are not at one version; send a full sync")
-            await self._engine.set_weight_version(str(replies[0].version))
+            await (engine or self._engine).set_weight_version(str(replies[0].version))
             if lease.resume_owed:
                 await self._resume(lease)
             return total_digest(reply.digest for reply in replies)
@@ -213,11 +218,11 @@ class EngineCommitter:
         self.uncertain = len(states) > 1 or replies[0].engine_state == "uncertain"
         self._state_read_at = time.monotonic()
 
-    async def _publish(self, version: str, lease: _HeldLease) -> None:
+    async def _publish(self, version: str, lease: _HeldLease, engine: Engine) -> None:
         """Publish the version and resume in any case; raise what failed as `PublishFailed`."""
         failures: list[Exception] = []
         try:
-            await self._engine.set_weight_version(version)
+            await engine.set_weight_version(version)
         except Exception as error:
             failures.append(error)
         if lease.resume_owed:
@@ -238,13 +243,13 @@ class EngineCommitter:
         await self._engine.resume()
         lease.resume_owed = False
 
-    async def _write(self, request: Operation[_WrittenT]) -> _WrittenT:
+    async def _write(self, request: Operation[_WrittenT], engine: Engine) -> _WrittenT:
         try:
-            answers = await self._engine.call(request)
+            answers = await engine.call(request)
         except Exception as error:
             # A sync that is still staged would keep out the full sync that ends this state.
             with contextlib.suppress(Exception):
-                await call(self._engine, DropSync())
+                await call(engine, DropSync())
             raise CommitFailed(
                 f"the ranks did not answer whether they committed: {type(error).__name__}: "
                 f"{error}; generation answers 503 until a repeat or a full sync is answered"

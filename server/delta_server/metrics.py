@@ -55,6 +55,12 @@ MISMATCHES: Final = Counter(
 VERSION: Final = Gauge(
     "delta_updates_version", "Version of the live weights.", multiprocess_mode="mostrecent"
 )
+_ADAPTER_VERSION: Final = Gauge(
+    "delta_updates_adapter_version",
+    "Version of the own tensors of a LoRA adapter that was synced.",
+    ["adapter"],
+    multiprocess_mode="mostrecent",
+)
 
 # Outcomes after which the weights are at the version that the request names.
 _AT_ITS_VERSION: Final = ("committed", "rolled_back", "already_applied", "unpublished")
@@ -72,6 +78,7 @@ def count(sync: SyncRecord, error: Exception | None) -> None:
         if sync.elements:
             _DENSITY.observe((sync.nnz or 0) / sync.elements)
     if sync.outcome in _AT_ITS_VERSION and sync.version is not None:
-        VERSION.set(sync.version)
+        version = VERSION if sync.adapter is None else _ADAPTER_VERSION.labels(sync.adapter)
+        version.set(sync.version)
     if isinstance(error, BaseMismatch) and "actual" in error.operands:
         MISMATCHES.inc()

@@ -68,9 +68,9 @@ class SyncReporter:
         metrics.DENIED.labels(name).inc()
         logger.warning("%s", format_line("denied", {"error": name, "message": str(error)}))
 
-    async def history(self) -> list[dict[str, Any]]:
-        """Return the last syncs as JSON objects, the newest one last."""
-        replies = await call(self._engine, GetHistory())
+    async def history(self, adapter: str | None = None) -> list[dict[str, Any]]:
+        """Return the last syncs of the model or an adapter as JSON objects, the newest one last."""
+        replies = await call(self._engine, GetHistory(adapter=adapter))
         return [msgspec.structs.asdict(sync) for sync in replies[0].syncs]
 
     async def flush(self) -> None:
@@ -94,7 +94,7 @@ class SyncReporter:
 
     async def _remember(self, sync: SyncRecord) -> None:
         try:
-            [sync, *_] = await call(self._engine, RecordSync(record=sync))
+            [sync, *_] = await call(self._engine, RecordSync(record=sync, adapter=sync.adapter))
         except Exception:
             logger.debug("a sync could not be added to the ranks' history", exc_info=True)
         self._log(sync)

@@ -24,7 +24,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 class DiskRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON body of a disk request; unknown keys are ignored.
 
-    The keys of `Options` may be here or in the query string.
+    The keys of `Options` and ``adapter`` may be here or in the query string.
     """
 
     model_path: str
@@ -34,6 +34,7 @@ class DiskRequest(msgspec.Struct, frozen=True, kw_only=True):
     base_version: str | int | None = None
     pause_mode: str | None = None
     flush_cache: bool | None = None
+    adapter: str | None = None
 
     def options(self, query: Mapping[str, str]) -> Options:
         """Return the options in this body and in the request's query string, merged.
@@ -71,6 +72,18 @@ def parse_query(query: Mapping[str, str]) -> Options:
         pause_mode=pause_mode,
         flush_cache=flush == "true",
     )
+
+
+def parse_adapter(query: Mapping[str, str], body: str | None = None) -> str | None:
+    """Return the LoRA adapter that a query string or a JSON body names; None if neither does.
+
+    Raises:
+        MalformedPart: the name is empty, or the two disagree.
+    """
+    name = query.get("adapter", body)
+    if name == "" or (body is not None and body != name):
+        raise MalformedPart(f"adapter is {body!r} in the body, {name!r} in the query")
+    return name
 
 
 def parse_disk_request(body: bytes) -> DiskRequest:

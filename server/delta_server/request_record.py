@@ -19,6 +19,7 @@ _MAX_TEXT = 200
 class RequestRecord:
     """One request, from its first byte to its answer."""
 
+    adapter: str | None = None  # the LoRA adapter that it is for; None: the model's weights
     spooled: list[Spooled] = field(default_factory=list)  # the parts that have arrived whole
     parts: list[PartId] = field(default_factory=list)
     admissions: set[str] = field(default_factory=set)  # how the ranks have admitted the parts
@@ -103,12 +104,15 @@ class RequestRecord:
             bytes=self.wire_bytes,
             apply=result.get("apply"),
             rebuilt=self.rebuilt or None,
+            adapter=self.adapter and self.adapter[:_MAX_TEXT],
             timings_ms=self.rounded_timings(),
         )
 
     def progress(self) -> dict[str, Any]:
         """Return the progress of the request, for the log."""
         found: dict[str, Any] = {"phase": self.phase}
+        if self.adapter is not None:
+            found["adapter"] = self.adapter[:_MAX_TEXT]
         if self.parts:
             found |= {"version": self.parts[0].version, "sync_id": self.parts[0].sync_id}
             found["parts"] = f"{self.staged}/{len(self.parts)}"

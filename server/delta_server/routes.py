@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from delta_server.auth import check_access
 from delta_server.disk_files import resolve_files
-from delta_server.request_options import DiskRequest, parse_disk_request, parse_query
+from delta_server.request_options import DiskRequest, parse_adapter, parse_disk_request, parse_query
 from delta_server.request_record import RequestRecord
 from delta_server.service import DeltaService
 from delta_server.upload_limits import receive_body
@@ -77,7 +77,8 @@ def _answering(
 @_answering
 async def update_weights_delta(request: Request) -> dict[str, Any]:
     """Apply a part (the body is one container), or files from a shared folder (a JSON body)."""
-    service, record = _service(request), RequestRecord()
+    service = _service(request)
+    record = RequestRecord(adapter=service.adapter)
     async with service.reporter.follow(record):
         if request.headers.get("content-encoding", "identity").lower() != "identity":
             raise UnsupportedMedia(
@@ -120,7 +121,7 @@ async def delta_status(request: Request) -> dict[str, Any]:
     if _flag(request, "plan"):
         found["plan"] = await service.plan()
     if _flag(request, "history"):
-        found["history"] = await service.reporter.history()
+        found["history"] = await service.reporter.history(service.adapter)
     return found
 
 
@@ -142,6 +143,8 @@ async def delta_catch_up(request: Request) -> dict[str, Any]:
     """Replay the versions of the delta log that the engine lacks."""
     service = _service(request)
     options = parse_query(request.query_params)
+    if service.adapter is not None:
+        raise MalformedPart("a delta log has versions of the model's weights, not of adapters")
     if service.log_replay is None:
         raise LogDamaged("the engine was started without --delta-log")
     return await asyncio.shield(service.log_replay.run(options))
@@ -174,7 +177,8 @@ async def _apply_body(
 
 
 async def _update_from_disk(request: Request) -> dict[str, Any]:
-    service, record = _service(request), RequestRecord()
+    service = _service(request)
+    record = RequestRecord(adapter=service.adapter)
     async with service.reporter.follow(record):
         with service.upload_slots.one():
             disk_request = parse_disk_request(await _json_body(request, service))
@@ -188,20 +192,24 @@ async def _update_from_disk(request: Request) -> dict[str, Any]:
 async def _apply_files(
     service: DeltaService, disk_request: DiskRequest, request: Request, record: RequestRecord
 ) -> dict[str, Any]:
+    adapter = parse_adapter(request.query_params, disk_request.adapter)
+    if adapter is not None and service.adapter is None:
+        service, record.adapter = service.for_adapter(adapter), adapter
     options = disk_request.options(request.query_params)
     paths = resolve_files(disk_request, service.settings.roots)
     return await asyncio.shield(service.apply_files(paths, options, record))
 
 
 def _service(request: Request) -> DeltaService:
-    """Return the service, if the request may use it."""
+    """Return the service that the request means, if it may use it."""
     service: DeltaService = request.app.state.delta_service
     try:
         check_access(request)
     except DeltaError as error:
         service.reporter.report_denied(error)
         raise
-    return service
+    adapter = parse_adapter(request.query_params)
+    return service if adapter is None else service.for_adapter(adapter)
 
 
 async def _json_body(request: Request, service: DeltaService) -> bytes:

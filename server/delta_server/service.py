@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import time
 import weakref
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ import msgspec
 import xxhash
 
 from delta_server import metrics
+from delta_server.adapter_engine import AdapterEngine
 from delta_server.commit import EngineCommitter, call, total_digest
 from delta_server.disk_files import spool_files
 from delta_server.engine import Engine
@@ -44,10 +46,14 @@ from engine_ext.wire.operations import (
 
 
 class DeltaService:
-    """Applies parts to one engine; `log_replay` is None without ``--delta-log``."""
+    """Applies parts to one engine; `log_replay` is None without ``--delta-log``.
+
+    `adapter` is the LoRA adapter whose own tensors are updated; None means the model's weights.
+    """
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self.settings, self._engine = settings, engine
+        self.adapter: str | None = None
         self.committer, self.reporter = EngineCommitter(engine), SyncReporter(engine)
         self._staging = Staging(engine)
         self.spool = Spool(settings.spool_dir, Limits(max_part_bytes=settings.max_body_bytes))
@@ -57,6 +63,17 @@ class DeltaService:
         if settings.log is not None:
             self.log_replay = LogReplay(self.committer, self.apply_files, engine, settings.log)
         self._part_locks = weakref.WeakValueDictionary[str, asyncio.Lock]()
+
+    def for_adapter(self, name: str) -> DeltaService:
+        """Return the service of an adapter of the same engine; all share everything but the state.
+
+        The ranks keep that; see `engine_ext.receiver.adapter_receivers`.
+        """
+        service = copy.copy(self)
+        service.adapter, service.log_replay = name, None
+        service._engine = AdapterEngine(self._engine, name)
+        service._staging = Staging(service._engine)
+        return service
 
     async def start(self) -> None:
         """Check that every rank has a receiver, publish the base version, replay the log.
@@ -79,9 +96,11 @@ class DeltaService:
 
     async def status(self) -> dict[str, Any]:
         """Return the state of the engine's receivers, as JSON."""
-        replies, replay = await self.committer.status(), self.log_replay
+        replies, replay = await self.committer.status(self._engine), self.log_replay
+        named = {} if self.adapter is None else {"adapter": self.adapter}
         return {
             "engine": self._engine.name,
+            **named,
             "ranks": len(replies),
             "versions": [reply.version for reply in replies],
             **msgspec.to_builtins(replies[0]),
@@ -135,10 +154,10 @@ class DeltaService:
             Conflict: the old values were not kept. The engine is unchanged.
             CommitFailed: the rollback failed half-way. The engine is uncertain.
         """
-        record = RequestRecord()
+        record = RequestRecord(adapter=self.adapter)
         async with self.reporter.follow(record):
             record.phase = "rollback"
-            restored, pause_ms = await self.committer.run(RollBack(), options)
+            restored, pause_ms = await self.committer.run(RollBack(), options, self._engine)
             record.timings |= {"pause_ms": pause_ms, "commit_ms": restored.commit_ms}
             versions = {"version": restored.version, "base_version": restored.rolled_back}
             record.set_result("rolled_back", versions)
@@ -282,13 +301,13 @@ class DeltaService:
         if record.admissions != {"already_applied"}:
             return record.answer("staged", facts)
         # From the digest a sender sees if more was committed than it has sent this time.
-        facts["digest"] = await self.committer.publish()
+        facts["digest"] = await self.committer.publish(self._engine)
         return record.answer("already_applied", facts)
 
     async def _commit(self, part: PartId, options: Options, record: RequestRecord) -> CommittedSync:
         try:
             committed, record.timings["pause_ms"] = await self.committer.run(
-                CommitSync(version=part.version, sync_id=part.sync_id), options
+                CommitSync(version=part.version, sync_id=part.sync_id), options, self._engine
             )
         except CommitFailed:
             raise

@@ -91,31 +91,34 @@ def check_steps(
     engine: EngineProcess,
     steps: Sequence[Mapping[str, torch.Tensor]],
     observe: Callable[[EngineProcess], Any],
+    adapter: str | None = None,
 ) -> tuple[Any, list[SyncReport]]:
     """Sync an engine to each step's weights, roll the last one back, and send it again in full.
 
     Args:
         steps: from what the engine holds.
         observe: returns what must differ between any two steps, and come back.
+        adapter: the LoRA adapter whose own tensors the steps are; None: the model's weights.
 
     Returns:
         What was observed at the last step, where the engine is now, and the reports of the deltas.
     """
+    named = {} if adapter is None else {"adapter": adapter}
     seen, reports = [observe(engine)], []
-    with DeltaSender(engine.url, base=steps[0].items()) as sender:
+    with DeltaSender(engine.url, base=steps[0].items(), adapter=adapter) as sender:
         for tensors in steps[1:]:
             reports.append(sender.sync(tensors.items()))
             assert (reports[-1].status, reports[-1].full) == ("committed", False)
             seen.append(observe(engine))
     for before, after in itertools.pairwise(seen):
         assert before != after
-    assert engine.post("/delta_rollback", json={}).json()["status"] == "rolled_back"
+    assert engine.post("/delta_rollback", json={}, params=named).json()["status"] == "rolled_back"
     assert observe(engine) == seen[-2]
     # A sender that knows other weights sends all of them.
-    with DeltaSender(engine.url, base=steps[0].items()) as sender:
+    with DeltaSender(engine.url, base=steps[0].items(), adapter=adapter) as sender:
         report = sender.sync(steps[-1].items())
     assert (report.status, report.full) == ("committed", True)
     assert observe(engine) == seen[-1]
-    scan = engine.get("/delta_digest", params={"scan": "true"}).json()
+    scan = engine.get("/delta_digest", params={"scan": "true", **named}).json()
     assert scan["corrupted"] == []
     return seen[-1], reports

@@ -30,6 +30,7 @@ STATUS = {
     "TooLarge": 413,
     "UnsupportedMedia": 415,
     "NotUpdatable": 422,
+    "AdapterNotLoaded": 422,
     "TooManyUploads": 429,
     "WriteUndone": 500,
     "PublishFailed": 500,

@@ -36,7 +36,13 @@ class EngineClient:
         self._url = url.rstrip("/")
         self._timeout = options["timeout"]
         flush_cache = "true" if options["flush_cache"] else "false"
-        self._query = {"pause_mode": options["pause_mode"], "flush_cache": flush_cache}
+        self._adapter = options["adapter"]
+        self._named = {} if self._adapter is None else {"adapter": self._adapter}
+        self._query = {
+            "pause_mode": options["pause_mode"],
+            "flush_cache": flush_cache,
+            **self._named,
+        }
         self._headers = {"Content-Type": "application/octet-stream"}
         if options["api_key"] is not None:
             self._headers["Authorization"] = f"Bearer {options['api_key']}"
@@ -60,13 +66,20 @@ class EngineClient:
         return self.status(plan="true").get("plan")
 
     def status(self, **query: str) -> dict[str, Any]:
-        """Return the engine's ``/delta_status``; {} if it has none."""
+        """Return the engine's ``/delta_status``; {} if it has none.
+
+        Raises:
+            SyncError: It failed, or the engine does not know that an adapter can be meant.
+        """
         try:
-            return self._request("GET", "/delta_status", query)
+            status = self._request("GET", "/delta_status", {**query, **self._named})
         except SyncError as failed:
             if failed.status != 404:
                 raise
-            return {}
+            status = {}
+        if self._adapter is not None and status.get("adapter") != self._adapter:
+            raise SyncError(f"{self._url} takes no updates of adapters", 200)
+        return status
 
     def catch_up(self) -> int | None:
         """Let the engine replay the delta log that it was started with; return its version then.

@@ -107,6 +107,8 @@ class MultiSender(AbstractContextManager["MultiSender"]):
         encoding, delta_log = options["encoding"], options["delta_log"]
         if encoding not in CHOICES:
             raise ValueError(f"encoding {encoding!r} is not one of {', '.join(CHOICES)}")
+        if options["adapter"] is not None and delta_log is not None:
+            raise ValueError("a delta log has versions of the model's weights, not of adapters")
         if not urls or len({url.rstrip("/") for url in urls}) < len(urls):
             raise ValueError("give every engine's url, each once")
         self._urls = list(urls)
@@ -143,7 +145,8 @@ class MultiSender(AbstractContextManager["MultiSender"]):
         version, needs_full = self._options["base_version"], False
         if self._tracker.file is not None:
             base = self._tracker.digest.hex()
-            version, needs_full = self._tracker.file.state.version_of(url, base, version)
+            key = None if url is None else self._state_key(url)
+            version, needs_full = self._tracker.file.state.version_of(key, base, version)
         session = Session(destination, self._snapshot, self._options, version, **kind)
         session.state.needs_full = needs_full
         return session
@@ -297,7 +300,8 @@ class MultiSender(AbstractContextManager["MultiSender"]):
                 logger.warning("%s: the sync that it lagged with has failed: %s", url, failed)
                 thread.content = ""  # of a version that is committed nevertheless
             if thread.has_committed:
-                self._tracker.known[url] = Known(session.state.version, thread.content)
+                known = Known(session.state.version, thread.content)
+                self._tracker.known[self._state_key(url)] = known
             del self._lagging[session]
         if ended:
             self._write_state([], "")
@@ -361,9 +365,14 @@ class MultiSender(AbstractContextManager["MultiSender"]):
             state = thread.session.state
             if thread.has_committed:
                 known = Known(state.version, "" if state.needs_full else content)
-                self._tracker.known[self._url_of(thread.session)] = known
+                self._tracker.known[self._state_key(self._url_of(thread.session))] = known
         unknown = any(session.state.unknown_outcome for session in self._sessions)
         self._tracker.write(is_unknown=self._unfinished is not None or unknown)
+
+    def _state_key(self, url: str) -> str:
+        """Return what the state file calls an engine, or an adapter in it."""
+        adapter = self._options["adapter"]
+        return url if adapter is None else f"{url}?adapter={adapter}"
 
     def _url_of(self, session: Session) -> str:
         return self._urls[self._sessions.index(session)]

@@ -48,6 +48,9 @@ class Options(TypedDict, total=False):
     """Keyword arguments of `DeltaSender`.
 
     Attributes:
+        adapter: Name of a LoRA adapter that the engines have loaded; its own tensors are sent, not
+            the model's. The base has the names of its folder (``base_model.model.`` ...), and
+            versions count for this adapter. Not with a delta log.
         base_version: Version that the engines are at.
         delta_log: Folder that gets every version, durably, before an engine commits it, for engines
             that are started with --delta-log. Versions continue from the highest number in it. A
@@ -87,6 +90,7 @@ class Options(TypedDict, total=False):
             below ``TMPDIR``.
     """
 
+    adapter: Annotated[str | None, Option(None, {"metavar": "NAME"})]
     base_version: Annotated[int, Option(0, {"type": int, "metavar": "N"})]
     delta_log: Annotated[str | Path | None, Option(None, {"type": Path, "metavar": "DIR"})]
     state: Annotated[str | Path | None, Option(None, {"type": Path, "metavar": "FILE"})]

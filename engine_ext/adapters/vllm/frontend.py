@@ -6,11 +6,13 @@ as explicit, so the plugin is handed to vLLM's own wiring directly.
 
 from __future__ import annotations
 
+import functools
 from argparse import Namespace
 from typing import Any
 
 from engine_ext import settings
 from engine_ext.adapters.vllm.engine import VllmEngine
+from engine_ext.wire.operations import UnloadAdapter
 
 
 class DeltaEndpoints:
@@ -36,9 +38,26 @@ class DeltaEndpoints:
         chosen = settings.from_namespace(args) or settings.from_environment()
         if engine_client is None or chosen is None:
             raise RuntimeError("delta updates need an engine; this server has none")
-        service = DeltaService(VllmEngine(engine_client), chosen)
+        engine = VllmEngine(engine_client)
+        service = DeltaService(engine, chosen)
         await service.start()
         for name in ("pause_generation", "resume_generation"):
             original = getattr(engine_client, name)
             setattr(engine_client, name, serialize_with_commits(service.committer, original))
+        if engine_client.vllm_config.lora_config is not None:
+            _follow_unloading(state.openai_serving_models, engine)
         state.delta_service = service
+
+
+def _follow_unloading(models: Any, engine: VllmEngine) -> None:
+    """Let the workers know when an adapter is unloaded: vLLM only forgets its name here."""
+    original = models.unload_lora_adapter
+
+    @functools.wraps(original)
+    async def unload_lora_adapter(request: Any) -> Any:
+        answer = await original(request)
+        if request.lora_name not in models.lora_requests:
+            await engine.call(UnloadAdapter(adapter=request.lora_name))
+        return answer
+
+    models.unload_lora_adapter = unload_lora_adapter

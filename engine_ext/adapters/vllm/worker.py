@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -13,10 +12,12 @@ import torch
 
 from engine_ext import settings
 from engine_ext.adapters.vllm import refusals
+from engine_ext.adapters.vllm.buffer_checksums import buffer_checksums
 from engine_ext.adapters.vllm.draft import Part, TargetAndDraft, around_load, outside, parts, read
 from engine_ext.adapters.vllm.features import weight_changes
 from engine_ext.adapters.vllm.layerwise_reload import active_wrapper
 from engine_ext.adapters.vllm.lora import without_lora
+from engine_ext.adapters.vllm.lora_adapters import LoadedAdapters
 from engine_ext.adapters.vllm.postload import (
     constants_kept,
     copied_on_first_use,
@@ -30,7 +31,13 @@ from engine_ext.model import ConstantsWatch
 from engine_ext.placement import Repack
 from engine_ext.ranks import GroupRanks, Ranks
 from engine_ext.rebuild import LoadingStates, make_twin
-from engine_ext.receiver import LoadedModel, Rebuilding, Receiver, make_receiver
+from engine_ext.receiver import (
+    AdapterReceivers,
+    LoadedModel,
+    Rebuilding,
+    Receiver,
+    make_receiver,
+)
 from engine_ext.replicas import among_replicas
 from engine_ext.tracing import LoadingTrace, LoadWeights
 
@@ -174,8 +181,8 @@ def build_receiver(
     observed: Sequence[Observed],
     loading: LoadingTrace,
     states: LoadingStates,
-) -> Receiver:
-    """Trace and certify a worker's model and make its receiver.
+) -> Receiver | AdapterReceivers:
+    """Trace and certify a worker's model and make its receiver, and what makes its adapters'.
 
     The worker has loaded its model, and its draft model if it has one, as `observed`, and has no KV
     cache yet.
@@ -225,7 +232,11 @@ def build_receiver(
             probe=probe,
         ),
     )
-    return make_receiver(loaded, chosen)
+    receiver = make_receiver(loaded, chosen)
+    if config.lora_config is None:
+        return receiver
+    adapters = LoadedAdapters(worker.model_runner.lora_manager)
+    return AdapterReceivers(receiver, adapters, loaded.ranks, chosen)
 
 
 def _draft_model(worker: Any, observed: Observed) -> torch.nn.Module:
@@ -290,22 +301,3 @@ def _loader(model: Any, config: Any) -> LoadWeights:
             return model.load_weights(weights)
 
     return load_weights
-
-
-def buffer_checksums(worker: Any) -> dict[str, str]:
-    """Return the SHA-256 of what vLLM's weight checksums leave out, by replica, rank and name.
-
-    That is every registered buffer, and what the draft model has.
-    """
-    draft = worker.get_draft_model()
-    prefix = f"dp{worker.parallel_config.data_parallel_index}:rank{worker.rank}:"
-    found = list(worker.model_runner.get_model().named_buffers())
-    if draft is not None:
-        found += [(f"draft.{n}", t) for n, t in (*draft.named_parameters(), *draft.named_buffers())]
-    return {
-        prefix + name: hashlib.sha256(
-            tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        ).hexdigest()
-        for name, tensor in found
-        if tensor.numel() and not tensor.is_meta
-    }

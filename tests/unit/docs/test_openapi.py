@@ -32,7 +32,8 @@ def test_it_has_every_route() -> None:
 
 def test_it_has_every_parameter() -> None:
     parameters = DOCUMENT["paths"]["/update_weights_delta"]["post"]["parameters"]
-    assert {p["name"] for p in parameters if p["in"] == "query"} == {*Options.__struct_fields__}
+    names = {p["name"] for p in parameters if p["in"] == "query"}
+    assert names == {*Options.__struct_fields__, "adapter"}
     fields = DOCUMENT["components"]["schemas"]["DiskRequest"]["properties"]
     assert fields.keys() == {*DiskRequest.__struct_fields__}
 

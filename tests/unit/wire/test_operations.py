@@ -13,7 +13,7 @@ import pytest
 from engine_ext.adapters.sglang import rpc
 from engine_ext.adapters.vllm.engine import VllmEngine
 from engine_ext.errors import Conflict, DeltaError
-from engine_ext.receiver.receiver import Receiver
+from engine_ext.receiver import AdapterReceivers, Receiver
 from engine_ext.wire import operations as ops
 from engine_ext.wire.identity import PartId
 
@@ -63,6 +63,7 @@ EXAMPLES: list[tuple[ops.Operation[Any], ops.Reply]] = [
     ),
     (ops.RecordSync(record=RECORD), RECORD),
     (ops.GetHistory(), ops.History(syncs=[RECORD])),
+    (ops.UnloadAdapter(adapter="a"), ops.Reply()),
 ]
 NAMES = [request.name for request, _ in EXAMPLES]
 
@@ -75,7 +76,8 @@ def carried(value: Any) -> Any:
 def test_every_operation_has_an_example_and_a_method() -> None:
     assert {type(request) for request, _ in EXAMPLES} == set(get_args(ops.Request))
     assert len(set(NAMES)) == len(NAMES)
-    assert all(callable(getattr(Receiver, name)) for name in NAMES)
+    serving = {name: AdapterReceivers if name == "unload_adapter" else Receiver for name in NAMES}
+    assert all(callable(getattr(receiver, name)) for name, receiver in serving.items())
 
 
 @pytest.mark.parametrize(("request_", "reply"), EXAMPLES, ids=NAMES)
@@ -174,3 +176,14 @@ def test_adapters_send_nothing_else(
     sender = vllm() if engine == "vllm" else sglang(monkeypatch)
     with pytest.raises(TypeError, match="not an operation"):
         asyncio.run(sender.call(request_))
+
+
+def test_an_operation_for_an_adapter_there_and_back() -> None:
+    request = ops.GetDigest(scan=False, adapter="tiny")
+    operation, arguments = carried(ops.encode_request(request))
+    assert (operation, arguments) == ("digest", {"scan": False, "adapter": "tiny"})
+    assert ops.decode_request(operation, arguments) == request
+
+
+def test_an_operation_for_the_model_names_no_adapter() -> None:
+    assert ops.encode_request(ops.GetDigest(scan=False)) == ("digest", {"scan": False})
