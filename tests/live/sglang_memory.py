@@ -1,4 +1,4 @@
-"""SGLang servers all of whose memory is compared: what SGLang cannot generate with on CPU, stages."""
+"""SGLang servers all of whose memory is compared: it has no checksums of all ranks, or no texts."""
 
 from __future__ import annotations
 

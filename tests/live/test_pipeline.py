@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import check_steps, fingerprint
 from tests.live.sglang_memory import Server
 from tests.support import quantised_checkpoints
+from tests.support.plain_trainer import Trainer, container
 
 # vLLM does not generate so on the CPU by itself.
 SHIM = Path(__file__).parents[1] / "shims" / "vllm_cpu_pp"
@@ -77,12 +80,61 @@ def test_every_stage_of_sglang_follows(
     steps = steps_from(base)
     last, reports = check_steps(server.engine, steps, observe)
     assert all(report.digest == report.engine["digest"] for report in reports)
-    for hashes in zip(*(hashed for hashed in (last["memory"],)), strict=True):
-        assert hashes
+    assert len(last["memory"]) == 2 * tp
     target = tiny_models.save_checkpoint(base, tmp_path / "target", steps[-1])
     server.engine.stop()
     server = Server(start, target, tp, seen, stages=2)
     assert observe(server.engine) == last
+    server.engine.stop()
+
+
+@pytest.mark.full
+def test_sglang_syncs_while_every_microbatch_generates(
+    start: Callable[..., EngineProcess], tmp_path: Path
+) -> None:
+    """Prompts are prefilled in chunks, which are in several micro-batches at once."""
+    base = tiny_models.build("qwen3", tmp_path / "base", tie_word_embeddings=True)
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    flags = ("--chunked-prefill-size", "16")
+    server = Server(start, base, 1, seen, flags, stages=2)
+    trainer = Trainer(tiny_models.load_tensors(base))
+    ended, reasons = threading.Event(), set()
+
+    def generate(number: int) -> None:
+        sizes = itertools.cycle(range(10 + number, 150, 20))
+        while not ended.is_set():
+            body = {"prompt": "a word " * next(sizes), "max_tokens": next(sizes), "temperature": 0}
+            answer = server.engine.post("/v1/completions", json={**body, "ignore_eos": True})
+            reasons.add(answer.json()["choices"][0]["finish_reason"])
+
+    threads = [threading.Thread(target=generate, args=[number]) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    try:
+        for mode in ("keep", "keep", "wait", "abort"):
+            for flush in ("true", "false"):
+                changed = trainer.step()
+                body = container(trainer.tensors, changed, metadata=trainer.metadata())
+                url = f"/update_weights_delta?pause_mode={mode}&flush_cache={flush}"
+                headers = {"Content-Type": "application/octet-stream"}
+                answer = server.engine.post(url, content=body, headers=headers).json()
+                assert answer.get("status") == "committed", answer
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+    assert reasons <= {"length", "abort"}
+
+    def observe() -> dict[str, Any]:
+        assert server.engine.post("/flush_cache").status_code == 200
+        return {**fingerprint(server.engine), "memory": server.memory()[1]}
+
+    last = observe()
+    target = tiny_models.save_checkpoint(base, tmp_path / "target", trainer.tensors)
+    server.engine.stop()
+    server = Server(start, target, 1, seen, flags, stages=2)
+    assert observe() == last
     server.engine.stop()
 
 
