@@ -102,11 +102,13 @@ def test_sglang_syncs_while_every_microbatch_generates(
     ended, reasons = threading.Event(), set()
 
     def generate(number: int) -> None:
-        sizes = itertools.cycle(range(10 + number, 150, 20))
-        while not ended.is_set():
-            body = {"prompt": "a word " * next(sizes), "max_tokens": next(sizes), "temperature": 0}
+        for size in itertools.cycle(range(1 + number, 60, 7)):
+            if ended.is_set():
+                return
+            body = {"prompt": "a word " * size, "max_tokens": 100 - size, "temperature": 0}
             answer = server.engine.post("/v1/completions", json={**body, "ignore_eos": True})
-            reasons.add(answer.json()["choices"][0]["finish_reason"])
+            found = answer.json()
+            reasons.add(found["choices"][0]["finish_reason"] if "choices" in found else str(found))
 
     threads = [threading.Thread(target=generate, args=[number]) for number in range(8)]
     for thread in threads:
@@ -124,7 +126,7 @@ def test_sglang_syncs_while_every_microbatch_generates(
         ended.set()
         for thread in threads:
             thread.join()
-    assert reasons <= {"length", "abort"}
+    assert "length" in reasons <= {"length", "abort"}
 
     def observe() -> dict[str, Any]:
         assert server.engine.post("/flush_cache").status_code == 200
