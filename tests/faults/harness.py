@@ -54,6 +54,9 @@ KINDS = {
     "vllm-stages": Kind(
         "vllm", ("--pipeline-parallel-size", "2"), 1, python_path=(SHIMS / "vllm_cpu_pp",)
     ),
+    "sglang-stages": Kind(
+        "sglang", ("--pp-size", "2"), 1, environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    ),
     # Each rank is a replica with the whole model.
     "vllm-replicas": Kind("vllm", ("--data-parallel-size", "2"), 1, 2),
     "sglang-replicas": Kind(

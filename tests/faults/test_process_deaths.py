@@ -37,7 +37,8 @@ def launched(
 
 
 @pytest.fixture(
-    scope="module", params=["vllm", "sglang", "vllm-stages", "vllm-replicas", "sglang-replicas"]
+    scope="module",
+    params=["vllm", "sglang", "vllm-stages", "sglang-stages", "vllm-replicas", "sglang-replicas"],
 )
 def harness(
     request: pytest.FixtureRequest, launched: Callable[[str], RestartHarness]

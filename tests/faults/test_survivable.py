@@ -17,7 +17,7 @@ from tests.faults.survivable import FAULTS, Fault
 SETTLED_S = 3
 
 
-FULL = ("sglang", "vllm-stages", "vllm-replicas", "sglang-replicas")
+FULL = ("sglang", "vllm-stages", "sglang-stages", "vllm-replicas", "sglang-replicas")
 # Those that the quick tests also run on an engine with rebuilt modules.
 IN_THE_WRITE = ("rank 1 cannot write", "rank 1 cannot undo")
 

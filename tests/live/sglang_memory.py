@@ -1,4 +1,4 @@
-"""SGLang servers of models that it cannot generate with on CPU: all of their memory is compared."""
+"""SGLang servers all of whose memory is compared: it has no checksums of all ranks, or no texts."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ class Server:
     Args:
         seen: folder for what its ranks tell; see ``tests/shims/faults``.
         extra_args, python_path: see `EngineProcess`.
+        stages: how many pipeline stages there are, of `tp` ranks each. SGLang's own checksums are
+            those of the first.
     """
 
     def __init__(
@@ -30,16 +32,19 @@ class Server:
         seen: Path,
         extra_args: Sequence[str] = (),
         python_path: Sequence[Path] = (),
+        stages: int = 1,
     ) -> None:
         self.seen = seen
-        self.tp = tp
+        self.ranks = tp * stages
+        cores = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0", "1"] * tp)} if stages > 1 else {}
         self.engine = start(
             "sglang",
             model,
             tp=tp,
             python_path=[SHIM, *python_path],
-            extra_args=["--skip-server-warmup", *extra_args],
+            extra_args=["--skip-server-warmup", "--pp-size", str(stages), *extra_args],
             extra_env={
+                **cores,
                 "DELTA_FAULTS": str(seen),
                 "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
             },
@@ -53,11 +58,11 @@ class Server:
 
     def memory(self) -> tuple[dict[str, str], list[dict[str, str]]]:
         """SGLang's checksums, and a hash of every tensor, by rank and path."""
-        for rank in range(self.tp):
+        for rank in range(self.ranks):
             (self.seen / f"hash_model-{rank}").touch()
         self.engine.get("/delta_digest")
         hashes = []
-        for rank in range(self.tp):
+        for rank in range(self.ranks):
             file = self.seen / f"hashed-{rank}"
             give_up = time.monotonic() + 30
             while not file.exists() and time.monotonic() < give_up:

@@ -48,8 +48,17 @@ def generate(engine: EngineProcess, replica: int, prompt: str) -> Any:
         ),
         pytest.param("sglang", "llama_tied", 2, (), marks=pytest.mark.full),
         pytest.param("sglang", "qwen3_moe", 1, (), marks=pytest.mark.full),
+        pytest.param("sglang", "qwen3", 1, ("--pp-size", "2"), marks=pytest.mark.full),
     ],
-    ids=["vllm", "sglang", "vllm-2-ranks", "vllm-rebuilt", "sglang-2-ranks", "sglang-experts"],
+    ids=[
+        "vllm",
+        "sglang",
+        "vllm-2-ranks",
+        "vllm-rebuilt",
+        "sglang-2-ranks",
+        "sglang-experts",
+        "sglang-stages",
+    ],
 )
 def test_every_replica_follows(
     kind: str,
@@ -64,10 +73,11 @@ def test_every_replica_follows(
     for seed in (1, 2):
         steps.append(quantised_checkpoints.step(steps[-1], seed))
     options: dict[str, Any] = {"tp": tp, "extra_args": [*FLAGS[kind], *flags]}
+    ranks = tp * (2 if "--pp-size" in flags else 1)
     if kind == "sglang":
-        options["extra_env"] = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0", "1"] * tp)}
+        options["extra_env"] = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0", "1"] * ranks)}
     engine = start(kind, base, **options)
-    assert engine.delta_status()["ranks"] == REPLICAS * tp
+    assert engine.delta_status()["ranks"] == REPLICAS * ranks
     last, reports = check_steps(engine, steps, of_every_replica)
     assert all(report.digest == report.engine["digest"] for report in reports)
     target = tiny_models.save_checkpoint(base, tmp_path / "target", steps[2])

@@ -18,6 +18,7 @@ _KEEPS_KV: Final = "it keeps KV of old weights"
 _NO_ENDPOINTS: Final = "it has no delta endpoints; use the plain HTTP server"
 _ORDER: Final = "replicas must get calls in the same order"
 _NO_REPLICAS: Final = "its ranks are no replicas of one another"
+_OTHER_LOOP: Final = "pipeline stages cannot meet in the loop that SGLang runs then"
 _LORA: Final = "LoRA layers rename the weights"
 
 DRAFT_MODEL: Final = Refusal(
@@ -36,9 +37,12 @@ ARGUMENTS: Final = (
         (above_one("dp_size"), above_one("tokenizer_worker_num")),
     ),
     Refusal(
-        "--pp-size above 1",
-        "only the ranks of one pipeline stage vote on a commit",
-        (above_one("pp_size"),),
+        "--pp-size and --disaggregation-mode",
+        _OTHER_LOOP,
+        (above_one("pp_size"), other_than("disaggregation_mode", "null")),
+    ),
+    Refusal(
+        "--pp-size and --enable-pdmux", _OTHER_LOOP, (above_one("pp_size"), enabled("enable_pdmux"))
     ),
     Refusal("several hosts", "the spool folder is read by every rank", (above_one("nnodes"),)),
     Refusal("--enable-lora", _LORA, (enabled("enable_lora"),)),

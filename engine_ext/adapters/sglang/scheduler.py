@@ -13,6 +13,7 @@ import torch
 from engine_ext import settings
 from engine_ext.adapters.sglang import refusals
 from engine_ext.adapters.sglang.external_updates import watch_external_updates
+from engine_ext.adapters.sglang.pipeline import hold_operations
 from engine_ext.adapters.sglang.postload import (
     constants_kept,
     probe,
@@ -64,9 +65,11 @@ def attach_receiver(runner: Any, chosen: settings.Settings, load: Callable[[], N
     ):
         load()
 
-    ranks = among_replicas(_replica(), GroupRanks(get_parallel().tp_group.cpu_group))
+    ranks = among_replicas(_replica(), _ranks_of_replica())
     receiver = build_receiver(runner, chosen, learner, constants, loading, states, ranks)
     watch_external_updates(receiver)
+    if get_parallel().pp_size > 1:
+        hold_operations()
     runner.delta_receiver, runner.delta_ranks = receiver, ranks
 
 
@@ -84,9 +87,8 @@ def build_receiver(
 
     if runner.startup_weight_load is not None:
         raise RuntimeError(refusals.LATE_WEIGHTS.message)
-    parallel = get_parallel()
-    if parallel.attn_dp_size > 1 or parallel.pp_size > 1:
-        raise RuntimeError("delta updates do not work with DP attention or pipeline parallel yet")
+    if get_parallel().attn_dp_size > 1:
+        raise RuntimeError("delta updates do not work with DP attention yet")
     if runner.model_config.is_multimodal:
         raise RuntimeError(refusals.MULTIMODAL.message)
     reason = in_place_refusal(runner)
@@ -129,13 +131,20 @@ def answer(updater: Any, request: Any) -> Any:
         return UpdateWeightFromDiskReqOutput(success=False, message=message)
     try:
         own = encode_answer(lambda: _carry_out(updater, call))
-        answers = GroupRanks(updater.tp_cpu_group).all_gather(own)
+        answers = _ranks_of_replica().all_gather(own)
         message = call.reply(answers, _replica())
         return UpdateWeightFromDiskReqOutput(success=True, message=message)
     except Exception as error:
         logger.exception("delta updates: the ranks' answers could not be gathered")
         failure = call.failure(f"{type(error).__name__}: {error}", _replica())
         return UpdateWeightFromDiskReqOutput(success=False, message=failure)
+
+
+def _ranks_of_replica() -> Ranks:
+    """Return the ranks of this rank's replica, those of all its pipeline stages."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return GroupRanks(get_parallel().world_group.cpu_group)
 
 
 def _replica() -> int:
@@ -175,7 +184,7 @@ def _refuse_together(updater: Any, *, writes: bool) -> None:
     except Exception as error:
         own = as_delta_error(error).to_wire()
     everyone: Ranks = updater.tp_worker.model_runner.delta_ranks
-    ranks = everyone if writes else GroupRanks(updater.tp_cpu_group)
+    ranks = everyone if writes else _ranks_of_replica()
     for refusal in filter(None, ranks.all_gather(own)):
         raise from_wire(refusal)
 

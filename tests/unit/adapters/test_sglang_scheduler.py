@@ -33,7 +33,6 @@ class Updater(SimpleNamespace):
         receiver = SimpleNamespace(execute=execute, set_asleep=lambda asleep: None)
         runner = SimpleNamespace(delta_receiver=receiver, delta_ranks=ranks)
         super().__init__(
-            tp_cpu_group=ranks,
             tp_worker=SimpleNamespace(model_runner=runner),
             scheduler=SimpleNamespace(_engine_paused=True),
             offload_tags=(),
@@ -45,11 +44,13 @@ def test_a_part_is_refused_without_asking_other_replicas(monkeypatch: pytest.Mon
     """One of them may hang, and must not keep this one from generating."""
     group = Group(2)
     updaters = [Updater(ThreadRanks(group, rank)) for rank in range(2)]
-    monkeypatch.setattr(scheduler, "GroupRanks", lambda ranks: ranks)
+    this = threading.local()
+    monkeypatch.setattr(scheduler, "_ranks_of_replica", lambda: this.ranks)
     monkeypatch.setattr(scheduler, "in_place_refusal", lambda runner: None)
     updaters[1]._session = "its own update"
 
     def begin(updater: Updater) -> None:
+        this.ranks = updater.tp_worker.model_runner.delta_ranks
         updater.tp_worker.model_runner.delta_ranks = None
         with pytest.raises(DeltaError, match="has begun and not ended"):
             scheduler._refuse_together(updater, writes=False)
