@@ -64,7 +64,7 @@ SET_UPS: Final = (
         sglang={"tokenizer_worker_num": 2},
     ),
     SetUp(name="LoRA adapters", vllm={"enable_lora": True}, sglang={"enable_lora": True}),
-    SetUp(name="multimodal models", loaded=(sglang.MULTIMODAL,)),
+    SetUp(name="multimodal models"),
 )
 _NO_OPTION: Final = {
     "external load balancing": "SGLang",
