@@ -66,7 +66,7 @@ SET_UPS: Final = (
         sglang={"tokenizer_worker_num": 2},
     ),
     SetUp(name="LoRA adapters", vllm={"enable_lora": True}, sglang={"enable_lora": True}),
-    SetUp(name="multimodal models", loaded=(sglang.MULTIMODAL,)),
+    SetUp(name="multimodal models"),
 )
 _FEATURES: Final = (vllm_features, sglang_features)
 _NO_OPTION: Final = {

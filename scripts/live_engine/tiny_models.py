@@ -175,7 +175,7 @@ def write(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        _jitter_constants(model)
+        jitter_constants(model)
     model.generation_config = transformers.GenerationConfig(**ids)
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(directory)
@@ -187,8 +187,12 @@ def write(
     return directory
 
 
-def build_tokenizer() -> Any:
-    """Train a byte-level BPE tokenizer of exactly `VOCAB_SIZE` tokens, the same every time."""
+def build_tokenizer(**named: str) -> Any:
+    """Train a byte-level BPE tokenizer of exactly `VOCAB_SIZE` tokens, the same every time.
+
+    Args:
+        **named: Further special tokens, by the names under which a processor looks for them.
+    """
     from transformers import PreTrainedTokenizerFast
 
     core = Tokenizer(models.BPE())
@@ -196,7 +200,7 @@ def build_tokenizer() -> Any:
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=[EOS_TOKEN, PAD_TOKEN],
+        special_tokens=[EOS_TOKEN, PAD_TOKEN, *named.values()],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -204,7 +208,17 @@ def build_tokenizer() -> Any:
     missing = VOCAB_SIZE - core.get_vocab_size()
     core.add_special_tokens([f"<|unused_{i}|>" for i in range(missing)])
     tokens = {"bos_token": EOS_TOKEN, "eos_token": EOS_TOKEN, "pad_token": PAD_TOKEN}
-    return PreTrainedTokenizerFast(tokenizer_object=core, model_max_length=512, **tokens)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, model_max_length=512, model_specific_special_tokens=named, **tokens
+    )
+
+
+def jitter_constants(model: torch.nn.Module) -> None:
+    """Add noise to tensors that are initialised to constants or ramps, such as norms and biases."""
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point() and (tensor.dim() < 2 or bool(tensor.std() == 0)):
+                tensor.add_(_JITTER * torch.randn_like(tensor))
 
 
 def load_tensors(directory: Path) -> dict[str, torch.Tensor]:
@@ -242,14 +256,6 @@ def save_checkpoint(base_dir: Path, target_dir: Path, tensors: Mapping[str, torc
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(contiguous, target_dir / "model.safetensors", metadata={"format": "pt"})
     return target_dir
-
-
-def _jitter_constants(model: torch.nn.Module) -> None:
-    """Add noise to tensors that are initialised to constants or ramps, such as norms and biases."""
-    with torch.no_grad():
-        for tensor in model.state_dict().values():
-            if tensor.is_floating_point() and (tensor.dim() < 2 or bool(tensor.std() == 0)):
-                tensor.add_(_JITTER * torch.randn_like(tensor))
 
 
 def _signature(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:

@@ -140,4 +140,10 @@ def _set_up(args: Any) -> Any:
     """Return the parsed command line, and what else decides whether delta updates work."""
     cpu_engine = bool(os.environ.get("SGLANG_USE_CPU_ENGINE"))
     on_cpu = getattr(args, "device", None) == "cpu" or cpu_engine
-    return argparse.Namespace(**vars(args), on_cpu=on_cpu, patched=_is_patched())
+    vision_graphs = os.environ.get("SGLANG_VIT_ENABLE_CUDA_GRAPH", "").lower()
+    return argparse.Namespace(
+        **vars(args),
+        on_cpu=on_cpu,
+        patched=_is_patched(),
+        vision_graphs=vision_graphs in ("1", "true", "yes", "y"),
+    )

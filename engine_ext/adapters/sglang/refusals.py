@@ -81,6 +81,21 @@ ARGUMENTS: Final = (
         "the compiled graph keeps copies of the weights",
         (enabled("enable_torch_compile"), enabled("on_cpu")),
     ),
+    Refusal(
+        "--language-only",
+        "image embeddings come from servers with other weights",
+        (enabled("language_only"),),
+    ),
+    Refusal(
+        "--mm-enable-dp-encoder",
+        "ranks that share out the images are not tested",
+        (enabled("mm_enable_dp_encoder"),),
+    ),
+    Refusal(
+        "SGLANG_VIT_ENABLE_CUDA_GRAPH",
+        "the graphs of some vision towers keep what they compute from the weights",
+        (enabled("vision_graphs"),),
+    ),
     Refusal("--encoder-only", _NO_ENDPOINTS, (enabled("encoder_only"),)),
     Refusal("--smg-grpc-mode", _NO_ENDPOINTS, (enabled("smg_grpc_mode"),)),
     Refusal("--grpc-mode", _NO_ENDPOINTS, (enabled("grpc_mode"),)),
@@ -93,8 +108,7 @@ ARGUMENTS: Final = (
     ),
 )
 
-MULTIMODAL: Final = Refusal("a multimodal model", "SGLang caches image embeddings of older weights")
 LATE_WEIGHTS: Final = Refusal(
     "weights that are loaded while it serves", "they are certified before it serves"
 )
-LOADED: Final = (MULTIMODAL, LATE_WEIGHTS)
+LOADED: Final = (LATE_WEIGHTS,)

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from engine_ext import settings
-from engine_ext.adapters.sglang import refusals
+from engine_ext.adapters.sglang import image_embeddings, refusals
 from engine_ext.adapters.sglang.external_updates import watch_external_updates
 from engine_ext.adapters.sglang.pipeline import hold_operations
 from engine_ext.adapters.sglang.postload import (
@@ -89,8 +89,6 @@ def build_receiver(
         raise RuntimeError(refusals.LATE_WEIGHTS.message)
     if get_parallel().attn_dp_size > 1:
         raise RuntimeError("delta updates do not work with DP attention yet")
-    if runner.model_config.is_multimodal:
-        raise RuntimeError(refusals.MULTIMODAL.message)
     reason = in_place_refusal(runner)
     if reason is not None:
         raise RuntimeError(f"delta updates: {reason}")
@@ -175,12 +173,15 @@ def _carry_out(updater: Any, call: Call) -> Reply:
 def _refuse_together(updater: Any, *, writes: bool) -> None:
     """Raise on all ranks what `_refuse_here` raises on some rank; all ranks must call it.
 
-    Before a write all replicas agree. A part is refused by one alone, and forgotten by the others:
-    a replica that hangs must not keep them from generating.
+    Before a write all replicas agree, and each rank drops what it has computed of images. A part is
+    refused by one alone, and forgotten by the others: a replica that hangs must not keep them from
+    generating.
     """
     own: dict[str, Any] | None = None
     try:
         _refuse_here(updater, writes)
+        if writes:
+            image_embeddings.drop(updater.tp_worker.model_runner.model)
     except Exception as error:
         own = as_delta_error(error).to_wire()
     everyone: Ranks = updater.tp_worker.model_runner.delta_ranks

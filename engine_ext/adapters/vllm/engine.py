@@ -47,16 +47,28 @@ class VllmEngine:
         return bool(await self._unless_dead(self._client.is_paused()))
 
     async def pause(self, mode: str, *, flush_cache: bool) -> None:
-        """Stop scheduling. With `flush_cache` all KV is dropped; kept requests are recomputed."""
-        await self._unless_dead(self._pause(mode=mode, clear_cache=flush_cache))
+        """Stop scheduling. With `flush_cache` see there, too.
+
+        Raises:
+            RuntimeError: the cache could not be reset.
+        """
+        # Not with `clear_cache`: that clears the caches of processed images, too, which hold
+        # nothing of the weights. Requests that arrive meanwhile would miss in the engine what the
+        # front end believes to be there, and fail.
+        await self._unless_dead(self._pause(mode=mode, clear_cache=False))
+        if flush_cache:
+            await self.flush_cache()
 
     async def flush_cache(self) -> None:
-        """Drop all KV of a paused engine; RuntimeError if the cache could not be reset."""
+        """Drop all KV and image embeddings of a paused engine; kept requests are recomputed.
+
+        Raises:
+            RuntimeError: the cache could not be reset.
+        """
         if not await self._unless_dead(
             self._client.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         ):
             raise RuntimeError("vLLM did not reset its prefix cache")
-        await self._unless_dead(self._client.reset_mm_cache())
         await self._unless_dead(self._client.reset_encoder_cache())
 
     async def resume(self) -> None:

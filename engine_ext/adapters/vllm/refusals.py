@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from engine_ext.adapters.refusals import (
     Condition,
@@ -21,6 +21,13 @@ _SEPARATE: Final = (
 _MOVING: Final = "experts move between the ranks"
 _NO_ENDPOINTS: Final = "it has no delta endpoints; use the Python HTTP server"
 _SPOOL: Final = "the spool folder is read by every rank"
+
+
+def _has_class(config: Any) -> bool:
+    """Return whether a configuration of the encoder cache, parsed or not, names its class."""
+    name = "encoder_cache_manager_cls"
+    return bool(config.get(name) if isinstance(config, dict) else getattr(config, name, None))
+
 
 ARGUMENTS: Final = (
     Refusal(
@@ -66,6 +73,21 @@ ARGUMENTS: Final = (
         "this --distributed-executor-backend",
         "only mp and uni are tested",
         (Condition("distributed_executor_backend", lambda v: v not in (None, "mp", "uni"), "ray"),),
+    ),
+    Refusal(
+        "--ec-transfer-config",
+        "the connector keeps image embeddings of old weights",
+        (given("ec_transfer_config"),),
+    ),
+    Refusal(
+        "a class of its own in --ec-manager-config",
+        "it may keep image embeddings of old weights",
+        (Condition("ec_manager_config", _has_class, {"encoder_cache_manager_cls": "some.Class"}),),
+    ),
+    Refusal(
+        "--mm-encoder-only",
+        "engines that get its embeddings keep those of old weights",
+        (enabled("mm_encoder_only"),),
     ),
     Refusal("the Rust front end", _NO_ENDPOINTS, (enabled("rust_frontend"),)),
     Refusal("--grpc", _NO_ENDPOINTS, (enabled("grpc"),)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,6 +58,12 @@ def test_an_ordinary_command_line_is_taken(engine: str) -> None:
     assert first(argparse.Namespace(**ordinary), ARGUMENTS[engine]) is None
 
 
+@pytest.mark.parametrize("name", [None, "some.Class"])
+def test_a_parsed_configuration_of_the_encoder_cache_is_read(name: str | None) -> None:
+    args = argparse.Namespace(ec_manager_config=SimpleNamespace(encoder_cache_manager_cls=name))
+    assert (first(args, vllm.ARGUMENTS) is not None) == (name is not None)
+
+
 @pytest.mark.parametrize(
     ("device", "environment", "refused"), [("cuda", "", False), ("cpu", "", True), ("", "1", True)]
 )
@@ -67,3 +74,13 @@ def test_compiled_graphs_are_refused_on_cpu(
     monkeypatch.setattr(sglang_hooks, "_is_patched", lambda: True)
     args = argparse.Namespace(device=device, enable_torch_compile=True)
     assert (first(sglang_hooks._set_up(args), sglang.ARGUMENTS) is not None) == refused
+
+
+@pytest.mark.parametrize(("value", "refused"), [("1", True), ("True", True), ("0", False)])
+def test_graphs_of_vision_towers_are_refused(
+    value: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_VIT_ENABLE_CUDA_GRAPH", value)
+    monkeypatch.setattr(sglang_hooks, "_is_patched", lambda: True)
+    found = first(sglang_hooks._set_up(argparse.Namespace()), sglang.ARGUMENTS)
+    assert (found is not None) == refused

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from engine_ext.adapters.sglang import scheduler
 from engine_ext.adapters.sglang.rpc import Call
@@ -17,6 +19,33 @@ from engine_ext.wire import operations
 from tests.support.receiver_harness import Group, ThreadRanks
 
 COMMIT = Call(call="c", operation="commit", arguments={"version": 1, "sync_id": None})
+
+
+class Tower(nn.Module):
+    """A vision tower that keeps what it has interpolated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._interpolated_pos_emb_cache = {(2, 2): torch.ones(4)}
+
+
+class EmbeddingCache:
+    """SGLang's cache of embeddings, here of two ranks in one process."""
+
+    def __init__(self) -> None:
+        self.cleared = 0
+
+    def clear(self) -> None:
+        self.cleared += 1
+
+
+@pytest.fixture(autouse=True)
+def mm_schedule(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """SGLang's module that holds the cache."""
+    module = SimpleNamespace(embedding_cache=EmbeddingCache())
+    managers = SimpleNamespace(mm_schedule=module)
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers", managers)
+    return module
 
 
 class Updater(SimpleNamespace):
@@ -31,7 +60,7 @@ class Updater(SimpleNamespace):
             return operations.Reply()
 
         receiver = SimpleNamespace(execute=execute, set_asleep=lambda asleep: None)
-        runner = SimpleNamespace(delta_receiver=receiver, delta_ranks=ranks)
+        runner = SimpleNamespace(delta_receiver=receiver, delta_ranks=ranks, model=Tower())
         super().__init__(
             tp_worker=SimpleNamespace(model_runner=runner),
             scheduler=SimpleNamespace(_engine_paused=True),
@@ -61,7 +90,7 @@ def test_a_part_is_refused_without_asking_other_replicas(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("failing", [None, 0, 1])
 def test_a_pass_that_fails_on_one_rank_is_refused_by_all(
-    failing: int | None, monkeypatch: pytest.MonkeyPatch
+    failing: int | None, monkeypatch: pytest.MonkeyPatch, mm_schedule: SimpleNamespace
 ) -> None:
     """Its error surfaces when the rank waits for its device; the others would wait in the vote."""
     group = Group(2)
@@ -89,8 +118,33 @@ def test_a_pass_that_fails_on_one_rank_is_refused_by_all(
     if failing is None:
         assert errors == [None, None]
         assert [updater.written for updater in updaters] == [[COMMIT.request()]] * 2
+        # No embedding is of older weights.
+        assert mm_schedule.embedding_cache.cleared == 2
+        for updater in updaters:
+            assert not updater.tp_worker.model_runner.model._interpolated_pos_emb_cache
         return
     for error, updater in zip(errors, updaters, strict=True):
         assert isinstance(error, DeltaError)
         assert "illegal memory access" in str(error)
         assert updater.written == []
+
+
+@pytest.mark.parametrize("operation", ["commit", "rollback"])
+def test_embeddings_are_dropped_before_the_write(
+    operation: str, monkeypatch: pytest.MonkeyPatch, mm_schedule: SimpleNamespace
+) -> None:
+    """If that failed afterwards, weights would be new and embeddings old."""
+    updater = Updater(ThreadRanks(Group(1), 0))
+    monkeypatch.setattr(scheduler, "in_place_refusal", lambda runner: None)
+
+    def clear() -> None:
+        raise RuntimeError("no such cache")
+
+    mm_schedule.embedding_cache.clear = clear
+    arguments = COMMIT.arguments if operation == "commit" else {}
+    with pytest.raises(DeltaError, match="no such cache"):
+        scheduler._carry_out(updater, Call(call="c", operation=operation, arguments=arguments))
+    assert updater.written == []
+    mm_schedule.embedding_cache = None  # a text model's
+    scheduler._carry_out(updater, Call(call="c", operation=operation, arguments=arguments))
+    assert len(updater.written) == 1

@@ -134,7 +134,43 @@ def test_our_own_pauses_do_not_wait_for_our_commit(processes: int) -> None:
     )
     engine = VllmEngine(client)
     client.pause_generation = client.resume_generation = serialize_with_commits
-    asyncio.run(engine.pause("keep", flush_cache=True))
+    asyncio.run(engine.pause("keep", flush_cache=False))
     asyncio.run(engine.resume())
-    assert asked == [{"mode": "keep", "clear_cache": True}, "resume"]
+    assert asked == [{"mode": "keep", "clear_cache": False}, "resume"]
     assert engine.shared == (processes > 1)
+
+
+@pytest.mark.parametrize("possible", [True, False])
+def test_a_flush_drops_what_is_computed_from_weights_and_nothing_else(possible: bool) -> None:
+    """Processed images stay: the front end believes that the engine has those that it has sent."""
+    asked: list[Any] = []
+
+    async def pause_generation(**options: Any) -> None:
+        asked.append(options)
+
+    async def reset_prefix_cache(**options: Any) -> bool:
+        asked.append(options)
+        return possible
+
+    async def reset_encoder_cache() -> None:
+        asked.append("embeddings")
+
+    client = SimpleNamespace(
+        pause_generation=pause_generation,
+        resume_generation=None,
+        reset_prefix_cache=reset_prefix_cache,
+        reset_encoder_cache=reset_encoder_cache,
+        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(_api_process_count=1)),
+        errored=False,
+    )
+    pause = VllmEngine(client).pause("keep", flush_cache=True)
+    if possible:
+        asyncio.run(pause)
+    else:
+        with pytest.raises(RuntimeError, match="did not reset"):
+            asyncio.run(pause)
+    assert asked[:2] == [
+        {"mode": "keep", "clear_cache": False},
+        {"reset_running_requests": True, "reset_connector": True},
+    ]
+    assert asked[2:] == (["embeddings"] if possible else [])

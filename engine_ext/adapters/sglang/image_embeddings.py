@@ -1,0 +1,22 @@
+"""What SGLang keeps of images and has computed from weights; its own flush does not drop it."""
+
+from __future__ import annotations
+
+import torch
+
+# Interpolated position embeddings, by the size of the image; in Kimi's vision tower.
+_BY_SIZE = "_interpolated_pos_emb_cache"
+
+
+def drop(model: torch.nn.Module) -> None:
+    """Forget all embeddings of this process; requests in flight compute theirs again.
+
+    They can: a request keeps its processed images until it ends. Call it in the scheduler's thread,
+    where no forward pass runs meanwhile.
+    """
+    from sglang.srt.managers import mm_schedule
+
+    if mm_schedule.embedding_cache is not None:
+        mm_schedule.embedding_cache.clear()
+    for module in model.modules():
+        getattr(module, _BY_SIZE, {}).clear()
