@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
+from typing import Any
 
 import numpy as np
 
-from engine_ext.apply.staged import StagedPart
+from engine_ext.apply.staged import StagedParam, StagedPart
 from engine_ext.dtypes import NAME_OF_TORCH
 from engine_ext.errors import NotUpdatable
-from engine_ext.placement import Placed, Plan, Status
+from engine_ext.placement import DeviceElements, HostElements, Placed, Plan, Status, as_host
 from engine_ext.wire import ParamDelta
 
 
@@ -50,29 +51,36 @@ def check_param(
 
 
 def check_no_overlap(staged: Sequence[StagedPart]) -> None:
-    """Check that no element of a tensor is sent more than once."""
-    by_name: dict[str, list[ParamDelta]] = defaultdict(list)
+    """Check that no element of a tensor on this rank is sent more than once."""
+    by_name: dict[str, list[StagedParam]] = defaultdict(list)
     for part in staged:
         for param in part.params:
-            by_name[param.delta.name].append(param.delta)
-    for name, deltas in by_name.items():
-        if len(deltas) == 1:
-            continue
-        sparse = [delta.indices for delta in deltas if delta.indices is not None]
-        dense = len(sparse) < len(deltas)
-        if dense or len(np.unique(np.concatenate(sparse))) < sum(map(len, sparse)):
+            by_name[param.name].append(param)
+    for name, params in by_name.items():
+        if len(params) > 1 and (any(param.dense for param in params) or _overlap(params)):
             raise NotUpdatable(f"{name}: two parts send the same elements", tensor=name)
+
+
+def _overlap(params: Sequence[StagedParam]) -> bool:
+    """Return whether sparse params of one tensor write to the same element."""
+    by_live: dict[str, list[Any]] = defaultdict(list)
+    for write in (write for param in params for write in param.writes):
+        if isinstance(write.elements, (HostElements, DeviceElements)):
+            by_live[write.live].append(as_host(write.elements.offsets))
+    return any(
+        len(np.unique(np.concatenate(found))) < sum(map(len, found)) for found in by_live.values()
+    )
 
 
 def check_covers(staged: Sequence[StagedPart], held: AbstractSet[str]) -> None:
     """Check that a full sync sends every element of every tensor in `held`, those on some rank."""
-    deltas = [param.delta for part in staged for param in part.params]
-    sparse = sorted({delta.name for delta in deltas if delta.indices is not None})
+    params = [param for part in staged for param in part.params]
+    sparse = sorted({param.name for param in params if not param.dense})
     if sparse:
         raise NotUpdatable(
             f"a full sync must be dense; these tensors are sparse: {sparse}", tensors=sparse
         )
-    missing = sorted(held - {delta.name for delta in deltas})
+    missing = sorted(held - {param.name for param in params})
     if missing:
         raise NotUpdatable(
             f"a full sync must cover every tensor; {len(missing)} are missing: {missing}",

@@ -27,9 +27,14 @@ from engine_ext.wire import Digest, ParamDelta, Part, change_digest
 
 
 class Writer(Protocol):
-    """An apply mode: how staged writes reach live memory. Its name is in answers and metrics."""
+    """An apply mode: how staged writes reach live memory. Its name is in answers and metrics.
+
+    Attributes:
+        keeps_deltas: whether it writes from the params as they were sent.
+    """
 
     name: str
+    keeps_deltas: bool
 
     def refusal(self, delta: ParamDelta, placed: Placed, digested: bool) -> str | None:
         """Return why this mode cannot write a delta exactly, or None if it can.
@@ -102,7 +107,8 @@ class DeltaApplier:
             checks.check_param(delta, self.plan, self._writer.refusal)
         size = sum(entry.end - entry.start for entry in self._index.entries)
         undo = not part.manifest.full or size <= self._undo_bytes
-        return stage_part(part, self.plan, self._threads, undo=undo)
+        keep = self._writer.keeps_deltas
+        return stage_part(part, self.plan, self._threads, undo=undo, keep=keep)
 
     def check_sync(self, staged: Sequence[StagedPart], *, full: bool) -> None:
         """Check what only all parts of a sync together show on this rank.
@@ -226,7 +232,7 @@ class DeltaApplier:
         changes: dict[str, Digest] = {}
         for part in staged:
             for param in part.params:
-                name, change = param.delta.name, param.change
+                name, change = param.name, param.change
                 if name not in self.digests:  # another rank counts it
                     continue
                 if part.manifest.full:  # then it is the digest of the new values

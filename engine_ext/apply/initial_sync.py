@@ -105,7 +105,9 @@ class InitialSyncApplier:
             raise BaseMismatch(
                 "the engine was started without a checkpoint's weights; send a full sync first"
             )
-        return StagedPart(part.manifest, [StagedParam(delta) for delta in part.deltas])
+        return StagedPart(
+            part.manifest, [StagedParam.of(delta, keep=True) for delta in part.deltas]
+        )
 
     def check_sync(self, staged: Sequence[StagedPart], *, full: bool) -> None:
         """Check that the engine's loader would write every live weight of this rank from the sync.
@@ -244,6 +246,7 @@ class InitialSyncApplier:
 def _deltas(staged: Sequence[StagedPart]) -> Iterator[ParamDelta]:
     for part in staged:
         for param in part.params:
+            assert param.delta is not None  # kept by `stage`
             yield param.delta
 
 

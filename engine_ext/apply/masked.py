@@ -38,6 +38,7 @@ class MaskedWriter:
     """Writes through the model's own loader; for `chunk_bytes` see `chunks`."""
 
     name = "masked"
+    keeps_deltas = True
 
     def __init__(
         self,
@@ -92,11 +93,12 @@ class MaskedWriter:
         apply_masked(self._load_weights, self._index, self._deltas(staged), self._chunk_bytes)
         for param in params:
             if not all(threads.map(Write.holds, param.writes)):
-                raise RuntimeError(f"{param.delta.name} does not hold its new bits after the write")
+                raise RuntimeError(f"{param.name} does not hold its new bits after the write")
 
     def _deltas(self, staged: Sequence[StagedPart]) -> list[ParamDelta]:
         """Return the deltas that this rank's loader gets: of tensors that it holds elements of."""
-        deltas = [param.delta for part in staged for param in part.params if param.delta.nnz]
+        params = [param for part in staged for param in part.params if param.nnz]
+        deltas = [param.delta for param in params if param.delta is not None]
         return merge(delta for delta in deltas if self._placement[delta.name].segments)
 
 

@@ -94,7 +94,7 @@ class Rebuilds:
         """Return the modules that must still be rebuilt for a sync, the same on every rank."""
         if not staged:
             return []
-        sent = {param.delta.name for part in staged for param in part.params}
+        sent = {param.name for part in staged for param in part.params}
         done = staged[0].rebuilt.modules if _is_of(staged) else {}
         return [p for p, (_, names) in self._order.items() if p not in done and names & sent]
 

@@ -16,6 +16,7 @@ class ScatterWriter:
     """Writes with one scatter per piece of a live tensor, in O(nnz)."""
 
     name = "scatter"
+    keeps_deltas = False
 
     def refusal(self, delta: ParamDelta, placed: Placed, digested: bool) -> str | None:
         """Return why a delta cannot be scattered exactly, or None if it can."""

@@ -71,6 +71,11 @@ class StagedParam:
     """One param of a part, or a piece of it, ready to be written on this rank.
 
     Attributes:
+        name: of the checkpoint's tensor.
+        nnz: elements that the part sends of it, on all ranks together.
+        dense: whether these are all, in order.
+        delta: the param as it was sent, if the apply mode writes from it. It keeps the whole part's
+            memory alive.
         writes: the writes on this rank; empty if it holds none of the elements.
         counted: elements of the delta that this rank counts (see `engine_ext.placement.ownership`).
         change: digest of the counted elements, new minus old; in a full sync, of the new values.
@@ -78,12 +83,20 @@ class StagedParam:
         replicas: by set of ranks that hold the same elements, the digest of their change.
     """
 
-    delta: ParamDelta
+    name: str
+    nnz: int
+    dense: bool
+    delta: ParamDelta | None = None
     writes: list[Write] = field(default_factory=list)
     counted: int = 0
     change: Digest = Digest.ZERO
     replaced: Digest = Digest.ZERO
     replicas: dict[tuple[int, ...], Digest] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, delta: ParamDelta, *, keep: bool) -> StagedParam:
+        """Return a param without writes; with `keep` it has its `delta`."""
+        return cls(delta.name, delta.nnz, delta.indices is None, delta if keep else None)
 
     def absorb(self, other: StagedParam) -> None:
         """Add another piece of the same param."""
@@ -132,7 +145,7 @@ class StagedPart:
     @property
     def nnz(self) -> int:
         """Elements that the part changes, on all ranks together."""
-        return sum(param.delta.nnz for param in self.params)
+        return sum(param.nnz for param in self.params)
 
     @property
     def writes(self) -> list[Write]:

@@ -40,7 +40,9 @@ _RUN_SPAN = 1 << 20
 _Piece = tuple[ParamDelta, tuple[Target, ...], bool, int, int]
 
 
-def stage_part(part: Part, plan: Plan, threads: ThreadPool, *, undo: bool) -> StagedPart:
+def stage_part(
+    part: Part, plan: Plan, threads: ThreadPool, *, undo: bool, keep: bool
+) -> StagedPart:
     """Prepare the writes of a part on this rank.
 
     Args:
@@ -48,6 +50,8 @@ def stage_part(part: Part, plan: Plan, threads: ThreadPool, *, undo: bool) -> St
             of differences is added to the old values here. The digest of the change proves that
             these are the sender's, so that only a digested tensor may be sent so.
         undo: whether the old values of dense params are kept; those of sparse ones always are.
+        keep: whether the params as they were sent are kept. Else nothing of the part is, but copies
+            of this rank's share.
 
     Raises:
         BaseMismatch: copies of one element on this rank differ.
@@ -64,7 +68,7 @@ def stage_part(part: Part, plan: Plan, threads: ThreadPool, *, undo: bool) -> St
     staged = iter(threads.map(lambda piece: stager.stage(*piece), pieces))
     params = []
     for delta, count in zip(part.deltas, counts, strict=True):
-        param = StagedParam(delta)
+        param = StagedParam.of(delta, keep=keep)
         for _ in range(count):
             param.absorb(next(staged))
         params.append(param)
@@ -104,14 +108,16 @@ class _Stager:
         self, delta: ParamDelta, targets: Sequence[Target], digested: bool, start: int, stop: int
     ) -> StagedParam:
         """Stage the piece of a param from value `start` to `stop`; may raise BaseMismatch."""
-        staged = StagedParam(delta)
+        staged = StagedParam.of(delta, keep=False)
         if delta.indices is None and start == 0:
             staged.writes += [self._box(delta, t) for t in targets if t.segment.repack is None]
         old_of: dict[int, Bits] = {}
         for number, target in enumerate(targets):
             is_run = delta.indices is None and target.is_run
-            find = self._find_run if is_run else self._find_elements
-            found = find(staged, target, digested, start, stop)
+            if is_run:
+                found = self._find_run(delta, target, digested, start, stop)
+            else:
+                found = self._find_elements(staged, delta, target, digested, start, stop)
             if not found.new.size:
                 continue
             is_first = target.first == number
@@ -136,10 +142,10 @@ class _Stager:
         return digested and (self.replaced or not self.full)
 
     def _find_run(
-        self, staged: StagedParam, target: Target, digested: bool, start: int, stop: int
+        self, delta: ParamDelta, target: Target, digested: bool, start: int, stop: int
     ) -> _Found:
         """Find the elements of a dense param that is one run here; a box writes them."""
-        delta, shift = staged.delta, target.locator.shift
+        shift = target.locator.shift
         assert target.host is not None
         assert shift is not None
         first, end = target.locator.overlap(start, stop)
@@ -150,10 +156,16 @@ class _Stager:
         return _Found(delta.values[first:end], None, first, old)
 
     def _find_elements(
-        self, staged: StagedParam, target: Target, digested: bool, start: int, stop: int
+        self,
+        staged: StagedParam,
+        delta: ParamDelta,
+        target: Target,
+        digested: bool,
+        start: int,
+        stop: int,
     ) -> _Found:
         """Find single elements, and add the write of them unless a box writes them."""
-        delta, copies = staged.delta, target.locator.copies
+        copies = target.locator.copies
         indices = np.arange(start, stop) if delta.indices is None else delta.indices[start:stop]
         values = delta.values[start:stop]
         sent = delta.positions if stop - start == delta.nnz else None
@@ -172,6 +184,8 @@ class _Stager:
         bits: Any = live_bits(new, delta.dtype, target.dtype)
         if isinstance(elements, DeviceElements):
             bits = typed(bits, elements.flat.dtype).to(elements.flat.device)
+        elif not bits.flags.owndata:
+            bits = bits.copy()  # a view would keep the whole part's values alive
         write = Write(elements, bits, target.segment.live.name, self.undo, read)
         old = None
         if self._needs_old(digested):
@@ -183,7 +197,7 @@ class _Stager:
         return _Found(new[::copies], indices[chosen][::copies], 0, old)
 
     def _add_digests(self, staged: StagedParam, target: Target, found: _Found) -> None:
-        name, old = staged.delta.name, None if found.old is None else found.old[:, 0]
+        name, old = staged.name, None if found.old is None else found.old[:, 0]
         counted = target.ranks[0] == self.rank
         if self.full:
             if counted:
@@ -202,9 +216,10 @@ class _Stager:
     def _box(self, delta: ParamDelta, target: Target) -> Write:
         segment = target.segment
         box = segment.source_view(typed(delta.values, TORCH_DTYPE[delta.dtype]))
-        write = Write(
-            WholeBox(segment), bits_of(box.to(target.dtype)), segment.live.name, self.undo
-        )
+        bits = bits_of(box.to(target.dtype))
+        if bits.numel() < delta.numel:
+            bits = bits.clone()  # a view would keep the other ranks' shares alive
+        write = Write(WholeBox(segment), bits, segment.live.name, self.undo)
         if not self.full:  # nothing checks those of a full sync; the write itself reads them
             write.read_old()
         return write

@@ -27,41 +27,41 @@ _AHEAD = 48  # elements; a few more than a core has cache misses in flight
 
 
 class _Loops(NamedTuple):
-    gather: Callable[[Any, Any, int, Any], None]
-    scatter: Callable[[Any, Any, int, Any], None]
-    swap: Callable[[Any, Any, int, Any, Any], None]
-    differs: Callable[[Any, Any, int, Any], int]
+    gather: Callable[[Any, Any, Any], None]
+    scatter: Callable[[Any, Any, Any], None]
+    swap: Callable[[Any, Any, Any, Any], None]
+    differs: Callable[[Any, Any, Any], int]
 
 
-def _gather(live: Any, offsets: Any, shift: Any, out: Any) -> None:
+def _gather(live: Any, offsets: Any, out: Any) -> None:
     last = offsets.size - 1
     for k in range(offsets.size):
-        prefetch_to_write(live, offsets[min(k + _AHEAD, last)] - shift)
-        out[k] = live[offsets[k] - shift]
+        prefetch_to_write(live, offsets[min(k + _AHEAD, last)])
+        out[k] = live[offsets[k]]
 
 
-def _scatter(live: Any, offsets: Any, shift: Any, bits: Any) -> None:
+def _scatter(live: Any, offsets: Any, bits: Any) -> None:
     last = offsets.size - 1
     for k in range(offsets.size):
-        prefetch_to_write(live, offsets[min(k + _AHEAD, last)] - shift)
-        live[offsets[k] - shift] = bits[k]
+        prefetch_to_write(live, offsets[min(k + _AHEAD, last)])
+        live[offsets[k]] = bits[k]
 
 
-def _swap(live: Any, offsets: Any, shift: Any, bits: Any, out: Any) -> None:
+def _swap(live: Any, offsets: Any, bits: Any, out: Any) -> None:
     last = offsets.size - 1
     for k in range(offsets.size):
-        prefetch_to_write(live, offsets[min(k + _AHEAD, last)] - shift)
-        where = offsets[k] - shift
+        prefetch_to_write(live, offsets[min(k + _AHEAD, last)])
+        where = offsets[k]
         out[k] = live[where]
         live[where] = bits[k]
 
 
-def _differs(live: Any, offsets: Any, shift: Any, bits: Any) -> Any:
+def _differs(live: Any, offsets: Any, bits: Any) -> Any:
     last = offsets.size - 1
     found = bits.dtype.type(0)
     for k in range(offsets.size):
-        prefetch_to_write(live, offsets[min(k + _AHEAD, last)] - shift)
-        found |= live[offsets[k] - shift] ^ bits[k]
+        prefetch_to_write(live, offsets[min(k + _AHEAD, last)])
+        found |= live[offsets[k]] ^ bits[k]
     return found
 
 
@@ -72,59 +72,59 @@ def _loops(types: Any, width: int, index: int) -> _Loops:
     bits, offsets = array(types, f"uint{8 * width}"), array(types, f"int{8 * index}")
     live = array(types, f"uint{8 * width}", readonly=False)
     return _Loops(
-        compile_loop(_gather, types.void(live, offsets, types.int64, live)),
-        compile_loop(_scatter, types.void(live, offsets, types.int64, bits)),
-        compile_loop(_swap, types.void(live, offsets, types.int64, bits, live)),
-        compile_loop(_differs, live.dtype(live, offsets, types.int64, bits)),
+        compile_loop(_gather, types.void(live, offsets, live)),
+        compile_loop(_scatter, types.void(live, offsets, bits)),
+        compile_loop(_swap, types.void(live, offsets, bits, live)),
+        compile_loop(_differs, live.dtype(live, offsets, bits)),
     )
 
 
-def read(live: Bits, offsets: Offsets, shift: int = 0) -> Bits:
+def read(live: Bits, offsets: Offsets) -> Bits:
     """Read elements of live host memory: [k], dtype of `live`, a copy.
 
     Args:
         live: unsigned integers [n].
-        offsets: int32 or int64 [k]; after subtracting `shift`, each in [0, n).
+        offsets: int32 or int64 [k], each in [0, n).
     """
     loops = _loops(live.itemsize, offsets.itemsize)
     out: Bits = np.empty(offsets.shape, live.dtype)
     if loops is None:
-        out[:] = live[offsets - shift]
+        out[:] = live[offsets]
     else:
-        loops.gather(live, offsets, shift, out)
+        loops.gather(live, offsets, out)
     return out
 
 
-def write(live: Bits, offsets: Offsets, bits: Bits, shift: int = 0) -> None:
+def write(live: Bits, offsets: Offsets, bits: Bits) -> None:
     """Overwrite elements of live host memory with `bits`, [k], dtype of `live`; see `read`.
 
     No element comes twice.
     """
     loops = _loops(live.itemsize, offsets.itemsize)
     if loops is None:
-        live[offsets - shift] = bits
+        live[offsets] = bits
     else:
-        loops.scatter(live, offsets, shift, bits)
+        loops.scatter(live, offsets, bits)
 
 
-def swap(live: Bits, offsets: Offsets, bits: Bits, shift: int = 0) -> Bits:
+def swap(live: Bits, offsets: Offsets, bits: Bits) -> Bits:
     """Write elements and return the old ones, [k], in one pass; see `read` and `write`."""
     loops = _loops(live.itemsize, offsets.itemsize)
     if loops is None:
-        out = read(live, offsets, shift)
-        write(live, offsets, bits, shift)
+        out = read(live, offsets)
+        write(live, offsets, bits)
         return out
     out = np.empty(offsets.shape, live.dtype)
-    loops.swap(live, offsets, shift, bits, out)
+    loops.swap(live, offsets, bits, out)
     return out
 
 
-def holds(live: Bits, offsets: Offsets, bits: Bits, shift: int = 0) -> bool:
+def holds(live: Bits, offsets: Offsets, bits: Bits) -> bool:
     """Return whether elements of live host memory equal `bits`; arguments as for `write`."""
     loops = _loops(live.itemsize, offsets.itemsize)
     if loops is None:
-        return bool(np.array_equal(live[offsets - shift], bits))
-    return not loops.differs(live, offsets, shift, bits)
+        return bool(np.array_equal(live[offsets], bits))
+    return not loops.differs(live, offsets, bits)
 
 
 def bits_of(live: torch.Tensor) -> torch.Tensor:

@@ -36,34 +36,32 @@ class HostElements:
 
     Attributes:
         flat: the live tensor as integers, [extent].
-        offsets: the elements, each plus `shift`, [n].
-        shift: subtracted from every offset.
+        offsets: the elements, [n].
     """
 
     flat: Bits
     offsets: Offsets
-    shift: int = 0
 
     @property
     def nbytes(self) -> int:
         return self.offsets.nbytes
 
     def read(self) -> Bits:
-        return gather_scatter.read(self.flat, self.offsets, self.shift)
+        return gather_scatter.read(self.flat, self.offsets)
 
     def holds(self, bits: Bits) -> bool:
-        return gather_scatter.holds(self.flat, self.offsets, bits, self.shift)
+        return gather_scatter.holds(self.flat, self.offsets, bits)
 
     def put(self, bits: Bits) -> None:
-        gather_scatter.write(self.flat, self.offsets, bits, self.shift)
+        gather_scatter.write(self.flat, self.offsets, bits)
 
     def swap(self, bits: Bits) -> Bits:
         """Overwrite them and return the old bits, in one pass that cannot fail in between."""
-        return gather_scatter.swap(self.flat, self.offsets, bits, self.shift)
+        return gather_scatter.swap(self.flat, self.offsets, bits)
 
     def within(self, tensor: torch.Tensor) -> HostElements:
         """Return the same elements of another tensor in host memory, with the same layout."""
-        return HostElements(host_bits(flat_bits(tensor)), self.offsets, self.shift)
+        return HostElements(host_bits(flat_bits(tensor)), self.offsets)
 
 
 @dataclass(slots=True)

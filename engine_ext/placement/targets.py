@@ -78,9 +78,9 @@ class Target:
         """
         shift, device = self.locator.shift, self.flat.device
         if self.host is not None and shift is not None:
-            # The indices serve as offsets: offsets of their own would only cost memory.
             within = self.locator.within(indices)
-            return within, HostElements(self.host, indices[within], shift)
+            offsets = (indices[within] - shift).astype(self.locator.offset_dtype, copy=False)
+            return within, HostElements(self.host, offsets)
         gaps = sent.gaps() if sent and shift is not None and runs_kernels(device) else None
         if gaps is not None and shift is not None:
             from engine_ext.kernels.triton.gap_decode import decode

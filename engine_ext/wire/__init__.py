@@ -20,6 +20,7 @@ from engine_ext.wire.container import (
     read_container,
     write_container,
 )
+from engine_ext.wire.digest import ALGORITHM as DIGEST_ALGORITHM
 from engine_ext.wire.digest import Digest, change_digest, tensor_digest
 from engine_ext.wire.gap_streams import byte_stream, join_streams
 from engine_ext.wire.identity import PartId, part_identity
@@ -49,6 +50,7 @@ from engine_ext.wire.zstd_frames import ZSTD_MAGIC, FrameReader, compress_frame
 
 __all__ = [
     "DIFFERENCES",
+    "DIGEST_ALGORITHM",
     "ENCODINGS",
     "HMAC_KEY_ENVIRONMENT",
     "MAX_VERSION",

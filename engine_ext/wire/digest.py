@@ -1,20 +1,26 @@
 """Compute the digest: an order-independent 128-bit hash of weights, updated in O(nnz).
 
-Definition, complete enough to implement it elsewhere. All arithmetic is on unsigned 64-bit integers
-modulo 2**64. Lane ``k`` (0 or 1) of a set of elements is the sum over them of ::
+Definition of the algorithm ``multilinear-1``, complete enough to implement it elsewhere. A tensor
+is a sequence of words: an element of one byte is one word, a wider one as many words of 16 bits as
+it has, the low one first. Word ``j`` of block ``b`` is word ``1024 b + j`` of the tensor. All
+arithmetic is on unsigned 64-bit integers modulo 2**64. Lane ``k`` (0 or 1) of a set of elements is
+the sum over their words ``w`` of ::
 
-    m(m(xxh3_64(name, seed=k) + index) ^ bits)
+    c(k, b) * a(k, j) * (w (w + 1) / 2 + 1)
 
-    m(x):  x ^= x >> 30;  x *= 0xbf58476d1ce4e5b9      (the finaliser of splitmix64)
+    a(k, j) = m((1024 k + j + 1) * 0x9e3779b97f4a7c15) | 1      (outputs of splitmix64, seed 0)
+    c(k, b) = m(xxh3_64(name, seed=k) + b) | 1
+
+    m(x):  x ^= x >> 30;  x *= 0xbf58476d1ce4e5b9              (the finaliser of splitmix64)
            x ^= x >> 27;  x *= 0x94d049bb133111eb
            x ^= x >> 31
 
-where ``name`` is the checkpoint tensor's name in UTF-8, ``index`` the element's flat index in
-the checkpoint tensor, and ``bits`` the element's bit pattern in the checkpoint dtype,
-zero-extended. It is written as 32 lower-case hex digits, lane 0 first; for no elements it is zero.
+where ``name`` is the checkpoint tensor's name in UTF-8. It is written as 32 lower-case hex digits,
+lane 0 first; for no elements it is zero. ``docs/wire-format.md`` has the argument for its strength.
 
 A sum has no order: the digests of chunks, tensors and ranks add up, and a change of some elements
-adds the digest of their new values and subtracts that of their old ones.
+adds the digest of their new values and subtracts that of their old ones. It is not linear in the
+words, so a change also depends on the old values, and not only on how far they moved.
 
 numba (extra ``fast``) is used if it is installed, otherwise numpy, with the same result. Neither
 uses an OpenMP pool, and both release the GIL while they work. With numba the first call for a
@@ -36,11 +42,18 @@ from numpy.typing import NDArray
 
 from engine_ext.kernels import array, compile_loop, made_once
 
+ALGORITHM: Final = "multilinear-1"
+"""The algorithm's name in a part's metadata."""
+
 _MODULUS: Final = 1 << 64
+_BLOCK_WORDS: Final = 1024
+_BLOCK: Final = np.uint64(_BLOCK_WORDS)  # numba adds signed and unsigned numbers as floats
 _NUMPY_CHUNK: Final = 1 << 14  # elements whose 64-bit temporaries stay in a core's cache
 _NUMBA_CHUNK: Final = 1 << 18  # elements; long enough for threads to work side by side
 _MUL1, _MUL2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _SHIFT1, _SHIFT2, _SHIFT3 = np.uint64(30), np.uint64(27), np.uint64(31)
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_ONE = np.uint64(1)
 
 Bits = NDArray[Any]  # unsigned ints
 Indices = NDArray[np.int64]
@@ -130,21 +143,25 @@ def _array_digest(
         raise ValueError("values and indices are 1-d, and of one length")
     if start < 0 or (start and indices is not None):
         raise ValueError("start is not negative, and only for dense values")
-    kernel = _kernel(values.dtype.itemsize, indices is not None, old is not None)
-    size = _NUMPY_CHUNK if kernel is _numpy_sums else _NUMBA_CHUNK
+    width = min(values.dtype.itemsize, 2)
+    words = values.dtype.itemsize // width
+    kernel = _kernel(width, indices is not None, old is not None)
+    size = _NUMPY_CHUNK if kernel in (_numpy_dense, _numpy_sparse) else _NUMBA_CHUNK
     threads = max(1, min(threads, -(-values.size // size)))
+    seed0, seed1 = (np.uint64(seed) for seed in _seeds(name))
 
     def share(thread: int) -> Digest:
         lane0 = lane1 = 0
         for first in range(thread * size, values.size, threads * size):
-            places, bits, old_bits = (
-                None if found is None else np.ascontiguousarray(found[first : first + size])
-                for found in (indices, values, old)
+            bits, old_bits = (
+                None if found is None else _words(found[first : first + size], width)
+                for found in (values, old)
             )
-            skipped = start + first if indices is None else 0
-            seed0, seed1 = (np.uint64((seed + skipped) % _MODULUS) for seed in _seeds(name))
-            sums = kernel(seed0, seed1, places, bits, old_bits)
-            lane0, lane1 = lane0 + sums[0], lane1 + sums[1]
+            where: Any = (start + first) * words
+            if indices is not None:
+                where = _word_places(indices[first : first + size], words)
+            sums = kernel(seed0, seed1, _TABLE, where, bits, old_bits)
+            lane0, lane1 = lane0 + int(sums[0]), lane1 + int(sums[1])
         return Digest(lane0, lane1)
 
     if threads == 1:
@@ -153,47 +170,110 @@ def _array_digest(
         return sum(pool.map(share, range(threads)), Digest.ZERO)
 
 
+def _words(bits: Bits, width: int) -> Bits:
+    """Return the words of elements, each of `width` bytes; the machine is little-endian."""
+    return np.ascontiguousarray(bits).view(f"u{width}")
+
+
+def _word_places(indices: Indices, words: int) -> Indices:
+    """Return where the words of elements are."""
+    if words == 1:
+        return np.ascontiguousarray(indices)
+    return (indices[:, None] * words + np.arange(words)).reshape(-1)
+
+
 def _mix(x: Any) -> Any:
     x = (x ^ (x >> _SHIFT1)) * _MUL1
     x = (x ^ (x >> _SHIFT2)) * _MUL2
     return x ^ (x >> _SHIFT3)
 
 
-def _numpy_sums(seed0: Any, seed1: Any, places: Any, bits: Any, old: Any) -> tuple[int, int]:
-    index = np.arange(bits.size, dtype=np.uint64) if places is None else places.view(np.uint64)
-    return _numpy_sum(index + seed0, bits, old), _numpy_sum(index + seed1, bits, old)
+_TABLE: Final = _mix(np.arange(1, 2 * _BLOCK_WORDS + 1, dtype=np.uint64) * _GAMMA) | _ONE
+_TABLE.setflags(write=False)
 
 
-def _numpy_sum(index: Any, bits: Any, old: Any) -> int:
-    place = _mix(index)
-    total = int(_mix(place ^ bits).sum())
-    return total if old is None else total - int(_mix(place ^ old).sum())
+def _numpy_dense(
+    seed0: Any, seed1: Any, table: Any, start: int, bits: Any, old: Any
+) -> tuple[int, int]:
+    places = np.arange(start, start + bits.size)
+    return _numpy_sparse(seed0, seed1, table, places, bits, old)
 
 
-def _numba_sums(seed0: Any, seed1: Any, places: Any, bits: Any, old: Any) -> Any:
-    """Compiled: the sums over a chunk; numba drops the branches of arguments that are None."""
+def _numpy_sparse(
+    seed0: Any, seed1: Any, table: Any, places: Any, bits: Any, old: Any
+) -> tuple[int, int]:
+    blocks, within = (places // _BLOCK_WORDS).view(np.uint64), places % _BLOCK_WORDS
+    curve = _numpy_curve(bits) if old is None else _numpy_curve(bits) - _numpy_curve(old)
+    lane0 = (_mix(seed0 + blocks) | _ONE) * table[within] * curve
+    lane1 = (_mix(seed1 + blocks) | _ONE) * table[_BLOCK_WORDS + within] * curve
+    return int(lane0.sum()), int(lane1.sum())
+
+
+def _numpy_curve(words: Any) -> Any:
+    wide = words.astype(np.uint64)
+    return (wide * (wide + _ONE) >> _ONE) + _ONE
+
+
+def _dense_loop(seed0: Any, seed1: Any, table: Any, start: Any, bits: Any, old: Any) -> Any:
+    """Compiled: the sums over a chunk of words; numba drops the branches of None."""
     total0 = total1 = np.uint64(0)
-    for k in range(bits.size):
-        index = np.uint64(k if places is None else places[k])
-        place0, place1 = _mix(seed0 + index), _mix(seed1 + index)
-        total0 += _mix(place0 ^ np.uint64(bits[k]))
-        total1 += _mix(place1 ^ np.uint64(bits[k]))
-        if old is not None:
-            total0 -= _mix(place0 ^ np.uint64(old[k]))
-            total1 -= _mix(place1 ^ np.uint64(old[k]))
+    done = 0
+    while done < bits.size:
+        block, first = np.uint64((start + done) // _BLOCK_WORDS), (start + done) % _BLOCK_WORDS
+        count = min(_BLOCK_WORDS - first, bits.size - done)
+        sum0 = sum1 = np.uint64(0)
+        for k in range(count):
+            curve = _curve(bits[done + k])
+            if old is not None:
+                curve -= _curve(old[done + k])
+            sum0 += table[first + k] * curve
+            sum1 += table[_BLOCK_WORDS + first + k] * curve
+        total0 += (_mix(seed0 + block) | _ONE) * sum0
+        total1 += (_mix(seed1 + block) | _ONE) * sum1
+        done += count
     return total0, total1
+
+
+def _sparse_loop(seed0: Any, seed1: Any, table: Any, places: Any, bits: Any, old: Any) -> Any:
+    """Compiled: the sums over a chunk of single words; fastest if their indices ascend."""
+    total0 = total1 = sum0 = sum1 = last = np.uint64(0)
+    for k in range(bits.size):
+        place = np.uint64(places[k])
+        block = place // _BLOCK
+        if block != last:
+            total0 += (_mix(seed0 + last) | _ONE) * sum0
+            total1 += (_mix(seed1 + last) | _ONE) * sum1
+            sum0 = sum1 = np.uint64(0)
+            last = block
+        first = place % _BLOCK
+        curve = _curve(bits[k])
+        if old is not None:
+            curve -= _curve(old[k])
+        sum0 += table[first] * curve
+        sum1 += table[_BLOCK + first] * curve
+    total0 += (_mix(seed0 + last) | _ONE) * sum0
+    total1 += (_mix(seed1 + last) | _ONE) * sum1
+    return total0, total1
+
+
+def _curve(bits: Any) -> Any:
+    # The product fits 32 bits, as the compiler must know to multiply the result by 32 bits, too.
+    word = np.uint32(bits)
+    return np.uint64(np.uint32(word * (word + np.uint32(1))) >> np.uint32(1)) + _ONE
 
 
 @made_once
 def _kernel(width: int, sparse: bool, change: bool) -> Callable[..., tuple[int, int]]:
-    """Compile ``f(seed0, seed1, places, bits, old)``, the sums over a chunk."""
+    """Compile ``f(seed0, seed1, table, start or places, bits, old)``, the sums over a chunk."""
     try:
         from numba import types
         from numba.extending import register_jitable
     except ImportError:
-        return _numpy_sums
+        return _numpy_sparse if sparse else _numpy_dense
     register_jitable(_mix)
-    places, bits = array(types, "int64"), array(types, f"uint{8 * width}")
-    none, word = types.none, types.uint64
-    arguments = word, word, places if sparse else none, bits, bits if change else none
-    return compile_loop(_numba_sums, types.UniTuple(word, 2)(*arguments))
+    register_jitable(_curve)
+    bits, word = array(types, f"uint{8 * width}"), types.uint64
+    where = array(types, "int64") if sparse else types.int64
+    old = bits if change else types.none
+    signature = types.UniTuple(word, 2)(word, word, array(types, "uint64"), where, bits, old)
+    return compile_loop(_sparse_loop if sparse else _dense_loop, signature)

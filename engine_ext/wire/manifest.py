@@ -17,6 +17,7 @@ import xxhash
 
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.errors import ChecksumMismatch, MalformedPart, TooLarge
+from engine_ext.wire.digest import ALGORITHM
 
 # encoding -> legal `pos_width` of a sparse param; a dense one has 0 in all of them
 POSITION_WIDTHS: Final[dict[str, tuple[int, ...]]] = {
@@ -35,6 +36,7 @@ DIFFERENCES: Final = "gap8_ulp"
 INDICES_MAX_NUMEL: Final = 2**31 - 1
 MAX_VERSION: Final = 2**63 - 1
 
+_DIGESTS: Final = ("digest_part", "digest_before", "digest_after")
 _DECIMAL: Final = re.compile(r"0|[1-9][0-9]{0,18}")
 _DIGEST: Final = re.compile(r"[0-9a-f]{32}")
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
@@ -108,6 +110,7 @@ class Manifest(msgspec.Struct, frozen=True):
     num_parts: int | None
     sync_id: str | None
     full: bool
+    digest_algorithm: str | None
     digest_part: str | None
     digest_before: str | None
     digest_after: str | None
@@ -160,6 +163,7 @@ def parse_manifest(metadata: dict[str, str], limits: Limits) -> Manifest:
         raise MalformedPart("a full part has a param that is not dense", tensor=sparse)
     if encoding == DIFFERENCES:
         _check_differences(metadata, full == "true", params)
+    _check_digest_algorithm(metadata)
     return Manifest(
         encoding=encoding,
         params=params,
@@ -171,6 +175,7 @@ def parse_manifest(metadata: dict[str, str], limits: Limits) -> Manifest:
         num_parts=num_parts,
         sync_id=_parse_sync_id(metadata.get("sync_id"), limits),
         full=full == "true",
+        digest_algorithm=metadata.get("digest_algorithm"),
         digest_part=_optional_digest(metadata, "digest_part"),
         digest_before=_optional_digest(metadata, "digest_before"),
         digest_after=_optional_digest(metadata, "digest_after"),
@@ -188,6 +193,18 @@ def _check_differences(
     for entry in params:
         if entry.pos_width == 0:
             raise MalformedPart(f"{DIFFERENCES} has no dense form", tensor=entry.name)
+
+
+def _check_digest_algorithm(metadata: Mapping[str, str]) -> None:
+    """Check that the part's digests, if it has any, are those that are computed here."""
+    stated = metadata.get("digest_algorithm")
+    given = [key for key in _DIGESTS if key in metadata]
+    if stated != ALGORITHM and (given or stated is not None):
+        named = "without a digest_algorithm" if stated is None else f"of {stated[:80]!r}"
+        raise MalformedPart(
+            f"{given[0] if given else 'the digest'} is {named}; this version computes "
+            f"{ALGORITHM!r}: use sender and engine (or delta log) of one version"
+        )
 
 
 def _check_manifest_checksum(declared: str, metadata: dict[str, str]) -> None:

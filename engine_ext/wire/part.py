@@ -16,6 +16,7 @@ from engine_ext.dtypes import TORCH_DTYPE, bits_dtype
 from engine_ext.errors import DeltaError, MalformedPart
 from engine_ext.wire.checksum import verify_checksum, xxh3_checksum
 from engine_ext.wire.container import Header, read_container, write_container
+from engine_ext.wire.digest import ALGORITHM
 from engine_ext.wire.exponent_planes import decode_planes, encode_planes
 from engine_ext.wire.gap_streams import pack_streams, unpack_streams
 from engine_ext.wire.manifest import (
@@ -240,6 +241,12 @@ def encode_part(
         positions = np.concatenate([np.empty(0, np.uint8), *pieces])
         values = [np.ascontiguousarray(delta.values) for delta in deltas]
 
+    digests = {
+        "digest_part": digest_part,
+        "digest_before": digest_before,
+        "digest_after": digest_after,
+    }
+    digested = any(value is not None for value in digests.values())
     optional = {
         "current_version": current_version,
         "base_version": base_version,
@@ -247,9 +254,8 @@ def encode_part(
         "num_parts": num_parts,
         "sync_id": sync_id,
         "full": "true" if full else None,
-        "digest_part": digest_part,
-        "digest_before": digest_before,
-        "digest_after": digest_after,
+        "digest_algorithm": ALGORITHM if digested else None,
+        **digests,
     }
     metadata = {
         "encoding": encoding,

@@ -33,7 +33,7 @@ from delta_server.staging import Staging
 from delta_server.upload_limits import MinimumRate, UploadSlots
 from engine_ext.errors import CommitFailed, Conflict, DeltaError, EngineUncertain, MalformedPart
 from engine_ext.settings import Settings
-from engine_ext.wire import Digest, Limits, PartId
+from engine_ext.wire import DIGEST_ALGORITHM, Digest, Limits, PartId
 from engine_ext.wire.operations import (
     CommitSync,
     CommittedSync,
@@ -112,6 +112,7 @@ class DeltaService:
             "uncertified": {k: v for reply in replies for k, v in reply.uncertified.items()},
             "weight_version": await self._engine.get_weight_version(),
             "digest": total_digest(reply.digest for reply in replies),
+            "digest_algorithm": DIGEST_ALGORITHM,
             "delta_log": None if replay is None else replay.describe(replies[0].version),
         }
 
@@ -137,6 +138,7 @@ class DeltaService:
         found: dict[str, Any] = {
             "version": replies[0].version,
             "digest": total.hex(),
+            "digest_algorithm": DIGEST_ALGORITHM,
             "scanned": scan,
             "tensors": {name: digest.hex() for name, digest in sorted(tensors.items())},
         }

@@ -204,7 +204,9 @@ class Shard:
             expected = (SHAPES.get(delta.name), "bfloat16")
             if (delta.shape, delta.dtype) != expected:
                 raise NotUpdatable(f"{delta.name} is {expected} here", tensor=delta.name)
-        return StagedPart(part.manifest, [StagedParam(delta) for delta in part.deltas])
+        return StagedPart(
+            part.manifest, [StagedParam.of(delta, keep=True) for delta in part.deltas]
+        )
 
     def check_sync(self, staged: Sequence[StagedPart], *, full: bool) -> None:
         missing = sorted(

@@ -131,6 +131,8 @@ def container(
         steps = zip(changed.items(), before, after, strict=True)
         change = (change_digest(name, where.numpy(), *pair) for (name, where), *pair in steps)
         meta["digest_part"] = sum(change, start=Digest.ZERO).hex()
+    if any(key in meta for key in ("digest_part", "digest_before", "digest_after")):
+        meta.setdefault("digest_algorithm", "multilinear-1")
     position_tensor = as_tensor(position_bytes)
     meta["checksum"] = (
         xxh3_of(position_tensor, value_tensor)

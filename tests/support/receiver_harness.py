@@ -406,7 +406,9 @@ class RecordingApplier:
     def stage(self, part: Part) -> StagedPart:
         self.before_check()
         self._step("check")
-        return StagedPart(part.manifest, [StagedParam(delta) for delta in part.deltas])
+        return StagedPart(
+            part.manifest, [StagedParam.of(delta, keep=True) for delta in part.deltas]
+        )
 
     def check_sync(self, staged: Sequence[StagedPart], *, full: bool) -> None:
         self._step("check_sync")

@@ -85,7 +85,7 @@ def alive(serving: Serving) -> list[weakref.ref[Any]]:
     for receiver in serving.engine.receivers:
         for future in receiver._staging._parts.values():
             part = future.result()
-            found += [param.delta.values for param in part.params]
+            found += [write.new for param in part.params for write in param.writes]
             for made in part.rebuilt.modules.values():
                 found += [getattr(write.new, "value", write.new) for write in made.writes]
     return [weakref.ref(one) for one in found]

@@ -246,7 +246,8 @@ def test_one_engine_that_fails_early_does_not_stop_the_other() -> None:
 def test_without_numba(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diff_host, "_loop", lambda width: None)
     monkeypatch.setattr(gather_scatter, "_loops", lambda width, index: None)
-    monkeypatch.setattr(digest, "_kernel", lambda *kind: digest._numpy_sums)
+    sums = {False: digest._numpy_dense, True: digest._numpy_sparse}
+    monkeypatch.setattr(digest, "_kernel", lambda width, sparse, change: sums[sparse])
     monkeypatch.setattr(gap_streams, "_match", lambda width: None)
     for module in (gap_streams, ulp_differences, exponent_planes):
         monkeypatch.setattr(module, "_loops", lambda *width: None)

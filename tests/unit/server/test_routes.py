@@ -734,6 +734,7 @@ def test_status(rig: Rig) -> None:
         "uncertified": {},
         "can_roll_back": False,
         "digest": rig.digest_of(rig.engine.weights),
+        "digest_algorithm": "multilinear-1",
     }
     assert rig.status() == expected
     rig.send(delta_part(sync_id="s", part=1, num_parts=2))

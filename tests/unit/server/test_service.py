@@ -364,6 +364,7 @@ def test_of_two_senders_with_parts_one_wins(rig: Rig) -> None:
 def test_digest(rig: Rig, scan: str) -> None:
     answer = rig.get("/delta_digest", params={"scan": scan}).json()
     assert answer["digest"] == rig.digest_of(fresh_weights())
+    assert answer["digest_algorithm"] == "multilinear-1"
     assert answer["tensors"].keys() == SHAPES.keys()
     assert answer.get("corrupted", []) == []
     assert_error(rig.get("/delta_digest", params={"scan": "perhaps"}), 400, "MalformedPart")

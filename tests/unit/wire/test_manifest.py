@@ -43,7 +43,7 @@ def test_required_keys_are_enough() -> None:
     assert manifest.full is False
     for absent in (
         *("manifest_checksum", "current_version", "base_version", "part", "num_parts"),
-        *("sync_id", "digest_part", "digest_before", "digest_after"),
+        *("sync_id", "digest_algorithm", "digest_part", "digest_before", "digest_after"),
     ):
         assert getattr(manifest, absent) is None
 
@@ -57,6 +57,7 @@ def test_every_optional_key() -> None:
             num_parts="3",
             sync_id="run 7 / step 12",
             full="true",
+            digest_algorithm="multilinear-1",
             digest_part="0" * 32,
             digest_before="1" * 32,
             digest_after="abcdef0123456789" * 2,
@@ -149,6 +150,18 @@ BROKEN_METADATA: list[tuple[dict[str, str | None], type[DeltaError], str]] = [
     ),
     ({"full": "yes"}, MalformedPart, "full is neither"),
     ({"full": "True"}, MalformedPart, "full is neither"),
+    ({"digest_algorithm": "sum-of-mixes"}, MalformedPart, "computes 'multilinear-1'"),
+    ({"digest_algorithm": ""}, MalformedPart, "the digest is of ''"),
+    ({"digest_after": "0" * 32}, MalformedPart, "digest_after is without a digest_algorithm"),
+    (
+        {"digest_part": "0" * 32, "digest_algorithm": "sum-of-mixes"},
+        MalformedPart,
+        "digest_part is of 'sum-of-mixes'; this version computes 'multilinear-1'",
+    ),
+    *(
+        ({"digest_algorithm": "multilinear-1", key: value}, MalformedPart, f"{key} is not 32")
+        for key, value in (("digest_part", "0"), ("digest_before", "G" * 32), ("digest_after", ""))
+    ),
     ({"manifest_checksum": ""}, ChecksumMismatch, "metadata"),
     ({"manifest_checksum": "xxh3_128:" + "0" * 32}, ChecksumMismatch, "metadata"),
     ({"manifest_checksum": "x", "sync_id": "a\nz=1"}, MalformedPart, "ambiguous"),

@@ -172,7 +172,8 @@ ULP_DELTAS = [
 
 def ulp(values: str = frame(NIBBLES + ESCAPED), **changes: Any) -> bytes:
     """A ``gap8_ulp`` part built without our encoder; the default is a good one."""
-    given = {"encoding": "gap8_ulp", "params": ULP_PARAMS, "digest_part": "0" * 32, **changes}
+    digest = {"digest_algorithm": "multilinear-1", "digest_part": "0" * 32}
+    given = {"encoding": "gap8_ulp", "params": ULP_PARAMS, **digest, **changes}
     return packed(values=values, **given)
 
 
@@ -205,7 +206,7 @@ BROKEN_ULP: list[tuple[str, dict[str, Any], str]] = [
     ("an escape not announced", {"values": frame("12 02 0f" + ESCAPED)}, "2 bytes after"),
     ("an escape that fits", {"values": frame(NIBBLES + "0e 00 ff ff")}, "fits a nibble"),
     ("padding", {"values": frame("12 1f 0f" + ESCAPED)}, "padding"),
-    ("no digest", {"digest_part": None}, "needs digest_part"),
+    ("no digest", {"digest_part": None, "digest_algorithm": None}, "needs digest_part"),
     ("full", {"full": "true", "params": []}, "full part cannot be"),
     (
         "dense",

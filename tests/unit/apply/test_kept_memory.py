@@ -1,0 +1,100 @@
+"""What a staged sync keeps alive on each of eight ranks, and what its undo log counts."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine_ext.wire import ParamDelta, decode_part, encode_part
+from tests.support.receiver_harness import Served, serve_ranks
+from tests.support.toy_models import ToyModel
+
+RANKS = 8
+ROWS, COLUMNS = 512, 512
+
+
+def rank_of_eight(number: int) -> type[ToyModel]:
+    """Return a model that holds an eighth: of one tensor by rows, of the other by columns."""
+
+    class Shard(ToyModel):
+        shapes = {"rows": (ROWS, COLUMNS), "columns": (ROWS, COLUMNS)}  # noqa: RUF012
+
+        def build(self) -> None:
+            self.rows = torch.nn.Parameter(torch.zeros(ROWS // RANKS, COLUMNS).bfloat16(), False)
+            self.columns = torch.nn.Parameter(torch.zeros(ROWS, COLUMNS // RANKS).bfloat16(), False)
+
+        def load_one(self, name: str, weight: torch.Tensor) -> None:
+            dim, size = (0, ROWS // RANKS) if name == "rows" else (1, COLUMNS // RANKS)
+            getattr(self, name).copy_(weight.narrow(dim, number * size, size))
+
+    return Shard
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[Served]:
+    generator = torch.Generator().manual_seed(1)
+    base = {
+        name: torch.randn((ROWS, COLUMNS), generator=generator).bfloat16()
+        for name in ("rows", "columns")
+    }
+    return serve_ranks([rank_of_eight(r) for r in range(RANKS)], base, apply="scatter")
+
+
+def a_part(encoding: str) -> bytes:
+    """Return a part that changes 5 % of both tensors."""
+    random = np.random.default_rng(3)
+    deltas = []
+    for name in ("rows", "columns"):
+        indices = np.flatnonzero(random.random(ROWS * COLUMNS) < 0.05)
+        values = random.integers(0, 1 << 15, indices.size, dtype=np.uint16)
+        deltas.append(ParamDelta(name, "bfloat16", (ROWS, COLUMNS), indices, values))
+    return encode_part(deltas, encoding=encoding, current_version=1)
+
+
+def allocated(make: Callable[[], Any]) -> tuple[Any, int]:
+    """Return what a function returns, and the bytes that stay allocated with it."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        made = make()
+        gc.collect()
+        return made, tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("encoding", ["indices", "deltas", "gap8_exp"])
+def test_a_rank_keeps_its_own_share(ranks: list[Served], encoding: str) -> None:
+    body = a_part(encoding)
+    for served in ranks:
+        applier = served.applier
+        applier.stage(decode_part(body))  # compiles, and fills caches
+        staged, kept = allocated(lambda applier=applier: [applier.stage(decode_part(body))])
+        own = sum(param.counted for param in staged[0].params)
+        share = own * (2 + 2 + 4)  # new and old bits, offset
+        assert 0 < own < 1.3 * staged[0].nnz / RANKS
+        assert share <= kept <= 1.2 * share
+        assert kept <= 16 * own
+
+
+def test_the_undo_log_counts_what_is_alive(ranks: list[Served]) -> None:
+    body = a_part("deltas")
+    for served in ranks:
+        applier = served.applier
+
+        def commit(applier: Any = applier) -> Any:
+            staged = [applier.stage(decode_part(body))]
+            applier.write(staged)
+            return applier.finish(staged)
+
+        applier.roll_back(commit())
+        log, kept = allocated(commit)
+        assert log.nbytes <= kept <= 1.2 * log.nbytes
+        applier.roll_back(log)
