@@ -65,7 +65,15 @@ SET_UPS: Final = (
         vllm={"api_server_count": 2},
         sglang={"tokenizer_worker_num": 2},
     ),
-    SetUp(name="LoRA adapters", vllm={"enable_lora": True}, sglang={"enable_lora": True}),
+    SetUp(
+        name="speculative decoding: draft model, EAGLE, MTP",
+        sglang={"speculative_algorithm": "EAGLE"},
+    ),
+    SetUp(
+        name="LoRA adapters and their own tensors",
+        vllm={"enable_lora": True},
+        sglang={"enable_lora": True},
+    ),
     SetUp(name="multimodal models"),
 )
 _FEATURES: Final = (vllm_features, sglang_features)
