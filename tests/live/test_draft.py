@@ -94,6 +94,13 @@ def accepted(seen: Mapping[str, Any]) -> float:
     return float(found["num_accepted_tokens"] / found["num_draft_tokens"])
 
 
+def replaced(folder: Path, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    """Write other tensors into a checkpoint's folder, and return them."""
+    kept = {name: tensor.clone() for name, tensor in tensors.items()}  # they map the old file
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return kept
+
+
 def check(
     start: Callable[..., EngineProcess],
     base: Path,
@@ -175,8 +182,7 @@ def test_an_eagle_head_follows(start: Callable[..., EngineProcess], tmp_path: Pa
         if name.startswith("model.layers.") and not name.endswith("input_layernorm.weight")
     }
     (hidden,) = layer["layers.0.post_attention_layernorm.weight"].shape
-    head = {**layer, "fc.weight": normal(hidden, 2 * hidden)}
-    save_file(head, draft / "model.safetensors", metadata={"format": "pt"})
+    head = replaced(draft, {**layer, "fc.weight": normal(hidden, 2 * hidden)})
     own = tiny_models.load_tensors(base)
     last = changed(head, 2)
     steps = [(own, head), (changed(own, 1), last), (changed(own, 3), last)]
@@ -192,9 +198,8 @@ def with_mtp(base: Path, layer: str, new: str, extra: Mapping[str, torch.Tensor]
     """
     tensors = tiny_models.load_tensors(base)
     own = {n.removeprefix(layer): t for n, t in tensors.items() if n.startswith(layer)}
-    tensors |= {new + name: tensor.clone() for name, tensor in {**own, **extra}.items()}
-    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
-    return tiny_models.load_tensors(base)
+    added = {new + name: tensor for name, tensor in {**own, **extra}.items()}
+    return replaced(base, {**tensors, **added})
 
 
 @pytest.mark.full
