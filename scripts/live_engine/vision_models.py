@@ -16,9 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from scripts.live_engine.tiny_models import ATTENTION, build_tokenizer, jitter_constants
 
-_IMAGE: Final = "<|image|>"
-_BEGIN: Final = "<|begin_image|>"
-_END: Final = "<|end_image|>"
+_IMAGE: Final = "<image>"
+# The names of Gemma3's tokenizer, which SGLang's processor looks for.
+_BEGIN: Final = "<start_of_image>"
+_SOFT: Final = "<image_soft_token>"
+_END: Final = "<end_of_image>"
 # Gemma3's processor in vLLM looks for tokens of up to four newlines.
 _NEWLINES: Final = {f"newlines_{n}": "\n" * n for n in range(1, 5)}
 _SIZE: Final = 56  # of an image, in pixels
@@ -71,7 +73,7 @@ def _gemma3() -> tuple[Any, Any, Any]:
     import transformers
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
-    tokenizer = build_tokenizer(boi_token=_BEGIN, eoi_token=_END, image_token=_IMAGE, **_NEWLINES)
+    tokenizer = build_tokenizer(boi_token=_BEGIN, eoi_token=_END, image_token=_SOFT, **_NEWLINES)
     ids = _special_ids(tokenizer)
     tokens_per_image = 4
     config = transformers.Gemma3Config(
