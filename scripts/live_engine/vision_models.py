@@ -16,12 +16,16 @@ from safetensors.torch import load_file, save_file
 
 from scripts.live_engine.tiny_models import ATTENTION, build_tokenizer, jitter_constants
 
-_IMAGE: Final = "<|image|>"
-_BEGIN: Final = "<|begin_image|>"
-_END: Final = "<|end_image|>"
+_IMAGE: Final = "<image>"
+# The names of Gemma3's tokenizer, which SGLang's processor looks for.
+_BEGIN: Final = "<start_of_image>"
+_SOFT: Final = "<image_soft_token>"
+_END: Final = "<end_of_image>"
 # Gemma3's processor in vLLM looks for tokens of up to four newlines.
 _NEWLINES: Final = {f"newlines_{n}": "\n" * n for n in range(1, 5)}
 _SIZE: Final = 56  # of an image, in pixels
+# SGLang shares out Gemma3's 64 position embeddings of this size; it cannot halve 16.
+_GEMMA3_SIZE: Final = 112
 _PATCH: Final = 14
 _VISION: Final[dict[str, Any]] = {
     "hidden_size": 64,
@@ -71,21 +75,22 @@ def _gemma3() -> tuple[Any, Any, Any]:
     import transformers
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
-    tokenizer = build_tokenizer(boi_token=_BEGIN, eoi_token=_END, image_token=_IMAGE, **_NEWLINES)
+    tokenizer = build_tokenizer(boi_token=_BEGIN, eoi_token=_END, image_token=_SOFT, **_NEWLINES)
     ids = _special_ids(tokenizer)
     tokens_per_image = 4
     config = transformers.Gemma3Config(
         # Wide enough for a text to see the image before it to the end.
         text_config={**ATTENTION, "sliding_window": 512, **ids},
-        vision_config={**_VISION, "vision_use_head": False},
+        vision_config={**_VISION, "image_size": _GEMMA3_SIZE, "vision_use_head": False},
         mm_tokens_per_image=tokens_per_image,
         boi_token_index=tokenizer.boi_token_id,
         eoi_token_index=tokenizer.eoi_token_id,
         image_token_index=tokenizer.image_token_id,
         **ids,
     )
+    square = {"height": _GEMMA3_SIZE, "width": _GEMMA3_SIZE}
     processor = transformers.Gemma3Processor(
-        image_processor=Gemma3ImageProcessorPil(size={"height": _SIZE, "width": _SIZE}),
+        image_processor=Gemma3ImageProcessorPil(size=square),
         tokenizer=tokenizer,
         image_seq_length=tokens_per_image,
         chat_template=_chat_template(_BEGIN),

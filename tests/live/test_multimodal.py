@@ -51,6 +51,7 @@ def test_no_embedding_outlives_a_commit(
     old = tiny_models.load_tensors(base)
     before = [answers(engine), answers(engine)]
     assert before[0] == before[1]
+    assert before[0][0] != before[0][1]  # it sees them
     with DeltaSender(engine.url, base=old.items()) as sender:
         report = sender.sync(other_vision(old).items())
     assert (report.status, report.full) == ("committed", False)
