@@ -7,8 +7,11 @@ import json
 import pytest
 
 from engine_ext.adapters import versions
+from engine_ext.adapters.refusals import first
 from engine_ext.adapters.sglang import features as sglang
 from engine_ext.adapters.vllm import features as vllm
+from engine_ext.adapters.vllm import hooks
+from engine_ext.adapters.vllm.refusals import ARGUMENTS
 from tests.live.programs import python
 
 pytestmark = pytest.mark.versions
@@ -53,15 +56,15 @@ def test_another_version_is_refused_with_the_list(engine: str) -> None:
 
 
 def test_replicas_of_vllm_need_answers_of_all() -> None:
-    """The same check in vLLM's own parser, without starting a process."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
+    """What start-up checks, of vLLM's own command line."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     arguments = ["--model", "m", "--enable-delta-updates", "--data-parallel-size", "2"]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+    refused = first(hooks._set_up(args), ARGUMENTS)
     if vllm.replicas_answer_together():
-        AsyncEngineArgs.from_cli_args(args)
-        return
-    with pytest.raises(ValueError, match="it returns the answers of the first replica alone"):
-        AsyncEngineArgs.from_cli_args(args)
+        assert refused is None
+    else:
+        assert refused is not None
+        assert "it returns the answers of the first replica alone" in refused.why
