@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from engine_ext import settings
+from engine_ext import replicas, settings
 from engine_ext.adapters.vllm.layerwise_reload import active_wrapper
 from engine_ext.adapters.vllm.lora import without_lora
 from engine_ext.adapters.vllm.lora_adapters import LoadedAdapters
@@ -172,7 +172,7 @@ def build_receiver(
         ),
     )
     receiver = make_receiver(loaded, chosen)
-    if config.lora_config is None:
+    if config.lora_config is None or replicas.count() > 1:  # replicas load adapters on their own
         return receiver
     adapters = LoadedAdapters(worker.model_runner.lora_manager)
     return AdapterReceivers(receiver, adapters, loaded.ranks, chosen)
