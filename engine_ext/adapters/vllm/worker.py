@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from engine_ext import settings
+from engine_ext import replicas, settings
 from engine_ext.adapters.vllm import refusals
 from engine_ext.adapters.vllm.buffer_checksums import buffer_checksums
 from engine_ext.adapters.vllm.draft import Part, TargetAndDraft, around_load, outside, parts, read
@@ -233,7 +233,9 @@ def build_receiver(
         ),
     )
     receiver = make_receiver(loaded, chosen)
-    if config.lora_config is None:
+    # Replicas load adapters each on its own, and with stages adapters are not tested.
+    apart = replicas.count() > 1 or parallel.pipeline_parallel_size > 1
+    if config.lora_config is None or apart:
         return receiver
     adapters = LoadedAdapters(worker.model_runner.lora_manager)
     return AdapterReceivers(receiver, adapters, loaded.ranks, chosen)
