@@ -47,14 +47,14 @@ class VllmEngine:
         return bool(await self._unless_dead(self._client.is_paused()))
 
     async def pause(self, mode: str, *, flush_cache: bool) -> None:
-        """Stop scheduling. With `flush_cache` see there, too.
+        """Stop scheduling; with `flush_cache`, then do as the method of that name does.
 
         Raises:
             RuntimeError: the cache could not be reset.
         """
         # Not with `clear_cache`: that clears the caches of processed images, too, which hold
-        # nothing of the weights. Requests that arrive meanwhile would miss in the engine what the
-        # front end believes to be there, and fail.
+        # nothing of the weights. Requests that arrive meanwhile could miss in the engine what the
+        # front end believes to be there, and would fail.
         await self._unless_dead(self._pause(mode=mode, clear_cache=False))
         if flush_cache:
             await self.flush_cache()
