@@ -36,7 +36,7 @@ class SetUp:
 SET_UPS: Final = (
     SetUp(name="tensor parallel", vllm={"tensor_parallel_size": 2}, sglang={"tp_size": 2}),
     SetUp(name="pipeline parallel", vllm={"pipeline_parallel_size": 2}, sglang={"pp_size": 2}),
-    SetUp(name="data parallel", vllm={"data_parallel_size": 2}, sglang={"dp_size": 2}),
+    SetUp(name="data parallel (vLLM: 0.32)", vllm={"data_parallel_size": 2}, sglang={"dp_size": 2}),
     SetUp(
         name="data parallel, mixture of experts",
         vllm={"data_parallel_size": 2},

@@ -17,7 +17,7 @@ from tests.support import quantised_checkpoints
 @pytest.mark.parametrize(
     ("kind", "tp", "keep_plain"),
     [
-        ("llama_tied", 1, True),
+        pytest.param("llama_tied", 1, True, marks=pytest.mark.full),
         pytest.param("qwen3", 2, True, marks=pytest.mark.full),
         pytest.param("qwen3", 1, False, marks=pytest.mark.full),
     ],
