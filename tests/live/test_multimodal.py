@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -117,23 +118,15 @@ def check_request_in_flight(engine: EngineProcess, tensors: Mapping[str, torch.T
     It writes one and the same token, so what it computes at each place depends on weights alone.
     """
     old = alternatives(engine)
-    chunks: list[Any] = []
-    under_way = threading.Event()
-
-    def stream() -> None:
-        body = repeat(engine, stream=True)
-        with engine._client.stream("POST", "/v1/chat/completions", json=body) as response:
-            for line in response.iter_lines():
-                data = line.removeprefix("data: ")
-                if data.startswith("{"):
-                    chunks.append(json.loads(data))
-                    if len(chunks) > 10:
-                        under_way.set()
-
-    request = threading.Thread(target=stream)
-    request.start()
-    assert under_way.wait(60)
-    engine.pause()  # so that the request does not end before the sync
+    for _ in range(10):
+        chunks: list[Any] = []
+        request, under_way = stream(engine, chunks)
+        assert under_way.wait(60)
+        engine.pause()
+        time.sleep(0.5)  # what was written before the pause is still on its way
+        if request.is_alive():
+            break
+        engine.resume()  # it had ended before the pause
     with DeltaSender(engine.url, base=tensors.items()) as sender:
         assert sender.sync(other_vision(tensors).items()).status == "committed"
     assert request.is_alive()
@@ -147,10 +140,29 @@ def check_request_in_flight(engine: EngineProcess, tensors: Mapping[str, torch.T
     near = [float((x - y).abs().max()) for x, y in zip(found, new, strict=True)]
     by_new = [n < f for n, f in zip(near, far, strict=True)]
     switch = by_new.index(True)
-    assert switch >= 10
+    assert switch >= 1
     assert all(by_new[switch:])
     # A prefix that is computed at once is rounded otherwise than token by token.
     assert max(near[switch:]) < min(far[switch:])
+
+
+def stream(engine: EngineProcess, chunks: list[Any]) -> tuple[threading.Thread, threading.Event]:
+    """Start a request that adds to `chunks`; the event is set by its first ones."""
+    under_way = threading.Event()
+
+    def read() -> None:
+        body = repeat(engine, stream=True)
+        with engine._client.stream("POST", "/v1/chat/completions", json=body) as response:
+            for line in response.iter_lines():
+                data = line.removeprefix("data: ")
+                if data.startswith("{"):
+                    chunks.append(json.loads(data))
+                    if len(chunks) > 2:
+                        under_way.set()
+
+    request = threading.Thread(target=read)
+    request.start()
+    return request, under_way
 
 
 def check_requests_meanwhile(engine: EngineProcess, tensors: Mapping[str, torch.Tensor]) -> None:
