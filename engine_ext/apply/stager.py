@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,8 @@ def stage_part(
         BaseMismatch: copies of one element on this rank differ.
     """
     manifest = part.manifest
-    stager = _Stager(plan.rank, manifest.full, undo, manifest.digest_part is not None)
+    own = all(_holds_all(delta, plan.targets.get(delta.name, ())) for delta in part.deltas)
+    stager = _Stager(plan.rank, manifest.full, undo, manifest.digest_part is not None, own)
     pieces: list[_Piece] = []
     counts = []
     for delta in part.deltas:
@@ -85,6 +87,12 @@ def _spans(delta: ParamDelta, targets: Sequence[Target]) -> list[tuple[int, int]
     return [(start, min(start + step, delta.nnz)) for start in range(0, delta.nnz, step)]
 
 
+def _holds_all(delta: ParamDelta, targets: Sequence[Target]) -> bool:
+    """Return whether all elements of a tensor are on this rank."""
+    own = [target for number, target in enumerate(targets) if target.first == number]
+    return delta.numel <= sum(prod(t.segment.sizes) // t.locator.copies for t in own)
+
+
 @dataclass(frozen=True, slots=True)
 class _Found:
     """The elements of a piece that are in one segment, each once."""
@@ -103,6 +111,7 @@ class _Stager:
     full: bool  # the part belongs to a full sync, which replaces old values unchecked
     undo: bool  # the old values of dense params are kept
     replaced: bool  # the old values that a full part replaces are digested, too
+    whole: bool  # all of the part's tensors are on this rank, so that its memory may be kept
 
     def stage(
         self, delta: ParamDelta, targets: Sequence[Target], digested: bool, start: int, stop: int
@@ -217,7 +226,7 @@ class _Stager:
         segment = target.segment
         box = segment.source_view(typed(delta.values, TORCH_DTYPE[delta.dtype]))
         bits = bits_of(box.to(target.dtype))
-        if bits.numel() < delta.numel:
+        if not self.whole:
             bits = bits.clone()  # a view would keep the other ranks' shares alive
         write = Write(WholeBox(segment), bits, segment.live.name, self.undo)
         if not self.full:  # nothing checks those of a full sync; the write itself reads them

@@ -42,14 +42,16 @@ class AdapterStore:
     Attributes:
         tensors: contiguous and on the CPU; syncs write into them.
         install: makes the engine's own adapter of what `tensors` hold now.
-        receiver: None until a request names the adapter. From then on the engine must load the
-            adapter from the store, never from its folder.
+        receiver: None until a request names the adapter, and after it was unloaded.
+        synced: whether a request has named the adapter. From then on the engine must load it from
+            the store, never from its folder.
     """
 
     name: str
     tensors: Mapping[str, torch.Tensor]
     install: Callable[[], object]
     receiver: Receiver | None = None
+    synced: bool = False
 
 
 class AdapterStores(Protocol):
@@ -180,6 +182,7 @@ class AdapterReceivers:
             )
         if store.receiver is None:
             store.receiver = make_adapter_receiver(store, self._ranks, self._settings)
+            store.synced = True
             store.receiver.set_asleep(self._asleep)
         return store.receiver
 
@@ -190,15 +193,20 @@ def make_adapter_receiver(store: AdapterStore, ranks: Ranks, settings: Settings)
     Raises:
         Conflict: the stores of the ranks differ.
     """
-    contents = ranks.all_gather(together(ranks, lambda: _content(store.tensors)))
+
+    def prepare() -> tuple[torch.nn.Module, StorageIndex, Placement, dict[str, list[Any]]]:
+        model = _module(store.tensors)
+        index = StorageIndex(model)
+        return model, index, _identity(store.tensors, index), _content(store.tensors)
+
+    model, index, placement, content = together(ranks, prepare)
+    contents = ranks.all_gather(content)
     if any(content != contents[0] for content in contents):
         raise Conflict(
             f"the ranks have read different tensors of adapter {store.name}; load it again",
             adapter=store.name,
         )
-    model = _module(store.tensors)
-    index = StorageIndex(model)
-    plan = make_plan(_identity(store.tensors, index), ranks)
+    plan = make_plan(placement, ranks)
     installed = Recomputed(store.install, (), {}, frozenset(store.tensors))
     applier = DeltaApplier(
         model,

@@ -1,15 +1,16 @@
 """Compute the digest: an order-independent 128-bit hash of weights, updated in O(nnz).
 
-Definition of the algorithm ``multilinear-1``, complete enough to implement it elsewhere. A tensor
-is a sequence of words: an element of one byte is one word, a wider one as many words of 16 bits as
-it has, the low one first. Word ``j`` of block ``b`` is word ``1024 b + j`` of the tensor. All
-arithmetic is on unsigned 64-bit integers modulo 2**64. Lane ``k`` (0 or 1) of a set of elements is
-the sum over their words ``w`` of ::
+Definition of the algorithm ``multilinear-1``, complete enough to implement it elsewhere. Element
+``j`` of block ``b`` is element ``1024 b + j`` of the flat tensor; ``e`` is its bit pattern in the
+checkpoint dtype, zero-extended. All arithmetic is on unsigned 64-bit integers modulo 2**64. Lane
+``k`` (0 or 1) of a set of elements is the sum over them of ::
 
-    c(k, b) * a(k, j) * (w (w + 1) / 2 + 1)
+    c(k, b) * a(k, j) * t(e)
 
     a(k, j) = m((1024 k + j + 1) * 0x9e3779b97f4a7c15) | 1      (outputs of splitmix64, seed 0)
     c(k, b) = m(xxh3_64(name, seed=k) + b) | 1
+    t(e)    = e (e + 1) / 2 + 1             for elements of one or two bytes
+              m(e + 0x9e3779b97f4a7c15)     for wider ones
 
     m(x):  x ^= x >> 30;  x *= 0xbf58476d1ce4e5b9              (the finaliser of splitmix64)
            x ^= x >> 27;  x *= 0x94d049bb133111eb
@@ -19,8 +20,8 @@ where ``name`` is the checkpoint tensor's name in UTF-8. It is written as 32 low
 lane 0 first; for no elements it is zero. ``docs/wire-format.md`` has the argument for its strength.
 
 A sum has no order: the digests of chunks, tensors and ranks add up, and a change of some elements
-adds the digest of their new values and subtracts that of their old ones. It is not linear in the
-words, so a change also depends on the old values, and not only on how far they moved.
+adds the digest of their new values and subtracts that of their old ones. ``t`` is not linear, so a
+change also depends on the old values, and not only on how far they moved.
 
 numba (extra ``fast``) is used if it is installed, otherwise numpy, with the same result. Neither
 uses an OpenMP pool, and both release the GIL while they work. With numba the first call for a
@@ -46,8 +47,8 @@ ALGORITHM: Final = "multilinear-1"
 """The algorithm's name in a part's metadata."""
 
 _MODULUS: Final = 1 << 64
-_BLOCK_WORDS: Final = 1024
-_BLOCK: Final = np.uint64(_BLOCK_WORDS)  # numba adds signed and unsigned numbers as floats
+_BLOCK_SIZE: Final = 1024
+_BLOCK: Final = np.uint64(_BLOCK_SIZE)  # numba adds signed and unsigned numbers as floats
 _NUMPY_CHUNK: Final = 1 << 14  # elements whose 64-bit temporaries stay in a core's cache
 _NUMBA_CHUNK: Final = 1 << 18  # elements; long enough for threads to work side by side
 _MUL1, _MUL2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -143,9 +144,7 @@ def _array_digest(
         raise ValueError("values and indices are 1-d, and of one length")
     if start < 0 or (start and indices is not None):
         raise ValueError("start is not negative, and only for dense values")
-    width = min(values.dtype.itemsize, 2)
-    words = values.dtype.itemsize // width
-    kernel = _kernel(width, indices is not None, old is not None)
+    kernel = _kernel(values.dtype.itemsize, indices is not None, old is not None)
     size = _NUMPY_CHUNK if kernel in (_numpy_dense, _numpy_sparse) else _NUMBA_CHUNK
     threads = max(1, min(threads, -(-values.size // size)))
     seed0, seed1 = (np.uint64(seed) for seed in _seeds(name))
@@ -153,13 +152,11 @@ def _array_digest(
     def share(thread: int) -> Digest:
         lane0 = lane1 = 0
         for first in range(thread * size, values.size, threads * size):
-            bits, old_bits = (
-                None if found is None else _words(found[first : first + size], width)
-                for found in (values, old)
+            places, bits, old_bits = (
+                None if found is None else np.ascontiguousarray(found[first : first + size])
+                for found in (indices, values, old)
             )
-            where: Any = (start + first) * words
-            if indices is not None:
-                where = _word_places(indices[first : first + size], words)
+            where = start + first if places is None else places
             sums = kernel(seed0, seed1, _TABLE, where, bits, old_bits)
             lane0, lane1 = lane0 + int(sums[0]), lane1 + int(sums[1])
         return Digest(lane0, lane1)
@@ -170,25 +167,13 @@ def _array_digest(
         return sum(pool.map(share, range(threads)), Digest.ZERO)
 
 
-def _words(bits: Bits, width: int) -> Bits:
-    """Return the words of elements, each of `width` bytes; the machine is little-endian."""
-    return np.ascontiguousarray(bits).view(f"u{width}")
-
-
-def _word_places(indices: Indices, words: int) -> Indices:
-    """Return where the words of elements are."""
-    if words == 1:
-        return np.ascontiguousarray(indices)
-    return (indices[:, None] * words + np.arange(words)).reshape(-1)
-
-
 def _mix(x: Any) -> Any:
     x = (x ^ (x >> _SHIFT1)) * _MUL1
     x = (x ^ (x >> _SHIFT2)) * _MUL2
     return x ^ (x >> _SHIFT3)
 
 
-_TABLE: Final = _mix(np.arange(1, 2 * _BLOCK_WORDS + 1, dtype=np.uint64) * _GAMMA) | _ONE
+_TABLE: Final = _mix(np.arange(1, 2 * _BLOCK_SIZE + 1, dtype=np.uint64) * _GAMMA) | _ONE
 _TABLE.setflags(write=False)
 
 
@@ -202,32 +187,32 @@ def _numpy_dense(
 def _numpy_sparse(
     seed0: Any, seed1: Any, table: Any, places: Any, bits: Any, old: Any
 ) -> tuple[int, int]:
-    blocks, within = (places // _BLOCK_WORDS).view(np.uint64), places % _BLOCK_WORDS
+    blocks, within = (places // _BLOCK_SIZE).view(np.uint64), places % _BLOCK_SIZE
     curve = _numpy_curve(bits) if old is None else _numpy_curve(bits) - _numpy_curve(old)
     lane0 = (_mix(seed0 + blocks) | _ONE) * table[within] * curve
-    lane1 = (_mix(seed1 + blocks) | _ONE) * table[_BLOCK_WORDS + within] * curve
+    lane1 = (_mix(seed1 + blocks) | _ONE) * table[_BLOCK_SIZE + within] * curve
     return int(lane0.sum()), int(lane1.sum())
 
 
-def _numpy_curve(words: Any) -> Any:
-    wide = words.astype(np.uint64)
-    return (wide * (wide + _ONE) >> _ONE) + _ONE
+def _numpy_curve(bits: Any) -> Any:
+    wide = bits.astype(np.uint64)
+    return (wide * (wide + _ONE) >> _ONE) + _ONE if bits.itemsize <= 2 else _mix(wide + _GAMMA)
 
 
 def _dense_loop(seed0: Any, seed1: Any, table: Any, start: Any, bits: Any, old: Any) -> Any:
-    """Compiled: the sums over a chunk of words; numba drops the branches of None."""
+    """Compiled: the sums over a chunk of elements; numba drops the branches of None."""
     total0 = total1 = np.uint64(0)
     done = 0
     while done < bits.size:
-        block, first = np.uint64((start + done) // _BLOCK_WORDS), (start + done) % _BLOCK_WORDS
-        count = min(_BLOCK_WORDS - first, bits.size - done)
+        block, first = np.uint64((start + done) // _BLOCK_SIZE), (start + done) % _BLOCK_SIZE
+        count = min(_BLOCK_SIZE - first, bits.size - done)
         sum0 = sum1 = np.uint64(0)
         for k in range(count):
             curve = _curve(bits[done + k])
             if old is not None:
                 curve -= _curve(old[done + k])
             sum0 += table[first + k] * curve
-            sum1 += table[_BLOCK_WORDS + first + k] * curve
+            sum1 += table[_BLOCK_SIZE + first + k] * curve
         total0 += (_mix(seed0 + block) | _ONE) * sum0
         total1 += (_mix(seed1 + block) | _ONE) * sum1
         done += count
@@ -235,7 +220,7 @@ def _dense_loop(seed0: Any, seed1: Any, table: Any, start: Any, bits: Any, old: 
 
 
 def _sparse_loop(seed0: Any, seed1: Any, table: Any, places: Any, bits: Any, old: Any) -> Any:
-    """Compiled: the sums over a chunk of single words; fastest if their indices ascend."""
+    """Compiled: the sums over a chunk of single elements; fastest if their indices ascend."""
     total0 = total1 = sum0 = sum1 = last = np.uint64(0)
     for k in range(bits.size):
         place = np.uint64(places[k])
@@ -257,9 +242,28 @@ def _sparse_loop(seed0: Any, seed1: Any, table: Any, places: Any, bits: Any, old
 
 
 def _curve(bits: Any) -> Any:
-    # The product fits 32 bits, as the compiler must know to multiply the result by 32 bits, too.
-    word = np.uint32(bits)
-    return np.uint64(np.uint32(word * (word + np.uint32(1))) >> np.uint32(1)) + _ONE
+    """Return t of one element; compiled."""
+
+
+@made_once
+def _register_curve() -> None:
+    """Register the functions of the loops with numba; ImportError if it is not installed."""
+    from numba import types
+    from numba.extending import overload, register_jitable
+
+    register_jitable(_mix)
+
+    @overload(_curve)  # type: ignore[untyped-decorator]
+    def _typed_curve(bits: Any) -> Any:
+        def narrow(bits: Any) -> Any:
+            # The product fits 32 bits, as the compiler must know to multiply the result by 32 bits.
+            word = np.uint32(bits)
+            return np.uint64(np.uint32(word * (word + np.uint32(1))) >> np.uint32(1)) + _ONE
+
+        def wide(bits: Any) -> Any:
+            return _mix(np.uint64(bits) + _GAMMA)
+
+        return narrow if bits in (types.uint8, types.uint16) else wide
 
 
 @made_once
@@ -267,11 +271,10 @@ def _kernel(width: int, sparse: bool, change: bool) -> Callable[..., tuple[int, 
     """Compile ``f(seed0, seed1, table, start or places, bits, old)``, the sums over a chunk."""
     try:
         from numba import types
-        from numba.extending import register_jitable
+
+        _register_curve()
     except ImportError:
         return _numpy_sparse if sparse else _numpy_dense
-    register_jitable(_mix)
-    register_jitable(_curve)
     bits, word = array(types, f"uint{8 * width}"), types.uint64
     where = array(types, "int64") if sparse else types.int64
     old = bits if change else types.none

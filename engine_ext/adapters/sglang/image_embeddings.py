@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-# Interpolated position embeddings, by the size of the image; in Kimi's vision tower.
-_BY_SIZE = "_interpolated_pos_emb_cache"
+# Interpolated position embeddings by the size of the image, and how often each was used: in the
+# vision towers of Kimi and PaddleOCR.
+_BY_SIZE = ("_interpolated_pos_emb_cache", "cache_position_embedding", "cache_position_count")
 
 
 def drop(model: torch.nn.Module) -> None:
@@ -19,4 +20,5 @@ def drop(model: torch.nn.Module) -> None:
     if mm_schedule.embedding_cache is not None:
         mm_schedule.embedding_cache.clear()
     for module in model.modules():
-        getattr(module, _BY_SIZE, {}).clear()
+        for name in _BY_SIZE:
+            getattr(module, name, {}).clear()

@@ -45,6 +45,7 @@ class LoadedAdapters:
         self._remove = manager.remove_adapter
         self._adapters: dict[tuple[int, str], _Adapter] = {}  # by vLLM's id, and by name
         self._requests: dict[str, Any] = {}  # the last one that has loaded an adapter, by name
+        self._unloaded: set[tuple[int, str]] = set()  # running requests may still use them
         # What the constructor of vLLM's class was given last, and that call with other tensors.
         self._given: list[tuple[Tensors, Callable[[Tensors], Any]]] = []
         manager._lora_model_cls = self._observed(manager._lora_model_cls)
@@ -62,6 +63,11 @@ class LoadedAdapters:
         request = self._requests.get(name)
         if request is None:
             raise AdapterNotLoaded(f"no adapter {name} is loaded", adapter=name)
+        named = {key for key in self._adapters if key[1] == name} - self._unloaded
+        if len(named) > 1:
+            raise AdapterNotLoaded(
+                f"adapter {name} cannot be updated: it is loaded under several ids", adapter=name
+            )
         others = {n for i, n in self._adapters if i == request.lora_int_id} - {name}
         if others:  # several HTTP processes have numbered their adapters, each by itself
             raise AdapterNotLoaded(
@@ -90,7 +96,13 @@ class LoadedAdapters:
 
     def unload(self, name: str) -> None:
         """Take no more syncs for an adapter. Requests that are running may still need its store."""
-        self._requests.pop(name, None)
+        request = self._requests.pop(name, None)
+        if request is None:
+            return
+        self._unloaded.add(_key(request))
+        adapter = self._adapters.get(_key(request))
+        if adapter is not None:
+            adapter.store.receiver = None  # and with it what is staged, and the undo log
 
     # In place of vLLM's methods ---------------------------------------------------------------
 
@@ -105,7 +117,7 @@ class LoadedAdapters:
         # A folder that was never synced can be read again.
         cached = {request.lora_int_id, *self._manager.list_adapters()}
         kept = self._adapters.items()
-        self._adapters = {k: a for k, a in kept if k[0] in cached or a.store.receiver is not None}
+        self._adapters = {k: a for k, a in kept if k[0] in cached or a.store.synced}
         return model
 
     def _apply_adapters(self, requests: Any) -> Any:
@@ -120,6 +132,7 @@ class LoadedAdapters:
 
     def _remove_adapter(self, number: int) -> Any:
         self._adapters = {key: a for key, a in self._adapters.items() if key[0] != number}
+        self._unloaded = {key for key in self._unloaded if key[0] != number}
         self._requests = {n: r for n, r in self._requests.items() if r.lora_int_id != number}
         return self._remove(number)
 
@@ -146,7 +159,7 @@ class LoadedAdapters:
     def _is_synced(self, request: Any) -> bool:
         """Return whether a request is for an adapter whose store counts, not its folder."""
         adapter = self._adapters.get(_key(request))
-        return adapter is not None and adapter.store.receiver is not None
+        return adapter is not None and adapter.store.synced
 
     def _keep(self, request: Any, tensors: Tensors, load: Callable[[Tensors], Any]) -> None:
         number: int = request.lora_int_id
@@ -158,7 +171,8 @@ class LoadedAdapters:
 
         store = AdapterStore(request.lora_name, tensors, lambda: self._install(number, make))
         self._adapters[_key(request)] = _Adapter(store, make)
-        self._requests[request.lora_name] = request
+        if _key(request) not in self._unloaded:  # else a request that still runs has read it again
+            self._requests[request.lora_name] = request
 
     def _install(self, number: int, make: Callable[[], Any]) -> None:
         """Replace the adapter that vLLM has cached, if it has one; else it is loaded when needed.

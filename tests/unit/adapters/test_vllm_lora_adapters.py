@@ -132,6 +132,7 @@ def sync(adapters: LoadedAdapters, name: str, values: torch.Tensor) -> None:
     """What a commit does."""
     store = adapters.find(name)
     store.receiver = store.receiver or SimpleNamespace()  # type: ignore[assignment]
+    store.synced = True
     store.tensors[A].copy_(values)  # type: ignore[index]
     store.install()
 
@@ -256,6 +257,37 @@ def test_a_name_with_another_id_is_another_adapter(manager: Manager) -> None:
     assert slot(manager, ONE) == (NEW * 2).tolist()
     assert slot(manager, again) == [0, 2, 4, 6]
     assert adapters.find("one").tensors[A].tolist() == [0, 1, 2, 3]
+
+
+def test_an_unloaded_adapter_keeps_its_tensors_alone(manager: Manager) -> None:
+    adapters = LoadedAdapters(manager)
+    manager.add_adapter(ONE)
+    sync(adapters, "one", NEW)
+    store = adapters.find("one")
+    adapters.unload("one")
+    assert store.receiver is None  # nor what it has staged, nor its undo log
+    assert slot(manager, ONE) == (NEW * 2).tolist()
+
+
+def test_a_request_that_still_runs_does_not_take_the_name(manager: Manager) -> None:
+    """Its adapter was unloaded, evicted and read again; another one has the name by now."""
+    adapters = LoadedAdapters(manager)
+    manager.add_adapter(ONE)
+    adapters.unload("one")
+    again = Request("one", 9, "/b")
+    manager.add_adapter(again)
+    for request in OTHERS:
+        slot(manager, request)
+    assert slot(manager, ONE) == [0, 2, 4, 6]
+    assert adapters.find("one").tensors[A].tolist() == [float(ord("b"))] * 4
+
+
+def test_a_name_that_is_loaded_under_two_ids(manager: Manager) -> None:
+    adapters = LoadedAdapters(manager)
+    manager.add_adapter(ONE)
+    manager.add_adapter(Request("one", 9, "/b"))
+    with pytest.raises(AdapterNotLoaded, match="several ids"):
+        adapters.find("one")
 
 
 def test_a_removed_adapter_is_forgotten(manager: Manager) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine_ext.wire import ParamDelta, decode_part, encode_part
-from tests.support.receiver_harness import Served, serve_ranks
+from tests.support.receiver_harness import Served, dense_delta, serve_ranks
 from tests.support.toy_models import ToyModel
 
 RANKS = 8
@@ -82,6 +82,43 @@ def test_a_rank_keeps_its_own_share(ranks: list[Served], encoding: str) -> None:
         assert 0 < own < 1.3 * staged[0].nnz / RANKS
         assert share <= kept <= 1.2 * share
         assert kept <= 16 * own
+
+
+def with_norm(number: int) -> type[ToyModel]:
+    """Return `rank_of_eight` with a tensor that every rank holds."""
+
+    class Shard(rank_of_eight(number)):  # type: ignore[misc]
+        shapes = {"rows": (ROWS, COLUMNS), "columns": (ROWS, COLUMNS), "norm": (COLUMNS,)}  # noqa: RUF012
+
+        def build(self) -> None:
+            super().build()
+            self.norm = torch.nn.Parameter(torch.zeros(COLUMNS).bfloat16(), False)
+
+        def load_one(self, name: str, weight: torch.Tensor) -> None:
+            if name == "norm":
+                self.norm.copy_(weight)
+            else:
+                super().load_one(name, weight)
+
+    return Shard
+
+
+def test_a_tensor_that_every_rank_holds_keeps_no_other() -> None:
+    """Of a dense part in writable memory, which an engine maps."""
+    models = [with_norm(number) for number in range(RANKS)]
+    base = {name: torch.ones(shape).bfloat16() for name, shape in models[0].shapes.items()}
+    applier = serve_ranks(models, base, apply="scatter")[1].applier
+    deltas = [dense_delta(name, tensor) for name, tensor in base.items()]
+    body = encode_part(deltas, encoding="deltas", current_version=1, full=True)
+
+    def staged() -> Any:
+        return applier.stage(decode_part(bytearray(body)))
+
+    staged()
+    part, kept = allocated(staged)
+    share = sum(write.new.nbytes for write in part.writes)
+    assert share < 1.1 * len(body) / RANKS
+    assert kept <= 1.2 * share
 
 
 def test_the_undo_log_counts_what_is_alive(ranks: list[Served]) -> None:
