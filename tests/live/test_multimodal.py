@@ -43,7 +43,8 @@ def vision(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return build
 
 
-@pytest.mark.parametrize("engine_kind", ["vllm", pytest.param("sglang", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("engine_kind", ["vllm", "sglang"])
 def test_no_embedding_outlives_a_commit(
     engine_kind: str, vision: Callable[[str], Path], start: Callable[..., EngineProcess]
 ) -> None:

@@ -56,7 +56,7 @@ def test_every_stage_follows(
     ("checkpoint_of", "tied", "tp"),
     [
         # SGLang's Llama gives no stage but the first a tied embedding.
-        ("qwen3", True, 1),
+        pytest.param("qwen3", True, 1, marks=pytest.mark.full),
         pytest.param("qwen3_moe", False, 1, marks=pytest.mark.full),
         pytest.param("qwen3", False, 2, marks=pytest.mark.full),
     ],

@@ -73,7 +73,7 @@ def allocated(make: Callable[[], Any]) -> tuple[Any, int]:
 @pytest.mark.parametrize("encoding", ["indices", "deltas", "gap8_exp"])
 def test_a_rank_keeps_its_own_share(ranks: list[Served], encoding: str) -> None:
     body = a_part(encoding)
-    for served in ranks:
+    for served in (ranks[0], ranks[-1]):
         applier = served.applier
         applier.stage(decode_part(body))  # compiles, and fills caches
         staged, kept = allocated(lambda applier=applier: [applier.stage(decode_part(body))])
@@ -123,7 +123,7 @@ def test_a_tensor_that_every_rank_holds_keeps_no_other() -> None:
 
 def test_the_undo_log_counts_what_is_alive(ranks: list[Served]) -> None:
     body = a_part("deltas")
-    for served in ranks:
+    for served in (ranks[0], ranks[-1]):
         applier = served.applier
 
         def commit(applier: Any = applier) -> Any:
