@@ -241,9 +241,9 @@ def test_a_fresh_engine_answers_alike(
             "does not work with --data-parallel-external-lb",
         ),
         ("sglang", ["--enable-lora"], "does not work with --enable-lora"),
-        ("sglang", ["--pp-size", "2"], "does not work with --pp-size above 1"),
+        ("sglang", ["--enable-dp-attention", "--dp-size", "2"], "does not work with DP attention"),
     ],
-    ids=["vllm-replicas", "sglang-lora", "sglang-stages"],
+    ids=["vllm-replicas", "sglang-lora", "sglang-attention"],
 )
 def test_what_is_not_served_is_refused_at_start_up(
     kind: str,

@@ -155,7 +155,11 @@ SGLANG_REFUSES = {
         [ENABLE, "--dp-size", "2", "--tokenizer-worker-num", "2"],
         "--dp-size and --tokenizer-worker-num",
     ),
-    "pp": ([ENABLE, "--pp-size", "2"], "--pp-size above 1"),
+    "stages apart": (
+        [ENABLE, "--pp-size", "2", "--disaggregation-mode", "prefill"],
+        "--pp-size and --disaggregation-mode",
+    ),
+    "draft": ([ENABLE, "--speculative-algorithm", "EAGLE"], "--speculative-algorithm other than"),
     "nodes": ([ENABLE, "--nnodes", "2"], "several hosts"),
     "lora": ([ENABLE, "--enable-lora"], "--enable-lora"),
     "workers": ([ENABLE, "--tokenizer-worker-num", "2"], "--tokenizer-worker-num above 1"),
@@ -173,11 +177,11 @@ def test_sglang_refuses_arguments() -> None:
 
 
 def test_sglang_serve_takes_the_flags_too() -> None:
-    arguments = ["serve", "--model-type", "llm", "--model-path", "m", ENABLE, "--pp-size", "2"]
+    arguments = ["serve", "--model-type", "llm", "--model-path", "m", ENABLE, "--nnodes", "2"]
     program = "import sys; from sglang.cli.main import main; sys.exit(main())"
     run = python("sglang", "-c", program, *arguments)
     assert run.returncode != 0
-    assert "--enable-delta-updates does not work with --pp-size above 1" in run.stderr
+    assert "--enable-delta-updates does not work with several hosts" in run.stderr
 
 
 def test_sglang_without_the_plugin_has_no_flag() -> None:
