@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -46,6 +49,16 @@ class GroupRanks:
         values: list[Any] = [None] * size
         torch.distributed.all_gather_object(values, value, group=self._group)
         return values
+
+
+def cores_per_rank(ranks: Ranks) -> int:
+    """Return this rank's share of the cores that it may run on, at least 1. All ranks must call it.
+
+    All ranks run on one host. Those that an engine binds to cores of their own share none.
+    """
+    own = sorted(os.sched_getaffinity(0))
+    users = Counter(core for cores in ranks.all_gather(own) for core in cores)
+    return max(1, int(sum(Fraction(1, users[core]) for core in own)))
 
 
 def together(ranks: Ranks, work: Callable[[], _T]) -> _T:

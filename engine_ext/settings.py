@@ -37,6 +37,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     undo_bytes: int = 4 << 30
     shadow_bytes: int = 16 << 30
     keep_plain: bool = False
+    scrub_interval: float | None = None
 
     def export(self) -> None:
         """Write the settings to the environment of every process that this one starts."""
@@ -149,8 +150,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--delta-read-workers N",
-        "Parts that a rank reads, verifies and decodes at once; a large one uses up to three "
-        f"threads (default: {defaults.read_workers}).",
+        "Parts that a rank stages at once, and that are begun at once of a request that names "
+        f"several files (default: {defaults.read_workers}).",
         type=_parse_positive,
     )
     add(
@@ -226,6 +227,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "On CPU, keep linear weights in the checkpoint's layout, where vLLM would pack them for a "
         "faster kernel. A sync is then written in place and faster, generation slower.",
         action="store_true",
+    )
+    add(
+        "--delta-scrub-interval SECONDS",
+        "Compare every tensor in live memory with the tracked digest once per so many seconds, in "
+        "the background and with at most a twentieth of one core per rank, which may take longer. "
+        "What differs is counted, logged and in the status (default: off).",
+        type=_parse_seconds,
     )
     add(
         "--delta-api-key TOKEN",

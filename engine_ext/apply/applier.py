@@ -24,10 +24,13 @@ class Applier(Protocol):
     Attributes:
         name: the apply mode in answers and metrics.
         digests: the digest of the elements that this rank counts, by checkpoint tensor.
+        copies: that of the elements that it holds and another rank counts, of the tensors of which
+            it is known: scrubbing adds it.
     """
 
     name: str
     digests: dict[str, Digest]
+    copies: dict[str, Digest]
 
     @property
     def plan(self) -> Plan | None:

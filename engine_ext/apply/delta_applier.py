@@ -22,7 +22,7 @@ from engine_ext.derived import Recomputed
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
 from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.model import StorageIndex
-from engine_ext.placement import Placed, Plan, summary, uncertified
+from engine_ext.placement import Certified, Placed, Plan, summary, uncertified
 from engine_ext.wire import Digest, ParamDelta, Part, change_digest
 
 
@@ -59,6 +59,7 @@ class DeltaApplier:
         threads: how many pieces of live tensors are staged or written at once.
         recomputed: derived tensors that are proven to be recomputed correctly.
         rebuilds: the modules that are computed from what is written to a twin, if `model` is one.
+        certified: the digests that the certification gave.
     """
 
     def __init__(
@@ -72,10 +73,12 @@ class DeltaApplier:
         threads: int,
         recomputed: Sequence[Recomputed] = (),
         rebuilds: Rebuilds | None = None,
+        certified: Certified | None = None,
     ) -> None:
         self.name = writer.name
         self.plan = plan
-        self.digests = plan.scan(threads)
+        self.digests = plan.scan(threads, certified)
+        self.copies: dict[str, Digest] = {}
         self._model = model
         self._index = index
         self._writer = writer
@@ -233,6 +236,13 @@ class DeltaApplier:
         for part in staged:
             for param in part.params:
                 name, change = param.name, param.change
+                if part.manifest.full:
+                    self.copies.pop(name, None)
+                elif name in self.copies:
+                    others = [
+                        c for ranks, c in param.replicas.items() if ranks[0] != self.plan.rank
+                    ]
+                    self.copies[name] += consensus.total(others)
                 if name not in self.digests:  # another rank counts it
                     continue
                 if part.manifest.full:  # then it is the digest of the new values
@@ -256,6 +266,7 @@ class DeltaApplier:
         self._after_write(log.live_names)
         for name, change in log.changes.items():
             self.digests[name] -= change
+        self.copies.clear()
         if self._rebuilds is not None:
             self._rebuilds.restored(log.rebuilt)
 

@@ -23,6 +23,7 @@ from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.model import Known, StorageIndex, extent
 from engine_ext.placement import (
+    Certified,
     Placement,
     Segment,
     TensorSpec,
@@ -52,6 +53,7 @@ class Traced:
         recomputed: derived tensors that are proven to be recomputed correctly.
         rebuilds: modules that are computed from what the loader writes.
         live: index of the live model.
+        certified: the digests that the certification gave.
     """
 
     model: torch.nn.Module
@@ -62,6 +64,7 @@ class Traced:
     live: StorageIndex
     recomputed: list[Recomputed] = field(default_factory=list)
     rebuilds: list[Rebuild] = field(default_factory=list)
+    certified: Certified = field(default_factory=dict)
 
 
 class InitialSyncApplier:
@@ -94,6 +97,7 @@ class InitialSyncApplier:
         ranks: Ranks,
     ) -> None:
         self.digests: dict[str, Digest] = {}
+        self.copies: dict[str, Digest] = {}
         self.on_initial_sync: Callable[[Traced], None]
         self._trace, self._load, self._certify = trace, load, certify
         self._constant, self._ranks = constant, ranks

@@ -127,7 +127,7 @@ def densify(delta: ParamDelta) -> torch.Tensor:
         return typed(delta.values.copy(), dtype).reshape(delta.shape)
     flat = torch.full((delta.numel,), float("nan"), dtype=dtype)
     bits = torch_bits_dtype(dtype)
-    flat.view(bits)[torch.from_numpy(delta.indices)] = typed(delta.values, bits)
+    flat.view(bits)[torch.from_numpy(delta.indices).long()] = typed(delta.values, bits)
     return flat.reshape(delta.shape)
 
 

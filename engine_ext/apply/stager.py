@@ -78,13 +78,19 @@ def stage_part(
 
 
 def _spans(delta: ParamDelta, targets: Sequence[Target]) -> list[tuple[int, int]]:
-    """Return the pieces in which a param is staged, as ranges of its values."""
+    """Return the pieces of a param that may be on this rank, as ranges of its values."""
     if not targets:
         return []
     step = _DEVICE_SPAN if targets[0].host is None else _HOST_SPAN
     if delta.indices is None and all(target.is_run for target in targets):
         step = _RUN_SPAN
-    return [(start, min(start + step, delta.nnz)) for start in range(0, delta.nnz, step)]
+    spans = [(start, min(start + step, delta.nnz)) for start in range(0, delta.nnz, step)]
+    if delta.indices is None:
+        return spans
+    ends = [target.locator.ends for target in targets]
+    first, end = min(first for first, _ in ends), max(end for _, end in ends)
+    indices = delta.indices
+    return [span for span in spans if indices[span[0]] < end and indices[span[1] - 1] >= first]
 
 
 def _holds_all(delta: ParamDelta, targets: Sequence[Target]) -> bool:
@@ -175,7 +181,9 @@ class _Stager:
     ) -> _Found:
         """Find single elements, and add the write of them unless a box writes them."""
         copies = target.locator.copies
-        indices = np.arange(start, stop) if delta.indices is None else delta.indices[start:stop]
+        indices: NDArray[np.int64] = np.arange(start, stop)
+        if delta.indices is not None:
+            indices = delta.indices[start:stop].astype(np.int64, copy=False)
         values = delta.values[start:stop]
         sent = delta.positions if stop - start == delta.nnz else None
         boxed = delta.indices is None and target.segment.repack is None

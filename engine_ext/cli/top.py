@@ -124,7 +124,13 @@ def _engine_cells(status: dict[str, Any], state: Text) -> list[Text]:
     if staged:
         parts = f"{len(staged['parts'])}/{staged['num_parts'] or '?'} of {staged['version']}"
     uncertified = len(status.get("uncertified") or ())
-    note = f"{uncertified} tensors cannot be updated" if uncertified else ""
+    notes = [f"{uncertified} tensors cannot be updated"] if uncertified else []
+    scrub = status.get("scrub") or {}
+    if scrub.get("mismatched"):
+        notes.append(f"scrubbing found other bits in {', '.join(scrub['mismatched'])}")
+    if scrub.get("error"):
+        notes.append(f"scrubbing fails: {scrub['error']}")
+    note = "; ".join(notes)
     identity = map(_text, (status.get("engine"), status.get("ranks"), status["version"]))
     return [*identity, state, *map(_text, (parts, (status.get("digest") or "")[:12], note))]
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.kernels.jit import array, compile_loop, made_with_numba
-from engine_ext.kernels.simd import prefetch_to_write, register_intrinsics
+from engine_ext.kernels.simd import prefetch_to_read, prefetch_to_write, register_intrinsics
 from engine_ext.kernels.triton import runs_kernels
 
 Bits = NDArray[Any]  # unsigned integers [n]
@@ -36,7 +36,7 @@ class _Loops(NamedTuple):
 def _gather(live: Any, offsets: Any, out: Any) -> None:
     last = offsets.size - 1
     for k in range(offsets.size):
-        prefetch_to_write(live, offsets[min(k + _AHEAD, last)])
+        prefetch_to_read(live, offsets[min(k + _AHEAD, last)])
         out[k] = live[offsets[k]]
 
 
@@ -60,7 +60,7 @@ def _differs(live: Any, offsets: Any, bits: Any) -> Any:
     last = offsets.size - 1
     found = bits.dtype.type(0)
     for k in range(offsets.size):
-        prefetch_to_write(live, offsets[min(k + _AHEAD, last)])
+        prefetch_to_read(live, offsets[min(k + _AHEAD, last)])
         found |= live[offsets[k]] ^ bits[k]
     return found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -138,16 +139,20 @@ class ModelStateGuard:
 
     def _hashed(self) -> dict[str, str]:
         """Hash every distinct piece of memory but caches; the keys are the first path of each."""
-        hashes: dict[Any, tuple[str, str]] = {}
+        found: dict[Any, tuple[str, torch.Tensor]] = {}
         known = [(attached.path, attached.memory) for attached in self.registered + self.attributes]
         # What modules keep in objects of theirs, too.
         inside = [(path, one) for path, one in self._tensors.items() if not is_cache(path)]
         for path, memory in [*known, *inside]:
             key = location(memory)
             strided = memory.layout == torch.strided and not memory.is_meta
-            if strided and key not in hashes and memory.numel():
-                hashes[key] = (path, hash_memory(memory))
-        return dict(hashes.values())
+            if strided and key not in found and memory.numel():
+                found[key] = (path, memory)
+        # On a device, hashing needs much memory besides.
+        host = all(memory.device.type == "cpu" for _, memory in found.values())
+        with ThreadPoolExecutor(torch.get_num_threads() if host else 1) as pool:
+            hashes = pool.map(hash_memory, [memory for _, memory in found.values()])
+            return {path: one for (path, _), one in zip(found.values(), hashes, strict=True)}
 
 
 def content_changed(container: Any, before: Any) -> bool:

@@ -8,7 +8,7 @@ Imports: `engine_ext.model`, `engine_ext.wire`, `engine_ext.kernels`, and the gr
 """
 
 from engine_ext.placement.casts import as_host, checkpoint_bits, live_bits
-from engine_ext.placement.certify import certify_placement, summary, uncertified
+from engine_ext.placement.certify import Certified, certify_placement, summary, uncertified
 from engine_ext.placement.live_elements import DeviceElements, HostElements, LiveElements, WholeBox
 from engine_ext.placement.ownership import boxes, resolve
 from engine_ext.placement.plan import Plan, covered, make_plan
@@ -18,6 +18,7 @@ from engine_ext.placement.targets import Target
 
 __all__ = [
     "CHUNK",
+    "Certified",
     "DeviceElements",
     "HostElements",
     "LiveElements",

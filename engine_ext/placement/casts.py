@@ -36,6 +36,16 @@ def checkpoint_bits(bits: Bits, live: torch.dtype, dtype: str) -> Bits:
     return host_bits(bits_of(typed(bits, live).to(TORCH_DTYPE[dtype])))
 
 
+def appended_bits(bits: Bits, live: torch.dtype, dtype: str) -> Bits | None:
+    """Return what the cast has appended to the checkpoint's bits, zero unless memory was changed.
+
+    Arguments as for `checkpoint_bits`; None if the cast appends nothing.
+    """
+    if (dtype, live) == ("bfloat16", torch.float32):
+        return bits.view(np.uint32).astype(np.uint16)
+    return None
+
+
 def as_host(bits: Any) -> Bits:
     """Return what `HostElements.read` or `DeviceElements.read` returned as an array."""
     return host_bits(bits) if isinstance(bits, torch.Tensor) else bits

@@ -8,15 +8,25 @@ elements was compared, bit by bit, with the checkpoint.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 
+import numpy as np
 import torch
 
 from engine_ext.dtypes import torch_bits_dtype
-from engine_ext.kernels import bits_of
+from engine_ext.kernels import Bits, bits_of, host_bits
+from engine_ext.placement.ownership import SourceBox, box_of
 from engine_ext.placement.repacked import gather_live
 from engine_ext.placement.segments import Placed, Placement, Segment, Status
+from engine_ext.wire import Digest, tensor_digest
+
+Certified = dict[str, dict[SourceBox, Digest]]
+"""The digests of certified elements, by checkpoint tensor and box."""
+
+_PIECE = 1 << 19  # elements that a thread compares and digests while they are in its core's cache
+_AHEAD = 64 << 20  # bytes of the checkpoint that may be read ahead of the oldest unjudged tensor
 
 
 def certify_placement(
@@ -24,10 +34,12 @@ def certify_placement(
     checkpoint: Iterable[tuple[str, torch.Tensor]],
     *,
     moves_known: bool = True,
-) -> None:
+    threads: int = 1,
+) -> Certified:
     """Compare every traced tensor with the checkpoint and set its status.
 
-    The model is only read. A tensor that `checkpoint` does not contain becomes uncertified.
+    The model is only read. What is contiguous in the checkpoint and in host memory is digested in
+    the same pass. A tensor that `checkpoint` does not contain becomes uncertified.
 
     Args:
         placement: the traced placement; the status of every `UNJUDGED` entry is set.
@@ -35,14 +47,33 @@ def certify_placement(
         moves_known: whether the placement includes everything the engine does after loading. If
             not, a tensor whose elements are all equal is refused, because its bytes are the same
             in any order.
+        threads: how many compare.
+
+    Returns:
+        The digests that the pass gave, of tensors that are `EXACT`.
     """
-    for name, tensor in checkpoint:
-        placed = placement.get(name)
-        if placed is not None and placed.status is Status.UNJUDGED:
-            _judge(placed, tensor, moves_known)
+    certified: Certified = {}
+    waiting: deque[tuple[Placed, torch.Tensor, _Compared]] = deque()
+    left = _AHEAD
+    with ThreadPoolExecutor(threads) as pool:
+        for name, tensor in checkpoint:
+            placed = placement.get(name)
+            if placed is None or placed.status is not Status.UNJUDGED:
+                continue
+            if not _is_of(placed, tensor, moves_known):
+                continue
+            source = tensor.detach().contiguous()
+            waiting.append((placed, source, _compare(placed, source, pool)))
+            left -= source.nbytes
+            while left < 0:
+                left += waiting[0][1].nbytes
+                _judge(*waiting.popleft(), certified)
+        for one in waiting:
+            _judge(*one, certified)
     for placed in placement.values():
         if placed.status is Status.UNJUDGED:
             placed.refuse("its bytes were not among the checkpoint's")
+    return certified
 
 
 def summary(placement: Placement) -> dict[str, int]:
@@ -55,25 +86,90 @@ def uncertified(placement: Placement) -> dict[str, str]:
     return {n: p.reason for n, p in placement.items() if p.status is Status.UNCERTIFIED}
 
 
-def _judge(placed: Placed, tensor: torch.Tensor, moves_known: bool) -> None:
+_Pieces = list[Future[Digest | None]]
+_Compared = list[tuple[Segment, _Pieces]]
+
+
+def _is_of(placed: Placed, tensor: torch.Tensor, moves_known: bool) -> bool:
+    """Return whether a tensor can prove a placement; mark it if not."""
     if tuple(tensor.shape) != placed.spec.shape or tensor.dtype != placed.spec.dtype:
         placed.refuse("the checkpoint changed while the engine was starting")
-        return
-    source = tensor.detach().contiguous()
-    if not moves_known and _all_equal(source):
+        return False
+    if not moves_known and _all_equal(tensor.detach().contiguous()):
         placed.refuse(
             "all its elements are the same, and what the engine does after loading was not "
             "observed: the bytes cannot prove where each element is"
         )
-        return
-    wrong = next((segment for segment in placed.segments if not holds(segment, source)), None)
-    if wrong is not None:
-        placed.refuse(
-            f"the bytes in {wrong.live.name} are not the checkpoint's: the engine moved or "
-            "changed them after loading"
-        )
-    elif all(segment.live.tensor.dtype == source.dtype for segment in placed.segments):
+        return False
+    return True
+
+
+def _compare(placed: Placed, source: torch.Tensor, pool: ThreadPoolExecutor) -> _Compared:
+    """Begin to compare every segment with the contiguous tensor that it is of, in pieces.
+
+    A piece gives its digest, zero if it is not digested in this pass, or None if it differs.
+    """
+    name = placed.spec.name
+
+    def whole(segment: Segment) -> Digest | None:
+        return Digest.ZERO if holds(segment, source) else None
+
+    def piece(live: Bits, expected: Bits, start: int) -> Digest | None:
+        if not _equal(live, expected):
+            return None
+        return tensor_digest(name, expected, start=start)
+
+    compared: _Compared = []
+    for segment in placed.segments:
+        runs = _runs(segment, source)
+        if runs is None:
+            compared.append((segment, [pool.submit(whole, segment)]))
+            continue
+        live, expected = runs
+        first = segment.source_offset
+        pieces = [
+            pool.submit(piece, live[at : at + _PIECE], expected[at : at + _PIECE], first + at)
+            for at in range(0, live.size, _PIECE)
+        ]
+        compared.append((segment, pieces))
+    return compared
+
+
+def _runs(segment: Segment, source: torch.Tensor) -> tuple[Bits, Bits] | None:
+    """Return a segment's elements, live and expected, if both are one run in host memory."""
+    tensor = segment.live.tensor
+    if segment.repack is not None or tensor.dtype != source.dtype or tensor.device.type != "cpu":
+        return None
+    live, expected = segment.live_view(), segment.source_view(source)
+    if not (live.is_contiguous() and expected.is_contiguous()):
+        return None
+    return host_bits(bits_of(live.view(-1))), host_bits(bits_of(expected.view(-1)))
+
+
+def _equal(live: Bits, expected: Bits) -> bool:
+    """Compare bits, in words of eight bytes as far as possible."""
+    words = live.nbytes // 8 * 8 // live.itemsize
+    if words and not np.array_equal(live[:words].view(np.uint64), expected[:words].view(np.uint64)):
+        return False
+    return bool(np.array_equal(live[words:], expected[words:]))
+
+
+def _judge(placed: Placed, source: torch.Tensor, compared: _Compared, certified: Certified) -> None:
+    digests: dict[SourceBox, Digest] = {}
+    for segment, pieces in compared:
+        results = [piece.result() for piece in pieces]
+        found = [one for one in results if one is not None]
+        if len(found) < len(results):
+            placed.refuse(
+                f"the bytes in {segment.live.name} are not the checkpoint's: the engine moved or "
+                "changed them after loading"
+            )
+            return
+        if _runs(segment, source) is not None:
+            digests[box_of(segment)] = sum(found, Digest.ZERO)
+    if all(segment.live.tensor.dtype == source.dtype for segment in placed.segments):
         placed.status = Status.EXACT
+        certified[placed.spec.name] = digests
     else:
         placed.status = Status.CAST
 

@@ -3,8 +3,8 @@
 A segment is a strided box on both sides. Its dimensions are sorted by source stride and merged if
 both sides allow it, so that a whole tensor, a row shard and an expert each become one range:
 locating in it is a slice and a subtraction. A column shard keeps two dimensions and costs a
-division. The dimensions of a box must nest, which `engine_ext.placement.ownership` checks; in a box
-that does not, some elements are not found, but none is found in a wrong place.
+division for each row. The dimensions of a box must nest, which `engine_ext.placement.ownership`
+checks; in a box that does not, some elements are not found, but none is found in a wrong place.
 """
 
 from __future__ import annotations
@@ -57,6 +57,11 @@ class Locator:
         """Index minus offset if the box is one run in the checkpoint and in memory, else None."""
         is_run = self._is_range and self._copies is None and self._repack is None
         return self._start - self._offset if is_run else None
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The box's first index, and one more than its last."""
+        return self._start, self._end
 
     def within(self, indices: _Int64s) -> slice:
         """Return which of the ascending indices are between the box's first and last index."""
@@ -132,23 +137,33 @@ def _in_box_by_numpy(
 def _box_loop(
     indices: Any, start: Any, offset: Any, dims: Any, positions: Any, offsets: Any
 ) -> Any:
-    """Fill `positions` and `offsets` and return the count; compiled by numba."""
-    count = 0
+    """Fill `positions` and `offsets` and return the count; compiled by numba.
+
+    Indices ascend, so most have the same row as the one before: the same position in all dimensions
+    but the last. Only a new row costs divisions.
+    """
+    last = dims.size - 3
+    size, step, live = dims[last], dims[last + 1], dims[last + 2]
+    count: Any = 0
+    row, end, row_live, row_inside = 0, 0, 0, False
     for k in range(indices.size):
-        rest = indices[k] - start
-        live = offset
-        inside = True
-        for d in range(0, dims.size, 3):
-            position = rest
-            if dims[d + 1] != 1:
-                position = rest // dims[d + 1]
-            rest -= position * dims[d + 1]
-            inside &= position < dims[d]
-            live += position * dims[d + 2]
+        index = indices[k] - start
+        if index >= end:
+            row, end, row_live, row_inside = 0, 1 << 62, offset, True
+            for d in range(0, last, 3):
+                position = (index - row) // dims[d + 1]
+                row += position * dims[d + 1]
+                end = min(end, row + dims[d + 1])
+                row_live += position * dims[d + 2]
+                row_inside &= position < dims[d]
+        position = index - row
+        inside = row_inside
+        if step != 1:
+            inside &= position % step == 0
+            position //= step
         positions[count] = k
-        offsets[count] = live
-        if inside and rest == 0:
-            count += 1
+        offsets[count] = row_live + position * live
+        count += np.int64(inside & (position < size))
     return count
 
 

@@ -6,20 +6,24 @@ the digest covers. Deltas are staged by it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine_ext.dtypes import NAME_OF_TORCH
-from engine_ext.placement.casts import as_host, checkpoint_bits
+from engine_ext.kernels import Bits
+from engine_ext.placement.casts import appended_bits, as_host, checkpoint_bits
+from engine_ext.placement.certify import Certified
 from engine_ext.placement.ownership import box_of, boxes, resolve
 from engine_ext.placement.segments import Placed, Placement, Status
 from engine_ext.placement.targets import Target, make_targets
 from engine_ext.ranks import Ranks
-from engine_ext.wire import Digest, tensor_digest
+from engine_ext.wire import Digest, change_digest, tensor_digest
 
 _SCAN_ELEMENTS = 1 << 20
 _SCAN_INDICES = 1 << 15  # if indices are needed, too: their temporaries stay in a core's cache
@@ -63,42 +67,83 @@ class Plan:
             for name, placed in self.placement.items()
         ]
 
-    def scan(self, threads: int = 1) -> dict[str, Digest]:
+    def scan(self, threads: int = 1, known: Certified | None = None) -> dict[str, Digest]:
         """Return, by tensor, the digest of the elements that this rank counts, from live memory.
 
-        If this rank holds several copies of an element, it is that of the first one.
+        If this rank holds several copies of an element, it is that of the first one. What is
+        `known` by the certification is not read again.
         """
-        pieces = [
-            (name, target, start)
-            for name in self.digested
-            for number, target in enumerate(self.targets.get(name, ()))
-            if target.ranks[0] == self.rank and target.first == number
-            for box in [box_of(target.segment)]  # an empty one has one piece, too
-            for start in range(box.start, max(box.end, box.start + 1), _SCAN_ELEMENTS)
-        ]
         found: dict[str, Digest] = {}
+        pieces = []
+        for name in self.digested:
+            boxes_known = {} if known is None else known.get(name, {})
+            taken = set()
+            for piece in self.pieces(name):
+                number = piece[0]
+                box = box_of(self.targets[name][number].segment)
+                if box not in boxes_known:
+                    pieces.append((name, *piece))
+                elif number not in taken:
+                    taken.add(number)
+                    found[name] = found.get(name, Digest.ZERO) + boxes_known[box]
         with ThreadPoolExecutor(threads) as pool:
-            digests = pool.map(lambda piece: self._piece_digest(*piece), pieces)
-            for (name, _, _), digest in zip(pieces, digests, strict=True):
+            digests = pool.map(lambda piece: self.piece_digest(*piece), pieces)
+            for (name, *_), digest in zip(pieces, digests, strict=True):
                 found[name] = found.get(name, Digest.ZERO) + digest
         return found
 
-    def _piece_digest(self, name: str, target: Target, start: int) -> Digest:
-        dtype = NAME_OF_TORCH[self.placement[name].spec.dtype]
+    def pieces(self, name: str, *, copies: bool = False) -> Iterator[tuple[int, int, int]]:
+        """Yield the pieces in which `piece_digest` takes a tensor, each once.
+
+        They are those of the elements that this rank counts, the first copy of each; or with
+        `copies` everything that this rank holds of it.
+
+        Yields:
+            The target's number, the flat index that the piece begins at, and which copy of the
+            elements in the target it is.
+        """
+        for number, target in enumerate(self.targets.get(name, ())):
+            if not copies and (target.ranks[0] != self.rank or target.first != number):
+                continue
+            box = box_of(target.segment)  # an empty one has one piece, too
+            for copy in range(target.locator.copies if copies else 1):
+                for start in range(box.start, max(box.end, box.start + 1), _SCAN_ELEMENTS):
+                    yield number, start, copy
+
+    def piece_digest(self, name: str, number: int, start: int, copy: int = 0) -> Digest:
+        """Return the digest of one of `pieces` from live memory."""
+        target, dtype = self.targets[name][number], NAME_OF_TORCH[self.placement[name].spec.dtype]
         stop = max(start, min(start + _SCAN_ELEMENTS, box_of(target.segment).end))
         shift = target.locator.shift
-        if shift is not None and target.host is not None:
-            bits = checkpoint_bits(target.host[start - shift : stop - shift], target.dtype, dtype)
-            return tensor_digest(name, bits, start=start)
+        if shift is not None:
+            memory = as_host(target.flat[start - shift : stop - shift].cpu())
+            return _live_digest(name, memory, target.dtype, dtype, None, start)
         total = Digest.ZERO
         step = _SCAN_INDICES if target.host is not None else _SCAN_ELEMENTS
         for begin in range(start, stop, step):
             indices = np.arange(begin, min(begin + step, stop))
             chosen, elements = target.find(indices)
-            once = slice(None, None, target.locator.copies)
-            bits = checkpoint_bits(as_host(elements.read()), target.dtype, dtype)
-            total += tensor_digest(name, bits[once], indices[chosen][once])
+            once = slice(copy, None, target.locator.copies)
+            memory = as_host(elements.read())[once]
+            total += _live_digest(name, memory, target.dtype, dtype, indices[chosen][once])
         return total
+
+
+def _live_digest(
+    name: str,
+    bits: Bits,
+    live: torch.dtype,
+    dtype: str,
+    indices: NDArray[np.int64] | None,
+    start: int = 0,
+) -> Digest:
+    """Return the digest of bits of live memory, which is the checkpoint's if none was changed."""
+    found = tensor_digest(name, checkpoint_bits(bits, live, dtype), indices, start)
+    appended = appended_bits(bits, live, dtype)
+    if appended is not None:
+        none = np.zeros_like(appended)
+        found += change_digest(f"{name}, appended", indices, none, appended, start)
+    return found
 
 
 def make_plan(placement: Placement, ranks: Ranks) -> Plan:

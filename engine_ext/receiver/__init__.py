@@ -1,6 +1,7 @@
 """One rank's receiver: the state machine behind the endpoints.
 
 `receiver` carries out what the HTTP side asks for, `sync_state` decides which parts are admitted,
+`background_staging` stages them in threads and `shared_decoding` decodes each once per host,
 `lease` keeps HTTP processes apart, `startup` makes a receiver of a loaded model, and
 `adapter_receivers` those of LoRA adapters.
 
@@ -8,6 +9,7 @@ Imports: `engine_ext.apply` and the rooms below it. Never an engine, never the H
 """
 
 from engine_ext.receiver.adapter_receivers import AdapterReceivers, AdapterStore, AdapterStores
+from engine_ext.receiver.background_staging import BackgroundStaging
 from engine_ext.receiver.receiver import Receiver
 from engine_ext.receiver.startup import LoadedModel, Rebuilding, make_receiver
 
@@ -15,6 +17,7 @@ __all__ = [
     "AdapterReceivers",
     "AdapterStore",
     "AdapterStores",
+    "BackgroundStaging",
     "LoadedModel",
     "Rebuilding",
     "Receiver",

@@ -23,7 +23,7 @@ from engine_ext.errors import Conflict, EngineUncertain, as_delta_error, from_wi
 from engine_ext.kernels import bits_of, host_bits
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Placed, Placement, Segment, Status, TensorSpec, make_plan
-from engine_ext.ranks import Ranks, together
+from engine_ext.ranks import Ranks, cores_per_rank, together
 from engine_ext.receiver.receiver import Receiver
 from engine_ext.settings import Settings
 from engine_ext.wire import Limits, tensor_digest
@@ -214,7 +214,7 @@ def make_adapter_receiver(store: AdapterStore, ranks: Ranks, settings: Settings)
         plan,
         ScatterWriter(),
         undo_bytes=settings.undo_bytes,
-        threads=torch.get_num_threads(),
+        threads=cores_per_rank(ranks),
         recomputed=[installed],
     )
     logger.info("delta updates: adapter %s: %d tensors", store.name, len(store.tensors))
@@ -226,6 +226,7 @@ def make_adapter_receiver(store: AdapterStore, ranks: Ranks, settings: Settings)
         read_workers=settings.read_workers,
         undo_bytes=settings.undo_bytes,
         limits=Limits(max_part_bytes=settings.max_body_bytes),
+        shared=len(contents) > 1,
     )
 
 

@@ -2,33 +2,47 @@
 
 from __future__ import annotations
 
-import mmap
+import contextlib
+import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from engine_ext.apply import StagedPart
-from engine_ext.errors import MalformedPart
-from engine_ext.wire import Limits, Part, PartId, decode_part, part_identity
+from engine_ext.part_paths import staging_pipe
+from engine_ext.receiver.shared_decoding import read_part
+from engine_ext.wire import Limits, Part, PartId
 
 StagePart = Callable[[Part], StagedPart]
 
 
 class BackgroundStaging:
-    """The parts of the staged sync, and the threads that read, verify and decode them."""
+    """The parts of the staged sync, and the threads that read, verify and decode them.
 
-    def __init__(self, threads: int, limits: Limits) -> None:
-        self._limits = limits
+    Args:
+        threads: how many parts are staged at once.
+        shared: whether other ranks of this host stage the same parts.
+    """
+
+    def __init__(self, threads: int, limits: Limits, *, shared: bool) -> None:
+        self._limits, self._shared = limits, shared
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="delta-stage")
         self._parts: dict[int, Future[StagedPart]] = {}
         # Parts of dropped syncs included; one that is done is not kept alive here.
         self._running: set[Future[StagedPart]] = set()
 
     def start(self, part: PartId, path: str, stage: StagePart) -> None:
-        """Start staging a part from the spool file at `path`; `stage` locates it on this rank."""
+        """Start staging a part from the spool file at `path`; `stage` locates it on this rank.
+
+        The HTTP side sees when it has ended on every rank, or a rank has died: the pipe beside the
+        file has no writer then.
+        """
+        pipe = _open_pipe(path)
         future = self._threads.submit(self._stage, path, part.identity, stage)
         self._parts[part.part] = future
         self._running.add(future)
         future.add_done_callback(self._running.discard)
+        if pipe is not None:
+            future.add_done_callback(lambda _: os.close(pipe))
 
     def get(self, number: int) -> Future[StagedPart] | None:
         """Return the part of this number, or None if it was forgotten."""
@@ -39,22 +53,26 @@ class BackgroundStaging:
         return [self._parts[number].result() for number in sorted(numbers)]
 
     def forget(self, number: int) -> None:
-        """Forget the part of this number."""
-        self._parts.pop(number, None)
+        """Forget the part of this number; a thread that has begun it finishes it."""
+        future = self._parts.pop(number, None)
+        if future is not None:
+            future.cancel()
 
     def clear(self) -> None:
         """Forget all parts. Threads finish the ones that they have begun."""
-        self._parts.clear()
+        for number in list(self._parts):
+            self.forget(number)
 
     def wait(self) -> None:
         """Wait until no thread is staging anything."""
         wait(list(self._running))
 
     def _stage(self, path: str, identity: str, stage: StagePart) -> StagedPart:
-        with open(path, "rb") as file:
-            # Nothing writes into the mapping, but torch makes no tensor of read-only memory.
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        part = decode_part(data, self._limits)
-        if part_identity(part.header, data) != identity:
-            raise MalformedPart("the part changed between its arrival and its staging")
-        return stage(part)
+        return stage(read_part(path, identity, self._limits, shared=self._shared))
+
+
+def _open_pipe(path: str) -> int | None:
+    """Open the pipe beside a part for writing; None if no process of the HTTP side reads it."""
+    with contextlib.suppress(OSError):
+        return os.open(staging_pipe(path), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    return None

@@ -8,8 +8,10 @@ same calls in the same order and so keep the same `SyncState`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -20,11 +22,14 @@ from engine_ext.receiver.background_staging import BackgroundStaging
 from engine_ext.receiver.lease import Lease
 from engine_ext.receiver.sync_history import SyncHistory
 from engine_ext.receiver.sync_state import Sync, SyncState
+from engine_ext.scrub import Scrubber
 from engine_ext.wire import Limits
 from engine_ext.wire import operations as ops
 
 logger = logging.getLogger(__name__)
 
+# They write weights or what the scrubber compares them with, or may let the engine do so.
+_WRITES = (ops.PrepareSync, ops.CommitSync, ops.RollBack)
 _DROPPED = "the sync of this part was dropped while the part was being staged"
 
 
@@ -34,9 +39,11 @@ class Receiver:
     Args:
         base_version: version of the freshly loaded weights.
         stage_timeout: seconds after its last part for which a staged sync keeps others out.
-        read_workers: threads that read, verify and decode parts.
+        read_workers: how many parts are staged at once.
+        shared: whether other ranks of this host stage the same parts.
         undo_bytes: host memory that the old values of one version may take, with those of its
             continuations.
+        scrub_interval: seconds in which each tensor is scrubbed once; None turns scrubbing off.
     """
 
     def __init__(
@@ -49,6 +56,8 @@ class Receiver:
         read_workers: int,
         limits: Limits,
         undo_bytes: int = 4 << 30,
+        scrub_interval: float | None = None,
+        shared: bool = False,
     ) -> None:
         self._sync_state = SyncState(base_version, stage_timeout)
         self._lease = Lease()
@@ -57,10 +66,12 @@ class Receiver:
         self._ranks = ranks
         self.adopt(applier)
         self._undo_bytes = undo_bytes
-        self._staging = BackgroundStaging(read_workers, limits)
+        self._staging = BackgroundStaging(read_workers, limits, shared=shared)
         # Undo the last version with its continuations; empty if it cannot be undone.
         self._undo: list[UndoLog] = []
         self._last_sync: ops.CommittedSync | None = None
+        self._scrubber = Scrubber(weakref.WeakMethod(self._scrubbed), ranks.rank)
+        self._scrub_interval = scrub_interval
 
     # What the adapter reports -----------------------------------------------------------------
 
@@ -79,11 +90,12 @@ class Receiver:
     def weights_released(self) -> None:
         """Prepare for the engine to release the weights' memory.
 
-        Returns when nothing that is being staged reads it any more.
+        Returns when neither staging nor scrubbing reads it any more.
         """
         self.set_asleep(True)
         self._drop_staged()
         self._staging.wait()
+        self._scrubber.wait()
 
     def set_asleep(self, asleep: bool) -> None:
         """Record whether the weights' memory is released."""
@@ -115,8 +127,14 @@ class Receiver:
                 f"adapter {request.adapter}: this engine takes no updates of LoRA adapters",
                 adapter=request.adapter,
             )
-        reply: ops.ReplyT = getattr(self, request.name)(request)
-        return reply
+        if self._scrub_interval is not None:
+            # Not before: an engine that still captures graphs may take no other work on its device.
+            self._scrubber.start(self._scrub_interval)
+        rebuilds = isinstance(request, ops.GetDigest) and request.scan
+        writes = rebuilds or isinstance(request, _WRITES)
+        with self._scrubber.interrupted() if writes else contextlib.nullcontext():
+            reply: ops.ReplyT = getattr(self, request.name)(request)
+            return reply
 
     def status(self, request: ops.GetStatus) -> ops.RankStatus:
         """Describe the receiver."""
@@ -129,6 +147,7 @@ class Receiver:
             staged=self._sync_state.describe(),
             last_sync=self._last_sync,
             can_roll_back=bool(self._undo),
+            scrub=self._scrubber.state,
             **self._applier.describe(),
         )
 
@@ -357,6 +376,10 @@ class Receiver:
             corrupted=corrupted,
         )
 
+    def take_scrub_findings(self, request: ops.TakeScrubFindings) -> ops.ScrubFindings:
+        """Return what scrubbing has found since it was last asked."""
+        return ops.ScrubFindings(mismatched=self._scrubber.take_untold())
+
     def record(self, request: ops.RecordSync) -> ops.SyncRecord:
         """Add a request to the history."""
         return self._history.add(request.record)
@@ -366,6 +389,12 @@ class Receiver:
         return ops.History(syncs=self._history.syncs())
 
     # ------------------------------------------------------------------------------------------
+
+    def _scrubbed(self) -> Applier | None:
+        """Return what knows the weights, while they are in memory and of a known version."""
+        state = self._sync_state
+        known = not (state.asleep or state.uncertain) and state.foreign is None
+        return self._applier if known else None
 
     def _complete(self) -> bool:
         return self._sync_state.sync is not None and self._sync_state.sync.complete

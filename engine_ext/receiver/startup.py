@@ -33,6 +33,7 @@ from engine_ext.derived import Recomputation, add_recomputed, find_derived, prov
 from engine_ext.kernels import warm_up
 from engine_ext.model import Known, ModelStateGuard, StorageIndex, is_constant
 from engine_ext.placement import (
+    Certified,
     Repack,
     Segment,
     TensorSpec,
@@ -41,7 +42,7 @@ from engine_ext.placement import (
     summary,
     uncertified,
 )
-from engine_ext.ranks import Ranks, together
+from engine_ext.ranks import Ranks, cores_per_rank, together
 from engine_ext.rebuild import (
     LoadingStates,
     ModuleRebuild,
@@ -162,6 +163,8 @@ def _receiver(loaded: LoadedModel, settings: Settings, applier: Applier) -> Rece
         read_workers=settings.read_workers,
         undo_bytes=settings.undo_bytes,
         limits=Limits(max_part_bytes=settings.max_body_bytes),
+        scrub_interval=settings.scrub_interval,
+        shared=len(loaded.ranks.all_gather(None)) > 1,
     )
 
 
@@ -171,10 +174,15 @@ def _certify(loaded: LoadedModel, traced: Traced, checkpoint: CheckpointReader) 
     All ranks must call it.
     """
 
-    def certify() -> None:
-        certify_placement(traced.placement, checkpoint(), moves_known=loaded.learned)
+    threads = cores_per_rank(loaded.ranks)
 
-    together(loaded.ranks, certify)
+    def certify() -> Certified:
+        moves_known = loaded.learned
+        return certify_placement(
+            traced.placement, checkpoint(), moves_known=moves_known, threads=threads
+        )
+
+    traced.certified.update(together(loaded.ranks, certify))
     # Other pipeline stages may have some where this one has none.
     anywhere = any(loaded.ranks.all_gather(bool(traced.rebuilds)))
     if loaded.rebuilding is not None and anywhere:
@@ -293,6 +301,7 @@ def _delta_applier(loaded: LoadedModel, settings: Settings, traced: Traced) -> D
     _log_summary(traced)
     if not any(loaded.ranks.all_gather(bool(plan.targets))):
         raise RuntimeError("delta updates: no tensor of this model can be certified")
+    threads = cores_per_rank(loaded.ranks)
     rebuilds = None
     if loaded.rebuilding is not None:
         own, placement = traced.rebuilds, traced.placement
@@ -312,9 +321,10 @@ def _delta_applier(loaded: LoadedModel, settings: Settings, traced: Traced) -> D
         plan,
         writer,
         undo_bytes=settings.undo_bytes,
-        threads=torch.get_num_threads(),
+        threads=threads,
         recomputed=traced.recomputed,
         rebuilds=rebuilds,
+        certified=traced.certified,
     )
 
 

@@ -20,10 +20,11 @@ from engine_ext.wire.container import (
     read_container,
     write_container,
 )
+from engine_ext.wire.decoded_part import is_decoded, read_decoded, write_decoded
 from engine_ext.wire.digest import ALGORITHM as DIGEST_ALGORITHM
 from engine_ext.wire.digest import Digest, change_digest, tensor_digest
 from engine_ext.wire.gap_streams import byte_stream, join_streams
-from engine_ext.wire.identity import PartId, part_identity
+from engine_ext.wire.identity import IdentityHash, PartId, part_identity
 from engine_ext.wire.manifest import (
     DIFFERENCES,
     ENCODINGS,
@@ -61,6 +62,7 @@ __all__ = [
     "Digest",
     "FrameReader",
     "Header",
+    "IdentityHash",
     "Limits",
     "Manifest",
     "ParamDelta",
@@ -78,6 +80,7 @@ __all__ = [
     "decode_positions",
     "encode_part",
     "encode_positions",
+    "is_decoded",
     "join_streams",
     "manifest_checksum",
     "optional_version",
@@ -85,11 +88,13 @@ __all__ = [
     "parse_manifest",
     "part_identity",
     "read_container",
+    "read_decoded",
     "sign",
     "signing_key",
     "slime_checksum",
     "tensor_digest",
     "verify_checksum",
     "write_container",
+    "write_decoded",
     "xxh3_checksum",
 ]

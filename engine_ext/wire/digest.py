@@ -206,13 +206,22 @@ def _dense_loop(seed0: Any, seed1: Any, table: Any, start: Any, bits: Any, old: 
     while done < bits.size:
         block, first = np.uint64((start + done) // _BLOCK_SIZE), (start + done) % _BLOCK_SIZE
         count = min(_BLOCK_SIZE - first, bits.size - done)
+        # Slices, because the compiler makes no vector instructions of computed indices.
+        factors0 = table[first : first + count]
+        factors1 = table[_BLOCK_SIZE + first : _BLOCK_SIZE + first + count]
+        new = bits[done : done + count]
         sum0 = sum1 = np.uint64(0)
-        for k in range(count):
-            curve = _curve(bits[done + k])
-            if old is not None:
-                curve -= _curve(old[done + k])
-            sum0 += table[first + k] * curve
-            sum1 += table[_BLOCK_SIZE + first + k] * curve
+        if old is None:
+            for k in range(count):
+                curve = _curve(new[k])
+                sum0 += factors0[k] * curve
+                sum1 += factors1[k] * curve
+        else:
+            before = old[done : done + count]
+            for k in range(count):
+                curve = _curve(new[k]) - _curve(before[k])
+                sum0 += factors0[k] * curve
+                sum1 += factors1[k] * curve
         total0 += (_mix(seed0 + block) | _ONE) * sum0
         total1 += (_mix(seed1 + block) | _ONE) * sum1
         done += count

@@ -20,26 +20,42 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
-def part_identity(header: Header, container: Buffer) -> str:
-    """Return the xxh3_128 of everything that determines what is written, as 32 hex digits.
+class IdentityHash:
+    """Computes the identity of a part while its data section arrives.
 
-    The hashed bytes are, as text joined with NUL: the encoding, the dtype of the values, the
-    offsets of the two tensors in the data section, the ``params`` text, and with differences
-    ``digest_part``; then the data section. `container` is whole and decompressed.
+    It is the xxh3_128 of everything that determines what is written, as 32 hex digits. The hashed
+    bytes are, as text joined with NUL: the encoding, the dtype of the values, the offsets of the
+    two tensors in the data section, the ``params`` text, and with differences ``digest_part``; then
+    the data section.
     """
-    start = min(header.positions.begin, header.values.begin)
-    hashed = (
-        header.manifest.encoding,
-        header.values.dtype,
-        header.positions.begin - start,
-        header.values.begin - start,
-        header.metadata["params"],
-        *([header.metadata["digest_part"]] if header.manifest.encoding == DIFFERENCES else []),
-    )
-    digest = xxhash.xxh3_128("\0".join(map(str, hashed)).encode())
+
+    def __init__(self, header: Header) -> None:
+        start = header.data_begin
+        hashed = (
+            header.manifest.encoding,
+            header.values.dtype,
+            header.positions.begin - start,
+            header.values.begin - start,
+            header.metadata["params"],
+            *([header.metadata["digest_part"]] if header.manifest.encoding == DIFFERENCES else []),
+        )
+        self._digest = xxhash.xxh3_128("\0".join(map(str, hashed)).encode())
+
+    def feed(self, data: Buffer) -> None:
+        """Take the next bytes of the data section."""
+        self._digest.update(data)
+
+    def finish(self) -> str:
+        """Return the identity, once all of the data section was fed."""
+        return self._digest.hexdigest()
+
+
+def part_identity(header: Header, container: Buffer) -> str:
+    """Return the identity of a part of which `container` is the whole, decompressed."""
+    identity = IdentityHash(header)
     with memoryview(container) as view:
-        digest.update(view[start:])
-    return digest.hexdigest()
+        identity.feed(view[header.data_begin :])
+    return identity.finish()
 
 
 class PartId(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +63,7 @@ class PartId(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int  # that its sync leads to
     base_version: int | None  # that its sync starts from; None for a ``full`` sync
-    identity: str  # see `part_identity`
+    identity: str  # see `IdentityHash`
     sync_id: str | None = None
     full: bool = False  # the sync's params are dense and together cover the model
     part: int = 0

@@ -124,6 +124,15 @@ class LoadedAdapter(Reply, frozen=True, kw_only=True):
     digest: str | None
 
 
+class ScrubState(Reply, frozen=True, kw_only=True):
+    """What scrubbing has found on one rank."""
+
+    passes: int  # over all tensors, since the start
+    passed_at: float | None  # Unix time at which the last one ended
+    mismatched: list[str]  # tensors whose live memory is not what the syncs have written
+    error: str | None  # what ended the last pass early
+
+
 class RankStatus(RankState, frozen=True, kw_only=True):
     """The state of one rank's receiver."""
 
@@ -138,6 +147,7 @@ class RankStatus(RankState, frozen=True, kw_only=True):
     digest: str  # of what this rank counts, in hex
     awaits: str | msgspec.UnsetType = msgspec.UNSET  # what must come before it takes deltas
     adapters: list[LoadedAdapter] | msgspec.UnsetType = msgspec.UNSET  # if the engine takes any
+    scrub: ScrubState | None = None  # None if scrubbing is off
 
 
 class Unseen(Reply, frozen=True, kw_only=True):
@@ -176,6 +186,12 @@ class RankPlan(Reply, frozen=True, kw_only=True):
     """One row per checkpoint tensor, or None if the engine has loaded no checkpoint yet."""
 
     tensors: list[dict[str, Any]] | None
+
+
+class ScrubFindings(Reply, frozen=True, kw_only=True):
+    """The tensors that scrubbing has found to be other than written, each told once."""
+
+    mismatched: list[str]
 
 
 class RankDigest(Reply, frozen=True, kw_only=True):
@@ -314,6 +330,10 @@ class GetDigest(Operation[RankDigest], frozen=True, kw_only=True, tag="digest"):
     """Compute the digests; with `scan` from live memory."""
 
     scan: bool
+
+
+class TakeScrubFindings(Operation[ScrubFindings], frozen=True, tag="take_scrub_findings"):
+    """Return what scrubbing has found since the last request of any process."""
 
 
 class RecordSync(Operation[SyncRecord], frozen=True, kw_only=True, tag="record"):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_ext.cores import usable_cores
 from engine_ext.dtypes import TORCH_DTYPE, bits_dtype
 from engine_ext.errors import DeltaError, MalformedPart
 from engine_ext.wire.checksum import verify_checksum, xxh3_checksum
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_LIMITS: Final = Limits()
 _WORTH_THREADS = 1 << 19  # bytes that take far longer to pack or unpack than threads take to start
+_SHARE = 1 << 20  # bytes of gap streams that are worth a thread of their own
 
 _Place = tuple[NDArray[np.int64] | None, Positions | None]
 
@@ -48,8 +52,7 @@ class ParamDelta:
 
     Attributes:
         dtype: By its manifest name.
-        indices: int64 [nnz], ascending unique flat indices (int32 is accepted for encoding); None
-            means dense.
+        indices: int64 or int32 [nnz], ascending unique flat indices; None means dense.
         values: The new elements' bit patterns, unsigned ints of the dtype's width; [nnz], or
             [numel] if dense. May be a read-only view of the part's buffer, as `positions` may.
         differences: Whether the values are new minus old bit patterns modulo 2**width; never
@@ -122,7 +125,7 @@ def decode_part(buffer: Buffer, limits: Limits = _DEFAULT_LIMITS) -> Part:
     else:
         streams = (positions[entry.pos_start : entry.pos_end] for entry in manifest.params)
         places = _places(manifest.encoding, manifest.params, streams)
-        own_values = [*_own_values(header, values)]
+        own_values = [*plain_values(header, values)]
     differences = manifest.encoding == DIFFERENCES
     deltas = (
         ParamDelta(entry.name, entry.dtype, entry.shape, indices, own, differences, sent)
@@ -137,16 +140,27 @@ def _unpacked(
     """Decode the params of a packed part, with threads if it is large."""
     encoding, params = manifest.encoding, manifest.params
     read = decode_differences if encoding == DIFFERENCES else decode_planes
-    if positions.size + values.size < _WORTH_THREADS:
+    cores = usable_cores()
+    if positions.size + values.size < _WORTH_THREADS or cores == 1:
         streams = unpack_streams(positions, params)
         return _places(encoding, params, streams), read(values, params)
-    with ThreadPoolExecutor(2, thread_name_prefix="delta-decode") as pool:
+    with ThreadPoolExecutor(cores, thread_name_prefix="delta-decode") as pool:
         own_values = pool.submit(read, values, params)
         unpacked = [*unpack_streams(positions, params)]
-        half = sum(2 * entry.pos_end <= params[-1].pos_end for entry in params)
-        first = pool.submit(_places, encoding, params[:half], unpacked[:half])
-        second = _places(encoding, params[half:], unpacked[half:])
-        return first.result() + second, own_values.result()
+        shares = [
+            pool.submit(_places, encoding, params[share], unpacked[share])
+            for share in _shares(params, cores)
+        ]
+        return [place for share in shares for place in share.result()], own_values.result()
+
+
+def _shares(params: Sequence[ParamEntry], most: int) -> list[slice]:
+    """Divide params into at most so many shares, of about as many bytes of positions each."""
+    size = params[-1].pos_end if params else 0
+    count = max(2, min(most, size // _SHARE))
+    numbers = [entry.pos_end * count // (size + 1) for entry in params]
+    ends = [*(bisect_right(numbers, share) for share in range(count - 1)), len(params)]
+    return [slice(start, end) for start, end in pairwise([0, *ends]) if start < end]
 
 
 def _places(
@@ -172,7 +186,7 @@ def _indices(entry: ParamEntry, encoding: str, raw: NDArray[np.uint8]) -> NDArra
     return indices
 
 
-def _own_values(header: Header, raw: NDArray[np.uint8]) -> Iterator[NDArray[Any]]:
+def plain_values(header: Header, raw: NDArray[np.uint8]) -> Iterator[NDArray[Any]]:
     """Yield each param's values from a tensor that holds them as they are or promoted."""
     wide = header.values.dtype
     values = np.require(raw.view(bits_dtype(wide)), requirements="A")
@@ -281,7 +295,8 @@ def _packed(
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Return both tensors of a packed part; large ones are compressed in parallel."""
     write = encode_differences if encoding == DIFFERENCES else encode_planes
-    if sum(array.nbytes for array in (*streams, *values)) < _WORTH_THREADS:
+    size = sum(array.nbytes for array in (*streams, *values))
+    if size < _WORTH_THREADS or usable_cores() == 1:
         return pack_streams(streams, widths), write(values)
     with ThreadPoolExecutor(1, thread_name_prefix="delta-encode") as pool:
         positions = pool.submit(pack_streams, streams, widths)

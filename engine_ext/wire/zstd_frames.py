@@ -109,6 +109,11 @@ class FrameReader:
         self._plain = False
         self._frame: _Frame | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the stream is no frame, so that its bytes pass through as they are."""
+        return self._plain
+
     def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
         """Take the next bytes of the stream, and yield the unwrapped bytes in pieces.
 

@@ -92,15 +92,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command_line.make_parser("scripts.bench.apply", __doc__, _EPILOG)
-    add, positive = parser.add_argument, command_line.at_least(1)
-    cores = len(os.sched_getaffinity(0))
+    command_line.add_model_options(parser, runs=9, layers=13)
+    add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], default="cpu", help="of the model (%(default)s)")
-    add("--threads", type=positive, metavar="N", default=cores, help="(%(default)s)")
-    add("--runs", type=positive, metavar="N", default=9, help="of each way (%(default)s)")
-    layers_help = "of 12.6 million parameters each, besides 66 million others (%(default)s)"
-    add("--layers", type=positive, metavar="N", default=13, help=layers_help)
     add("--seed", type=int, metavar="N", default=0, help="of weights and deltas (%(default)s)")
-    add("--json", action="store_true", help="end with one line of JSON")
     return parser.parse_args(arguments)
 
 

@@ -36,7 +36,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -52,6 +51,7 @@ from rich.console import Console
 from rich.table import Table
 
 from delta_sender.diff_host import compare
+from engine_ext.cores import usable_cores
 from engine_ext.kernels import gather_scatter
 from engine_ext.wire import ENCODINGS, FrameReader, ParamDelta, Part, decode_part, encode_part
 from scripts import command_line
@@ -241,7 +241,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command_line.make_parser("scripts.bench.codec", __doc__)
     add = parser.add_argument
     add("--elements", type=int, default=200_000_000, help="weights (default: %(default)s)")
-    add("--threads", type=int, default=os.cpu_count(), help="threads (default: all cores)")
+    add("--threads", type=int, default=usable_cores(), help="threads (default: all cores)")
     repeats_help = "runs of each measurement, of which the fastest counts (%(default)s)"
     add("--repeats", type=int, default=3, help=repeats_help)
     dtype_help = "of the synthetic weights (default: %(default)s)"

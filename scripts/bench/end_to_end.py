@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import threading
@@ -43,6 +42,7 @@ from rich.progress import track
 from rich.table import Table
 
 from delta_sender import DeltaSender, SyncError, SyncReport
+from engine_ext.cores import usable_cores
 from scripts import command_line
 from scripts.bench import synthetic_weights
 from scripts.bench.sender import LINKS, SENT_AS
@@ -225,7 +225,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--layers", type=int, default=8, help="layers of its model (default: %(default)s)")
     add("--density", type=float, default=0.02, help="share that changes (default: %(default)s)")
     add("--runs", type=int, default=5, help="syncs of each way (default: %(default)s)")
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     add("--threads", type=int, default=cores, help="the engine's OMP_NUM_THREADS (%(default)s)")
     add("--json", action="store_true", help="end with one line of JSON")
     return parser.parse_args(arguments)

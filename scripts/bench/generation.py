@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -35,6 +34,7 @@ from rich.progress import track
 from rich.table import Table
 
 from delta_sender import DeltaSender, SyncError
+from engine_ext.cores import usable_cores
 from scripts import command_line
 from scripts.bench.end_to_end import Tensors, change
 from scripts.bench.synthetic_weights import QWEN3_SIZES
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     parser = command_line.make_parser("scripts.bench.generation", __doc__)
     add, positive = parser.add_argument, command_line.at_least(1)
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     add("--threads", type=positive, metavar="N", default=cores, help="of each (%(default)s)")
     add("--runs", type=positive, metavar="N", default=5, help="turns of each (%(default)s)")
     add("--layers", type=positive, metavar="N", default=6, help="of the model (%(default)s)")

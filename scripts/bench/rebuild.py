@@ -40,6 +40,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from engine_ext.cores import usable_cores
 from scripts import command_line
 
 _FORMS: Final = {"packed": [], "fp8_per_channel": ["--quantization", "fp8_per_channel"]}
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     parser = command_line.make_parser("scripts.bench.rebuild", __doc__)
     add, positive = parser.add_argument, command_line.at_least(1)
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     add("--threads", type=positive, metavar="N", default=cores, help="(%(default)s)")
     add("--runs", type=positive, metavar="N", default=5, help="of each module (%(default)s)")
     add("--layers", type=positive, metavar="N", default=6, help="of the model (%(default)s)")

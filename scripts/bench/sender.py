@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -49,6 +48,7 @@ from delta_sender.diff_device import SNAPSHOT_ON
 from delta_sender.diff_host import Difference, begin_compare
 from delta_sender.multi_sender import MultiSender
 from delta_sender.results import SyncReport
+from engine_ext.cores import usable_cores
 from engine_ext.kernels import gather_scatter
 from scripts import command_line
 from scripts.bench import sender_device, synthetic_weights
@@ -226,7 +226,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command_line.make_parser("scripts.bench.sender", __doc__)
     add = parser.add_argument
     add("--elements", type=int, default=200_000_000, help="weights (default: %(default)s)")
-    add("--threads", type=int, default=os.cpu_count(), help="threads (default: all cores)")
+    add("--threads", type=int, default=usable_cores(), help="threads (default: all cores)")
     repeats_help = "runs of each pass; syncs run a third as often (default: %(default)s)"
     add("--repeats", type=int, default=15, help=repeats_help)
     bucket_help = "bytes of a part before compression, in syncs (default: %(default)s)"

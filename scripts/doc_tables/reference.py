@@ -119,7 +119,14 @@ def fault_table() -> str:
     faults = importlib.import_module("tests.faults.survivable")
     rebuilding = importlib.import_module("tests.faults.rebuilding")
     hanging = importlib.import_module("tests.faults.hanging")
-    survived = [*faults.FAULTS, *rebuilding.REBUILD_FAULTS, *hanging.HANGING, *deaths.RESPAWNS]
+    in_flight = importlib.import_module("tests.faults.in_flight")
+    survived = [
+        *faults.FAULTS,
+        *in_flight.IN_FLIGHT,
+        *rebuilding.REBUILD_FAULTS,
+        *hanging.HANGING,
+        *deaths.RESPAWNS,
+    ]
     rows = [(fault.what, fault.told, _SURVIVED[fault.ends]) for fault in survived]
     rows += [
         (death.what, death.told, _RESTARTED[death.ends])

@@ -13,6 +13,7 @@ from scripts.live_engine.process import HOST, EngineProcess
 _ENV: Final = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_SERVER_DEV_MODE": "1",  # enables the routes for checksums, pause and sleep
+    "VLLM_LOGGING_LEVEL": "INFO",  # its log is read; importing TRL sets another level
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     # The default binds threads to cores: it asserts with two ranks on a machine of one NUMA node,

@@ -12,6 +12,7 @@ from typing import Final
 
 import psutil
 
+from delta_server.spool_files import UNUSED_SUFFIX
 from scripts.process_memory import unmapped_bytes
 
 MEMORY, FILES, THREADS = "memory", "open files", "threads"
@@ -154,11 +155,11 @@ def _name(pid: int) -> str:
 
 
 def spooled(folder: Path) -> list[Path]:
-    """List the files in a spool folder that are not empty."""
+    """List the files in a spool folder that are not empty, but those to be written again."""
     found = []
     for file in folder.rglob("*"):
         with contextlib.suppress(OSError):  # it may be gone by now
-            if file.is_file() and file.stat().st_size:
+            if file.suffix != UNUSED_SUFFIX and file.is_file() and file.stat().st_size:
                 found.append(file)
     return found
 

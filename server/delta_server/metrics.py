@@ -52,6 +52,10 @@ MISMATCHES: Final = Counter(
     "delta_updates_digest_mismatches",
     "Syncs and scans that found other bits in the engine than expected.",
 )
+SCRUB_MISMATCHES: Final = Counter(
+    "delta_updates_scrub_mismatches",
+    "Tensors that scrubbing found to hold other bits than the syncs have written, once per rank.",
+)
 VERSION: Final = Gauge(
     "delta_updates_version", "Version of the live weights.", multiprocess_mode="mostrecent"
 )

@@ -28,6 +28,7 @@ from delta_server.log_replay import LogReplay
 from delta_server.reporting import SyncReporter
 from delta_server.request_options import Options, part_id
 from delta_server.request_record import RequestRecord
+from delta_server.scrubbing import combined, count_findings
 from delta_server.spool import Spool, Spooled
 from delta_server.staging import Staging
 from delta_server.upload_limits import MinimumRate, UploadSlots
@@ -55,7 +56,7 @@ class DeltaService:
         self.settings, self._engine = settings, engine
         self.adapter: str | None = None
         self.committer, self.reporter = EngineCommitter(engine), SyncReporter(engine)
-        self._staging = Staging(engine)
+        self._staging = Staging(engine, settings.read_workers)
         self.spool = Spool(settings.spool_dir, Limits(max_part_bytes=settings.max_body_bytes))
         self.minimum_rate = MinimumRate(settings.stage_timeout, settings.min_upload_rate)
         self.upload_slots = UploadSlots(settings.max_uploads)
@@ -63,6 +64,7 @@ class DeltaService:
         if settings.log is not None:
             self.log_replay = LogReplay(self.committer, self.apply_files, engine, settings.log)
         self._part_locks = weakref.WeakValueDictionary[str, asyncio.Lock]()
+        self._scrubbing: asyncio.Task[None] | None = None
 
     def for_adapter(self, name: str) -> DeltaService:
         """Return the service of an adapter of the same engine; all share everything but the state.
@@ -72,7 +74,7 @@ class DeltaService:
         service = copy.copy(self)
         service.adapter, service.log_replay = name, None
         service._engine = AdapterEngine(self._engine, name)
-        service._staging = Staging(service._engine)
+        service._staging = Staging(service._engine, self.settings.read_workers)
         return service
 
     async def start(self) -> None:
@@ -93,6 +95,9 @@ class DeltaService:
             await self._engine.set_weight_version(str(versions[0]))
         else:  # another process may be replaying, which changes the version
             await self.log_replay.at_start()
+        interval = self.settings.scrub_interval
+        if interval is not None:
+            self._scrubbing = asyncio.ensure_future(count_findings(self._engine, interval))
 
     async def status(self) -> dict[str, Any]:
         """Return the state of the engine's receivers, as JSON."""
@@ -114,6 +119,7 @@ class DeltaService:
             "digest": total_digest(reply.digest for reply in replies),
             "digest_algorithm": DIGEST_ALGORITHM,
             "delta_log": None if replay is None else replay.describe(replies[0].version),
+            "scrub": combined(replies),
         }
 
     async def plan(self) -> list[list[dict[str, Any]]] | None:

@@ -12,51 +12,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
-import mmap
 import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import BinaryIO
 
+from delta_server.part_writer import PartWriter, SignedPartWriter, Spooled
+from delta_server.spool_files import SpoolFiles
 from delta_server.upload_limits import MinimumRate, receive_body
 from engine_ext.durable_files import FileLock
-from engine_ext.errors import SpoolFull, TooLarge
-from engine_ext.wire import (
-    FrameReader,
-    Header,
-    Limits,
-    PartGate,
-    Verifier,
-    part_identity,
-    signing_key,
-)
+from engine_ext.errors import TooLarge
+from engine_ext.wire import Limits, Verifier, signing_key
+
+__all__ = ["Spool", "Spooled"]
 
 logger = logging.getLogger(__name__)
 
 # Not that of the first versions, whose living servers had no lock.
 _PREFIX = "delta-updates-spool-"
 _READ_BYTES = 1 << 20
+_BATCH_BYTES = 1 << 20
+_BATCH_CHUNKS = 256
 _SHARED_MEMORY = "/dev/shm"
-
-
-@dataclass(slots=True)
-class Spooled:
-    """A part that has arrived completely."""
-
-    path: Path  # the plain container
-    header: Header
-    identity: str  # see `engine_ext.wire.identity`
-    wire_bytes: int  # size of the body as it was sent, compressed or not
-
-    def remove(self) -> None:
-        """Delete the file; ranks that have staged it keep their memory mapping."""
-        self.path.unlink(missing_ok=True)
 
 
 class Spool:
@@ -75,7 +56,8 @@ class Spool:
         parent = directory or _default_parent(room)
         _remove_dead(parent)
         self.directory, lock = _make_locked(parent)
-        self._cleaner = weakref.finalize(self, _remove, self.directory, lock)
+        self._files = SpoolFiles(self.directory)
+        self._cleaner = weakref.finalize(self, _remove, self._files, self.directory, lock)
 
     def close(self) -> None:
         """Remove the folder and everything in it."""
@@ -102,9 +84,10 @@ class Spool:
             limit = self._limits.max_part_bytes
             raise TooLarge(f"the body has {declared} bytes, the limit is {limit}", limit=limit)
         with self._writer(verifier) as writer:
-            async for chunk in receive_body(chunks, minimum_rate):
-                writer.feed(chunk)
-            return await asyncio.to_thread(writer.finish)
+            async with contextlib.aclosing(receive_body(chunks, minimum_rate)) as body:
+                spooled = await self._feed(writer, body)
+            writer.keep()
+            return spooled
 
     def read(self, source: BinaryIO, verifier: Verifier | None = None) -> Spooled:
         """Copy an open, unbuffered file to the spool, so that it cannot change while it is staged.
@@ -114,94 +97,52 @@ class Spool:
         """
         with self._writer(verifier) as writer:
             for chunk in iter(lambda: source.read(_READ_BYTES), b""):
-                writer.feed(chunk)
-            return writer.finish()
+                writer.count(len(chunk))
+                writer.feed([chunk])
+            spooled = writer.finish()
+            writer.keep()
+            return spooled
 
-    def _writer(self, verifier: Verifier | None) -> _Writer | _Unverified:
-        try:
-            if verifier is not None:
-                raw = tempfile.TemporaryFile(dir=self.directory, buffering=0)  # noqa: SIM115
-                return _Unverified(raw, verifier, self._limits.max_part_bytes, self.read)
-            descriptor, name = tempfile.mkstemp(dir=self.directory, suffix=".safetensors")
-        except OSError as error:
-            raise _spool_error(error) from error
-        return _Writer(Path(name), os.fdopen(descriptor, "wb", buffering=0), self._limits)
+    async def _feed(self, writer: PartWriter, chunks: AsyncIterator[bytes]) -> Spooled:
+        """Feed a body to a writer: in batches in threads, while the next one arrives.
 
+        What is only copied is fed here, as soon as no batch is waiting.
+        """
+        loop, threads = asyncio.get_running_loop(), self._files.threads
+        batch, size = list[bytes](), 0
+        feeding: asyncio.Future[None] | None = None
+        async for chunk in chunks:
+            writer.count(len(chunk))
+            if feeding is not None and feeding.done():
+                feeding.result()
+                feeding = None
+            if not batch and feeding is None and writer.is_quick(len(chunk)):
+                writer.feed([chunk])
+                continue
+            batch.append(chunk)
+            size += len(chunk)
+            if size >= _BATCH_BYTES or len(batch) == _BATCH_CHUNKS or writer.awaits_header:
+                if feeding is not None:
+                    await feeding
+                feeding = loop.run_in_executor(threads, writer.feed, batch)
+                feeding.add_done_callback(_note_error)
+                batch, size = [], 0
+                if writer.awaits_header:
+                    await feeding
+        if feeding is not None:
+            await feeding
+        return await loop.run_in_executor(threads, writer.finish, batch)
 
-class _Unverified(contextlib.AbstractContextManager["_Unverified"]):
-    """Keeps a part in an unnamed file, which `parse` reads once the signature is verified."""
-
-    def __init__(
-        self, file: BinaryIO, verifier: Verifier, limit: int, parse: Callable[[BinaryIO], Spooled]
-    ) -> None:
-        self._file, self._verifier, self._limit, self._parse = file, verifier, limit, parse
-        self._bytes = 0
-
-    def __exit__(self, *exception: object) -> None:
-        self._file.close()
-
-    def feed(self, chunk: bytes) -> None:
-        self._bytes = _checked_size(self._bytes + len(chunk), self._limit)
-        self._verifier.feed(chunk)
-        _write_all(self._file, chunk)
-
-    def finish(self) -> Spooled:
-        self._verifier.finish()
-        self._file.seek(0)
-        return self._parse(self._file)
-
-
-class _Writer(contextlib.AbstractContextManager["_Writer"]):
-    """Writes one part; leaving the context removes the part unless it was finished."""
-
-    def __init__(self, path: Path, file: BinaryIO, limits: Limits) -> None:
-        self._path, self._file, self._limit = path, file, limits.max_part_bytes
-        self._frame, self._gate = FrameReader(self._limit), PartGate(limits)
-        self._wire_bytes = 0
-        self._finished = False
-
-    def __exit__(self, *exception: object) -> None:
-        self._file.close()
-        if not self._finished:
-            self._path.unlink(missing_ok=True)
-
-    def feed(self, chunk: bytes) -> None:
-        self._wire_bytes = _checked_size(self._wire_bytes + len(chunk), self._limit)
-        for piece in self._frame.feed(chunk):
-            self._gate.feed(piece)
-            _write_all(self._file, piece)
-
-    def finish(self) -> Spooled:
-        self._frame.finish()
-        header = self._gate.finish()
-        self._file.close()
-        with open(self._path, "rb") as file:
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                identity = part_identity(header, data)
-        self._finished = True
-        return Spooled(self._path, header, identity, self._wire_bytes)
+    def _writer(self, verifier: Verifier | None) -> PartWriter:
+        if verifier is None:
+            return PartWriter(self._files, self._limits)
+        return SignedPartWriter(self._files, self._limits, verifier)
 
 
-def _checked_size(size: int, limit: int) -> int:
-    if size > limit:
-        raise TooLarge(f"the body is over the limit of {limit} bytes", limit=limit)
-    return size
-
-
-def _write_all(file: BinaryIO, data: bytes) -> None:
-    view = memoryview(data)
-    try:
-        while view:
-            view = view[file.write(view) :]
-    except OSError as error:
-        raise _spool_error(error) from error
-
-
-def _spool_error(error: OSError) -> Exception:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        advice = "set --delta-spool-dir to one with more room, or send smaller parts"
-        return SpoolFull(f"the spool folder is full; {advice}")
-    return error
+def _note_error(done: asyncio.Future[None]) -> None:
+    """Keep asyncio from logging the error of a batch whose request has failed before."""
+    if not done.cancelled():
+        done.exception()
 
 
 def _make_locked(parent: str) -> tuple[Path, FileLock]:
@@ -217,7 +158,8 @@ def _make_locked(parent: str) -> tuple[Path, FileLock]:
             lock.close()
 
 
-def _remove(folder: Path, lock: FileLock) -> None:
+def _remove(files: SpoolFiles, folder: Path, lock: FileLock) -> None:
+    files.close()
     shutil.rmtree(folder, ignore_errors=True)
     lock.close()
 

@@ -3,28 +3,61 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from delta_server.commit import call
 from delta_server.engine import Engine
 from delta_server.request_record import RequestRecord
 from delta_server.spool import Spooled
+from delta_server.staging_pipe import StagingPipe
 from engine_ext.errors import DeltaError, NotUpdatable
 from engine_ext.wire import PartId
-from engine_ext.wire.operations import BeginPart, DropSync, PollPart, PrepareSync, SettlePart
+from engine_ext.wire.operations import (
+    Admission,
+    BeginPart,
+    DropSync,
+    PollPart,
+    PrepareSync,
+    SettlePart,
+)
 
-# Each poll costs the engine one message between two steps, so the interval grows.
+# While ranks stage, they are asked this often whether they still live.
+_ALIVE_S = 0.25
+# A part that another request has begun has no pipe here. Each poll costs the engine one message
+# between two steps, so the interval grows.
 _MIN_POLL_S = 0.001
 _MAX_POLL_S = 0.05
 _POLL_SHARE = 0.25  # of the time so far, so at most this share of it is spent waiting too long
 
 
-class Staging:
-    """Stages parts on every rank of one engine."""
+@dataclass(slots=True)
+class _Begun:
+    """A part that the ranks are staging."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    part: PartId
+    admissions: set[Admission]  # the ranks' admissions
+    pipe: StagingPipe
+
+    @property
+    def admission(self) -> str:
+        if self.admissions == {"already_applied"}:
+            return "already_applied"
+        return "new" if "new" in self.admissions else "staged"
+
+
+class Staging:
+    """Stages parts on every rank of one engine.
+
+    Args:
+        at_once: how many parts of one request the ranks stage side by side.
+    """
+
+    def __init__(self, engine: Engine, at_once: int) -> None:
+        self._engine, self._at_once = engine, at_once
 
     async def stage(
         self, pairs: Sequence[tuple[PartId, Spooled]], record: RequestRecord, *, whole: bool
@@ -34,21 +67,28 @@ class Staging:
         Return whether their sync is complete.
 
         Raises:
-            DeltaError: a rank refused a part; nothing was written.
+            DeltaError: a rank refused a part; nothing was written. The parts that were begun
+                besides it are forgotten, and with `whole` the sync.
         """
         start = time.perf_counter()
         record.phase = "stage"
         complete = False
-        for part, spooled in pairs:
+        begun, todo = deque[_Begun](), deque(pairs)
+        with contextlib.ExitStack() as pipes:
             try:
-                admission, complete = await self._stage_one(part, spooled, record)
+                while begun or todo:
+                    # Not all at once: each keeps other syncs out for one stage timeout.
+                    while todo and len(begun) < self._at_once:
+                        begun.append(await self._begin(*todo.popleft(), pipes))
+                    complete = await self._finish(begun, record)
             except DeltaError:
-                # No one else sends the rest; what is staged would only keep other syncs out.
-                if whole and record.admissions - {"already_applied"}:
-                    await self.drop(part)
+                admissions = record.admissions.union(*(one.admissions for one in begun))
+                if whole and admissions - {"already_applied"}:
+                    # No one else sends the rest; what is staged would only keep other syncs out.
+                    await self.drop(pairs[0][0])
+                else:
+                    await self._forget(begun)
                 raise
-            record.admissions.add(admission)
-            record.staged += 1
         record.timings["stage_ms"] = (time.perf_counter() - start) * 1e3
         return complete
 
@@ -56,19 +96,37 @@ class Staging:
         """Drop the staged sync if this part belongs to it."""
         await call(self._engine, DropSync(version=part.version, sync_id=part.sync_id))
 
-    async def _stage_one(
-        self, part: PartId, spooled: Spooled, record: RequestRecord
-    ) -> tuple[str, bool]:
-        """Stage one part on every rank; return its admission and whether its sync is complete."""
+    async def _begin(self, part: PartId, spooled: Spooled, pipes: contextlib.ExitStack) -> _Begun:
+        """Begin to stage a part, on every rank or on none."""
+        pipe = pipes.enter_context(StagingPipe(spooled.path))
         request = BeginPart(part=part, path=str(spooled.path), now=time.monotonic())
-        admissions = await self._begin(request)
-        if admissions == {"already_applied"}:
-            return "already_applied", False
-        # A part that is "staged" is polled too: the request that sent it may have died.
+        answers = await self._engine.call(request)
+        refusals = [answer for answer in answers if isinstance(answer, DeltaError)]
+        if refusals:
+            if len(refusals) < len(answers):  # replicas may be in different states
+                await call(self._engine, SettlePart(part=part, staged=False))
+            raise refusals[0]
+        admissions = {one.admission for one in answers if not isinstance(one, DeltaError)}
+        return _Begun(part, admissions, pipe)
+
+    async def _finish(self, begun: deque[_Begun], record: RequestRecord) -> bool:
+        """Wait until every rank has staged the first part; return whether its sync is complete."""
+        first, complete = begun.popleft(), False
+        if first.admission != "already_applied":
+            # A part that is "staged" is waited for too: the request that sent it may have died.
+            complete = await self._settle(first, begun, record)
+        first.pipe.close()
+        record.admissions.add(first.admission)
+        record.staged += 1
+        return complete
+
+    async def _settle(self, first: _Begun, others: deque[_Begun], record: RequestRecord) -> bool:
+        part = first.part
         try:
-            await self._wait_until_staged(part)
+            await self._wait_until_staged(part, first.pipe)
         except NotUpdatable:
             await self.drop(part)
+            others.clear()
             raise
         except DeltaError:
             await call(self._engine, SettlePart(part=part, staged=False))
@@ -79,18 +137,15 @@ class Staging:
                 await self._prepare(part, record)
         except DeltaError:
             await self.drop(part)
+            others.clear()
             raise
-        return "new" if "new" in admissions else "staged", settled[0].complete
+        return settled[0].complete
 
-    async def _begin(self, request: BeginPart) -> set[str]:
-        """Begin to stage a part, on every rank or on none; return the ranks' admissions."""
-        answers = await self._engine.call(request)
-        refusals = [answer for answer in answers if isinstance(answer, DeltaError)]
-        if refusals:
-            if len(refusals) < len(answers):  # replicas may be in different states
-                await call(self._engine, SettlePart(part=request.part, staged=False))
-            raise refusals[0]
-        return {answer.admission for answer in answers if not isinstance(answer, DeltaError)}
+    async def _forget(self, begun: Sequence[_Begun]) -> None:
+        """Let the ranks forget the parts that this request has begun."""
+        for one in begun:
+            if one.admission == "new":
+                await call(self._engine, SettlePart(part=one.part, staged=False))
 
     async def _prepare(self, part: PartId, record: RequestRecord) -> None:
         """Prepare the commit on all ranks in step; the engine serves between two calls."""
@@ -102,8 +157,12 @@ class Staging:
             record.rebuilt = max(reply.rebuilt for reply in replies)
         record.timings["rebuild_ms"] = (time.perf_counter() - start) * 1e3
 
-    async def _wait_until_staged(self, part: PartId) -> None:
+    async def _wait_until_staged(self, part: PartId, pipe: StagingPipe) -> None:
         start = time.perf_counter()
+        ended = await pipe.wait(_ALIVE_S)
         while not all(reply.done for reply in await call(self._engine, PollPart(part=part))):
-            wait = (time.perf_counter() - start) * _POLL_SHARE
-            await asyncio.sleep(min(max(wait, _MIN_POLL_S), _MAX_POLL_S))
+            if ended:
+                wait = (time.perf_counter() - start) * _POLL_SHARE
+                await asyncio.sleep(min(max(wait, _MIN_POLL_S), _MAX_POLL_S))
+            else:
+                ended = await pipe.wait(_ALIVE_S)

@@ -30,6 +30,7 @@ OCTETS = {"Content-Type": "application/octet-stream"}
 RANKS = 2
 FIRST = 5  # version of the checkpoint
 STAGE_TIMEOUT = 2
+PART_BYTES = 4 << 10  # a step of all tensors makes several parts, one of the norms a single one
 SPOOL = 2 << 20
 
 
@@ -106,7 +107,10 @@ class Harness:
         self.folder = folder
         self.trainer = Trainer(tiny_models.load_tensors(base), version=FIRST)
         self.sender = DeltaSender(
-            engine.url, self.trainer.tensors.items(), base_version=FIRST, **options
+            engine.url,
+            self.trainer.tensors.items(),
+            base_version=FIRST,
+            **{"bucket_bytes": PART_BYTES, **options},
         )
         self.base_version = FIRST
         self.changed: dict[str, torch.Tensor] = {}

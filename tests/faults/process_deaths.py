@@ -63,11 +63,14 @@ def kill_http(harness: RestartHarness) -> None:
 def between_parts(
     kill: Callable[[RestartHarness], None], *, survived: bool = False
 ) -> Callable[[RestartHarness], None]:
-    """Kill between two parts; the sender goes on, after the engine's end unless it survives."""
+    """Kill when one part is staged and others are about to be posted.
+
+    The sender goes on with them, after the engine's end unless it survives.
+    """
 
     def do(harness: RestartHarness) -> None:
         harness.begin(halts=True)
-        wait_until(lambda: staged(harness) == [0])
+        wait_until(lambda: len(staged(harness)) == 1)
         kill(harness)
         assert survived or harness.engine.wait(DEATH_S)
         harness.go_on()

@@ -20,10 +20,17 @@ import psutil
 from delta_sender import SyncError, SyncReport
 from engine_ext.delta_log.catalog import Listing, list_log
 from scripts.live_engine.process import EngineProcess
-from tests.faults.harness import FIRST, KINDS, PLUGIN, STAGE_TIMEOUT, Harness, wait_until
+from tests.faults.harness import (
+    FIRST,
+    KINDS,
+    PART_BYTES,
+    PLUGIN,
+    STAGE_TIMEOUT,
+    Harness,
+    wait_until,
+)
 
 SHARED_MEMORY = Path("/dev/shm")
-PART_BYTES = 4 << 10  # a step of all tensors makes several parts, one of the norms a single one
 ANSWER_S = 15
 DEATH_S = 90  # SGLang looks for core dumps for 65 s when its detokenizer has died
 ENDS_S = 15
@@ -91,7 +98,7 @@ class RestartHarness(Harness):
         self._segments: set[Path] = set()
         self._syncing: threading.Thread | None = None
         self._outcome: object = None
-        self._posted = 0
+        self._posted, self._counting = 0, threading.Lock()
         self._halts, self._go_on = False, threading.Event()
         super().__init__(
             self._start(),
@@ -114,7 +121,7 @@ class RestartHarness(Harness):
     # The sync during which the engine dies ---------------------------------------------------
 
     def begin(self, *, halts: bool = False) -> None:
-        """Start the sync in a thread; with `halts` its second part waits for `go_on`."""
+        """Start the sync in a thread; with `halts` all of its posts but one wait for `go_on`."""
         self.answers.clear()
         self._posted, self._halts = 0, halts
         self._go_on.clear()
@@ -122,7 +129,7 @@ class RestartHarness(Harness):
         self._syncing.start()
 
     def go_on(self) -> None:
-        """Let the sender post its second part."""
+        """Let the sender post the other parts."""
         self._go_on.set()
 
     def commits(self) -> bool:
@@ -142,8 +149,10 @@ class RestartHarness(Harness):
             self._outcome = error
 
     def _asked(self, request: httpx.Request) -> None:
-        self._posted += request.method == "POST"
-        if self._halts and self._posted == 2:
+        with self._counting:  # parts are posted side by side
+            self._posted += request.method == "POST"
+            waits = self._halts and self._posted >= 2
+        if waits:
             assert self._go_on.wait(2 * DEATH_S)
 
     def _answered(self, response: httpx.Response) -> None:

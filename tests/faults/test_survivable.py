@@ -11,6 +11,7 @@ import pytest
 from scripts.live_engine.process import EngineProcess
 from tests.faults.hanging import HANGING
 from tests.faults.harness import Harness, launch, wait_until
+from tests.faults.in_flight import IN_FLIGHT
 from tests.faults.rebuilding import REBUILD_FAULTS
 from tests.faults.survivable import FAULTS, Fault
 
@@ -63,7 +64,7 @@ def rebuilt(launched: Callable[[str], Harness]) -> Harness:
     return launched("vllm-rebuilt")
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", [*FAULTS, *IN_FLIGHT], ids=lambda fault: fault.name)
 def test_fault(harness: Harness, fault: Fault) -> None:
     check(harness, fault)
 

@@ -14,17 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
+from tests.live import draft_checkpoints
 from tests.live.conftest import PROMPTS, check_steps, fingerprint
+from tests.live.draft_checkpoints import Tensors, changed, mtp_of, named, normal, with_mtp
 
-DRAFT = "draft."
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
-
-Tensors = dict[str, torch.Tensor]
 
 
 def speculative(method: str, draft: Path | None) -> list[str]:
@@ -34,32 +31,6 @@ def speculative(method: str, draft: Path | None) -> list[str]:
     config |= {} if draft is None else {"model": str(draft)}
     config |= {"prompt_lookup_max": 2, "prompt_lookup_min": 1} if method == "ngram" else {}
     return ["--speculative-config", json.dumps(config)]
-
-
-def normal(*shape: int) -> torch.Tensor:
-    """Return small random numbers."""
-    return (0.05 * torch.randn(shape, generator=torch.Generator().manual_seed(7))).bfloat16()
-
-
-def mtp_of(tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """Return the tensors of MiMo's MTP layer."""
-    return {name: tensor for name, tensor in tensors.items() if ".mtp_layers." in name}
-
-
-def changed(tensors: Mapping[str, torch.Tensor], seed: int) -> Tensors:
-    """Return a copy in which one element in fifty has the other sign."""
-    generator = torch.Generator().manual_seed(seed)
-    found = {}
-    for name, tensor in tensors.items():
-        found[name] = tensor.clone()
-        chosen = torch.randperm(tensor.numel(), generator=generator)[: -(-tensor.numel() // 50)]
-        found[name].view(-1)[chosen] *= -1
-    return found
-
-
-def named(target: Mapping[str, torch.Tensor], draft: Mapping[str, torch.Tensor]) -> Tensors:
-    """Return the tensors of both checkpoints by the names that a sync has for them."""
-    return {**target, **{DRAFT + name: tensor for name, tensor in draft.items()}}
 
 
 def counters(engine: EngineProcess) -> dict[str, float]:
@@ -92,13 +63,6 @@ def accepted(seen: Mapping[str, Any]) -> float:
     """Return the part of the drafted tokens that were accepted."""
     found = seen["counters"]
     return float(found["num_accepted_tokens"] / found["num_draft_tokens"])
-
-
-def replaced(folder: Path, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """Write other tensors into a checkpoint's folder, and return them."""
-    kept = {name: tensor.clone() for name, tensor in tensors.items()}  # they map the old file
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-    return kept
 
 
 def check(
@@ -174,32 +138,12 @@ def test_a_draft_model_follows(
 def test_an_eagle_head_follows(start: Callable[..., EngineProcess], tmp_path: Path) -> None:
     """It has the target's embedding and output head, and its own fusing of hidden states."""
     base = tiny_models.build("qwen3", tmp_path / "base")
-    fields = {**tiny_models.ATTENTION, "num_hidden_layers": 1}
-    draft = tiny_models.write("LlamaConfig", fields, tmp_path / "draft", seed=1)
-    layer = {
-        name.removeprefix("model."): tensor
-        for name, tensor in tiny_models.load_tensors(draft).items()
-        if name.startswith("model.layers.") and not name.endswith("input_layernorm.weight")
-    }
-    (hidden,) = layer["layers.0.post_attention_layernorm.weight"].shape
-    head = replaced(draft, {**layer, "fc.weight": normal(hidden, 2 * hidden)})
+    draft = tmp_path / "draft"
+    head = draft_checkpoints.eagle_head(draft)
     own = tiny_models.load_tensors(base)
     last = changed(head, 2)
     steps = [(own, head), (changed(own, 1), last), (changed(own, 3), last)]
     check(start, base, draft, "eagle", steps)
-
-
-def with_mtp(base: Path, layer: str, new: str, extra: Mapping[str, torch.Tensor]) -> Tensors:
-    """Add a copy of a layer to a checkpoint under another name, with more tensors.
-
-    Args:
-        layer, new: what the names of the layer's tensors begin with, and those of its copy.
-        extra: by their names after that.
-    """
-    tensors = tiny_models.load_tensors(base)
-    own = {n.removeprefix(layer): t for n, t in tensors.items() if n.startswith(layer)}
-    added = {new + name: tensor for name, tensor in {**own, **extra}.items()}
-    return replaced(base, {**tensors, **added})
 
 
 @pytest.mark.full
@@ -207,14 +151,8 @@ def with_mtp(base: Path, layer: str, new: str, extra: Mapping[str, torch.Tensor]
 def test_mimos_mtp_layer_follows(
     keep_plain: bool, start: Callable[..., EngineProcess], tmp_path: Path
 ) -> None:
-    fields = {**tiny_models.ATTENTION, "tie_word_embeddings": False, "num_nextn_predict_layers": 1}
     base = tmp_path / "base"
-    tiny_models.write("Qwen2Config", fields, base, architecture="MiMoForCausalLM")
-    hidden = fields["hidden_size"]
-    norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
-    extra = {f"{name}.weight": normal(hidden) for name in norms}
-    extra["input_proj.weight"] = normal(hidden, 2 * hidden)
-    own = with_mtp(base, "model.layers.0.", "model.mtp_layers.0.", extra)
+    own = draft_checkpoints.mimo(base)
     steps: list[tuple[Tensors, Tensors]] = [(own, {}), (changed(own, 1), {})]
     steps.append(({**steps[1][0], **mtp_of(changed(own, 2))}, {}))
     check(start, base, None, "mtp", steps, keep_plain=keep_plain)

@@ -26,6 +26,7 @@ FLAGS = [
     "--delta-min-upload-rate",
     "--delta-stage-timeout",
     "--delta-base-version",
+    "--delta-scrub-interval",
     "--delta-api-key",
 ]
 ENDPOINTS = [
@@ -159,7 +160,18 @@ SGLANG_REFUSES = {
         [ENABLE, "--pp-size", "2", "--disaggregation-mode", "prefill"],
         "--pp-size and --disaggregation-mode",
     ),
-    "draft": ([ENABLE, "--speculative-algorithm", "EAGLE"], "--speculative-algorithm other than"),
+    "draft": (
+        [ENABLE, "--speculative-algorithm", "DFLASH"],
+        "another --speculative-algorithm than",
+    ),
+    "draft and stages": (
+        [ENABLE, "--speculative-algorithm", "EAGLE", "--pp-size", "2"],
+        "a draft model and --pp-size",
+    ),
+    "token map": (
+        [ENABLE, "--speculative-algorithm", "EAGLE", "--speculative-token-map", "hot.pt"],
+        "--speculative-token-map",
+    ),
     "nodes": ([ENABLE, "--nnodes", "2"], "several hosts"),
     "lora": ([ENABLE, "--enable-lora"], "--enable-lora"),
     "workers": ([ENABLE, "--tokenizer-worker-num", "2"], "--tokenizer-worker-num above 1"),

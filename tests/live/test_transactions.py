@@ -22,6 +22,7 @@ from tests.support.plain_trainer import Trainer, bits, container, model_digest
 
 OCTETS = {"Content-Type": "application/octet-stream"}
 SYNCS = 200
+SCRUB_S = 0.2
 SHIM = Path(__file__).parents[1] / "shims" / "faults"
 
 
@@ -44,6 +45,29 @@ class Server:
         ).json()
         return found
 
+    def status(self) -> dict[str, Any]:
+        """Without what changes by itself."""
+        return {**self.engine.delta_status(), "scrub": None}
+
+    def scrubbed(self) -> list[str]:
+        """Return the tensors that differ, once all were read that there are now."""
+        scrub = self.engine.delta_status()["scrub"]
+        passes, give_up = scrub["passes"] + 2, time.monotonic() + 60
+        while scrub["passes"] < passes:
+            assert scrub["error"] is None
+            assert time.monotonic() < give_up, "scrubbing does not get there"
+            time.sleep(SCRUB_S / 4)
+            scrub = self.engine.delta_status()["scrub"]
+        found: list[str] = scrub["mismatched"]
+        return found
+
+    def mismatches(self) -> float:
+        """Return how many scrubbing has found so far, by the engine's own route."""
+        time.sleep(5 * SCRUB_S)  # the ranks are asked as often as they scrub
+        lines = self.engine.get("/metrics").text.splitlines()
+        [line] = [one for one in lines if one.startswith("delta_updates_scrub_mismatches_total")]
+        return float(line.rsplit(" ", 1)[1])
+
     def next(self, density: float = 0.02, **metadata: str) -> bytes:
         changed = self.trainer.step(density)
         metadata = {**self.trainer.metadata(), **metadata}
@@ -60,7 +84,10 @@ def server(
     base = checkpoint("qwen3")
     faults = tmp_path_factory.mktemp("faults")
     environment = {"DELTA_FAULTS": str(faults)}
-    engine = start(request.param, base, tp=2, python_path=[SHIM], extra_env=environment)
+    metrics = ["--enable-metrics"] if request.param == "sglang" else []
+    scrub = ["--delta-scrub-interval", str(SCRUB_S)]
+    options = {"python_path": [SHIM], "extra_env": environment, "extra_args": [*scrub, *metrics]}
+    engine = start(request.param, base, tp=2, **options)
     yield Server(engine, Trainer(tiny_models.load_tensors(base)), faults)
     engine.stop()
 
@@ -102,14 +129,14 @@ def test_the_plan(server: Server) -> None:
 
 def test_a_write_that_fails_on_one_rank_is_taken_back_on_both(server: Server) -> None:
     server.arm("fail_write", 1)
-    before = server.engine.checksums(), server.digest(scan=True), server.engine.delta_status()
+    before = server.engine.checksums(), server.digest(scan=True), server.status()
     body = server.next()
     answer = server.post(body)
     assert answer.status_code == 500
     error = answer.json()["error"]
     assert (error["type"], error["engine_state"]) == ("WriteUndone", "unchanged")
     assert "rank 1" in error["message"]
-    after = server.engine.checksums(), server.digest(scan=True), server.engine.delta_status()
+    after = server.engine.checksums(), server.digest(scan=True), server.status()
     assert after == before
     assert server.engine.complete("a", max_tokens=2)["choices"]
     assert server.post(body).json()["status"] == "committed"
@@ -152,8 +179,10 @@ def test_rollback(server: Server) -> None:
 
 @pytest.mark.parametrize("touched", [True, False])
 def test_a_corrupted_weight_is_found(server: Server, touched: bool) -> None:
-    """By the change's digest if the delta touches it, otherwise by a scan."""
+    """By the change's digest if the delta touches it, otherwise by a scan and by scrubbing."""
     name = "model.norm.weight"
+    assert server.scrubbed() == []
+    counted = server.mismatches()
     server.arm("flip_a_bit", 0, f"{name} 3")
     old, version = server.trainer.tensors, server.trainer.version
     if touched:
@@ -168,6 +197,8 @@ def test_a_corrupted_weight_is_found(server: Server, touched: bool) -> None:
         server.trainer.version = version
     else:
         assert server.digest(scan=True)["corrupted"] == [name]
+        assert server.scrubbed() == [name]
+        assert server.mismatches() == counted + 1
     assert server.engine.delta_status()["version"] == version
     server.arm("flip_a_bit", 0, f"{name} 3")
     assert server.digest(scan=True)["corrupted"] == []
@@ -176,7 +207,9 @@ def test_a_corrupted_weight_is_found(server: Server, touched: bool) -> None:
 def test_replicas_that_differ_are_found(server: Server) -> None:
     """A norm is on both ranks, and one copy was changed."""
     name = "model.norm.weight"
+    assert server.scrubbed() == []
     server.arm("flip_a_bit", 1, f"{name} 5")
+    assert server.scrubbed() == [name]
     old = dict(server.trainer.tensors)
     new = old[name].clone()
     new[5] += 1
@@ -191,7 +224,12 @@ def test_replicas_that_differ_are_found(server: Server) -> None:
 
 
 def test_many_random_syncs(server: Server) -> None:
-    """The digest is the trainer's after each of them; some are refused, one is rolled back."""
+    """The digest is the trainer's after each of them; some are refused, one is rolled back.
+
+    Scrubbing goes on meanwhile, and finds nothing.
+    """
+    assert server.scrubbed() == []
+    counted = server.mismatches()
     digest = model_digest(server.trainer.tensors)
     rng = np.random.default_rng(5)
     for number in range(SYNCS):
@@ -216,6 +254,7 @@ def test_many_random_syncs(server: Server) -> None:
             server.trainer.tensors, server.trainer.version = old, server.trainer.version - 1
         else:
             digest += change
+    assert (server.scrubbed(), server.mismatches()) == ([], counted)
     assert server.digest(scan=True)["corrupted"] == []
     assert server.digest(scan=True)["digest"] == model_digest(server.trainer.tensors).hex()
 

@@ -119,6 +119,19 @@ def test_every_http_process_commits(live: Live) -> None:
         live.post(client)
 
 
+def test_the_parts_of_one_sync_come_to_several_http_processes(live: Live) -> None:
+    groups = split(live.trainer.step(), 4)
+    metadata = {**live.trainer.metadata(), "num_parts": "4"}
+    told = []
+    for part, changed in enumerate(groups):
+        body = container(live.trainer.tensors, changed, metadata={**metadata, "part": str(part)})
+        client = live.clients[part % 2]
+        answer = client.post("/update_weights_delta", content=body, headers=OCTETS)
+        told.append(answer.json()["status"])
+    assert told == ["staged"] * 3 + ["committed"]
+    live.at_one_version()
+
+
 def test_every_http_process_tells_of_all_syncs(live: Live) -> None:
     query = {"history": "true"}
     before = len(live.clients[0].get("/delta_status", params=query).json()["history"])

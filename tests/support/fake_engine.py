@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -63,6 +64,8 @@ class Engine:
     faults: dict[int, Callable[[Handler, httpx.Request], httpx.Response]] = field(
         default_factory=dict
     )
+    # Parts come side by side. Faults may wait for each other, so they do not hold it.
+    lock: threading.RLock = field(default_factory=threading.RLock)
 
     @classmethod
     def of(cls, model: Model, **state: object) -> Engine:
@@ -76,9 +79,10 @@ class Engine:
         if request.method == "GET":
             self.questions.append(request)
             return self.status()
-        number = len(self.requests)
-        self.requests.append(request)
-        self.bodies.append(request.content)
+        with self.lock:
+            number = len(self.requests)
+            self.requests.append(request)
+            self.bodies.append(request.content)
         fault = self.faults.get(number)
         return fault(self.take, request) if fault else self.take(request)
 
@@ -110,6 +114,10 @@ class Engine:
         return digest_of({name: self.weights[name] for name in self.digested})
 
     def take(self, request: httpx.Request) -> httpx.Response:
+        with self.lock:
+            return self.stage(request)
+
+    def stage(self, request: httpx.Request) -> httpx.Response:
         reader = FrameReader(1 << 30)
         container = b"".join(reader.feed(request.content))
         part = decode_part(container)

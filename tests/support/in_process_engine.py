@@ -263,7 +263,7 @@ class Shard:
         begin, end = self._spans[delta.name]
         indices = np.arange(delta.numel) if delta.indices is None else delta.indices
         mine = (indices >= begin) & (indices < end)
-        indices, values = indices[mine], delta.values[mine]
+        indices, values = indices[mine].astype(np.int64), delta.values[mine]
         old = self.bits[delta.name][indices - begin]
         return indices, old + values if delta.differences else values
 
@@ -340,7 +340,8 @@ class Engine:
                 rank,
                 base_version=settings.base_version,
                 stage_timeout=settings.stage_timeout,
-                read_workers=2,
+                read_workers=settings.read_workers,
+                shared=True,
                 limits=Limits(max_part_bytes=settings.max_body_bytes),
             )
             for rank, shard in zip(self.ranks, self.shards, strict=True)

@@ -147,7 +147,7 @@ def _names_in_mxfp8() -> list[str]:
     """Return the names that a model's loader is given when the adapter loads mxfp8 weights."""
     import torch
 
-    from engine_ext.adapters.sglang.scheduler import _loader
+    from engine_ext.adapters.sglang.loading import load_function
 
     names: list[str] = []
     model = SimpleNamespace(
@@ -155,7 +155,7 @@ def _names_in_mxfp8() -> list[str]:
         load_weights=lambda weights: names.extend(name for name, _ in weights),
     )
     config = SimpleNamespace(dtype=torch.bfloat16)
-    load = _loader(SimpleNamespace(model_config=config, device="cpu"), model)
+    load = load_function(SimpleNamespace(model_config=config, device="cpu"), model)
     load((name, torch.zeros(1)) for name in ("up.weight", "up.weight_scale"))
     return names
 
@@ -166,8 +166,11 @@ def _runner(case: Case, folder: str) -> Any:
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.model_loader.loader import get_model_loader
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     runner = SimpleNamespace(
+        is_draft_worker=False,
+        spec_algorithm=SpeculativeAlgorithm.NONE,
         model_config=ModelConfig(folder, dtype=case.dtype, quantization=case.quantization),
         load_config=LoadConfig(load_format=case.load_format),
         device="cpu",

@@ -467,6 +467,7 @@ class Engine:
         version: int = 0,
         timeout: float = 60.0,
         undo_bytes: int = 1 << 30,
+        scrub_interval: float | None = None,
     ) -> None:
         group = Group(len(appliers))
         self.folder = folder
@@ -477,8 +478,10 @@ class Engine:
                 base_version=version,
                 stage_timeout=timeout,
                 read_workers=2,
+                shared=len(appliers) > 1,
                 limits=Limits(),
                 undo_bytes=undo_bytes,
+                scrub_interval=scrub_interval,
             )
             for rank, applier in enumerate(appliers)
         ]

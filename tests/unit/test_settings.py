@@ -50,6 +50,7 @@ def test_defaults_are_those_of_the_design() -> None:
     assert chosen.stage_timeout == 60
     assert chosen.base_version == 0
     assert chosen.roots == ()
+    assert chosen.scrub_interval is None
 
 
 def test_every_flag(tmp_path: Path) -> None:
@@ -71,6 +72,7 @@ def test_every_flag(tmp_path: Path) -> None:
         "--delta-base-version=9223372036854775807",
         "--delta-shadow-bytes=1G",
         "--delta-keep-plain",
+        "--delta-scrub-interval=2.5",
     ) == Settings(
         chunk_bytes=1 << 20,
         read_workers=2,
@@ -84,6 +86,7 @@ def test_every_flag(tmp_path: Path) -> None:
         base_version=2**63 - 1,
         shadow_bytes=1 << 30,
         keep_plain=True,
+        scrub_interval=2.5,
     )
 
 
@@ -121,6 +124,7 @@ def test_a_companion_flag_alone_is_refused(flag: str) -> None:
         "--delta-stage-timeout=inf",
         "--delta-stage-timeout=nan",
         "--delta-stage-timeout=soon",
+        "--delta-scrub-interval=0",
         "--delta-base-version=-1",
         "--delta-base-version=9223372036854775808",
         "--delta-base-version=1.0",

@@ -28,14 +28,20 @@ Modules, in the order of the data's way:
 - `session`, `part_builder`, `encoding_policy`, `recovery`: one destination's share of it.
 - `post_queue`, `http_client`, `bandwidth`, `log_destination`: deliver the parts.
 - `acked_state`, `state_file`: what destinations hold.
-- `sender`, `multi_sender`, `session_thread`, `options`, `results`, `cli`: the public interface.
+- `model_tensors`, `checkpoint`: read live models and checkpoint folders.
+- `integrations`: put it into trainers.
+- `sender`, `multi_sender`, `session_thread`, `model_sync`, `options`, `results`, `cli`: the public
+  interface.
 
 The package needs no engine. Of this project it may import `engine_ext.wire`, `engine_ext.kernels`,
-`engine_ext.delta_log`, `engine_ext.errors`, `engine_ext.dtypes` and `engine_ext.durable_files`.
+`engine_ext.delta_log`, `engine_ext.errors`, `engine_ext.dtypes`, `engine_ext.cores` and
+`engine_ext.durable_files`.
 """
 
 from __future__ import annotations
 
+from delta_sender.model_sync import sync_model
+from delta_sender.model_tensors import ModelTensors, checkpoint_names, named_tensors
 from delta_sender.multi_sender import MultiSender
 from delta_sender.quantize import Quantizer, quantize_weight
 from delta_sender.results import PartialSyncError, SyncError, SyncReport
@@ -44,11 +50,15 @@ from delta_sender.snapshot import NamedTensors
 
 __all__ = [
     "DeltaSender",
+    "ModelTensors",
     "MultiSender",
     "NamedTensors",
     "PartialSyncError",
     "Quantizer",
     "SyncError",
     "SyncReport",
+    "checkpoint_names",
+    "named_tensors",
     "quantize_weight",
+    "sync_model",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 
 from delta_sender.diff_host import Bits
 from delta_sender.snapshot import Changes, Snapshot
+from engine_ext.cores import usable_cores
 from engine_ext.wire import Digest, tensor_digest
 
 logger = logging.getLogger(__name__)
@@ -242,7 +242,7 @@ class AckedState:
 
 def digest_of(tensors: Iterable[tuple[str, Bits]]) -> Digest:
     """Return the digest of whole tensors, given as (name, bits [numel])."""
-    threads = os.cpu_count() or 1
+    threads = usable_cores()
     digests = (tensor_digest(name, values, threads=threads) for name, values in tensors)
     return sum(digests, start=Digest.ZERO)
 

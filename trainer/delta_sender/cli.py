@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,9 +12,10 @@ import httpx
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from delta_sender.bandwidth import LinkSpeed
+from delta_sender.checkpoint import checkpoint_entries, read_entries
 from delta_sender.destination import Destination
 from delta_sender.http_client import EngineClient
 from delta_sender.log_destination import LogDestination
@@ -93,32 +92,10 @@ def open_sender(arguments: argparse.Namespace, base: NamedTensors) -> MultiSende
     return MultiSender(urls, base, connect=connect, snapshot_type=MappedSnapshot, **options)
 
 
-def checkpoint_entries(folder: Path) -> list[tuple[Path, str]]:
-    """Return the (file, tensor name) pairs of a Hugging Face checkpoint, ordered by file.
-
-    Raises:
-        FileNotFoundError: There is no index and no tensor.
-    """
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        return sorted((folder / file, name) for name, file in weight_map.items())
-    entries = []
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            entries += [(path, name) for name in file.offset_keys()]
-    if not entries:
-        raise FileNotFoundError(f"{folder}: no {index.name} and no tensors in *.safetensors")
-    return entries
-
-
 def read_checkpoint(folder: Path, progress: Progress) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor), mapped from the files and not read; advance a progress bar."""
     entries = progress.track(checkpoint_entries(folder), description=folder.name)
-    for path, group in groupby(entries, key=lambda entry: entry[0]):
-        with safe_open(path, framework="pt") as file:
-            for _, name in group:
-                yield name, file.get_tensor(name)
+    yield from read_entries(entries)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
 from delta_sender.bandwidth import LinkSpeed
 
 
 class Part(NamedTuple):
-    """An encoded part: the body to post, its version, its number from 0, whether it is the last."""
+    """A part: the body to post once encoded, version, number from 0, whether it is the last."""
 
-    body: bytes
+    body: Future[bytes]
     version: int
     number: int
     last: bool
@@ -26,10 +27,13 @@ class Destination(Protocol):
         speed: Speed of the link to it, estimated from the deliveries.
         highest_posted: Highest version whose last part was delivered, whether or not an answer
             came; 0 before that. Its number is not used for other weights.
+        at_once: How many deliveries it takes at once. The last part of a sync is delivered alone,
+            after all others were taken; with 1, all are delivered in order.
     """
 
     speed: LinkSpeed
     highest_posted: int
+    at_once: int = 1
 
     def close(self) -> None:
         """Release connections and files; called once, after the last sync."""
@@ -55,7 +59,7 @@ class Destination(Protocol):
         return None
 
     def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:
-        """Deliver one part; called in the order of the parts, from a thread of its own.
+        """Deliver one part; called from threads of its own, `at_once` of them at most.
 
         `highest_posted` must be at least `version` before the last part leaves: the receiver may
         commit then, whatever becomes of the answer.

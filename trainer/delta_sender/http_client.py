@@ -49,7 +49,7 @@ class EngineClient:
         self._hmac_key = options["hmac_key"]
         self.speed = LinkSpeed()
         self.highest_posted = 0
-        self._unanswered = False
+        self.at_once = self._most_at_once = options["posts_in_flight"]
         self._owns_client = options["client"] is None
         # A connection to a host that is gone never opens; it is not given the time of a request.
         timeout = httpx.Timeout(options["timeout"], connect=min(options["timeout"], _CONNECT_S))
@@ -98,15 +98,17 @@ class EngineClient:
         """
         is_busy, stop = retry_if_exception_type(_Busy), stop_before_delay(self._timeout)
         retry_busy = retry(retry=is_busy, wait=_retry_after_s, stop=stop, reraise=True)
+        if part == 0:
+            self.at_once = self._most_at_once
         if last:
             self.highest_posted = max(self.highest_posted, version)
         signed = {} if self._hmac_key is None else {SIGNATURE_HEADER: sign(self._hmac_key, body)}
-        self._unanswered = False
+        unanswered: list[SyncError] = []
         try:
             post = retry_busy(self._request)
-            answer = post("POST", "/update_weights_delta", self._query, body, signed)
+            answer = post("POST", "/update_weights_delta", self._query, body, signed, unanswered)
         except SyncError as failed:
-            failed.unanswered = self._unanswered
+            failed.unanswered = bool(unanswered)
             raise
         # The part may belong to an earlier sync whose answer was lost.
         expected = ("committed" if last else "staged", "already_applied")
@@ -127,25 +129,43 @@ class EngineClient:
         query: dict[str, str],
         body: bytes | None = None,
         headers: dict[str, str] | None = None,
+        unanswered: list[SyncError] | None = None,
+    ) -> dict[str, Any]:
+        """Send a request, again if no answer comes; tries without one are added to `unanswered`."""
+        try:
+            return self._try(method, path, query, body, headers)
+        except _Unreachable as lost:
+            if unanswered is not None:
+                unanswered.append(lost)
+            raise
+
+    def _try(
+        self,
+        method: str,
+        path: str,
+        query: dict[str, str],
+        body: bytes | None,
+        headers: dict[str, str] | None,
     ) -> dict[str, Any]:
         url, headers = self._url + path, {**self._headers, **(headers or {})}
         content = None
         if body is not None:
             content, headers["Content-Length"] = _Chunks(body), str(len(body))
-        start = time.perf_counter()
-        try:
-            answer = self.client.request(
-                method, url, params=query, headers=headers, content=content
-            )
-        except httpx.TransportError as error:
-            self._unanswered = True
-            raise _Unreachable(f"{url}: {type(error).__name__}: {error}") from error
-        if answer.status_code != 200:
-            refusal = _refusal(answer)
-            self._unanswered |= isinstance(refusal, _Unreachable)
-            raise refusal
-        fields = _json_object(answer)
-        self.speed.note(len(body or b""), time.perf_counter() - start, fields)
+        with self.speed.crossing() as start:
+            try:
+                answer = self.client.request(
+                    method, url, params=query, headers=headers, content=content
+                )
+            except httpx.TransportError as error:
+                raise _Unreachable(f"{url}: {type(error).__name__}: {error}") from error
+            if answer.status_code != 200:
+                refusal = _refusal(answer)
+                if refusal.error.get("type") == "TooManyUploads":
+                    self.at_once = max(1, self.at_once - 1)
+                raise refusal
+            fields = _json_object(answer)
+            ended = time.perf_counter()
+            self.speed.note(len(body or b""), ended - start, fields, ended)
         return fields
 
 

@@ -11,6 +11,7 @@ from threading import Condition
 from typing import TYPE_CHECKING
 
 from delta_sender.acked_state import without_old
+from delta_sender.checkpoint import Base, tensors_of
 from delta_sender.destination import Destination
 from delta_sender.encoding_policy import CHOICES, EncodingPolicy, sparse_encoding
 from delta_sender.http_client import EngineClient
@@ -83,7 +84,7 @@ class MultiSender(AbstractContextManager["MultiSender"]):
 
     Args:
         urls: The engines' roots, ``http://host:port``, each once.
-        base: What every engine holds now, as (name, tensor); copied.
+        base: What every engine holds now, as (name, tensor), or the folder of a checkpoint; copied.
         connect: Makes the destination of a url.
         snapshot_type: Makes the snapshot.
         **options: See `MultiOptions`.
@@ -97,7 +98,7 @@ class MultiSender(AbstractContextManager["MultiSender"]):
     def __init__(
         self,
         urls: Sequence[str],
-        base: NamedTensors,
+        base: Base,
         *,
         connect: Callable[[str, MultiOptions], Destination] = EngineClient,
         snapshot_type: type[Snapshot] = Snapshot,
@@ -109,13 +110,17 @@ class MultiSender(AbstractContextManager["MultiSender"]):
             raise ValueError(f"encoding {encoding!r} is not one of {', '.join(CHOICES)}")
         if options["adapter"] is not None and delta_log is not None:
             raise ValueError("a delta log has versions of the model's weights, not of adapters")
+        if options["posts_in_flight"] < 1:
+            raise ValueError("posts_in_flight is 1 at least")
         if not urls or len({url.rstrip("/") for url in urls}) < len(urls):
             raise ValueError("give every engine's url, each once")
         self._urls = list(urls)
         file = None if options["state"] is None else StateFile.locked(Path(options["state"]))
         sends_differences = EncodingPolicy(encoding).may_send_differences
         self._digests = options["digest"] or sends_differences or file is not None
-        self._snapshot = snapshot_type(base, sparse_encoding(encoding), options["snapshot_on"])
+        self._snapshot = snapshot_type(
+            tensors_of(base), sparse_encoding(encoding), options["snapshot_on"]
+        )
         dtypes = self._snapshot.dtypes
         self._quantizer: Quantizer | None = None
         if options["quantize"] is not None:
@@ -226,7 +231,12 @@ class MultiSender(AbstractContextManager["MultiSender"]):
         if self._quantizer is not None:
             tensors = self._quantizer(tensors)
         sync_round = SyncRound(
-            version, full=full, destinations=count, started=started, writers=writers
+            version,
+            full=full,
+            destinations=count,
+            posts_in_flight=self._options["posts_in_flight"],
+            started=started,
+            writers=writers,
         )
         threads = [
             SessionThread(session, sync_round, self._ended, is_log=session is self._log)

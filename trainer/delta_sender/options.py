@@ -68,6 +68,9 @@ class Options(TypedDict, total=False):
             `SyncReport.picked`.
         bucket_bytes: Most bytes of positions and values in one part, before compression. A param is
             never split; a larger one travels alone.
+        posts_in_flight: Parts that are posted to an engine at once. The last part of a sync is
+            posted alone. An engine that has no room for so many (429) gets fewer until the next
+            sync.
         quantize: How to quantise the given tensors, if the base is a quantised checkpoint. One of
             ``fp8_block``, ``fp8_channel`` and ``int8_channel``; see `delta_sender.quantize`. A
             tensor is quantised if its name is that of a quantised weight in the base. Names,
@@ -95,7 +98,8 @@ class Options(TypedDict, total=False):
     delta_log: Annotated[str | Path | None, Option(None, {"type": Path, "metavar": "DIR"})]
     state: Annotated[str | Path | None, Option(None, {"type": Path, "metavar": "FILE"})]
     encoding: Annotated[str, Option("deltas_zstd", {"choices": CHOICES})]
-    bucket_bytes: Annotated[int, Option(256 << 20, {"type": int, "metavar": "N"})]
+    bucket_bytes: Annotated[int, Option(64 << 20, {"type": int, "metavar": "N"})]
+    posts_in_flight: Annotated[int, Option(4, {"type": int, "metavar": "N"})]
     quantize: Annotated[str | None, Option(None, {"choices": tuple(FORMS)})]
     digest: Annotated[bool, Option(True, {"help": "send no digests along"})]
     api_key: Annotated[str | None, Option(None, _KEY_FLAG)]

@@ -52,6 +52,17 @@ class _Bucket:
     params: list[_Param] = field(default_factory=list)
     nbytes: int = 0
 
+    def split(self) -> list[_Bucket]:
+        """Take the smallest of several params out, and return a bucket with it.
+
+        Nothing is posted beside the last part, so it should be small.
+        """
+        if len(self.params) < 2:
+            return []
+        sizes = [param.delta.payload_bytes(self.encoding) for param in self.params]
+        smallest = sizes.index(min(sizes))
+        return [_Bucket(self.encoding, [self.params.pop(smallest)], sizes[smallest])]
+
 
 class PartBuilder:
     """The parts of one attempt for one destination.
@@ -76,37 +87,42 @@ class PartBuilder:
         self._round, self._attempt = sync_round, attempt
         self._snapshot, self._state = state.snapshot, state
         self._bucket_bytes, self._speed = bucket_bytes, speed
-        self._nnz = self._wire_bytes = self._count = 0
+        self._nnz = self._count = 0
         self._choices: Counter[str] = Counter()
         self.digest = state.digest  # after the parts built so far; None if no digest is kept
 
     def __iter__(self) -> Iterator[Part]:
         """Build part by part; the weights that they need are read meanwhile.
 
-        Parts hold params of one encoding and dtype, `bucket_bytes` of them or one param.
+        Parts hold params of one encoding and dtype, `bucket_bytes` of them or one param; of several
+        parts the last one holds one param, if that makes it smaller. They are encoded in threads
+        of the round: be in `SyncRound.reading` until they are.
         """
         for bucket, last in self._buckets():
-            number, self._count = self._count, self._count + 1
-            metadata: dict[str, Any] = {
-                "encoding": bucket.encoding,
-                "sync_id": self._round.sync_id(self._attempt),
-                "current_version": self._attempt.version,
-                "base_version": None if self._attempt.full else self._state.version,
-                "part": number,
-                "num_parts": self._count if last else None,  # unknown before all is read
-                "full": self._attempt.full,
-                **self._digests(bucket, last),
-            }
-            encode = functools.partial(_encode, bucket.params, **metadata)
-            # Destinations that have missed nothing get the same bytes for the same metadata.
-            params = [(param.name, param.choice) for param in bucket.params]
-            owner = id(self._state) if self._state.missed and not self._attempt.full else None
-            body = self._round.body(self._attempt, (*metadata.items(), *params, owner), encode)
-            self._nnz += sum(param.delta.nnz for param in bucket.params)
-            self._choices.update(str(param.choice) for param in bucket.params)
-            self._wire_bytes += len(body)
-            bucket.params.clear()  # the next ones are read while this part is posted
-            yield Part(body, self._attempt.version, number, last)
+            yield self._part(bucket, last)
+
+    def _part(self, bucket: _Bucket, last: bool) -> Part:
+        """Begin to encode the params of a bucket, which does not keep them."""
+        number, self._count = self._count, self._count + 1
+        metadata: dict[str, Any] = {
+            "encoding": bucket.encoding,
+            "sync_id": self._round.sync_id(self._attempt),
+            "current_version": self._attempt.version,
+            "base_version": None if self._attempt.full else self._state.version,
+            "part": number,
+            "num_parts": self._count if last else None,  # unknown before all is read
+            "full": self._attempt.full,
+            **self._digests(bucket, last),
+        }
+        params, bucket.params = bucket.params, []
+        self._nnz += sum(param.delta.nnz for param in params)
+        self._choices.update(str(param.choice) for param in params)
+        # Destinations that have missed nothing get the same bytes for the same metadata.
+        choices = [(param.name, param.choice) for param in params]
+        owner = id(self._state) if self._state.missed and not self._attempt.full else None
+        encode = functools.partial(_encode, params, **metadata)
+        body = self._round.body(self._attempt, (*metadata.items(), *choices, owner), encode)
+        return Part(body, self._attempt.version, number, last)
 
     def report(self) -> Mapping[str, Any]:
         """Return the fields of `SyncReport` that the parts determine."""
@@ -119,7 +135,6 @@ class PartBuilder:
             "nnz": self._nnz,
             "numel": sum(image.size for image in images),
             "full_bytes": sum(image.nbytes for image in images),
-            "wire_bytes": self._wire_bytes,
             "parts": self._count,
             "digest": None if self.digest is None else self.digest.hex(),
             "picked": dict(self._choices),
@@ -162,9 +177,11 @@ class PartBuilder:
                 bucket = open_buckets[encoding, dtype] = _Bucket(encoding)
             bucket.params.append(param)
             bucket.nbytes += size
-        rest = [*open_buckets.values()] or [_Bucket(self._attempt.policy.empty)]
-        for bucket in rest:
-            yield bucket, bucket is rest[-1]
+        rest = sorted(open_buckets.values(), key=lambda bucket: -bucket.nbytes)
+        if rest and (self._count or rest[1:]):
+            rest += rest[-1].split()
+        for bucket in rest or [_Bucket(self._attempt.policy.empty)]:
+            yield bucket, not rest or bucket is rest[-1]
 
     def _params(self) -> Iterator[_Param]:
         """Yield what the destination is to be sent, while it is read."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+from delta_sender.checkpoint import Base
 from delta_sender.multi_sender import MultiSender
 from delta_sender.options import Options, takes_options, with_defaults
 from delta_sender.results import PartialSyncError, SyncReport
@@ -32,9 +33,10 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
     machine, then half a second to load them from numba's cache.
 
     Host memory: the snapshot, of the model's size; changes until they are committed, at most a
-    quarter of that (see `changes_in_memory`); about three parts, with up to 17 bytes per element
-    while one is made; and 128 MiB of gathered tensors with their comparison. A change of 2 % takes
-    a tenth of the snapshot (5 bytes plus twice the itemsize per element).
+    quarter of that (see `changes_in_memory`); a part per core, up to eight, and `posts_in_flight`
+    more, with up to 17 bytes per element while one is encoded; and 128 MiB of gathered tensors with
+    their comparison. A change of 2 % takes a tenth of the snapshot (5 bytes plus twice the itemsize
+    per element).
 
     Example:
         >>> import torch
@@ -58,7 +60,7 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
 
     Args:
         url: The engine's root, ``http://host:port``.
-        base: What the engine holds now, as (name, tensor); copied.
+        base: What the engine holds now, as (name, tensor), or the folder of a checkpoint; copied.
         **options: See `Options`.
 
     Raises:
@@ -66,7 +68,7 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
         BlockingIOError: Another sender writes into the log, or uses the state file.
     """
 
-    def __init__(self, url: str, base: NamedTensors, **options: Unpack[Options]) -> None:
+    def __init__(self, url: str, base: Base, **options: Unpack[Options]) -> None:
         self._url = url
         self._sender = MultiSender([url], base, **with_defaults(options, Options))
 

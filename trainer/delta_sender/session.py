@@ -121,22 +121,26 @@ class Session:
         plan = destination.plan() if reads_plan else None
         queue = PostQueue(destination, sync_round, waits=not self._is_log)
         try:
-            with sync_round.reading():
+            with sync_round.reading(), queue.encoding():
                 if reads_plan:
                     state.read_plan(plan, keep_digest=self._options["digest"], full=attempt.full)
                 parts, digest = self._post(sync_round, attempt, queue)
             answer = queue.finish()
-        except BaseException as error:
+        except BaseException as raised:
             queue.abandon()
+            error = queue.reason(raised)
             if attempt.full:  # the digest of what is held was not computed
                 state.plan_is_current = False
             if not queue.posting_last or (isinstance(error, SyncError) and error.is_refusal):
                 state.posted = None
             elif state.posted is not None:  # the delta log may lead there too, by values
                 state.posted = replace(state.posted, sync_ids=sync_round.sync_ids())
+            if error is not raised:
+                raise error from raised
             raise
         report = SyncReport(
             **parts,
+            wire_bytes=queue.wire_bytes,
             encode_ms=(time.perf_counter() - sync_round.started - queue.waited_s) * 1e3,
             post_ms=queue.posting_s * 1e3,
             status=answer["status"],

@@ -50,6 +50,7 @@ class SessionThread:
                 # The error of the engines' sessions, which do not get the version either.
                 not_logged = SyncError(f"not sent, as writing the delta log failed: {error}")
                 self._round.fail(error if isinstance(error, SyncError) else not_logged)
+        self._round.leave()
         with self._ended:
             self.outcome = outcome
             self._ended.notify_all()

@@ -5,7 +5,6 @@ Tensors in host memory are compared with `diff_host`, those on an accelerator wi
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -18,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from delta_sender.diff_device import DeviceSide, is_on_device
 from delta_sender.diff_host import Change, Difference, begin_compare, compare
+from engine_ext.cores import usable_cores
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
 from engine_ext.kernels import gather_scatter
 from engine_ext.kernels.triton import runs_kernels
@@ -46,7 +46,7 @@ class Snapshot:
         self._encoding, self._streams = encoding, encoding in PACKED_ENCODINGS
         self._devices = DeviceSide(snapshot_on)
         self._dense: dict[str, ParamDelta] = {}
-        self._threads = os.cpu_count() or 1
+        self._threads = usable_cores()
         self.tied: dict[str, str] = {}  # keys by the further names of tied tensors
         for name, tensor, first in _with_ties(base):
             if is_on_device(tensor):

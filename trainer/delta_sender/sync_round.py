@@ -1,4 +1,7 @@
-"""Share one sync between all destinations: the weights are read once, and sent while being read."""
+"""Share one sync between all destinations: the weights are read once, and sent while being read.
+
+Parts are encoded side by side, in threads that all destinations share.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import threading
 import uuid
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,8 +17,10 @@ from delta_sender.diff_host import Change
 from delta_sender.encoding_policy import EncodingPolicy
 from delta_sender.results import SyncError
 from delta_sender.snapshot import Changes
+from engine_ext.cores import usable_cores
 
-_KEPT_BODIES = 2
+# Each takes the memory of a part that is being encoded. So many fill a link of 30 Gbit/s.
+MOST_ENCODERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +44,23 @@ class SyncRound:
     Args:
         version: The version that every engine is to reach.
         destinations: How many share the round.
+        posts_in_flight: Most posts to one destination at once.
         started: When it began, by `time.perf_counter`.
         writers: How many must have it on disk before an engine commits it; see `note_written`.
+
+    Attributes:
+        encoders: How many parts are encoded at once.
     """
 
     def __init__(
-        self, version: int, *, full: bool, destinations: int, started: float, writers: int = 0
+        self,
+        version: int,
+        *,
+        full: bool,
+        destinations: int,
+        posts_in_flight: int,
+        started: float,
+        writers: int = 0,
     ) -> None:
         self.version, self.full, self.started = version, full, started
         self.changes: Changes = {}  # of the snapshot; complete once all is read
@@ -53,10 +70,15 @@ class SyncRound:
         self._writers, self._readers = writers, 0
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
-        self._keep = _KEPT_BODIES if destinations > 1 else 0
+        self.encoders = min(usable_cores(), MOST_ENCODERS)
+        self._pool = ThreadPoolExecutor(self.encoders, thread_name_prefix="delta-part")
+        self._senders = destinations
+        # As many as a destination may have unposted, so that those in step with it find them.
+        self._keep = self.encoders + posts_in_flight if destinations > 1 else 0
         self._lock = threading.Lock()
         self._sync_ids: dict[str, str] = {}  # by attempt
-        self._bodies: defaultdict[str, OrderedDict[Hashable, bytes]] = defaultdict(OrderedDict)
+        self._bodies: defaultdict[str, OrderedDict[Hashable, Future[bytes]]]
+        self._bodies = defaultdict(OrderedDict)
 
     def read(self, tensors: Iterable[tuple[str, Change | None]]) -> None:
         """Take in what `Snapshot.read` yields."""
@@ -138,6 +160,13 @@ class SyncRound:
             yield self._tensors[known]
             known += 1
 
+    def leave(self) -> None:
+        """Note that a destination is done with the round; after the last one, its threads end."""
+        with self._lock:
+            self._senders -= 1
+            if not self._senders:
+                self._pool.shutdown(wait=False)
+
     def sync_id(self, attempt: Attempt) -> str:
         """Return the id that all destinations share that are sent the same."""
         with self._lock:
@@ -148,16 +177,21 @@ class SyncRound:
         with self._lock:
             return frozenset(self._sync_ids.values())
 
-    def body(self, attempt: Attempt, key: Hashable, encode: Callable[[], bytes]) -> bytes:
-        """Return a part, encoded once for all destinations that ask for the same key.
+    def body(self, attempt: Attempt, key: Hashable, encode: Callable[[], bytes]) -> Future[bytes]:
+        """Begin to encode a part, once for all destinations that ask for the same key.
 
-        The last parts of an attempt are kept for destinations that ask later.
+        The last parts of an attempt are kept for destinations that ask later. What `encode` reads
+        must not change until the part is encoded: be `reading` until then.
         """
         with self._lock:
             bodies = self._bodies[attempt.key]
             body = bodies.get(key)
             if body is None:
-                body = bodies[key] = encode()
+                body = bodies[key] = self._pool.submit(self._encode, encode)
                 while len(bodies) > self._keep:
                     bodies.popitem(last=False)
             return body
+
+    def _encode(self, encode: Callable[[], bytes]) -> bytes:
+        self.check()
+        return encode()

@@ -18,7 +18,7 @@ from engine_ext import replicas, settings
 from engine_ext.adapters.refusals import refuse
 from engine_ext.adapters.sglang.features import require_supported_version
 from engine_ext.adapters.sglang.names import LOAD_FORMAT, NAME
-from engine_ext.adapters.sglang.refusals import ARGUMENTS, DRAFT_MODEL
+from engine_ext.adapters.sglang.refusals import ARGUMENTS
 
 # The modules of SGLang that the patches let import this one.
 _PATCHED = (
@@ -87,15 +87,14 @@ def load_model(runner: Any, load: Callable[[], None] | None = None) -> None:
     The runner's own method loads the model if `load` is None.
 
     Raises:
-        RuntimeError: nothing can be certified, or it is a draft model. SGLang does not start then.
+        RuntimeError: nothing can be certified, or it is a draft model that is not known to be
+            reached. SGLang does not start then.
     """
     load = load or runner.load_model
     chosen = settings.from_environment()
     if chosen is None:
         load()
         return
-    if runner.is_draft_worker:
-        raise RuntimeError(DRAFT_MODEL.message)
     from engine_ext.adapters.sglang.scheduler import attach_receiver
 
     _log_as_sglang()

@@ -10,6 +10,7 @@ from engine_ext.adapters.refusals import (
     above_one,
     enabled,
     equal,
+    given,
     other_than,
 )
 
@@ -21,14 +22,58 @@ _NO_REPLICAS: Final = "its ranks are no replicas of one another"
 _OTHER_LOOP: Final = "pipeline stages cannot meet in the loop that SGLang runs then"
 _LORA: Final = "LoRA layers rename the weights"
 
+_NO_DRAFT: Final = ("none", "ngram")
+_FOLLOWED: Final = ("eagle", "eagle3", "nextn", "standalone")
+_DRAFT: Final = Condition(
+    "speculative_algorithm", lambda value: str(value).lower() not in _NO_DRAFT, "EAGLE"
+)
+
 DRAFT_MODEL: Final = Refusal(
-    "--speculative-algorithm other than NGRAM",
+    "another --speculative-algorithm than EAGLE, EAGLE3, NEXTN, NGRAM and STANDALONE",
     "the draft model's weights would stay as they are",
-    (Condition("speculative_algorithm", lambda v: str(v or "ngram").lower() != "ngram", "EAGLE"),),
+    (
+        Condition(
+            "speculative_algorithm",
+            lambda value: str(value).lower() not in (*_NO_DRAFT, *_FOLLOWED),
+            "DFLASH",
+        ),
+    ),
+)
+DRAFT_WITH_STAGES: Final = Refusal(
+    "a draft model and --pp-size above 1",
+    "only the last stage has the draft model",
+    (_DRAFT, above_one("pp_size")),
+)
+DRAFT_WITH_REPLICAS: Final = Refusal(
+    "a draft model and --dp-size above 1",
+    "they are not tested together",
+    (_DRAFT, above_one("dp_size")),
 )
 
 ARGUMENTS: Final = (
     DRAFT_MODEL,
+    DRAFT_WITH_STAGES,
+    DRAFT_WITH_REPLICAS,
+    Refusal(
+        "--enable-multi-layer-eagle",
+        "it loads several draft models",
+        (enabled("enable_multi_layer_eagle"),),
+    ),
+    Refusal(
+        "--speculative-token-map",
+        "the draft model has a copy of some rows of the target's output head",
+        (given("speculative_token_map"),),
+    ),
+    Refusal(
+        "--speculative-moe-runner-backend",
+        "its processing is not repeated exactly",
+        (given("speculative_moe_runner_backend"),),
+    ),
+    Refusal(
+        "--speculative-moe-a2a-backend",
+        "its processing is not repeated exactly",
+        (given("speculative_moe_a2a_backend"),),
+    ),
     Refusal("DP attention", _NO_REPLICAS, (enabled("enable_dp_attention"),)),
     Refusal("--attn-dp-size above 1", _NO_REPLICAS, (above_one("attn_dp_size"),)),
     Refusal(
@@ -111,4 +156,18 @@ ARGUMENTS: Final = (
 LATE_WEIGHTS: Final = Refusal(
     "weights that are loaded while it serves", "they are certified before it serves"
 )
-LOADED: Final = (LATE_WEIGHTS,)
+DRAFT_TOKEN_MAP: Final = Refusal(
+    "an EAGLE-3 head with a vocabulary of its own (d2t)",
+    "SGLang computes a table from it, and keeps a copy",
+)
+DRAFT_COPIES: Final = Refusal(
+    "a draft model that SGLang gives copies of the target's tensors",
+    "the copies would stay as they are",
+)
+DRAFT_DTYPE: Final = Refusal(
+    "a draft model of another dtype than the target's", "its processing is not repeated exactly"
+)
+DRAFT_WITHOUT_CHECKPOINT: Final = Refusal(
+    "a draft model and dummy weights", "the first full sync would not reach the draft model"
+)
+LOADED: Final = (LATE_WEIGHTS, DRAFT_TOKEN_MAP, DRAFT_COPIES, DRAFT_DTYPE, DRAFT_WITHOUT_CHECKPOINT)

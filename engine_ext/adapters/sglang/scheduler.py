@@ -1,27 +1,23 @@
-"""SGLang's scheduler side: a receiver in every rank, made right after the model is loaded."""
+"""SGLang's scheduler side: a receiver in every rank, made when what it serves is loaded."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import torch
 
 from engine_ext import settings
-from engine_ext.adapters.sglang import image_embeddings, refusals
+from engine_ext.adapters.sglang import draft, image_embeddings, refusals
 from engine_ext.adapters.sglang.external_updates import watch_external_updates
+from engine_ext.adapters.sglang.loading import Observed, checkpoints, load_function, reload
 from engine_ext.adapters.sglang.pipeline import hold_operations
-from engine_ext.adapters.sglang.postload import (
-    constants_kept,
-    probe,
-    processing_context,
-    recomputations,
-    repack_learner,
-)
+from engine_ext.adapters.sglang.postload import probe, processing_context, recomputations
 from engine_ext.adapters.sglang.rpc import Call, GetServing, Serving
+from engine_ext.adapters.target_and_draft import TargetAndDraft, outside
 from engine_ext.errors import (
     Conflict,
     DeltaError,
@@ -30,83 +26,90 @@ from engine_ext.errors import (
     as_delta_error,
     from_wire,
 )
-from engine_ext.model import ConstantsWatch
+from engine_ext.placement import Repack
 from engine_ext.ranks import GroupRanks, Ranks
 from engine_ext.rebuild import LoadingStates
 from engine_ext.receiver import LoadedModel, Rebuilding, Receiver, make_receiver
-from engine_ext.repacks import RepackLearner
 from engine_ext.replicas import among_replicas
-from engine_ext.tracing import LoadingTrace, LoadWeights
+from engine_ext.tracing import LoadingTrace
 from engine_ext.wire.operations import BeginPart, CommitSync, Reply, RollBack, encode_answer
 
 logger = logging.getLogger(__name__)
 
 
 def attach_receiver(runner: Any, chosen: settings.Settings, load: Callable[[], None]) -> None:
-    """Load a runner's model and give the runner its receiver, before a KV cache is allocated.
+    """Load a runner's model and give the runner its receiver, before anything is served.
+
+    With a draft model, the target's runner gets it when both are loaded.
 
     Raises:
         RuntimeError: nothing can be certified. SGLang does not start then.
     """
-    from sglang.srt.model_loader import loader
-    from sglang.srt.runtime_context import get_parallel
-
+    if runner.is_draft_worker:
+        draft.load(runner, load)
+        return
     loading, states = LoadingTrace(), LoadingStates(chosen.shadow_bytes)
-
-    def trace(model: torch.nn.Module) -> None:
-        reader = _reader(runner, model)
-        states.moved_too = reader is None
-        loading.trace(model, _loader(runner, model), reader)
-
-    with (
-        constants_kept(),
-        repack_learner(trace, states) as learner,
-        ConstantsWatch(loader, "_initialize_model") as constants,
-    ):
+    target = Observed(draft.target_part(runner), runner, loading, states)
+    with target:
         load()
 
-    ranks = among_replicas(_replica(), _ranks_of_replica())
-    receiver = build_receiver(runner, chosen, learner, constants, loading, states, ranks)
-    watch_external_updates(receiver)
-    if get_parallel().pp_size > 1:
-        hold_operations()
-    runner.delta_receiver, runner.delta_ranks = receiver, ranks
+    def attach(observed: Sequence[Observed]) -> None:
+        ranks = among_replicas(_replica(), _ranks_of_replica())
+        receiver = build_receiver(observed, chosen, loading, states, ranks)
+        watch_external_updates(receiver)
+        if _stages() > 1:
+            hold_operations()
+        runner.delta_receiver, runner.delta_ranks = receiver, ranks
+        runner.delta_runners = [one.runner for one in observed]
+
+    if target.part.path:
+        draft.expect(target, loading, states, attach)
+    else:
+        attach([target])
 
 
 def build_receiver(
-    runner: Any,
+    observed: Sequence[Observed],
     chosen: settings.Settings,
-    learner: RepackLearner,
-    constants: ConstantsWatch,
     loading: LoadingTrace,
     states: LoadingStates,
     ranks: Ranks,
 ) -> Receiver:
-    """Trace and certify a runner's model and make its receiver; see `attach_receiver`."""
+    """Trace and certify the models of one rank and make its receiver; see `attach_receiver`."""
     from sglang.srt.runtime_context import get_parallel
 
-    if runner.startup_weight_load is not None:
+    runner = observed[0].runner
+    if any(one.runner.startup_weight_load is not None for one in observed):
         raise RuntimeError(refusals.LATE_WEIGHTS.message)
     if get_parallel().attn_dp_size > 1:
         raise RuntimeError("delta updates do not work with DP attention yet")
-    reason = in_place_refusal(runner)
-    if reason is not None:
+    for reason in filter(None, [in_place_refusal(one.runner) for one in observed]):
         raise RuntimeError(f"delta updates: {reason}")
+    model, replaced = runner.model, list[str]()
+    if len(observed) > 1:
+        model = TargetAndDraft(model, observed[1].runner.model, observed[1].part.prefix)
+        replaced = model.shared()
+        model.dropped = loading.forget(replaced)
+    repacks: dict[str, Repack] = {}
+    refused: dict[str, str] = {}
+    for one in observed:
+        repacks |= outside(replaced, one.part.by_path(one.learner.repacks))
+        refused |= outside(replaced, one.part.by_path(one.learner.refusals))
     loaded = LoadedModel(
-        model=runner.model,
-        load_weights=_loader(runner, runner.model),
-        checkpoint=_reader(runner, runner.model),
-        reload=functools.partial(_reload, runner),
+        model=model,
+        load_weights=load_function(runner, model),
+        checkpoint=checkpoints(observed),
+        reload=functools.partial(reload, runner),
         ranks=ranks,
-        repacks=learner.repacks,
-        refusals=learner.refusals,
-        learned=learner.complete,
-        constants=constants.known,
-        recomputations=recomputations(runner.model),
+        repacks=repacks,
+        refusals=refused,
+        learned=all(one.learner.complete for one in observed),
+        constants=lambda path, tensor: any(one.known(path, tensor) for one in observed),
+        recomputations=recomputations(model),
         loading=loading,
         rebuilding=Rebuilding(
             states=states,
-            loader=lambda twin: _loader(runner, twin),
+            loader=lambda twin: load_function(runner, twin),
             context=lambda: processing_context(runner.model_config.dtype),
             probe=probe,
         ),
@@ -143,6 +146,12 @@ def _ranks_of_replica() -> Ranks:
     from sglang.srt.runtime_context import get_parallel
 
     return GroupRanks(get_parallel().world_group.cpu_group)
+
+
+def _stages() -> int:
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().pp_size)
 
 
 def _replica() -> int:
@@ -194,8 +203,8 @@ def _refuse_here(updater: Any, writes: bool) -> None:
     """Refuse a sync that this rank would not serve correctly now."""
     if updater._session is not None:
         raise SyncInProgress("SGLang's own weight update has begun and not ended")
-    reason = in_place_refusal(updater.tp_worker.model_runner)
-    if reason is not None:
+    runners = updater.tp_worker.model_runner.delta_runners
+    for reason in filter(None, map(in_place_refusal, runners)):
         raise NotUpdatable(reason)
     scheduler = updater.scheduler
     if getattr(scheduler, "enable_hicache_storage", False):
@@ -215,40 +224,3 @@ def in_place_refusal(runner: Any) -> str | None:
 
     found: str | None = weight_updater._unsupported_derived_weight_cache_error(runner.model)
     return found
-
-
-def _reader(
-    runner: Any, model: torch.nn.Module
-) -> Callable[[], Iterable[tuple[str, torch.Tensor]]] | None:
-    """Return what reads the loaded checkpoint's tensors on the CPU, or None if there is none."""
-    from sglang.srt.model_loader.loader import DefaultModelLoader, get_model_loader
-
-    # While it loads its model, the runner has not got the loader yet.
-    loader: Any = get_model_loader(runner.load_config, runner.model_config)
-    reads = isinstance(loader, DefaultModelLoader)
-    return (lambda: loader._get_all_weights(runner.model_config, model)) if reads else None
-
-
-def _loader(runner: Any, model: Any) -> LoadWeights:
-    """Return SGLang's function that loads a model, which renames some formats' tensors first."""
-    from sglang.srt.model_loader.loader import DefaultModelLoader
-    from sglang.srt.model_loader.utils import set_default_torch_dtype
-
-    device = torch.device(runner.device)
-
-    def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        with set_default_torch_dtype(runner.model_config.dtype):
-            DefaultModelLoader.load_weights_only(model, weights, device)
-
-    return load_weights
-
-
-def _reload(runner: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load weights into the running model as SGLang's own disk updates do."""
-    from sglang.srt.model_loader.loader import DefaultModelLoader
-    from sglang.srt.model_loader.utils import set_default_torch_dtype
-
-    device = torch.device(runner.device)
-    with set_default_torch_dtype(runner.model_config.dtype):
-        DefaultModelLoader.restore_weights_before_loading(runner.model, device)
-        DefaultModelLoader.load_weights_and_postprocess(runner.model, iter(weights), device)

@@ -75,10 +75,10 @@ class LoadedAdapters:
                 f"which has the same lora_int_id {request.lora_int_id}",
                 adapter=name,
             )
-        if self._manager._adapter_manager.moe_ep_load_spec is not None:
+        if self._manager._adapter_manager._is_moe:
             raise AdapterNotLoaded(
-                f"adapter {name} cannot be updated: with expert parallelism, each rank loads other "
-                "tensors of it",
+                f"adapter {name} cannot be updated: the model has experts, whose LoRA layers need "
+                "a GPU and were not tested",
                 adapter=name,
             )
         if _key(request) not in self._adapters:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from engine_ext import replicas, settings
+from engine_ext.adapters.target_and_draft import TargetAndDraft, outside, read
 from engine_ext.adapters.vllm import refusals
 from engine_ext.adapters.vllm.buffer_checksums import buffer_checksums
-from engine_ext.adapters.vllm.draft import Part, TargetAndDraft, around_load, outside, parts, read
+from engine_ext.adapters.vllm.draft import Part, always_shares, around_load, parts
 from engine_ext.adapters.vllm.features import weight_changes
 from engine_ext.adapters.vllm.layerwise_reload import active_wrapper
 from engine_ext.adapters.vllm.lora import without_lora
@@ -40,8 +41,6 @@ from engine_ext.receiver import (
 )
 from engine_ext.replicas import among_replicas
 from engine_ext.tracing import LoadingTrace, LoadWeights
-
-_T = TypeVar("_T")
 
 
 def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
@@ -166,13 +165,9 @@ class Observed:
         load = _loader(twin, self._config)
         self._loading.trace(twin, load, reader, active_wrapper, path=part.path, prefix=part.prefix)
 
-    def by_path(self, found: Mapping[str, _T]) -> dict[str, _T]:
-        """Return what was found on the model by the paths of the receiver's model."""
-        return {f"{self.part.path}.{name}".lstrip("."): one for name, one in found.items()}
-
     def known(self, path: str, tensor: torch.Tensor) -> bool:
         """Return `ConstantsWatch.known`, by the path in the receiver's model."""
-        return self.constants.known(path.removeprefix(f"{self.part.path}."), tensor)
+        return self.constants.known(self.part.inside(path), tensor)
 
 
 def build_receiver(
@@ -204,13 +199,13 @@ def build_receiver(
         model = TargetAndDraft(model, models[1], observed[1].part.prefix)
         replaced = model.shared()
         lost = loading.forget(replaced)
-        if model.always_shares():  # then no engine uses them
+        if always_shares(models[1]):  # then no engine uses them
             model.dropped = lost
     repacks: dict[str, Repack] = {}
     refused: dict[str, str] = {}
     for one in observed:
-        repacks |= outside(replaced, one.by_path(one.learner.repacks))
-        refused |= outside(replaced, one.by_path(one.learner.refusals))
+        repacks |= outside(replaced, one.part.by_path(one.learner.repacks))
+        refused |= outside(replaced, one.part.by_path(one.learner.refusals))
     loaded = LoadedModel(
         model=model,
         load_weights=_loader(model, config),

@@ -37,7 +37,7 @@ def test_nothing_happens_where_nobody_asks() -> None:
     assert loaded == ["model"]
 
 
-def test_a_draft_model_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_model_without_its_target_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(settings.ENVIRONMENT, "{}")
     loaded: list[str] = []
     runner = SimpleNamespace(is_draft_worker=True, load_model=lambda: loaded.append("draft"))

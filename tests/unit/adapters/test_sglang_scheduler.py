@@ -61,6 +61,7 @@ class Updater(SimpleNamespace):
 
         receiver = SimpleNamespace(execute=execute, set_asleep=lambda asleep: None)
         runner = SimpleNamespace(delta_receiver=receiver, delta_ranks=ranks, model=Tower())
+        runner.delta_runners = [runner]
         super().__init__(
             tp_worker=SimpleNamespace(model_runner=runner),
             scheduler=SimpleNamespace(_engine_paused=True),

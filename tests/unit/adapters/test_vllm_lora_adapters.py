@@ -43,7 +43,7 @@ class Model:
 class Cache:
     """The manager of loaded adapters, with room for two of them and one slot."""
 
-    moe_ep_load_spec = None
+    _is_moe = False
 
     def __init__(self) -> None:
         self.models: dict[int, Model] = {}
@@ -331,11 +331,11 @@ def test_two_adapters_with_one_id(manager: Manager) -> None:
     assert slot(manager, ONE) == (NEW * 2).tolist()
 
 
-def test_expert_parallel_ranks_have_other_tensors(manager: Manager) -> None:
+def test_models_with_experts_are_refused(manager: Manager) -> None:
     adapters = LoadedAdapters(manager)
     manager.add_adapter(ONE)
-    manager._adapter_manager.moe_ep_load_spec = object()  # type: ignore[assignment]
-    with pytest.raises(AdapterNotLoaded, match="expert parallelism"):
+    manager._adapter_manager._is_moe = True
+    with pytest.raises(AdapterNotLoaded, match="experts"):
         adapters.find("one")
 
 

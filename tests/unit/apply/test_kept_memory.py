@@ -5,14 +5,23 @@ from __future__ import annotations
 import gc
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from engine_ext.receiver import shared_decoding
 from engine_ext.wire import ParamDelta, decode_part, encode_part
-from tests.support.receiver_harness import Served, dense_delta, serve_ranks
+from tests.support.receiver_harness import (
+    Engine,
+    Served,
+    dense_delta,
+    errors_of,
+    part_id,
+    serve_ranks,
+)
 from tests.support.toy_models import ToyModel
 
 RANKS = 8
@@ -135,3 +144,29 @@ def test_the_undo_log_counts_what_is_alive(ranks: list[Served]) -> None:
         log, kept = allocated(commit)
         assert log.nbytes <= kept <= 1.2 * log.nbytes
         applier.roll_back(log)
+
+
+@pytest.mark.parametrize("encoding", ["indices", "deltas", "gap8_exp"])
+def test_eight_ranks_decode_once_and_keep_their_shares(
+    ranks: list[Served], encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decodes: list[str] = []
+
+    def counted(*arguments: Any) -> Any:
+        decodes.append(encoding)
+        return decode_part(*arguments)
+
+    monkeypatch.setattr(shared_decoding, "decode_part", counted)
+    body = a_part(encoding)
+    engine, one = Engine([served.applier for served in ranks], tmp_path), part_id(body)
+    errors_of(engine.stage(one, body), none=True)  # compiles, and fills caches
+    engine.call("drop")
+    decodes.clear()
+    answers, kept = allocated(lambda: engine.stage(one, body))
+    errors_of(answers, none=True)
+    assert decodes == [encoding]
+    nnz = sum(delta.nnz for delta in decode_part(body).deltas)
+    assert 8 * nnz <= kept <= 1.5 * 8 * nnz
+    errors_of(engine.commit(one), none=True)
+    for served in ranks:
+        assert served.applier.digests == served.applier.scan()[0]

@@ -82,6 +82,14 @@ def shown(answers: list[top.Answer], syncs: int = 10) -> str:
     return capture.get()
 
 
+def test_what_scrubbing_has_found(status: dict[str, Any]) -> None:
+    scrub = {"passes": 1, "passed_at": 1.0, "mismatched": ["a.weight", "b"], "error": "OSError: no"}
+    text = shown([top.Answer("http://h:1", {**status, "scrub": scrub})])
+    assert "scrubbing found other bits in a.weight, b" in text
+    assert "scrubbing fails: OSError: no" in text
+    assert "scrubbing" not in shown([top.Answer("http://h:1", status)])
+
+
 def test_a_real_server(rig: Rig) -> None:
     rig.send(delta_part(sync_id="a"))
 

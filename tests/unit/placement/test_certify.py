@@ -6,8 +6,12 @@ from torch import nn
 
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.model.storage_index import StorageIndex
+from engine_ext.placement import certify
 from engine_ext.placement.certify import certify_placement, holds, summary
+from engine_ext.placement.plan import make_plan
 from engine_ext.placement.segments import Placed, Segment, Status, TensorSpec
+from engine_ext.ranks import SingleRank
+from engine_ext.tracing.trace import trace_placement
 from tests.support.receiver_harness import (
     base_checkpoint,
     load,
@@ -164,3 +168,54 @@ def test_where_moves_are_unknown_a_constant_shows_no_order(rows: int, accepted: 
     known = placed(source.clone(), source)
     certify_placement({"w": known}, [("w", source)])
     assert known.status is Status.EXACT
+
+
+# The first digest ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("model", every_model(), ids=lambda m: m.__name__)
+def test_certified_digests_are_those_of_a_scan(
+    model: type[ToyModel], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(certify, "_PIECE", 3)
+    monkeypatch.setattr(certify, "_AHEAD", 40)
+    base = base_checkpoint(model)
+    live = load(model, base)
+    placement = trace_placement(live, live.load_weights, model.specs(), StorageIndex(live))
+    certified = certify_placement(placement, base.items(), threads=threads)
+    assert certified.keys() == {n for n, one in placement.items() if one.status is Status.EXACT}
+    plan = make_plan(placement, SingleRank())
+    assert plan.scan(known=certified) == plan.scan()
+
+
+def test_what_is_certified_is_not_read_again() -> None:
+    base = base_checkpoint(PlainCopy)
+    live = load(PlainCopy, base)
+    placement = trace_placement(live, live.load_weights, PlainCopy.specs(), StorageIndex(live))
+    certified = certify_placement(placement, base.items())
+    plan = make_plan(placement, SingleRank())
+    before = plan.scan()
+    for parameter in live.parameters():
+        parameter.data.zero_()
+    assert plan.scan(known=certified) == before
+    assert plan.scan() != before
+
+
+@pytest.mark.parametrize("element", range(12))
+def test_any_element_that_differs_is_seen_in_pieces(
+    element: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In words of eight bytes, and in what is left of a piece."""
+    monkeypatch.setattr(certify, "_PIECE", 7)
+    source = random_tensor((3, 4), torch.bfloat16, 1)
+    live = source.clone()
+    live.view(torch.int16).view(-1)[element] ^= 1
+    whole = placed(live, source)
+    [*_, last] = whole.segments
+    whole.segments = [Segment(last.live, 0, (4, 1), (3, 4), 0, (4, 1), True)]
+    assert judged(whole, ("w", source)).status is Status.UNCERTIFIED
+    live.copy_(source)
+    again = placed(live, source)
+    again.segments = whole.segments
+    assert judged(again, ("w", source)).status is Status.EXACT

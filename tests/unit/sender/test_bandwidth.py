@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from delta_sender import bandwidth
 from delta_sender.bandwidth import LinkSpeed
 
 LINKS = {"1 Gbit/s": 125e6, "300 MB/s": 300e6, "10 Gbit/s": 1.25e9, "loopback": 6e9}
@@ -93,3 +94,48 @@ def test_an_engine_that_does_not_tell_of_its_work() -> None:
     assert link.measured == pytest.approx(1e6)
     link.note(1_000_000, 0.5, answer(stage=0.9))  # its clock is another's
     assert link.measured == pytest.approx(1e6)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("work", [0.0, 0.02, 0.2])
+@pytest.mark.parametrize("at_once", [1, 2, 4])
+@pytest.mark.parametrize("link", LINKS)
+def test_of_several_posts_at_once(
+    link: str, at_once: int, work: float, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the link takes a bit of each in turn, or one after the other."""
+    speed, size, overhead, now = LINKS[link], 8 << 20, 0.003, 0.0
+    monkeypatch.setattr(bandwidth.time, "perf_counter", lambda: now)
+    found = LinkSpeed()
+    found.note(0, overhead, {"version": 3})
+    left: dict[int, float] = {}  # bytes of each post that have yet to cross
+    open_posts: dict[int, tuple[Any, float, float]] = {}
+    answers: dict[int, float] = {}  # when each will be answered
+    number = 0
+    while number < 40 or open_posts:
+        while number < 40 and len(open_posts) < at_once:
+            crossing = found.crossing()
+            open_posts[number] = crossing, crossing.__enter__(), 0.0
+            left[number] = size
+            number += 1
+        crossing_now = [*left] if shares else [*left][:1]
+        step = min(
+            [left[n] * len(crossing_now) / speed for n in crossing_now]
+            + [at - now for at in answers.values()]
+        )
+        now += step
+        for n in crossing_now:
+            left[n] -= step * speed / len(crossing_now)
+            if left[n] < 1:
+                del left[n]
+                answers[n] = now + work + overhead
+                open_posts[n] = *open_posts[n][:2], now
+        for n in [n for n, at in answers.items() if at <= now + 1e-9]:
+            crossing, start, arrived = open_posts.pop(n)
+            del answers[n]
+            told = answer(receive=arrived - start, stage=work)
+            found.note(size, now - start, told, now)
+            crossing.__exit__(None, None, None)
+    assert found.measured is not None
+    if size / speed > 2.5 * overhead:
+        assert found.measured == pytest.approx(speed, rel=0.35)

@@ -140,9 +140,11 @@ def test_what_cannot_be_differences_goes_as_values_in_the_same_sync() -> None:
     sender = sender_of(engine, model)
     train(model)
     model[dense] += 1
-    assert sender.sync(model.items()).parts == 2
+    assert sender.sync(model.items()).parts == 3
     assert engine.holds(model)
-    sent = {part.manifest.encoding: {d.name for d in part.deltas} for part in engine.log}
+    sent: dict[str, set[str]] = {}
+    for part in engine.log:  # of the smaller bucket, one param is the last part
+        sent.setdefault(part.manifest.encoding, set()).update(d.name for d in part.deltas)
     assert sent == {"gap8_ulp": model.keys() - {ONE, dense}, "gap8_exp": {ONE, dense}}
     assert len(set(sync_ids(engine))) == 1
 

@@ -67,8 +67,8 @@ def test_both_follow_and_get_the_same_bytes(
             assert engine.holds(model)
             assert reports[url].version == engine.version == sender.versions[url] == step + 1
             assert reports[url].digest == digest_of(engine.weights).hex()
-    assert a.bodies == b.bodies
-    if bucket_bytes > 1:  # two parts; of more, the first may be forgotten
+    assert sorted(a.bodies) == sorted(b.bodies)
+    if bucket_bytes > 1:  # three parts; of more, the first may be forgotten
         assert len(encoded) == len(a.bodies)
 
 
@@ -101,7 +101,7 @@ def test_one_that_refuses_is_brought_what_it_missed(failing: int, times: int) ->
     }
     train(model, 8)
     sender.sync(model.items())
-    assert a.bodies[-3:] == b.bodies[-3:]
+    assert sorted(a.bodies[-3:]) == sorted(b.bodies[-3:])
     assert b.holds(model)
 
 
@@ -253,7 +253,7 @@ def test_a_slow_engine_does_not_hold_back_the_other() -> None:
     sender.sync(model.items())
     assert a.holds(model)
     assert b.holds(model)
-    assert a.bodies == b.bodies
+    assert sorted(a.bodies) == sorted(b.bodies)
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])

@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
@@ -339,7 +339,7 @@ class Cutting:
             def log_message(self, format: str, *arguments: object) -> None:
                 """Nothing."""
 
-        self._server = HTTPServer(("127.0.0.1", 0), Request)
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Request)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 

@@ -17,7 +17,7 @@ import pytest
 import zstandard
 from starlette.responses import PlainTextResponse
 
-from delta_server import spool as spool_module
+from delta_server import spool_files
 from delta_server.routes import UncertainGuard
 from engine_ext.errors import BaseMismatch, DeltaError, MalformedPart, NotUpdatable
 from engine_ext.wire import xxh3_checksum
@@ -422,15 +422,11 @@ def test_a_slow_body(make_rig: MakeRig, path: str, content_type: str, body: byte
 
 
 def test_a_full_spool(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full:
-        def write(self, data: memoryview) -> int:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        def close(self) -> None:
-            pass
+    def full(*arguments: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(spool_module.os, "fdopen", lambda *_, **__: Full())
+        patch.setattr(spool_files.os, "pwritev", full)
         assert_error(rig.send(GOOD), 507, "SpoolFull")
     rig.assert_untouched()
 
@@ -729,6 +725,7 @@ def test_status(rig: Rig) -> None:
         "staged": None,
         "last_sync": None,
         "delta_log": None,
+        "scrub": None,
         "apply": "shard",
         "certification": [{"exact": len(SHAPES)}] * 2,
         "uncertified": {},

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import zstandard
 
+from delta_server import part_writer, spool_files
 from delta_server import spool as spool_module
 from delta_server.spool import Spool
 from engine_ext.wire import Limits
@@ -57,7 +58,7 @@ def unparsed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     def parsed(*arguments: Any) -> Any:
         raise AssertionError("a byte was parsed")
 
-    for reader in (spool_module.FrameReader, spool_module.PartGate):
+    for reader in (part_writer.FrameReader, part_writer.PartGate):
         monkeypatch.setattr(reader, "feed", parsed)
         monkeypatch.setattr(reader, "finish", parsed)
     return monkeypatch
@@ -143,10 +144,10 @@ def test_a_body_over_the_limit_is_stopped(rig: Rig) -> None:
 
 
 def test_a_full_spool(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(**options: Any) -> Any:
+    def full(*arguments: Any) -> Any:
         raise OSError(errno.ENOSPC, "no room")
 
-    monkeypatch.setattr(spool_module.tempfile, "TemporaryFile", full)
+    monkeypatch.setattr(spool_files.os, "pwritev", full)
     assert_error(post(rig, GOOD, signed(GOOD)), 507, "SpoolFull")
 
 

@@ -19,6 +19,7 @@ import pytest
 import zstandard
 
 from delta_server import spool as spool_module
+from delta_server import spool_files
 from delta_server.spool import Spool, Spooled
 from delta_server.upload_limits import MinimumRate
 from engine_ext import durable_files
@@ -389,28 +390,14 @@ def test_nothing_stays_of_a_cancelled_body(spool: Spool) -> None:
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Every spool file takes 64 bytes and then fails."""
-    original = os.fdopen
+    original = os.pwritev
 
-    class Full:
-        def __init__(self, file: Any) -> None:
-            self._file = file
-            self._room = 64
+    def pwritev(descriptor: int, views: list[memoryview], offset: int) -> int:
+        if offset >= 64:
+            raise OSError(request.param, os.strerror(request.param))
+        return original(descriptor, [views[0][: 64 - offset]], offset)
 
-        def write(self, data: memoryview) -> int:
-            if not self._room:
-                raise OSError(request.param, os.strerror(request.param))
-            written = self._file.write(data[: self._room])
-            self._room -= written
-            return written
-
-        def close(self) -> None:
-            self._file.close()
-
-    def fdopen(descriptor: int, mode: str, **options: Any) -> Any:
-        file = original(descriptor, mode, **options)
-        return Full(file) if mode == "wb" else file
-
-    monkeypatch.setattr(spool_module.os, "fdopen", fdopen)
+    monkeypatch.setattr(spool_files.os, "pwritev", pwritev)
 
 
 @pytest.mark.parametrize("full_disk", [errno.ENOSPC, errno.EDQUOT], indirect=True)
@@ -434,10 +421,10 @@ def test_another_failure_of_the_disk_is_not_a_full_spool(spool: Spool) -> None:
 
 
 def test_no_room_for_another_file(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def mkstemp(**options: Any) -> Any:
+    def opened(*arguments: Any) -> Any:
         raise OSError(errno.ENOSPC, "no inodes")
 
-    monkeypatch.setattr(spool_module.tempfile, "mkstemp", mkstemp)
+    monkeypatch.setattr(spool_files.os, "open", opened)
     with pytest.raises(SpoolFull):
         receive(spool, pieces(PLAIN, 1 << 20))
 

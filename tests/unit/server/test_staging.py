@@ -1,16 +1,24 @@
-"""What precedes a commit on every rank is done between two steps of the engine, or drops it."""
+"""Parts are staged side by side, and what must precede a commit is done between two steps."""
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine_ext.errors import NotUpdatable
-from engine_ext.wire.operations import Operation
+from delta_server import staging
+from engine_ext.errors import BaseMismatch, DeltaError, NotUpdatable
+from engine_ext.wire import Part
+from engine_ext.wire.operations import BeginPart, Operation, PollPart, SettlePart
 from tests.support.in_process_engine import (
+    RANKS,
     STEP,
+    Changes,
     Rig,
     after,
     assert_error,
@@ -101,3 +109,152 @@ def test_a_part_that_one_rank_refuses_to_begin_is_forgotten_by_all(
     assert rig.engine.receivers[0]._staging.get(0) is None
     monkeypatch.setattr(receiver, "begin", begin)
     rig.assert_committed(rig.send(delta_part()), NEXT, 8)
+
+
+# Several parts of one request, side by side ----------------------------------------------------
+
+THREE: list[Changes] = [
+    {"embed.weight": {0: 0x1111}},
+    {"layer.weight": {3: 0x2222}},
+    {"norm.weight": {7: 0x3333}},
+]
+
+
+def write_files(folder: Path, **metadata: Any) -> None:
+    """One file for each of three changes; numbered parts of one sync if there is metadata."""
+    for number, changes in enumerate(THREE):
+        numbered = {**metadata, "part": number} if metadata else {}
+        (folder / f"{number}.safetensors").write_bytes(delta_part(changes, **numbered))
+
+
+def recorded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """What the ranks are asked about parts, with the parts' numbers."""
+    calls: list[tuple[str, int]] = []
+    call = rig.engine.call
+
+    async def record(request: Operation[Any]) -> Any:
+        if isinstance(request, BeginPart | PollPart | SettlePart):
+            calls.append((request.name, request.part.part))
+        return await call(request)
+
+    monkeypatch.setattr(rig.engine, "call", record)
+    return calls
+
+
+def staged_by(rig: Rig, monkeypatch: pytest.MonkeyPatch, before: Callable[[Part], object]) -> None:
+    """Let every rank call `before` with a part that it is about to stage."""
+    for shard in rig.engine.shards:
+
+        def stage(part: Part, original: Any = shard.stage) -> Any:
+            before(part)
+            return original(part)
+
+        monkeypatch.setattr(shard, "stage", stage)
+
+
+def test_files_are_staged_side_by_side(
+    disk_rig: Rig, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(root)
+    all_at_once = threading.Barrier(len(THREE) * RANKS)
+    staged_by(disk_rig, monkeypatch, lambda part: all_at_once.wait(8))
+    disk_rig.assert_committed(disk_rig.disk(root), after(fresh_weights(), *THREE), 8)
+
+
+def test_as_many_files_are_staged_at_once_as_a_rank_has_threads(
+    make_rig: Callable[..., Rig], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(roots=(str(root),), read_workers=2)
+    write_files(root)
+    calls = recorded(rig, monkeypatch)
+    rig.assert_committed(rig.disk(root), after(fresh_weights(), *THREE), 8)
+    order = [call for call in calls if call[0] != "poll"]
+    assert order == [
+        *(("begin", 0), ("begin", 1), ("settle", 0)),
+        *(("begin", 2), ("settle", 1), ("settle", 2)),
+    ]
+
+
+def test_the_ranks_are_asked_once_when_they_have_staged(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "_ALIVE_S", 60.0)
+    calls = recorded(rig, monkeypatch)
+    staged_by(rig, monkeypatch, lambda part: time.sleep(0.2))
+    rig.assert_committed(rig.send(delta_part()), NEXT, 8)
+    assert calls == [("begin", 0), ("poll", 0), ("settle", 0)]
+    assert rig.spooled() == []
+
+
+def test_ranks_that_cannot_signal_are_asked(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*arguments: object) -> None:
+        raise PermissionError("no pipes here")
+
+    monkeypatch.setattr(os, "mkfifo", unsupported)
+    staged_by(rig, monkeypatch, lambda part: time.sleep(0.05))
+    rig.assert_committed(rig.send(delta_part()), NEXT, 8)
+
+
+def test_a_dead_rank_is_noticed_while_others_stage(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "_ALIVE_S", 0.01)
+    go_on = threading.Event()
+    staged_by(rig, monkeypatch, lambda part: go_on.wait(60))
+    rig.engine.fails["poll"] = DeltaError("a rank is dead")
+    assert_error(rig.send(delta_part()), 500, "DeltaError")
+    assert rig.spooled() == []
+    go_on.set()
+    for receiver in rig.engine.receivers:
+        receiver._staging.wait()
+    assert rig.spooled() == []
+
+
+@pytest.mark.parametrize("bad", range(3))
+@pytest.mark.parametrize("error", [NotUpdatable("no"), BaseMismatch("no"), ValueError("no")])
+def test_one_bad_file_and_nothing_is_staged(
+    disk_rig: Rig, root: Path, bad: int, error: Exception
+) -> None:
+    write_files(root)
+    [name] = THREE[bad]
+    disk_rig.engine.shards[1].refuses[name] = error
+    answer = disk_rig.disk(root)
+    kind = type(error).__name__ if isinstance(error, DeltaError) else "DeltaError"
+    assert answer.json()["error"]["type"] == kind
+    assert disk_rig.status()["staged"] is None
+    assert all(r._staging.get(n) is None for r in disk_rig.engine.receivers for n in range(3))
+    assert (disk_rig.engine.writes, disk_rig.spooled()) == ([0, 0], [])
+    disk_rig.engine.shards[1].refuses.clear()
+    disk_rig.assert_committed(disk_rig.disk(root), after(fresh_weights(), *THREE), 8)
+
+
+def test_of_numbered_files_those_before_the_bad_one_stay(disk_rig: Rig, root: Path) -> None:
+    """They are parts of a sync that others may send the rest of."""
+    write_files(root, sync_id="s", num_parts=3)
+    disk_rig.engine.shards[1].refuses["layer.weight"] = BaseMismatch("no")
+    assert_error(disk_rig.disk(root), 409, "BaseMismatch")
+    assert disk_rig.status()["staged"]["parts"] == [0]
+    assert [disk_rig.engine.receivers[0]._staging.get(n) is None for n in range(3)] == [
+        *(False, True, True)
+    ]
+    disk_rig.engine.shards[1].refuses.clear()
+    disk_rig.assert_committed(disk_rig.disk(root), after(fresh_weights(), *THREE), 8)
+
+
+def test_a_file_that_is_not_begun_and_the_others_are_forgotten(
+    disk_rig: Rig, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(root)
+    receiver = disk_rig.engine.receivers[1]
+    begin = receiver.begin
+
+    def refuse(request: Any) -> Any:
+        if request.part.part == 2:
+            raise NotUpdatable("not here")
+        return begin(request)
+
+    monkeypatch.setattr(receiver, "begin", refuse)
+    assert_error(disk_rig.disk(root), 422, "NotUpdatable")
+    assert disk_rig.status()["staged"] is None
+    monkeypatch.setattr(receiver, "begin", begin)
+    disk_rig.assert_committed(disk_rig.disk(root), after(fresh_weights(), *THREE), 8)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import types
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import httpx
 import pytest
 
+from delta_server import upload_limits
 from delta_server.upload_limits import MinimumRate, UploadSlots, receive_body
 from engine_ext.errors import TooManyUploads, UploadTooSlow
 from tests.support.in_process_engine import (
@@ -50,6 +53,21 @@ def test_a_body_at_its_rate_may_take_as_long_as_it_likes() -> None:
     assert arrive(steady(10, 100, 0.03), MinimumRate(stall=0.2, rate=1000)) == 1000
 
 
+def test_a_python_whose_tasks_do_not_count_cancellations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.10."""
+    current = asyncio.current_task
+
+    def old_task() -> Any:
+        task = current()
+        assert task is not None
+        return types.SimpleNamespace(cancel=task.cancel)
+
+    monkeypatch.setattr(upload_limits.asyncio, "current_task", old_task)
+    assert arrive(steady(3, 100, 0), MinimumRate(stall=0.2, rate=1000)) == 300
+    with pytest.raises(UploadTooSlow):
+        arrive(steady(2, 1, 10), MinimumRate(stall=0.2, rate=1000))
+
+
 def test_a_body_below_its_rate_is_given_up() -> None:
     """Though it never stalls: a byte now and then does not keep a place."""
     start = time.monotonic()
@@ -74,6 +92,59 @@ def test_a_body_that_stalls_is_given_up() -> None:
 
 def test_what_is_done_with_the_chunks_does_not_count() -> None:
     assert arrive(steady(5, 1, 0), MinimumRate(stall=0.1, rate=1 << 20), busy=0.05) == 5
+
+
+def test_a_wait_that_is_cancelled_is_not_a_slow_body() -> None:
+    """Also if both come at once."""
+
+    async def scenario(stall: float) -> None:
+        task = asyncio.ensure_future(
+            anext(receive_body(steady(1, 1, 60), MinimumRate(stall=stall, rate=1)))
+        )
+        await asyncio.sleep(0.01)
+        if stall < 1:
+            time.sleep(2 * stall)  # its timer rings before the task runs again
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
+
+    asyncio.run(scenario(60))
+    asyncio.run(scenario(0.05))
+
+
+def test_a_slow_body_leaves_no_request_to_cancel_its_task() -> None:
+    async def scenario() -> None:
+        with pytest.raises(UploadTooSlow):
+            async for _ in receive_body(steady(1, 1, 60), MinimumRate(stall=0.01, rate=1)):
+                pass
+        task = asyncio.current_task()
+        assert task is not None
+        assert task.cancelling() == 0
+        await asyncio.sleep(0.02)
+
+    asyncio.run(scenario())
+
+
+def test_many_chunks_take_few_timers(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        loop, timers = asyncio.get_running_loop(), list[float]()
+        call_later = loop.call_later
+
+        def counted(delay: float, *arguments: Any) -> asyncio.TimerHandle:
+            timers.append(delay)
+            return call_later(delay, *arguments)
+
+        monkeypatch.setattr(loop, "call_later", counted)
+
+        async def chunks() -> AsyncIterator[bytes]:
+            for _ in range(1000):
+                yield b"x"
+
+        async for _ in receive_body(chunks(), MinimumRate(stall=60, rate=1)):
+            await asyncio.sleep(0)
+        assert len(timers) == 1
+
+    asyncio.run(scenario())
 
 
 def test_a_slow_body_is_answered(make_rig: Callable[..., Rig]) -> None:

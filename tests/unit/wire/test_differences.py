@@ -188,7 +188,7 @@ class TestRanks:
             part_id(body, continues=True, identity="another"),
         ):
             identity = mock.Mock(return_value=again.identity)
-            with mock.patch("engine_ext.receiver.background_staging.part_identity", identity):
+            with mock.patch("engine_ext.receiver.shared_decoding.part_identity", identity):
                 answers = self.engine.stage(again, body)
             assert {error["type"] for error in errors_of(answers)} == {"BaseMismatch"}
             assert self.memories() == self.fresh(self.target)

@@ -31,6 +31,7 @@ STATUS = ops.RankStatus(
     version=1, engine_state="uncertain", resume_owed=True, asleep=False, foreign=None,
     staged=STAGED, last_sync=COMMITTED, can_roll_back=False, apply="scatter",
     certification={"exact": 3}, uncertified={"w": "why"}, digest="00",
+    scrub=ops.ScrubState(passes=2, passed_at=1.5, mismatched=["w"], error=None),
 )  # fmt: skip
 RECORD = ops.SyncRecord(at=1.5, outcome="committed", version=2, timings_ms={"stage_ms": 0.5})
 
@@ -55,6 +56,7 @@ EXAMPLES: list[tuple[ops.Operation[Any], ops.Reply]] = [
     (ops.PrepareSync(part=PART), ops.SyncPrepared(done=False, rebuilt=2)),
     (ops.DropSync(version=1, sync_id="s"), ops.Reply()),
     (ops.CommitSync(version=2, sync_id=None), COMMITTED),
+    (ops.TakeScrubFindings(), ops.ScrubFindings(mismatched=["w"])),
     (ops.RollBack(), ops.RolledBack(version=1, rolled_back=2, commit_ms=0.5, digest="00")),
     (ops.GetPlan(), ops.RankPlan(tensors=[{"name": "w", "live": ["w"]}])),
     (

@@ -1,0 +1,10 @@
+"""How many cores this process may use."""
+
+from __future__ import annotations
+
+import os
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may run on; threads are counted by it."""
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,124 @@
+"""Keep what a part decodes to in a file, so that the ranks of one host decode it once.
+
+Only processes of one engine read such a file, on the machine that wrote it, so its layout is no
+contract. What the part itself holds in plain is not repeated::
+
+    what                bytes
+    magic, key          16 + 32
+    length of the file  8
+    then for each param, everything at a multiple of 64:
+    indices             nnz * 4, or nnz * 8 for a tensor of more than 2**31 elements
+    gap stream          as decompressed; only of a packed encoding
+    values              nnz * width; only of a packed encoding
+
+A dense param has neither indices nor a stream.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_ext.dtypes import bits_dtype
+from engine_ext.wire.container import Header, read_container
+from engine_ext.wire.manifest import DIFFERENCES, PACKED_ENCODINGS, Limits, ParamEntry
+from engine_ext.wire.part import ParamDelta, Part, plain_values
+from engine_ext.wire.positions import Positions
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_MAGIC: Final = b"decoded part 01\n"
+_ALIGN: Final = 64
+
+_Array = tuple[np.dtype[Any], int]  # its dtype and how many elements it has
+
+
+def write_decoded(file: BinaryIO, part: Part, key: str) -> None:
+    """Write what a part was decoded to; `key` has 32 characters and tells it from others."""
+    layout = _layout(part.header)
+    _write(file, _head(key, layout))
+    for delta, arrays in zip(part.deltas, layout, strict=True):
+        own: list[NDArray[Any]] = []
+        if delta.indices is not None and delta.positions is not None:
+            own = [delta.indices, delta.positions.raw]
+        if part.manifest.encoding in PACKED_ENCODINGS:
+            own.append(delta.values)
+        # Of an encoding that is not packed, the stream is in the part.
+        for array, (dtype, _) in zip(own, arrays, strict=False):
+            _write(file, array.astype(dtype, copy=False).view(np.uint8).data)
+
+
+def is_decoded(decoded: Buffer, key: str) -> bool:
+    """Return whether a file is whole, and was written with this key."""
+    with memoryview(decoded) as view:
+        head = bytes(view[: len(_MAGIC) + 40])
+        return head == _MAGIC + key.encode() + len(view).to_bytes(8, "little")
+
+
+def read_decoded(container: Buffer, decoded: Buffer, limits: Limits) -> Part:
+    """Return the same as `decode_part` of a container that has been decoded and verified.
+
+    The deltas keep views of both buffers, and indices may be int32.
+
+    Args:
+        decoded: what was written for this very container, see `is_decoded`.
+    """
+    header, positions, values = read_container(container, limits)
+    manifest = header.manifest
+    packed = manifest.encoding in PACKED_ENCODINGS
+    plain = iter(() if packed else plain_values(header, values))
+    data = np.frombuffer(memoryview(decoded), np.uint8)
+    at = _padded(len(_MAGIC) + 40)
+    deltas = []
+    for entry, arrays in zip(manifest.params, _layout(header), strict=True):
+        own: list[NDArray[Any]] = []
+        for dtype, count in arrays:
+            end = at + count * dtype.itemsize
+            own.append(data[at:end].view(dtype))
+            at = _padded(end)
+        indices = sent = None
+        if not entry.is_dense:
+            indices = own[0]
+            stream = own[1] if packed else positions[entry.pos_start : entry.pos_end]
+            sent = Positions(manifest.encoding, stream, entry.pos_width)
+        bits = own[-1] if packed else next(plain)
+        differences = manifest.encoding == DIFFERENCES
+        deltas.append(
+            ParamDelta(entry.name, entry.dtype, entry.shape, indices, bits, differences, sent)
+        )
+    return Part(header, tuple(deltas))
+
+
+def _layout(header: Header) -> list[list[_Array]]:
+    """Return which arrays the file has of each param."""
+    packed = header.manifest.encoding in PACKED_ENCODINGS
+    return [_arrays(entry, packed) for entry in header.manifest.params]
+
+
+def _arrays(entry: ParamEntry, packed: bool) -> list[_Array]:
+    arrays: list[_Array] = []
+    if not entry.is_dense:
+        arrays.append((np.dtype(np.int32 if entry.numel <= 1 << 31 else np.int64), entry.nnz))
+        if packed:
+            arrays.append((np.dtype(np.uint8), entry.pos_end - entry.pos_start))
+    if packed:
+        arrays.append((bits_dtype(entry.dtype), entry.nnz))
+    return arrays
+
+
+def _head(key: str, layout: list[list[_Array]]) -> bytes:
+    sizes = [count * dtype.itemsize for arrays in layout for dtype, count in arrays]
+    length = _padded(len(_MAGIC) + 40) + sum(map(_padded, sizes))
+    return _MAGIC + key.encode() + length.to_bytes(8, "little")
+
+
+def _write(file: BinaryIO, data: bytes | memoryview) -> None:
+    file.write(data)
+    file.write(bytes(_padded(len(data)) - len(data)))
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN

@@ -1,0 +1,178 @@
+"""Time what one rank does for a full sync, stage by stage, over three reads of the weights.
+
+    python -m scripts.bench.full_sync
+    python -m scripts.bench.full_sync --layers 2 --runs 1      # to see whether it works
+
+Builds the model of `scripts.bench.startup` with random weights and applies full syncs of other
+random weights, each in one part: decoded from memory, staged, and committed as a rank of an engine
+does it, without an engine, HTTP or a link. Every time is the shortest of --runs runs; reads of the
+weights take turns with the syncs. A full sync takes its old values into the undo log, as engines do
+whose weights fit into it.
+
+stages:
+  read, three times     of all weights, by as many threads
+  decode                verify the part's checksum and its header
+  stage                 find the places, digest the new values (and, if the part says what it
+                        changes, the old ones)
+  commit                checks, old values into the undo log, new ones into memory
+columns:
+  ms, x read            milliseconds, and over three reads
+  CPU ms                of all threads, the least of the runs
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from scripts import command_line
+
+_READ: Final = "read, three times"
+_EPILOG: Final = """\
+With --json the last line on stdout is one JSON object: bytes, threads, seconds (by stage, on the
+clock and of all processors), ratio (of decode, stage and commit to three reads).
+
+exit status: 0 measured and verified; 1 live memory is not what was sent; 2 bad usage;
+130 interrupted
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; return the exit status."""
+    options = parse_arguments(arguments)
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)  # torch reads it when it is imported
+
+    def program() -> int:
+        result = run(options)
+        if options.json:
+            print(json.dumps(result), flush=True)
+        return 0
+
+    return command_line.run(program, (RuntimeError,), "interrupted")
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = command_line.make_parser("scripts.bench.full_sync", __doc__, _EPILOG)
+    command_line.add_model_options(parser, runs=7, layers=8)
+    change_help = "the part has the digest of its change"
+    parser.add_argument("--change", action="store_true", help=change_help)
+    return parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Build, measure and print; return the JSON object.
+
+    Raises:
+        RuntimeError: a sync was refused, or left other bits.
+    """
+    import torch
+
+    from engine_ext.apply import DeltaApplier, ScatterWriter
+    from engine_ext.kernels import bits_of, host_bits, warm_up
+    from engine_ext.model import StorageIndex
+    from engine_ext.placement import TensorSpec, certify_placement, make_plan
+    from engine_ext.ranks import SingleRank
+    from engine_ext.settings import Settings
+    from engine_ext.tracing import trace_placement
+    from engine_ext.wire import Digest, ParamDelta, decode_part, encode_part, tensor_digest
+    from scripts.bench.startup import checkpoint_of, load_weights, make_model, reading_time
+
+    model = make_model(options.layers)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape).mul_(0.02))
+    base = dict(checkpoint_of(model))
+    index = StorageIndex(model)
+    specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in base.items()]
+    placement = trace_placement(model, lambda found: load_weights(model, found), specs, index)
+    certified = certify_placement(placement, base.items(), threads=options.threads)
+    warm_up()
+    plan = make_plan(placement, SingleRank())
+    undo_bytes, writer = Settings().undo_bytes, ScatterWriter()
+    applier = DeltaApplier(
+        *(model, index, plan, writer),
+        undo_bytes=undo_bytes,
+        threads=options.threads,
+        certified=certified,
+    )
+
+    def digest() -> Digest:
+        return sum(applier.plan.scan(options.threads).values(), Digest.ZERO)
+
+    bodies = []
+    sent = []
+    for flipped in (1, 0):
+        deltas = [
+            ParamDelta(
+                n, "bfloat16", tuple(t.shape), None, host_bits(bits_of(t.view(-1))) ^ flipped
+            )
+            for n, t in base.items()
+        ]
+        digests = (tensor_digest(d.name, d.values, threads=options.threads) for d in deltas)
+        sent.append(sum(digests, Digest.ZERO))
+        before = sent[-2] if len(sent) > 1 else digest()
+        change = {"digest_part": (sent[-1] - before).hex()} if options.change else {}
+        metadata: Any = {"current_version": 1, "full": "true", **change}
+        # Memory that could be written to, like the spool file that an engine maps.
+        bodies.append(bytearray(encode_part(deltas, encoding="indices", **metadata)))
+    del base
+
+    seconds: dict[str, tuple[float, float]] = {}
+
+    def keep(stage: str, clock: float, processors: float) -> None:
+        known = seconds.get(stage, (clock, processors))
+        seconds[stage] = min(known[0], clock), min(known[1], processors)
+
+    def now() -> tuple[float, float]:
+        return time.perf_counter(), time.process_time()
+
+    for number in range(2 * options.runs):
+        reading = 3 * reading_time(model, options.threads)
+        keep(_READ, reading, reading * options.threads)
+        times = [now()]
+        part = decode_part(bodies[number % 2])
+        times.append(now())
+        staged = [applier.stage(part)]
+        times.append(now())
+        applier.check_sync(staged, full=True)
+        applier.check_base(staged)
+        applier.agree(staged, [applier.brief(staged)])
+        applier.write(staged)
+        applier.finish(staged)
+        times.append(now())
+        for stage, start, end in zip(("decode", "stage", "commit"), times, times[1:], strict=False):
+            keep(stage, end[0] - start[0], end[1] - start[1])
+        if digest() != sent[number % 2]:
+            raise RuntimeError("live memory is not what was sent")
+        del part, staged
+
+    ours = [seconds[stage] for stage in ("decode", "stage", "commit")]
+    seconds["full sync"] = sum(one[0] for one in ours), sum(one[1] for one in ours)
+    size, ratio = sum(p.nbytes for p in model.parameters()), seconds["full sync"][0]
+    ratio /= seconds[_READ][0]
+    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 110)
+    console.print(
+        f"{size / 1e6:.0f} MB of bfloat16 weights, {options.threads} threads, fastest of "
+        f"{2 * options.runs} runs"
+    )
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("stage", "ms", "x read", "CPU ms"):
+        table.add_column(column, justify="left" if column == "stage" else "right")
+    for stage, (clock, processors) in seconds.items():
+        read = clock / seconds[_READ][0]
+        table.add_row(stage, f"{clock * 1e3:.1f}", f"{read:.2f}", f"{processors * 1e3:.1f}")
+    console.print(table)
+    return {"bytes": size, "threads": options.threads, "seconds": seconds, "ratio": ratio}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,278 @@
+"""Time whole syncs over a link with a round trip, against the slowest of their stages alone.
+
+    python -m scripts.bench.pipeline          # about 2 GB of memory
+    python -m scripts.bench.pipeline --json   # the last line is JSON
+
+A sender syncs the endpoints that engines serve, over a PyTorch model in place of an engine. They
+run in a process of their own, and so does the link between them: a TCP relay that adds half of the
+round trip in each direction, and lets all connections together send --megabytes-per-second in each.
+TCP's own slow start is not simulated. See scripts/bench/synthetic_weights.py for the weights.
+
+stages, each alone, with all threads that it has in a sync:
+  diff     comparing the weights with the snapshot
+  encode   building and encoding every part from the differences
+  link     as many bytes as all parts have, in one go over the same relay; with its round trip
+  receive  checking every part while it is written to the spool
+  stage    every part, at once, on the receiver; nothing is written yet
+  cores    processor time of all of a sync's processes but the relay, over the cores: less than this
+           no sync can take on this machine
+syncs:
+  wall ms          from the trainer's tensors to the answer that the receiver has committed
+  / slowest stage  that over the slowest stage alone; "cores" is none
+Every time is the least of --repeats; the ways to sync, and the stages, are timed in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from delta_sender import DeltaSender, sync_round
+from delta_sender.acked_state import AckedState
+from delta_sender.bandwidth import LinkSpeed
+from delta_sender.encoding_policy import EncodingPolicy
+from delta_sender.part_builder import PartBuilder
+from delta_sender.results import SyncReport
+from delta_sender.snapshot import Snapshot
+from delta_sender.sync_round import Attempt, SyncRound
+from engine_ext.cores import usable_cores
+from engine_ext.wire import ENCODINGS
+from scripts import command_line
+from scripts.bench import pipeline_link, pipeline_receiver, synthetic_weights
+
+SPEEDS: Final = (50, 200)  # megabytes per second
+STAGES: Final = ("diff", "encode", "link", "receive", "stage", "cores")
+ENCODERS: Final = sync_round.MOST_ENCODERS
+# Posts in flight, and encoders at most.
+WAYS: Final = {
+    "one by one": (1, 1),
+    "posts side by side": (4, 1),
+    "all side by side": (4, ENCODERS),
+}
+_PARAM: Final = 1 << 22  # elements of one layer; half of a part, by default
+_NORM: Final = 1 << 12  # of these, in a tensor of their own, as a layer has small ones
+_Tensors = dict[str, torch.Tensor]
+
+
+@contextmanager
+def process(serve: Callable[..., None], *arguments: Any) -> Iterator[tuple[Any, int]]:
+    """Run a server in a process of its own; give the ports that it listens on, and its id."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=serve, args=(theirs, *arguments), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        yield ours.recv(), child.pid or 0
+    finally:
+        child.terminate()
+        child.join()
+
+
+class Stages:
+    """The stages on the sender's side, each alone.
+
+    Args:
+        old, new: what the snapshot holds, and what is sent.
+    """
+
+    def __init__(self, old: _Tensors, new: _Tensors, options: argparse.Namespace) -> None:
+        self._snapshot = Snapshot(old.items(), options.encoding)
+        self._new, self._options = new, options
+
+    def diff(self) -> float:
+        """Return the seconds of comparing all tensors."""
+        start = time.perf_counter()
+        for _ in self._snapshot.read(self._new.items()):
+            pass
+        return time.perf_counter() - start
+
+    def encode(self) -> tuple[float, list[bytes]]:
+        """Return the seconds of building and encoding all parts, and their bodies."""
+        shared = SyncRound(1, full=False, destinations=1, posts_in_flight=1, started=0.0)
+        shared.read(self._snapshot.read(self._new.items()))
+        policy = EncodingPolicy(self._options.encoding)
+        state = AckedState(self._snapshot, 0)
+        names = [{"name": name, "status": "exact", "digested": True} for name in self._new]
+        state.read_plan([names], keep_digest=True, full=False)
+        start = time.perf_counter()
+        builder = PartBuilder(
+            shared,
+            Attempt(1, False, policy, policy),
+            state,
+            bucket_bytes=self._options.bucket_bytes,
+            speed=LinkSpeed(),
+        )
+        bodies = [part.body for part in builder]
+        found = [body.result() for body in bodies]
+        return time.perf_counter() - start, found
+
+
+class Syncs:
+    """Syncs of one receiver, back and forth between two sets of weights.
+
+    Args:
+        server: process id of the receiver.
+        sides: what it holds, and what the next sync sends; each sync swaps the two.
+    """
+
+    def __init__(
+        self, url: str, server: int, sides: list[_Tensors], options: argparse.Namespace
+    ) -> None:
+        self._url, self._pids = url, [os.getpid(), server]
+        self._sides, self._options = sides, options
+        self._version = 0
+
+    def sync(self, posts: int, encoders: int) -> tuple[float, float, SyncReport]:
+        """Sync by a new sender that has read the plan; return seconds, processor time and report.
+
+        Args:
+            posts: in flight at once.
+            encoders: parts that are encoded at once, if the cores are enough.
+        """
+        held, wanted = self._sides
+        sync_round.MOST_ENCODERS = encoders
+        with DeltaSender(
+            self._url,
+            held.items(),
+            base_version=self._version,
+            encoding=self._options.encoding,
+            bucket_bytes=self._options.bucket_bytes,
+            posts_in_flight=posts,
+        ) as sender:
+            sender.sync(held.items())  # without changes; it also opens a connection
+            start, before = time.perf_counter(), processor_time(self._pids)
+            report = sender.sync(wanted.items())
+            processors = processor_time(self._pids) - before
+            seconds = time.perf_counter() - start
+        self._version = report.version
+        self._sides.reverse()
+        return seconds, processors, report
+
+
+def make_tensors(bits: synthetic_weights.Bits) -> _Tensors:
+    """Return weights as a trainer's tensors."""
+    weights = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+    tensors = {}
+    for number, start in enumerate(range(0, bits.size, _PARAM)):
+        tensors[f"model.layers.{number}.norm.weight"] = weights[start : start + _NORM]
+        tensors[f"model.layers.{number}.mlp.weight"] = weights[start + _NORM : start + _PARAM]
+    return tensors
+
+
+def processor_time(pids: Sequence[int]) -> float:
+    """Return the seconds of processor time that processes have taken."""
+    stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    return sum(int(stat[11]) + int(stat[12]) for stat in stats) / os.sysconf("SC_CLK_TCK")
+
+
+def measure(
+    megabytes_per_s: int, sides: list[_Tensors], options: argparse.Namespace
+) -> dict[str, Any]:
+    """Time stages and syncs over a link of one speed."""
+    old, new = sides
+    speed, round_trip = megabytes_per_s * 1e6, options.round_trip / 1e3
+    ours = Stages(old, new, options)
+    bodies = ours.encode()[1]
+    theirs = pipeline_receiver.Stages(old, bodies)
+    nbytes = sum(map(len, bodies))
+    stages: dict[str, list[float]] = {name: [] for name in STAGES}
+    syncs: dict[str, list[float]] = {way: [] for way in WAYS}
+    with (
+        process(pipeline_receiver.serve, old) as (port, server),
+        process(pipeline_link.serve, port, speed, round_trip) as ((port, sink), _),
+    ):
+        url = f"http://{pipeline_link.HOST}:{port}"
+        syncing = Syncs(url, server, [old, new], options)
+        for _ in range(options.repeats):
+            stages["diff"].append(ours.diff())
+            stages["encode"].append(ours.encode()[0])
+            stages["link"].append(pipeline_link.send_through(sink, nbytes))
+            stages["receive"].append(theirs.receive())
+            stages["stage"].append(theirs.stage())
+            for way, (posts, encoders) in WAYS.items():
+                seconds, processors, report = syncing.sync(posts, encoders)
+                syncs[way].append(seconds)
+                stages["cores"].append(processors / usable_cores())
+                if report.parts != len(bodies):
+                    raise RuntimeError(f"{report.parts} parts, not {len(bodies)}")
+    theirs.close()
+    least = {name: min(times) for name, times in stages.items()}
+    slowest = max(least[name] for name in STAGES if name != "cores")
+    return {
+        "bytes": nbytes,
+        "parts": len(bodies),
+        "stages_ms": {name: round(seconds * 1e3, 1) for name, seconds in least.items()},
+        "wall_ms": {way: round(min(times) * 1e3, 1) for way, times in syncs.items()},
+        "over_slowest": {way: round(min(times) / slowest, 2) for way, times in syncs.items()},
+    }
+
+
+def show(found: dict[int, dict[str, Any]], console: Console) -> None:
+    """Print the stages, and the syncs."""
+    table = Table("link", "parts", "bytes", *(f"{n} ms" for n in STAGES), box=box.MARKDOWN)
+    for speed, one in found.items():
+        cells = [f"{one['stages_ms'][name]:.0f}" for name in STAGES]
+        table.add_row(f"{speed} MB/s", str(one["parts"]), f"{one['bytes']:,}", *cells)
+    console.print(table)
+    table = Table("link", "sync", "wall ms", "/ slowest stage", box=box.MARKDOWN)
+    for speed, one in found.items():
+        for way, wall in one["wall_ms"].items():
+            ratio = f"{one['over_slowest'][way]:.2f}"
+            table.add_row(f"{speed} MB/s", way, f"{wall:.0f}", ratio)
+    console.print(table)
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = command_line.make_parser("scripts.bench.pipeline", __doc__)
+    add = parser.add_argument
+    add("--elements", type=int, default=200_000_000, help="weights (default: %(default)s)")
+    add("--density", type=float, default=0.2, help="share that changes (default: %(default)s)")
+    add("--encoding", default="deltas_zstd", choices=ENCODINGS, help="(default: %(default)s)")
+    bucket_help = "bytes of a part before compression (default: %(default)s)"
+    add("--bucket-bytes", type=int, default=8 << 20, help=bucket_help)
+    speed_help = "of the link in each direction; repeatable (default: 50 and 200)"
+    add("--megabytes-per-second", type=int, action="append", metavar="N", help=speed_help)
+    trip_help = "milliseconds there and back (default: %(default)s)"
+    add("--round-trip", type=float, default=40.0, help=trip_help)
+    add("--repeats", type=command_line.at_least(1), default=5, help="(default: %(default)s)")
+    add("--json", action="store_true", help="end with one line of JSON")
+    options = parser.parse_args(arguments)
+    options.elements = max(1, options.elements // _PARAM) * _PARAM  # whole layers
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; return the exit status."""
+    options = parse_arguments(arguments)
+    console = Console(width=120)
+    old = synthetic_weights.make_weights(options.elements, np.random.default_rng(0))
+    new = synthetic_weights.change(old, options.density, np.random.default_rng(1))
+    sides = [make_tensors(old), make_tensors(new)]
+    speeds = options.megabytes_per_second or SPEEDS
+    found = {speed: measure(speed, sides, options) for speed in speeds}
+    console.print(
+        f"{options.elements:,} weights, {options.density:.0%} changed, {options.encoding}, round "
+        f"trip {options.round_trip:g} ms, {usable_cores()} cores"
+    )
+    show(found, console)
+    if options.json:
+        print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,199 @@
+"""A real receiver over a plain PyTorch model, and the endpoints that engines serve in front of it.
+
+Only the engine is missing: nothing generates, so that pausing takes no time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
+
+import torch
+import uvicorn
+from fastapi import FastAPI
+from torch import nn
+
+from delta_server.request_options import parse_query, part_id
+from delta_server.routes import attach
+from delta_server.service import DeltaService
+from delta_server.spool import Spooled
+from engine_ext.apply import DeltaApplier, ScatterWriter
+from engine_ext.errors import DeltaError
+from engine_ext.kernels import warm_up
+from engine_ext.model import StorageIndex
+from engine_ext.placement import TensorSpec, certify_placement, make_plan
+from engine_ext.ranks import SingleRank
+from engine_ext.receiver import Receiver
+from engine_ext.settings import Settings
+from engine_ext.tracing import trace_placement
+from engine_ext.wire import Limits
+from engine_ext.wire.operations import (
+    BeginPart,
+    DropSync,
+    Operation,
+    PollPart,
+    ReplyT,
+    decode_answers,
+    encode_request,
+)
+from scripts.bench.pipeline_link import HOST
+
+_CHUNK = 1 << 16  # as uvicorn hands a body on
+
+
+class PlainModel(nn.Module):
+    """Parameters under the checkpoint's own names, loaded as an engine loads its own."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_parameter(_attribute(name), nn.Parameter(tensor.clone(), False))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, weight in weights:
+            self.get_parameter(_attribute(name)).copy_(weight)
+
+
+def _attribute(name: str) -> str:
+    return name.replace(".", "_")
+
+
+def make_receiver(tensors: dict[str, torch.Tensor], settings: Settings) -> Receiver:
+    """Make a model of the tensors; trace, certify and plan as at an engine's start."""
+    warm_up()
+    model = PlainModel(tensors)
+    index = StorageIndex(model)
+    specs = [TensorSpec(name, tuple(one.shape), one.dtype) for name, one in tensors.items()]
+    placement = trace_placement(model, model.load_weights, specs, index)
+    certify_placement(placement, tensors.items())
+    plan = make_plan(placement, SingleRank())
+    applier = DeltaApplier(
+        model,
+        index,
+        plan,
+        ScatterWriter(),
+        undo_bytes=settings.undo_bytes,
+        threads=torch.get_num_threads(),
+    )
+    return Receiver(
+        applier,
+        SingleRank(),
+        base_version=settings.base_version,
+        stage_timeout=settings.stage_timeout,
+        read_workers=settings.read_workers,
+        limits=Limits(),
+    )
+
+
+class PlainEngine:
+    """`delta_server.engine.Engine` around one receiver."""
+
+    name = "a plain model"
+    shared = False
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._worker = ThreadPoolExecutor(1)  # takes its calls in order, as a rank does
+        self._version = ""
+
+    async def call(self, request: Operation[ReplyT]) -> list[ReplyT | DeltaError]:
+        answer = await asyncio.get_running_loop().run_in_executor(
+            self._worker, self._receiver.handle, *encode_request(request)
+        )
+        return decode_answers(request, [answer])
+
+    async def is_paused(self) -> bool:
+        return False
+
+    async def pause(self, mode: str, *, flush_cache: bool) -> None:
+        pass
+
+    async def flush_cache(self) -> None:
+        pass
+
+    async def resume(self) -> None:
+        pass
+
+    async def set_weight_version(self, version: str) -> None:
+        self._version = version
+
+    async def get_weight_version(self) -> str:
+        return self._version
+
+
+def serve(pipe: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """Serve the endpoints on a free port, which is sent through `pipe`."""
+    settings = Settings()
+    service = DeltaService(PlainEngine(make_receiver(tensors, settings)), settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await service.start()
+        pipe.send(listener.getsockname()[1])
+        yield
+        service.spool.close()
+
+    app = FastAPI(lifespan=lifespan)
+    attach(app)
+    app.state.delta_service = service
+    listener = socket.create_server((HOST, 0))
+    uvicorn.Server(uvicorn.Config(app, log_level="warning")).run([listener])
+
+
+class Stages:
+    """The stages on the receiver's side, each alone and in this process.
+
+    Args:
+        tensors: what the receiver holds.
+        bodies: all parts of a sync from there.
+    """
+
+    def __init__(self, tensors: dict[str, torch.Tensor], bodies: Sequence[bytes]) -> None:
+        settings = Settings()
+        self._receiver, self._bodies = make_receiver(tensors, settings), bodies
+        self._service = DeltaService(PlainEngine(self._receiver), settings)
+        self._spooled: list[Spooled] = []
+
+    def close(self) -> None:
+        self._service.spool.close()
+
+    def receive(self) -> float:
+        """Return the seconds in which all bodies are checked and in the spool."""
+        for spooled in self._spooled:
+            spooled.remove()
+        self._spooled = []
+        start = time.perf_counter()
+        asyncio.run(self._receive())
+        return time.perf_counter() - start
+
+    async def _receive(self) -> None:
+        for body in self._bodies:
+            rate = self._service.minimum_rate
+            self._spooled.append(await self._service.spool.receive(_pieces(body), len(body), rate))
+
+    def stage(self) -> float:
+        """Return the seconds in which all parts are staged, given that `receive` was called."""
+        options = parse_query({})
+        parts = [
+            (part_id(spooled.header.manifest, spooled.identity, options), spooled.path)
+            for spooled in self._spooled
+        ]
+        start = time.perf_counter()
+        for part, path in parts:
+            self._receiver.execute(BeginPart(part=part, path=str(path), now=start))
+        for part, _ in parts:
+            while not self._receiver.execute(PollPart(part=part)).done:
+                time.sleep(0.0002)
+        seconds = time.perf_counter() - start
+        self._receiver.execute(DropSync())
+        return seconds
+
+
+async def _pieces(body: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(body), _CHUNK):
+        yield body[start : start + _CHUNK]

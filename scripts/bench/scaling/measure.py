@@ -1,0 +1,74 @@
+"""Measure the constants of the model on this machine."""
+
+from __future__ import annotations
+
+import platform
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from delta_sender.diff_host import compare
+from engine_ext.wire import decode_part, encode_part
+from scripts.bench import synthetic_weights
+from scripts.bench.scaling import measure_http, measure_live, measure_rank, measure_sender
+from scripts.bench.scaling.constants import Constants
+
+STEPS = ("drawing weights", "sender", "memory", "rank", "posts", "a live engine")
+_LIVE_REPEATS = 12
+DENSITY = 0.02
+
+
+def measure(elements: int, repeats: int, folder: Path, step: Callable[[str], None]) -> Constants:
+    """Measure everything; takes about a minute, and 12 bytes of memory per element.
+
+    Args:
+        elements: of the synthetic weights; a multiple of `synthetic_weights.PARAM`.
+        folder: for the live engine.
+        step: called before each of `STEPS`.
+    """
+    step(STEPS[0])
+    old = synthetic_weights.make_weights(elements, np.random.default_rng(0))
+    new = synthetic_weights.change(old, DENSITY, np.random.default_rng(1))
+    step(STEPS[1])
+    found: dict[str, Any] = {"machine": machine(), "density": DENSITY}
+    found |= measure_sender.measure(old, new, DENSITY, repeats)
+    step(STEPS[2])
+    found |= working_bytes(old, new)
+    step(STEPS[3])
+    found |= measure_rank.measure(old, new, repeats)
+    del old, new
+    step(STEPS[4])
+    found |= measure_http.measure(repeats)
+    step(STEPS[5])
+    found |= measure_live.measure(folder, _LIVE_REPEATS)
+    return Constants(**found)
+
+
+def working_bytes(old: synthetic_weights.Bits, new: synthetic_weights.Bits) -> dict[str, float]:
+    """Return the bytes per changed element that encoding and decoding a part take at their peak."""
+    one = next(synthetic_weights.params(old))
+    changed = [compare(old[one], new[one], streams=True)]
+    nnz = changed[0].indices.size
+    deltas = measure_sender.deltas_of(changed, "gap8_exp")
+    tracemalloc.start()
+    try:
+        body = encode_part(deltas, encoding="gap8_exp", current_version=1)
+        encoding = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        decode_part(body)
+        decoding = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+    return {"encode_bytes": encoding / nnz, "decode_bytes": (decoding + len(body)) / nnz}
+
+
+def machine() -> str:
+    """Return the name of this machine's CPU."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,53 @@
+"""Measure what a sync costs an engine by itself, without elements to speak of.
+
+A small vLLM on two ranks gets syncs of one element, of one element in each tensor, and of the same
+in one part for each tensor.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from delta_sender import DeltaSender
+from scripts.live_engine.registry import ENGINES
+from scripts.live_engine.tiny_models import build, load_tensors
+
+_LAYERS = 4
+_WARM = 2  # syncs that do not count
+
+
+def measure(folder: Path, repeats: int, engine: str = "vllm") -> dict[str, float]:
+    """Start the engine in `folder`, and return the fields of `Constants` that concern it.
+
+    Raises:
+        EngineError: It did not start.
+        SyncError: It refused a sync.
+    """
+    path = build("qwen3", folder / "small", num_hidden_layers=_LAYERS)
+    tensors = {name: tensor.clone() for name, tensor in load_tensors(path).items()}
+    log = folder / "small.log"
+    version, least = 0, dict.fromkeys(("one", "all", "parts"), float("inf"))
+    with ENGINES[engine](path, tp=2, enable_delta=True, log_path=log) as process:
+        for way in least:
+            changed = list(tensors.values())[: 1 if way == "one" else None]
+            with DeltaSender(
+                process.url,
+                tensors.items(),
+                base_version=version,
+                encoding="gap8_ulp",
+                bucket_bytes=1 if way == "parts" else 64 << 20,
+                posts_in_flight=1,
+            ) as sender:
+                for number in range(repeats + _WARM):
+                    for tensor in changed:
+                        tensor.view(-1)[number].view(torch.int16).bitwise_xor_(1)
+                    start = time.perf_counter()
+                    sender.sync(tensors.items())
+                    if number >= _WARM:
+                        least[way] = min(least[way], time.perf_counter() - start)
+                version = sender.version
+    part = max(least["parts"] - least["all"], 0.0) / (len(tensors) - 1)
+    return {"part_s": part, "sync_s": max(least["one"] - part, 0.0)}

@@ -1,0 +1,136 @@
+"""Measure the sender's costs: compare, encode, refresh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from delta_sender.diff_host import Difference, compare
+from engine_ext.cores import usable_cores
+from engine_ext.kernels import gather_scatter
+from engine_ext.wire import ParamDelta, change_digest, encode_part, tensor_digest
+from scripts.bench import synthetic_weights
+from scripts.bench.scaling.encodings import ENCODINGS, gap_bytes
+from scripts.bench.scaling.timing import ColdCaches, fastest
+from scripts.bench.synthetic_weights import Bits
+
+SMALL = 512  # elements of a small tensor
+SMALLS = 400
+_NAME = "model.layers.0.weight"
+
+
+def measure(old: Bits, new: Bits, density: float, repeats: int) -> dict[str, Any]:
+    """Return the fields of `Constants` that concern the sender alone; `new` has changes.
+
+    One tensor of all elements: costs of a tensor by itself are measured on small ones.
+    """
+    cold, cores = ColdCaches(), usable_cores()
+    changed = [compare(old[p], new[p], _NAME, streams=True) for p in synthetic_weights.params(old)]
+    nnz = sum(one.indices.size for one in changed)
+    found: dict[str, Any] = {}
+
+    def all_params(one: Bits, other: Bits) -> list[Difference]:
+        # As in a sync, all are kept, as new memory costs page faults; and all cores are busy,
+        # which makes each of them slower.
+        return [
+            compare(one[param], other[param], _NAME, cores, streams=True)
+            for param in synthetic_weights.params(one)
+        ]
+
+    same = old.copy()
+    wide = [one.indices.astype(np.int64) for one in changed]
+    times = fastest(
+        {
+            "diff": lambda: all_params(old, same),
+            "change": lambda: all_params(old, new),
+            "digest": lambda: [
+                change_digest(_NAME, indices, one.old, one.new)
+                for indices, one in zip(wide, changed, strict=True)
+            ],
+            "whole": lambda: tensor_digest(_NAME, old),
+        },
+        repeats,
+        cold,
+    )
+    found["diff_ns"] = times["diff"] / old.size * 1e9
+    found["change_ns"] = (times["change"] - times["diff"]) / nnz * 1e9
+    found["digest_ns"] = times["digest"] / nnz * 1e9
+    found["snapshot_digest_ns"] = times["whole"] / old.size * 1e9
+    live = same
+    refresh = fastest({"refresh": lambda: _refresh(live, changed)}, repeats, cold)
+    found["refresh_ns"] = refresh["refresh"] / nnz * 1e9
+    kept = sum(_kept(one) for one in changed)
+    found["change_bytes"] = kept / nnz
+    found |= _encoding(changed, density, nnz, repeats, cold)
+    found["sender_param_ns"] = _small_tensors(repeats)
+    return found
+
+
+def deltas_of(changed: Sequence[Difference], encoding: str) -> list[ParamDelta]:
+    """Return what a sender encodes of some params' differences."""
+    deltas = [
+        ParamDelta(
+            f"model.layers.{number}.weight",
+            "bfloat16",
+            (synthetic_weights.PARAM,),
+            one.indices,
+            one.new,
+            stream=one.stream,
+        )
+        for number, one in enumerate(changed)
+    ]
+    if encoding != "gap8_ulp":
+        return deltas
+    return [
+        replace(delta, values=one.new - one.old, differences=True)
+        for delta, one in zip(deltas, changed, strict=True)
+    ]
+
+
+def _refresh(live: Bits, changed: Sequence[Difference]) -> None:
+    for param, one in zip(synthetic_weights.params(live), changed, strict=False):
+        gather_scatter.write(live[param], one.indices, one.new)
+
+
+def _kept(one: Difference) -> int:
+    stream = 0 if one.stream is None else one.stream.nbytes
+    return one.indices.nbytes + one.old.nbytes + one.new.nbytes + stream
+
+
+def _encoding(
+    changed: Sequence[Difference], density: float, nnz: int, repeats: int, cold: ColdCaches
+) -> dict[str, Any]:
+    """Measure the encodings from differences, as a sender encodes: subtracting is included."""
+
+    def encode(encoding: str) -> bytes:
+        deltas = deltas_of(changed, encoding)
+        return encode_part(deltas, encoding=encoding, current_version=1, digest_part="0" * 32)
+
+    calls = {encoding: partial(encode, encoding) for encoding in ENCODINGS}
+    times = fastest(calls, repeats, cold)
+    sizes = {encoding: len(encode(encoding)) / nnz for encoding in ENCODINGS}
+    return {
+        "encode_ns": {encoding: times[encoding] / nnz * 1e9 for encoding in ENCODINGS},
+        "value_bytes": {e: sizes[e] - gap_bytes(density) for e in ENCODINGS},
+    }
+
+
+def _small_tensors(repeats: int) -> float:
+    """Return nanoseconds of comparing and encoding one small tensor with one change."""
+    old = np.zeros(SMALL, np.uint16)
+    new = old.copy()
+    new[SMALL // 2] = 1
+
+    def send() -> None:
+        found = [compare(old, new, f"model.{n}.weight", streams=True) for n in range(SMALLS)]
+        deltas = [
+            ParamDelta(f"model.{n}.weight", "bfloat16", (SMALL,), one.indices, one.new)
+            for n, one in enumerate(found)
+        ]
+        encode_part(deltas, encoding="gap8_exp", current_version=1)
+
+    return fastest({"send": send}, repeats)["send"] / SMALLS * 1e9

@@ -1,0 +1,201 @@
+"""Predict the time of a sync, from the costs of one machine.
+
+A sync is a pipeline of parts. Each stage has a function here that returns the seconds of one part;
+`predict` composes them: the first part passes through all stages, and every further one takes as
+long as the slowest stage. The last part is posted when all others are staged. On top come the
+commit and the refresh of the sender's snapshot, which wait for all parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scripts.bench.scaling.constants import Constants
+from scripts.bench.scaling.encodings import gap_bytes
+from scripts.bench.scaling.setups import Setup
+
+_NS = 1e-9
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the model says of a sync.
+
+    Attributes:
+        stages: wall seconds of each stage for all parts, as if it ran alone.
+        bound: what one more part waits for: a stage, ``cores`` (of a host, all stages together) or
+            ``posts`` (that may be in flight).
+        seconds: of the whole sync.
+        pause_s: for which generation is paused.
+        wire_bytes: to one engine.
+        cpu: CPU seconds of the sender, of the HTTP process, and of staging on one rank.
+    """
+
+    stages: dict[str, float]
+    bound: str
+    seconds: float
+    pause_s: float
+    wire_bytes: float
+    cpu: dict[str, float]
+
+
+def part_bytes(setup: Setup, costs: Constants) -> float:
+    """Return the bytes of one part: gaps at their entropy, and values as measured."""
+    return setup.part_nnz * (gap_bytes(setup.density) + costs.value_bytes[setup.encoding])
+
+
+def diff_cpu(setup: Setup, costs: Constants) -> float:
+    """Return CPU seconds of finding a part's changes: every element, and what is kept of each one.
+
+    `delta_sender.diff_host`: one pass over weights and snapshot; digest and gaps in the cache.
+    """
+    dense = setup.part_nnz / setup.density
+    return (dense * costs.diff_ns + setup.part_nnz * costs.change_ns) * _NS
+
+
+def encode_cpu(setup: Setup, costs: Constants) -> float:
+    """Return CPU seconds of encoding a part; see `engine_ext.wire.encode_part`."""
+    elements = setup.part_nnz * costs.encode_ns[setup.encoding]
+    return (elements + setup.part_tensors * costs.sender_param_ns) * _NS
+
+
+def send_cpu(setup: Setup, costs: Constants) -> float:
+    """Return CPU seconds of posting a part to all engines; it is encoded once."""
+    return part_bytes(setup, costs) * setup.engines * costs.send_ns * _NS
+
+
+def receive_cpu(setup: Setup, costs: Constants) -> float:
+    """Return CPU seconds of an engine's HTTP process for a part: receive, check, spool, hash."""
+    return part_bytes(setup, costs) * costs.receive_ns * _NS
+
+
+def decode_cpu(setup: Setup, costs: Constants) -> float:
+    """Return CPU seconds of verifying and decoding a part; see `engine_ext.wire.decode_part`."""
+    return setup.part_nnz * costs.decode_ns[setup.encoding] * _NS
+
+
+def place_cpu(setup: Setup, costs: Constants) -> float:
+    """Return CPU seconds of a rank for a decoded part: locate, read old values, digest.
+
+    `engine_ext.apply.stager`: of ``ranks`` elements one is this rank's.
+    """
+    own = setup.part_nnz / setup.ranks
+    elements = own * costs.stage_own_ns + (setup.part_nnz - own) * costs.stage_other_ns
+    return (elements + setup.part_tensors * costs.rank_param_ns) * _NS
+
+
+def rank_cpu(setup: Setup, costs: Constants) -> float:
+    """Return CPU seconds of one rank for staging a part; its share if it is decoded once."""
+    decoders = setup.ranks if setup.decode_once else 1
+    return decode_cpu(setup, costs) / decoders + place_cpu(setup, costs)
+
+
+def commit_cpu(setup: Setup, costs: Constants) -> float:
+    """Return CPU seconds of one rank for the commit: read again, write, record."""
+    own = setup.nnz / setup.ranks * (costs.check_ns + costs.scatter_ns + costs.finish_ns)
+    return (own + setup.model.tensors * costs.commit_param_ns) * _NS
+
+
+def refresh_cpu(setup: Setup, costs: Constants) -> float:
+    """Return CPU seconds of bringing the sender's snapshot up to date."""
+    return setup.nnz * costs.refresh_ns * _NS
+
+
+def trainer_cores(setup: Setup) -> int:
+    """Return the cores of all trainer hosts."""
+    return setup.trainer_hosts * setup.trainer_cores
+
+
+def engine_cores(setup: Setup) -> int:
+    """Return the cores of an engine's host."""
+    return setup.trainer_cores if setup.one_host else setup.engine_cores
+
+
+def link(setup: Setup, costs: Constants) -> float:
+    """Return seconds of a part on the busiest link: a trainer host's, or an engine's.
+
+    Every trainer host sends its share of the parts to all engines.
+    """
+    fan_out = max(1.0, setup.engines / setup.trainer_hosts)
+    return part_bytes(setup, costs) * fan_out / setup.bytes_per_s
+
+
+def staging(setup: Setup, costs: Constants) -> float:
+    """Return seconds of staging a part on all ranks of an engine, each with its threads."""
+    shared = setup.ranks * rank_cpu(setup, costs) / engine_cores(setup)
+    decode = decode_cpu(setup, costs) / min(setup.rank_threads, engine_cores(setup))
+    place = place_cpu(setup, costs) / setup.rank_threads
+    return max(shared, decode + place)
+
+
+def commit(setup: Setup, costs: Constants) -> float:
+    """Return seconds of a commit without its fixed costs."""
+    cpu = commit_cpu(setup, costs)
+    return max(cpu / setup.rank_threads, setup.ranks * cpu / engine_cores(setup))
+
+
+def busy_cores(setup: Setup, costs: Constants) -> float:
+    """Return seconds that the cores of the busier host need for a part, if none is ever idle."""
+    sender = sum(cpu(setup, costs) for cpu in (diff_cpu, encode_cpu, send_cpu))
+    engine = receive_cpu(setup, costs) + setup.ranks * rank_cpu(setup, costs)
+    cores = trainer_cores(setup)
+    if setup.one_host:
+        return (sender + engine) / cores
+    return max(sender / cores, engine / setup.engine_cores)
+
+
+def part_times(setup: Setup, costs: Constants) -> dict[str, float]:
+    """Return the wall seconds of one part in each stage, if the stage has the machine to itself.
+
+    A post's bytes are sent and received at the same time, on one connection; the parts that are in
+    flight share the link and the engine's HTTP process, which is one thread.
+    """
+    cores = trainer_cores(setup)
+    encoders = min(setup.trainer_hosts * setup.encoders, cores)
+    return {
+        "diff": diff_cpu(setup, costs) / cores,
+        "encode": encode_cpu(setup, costs) / encoders,
+        "send": send_cpu(setup, costs) / min(setup.engines * setup.trainer_hosts, cores),
+        "link": link(setup, costs),
+        "receive": receive_cpu(setup, costs),
+        "stage": staging(setup, costs),
+    }
+
+
+def predict(setup: Setup, costs: Constants) -> Prediction:
+    """Predict one sync.
+
+    The time of one more part is the greatest of: each stage; all CPU work of a host, over its
+    cores; and a post from its first byte to its answer, over the posts that may be in flight. So
+    one post in flight gives the serial formula: of posting and staging part after part.
+    """
+    times = part_times(setup, costs)
+    transfer = max(times["send"], times["link"], times["receive"])
+    encode = encode_cpu(setup, costs) / min(2, trainer_cores(setup))  # one part: two threads
+    post = transfer + times["stage"] + costs.part_s
+    bounds = {
+        **times,
+        "cores": busy_cores(setup, costs),
+        "posts": post / (setup.posts_in_flight * setup.trainer_hosts),
+    }
+    bound = max(bounds, key=lambda name: bounds[name])
+    step = bounds[bound]
+    parts = times["diff"] + encode + post + (setup.parts - 1) * step
+    if setup.parts > 1:
+        parts += max(0.0, post - step)  # of the last part, which is not overlapped
+    fixed, paused = costs.sync_s, commit(setup, costs)
+    refresh = refresh_cpu(setup, costs) / trainer_cores(setup)
+    whole = {name: seconds * setup.parts for name, seconds in times.items()}
+    sender = sum(cpu(setup, costs) for cpu in (diff_cpu, encode_cpu, send_cpu))
+    return Prediction(
+        stages={**whole, "commit": paused, "refresh": refresh},
+        bound=bound,
+        seconds=parts + fixed + paused + refresh,
+        pause_s=fixed + paused,
+        wire_bytes=part_bytes(setup, costs) * setup.parts,
+        cpu={
+            "sender": sender * setup.parts + refresh_cpu(setup, costs),
+            "server": receive_cpu(setup, costs) * setup.parts,
+            "rank": rank_cpu(setup, costs) * setup.parts,
+        },
+    )

@@ -1,0 +1,46 @@
+"""What scrubbing finds on the ranks: the metric, and its part of the status."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any, Final
+
+from delta_server import metrics
+from delta_server.commit import call
+from delta_server.engine import Engine
+from engine_ext.wire.operations import RankStatus, TakeScrubFindings
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_PERIOD_S: Final = 10.0
+
+
+def combined(replies: Sequence[RankStatus]) -> dict[str, Any] | None:
+    """Return what scrubbing has found on all ranks as JSON; None if it is off."""
+    states = [reply.scrub for reply in replies if reply.scrub is not None]
+    if not states:
+        return None
+    ended = [state.passed_at for state in states if state.passed_at is not None]
+    return {
+        "passes": min(state.passes for state in states),
+        "passed_at": min(ended) if len(ended) == len(states) else None,
+        "mismatched": sorted({name for state in states for name in state.mismatched}),
+        "error": next((state.error for state in states if state.error), None),
+    }
+
+
+async def count_findings(engine: Engine, interval: float) -> None:
+    """Count what the ranks' scrubbing finds, until cancelled.
+
+    A finding is told once, so that several HTTP processes do not count it several times.
+    """
+    while True:
+        await asyncio.sleep(min(interval, _LONGEST_PERIOD_S))
+        try:
+            replies = await call(engine, TakeScrubFindings())
+        except Exception:
+            logger.debug("the ranks' scrubbing could not be asked", exc_info=True)
+        else:
+            metrics.SCRUB_MISMATCHES.inc(sum(len(reply.mismatched) for reply in replies))

@@ -1,0 +1,304 @@
+"""The model of whole syncs: its limits, its memory, and the measurements on little data."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from delta_sender.diff_host import compare
+from engine_ext.apply import StagedPart
+from engine_ext.wire import ParamDelta, decode_part, encode_part
+from scripts.bench import synthetic_weights
+from scripts.bench.scaling import (
+    __main__,
+    check,
+    measure,
+    measure_http,
+    measure_rank,
+    measure_sender,
+    report,
+    timing,
+)
+from scripts.bench.scaling.constants import Constants
+from scripts.bench.scaling.encodings import ENCODINGS, gap_bytes
+from scripts.bench.scaling.memory import memory
+from scripts.bench.scaling.model import (
+    Prediction,
+    encode_cpu,
+    part_bytes,
+    part_times,
+    predict,
+)
+from scripts.bench.scaling.sender_process import Sync
+from scripts.bench.scaling.setups import MODELS, Model, Setup
+
+COSTS = Constants(
+    machine="a CPU",
+    density=0.02,
+    diff_ns=0.3,
+    change_ns=6,
+    digest_ns=3,
+    refresh_ns=6,
+    snapshot_digest_ns=1,
+    send_ns=0.5,
+    receive_ns=1.2,
+    hash_ns=0.03,
+    loopback_ns=4,
+    stage_own_ns=18,
+    stage_other_ns=3,
+    locate_own_ns=4,
+    locate_other_ns=3,
+    read_ns=8,
+    check_ns=8,
+    scatter_ns=8,
+    finish_ns=0.2,
+    sender_param_ns=4e4,
+    rank_param_ns=4e4,
+    commit_param_ns=7e3,
+    part_s=0.01,
+    sync_s=0.05,
+    change_bytes=9,
+    encode_bytes=7,
+    decode_bytes=13,
+    staged_bytes=8,
+    undo_bytes=6,
+    encode_ns={"gap8_exp": 6.5, "gap8_ulp": 6},
+    decode_ns={"gap8_exp": 4, "gap8_ulp": 3.8},
+    value_bytes={"gap8_exp": 1.33, "gap8_ulp": 0.23},
+)
+SETUP = Setup(MODELS[0], 0.02, "gap8_ulp")
+
+
+def of(**changes: object) -> Prediction:
+    return predict(dataclasses.replace(SETUP, **changes), COSTS)  # type: ignore[arg-type]
+
+
+def test_constants_are_kept_in_a_file(tmp_path: Path) -> None:
+    COSTS.save(tmp_path / "constants.json")
+    assert Constants.load(tmp_path / "constants.json") == COSTS
+    (tmp_path / "other.json").write_text('{"diff_ns": 1}')
+    with pytest.raises(ValueError, match="measure them again"):
+        Constants.load(tmp_path / "other.json")
+
+
+def test_a_slow_link_bounds_the_sync_and_a_fast_one_does_not() -> None:
+    slow, fast = of(link_gbit=0.1), of(link_gbit=1e9)
+    assert slow.bound == "link"
+    assert slow.seconds == pytest.approx(slow.wire_bytes / (0.1e9 / 8), rel=0.05)
+    assert fast.bound != "link"
+    assert fast.stages["link"] < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("what", "values"),
+    [
+        ("link_gbit", (400.0, 100.0, 10.0, 1.0)),
+        ("density", (0.006, 0.02, 0.03)),
+        ("engines", (1, 4, 16, 64)),
+        ("posts_in_flight", (8, 4, 2, 1)),
+        ("engine_cores", (96, 48, 8, 1)),
+        ("rank_threads", (16, 4, 1)),
+        ("decode_once", (True, False)),
+        ("model", MODELS),
+        ("trainer_cores", (128, 32, 2)),
+    ],
+)
+@pytest.mark.parametrize("link", [1.0, 1000.0])
+def test_less_of_anything_is_not_faster(what: str, values: tuple[object, ...], link: float) -> None:
+    times = [of(**{"link_gbit": link, what: value}).seconds for value in values]
+    assert times == sorted(times)
+
+
+def test_one_post_in_flight_is_the_serial_formula() -> None:
+    """With cores for everything, a part waits for the post before it, or for its own encoding."""
+    setup = dataclasses.replace(SETUP, posts_in_flight=1, trainer_cores=10**6, engine_cores=10**6)
+    times, found = part_times(setup, COSTS), predict(setup, COSTS)
+    transfer = max(times["send"], times["link"], times["receive"])
+    post = transfer + times["stage"] + COSTS.part_s
+    tail = COSTS.sync_s + found.stages["commit"] + found.stages["refresh"]
+    first = times["diff"] + encode_cpu(setup, COSTS) / 2
+    assert found.bound == "posts"
+    assert found.seconds == pytest.approx(first + setup.parts * post + tail)
+
+
+def test_the_last_part_is_posted_alone() -> None:
+    setup = dataclasses.replace(SETUP, posts_in_flight=64)
+    found = predict(setup, COSTS)
+    alone = part_times(setup, COSTS)["stage"] + COSTS.part_s
+    assert found.seconds > found.stages[found.bound] + alone
+
+
+def test_work_on_one_host_takes_its_cores() -> None:
+    setup = dataclasses.replace(
+        SETUP, one_host=True, trainer_cores=2, ranks=2, rank_threads=1, encoders=1
+    )
+    found = predict(setup, COSTS)
+    work = found.cpu["sender"] + found.cpu["server"] + 2 * found.cpu["rank"]
+    assert found.bound == "cores"
+    assert found.stages["link"] == 0
+    assert work / 2 < found.seconds < work
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_parts_fit_their_bucket(model: Model) -> None:
+    setup = dataclasses.replace(SETUP, model=model)
+    assert setup.parts * setup.part_nnz == pytest.approx(setup.nnz)
+    assert setup.part_nnz * 3 <= setup.bucket_bytes
+    assert part_bytes(setup, COSTS) < setup.bucket_bytes
+
+
+def test_more_trainer_hosts_share_the_memory() -> None:
+    one = memory(SETUP, COSTS)
+    eight = memory(dataclasses.replace(SETUP, trainer_hosts=8), COSTS)
+    assert eight.snapshot == one.snapshot / 8
+    assert eight.changes == one.changes / 8
+    assert eight.rank == pytest.approx(one.rank)
+    assert one.snapshot == MODELS[0].nbytes
+
+
+@pytest.mark.parametrize("ranks", measure_rank.SHARES)
+def test_memory_is_that_of_what_is_kept(ranks: int) -> None:
+    """The formulas, with the constants' usual values, against the arrays of a real sync."""
+    rows, columns = 256, measure_rank.WIDTH
+    old = synthetic_weights.make_weights(3 * rows * columns, np.random.default_rng(0))
+    new = synthetic_weights.change(old, 0.02, np.random.default_rng(1))
+    tensors, deltas, kept = {}, [], 0
+    for number in range(3):
+        name, part = f"model.{number}.weight", slice(number * rows * columns, None)
+        before, after = old[part][: rows * columns], new[part][: rows * columns]
+        tensors[name] = (
+            torch.from_numpy(before.view(np.int16)).view(torch.bfloat16).view(rows, columns)
+        )
+        found = compare(before, after, streams=True)
+        assert found.stream is not None
+        arrays = (found.indices, found.old, found.new, found.stream)
+        kept += sum(array.nbytes for array in arrays)
+        deltas.append(ParamDelta(name, "bfloat16", (rows, columns), found.indices, found.new))
+    rank = measure_rank.Rank.of(tensors, ranks)
+    part = decode_part(encode_part(deltas, encoding="gap8_exp", current_version=1))
+    staged: list[StagedPart] = [rank.applier.stage(part)]
+    rank.applier.write(staged)
+    log = rank.applier.finish(staged)
+
+    nnz = sum(delta.nnz for delta in deltas)
+    setup = Setup(Model("small", old.size, 3), nnz / old.size, "gap8_exp", ranks=ranks)
+    said = memory(setup, COSTS)
+    assert said.changes == pytest.approx(kept, rel=0.01)
+    assert said.staged == pytest.approx(measure_rank.staged_bytes(staged[0]), rel=0.05)
+    assert said.undo == pytest.approx(measure_rank.undo_bytes(log), rel=0.05)
+    assert measure_rank.own_elements(staged[0]) == pytest.approx(nnz / ranks, rel=0.05)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_sizes_on_the_wire_follow_the_density(encoding: str) -> None:
+    """Values are measured at one density; at others only the gaps' entropy changes."""
+    old = synthetic_weights.make_weights(1 << 23, np.random.default_rng(0))
+    for density in (0.006, 0.02, 0.03):
+        new = synthetic_weights.change(old, density, np.random.default_rng(1))
+        found = compare(old, new, streams=True)
+        deltas = measure_sender.deltas_of([found], encoding)
+        body = encode_part(deltas, encoding=encoding, current_version=1, digest_part="0" * 32)
+        expected = gap_bytes(density) + COSTS.value_bytes[encoding]
+        assert len(body) / found.indices.size == pytest.approx(expected, rel=0.03)
+
+
+def test_measurements_on_little_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(synthetic_weights, "PARAM", 1 << 20)
+    monkeypatch.setattr(timing, "_LARGE", 1 << 20)
+    old = synthetic_weights.make_weights(3 << 20, np.random.default_rng(0))
+    new = synthetic_weights.change(old, 0.02, np.random.default_rng(1))
+    found = {
+        **measure_sender.measure(old, new, 0.02, 1),
+        **measure.working_bytes(old, new),
+        **measure_rank.measure(old, new, 1),
+    }
+    assert found["change_bytes"] == pytest.approx(COSTS.change_bytes, rel=0.01)
+    assert found["staged_bytes"] == COSTS.staged_bytes
+    assert found["undo_bytes"] == COSTS.undo_bytes
+    known = {each.name for each in dataclasses.fields(Constants)}
+    assert known - found.keys() == {
+        *("machine", "density", "send_ns", "receive_ns", "hash_ns", "loopback_ns"),
+        *("part_s", "sync_s"),
+    }
+    assert found.keys() <= known
+
+
+def test_posts_to_the_real_endpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_http, "_PART", 1 << 20)
+    monkeypatch.setattr(measure_http, "_SMALL_POSTS", 2)
+    found = measure_http.measure(1)
+    assert found.keys() == {"send_ns", "receive_ns", "loopback_ns", "hash_ns"}
+    assert found["hash_ns"] > 0
+
+
+def test_every_table_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    COSTS.save(tmp_path / "constants.json")
+    assert __main__.main(["model", "--constants", str(tmp_path / "constants.json")]) == 0
+    shown = capsys.readouterr().out
+    assert all(model.name in shown for model in MODELS)
+    assert len(list(report.tables([SETUP], COSTS))) == 4
+
+
+def test_constants_that_are_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.main(["model", "--constants", str(tmp_path / "none.json")]) == 1
+    assert "none.json" in capsys.readouterr().err
+
+
+def test_a_check_counts_the_elements_of_its_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {**check.SIZES["0.1B"], "vocab_size": 384, "hidden_size": 128, "num_hidden_layers": 2}
+    monkeypatch.setitem(check.SIZES, "0.1B", small)
+    check.write_checkpoint("0.1B", tmp_path)
+    with safe_open(tmp_path / "model.safetensors", framework="np") as file:
+        shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+    assert check.elements(small) == sum(int(np.prod(shape)) for shape in shapes)
+
+
+def test_the_sizes_of_a_check() -> None:
+    sizes = [check.elements(sizes) / 1e9 for sizes in check.SIZES.values()]
+    assert sizes == pytest.approx([0.1, 0.5, 1.5], rel=0.05)
+
+
+def test_a_check_without_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "free_gib", lambda: 1.0)
+    with pytest.raises(MemoryError, match="GiB of free memory"):
+        check.check(
+            "1.5B",
+            tmp_path,
+            density=0.02,
+            syncs=1,
+            ranks=2,
+            posts_in_flight=1,
+            encoding="gap8_ulp",
+            step=lambda name: None,
+        )
+
+
+def test_a_check_shows_both_figures() -> None:
+    setup = dataclasses.replace(SETUP, one_host=True, ranks=2, trainer_cores=2)
+    names = ("sender", "server", "rank 0", "rank 1")
+    sync = Sync(
+        seconds=1.0,
+        nnz=1,
+        parts=3,
+        wire_bytes=7,
+        digest=None,
+        timings_ms={"pause_ms": 40.0},
+        cpu=dict.fromkeys(names, 0.5),
+        resident=dict.fromkeys(names, 1 << 30),
+        peak=dict.fromkeys(names, 1 << 20),
+    )
+    checked = check.Checked(setup, 1 << 20, [sync], [])
+    rows = {what: (measured, said) for what, measured, said in checked.rows(COSTS)}
+    said = predict(setup, COSTS)
+    assert rows["sync, s"] == (1.0, said.seconds)
+    assert rows["generation paused, s"] == (0.04, said.pause_s)
+    assert rows["rank staging, CPU s"] == (0.5, said.cpu["rank"])
+    assert rows["rank, peak memory"][0] == (1 << 30) + (1 << 20)
+    assert __main__.check_table(checked, COSTS).row_count == len(rows)

@@ -1,0 +1,424 @@
+"""Files of the spool: written again only when no process maps them, and not kept for long."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from delta_server import part_writer, spool_files
+from delta_server import spool as spool_module
+from delta_server.part_writer import Spooled
+from delta_server.spool import Spool
+from delta_server.upload_limits import MinimumRate
+from engine_ext.errors import DeltaError, SpoolFull
+from engine_ext.receiver.mapped_part import map_part
+from engine_ext.wire import Limits, ParamDelta, Verifier, encode_part, part_identity, sign
+from engine_ext.wire.container import read_container
+from tests.support.in_process_engine import (
+    STEP,
+    VERSION,
+    Rig,
+    after,
+    delta_part,
+    fresh_weights,
+    pieces,
+    same,
+)
+
+RATE = MinimumRate(5, 1)
+KEY = "a key of both"
+
+
+def dense(count: int, seed: int = 0, encoding: str = "deltas") -> bytes:
+    """A part with so many random elements."""
+    bits = np.random.default_rng(seed).integers(0, 1 << 16, count, np.uint16)
+    delta = ParamDelta("w", "bfloat16", (count,), None, bits)
+    return encode_part([delta], encoding=encoding, current_version=1)
+
+
+ONE, OTHER, SMALL = dense(3 << 18, 1), dense(3 << 18, 2), dense(1000, 3)
+
+
+@pytest.fixture
+def spool() -> Iterator[Spool]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as parent:
+        spool = Spool(parent, Limits())
+        yield spool
+        spool.close()
+
+
+def names(spool: Spool) -> list[str]:
+    return sorted(path.suffix for path in spool.directory.iterdir())
+
+
+def inode(spooled: Spooled) -> int:
+    return spooled.path.stat().st_ino
+
+
+async def receive(spool: Spool, body: bytes, size: int = 1 << 16) -> Spooled:
+    return await spool.receive(pieces(body, size), None, RATE)
+
+
+async def settle(spool: Spool) -> None:
+    """Wait until threads have freed what they had to."""
+    threads = spool._files._threads
+    waiting = [threads.submit(lambda: None) for _ in range(2 * spool_files._THREADS)]
+    await asyncio.gather(*map(asyncio.wrap_future, waiting))
+
+
+# Written again -------------------------------------------------------------------------------
+
+
+def test_a_removed_parts_file_is_written_again(spool: Spool) -> None:
+    async def scenario() -> None:
+        first = await receive(spool, ONE)
+        file, path = inode(first), first.path
+        first.remove()
+        assert names(spool) == [spool_files.UNUSED_SUFFIX]
+        for body in (OTHER, ONE + b"", OTHER):
+            second = await receive(spool, body)
+            assert (inode(second), second.path.read_bytes()) == (file, body)
+            assert not path.exists()
+            assert second.identity == part_identity(second.header, body)
+            second.remove()
+            second.remove()
+
+    asyncio.run(scenario())
+
+
+def test_a_part_that_was_removed_before_removes_no_other(spool: Spool) -> None:
+    async def scenario() -> None:
+        first = await receive(spool, ONE)
+        first.remove()
+        second = await receive(spool, OTHER)
+        first.remove()
+        third = await receive(spool, ONE)
+        assert (second.path.read_bytes(), third.path.read_bytes()) == (OTHER, ONE)
+        assert inode(second) != inode(third)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("counts", [(5, 3, 5, 4, 9), (1, 9, 2, 9)])
+def test_parts_of_other_sizes(spool: Spool, counts: tuple[int, ...]) -> None:
+    async def scenario() -> None:
+        for seed, count in enumerate(counts):
+            body = dense(count << 18, seed)
+            spooled = await receive(spool, body, 100_000)
+            assert spooled.path.read_bytes() == body
+            spooled.remove()
+            assert len(names(spool)) == (count << 19 >= spool_files._LARGE)
+
+    asyncio.run(scenario())
+
+
+def test_a_refused_body_keeps_no_file(spool: Spool) -> None:
+    async def scenario() -> None:
+        for _ in range(2):  # the second time in the file of the part
+            (await receive(spool, ONE)).remove()
+            with pytest.raises(DeltaError):
+                await receive(spool, OTHER[:-1])
+            assert names(spool) == []
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("batches", [0, 1, 3])
+def test_a_body_given_up_while_it_is_written(spool: Spool, batches: int) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+
+    async def stalling() -> AsyncIterator[bytes]:
+        for number in range(batches):
+            yield ONE[number << 18 : (number + 1) << 18]
+        await asyncio.sleep(60)
+
+    async def scenario() -> None:
+        for _ in range(20):
+            task = asyncio.ensure_future(spool.receive(stalling(), None, RATE))
+            for _ in range(batches):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await settle(spool)
+        assert names(spool) == []
+
+    asyncio.run(scenario())
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# Ranks that map a part -----------------------------------------------------------------------
+
+RANK = """
+import sys
+from engine_ext.receiver.mapped_part import map_part
+data = map_part(sys.argv[1])
+print("mapped", flush=True)
+sys.stdin.readline()
+sys.stdout.write(str(hash(bytes(data)) == hash(open(sys.argv[2], "rb").read())))
+"""
+
+
+def test_a_file_that_a_process_maps_is_not_written(spool: Spool, tmp_path: Path) -> None:
+    expected = tmp_path / "expected"
+    expected.write_bytes(ONE)
+
+    async def scenario() -> None:
+        first = await receive(spool, ONE)
+        file = inode(first)
+        command = [sys.executable, "-c", RANK, str(first.path), str(expected)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        with subprocess.Popen(command, env=environment, **pipes) as rank:  # type: ignore[call-overload]
+            assert rank.stdout.readline() == "mapped\n"
+            first.remove()
+            second = await receive(spool, OTHER)
+            assert inode(second) != file
+            assert rank.communicate("go on\n", timeout=10)[0] == "True"
+        second.remove()
+
+    asyncio.run(scenario())
+
+
+def test_a_file_is_written_again_after_a_rank_was_killed(spool: Spool) -> None:
+    async def scenario() -> None:
+        first = await receive(spool, ONE)
+        file = inode(first)
+        command = [sys.executable, "-c", RANK, str(first.path)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        with subprocess.Popen(command, env=environment, **pipes) as rank:  # type: ignore[call-overload]
+            assert rank.stdout.readline() == "mapped\n"
+            first.remove()
+            rank.kill()
+        second = await receive(spool, OTHER)
+        assert inode(second) == file
+
+    asyncio.run(scenario())
+
+
+def test_a_view_of_a_mapping_keeps_the_file(spool: Spool) -> None:
+    async def scenario() -> None:
+        first = await receive(spool, ONE)
+        file = inode(first)
+        view = np.frombuffer(map_part(str(first.path)), np.uint8)[10:20]
+        first.remove()
+        second = await receive(spool, OTHER)
+        assert inode(second) != file
+        assert view.tobytes() == ONE[10:20]
+        file = inode(second)
+        view = np.frombuffer(map_part(str(second.path)), np.uint8)[10:20]
+        second.remove()
+        del view
+        assert inode(await receive(spool, ONE)) == file
+
+    asyncio.run(scenario())
+
+
+def test_syncs_through_files_that_are_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one rig's ranks; the weights are those of all the steps."""
+    monkeypatch.setattr(spool_files, "_LARGE", 1)
+    taken, take_file = list[int](), spool_files.SpoolFiles.take
+
+    def take(files: spool_files.SpoolFiles) -> spool_files.SpoolFile:
+        file = take_file(files)
+        taken.append(file.path.stat().st_ino)
+        return file
+
+    monkeypatch.setattr(spool_files.SpoolFiles, "take", take)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as parent:
+        rig = Rig(Path(parent))
+        steps = [
+            {"embed.weight": dict.fromkeys(range(number % 7 + 1), 4352 + number)}
+            for number in range(20)
+        ]
+
+        async def scenario() -> list[httpx.Response]:
+            return [
+                await rig.sending(pieces(delta_part(step, version=VERSION + 1 + number), 100))
+                for number, step in enumerate(steps)
+            ]
+
+        answers = rig.run(scenario())
+        assert [answer.json()["status"] for answer in answers] == ["committed"] * len(steps)
+        assert same(rig.engine.weights, after(fresh_weights(), *steps))
+        assert len(set(taken)) < len(taken) == len(steps)
+        rig.close()
+
+
+# What is kept --------------------------------------------------------------------------------
+
+
+def test_unused_files_are_soon_deleted(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spool_files, "_UNUSED_FOR_S", 0.05)
+
+    async def scenario() -> None:
+        for _ in range(2):
+            (await receive(spool, ONE)).remove()
+            assert names(spool) == [spool_files.UNUSED_SUFFIX]
+            while names(spool):
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("_MOST_FILES", 2), ("_MOST_BYTES", 2 * len(ONE)), ("_ROOM_SHARE", 1 << 40)]
+)
+def test_few_files_are_kept(
+    spool: Spool, monkeypatch: pytest.MonkeyPatch, name: str, value: int
+) -> None:
+    monkeypatch.setattr(spool_files, name, value)
+
+    async def scenario() -> None:
+        parts = [await receive(spool, body) for body in (ONE, OTHER, ONE, OTHER)]
+        for spooled in parts:
+            spooled.remove()
+        assert len(names(spool)) == (0 if name == "_ROOM_SHARE" else 2)
+
+    asyncio.run(scenario())
+
+
+def _on_disk(spool: Spool) -> None:
+    spool._files.in_memory = False
+
+
+def _closed(spool: Spool) -> None:
+    spool._files._closed = True
+
+
+@pytest.mark.parametrize("change", [_on_disk, _closed])
+def test_nothing_is_kept(spool: Spool, change: Callable[[Spool], None]) -> None:
+    async def scenario() -> None:
+        change(spool)
+        (await receive(spool, ONE)).remove()
+        assert names(spool) == []
+
+    asyncio.run(scenario())
+
+
+def test_small_parts_and_those_removed_outside_of_a_loop_are_not_kept(spool: Spool) -> None:
+    asyncio.run(receive(spool, SMALL)).remove()
+    asyncio.run(receive(spool, ONE)).remove()
+    assert names(spool) == []
+
+
+def test_unused_files_go_before_the_spool_is_full(
+    spool: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = os.pwritev
+
+    def pwritev(descriptor: int, views: Any, offset: int) -> int:
+        if spool_files.UNUSED_SUFFIX in names(spool):
+            raise OSError(errno.ENOSPC, "no room")
+        return original(descriptor, views, offset)
+
+    async def scenario() -> None:
+        first, second = await receive(spool, ONE), await receive(spool, OTHER)
+        first.remove()
+        second.remove()
+        monkeypatch.setattr(spool_files.os, "pwritev", pwritev)
+        bigger = dense(5 << 18, 5)
+        assert (await receive(spool, bigger)).path.read_bytes() == bigger
+        assert spool_files.UNUSED_SUFFIX not in names(spool)
+
+    asyncio.run(scenario())
+
+
+def test_a_full_spool_without_unused_files(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pwritev(descriptor: int, views: Any, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(spool_files.os, "pwritev", pwritev)
+    with pytest.raises(SpoolFull):
+        asyncio.run(receive(spool, ONE))
+    assert names(spool) == []
+
+
+def test_closing_frees_everything() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+
+    async def scenario(spool: Spool) -> None:
+        first, second = await receive(spool, ONE), await receive(spool, OTHER)
+        first.remove()
+        spool.close()
+        second.remove()
+        await asyncio.sleep(0.1)  # its executor's threads end
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as parent:
+        asyncio.run(scenario(Spool(parent, Limits())))
+        assert os.listdir(parent) == []
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# Any chunks ----------------------------------------------------------------------------------
+
+BODIES = [
+    delta_part(STEP, encoding="deltas"),
+    delta_part(STEP, encoding="deltas_zstd"),
+    dense(4000, 7, "deltas_zstd"),
+    dense(4000, 8),
+]
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> bytes:
+    """A part: whole, cut, longer, or with another byte."""
+    body = draw(st.sampled_from(BODIES))
+    at = draw(st.integers(0, len(body) - 1))
+    kind = draw(st.sampled_from(["whole", "cut", "longer", "changed"]))
+    if kind == "changed":
+        return body[:at] + bytes([body[at] ^ draw(st.integers(1, 255))]) + body[at + 1 :]
+    return {"whole": body, "cut": body[:at], "longer": body + b"\0" * (at % 9 + 1)}[kind]
+
+
+@settings(max_examples=300, deadline=None)
+@given(bodies(), st.lists(st.integers(0, 3000), max_size=12), st.booleans(), st.booleans())
+def test_chunks_make_no_difference(
+    body: bytes, sizes: list[int], is_signed: bool, has_unused: bool
+) -> None:
+    """The part is the same one, or is refused in the same words, but for zstandard's own."""
+
+    async def chunks() -> AsyncIterator[bytes]:
+        at = 0
+        for size in sizes:
+            yield body[at : at + size]
+            at += size
+        yield body[at:]
+
+    async def scenario(spool: Spool, source: AsyncIterator[bytes], prepare: bool) -> Any:
+        if prepare:
+            (await receive(spool, ONE)).remove()
+        verifier = Verifier(KEY, sign(KEY, body)) if is_signed else None
+        try:
+            spooled = await spool.receive(source, None, RATE, verifier)
+        except DeltaError as error:
+            assert spool_files.SUFFIX not in names(spool)
+            return type(error), str(error).partition("zstd decompressor error")[0]
+        data = spooled.path.read_bytes()
+        assert spooled.identity == part_identity(read_container(data, Limits())[0], data)
+        spooled.remove()
+        return spooled.identity, spooled.header, spooled.wire_bytes, data
+
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(dir="/dev/shm") as one:
+        patch.setattr(spool_module, "_BATCH_BYTES", 500)
+        patch.setattr(spool_module, "_BATCH_CHUNKS", 3)
+        patch.setattr(part_writer, "_WRITE_BYTES", 700)
+        patch.setattr(part_writer, "_QUICK_BYTES", 1000)
+        spool = Spool(one, Limits())
+        found = asyncio.run(scenario(spool, chunks(), has_unused))
+        plain = asyncio.run(scenario(spool, pieces(body, len(body) or 1), False))
+        spool.close()
+    assert found == plain

@@ -1,0 +1,1 @@
+"""Plug into trainers: `transformers_callback`, `trl_trainers`. Each imports its trainer."""

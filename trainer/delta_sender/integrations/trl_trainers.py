@@ -1,0 +1,162 @@
+"""Put deltas into TRL's trainers: `DeltaWeightTransfer` and `use_deltas`.
+
+`tests/unit/sender/integrations/test_trl_contract.py` pins the names of TRL that this relies on.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from delta_sender.model_sync import sync_stream
+from delta_sender.options import Options
+from delta_sender.results import SyncReport
+from delta_sender.sender import DeltaSender
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class DeltaWeightTransfer:
+    """What ``AsyncGRPOTrainer(weight_transfer=...)`` takes, sending deltas.
+
+    The engine pauses itself while it commits, so `pause` and `resume` do nothing and generation
+    goes on while weights are compared and sent.
+
+    Args:
+        url: The engine's root.
+        base: The folder of the checkpoint that the engine was started with; its ``config.json``
+            says what the model's own names are.
+        frozen: Whether the trainer leaves out tensors, which are then the base's, as
+            `AsyncGRPOTrainer` does with those that need no gradient. If not, that is an error.
+        **options: See `DeltaSender`.
+
+    Attributes:
+        report: What the last sync returned.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        base: str | os.PathLike[str],
+        *,
+        frozen: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        self._frozen = frozen
+        self._url, self._base, self._options = url, Path(base), options
+        self._sender: DeltaSender | None = None
+        self._model: nn.Module | None = None
+        self.report: SyncReport | None = None
+
+    def init_weight_transfer(self) -> None:
+        """Read the base."""
+        self.destroy()
+        self._model = empty_model(self._base)
+        self._sender = DeltaSender(self._url, self._base, **self._options)
+
+    def pause(self) -> None:
+        """Do nothing: committing pauses."""
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Send what changed.
+
+        Raises:
+            SyncError: See `DeltaSender.sync`.
+            ValueError: The tensors are not the base's.
+        """
+        if self._sender is None or self._model is None:
+            raise RuntimeError("init_weight_transfer was not called")
+        self.report = sync_stream(
+            self._sender, iterator, self._model, self._base, frozen=self._frozen
+        )
+
+    def resume(self) -> None:
+        """Do nothing: the engine has resumed."""
+
+    def destroy(self) -> None:
+        """Close the sender."""
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+
+
+def use_deltas(base: str | os.PathLike[str], **options: Unpack[Options]) -> None:
+    """Let TRL's trainers in server mode send deltas in place of NCCL broadcasts.
+
+    Call it before the trainer is made. It replaces TRL's client of the vLLM server in this process
+    by one that differs only in how weights are sent. The server is a ``vllm serve`` with
+    ``--enable-delta-updates``, and needs no ``--weight-transfer-config``.
+
+    Args:
+        base: See `DeltaWeightTransfer`.
+        **options: See `DeltaSender`.
+
+    Raises:
+        ImportError: TRL's client is not where it was in the version that this is written for.
+    """
+    import trl.generation.vllm_generation  # noqa: F401  (holds the client's name, too)
+    from trl.generation import vllm_client
+
+    stock = getattr(vllm_client.VLLMClient, "stock_client", vllm_client.VLLMClient)
+    client = _client(stock, Path(base), options)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("trl."):
+            held = vars(module).get("VLLMClient")
+            if held is stock or getattr(held, "stock_client", None) is stock:
+                module.VLLMClient = client  # type: ignore[attr-defined]
+
+
+def _client(stock: Any, base: Path, options: Options) -> type:
+    """Return TRL's client with another way of sending weights."""
+
+    class DeltaVLLMClient(stock):  # type: ignore[misc]
+        stock_client = stock
+
+        def init_communicator(self, device: object = 0) -> None:
+            self.weight_transfer = DeltaWeightTransfer(self.base_url, base, **options)
+            self.weight_transfer.init_weight_transfer()
+
+        def update_named_params(
+            self, metadata: object, named_params: Iterator[tuple[str, torch.Tensor]]
+        ) -> None:
+            if self._updating_weights:  # one of several calls: sent together
+                self._collected += [(name, t.detach().clone()) for name, t in named_params]
+            else:
+                self.weight_transfer.send_weights(named_params)
+
+        def _start_weight_update(self) -> None:
+            self._collected: list[tuple[str, torch.Tensor]] = []
+
+        def _finish_weight_update(self) -> None:
+            collected, self._collected = self._collected, []
+            self.weight_transfer.send_weights(iter(collected))
+
+        def reset_prefix_cache(self) -> None:
+            """Do nothing: committing drops what was computed with old weights."""
+
+        def close_communicator(self) -> None:
+            if (transfer := getattr(self, "weight_transfer", None)) is not None:
+                transfer.destroy()
+
+    return DeltaVLLMClient
+
+
+def empty_model(folder: Path) -> nn.Module:
+    """Return the model of a checkpoint folder on the meta device: its names and shapes."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    architecture = (config.architectures or ["none"])[0]
+    model_class = getattr(transformers, architecture, None)
+    if model_class is None:
+        raise ValueError(f"{folder}: transformers has no {architecture}")
+    with torch.device("meta"):
+        model: nn.Module = model_class(config)
+    return model

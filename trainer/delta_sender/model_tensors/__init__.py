@@ -1,0 +1,90 @@
+"""Read a live torch model as its checkpoint: names, shapes and dtypes, one tensor at a time.
+
+Modules, in the order of the data's way:
+
+- `model_state`: the tensors of a model, ties and wrappers.
+- `adapters`: merges PEFT adapters into copies.
+- `plan`: which tensors of the checkpoint are made of which of the model.
+- `ranks`, `reader`: gather and convert them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from delta_sender.checkpoint import read_checkpoint
+from delta_sender.model_tensors.model_state import unwrapped
+from delta_sender.model_tensors.plan import Plan
+from delta_sender.model_tensors.ranks import any_rank, world_failure
+from delta_sender.model_tensors.reader import ModelTensors, from_stream
+from delta_sender.snapshot import NamedTensors
+
+__all__ = ["ModelTensors", "any_rank", "checkpoint_names", "named_tensors", "world_failure"]
+
+Checkpoint = str | os.PathLike[str] | Mapping[str, torch.Tensor]
+
+
+def named_tensors(
+    model: nn.Module,
+    base: Checkpoint | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> ModelTensors:
+    """Return the model's tensors as `save_pretrained` would write them, as an iterator.
+
+    - DTensors (FSDP2, tensor parallel) are gathered one by one, on all ranks; see `ModelTensors`.
+    - The fused experts of transformers 5 become the checkpoint's experts again.
+    - Active PEFT adapters are merged as `merge_and_unload` does; the model is not changed.
+    - Tied tensors come once, under the name that `save_pretrained` keeps; with a base, under every
+      name that it has.
+
+    Args:
+        model: A transformers model, a PEFT model, or any module; DDP and torch.compile around it
+            are looked through.
+        base: The checkpoint that the engine was started with, as a folder or by name. Names and
+            shapes must be its; tensors are cast to its dtypes, round to nearest even. Tensors that
+            the model's class ignores when it loads (MTP layers) are given as the base has them.
+        dtype: Without a base, cast floating-point tensors to this.
+
+    Raises:
+        ValueError: The model cannot be read, or names or shapes are not the base's. Nothing was
+            gathered.
+    """
+    return ModelTensors(Plan(unwrapped(model), _read(base), dtype))
+
+
+def checkpoint_names(
+    tensors: NamedTensors,
+    model: nn.Module,
+    base: Checkpoint | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    frozen: bool = False,
+) -> Generator[tuple[str, torch.Tensor], None, None]:
+    """Return tensors that a framework gathers by itself as the checkpoint's; see `named_tensors`.
+
+    Args:
+        tensors: The model's tensors, whole, under their names in the model, adapters merged. Each
+            is copied, since many frameworks free it on the next step, and all are read, even if
+            the iterator is closed early.
+        model: The model, or one like it on the meta device: only names and shapes are taken.
+        base: See `named_tensors`.
+        dtype: See `named_tensors`.
+        frozen: Whether tensors may be left out, because they are not trained: they are then the
+            base's.
+
+    Raises:
+        ValueError: Names or shapes are not the model's or the base's.
+    """
+    return from_stream(Plan(unwrapped(model), _read(base), dtype), tensors, frozen=frozen)
+
+
+def _read(base: Checkpoint | None) -> Mapping[str, torch.Tensor] | None:
+    if isinstance(base, (str, os.PathLike)):
+        return dict(read_checkpoint(Path(base)))
+    return base

@@ -1,0 +1,138 @@
+"""Look at a live model: its tensors, which of them are tied, and what PEFT has put around them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from delta_sender.model_tensors.adapters import (
+    AdaptedModule,
+    adapted_modules,
+    refuse_unmergeable,
+)
+from delta_sender.model_tensors.ranks import is_sharded
+
+# What wrappers around a module of the model put into names.
+_WRAPPERS: Final = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")
+
+
+def unwrapped(model: Any) -> nn.Module:
+    """Return the model itself, without DDP, torch.compile, and the model class of PEFT."""
+    while True:
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif hasattr(model, "get_base_model"):
+            refuse_unmergeable(model)
+            model = model.get_base_model()
+        else:
+            assert isinstance(model, nn.Module)
+            return model
+
+
+def plain_name(name: str) -> str:
+    """Return a tensor's name without what wrappers have put into it."""
+    return _WRAPPERS.sub("", name)
+
+
+class ModelState:
+    """The tensors of a model without wrappers, by their names without adapters.
+
+    Attributes:
+        model: The model.
+        live: The model's own tensors, by name in the model.
+        tensors: Tensors that the checkpoint's are made of, by name without adapters; live ones, or
+            on the meta device if adapters are merged into them.
+        reads: For every live one of `tensors` its name in `live`.
+        modules: Modules whose adapters are merged.
+        aliases: Further names of tied tensors, as keys of `tensors`, with the name that is saved.
+
+    Raises:
+        ValueError: The model is quantised or wrapped so that its tensors cannot be
+            read, or adapters are on tied tensors.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.live: dict[str, torch.Tensor] = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if not isinstance(tensor, torch.Tensor):
+                raise ValueError(f"{name}: not a tensor, but {type(tensor).__name__}")
+            self.live[name] = tensor
+        _refuse_unreadable(model, self.live)
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.reads: dict[str, str] = {}
+        self.modules: list[AdaptedModule] = []
+        inside: set[str] = set()
+        for name, module in adapted_modules(model):
+            prefix = f"{name}."
+            own = {n: t for n, t in self.live.items() if n.startswith(prefix)}
+            self._add(AdaptedModule(plain_name(name), module, own), own)
+            inside |= own.keys()
+        for name, tensor in self.live.items():
+            if name not in inside:
+                self.tensors[plain_name(name)], self.reads[plain_name(name)] = tensor, name
+        ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+        for name in ignored:
+            self.tensors.pop(name, None)
+        self.aliases = _aliases(model, self.tensors)
+
+    def _add(self, module: AdaptedModule, own: Mapping[str, torch.Tensor]) -> None:
+        self.tensors |= module.outputs
+        if module.merges:
+            self.modules.append(module)
+            ids = {id(tensor) for tensor in own.values()}
+            tied = [n for n, t in self.live.items() if id(t) in ids and n not in own]
+            if tied:
+                raise ValueError(
+                    f"{tied[0]}: tied to a tensor that an adapter is on, so merging would change "
+                    "both; untie them before training"
+                )
+            return
+        names = {id(tensor): name for name, tensor in own.items()}
+        self.reads |= {key: names[id(tensor)] for key, tensor in module.outputs.items()}
+
+
+def _refuse_unreadable(model: nn.Module, live: Mapping[str, torch.Tensor]) -> None:
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError("the model is quantised; train in the checkpoint's dtype, or in float32")
+    for name, tensor in live.items():
+        if "_fsdp_wrapped_module." in name or name.endswith("_flat_param"):
+            raise ValueError(f"{name}: FSDP1 is not supported; use FSDP2 (`fully_shard`)")
+        if hasattr(tensor, "ds_id"):
+            raise ValueError(f"{name}: DeepSpeed ZeRO-3 holds it; give gathered tensors instead")
+
+
+def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    if is_sharded(tensor) or tensor.device.type == "meta" or not tensor.numel():
+        return (id(tensor),)
+    view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+    return (tensor.device, tensor.untyped_storage().data_ptr(), *view)
+
+
+def _aliases(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return, for every further name of a tied tensor, the name that `save_pretrained` keeps."""
+    by_identity: dict[tuple[object, ...], list[str]] = {}
+    for name, tensor in tensors.items():
+        by_identity.setdefault(_identity(tensor), []).append(name)
+    tied = [names for names in by_identity.values() if len(names) > 1]
+    aliases: dict[str, str] = {}
+    for names in tied:
+        kept = _kept(model, names)
+        aliases |= {name: kept for name in names if name != kept}
+    return aliases
+
+
+def _kept(model: nn.Module, names: list[str]) -> str:
+    if not hasattr(model, "save_pretrained"):
+        return names[0]
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    one = torch.empty(1)
+    kept: str = next(iter(remove_tied_weights_from_state_dict(dict.fromkeys(names, one), model)))
+    return kept

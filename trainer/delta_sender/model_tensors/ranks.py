@@ -1,0 +1,63 @@
+"""Gather a model's sharded parameters, and let its ranks agree on how reading it went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a DTensor, so that all ranks must gather it together."""
+    if not dist.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def gather(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole tensor; of a DTensor on every rank, by a collective."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+class Agreement:
+    """Finds out on every rank that holds a part of the tensors whether one of them failed.
+
+    Each dimension of each device mesh reduces in turn, so that every rank of a mesh learns of every
+    other.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._meshes: list[Any] = []
+        for tensor in tensors:
+            if is_sharded(tensor) and tensor.device_mesh not in self._meshes:  # type: ignore[attr-defined]
+                self._meshes.append(tensor.device_mesh)  # type: ignore[attr-defined]
+
+    def failed_rank(self, *, failed: bool) -> int | None:
+        """Return a rank that failed; None if none did. A collective, if there are several ranks."""
+        flag = dist.get_rank() + 1 if failed and self._meshes else 0
+        for mesh in self._meshes:
+            value = torch.tensor([flag], device=mesh.device_type)
+            for group in mesh.get_all_groups():
+                dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
+            flag = int(value.item())
+        return flag - 1 if flag else None
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether `flag` is set on any rank of the whole job. A collective of all ranks."""
+    return world_failure(failed=flag) is not None or flag
+
+
+def world_failure(*, failed: bool) -> int | None:
+    """Return a rank of the whole job that failed; None if none did. A collective of all ranks."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return None
+    device = "cuda" if "nccl" in dist.get_backend() else "cpu"
+    value = torch.tensor([dist.get_rank() + 1 if failed else 0], device=device)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return int(value.item()) - 1 if value.item() else None
