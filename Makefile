@@ -9,6 +9,7 @@ FUZZ_SECONDS ?= 600
 FUZZ_SEED := $(or $(FUZZ_SEED),$(shell date +%s))
 
 BIN := .venv/bin
+TRAINERS := .venv-trainers/bin
 # Engines want all cores for themselves; what starts none takes turns on two. There each process has
 # one thread: torch's would wait for each other in a loop, and take twice the time of both cores.
 PARALLEL := -n 2 --dist worksteal
@@ -24,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-sglang demo soak test test-fast test-all test-versions fuzz lint format docs package clean clean-all
+.PHONY: help setup setup-sglang setup-trainers demo soak test test-fast test-all test-versions fuzz lint format docs package clean clean-all
 
 ifneq ($(filter demo soak,$(MAKECMDGOALS)),)
 ifeq ($(filter $(ENGINES),$(ENGINE)),)
@@ -48,23 +49,30 @@ setup: ## make .venv with the pinned packages; nothing to do when it is current
 setup-sglang: ## make .venv-sglang with SGLang's pinned packages; nothing to do when it is current
 	@PYTHON="$(PYTHON)" scripts/setup_env.sh sglang
 
+setup-trainers: setup ## make .venv-trainers, which adds the trainers' pinned packages to .venv; nothing to do when it is current
+	@PYTHON="$(PYTHON)" scripts/setup_env.sh trainers
+
 demo: setup $(if $(filter sglang,$(ENGINE)),setup-sglang) ## update a live engine and check every weight
 	@$(BIN)/python -m scripts.demo --engine $(ENGINE) $(DEMO_ARGS)
 
 soak: setup $(if $(filter sglang,$(ENGINE)),setup-sglang) ## 1000 syncs of a live engine under load: figures, and whether all is well
 	@$(BIN)/python -m scripts.soak --engine $(ENGINE) $(SOAK_ARGS)
 
-test: setup setup-sglang lint test-fast ## lint, and every test but those marked full (this is what CI runs)
+test: setup setup-sglang setup-trainers lint test-fast ## lint, and every test but those marked full (this is what CI runs)
 	@echo "test: the tests that start engines, but for the full ones"
 	@$(BIN)/python -m pytest -m "engine and not full" $(PYTEST_ARGS)
+	@$(TRAINERS)/python -m pytest tests/trainers -m "engine and not full" $(PYTEST_ARGS)
 
-test-fast: setup ## the tests that start no engine
+test-fast: setup setup-trainers ## the tests that start no engine
 	@echo "test-fast: the tests that start no engine"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not engine and not full" $(PARALLEL) $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(TRAINERS)/python -m pytest tests/trainers -m "not engine and not full" \
+		$(PARALLEL) $(PYTEST_ARGS)
 
-test-all: setup setup-sglang lint test-fast ## lint, and every test
+test-all: setup setup-sglang setup-trainers lint test-fast ## lint, and every test
 	@echo "test-all: the tests that start engines, and the full ones"
 	@$(BIN)/python -m pytest -m "engine or full" $(PYTEST_ARGS)
+	@$(TRAINERS)/python -m pytest tests/trainers -m "engine or full" $(PYTEST_ARGS)
 
 test-versions: setup ## the basics on every supported version of both engines
 	@set -e; for name in $(VERSIONS); do \
@@ -112,4 +120,4 @@ clean: ## remove build outputs and caches; the environments stay
 		-prune -exec rm -rf {} +
 
 clean-all: clean ## remove the environments too
-	@rm -rf .venv .venv-vllm-0.31 .venv-sglang .venv-sglang-0.5.22 .venv-docs
+	@rm -rf .venv .venv-trainers .venv-vllm-0.31 .venv-sglang .venv-sglang-0.5.22 .venv-docs

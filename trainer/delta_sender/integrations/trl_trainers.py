@@ -1,6 +1,6 @@
 """Put deltas into TRL's trainers: `DeltaWeightTransfer` and `use_deltas`.
 
-`tests/unit/sender/integrations/test_trl_contract.py` pins the names of TRL that this relies on.
+`tests/trainers/test_trl_contract.py` pins the names of TRL that this relies on.
 """
 
 from __future__ import annotations

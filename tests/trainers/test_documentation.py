@@ -19,7 +19,7 @@ from trl.generation import vllm_client, vllm_generation
 from tests.support.fake_engine import Engine
 from tests.support.trainer_models import change, make_model, save, saved
 
-PAGE = Path(__file__).parents[3] / "docs" / "trainers.md"
+PAGE = Path(__file__).parents[2] / "docs" / "trainers.md"
 EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```python\n(.*?)```", PAGE.read_text(), re.S))
 
 

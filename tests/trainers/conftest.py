@@ -1,0 +1,5 @@
+"""Tests that need the trainers' packages: they run in .venv-trainers only."""
+
+from tests.live.conftest import checkpoint, start
+
+__all__ = ["checkpoint", "start"]
