@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -23,6 +24,8 @@ DEPTH: Final = 6
 _OPAQUE: Final = ("torch.", "transformers.", "numpy.", "threading", "logging", "_thread")
 # Types without parts, which most values have.
 _ATOMS: Final = frozenset({type(None), bool, int, float, str})
+# Types that a module has many empty ones of: its hooks.
+_HOOKS: Final = (dict, OrderedDict, list)
 _REGISTRIES: Final = ("_parameters", "_buffers", "_modules")
 _NO_LEAVES: Final = (
     *(torch.nn.Module, type, types.ModuleType, types.FunctionType),
@@ -47,7 +50,7 @@ def reachable_tensors(
                         if isinstance(found, torch.Tensor):
                             yield path, module, attribute, found
         for name, value in module.__dict__.items():
-            if name not in _REGISTRIES:
+            if name not in _REGISTRIES and type(value) not in _ATOMS and not _is_empty(value):
                 for attribute, found in walk(value, name, seen, tensorless):
                     if isinstance(found, torch.Tensor):
                         yield path, module, attribute, found
@@ -58,7 +61,10 @@ def reachable_containers(model: torch.nn.Module) -> Iterator[dict[Any, Any] | li
     seen: dict[int, int] = {}
     for module in model.modules():
         for name, value in module.__dict__.items():
-            if name in _REGISTRIES:
+            if name in _REGISTRIES or type(value) in _ATOMS:
+                continue
+            if _is_empty(value):
+                yield value
                 continue
             for _, found in walk(value, name, seen, {}):
                 is_other = not isinstance(found, (dict, list, torch.Tensor))
@@ -171,6 +177,11 @@ def _parts(value: object, name: str, opaque: tuple[str, ...]) -> list[tuple[str,
     fields = {slot: getattr(value, slot) for slot in slots if hasattr(value, slot)}
     fields |= getattr(value, "__dict__", {})
     return [(f"{name}.{part}", item) for part, item in fields.items()]
+
+
+def _is_empty(value: Any) -> bool:
+    """Return whether a value is a dict or list with nothing in it."""
+    return type(value) in _HOOKS and not value
 
 
 def _is_leaf(value: object, opaque: tuple[str, ...]) -> bool:

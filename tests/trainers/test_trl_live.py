@@ -35,6 +35,7 @@ pytestmark = pytest.mark.engine
 Start = Callable[..., EngineProcess]
 Checkpoint = Callable[[str], Path]
 STEPS = 8
+ADAPTED = ["q_proj", "v_proj", "down_proj", "lm_head"]
 COMMON: dict[str, Any] = {
     "max_steps": STEPS,
     "num_generations": 16,
@@ -112,7 +113,7 @@ def test_grpo_in_server_mode(
         ),
         reward_funcs=reward,
         train_dataset=prompts(),
-        peft_config=peft.LoraConfig(r=8, lora_alpha=32, target_modules="all-linear")
+        peft_config=peft.LoraConfig(r=8, lora_alpha=32, target_modules=ADAPTED)
         if adapter
         else None,
     )
@@ -164,10 +165,11 @@ def test_async_grpo(
         processing_class=tokenizer,
         args=AsyncGRPOConfig(
             output_dir=str(tmp_path / "out"),
-            per_device_train_batch_size=1,
+            per_device_train_batch_size=32,
+            token_budget=0,
             vllm_server_base_url=engine.url,
             model_init_kwargs={"dtype": torch.float32},
-            **COMMON,
+            **{**COMMON, "learning_rate": 2e-2},
         ),
         reward_funcs=reward,
         train_dataset=prompts(as_chat=True),
