@@ -41,7 +41,7 @@ def generate(engine: EngineProcess, replica: int, prompt: str) -> Any:
     ("kind", "checkpoint_of", "tp", "flags"),
     [
         ("vllm", "qwen3", 1, ()),
-        ("sglang", "qwen3", 1, ()),
+        pytest.param("sglang", "qwen3", 1, (), marks=pytest.mark.full),
         pytest.param("vllm", "llama_tied", 2, (), marks=pytest.mark.full),
         pytest.param(
             "vllm", "qwen3", 1, ("--quantization", "fp8_per_channel"), marks=pytest.mark.full

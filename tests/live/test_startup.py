@@ -98,27 +98,33 @@ def test_vllm_refuses_to_start(
     assert message in log
 
 
-REPLICAS = ("--enable-delta-updates", "--data-parallel-size", "2")
+DELTAS = "--enable-delta-updates"
+REPLICAS = (DELTAS, "--data-parallel-size", "2")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([*REPLICAS, "--data-parallel-external-lb"], "start them as separate engines"),
-        ([*REPLICAS, "--data-parallel-hybrid-lb"], "start them as separate engines"),
-        ([*REPLICAS, "--data-parallel-rank", "1"], "start them as separate engines"),
-        ([*REPLICAS, "--data-parallel-size-local", "1"], "--data-parallel-size-local"),
-        ([*REPLICAS, "--data-parallel-backend", "ray"], "--data-parallel-backend"),
-        ([*REPLICAS, "--api-server-count", "2"], "add --api-server-count 1"),
-        (["--enable-delta-updates", "--enable-eplb"], "--enable-eplb"),
-        (["--enable-delta-updates", "--enable-elastic-ep"], "--enable-elastic-ep"),
-        (["--enable-delta-updates", "--nnodes", "2"], "several hosts"),
-        (["--enable-delta-updates", "--headless"], "--headless"),
-        (
-            ["--enable-delta-updates", "--distributed-executor-backend", "ray"],
-            "--distributed-executor-backend",
-        ),
+        ([DELTAS, "--nnodes", "2"], "several hosts"),
         (["--delta-read-workers", "2"], "needs --enable-delta-updates"),
+        *(
+            pytest.param(arguments, message, marks=pytest.mark.full)
+            for arguments, message in (
+                ([*REPLICAS, "--data-parallel-hybrid-lb"], "start them as separate engines"),
+                ([*REPLICAS, "--data-parallel-rank", "1"], "start them as separate engines"),
+                ([*REPLICAS, "--data-parallel-size-local", "1"], "--data-parallel-size-local"),
+                ([*REPLICAS, "--data-parallel-backend", "ray"], "--data-parallel-backend"),
+                ([*REPLICAS, "--api-server-count", "2"], "add --api-server-count 1"),
+                ([DELTAS, "--enable-eplb"], "--enable-eplb"),
+                ([DELTAS, "--enable-elastic-ep"], "--enable-elastic-ep"),
+                ([DELTAS, "--headless"], "--headless"),
+                (
+                    [DELTAS, "--distributed-executor-backend", "ray"],
+                    "--distributed-executor-backend",
+                ),
+            )
+        ),
     ],
 )
 def test_vllm_refuses_arguments(arguments: list[str], message: str) -> None:

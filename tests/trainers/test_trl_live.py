@@ -1,6 +1,7 @@
 """TRL's own trainers against a live vLLM, in an environment of their packages.
 
-The task: tokens of the vocabulary's first half are rewarded. A random model has half the reward.
+The task: tokens are rewarded whose row of the head begins with a positive weight. A random model
+has half the reward; what raises it is one direction of the last hidden state.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from trl.experimental.async_grpo import (
 from trl.generation import vllm_client
 
 from delta_sender.integrations.trl_trainers import DeltaWeightTransfer, use_deltas
+from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
-from scripts.live_engine.tiny_models import VOCAB_SIZE
 from tests.live.conftest import fingerprint
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 Start = Callable[..., EngineProcess]
 Checkpoint = Callable[[str], Path]
 STEPS = 8
-ADAPTED = ["q_proj", "v_proj", "down_proj", "lm_head"]
+HEAD = "lm_head.weight"
 COMMON: dict[str, Any] = {
     "max_steps": STEPS,
     "num_generations": 16,
@@ -52,8 +53,24 @@ COMMON: dict[str, Any] = {
 }
 
 
-def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    return [sum(t < VOCAB_SIZE // 2 for t in ids) / max(len(ids), 1) for ids in completion_ids]
+@pytest.fixture
+def base(checkpoint: Checkpoint, tmp_path: Path) -> Path:
+    """Return a checkpoint whose head is not near zero, as a random model's is."""
+    plain = checkpoint("qwen3")
+    tensors = tiny_models.load_tensors(plain)
+    tensors[HEAD] = tensors[HEAD] * 30
+    return tiny_models.save_checkpoint(plain, tmp_path / "base", tensors)
+
+
+class Reward:
+    """A class, as AsyncGRPO pickles it; both trainers ask for a name."""
+
+    def __init__(self, base: Path) -> None:
+        self.__name__ = "reward"
+        self._good = tiny_models.load_tensors(base)[HEAD][:, 0] > 0
+
+    def __call__(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [float(self._good[ids].float().mean()) if ids else 0.0 for ids in completion_ids]
 
 
 def prompts(as_chat: bool = False) -> datasets.Dataset:
@@ -94,10 +111,7 @@ def check(engine: EngineProcess, trainer: Any, syncs: int, start: Start, folder:
 
 
 @pytest.mark.parametrize("adapter", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_grpo_in_server_mode(
-    adapter: bool, checkpoint: Checkpoint, start: Start, tmp_path: Path
-) -> None:
-    base = checkpoint("qwen3")
+def test_grpo_in_server_mode(adapter: bool, base: Path, start: Start, tmp_path: Path) -> None:
     engine = start("vllm", base)
     use_deltas(base, encoding="auto")
     trainer = trl.GRPOTrainer(
@@ -109,11 +123,11 @@ def test_grpo_in_server_mode(
             use_vllm=True,
             vllm_mode="server",
             vllm_server_base_url=engine.url,
-            **{**COMMON, **({"learning_rate": 3e-2} if adapter else {})},
+            **{**COMMON, **({"learning_rate": 2e-2} if adapter else {})},
         ),
-        reward_funcs=reward,
+        reward_funcs=Reward(base),
         train_dataset=prompts(),
-        peft_config=peft.LoraConfig(r=8, lora_alpha=32, target_modules=ADAPTED)
+        peft_config=peft.LoraConfig(r=8, lora_alpha=32, target_modules="all-linear")
         if adapter
         else None,
     )
@@ -149,12 +163,11 @@ def varlen(
 
 @pytest.mark.full
 def test_async_grpo(
-    checkpoint: Checkpoint, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: Path, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = types.SimpleNamespace(flash_attn_varlen_func=varlen)
     monkeypatch.setattr(packing, "_flash_attn", lambda: kernels)
     monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
-    base = checkpoint("qwen3")
     engine = start("vllm", base)
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     templates = Path(trl.__file__).parent / "chat_templates"
@@ -169,9 +182,9 @@ def test_async_grpo(
             token_budget=0,
             vllm_server_base_url=engine.url,
             model_init_kwargs={"dtype": torch.float32},
-            **{**COMMON, "learning_rate": 2e-2},
+            **COMMON,
         ),
-        reward_funcs=reward,
+        reward_funcs=Reward(base),
         train_dataset=prompts(as_chat=True),
         weight_transfer=transfer,
     )

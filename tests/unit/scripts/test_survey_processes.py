@@ -49,7 +49,7 @@ def wait_for(path: Path) -> str:
     return path.read_text()
 
 
-@pytest.mark.parametrize("jobs", [1, 3])
+@pytest.mark.parametrize("jobs", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_each_name_has_a_process_of_its_own(
     tmp_path: Path, jobs: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
