@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import fingerprint
 from tests.support.plain_trainer import Trainer, container, split
+from tests.support.trainer_models import change, saved
 
+PAGE = Path(__file__).parents[2] / "docs" / "trainer-vllm.md"
 BACKEND = ("--weight-transfer-config", json.dumps({"backend": "delta_updates"}))
 
 
@@ -118,6 +121,23 @@ CHANNELS: list[dict[str, Any]] = [
     {"kind": "disk", "inline_bytes": 0},
     {"kind": "collective", "inline_bytes": 0},
 ]
+
+
+@pytest.mark.full
+def test_the_example_of_the_docs_runs(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine holds other weights than its base by then, so the first sync is a full one."""
+    [example] = re.findall(r"<!-- example: vllm -->\n```python\n(.*?)```", PAGE.read_text(), re.S)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoint").symlink_to(scene.base)
+    given: dict[str, Any] = {"data": [1, 2], "train": lambda model, seed: change(model, seed, 0.01)}
+    exec(example.replace("http://engine:8000", scene.engine.url), given)
+    report = given["transfer"].report
+    assert (report.status, report.full) == ("committed", False)
+    scan = scene.engine.get("/delta_digest", params={"scan": "true"}).json()
+    assert (scan["version"], scan["digest"]) == (report.version, report.digest)
+    scene.trainer.tensors = saved(given["model"].to(torch.bfloat16))
 
 
 @pytest.mark.full

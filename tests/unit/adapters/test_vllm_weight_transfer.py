@@ -16,7 +16,11 @@ import pytest
 import torch
 from fastapi import APIRouter, Body, FastAPI, Request
 
-from delta_sender.integrations.transfer_destination import Channel, TransferDestination
+from delta_sender.integrations.transfer_destination import (
+    Channel,
+    HttpSyncClient,
+    TransferDestination,
+)
 from delta_sender.options import with_defaults
 from delta_sender.results import SyncError
 from delta_server.transfer import MAX_INLINE_BYTES
@@ -453,6 +457,30 @@ def test_a_lost_answer_is_no_refusal() -> None:
     with pytest.raises(SyncError, match="gone") as lost:
         TransferDestination("http://engine", with_defaults({}), Gone(), Channel())  # type: ignore[arg-type]
     assert (lost.value.status, lost.value.is_refusal) == (None, False)
+
+
+def test_a_client_with_a_token(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(API_KEY_ENVIRONMENT, "secret")
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        options = {"content": request.read(), "headers": dict(request.headers)}
+        answer = api.post(request.url.path, **options)
+        return httpx.Response(answer.status_code, content=answer.content)
+
+    def client(**options: Any) -> HttpSyncClient:
+        made = HttpSyncClient("http://engine/", **options)
+        made._client._transport = httpx.MockTransport(answer)
+        return made
+
+    with pytest.raises(httpx.HTTPStatusError, match="401"):
+        client(api_key="wrong").start_weight_update()
+    right = client()  # by the environment
+    right.init_weight_transfer_engine({})
+    right.start_weight_update()
+    right.update_weights(inline(delta_part()))
+    right.finish_weight_update("8")
+    right.close()
+    assert same(api.rig.engine.weights, NEXT)
 
 
 def test_errors_that_are_bugs_are_answered_like_errors(api: Api) -> None:

@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
+import httpx
 import torch
 import torch.distributed as dist
 
@@ -212,3 +213,40 @@ def _sync_error(error: Exception) -> SyncError:
     if not isinstance(found, dict):
         return SyncError(f"HTTP {status}: {response.text[:200]}", status)
     return SyncError(f"HTTP {status}: {found.get('type')}: {found.get('message')}", status, found)
+
+
+class HttpSyncClient:
+    """A `SyncClient` that sends a bearer token, which vLLM's own client cannot.
+
+    Its methods raise `httpx.HTTPError`.
+
+    Args:
+        base_url: The engine's root.
+        api_key: Bearer token; None: that in ``DELTA_API_KEY``, if there is one.
+        timeout: Seconds for one call.
+    """
+
+    def __init__(self, base_url: str, api_key: str | None = None, timeout: float = 600.0) -> None:
+        self.base_url = base_url.rstrip("/")
+        key = api_key or os.environ.get("DELTA_API_KEY")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx.Client(headers=headers, timeout=timeout)
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._post("init_weight_transfer_engine", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self._post("start_weight_update", {})
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._post("update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._post("finish_weight_update", {"weight_version": weight_version})
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def _post(self, path: str, body: dict[str, Any]) -> None:
+        self._client.post(f"{self.base_url}/{path}", json=body).raise_for_status()
