@@ -38,8 +38,8 @@ class Channel:
         inline_bytes: Parts up to this size go inline, whatever the kind.
         folder: A folder below a ``--delta-root`` of the engine, under the same path here.
         address: This host's, as the engine reaches it; a free port is taken for each group.
-        backend: Of the group, ``gloo`` or ``nccl``. With NCCL, a part is broadcast from this
-            process's current GPU, and the first worker's needs room for it.
+        backend: Of the group, ``gloo`` or ``nccl``. With NCCL, a part is broadcast from the GPU
+            that is current when the sender is made, and the first worker's needs room for it.
         timeout: Seconds that either side waits for the other.
     """
 
@@ -79,6 +79,9 @@ class TransferDestination(EngineClient):
         self._key = options["hmac_key"]
         self._wait_s = options["timeout"]
         self._group: Any = None
+        # Parts are delivered by other threads, which have a current GPU of their own.
+        is_nccl = channel.kind == "collective" and channel.backend == "nccl"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="delta-transfer")
         if options["adapter"] is not None:
             raise ValueError("the weight-transfer API has no adapters; use DeltaSender")
@@ -151,8 +154,7 @@ class TransferDestination(EngineClient):
         if self._group is None:
             self._group = self._join()
         group, self._group = self._group, None
-        device = "cuda" if self._channel.backend == "nccl" else "cpu"
-        part = torch.frombuffer(bytearray(body), dtype=torch.uint8).to(device)
+        part = torch.frombuffer(bytearray(body), dtype=torch.uint8).to(self._device)
         options = dist.BroadcastOptions()
         answer = self._threads.submit(self._call, self._sync_client.update_weights, info)
         work = group.broadcast([part], options)
