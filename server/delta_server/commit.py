@@ -13,7 +13,15 @@ import functools
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -305,3 +313,12 @@ def serialize_with_commits(
 def total_digest(shares: Iterable[str]) -> str:
     """Return the model's digest from the shares that the ranks count, in hex."""
     return sum(map(Digest.parse, shares), start=Digest.ZERO).hex()
+
+
+def sum_by_name(shares: Iterable[Mapping[str, str]]) -> dict[str, Digest]:
+    """Return each tensor's digest from the shares that the ranks count."""
+    total: dict[str, Digest] = {}
+    for share in shares:
+        for name, digest in share.items():
+            total[name] = total.get(name, Digest.ZERO) + Digest.parse(digest)
+    return total

@@ -20,6 +20,7 @@ class RequestRecord:
     """One request, from its first byte to its answer."""
 
     adapter: str | None = None  # the LoRA adapter that it is for; None: the model's weights
+    commits: bool = True  # whether a sync that its parts complete is committed
     spooled: list[Spooled] = field(default_factory=list)  # the parts that have arrived whole
     parts: list[PartId] = field(default_factory=list)
     admissions: set[str] = field(default_factory=set)  # how the ranks have admitted the parts

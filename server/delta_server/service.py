@@ -12,7 +12,7 @@ import contextlib
 import copy
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import xxhash
 
 from delta_server import metrics
 from delta_server.adapter_engine import AdapterEngine
-from delta_server.commit import EngineCommitter, call, total_digest
+from delta_server.commit import EngineCommitter, call, sum_by_name, total_digest
 from delta_server.disk_files import spool_files
 from delta_server.engine import Engine
 from delta_server.log_replay import LogReplay
@@ -138,8 +138,8 @@ class DeltaService:
         ``corrupted`` names the tensors whose live bytes are not what the syncs have written.
         """
         replies = await call(self._engine, GetDigest(scan=scan))
-        tensors = _sum_by_name(reply.tensors for reply in replies)
-        tracked = _sum_by_name(reply.tracked for reply in replies)
+        tensors = sum_by_name(reply.tensors for reply in replies)
+        tracked = sum_by_name(reply.tracked for reply in replies)
         total = sum(tensors.values(), start=Digest.ZERO)
         found: dict[str, Any] = {
             "version": replies[0].version,
@@ -229,6 +229,25 @@ class DeltaService:
             for part_file in record.spooled:
                 part_file.remove()
 
+    async def commit_staged(
+        self, part: PartId, options: Options, record: RequestRecord
+    ) -> dict[str, Any]:
+        """Commit the staged sync that a part belongs to; return the answer as JSON.
+
+        Raises:
+            DeltaError: each class fixes the state that the engine is in then. If the sync lacks
+                parts or was dropped, it is a `Conflict`, and nothing of it stays staged.
+        """
+        async with self.reporter.follow(record):
+            record.set_parts([part], [])
+            record.phase = "commit"
+            committed = await self._commit(part, options, record)
+            return record.answer("committed", msgspec.structs.asdict(committed))
+
+    async def drop_staged(self, part: PartId) -> None:
+        """Drop the staged sync if this part belongs to it."""
+        await self._staging.drop(part)
+
     async def _apply_spooled(
         self, spooled: list[Spooled], options: Options, record: RequestRecord
     ) -> dict[str, Any]:
@@ -288,7 +307,8 @@ class DeltaService:
         """Stage some parts, `whole` if they are all of their sync; commit if they complete it."""
         last = pairs[-1][0]
         try:
-            if await self._staging.stage(pairs, record, whole=whole):
+            complete = await self._staging.stage(pairs, record, whole=whole)
+            if complete and record.commits:
                 record.phase = "commit"
                 committed = await self._commit(last, options, record)
                 return record.answer("committed", msgspec.structs.asdict(committed))
@@ -326,12 +346,3 @@ class DeltaService:
             raise
         record.timings["commit_ms"] = committed.commit_ms
         return committed
-
-
-def _sum_by_name(shares: Iterable[Mapping[str, str]]) -> dict[str, Digest]:
-    """Return each tensor's digest from the shares that the ranks count."""
-    total: dict[str, Digest] = {}
-    for share in shares:
-        for name, digest in share.items():
-            total[name] = total.get(name, Digest.ZERO) + Digest.parse(digest)
-    return total

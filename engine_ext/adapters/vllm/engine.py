@@ -29,17 +29,22 @@ class VllmEngine:
         self._pause, self._resume = client.pause_generation, client.resume_generation
         self.shared = client.vllm_config.parallel_config._api_process_count > 1
 
-    async def call(self, request: Operation[ReplyT]) -> list[ReplyT | DeltaError]:
-        """Return every rank's reply or error, in rank order; RuntimeError if the engine died."""
+    async def call(
+        self, request: Operation[ReplyT], method: str = "delta_updates"
+    ) -> list[ReplyT | DeltaError]:
+        """Call a method of every worker with an operation.
+
+        Return every rank's reply or error, in rank order; RuntimeError if the engine died.
+        """
         arguments = encode_request(request)
         if self._replicas == 1:
-            call = self._client.collective_rpc("delta_updates", args=arguments)
+            call = self._client.collective_rpc(method, args=arguments)
             return decode_answers(request, await self._unless_dead(call))
         # vLLM's own `collective_rpc` returns the first replica's answers alone. All replicas must
         # get the calls in the same order, because they vote in some.
         async with self._calling:
             client = self._client.engine_core
-            rpc = ("collective_rpc", "delta_updates", None, arguments, dict[str, Any]())
+            rpc = ("collective_rpc", method, None, arguments, dict[str, Any]())
             answers = await self._unless_dead(client.call_utility_all_async(*rpc))
         return decode_answers(request, [answer for replica in answers for answer in replica])
 

@@ -41,7 +41,7 @@ CHECKSUMS: Final = Feature(
 )
 FEATURES: Final = (REPLIES_OF_ALL, CONSENSUS, RESET_WEIGHTS, CHECKSUMS)
 
-_WEIGHT_CHANGES: Final = ("reload_weights", "update_weights", "finish_weight_update")
+_TRANSFERS: Final = ("update_weights", "finish_weight_update")
 
 
 def require_supported_version() -> None:
@@ -56,6 +56,12 @@ def replicas_answer_together() -> bool:
     return REPLIES_OF_ALL.offered() and CONSENSUS.offered()
 
 
-def weight_changes() -> tuple[str, ...]:
-    """Return the names of the worker's own methods that change weights."""
-    return (*_WEIGHT_CHANGES, *([RESET_WEIGHTS.name] if RESET_WEIGHTS.offered() else []))
+def weight_changes(*, own_transfer: bool = False) -> tuple[str, ...]:
+    """Return the names of the worker's own methods that change weights.
+
+    Args:
+        own_transfer: whether the weight-transfer backend is this package's, which changes none.
+    """
+    transfers = () if own_transfer else _TRANSFERS
+    resets = (RESET_WEIGHTS.name,) if RESET_WEIGHTS.offered() else ()
+    return ("reload_weights", *transfers, *resets)

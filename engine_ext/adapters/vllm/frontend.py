@@ -11,7 +11,9 @@ from argparse import Namespace
 from typing import Any
 
 from engine_ext import settings
+from engine_ext.adapters.vllm import transfer_frontend
 from engine_ext.adapters.vllm.engine import VllmEngine
+from engine_ext.errors import DeltaError
 from engine_ext.wire.operations import UnloadAdapter
 
 
@@ -24,8 +26,15 @@ class DeltaEndpoints:
     def attach_router(self, app: Any) -> None:
         """Register the routes. vLLM calls this while it builds the app."""
         from delta_server import attach
+        from delta_server.routes import error_response
+        from delta_server.transfer import TransferGuard
+
+        async def answer(request: Any, error: DeltaError) -> Any:
+            return error_response(error)
 
         attach(app)
+        app.add_middleware(TransferGuard, state=app.state, paths=transfer_frontend.PATHS)
+        app.add_exception_handler(DeltaError, answer)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Connect the routes with the engine. vLLM calls this once, before it serves.
@@ -46,6 +55,8 @@ class DeltaEndpoints:
             setattr(engine_client, name, serialize_with_commits(service.committer, original))
         if engine_client.vllm_config.lora_config is not None:
             _follow_unloading(state.openai_serving_models, engine)
+        if transfer_frontend.is_chosen(engine_client.vllm_config.weight_transfer_config):
+            state.delta_transfer = transfer_frontend.install(engine_client, service, engine)
         state.delta_service = service
 
 

@@ -28,6 +28,7 @@ from engine_ext.adapters.vllm.postload import (
     recomputations,
     repack_learner,
 )
+from engine_ext.adapters.vllm.transfer_frontend import is_chosen, register_backend
 from engine_ext.model import ConstantsWatch
 from engine_ext.placement import Repack
 from engine_ext.ranks import GroupRanks, Ranks
@@ -93,11 +94,21 @@ def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
 
     worker.load_model = load_model
     worker.sleep, worker.wake_up = sleep, wake_up
-    for name in weight_changes():
+    own_transfer = is_chosen(worker.vllm_config.weight_transfer_config)
+    for name in weight_changes(own_transfer=own_transfer):
         setattr(worker, name, _reporting(worker, name))
+    if own_transfer:
+        register_backend()
+        worker.delta_transfer = functools.partial(_transfer, worker)
     if not hasattr(worker, "delta_updates"):  # a patched vLLM has the method in its own source
         worker.delta_updates = delta_updates
     worker.delta_buffer_checksums = functools.partial(buffer_checksums, worker)
+
+
+def _transfer(worker: Any, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Carry out an operation of `transfer_group`; the worker has loaded its model."""
+    answer: dict[str, Any] = worker.weight_transfer_engine.group.handle(operation, arguments)
+    return answer
 
 
 def _reporting(worker: Any, name: str) -> Callable[..., Any]:

@@ -1,0 +1,256 @@
+"""A weight update by an engine's own transfer API: it starts, brings parts, and finishes.
+
+The parts are staged as if they were posted; finishing commits them. Such an API has one trainer, so
+one HTTP process keeps the state of the update: it must serve the engine alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from fastapi import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from delta_server.auth import check_access
+from delta_server.disk_files import resolve_files
+from delta_server.request_options import DiskRequest, Options
+from delta_server.request_record import RequestRecord
+from delta_server.routes import error_response
+from delta_server.service import DeltaService
+from engine_ext.errors import Conflict, DeltaError, MalformedPart, TooLarge
+from engine_ext.wire import PartId, Verifier, signing_key
+
+MAX_INLINE_BYTES: Final = 32 << 20  # of a part; larger ones go by path or by a collective
+_MAX_JSON_BYTES: Final = MAX_INLINE_BYTES // 3 * 4 + (1 << 20)
+_READ_BYTES: Final = 1 << 20
+
+
+class UpdateInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What brings parts: exactly one of `part`, `model_path` and `broadcast_bytes` is given.
+
+    `weight_version`, `base_version`, `pause_mode` and `flush_cache` are as in a disk request.
+    """
+
+    part: str | None = None  # one part, in base64
+    model_path: str | None = None  # a folder below a --delta-root
+    files: list[str] | None = None  # names in it; None: all of its ``*.safetensors``
+    broadcast_bytes: int | None = None  # size of a part that the trainer broadcasts meanwhile
+    signature: str | None = None  # of `part`, or of the part that is broadcast
+    weight_version: str | int | None = None
+    base_version: str | int | None = None
+    pause_mode: str | None = None
+    flush_cache: bool | None = None
+
+    def disk_request(self) -> DiskRequest:
+        """Return what is also a key of a disk request."""
+        keys = {key: getattr(self, key) for key in Options.__struct_fields__}
+        return DiskRequest(model_path=self.model_path or "", files=self.files, **keys)
+
+
+def parse_update_info(given: Any) -> UpdateInfo:
+    """Return what an API's caller has given, validated.
+
+    Raises:
+        MalformedPart: it has unknown keys or other types, or brings no part or several.
+    """
+    try:
+        info = msgspec.convert(given, UpdateInfo)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise MalformedPart(f"bad update_info: {error}") from error
+    sources = (info.part, info.model_path, info.broadcast_bytes)
+    if sum(source is not None for source in sources) != 1:
+        raise MalformedPart("update_info needs one of part, model_path and broadcast_bytes")
+    if info.broadcast_bytes is not None and info.broadcast_bytes < 1:
+        raise MalformedPart(f"broadcast_bytes is {info.broadcast_bytes}")
+    return info
+
+
+class WeightTransfer:
+    """The weight updates of one engine, one at a time.
+
+    Every method raises `DeltaError`. An update ends with the first error: what it had staged is
+    dropped, and the weights are unchanged, unless the error's class says something else.
+
+    Args:
+        receive: lets the engine write a part of so many bytes, which the trainer broadcasts, into a
+            new file.
+    """
+
+    def __init__(
+        self, service: DeltaService, receive: Callable[[Path, int], Awaitable[None]]
+    ) -> None:
+        self._service, self._receive = service, receive
+        self._lock = asyncio.Lock()
+        self._is_open = False
+        self._staged: PartId | None = None  # the last part that must be committed
+        self._version: int | None = None  # that the update leads to
+        self._options = Options()
+
+    async def start(self) -> None:
+        """Begin an update. One that was not finished ends: its trainer has started again."""
+        async with self._lock:
+            await self._end()
+            self._is_open = True
+
+    async def update(self, given: Any) -> dict[str, Any]:
+        """Stage the parts that an ``update_info`` brings; return the last one's answer as JSON."""
+        async with self._lock, self._ending_on_error():
+            record = RequestRecord(commits=False)
+            async with self._service.reporter.follow(record):
+                self._check_open()
+                info = parse_update_info(given)
+                options = info.disk_request().options({})
+                with self._service.upload_slots.one():
+                    answer = await self._stage(info, options, record)
+            self._options, self._version = options, answer["version"]
+            if answer["status"] != "already_applied":
+                self._staged = record.parts[-1]
+            return answer
+
+    async def finish(self, version: str | None = None) -> dict[str, Any] | None:
+        """Commit what is staged; return the answer as JSON, or None if there was nothing to commit.
+
+        Args:
+            version: what the caller takes the new weights' version for.
+
+        Raises:
+            Conflict: no update has begun, parts are missing, or the update does not lead to
+                `version`; the engine is unchanged.
+        """
+        async with self._lock, self._ending_on_error():
+            self._check_open()
+            leads_to = self._version
+            if leads_to is None:
+                replies = await self._service.committer.status()
+                leads_to = replies[0].version
+            if version is not None and version != str(leads_to):
+                raise Conflict(
+                    f"the update leads to version {leads_to}, not {version[:40]!r}",
+                    expected=str(leads_to),
+                )
+            answer = None
+            if self._staged is not None:
+                record = RequestRecord()
+                answer = await self._service.commit_staged(self._staged, self._options, record)
+                self._staged = None
+            await self._end()
+            return answer
+
+    async def _stage(
+        self, info: UpdateInfo, options: Options, record: RequestRecord
+    ) -> dict[str, Any]:
+        service = self._service
+        if info.model_path is not None:
+            paths = resolve_files(info.disk_request(), service.settings.roots)
+            return await service.apply_files(paths, options, record)
+        key = signing_key()
+        verifier = None if key is None else Verifier(key, info.signature)
+        async with contextlib.AsyncExitStack() as stack:
+            if info.part is not None:
+                body = await asyncio.to_thread(_decoded, info.part)
+                chunks, size = _pieces(body), len(body)
+            else:
+                assert info.broadcast_bytes is not None
+                size = info.broadcast_bytes
+                path = await stack.enter_async_context(self._broadcast(size))
+                chunks = _read(path)
+            spooled = await service.spool.receive(
+                record.count_received(chunks), size, service.minimum_rate, verifier
+            )
+        record.timings["receive_ms"] = record.seconds * 1e3
+        return await service.apply_body(spooled, options, record)
+
+    @contextlib.asynccontextmanager
+    async def _broadcast(self, size: int) -> AsyncIterator[Path]:
+        """Let the engine receive a broadcast; the file with its bytes is removed afterwards."""
+        limit = self._service.settings.max_body_bytes
+        if size > limit:
+            raise TooLarge(f"the part has {size} bytes, the limit is {limit}", limit=limit)
+        with tempfile.TemporaryDirectory(dir=self._service.spool.directory) as folder:
+            path = Path(folder) / "broadcast"
+            await self._receive(path, size)
+            yield path
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise Conflict("no weight update has begun, or it has ended with an error: start one")
+
+    @contextlib.asynccontextmanager
+    async def _ending_on_error(self) -> AsyncIterator[None]:
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(Exception):
+                await self._end()
+            raise
+
+    async def _end(self) -> None:
+        staged, self._staged = self._staged, None
+        self._is_open, self._version = False, None
+        if staged is not None:
+            await self._service.drop_staged(staged)
+
+
+class TransferGuard:
+    """ASGI middleware: an API's paths need what the delta endpoints need, and bodies are bounded.
+
+    Args:
+        state: of the app; its `delta_transfer` is the `WeightTransfer`. Without one, or with None,
+            the paths are the engine's own affair.
+        paths: of the API.
+    """
+
+    def __init__(self, app: ASGIApp, state: Any, paths: tuple[str, ...]) -> None:
+        self._app, self._state, self._paths = app, state, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        transfer = getattr(self._state, "delta_transfer", None)
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        if transfer is None or scope["type"] != "http" or path not in self._paths:
+            await self._app(scope, receive, send)
+            return
+        try:
+            request = Request(scope)
+            check_access(request)
+            length = request.headers.get("content-length", "0")
+            has_length = "transfer-encoding" not in request.headers and length.isdecimal()
+            if not has_length or int(length) > _MAX_JSON_BYTES:
+                raise TooLarge(
+                    f"the body needs a Content-Length of {_MAX_JSON_BYTES} bytes at most; send "
+                    "larger parts by path, or broadcast them",
+                    limit=_MAX_JSON_BYTES,
+                )
+        except DeltaError as error:
+            self._state.delta_service.reporter.report_denied(error)
+            await error_response(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        body = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise MalformedPart(f"the part is not base64: {error}") from error
+    if len(body) > MAX_INLINE_BYTES:
+        raise TooLarge(f"the inline part has {len(body)} bytes", limit=MAX_INLINE_BYTES)
+    return body
+
+
+async def _pieces(body: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(body), _READ_BYTES):
+        yield body[start : start + _READ_BYTES]
+
+
+async def _read(path: Path) -> AsyncIterator[bytes]:
+    with path.open("rb", buffering=0) as file:
+        while chunk := await asyncio.to_thread(file.read, _READ_BYTES):
+            yield chunk

@@ -1,0 +1,147 @@
+"""The checkpoint engine for verl, with stand-ins for verl's registry and Ray.
+
+``tests/live/test_verl.py`` has verl itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.support.fake_engine import Engine
+
+NAME = "delta_sender.integrations.verl_checkpoint_engine"
+
+
+class Registry:
+    known: ClassVar[dict[str, type]] = {}
+
+    @staticmethod
+    def register(backend: str) -> Any:
+        def wrapper(cls: type) -> type:
+            Registry.known[backend] = cls
+            return cls
+
+        return wrapper
+
+
+@pytest.fixture
+def verl(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the module, imported beside the stand-ins."""
+    base = ModuleType("verl.checkpoint_engine.base")
+    base.CheckpointEngine, base.CheckpointEngineRegistry = object, Registry  # type: ignore[attr-defined]
+    for name in ("verl", "verl.checkpoint_engine"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, base.__name__, base)
+    monkeypatch.delitem(sys.modules, NAME, raising=False)
+    module = importlib.import_module(NAME)
+    monkeypatch.delitem(sys.modules, NAME)
+    return module
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """Return the engine at every url; ``checkpoint`` below `tmp_path` is its checkpoint."""
+    weights = {"embed": torch.randn(8, 4).bfloat16(), "norm": torch.randn(4)}
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
+    engine = Engine.of(weights)
+    transport = httpx.MockTransport(engine.answer)
+    monkeypatch.setattr(httpx, "Client", functools.partial(httpx.Client, transport=transport))
+    return engine
+
+
+def trained() -> dict[str, torch.Tensor]:
+    """Return what verl gathers: float32 masters, and the tied head under its own name."""
+    embed = torch.randn(8, 4)
+    return {"embed": embed, "lm_head.weight": embed.clone(), "norm": torch.randn(4)}
+
+
+def freed(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors as verl does: each is gone when the next one is asked for."""
+    for name, tensor in tensors.items():
+        gathered = tensor.clone()
+        yield name, gathered
+        gathered.fill_(float("nan"))
+
+
+def make(verl: Any, tmp_path: Path, **options: Any) -> Any:
+    cls = Registry.known["delta_http"]
+    assert cls is verl.DeltaHTTPCheckpointEngine
+    return cls(bucket_size=1 << 20, base=tmp_path / "checkpoint", **options)
+
+
+@pytest.mark.parametrize("handed", ["generator", "engine"])
+def test_syncs(verl: Any, engine: Engine, tmp_path: Path, handed: str) -> None:
+    actor = make(verl, tmp_path, is_master=True, urls=["http://engine"])
+    rollout = make(verl, tmp_path, urls=["http://engine"])
+    for step in range(2):
+        metadata = [actor.prepare(), rollout.prepare()]
+        to_actor, to_rollout = actor.build_topology(1, 1, metadata)
+        assert (to_actor, to_rollout) == ({"urls": [["http://engine"]]}, {})
+        actor.init_process_group(urls=to_actor["urls"][0])
+        rollout.init_process_group()
+        tensors = trained()
+        given: Any = freed(tensors)
+        if handed == "engine":
+            given = SimpleNamespace(get_per_tensor_param=lambda g=given: (g, None))
+        metrics = asyncio.run(actor.send_weights(given, global_steps=step))
+        assert metrics["delta_http/version"] == step + 1
+        assert list(rollout.receive_weights()) == []
+        assert asyncio.run(rollout.send_weights(freed(tensors))) is None
+        actor.finalize()
+        held = {"embed": tensors["embed"].bfloat16(), "norm": tensors["norm"]}
+        assert engine.holds(held)
+    actor.close()
+
+
+def test_all_is_read_though_a_name_is_unknown(verl: Any, engine: Engine, tmp_path: Path) -> None:
+    actor = make(verl, tmp_path, is_master=True, urls=["http://engine"])
+    actor.init_process_group(["http://engine"])
+    source = freed({"other": torch.zeros(1), **trained()})
+    with pytest.raises(ValueError, match="other"):
+        asyncio.run(actor.send_weights(source))
+    assert next(source, None) is None
+    assert engine.version == 0
+    actor.close()
+
+
+def test_the_servers_are_found_in_ray(
+    verl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses = {
+        "vllm_server_0_0": ("10.0.0.1", 8000),
+        "vllm_server_1_0": ("fd00::1", 8001),
+        "vllm_server_1_1": ("10.0.0.9", 1),  # a further node of the replica
+        "vllm_server_reward_0_0": ("10.0.0.9", 2),
+        "something": ("10.0.0.9", 3),
+    }
+
+    def actor(name: str) -> Any:
+        remote = SimpleNamespace(remote=lambda: addresses[name])
+        return SimpleNamespace(get_server_address=remote)
+
+    ray = ModuleType("ray")
+    ray.util = SimpleNamespace(list_named_actors=lambda: list(addresses))  # type: ignore[attr-defined]
+    ray.get_actor, ray.get = actor, list  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    engine = make(verl, tmp_path)
+    urls = ["http://10.0.0.1:8000", "http://[fd00::1]:8001"]
+    assert engine.build_topology(2, 1, [engine.prepare()]) == ({"urls": [urls] * 2}, {})
+    addresses.clear()
+    with pytest.raises(ValueError, match="no rollout server"):
+        engine.build_topology(2, 1, [engine.prepare()])

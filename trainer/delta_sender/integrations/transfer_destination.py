@@ -1,0 +1,254 @@
+"""Deliver parts by the calls of vLLM's weight-transfer API: the class `TransferDestination`."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, Literal, Protocol
+
+import httpx
+import torch
+import torch.distributed as dist
+
+from delta_sender.http_client import EngineClient
+from delta_sender.options import MultiOptions
+from delta_sender.results import SyncError
+from engine_ext.wire import SIGNATURE_SUFFIX, sign
+
+_BUSY: Final = ("SyncInProgress", "TooManyUploads")
+_POLL_S: Final = 0.002
+_WAIT_S: Final = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Channel:
+    """How parts travel.
+
+    Attributes:
+        kind: ``inline``: in the requests, up to 32 MiB each; ``disk``: as files in `folder`;
+            ``collective``: broadcast from the trainer to one worker of the engine.
+        inline_bytes: Parts up to this size go inline, whatever the kind.
+        folder: A folder below a ``--delta-root`` of the engine, under the same path here.
+        address: This host's, as the engine reaches it; a free port is taken for each group.
+        backend: Of the group, ``gloo`` or ``nccl``. With NCCL, a part is broadcast from the GPU
+            that is current when the sender is made, and the first worker's needs room for it.
+        timeout: Seconds that either side waits for the other.
+    """
+
+    kind: Literal["inline", "disk", "collective"] = "inline"
+    inline_bytes: int = 1 << 20
+    folder: str | os.PathLike[str] | None = None
+    address: str = "127.0.0.1"
+    backend: Literal["gloo", "nccl"] = "gloo"
+    timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        if self.kind == "disk" and self.folder is None:
+            raise ValueError("the channel disk needs a folder")
+
+
+class SyncClient(Protocol):
+    """vLLM's ``VLLMWeightSyncClient``; its methods raise if the engine refuses."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: dict[str, Any]) -> None: ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+
+class TransferDestination(EngineClient):
+    """An engine whose parts go through a `SyncClient`; plan and status are read by HTTP."""
+
+    def __init__(
+        self, url: str, options: MultiOptions, client: SyncClient, channel: Channel
+    ) -> None:
+        super().__init__(url, {**options, "posts_in_flight": 1})
+        self._sync_client, self._channel = client, channel
+        self._options = {key: options[key] for key in ("pause_mode", "flush_cache")}
+        self._key = options["hmac_key"]
+        self._wait_s = options["timeout"]
+        self._group: Any = None
+        # Parts are delivered by other threads, which have a current GPU of their own.
+        is_nccl = channel.kind == "collective" and channel.backend == "nccl"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else None
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="delta-transfer")
+        if options["adapter"] is not None:
+            raise ValueError("the weight-transfer API has no adapters; use DeltaSender")
+        self._call(client.init_weight_transfer_engine, {})
+
+    def close(self) -> None:
+        """Leave the group, and close the HTTP client."""
+        self._group = None
+        self._threads.shutdown()
+        super().close()
+
+    def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:
+        """Deliver one part: the first starts an update, the last finishes it.
+
+        Raises:
+            SyncError: The engine refused it, and has dropped what it was sent before; or no answer
+                came.
+        """
+        if last:
+            self.highest_posted = max(self.highest_posted, version)
+        give_up = time.monotonic() + self._wait_s
+        while True:
+            try:
+                if part == 0:
+                    self._call(self._sync_client.start_weight_update)
+                self._update(body, f"{version}-{part}")
+                break
+            except SyncError as failed:
+                is_busy = failed.error.get("type") in _BUSY and part == 0
+                if not is_busy or time.monotonic() > give_up:
+                    raise
+            time.sleep(_WAIT_S)
+        if not last:
+            return {"status": "staged", "version": version}
+        self._call(self._sync_client.finish_weight_update, str(version))
+        answer: dict[str, Any] = {"status": "committed", "version": version}
+        with contextlib.suppress(SyncError):  # what was committed stays so
+            status = self.status()
+            if status.get("version") == version:
+                answer["digest"] = status.get("digest")
+        return answer
+
+    def _update(self, body: bytes, name: str) -> None:
+        """Send one part over the channel."""
+        client, channel = self._sync_client, self._channel
+        signed = {} if self._key is None else {"signature": sign(self._key, body)}
+        if channel.kind == "inline" or len(body) <= channel.inline_bytes:
+            part = base64.b64encode(body).decode()
+            self._call(client.update_weights, {"part": part, **signed, **self._options})
+        elif channel.kind == "disk":
+            with self._file(body, name) as path:
+                files = {"model_path": str(path.parent), "files": [path.name]}
+                self._call(client.update_weights, {**files, **self._options})
+        else:
+            self._broadcast(body, {"broadcast_bytes": len(body), **signed, **self._options})
+
+    @contextlib.contextmanager
+    def _file(self, body: bytes, name: str) -> Iterator[Path]:
+        """Write a part to the shared folder while the engine reads it."""
+        with tempfile.TemporaryDirectory(prefix="delta-", dir=self._channel.folder) as folder:
+            path = Path(folder, f"{name}.safetensors")
+            path.write_bytes(body)
+            if self._key is not None:
+                beside = path.with_name(path.name + SIGNATURE_SUFFIX)
+                beside.write_text(sign(self._key, body))
+            Path(folder).chmod(0o755)  # the engine may be another user's
+            yield path
+
+    def _broadcast(self, body: bytes, info: dict[str, Any]) -> None:
+        if self._group is None:
+            self._group = self._join()
+        group, self._group = self._group, None
+        part = torch.frombuffer(bytearray(body), dtype=torch.uint8).to(self._device)
+        options = dist.BroadcastOptions()
+        answer = self._threads.submit(self._call, self._sync_client.update_weights, info)
+        work = group.broadcast([part], options)
+        # If the engine refuses before it receives, nobody ever takes the bytes.
+        _wait_for_either(answer, work)
+        answer.result()
+        work.wait()
+        self._group = group  # it is not used again after an error
+
+    def _join(self) -> Any:
+        """Return a group with the engine's worker; `transfer_group` has its half."""
+        channel, limit = self._channel, timedelta(seconds=self._channel.timeout)
+        store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+            channel.address, 0, 2, True, limit, wait_for_workers=False
+        )
+        info = {
+            "master_address": channel.address,
+            "master_port": store.port,
+            "backend": channel.backend,
+            "timeout": channel.timeout,
+        }
+        client = self._sync_client
+        answer = self._threads.submit(self._call, client.init_weight_transfer_engine, info)
+        shared = dist.PrefixStore("delta-transfer", store)  # type: ignore[attr-defined]
+        if channel.backend == "gloo":
+            group: Any = dist.ProcessGroupGloo(shared, 0, 2, limit)
+        else:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            group = dist.ProcessGroupNCCL(shared, 0, 2, options)
+        answer.result()
+        return group
+
+    def _call(self, method: Any, *arguments: Any) -> None:
+        try:
+            method(*arguments)
+        except SyncError:
+            raise
+        except Exception as error:
+            raise _sync_error(error) from error
+
+
+def _wait_for_either(answer: Future[None], work: Any) -> None:
+    while not answer.done() and not work.is_completed():
+        time.sleep(_POLL_S)
+
+
+def _sync_error(error: Exception) -> SyncError:
+    """Return what a client raised as a `SyncError`, with the engine's answer if it has one."""
+    response = getattr(error, "response", None)
+    if response is None:
+        return SyncError(f"{type(error).__name__}: {error}")
+    try:
+        found = response.json().get("error")
+    except (ValueError, AttributeError):
+        found = None
+    status = int(response.status_code)
+    if not isinstance(found, dict):
+        return SyncError(f"HTTP {status}: {response.text[:200]}", status)
+    return SyncError(f"HTTP {status}: {found.get('type')}: {found.get('message')}", status, found)
+
+
+class HttpSyncClient:
+    """A `SyncClient` that sends a bearer token, which vLLM's own client cannot.
+
+    Its methods raise `httpx.HTTPError`.
+
+    Args:
+        base_url: The engine's root.
+        api_key: Bearer token; None: that in ``DELTA_API_KEY``, if there is one.
+        timeout: Seconds for one call.
+    """
+
+    def __init__(self, base_url: str, api_key: str | None = None, timeout: float = 600.0) -> None:
+        self.base_url = base_url.rstrip("/")
+        key = api_key or os.environ.get("DELTA_API_KEY")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx.Client(headers=headers, timeout=timeout)
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._post("init_weight_transfer_engine", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self._post("start_weight_update", {})
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._post("update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._post("finish_weight_update", {"weight_version": weight_version})
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def _post(self, path: str, body: dict[str, Any]) -> None:
+        self._client.post(f"{self.base_url}/{path}", json=body).raise_for_status()

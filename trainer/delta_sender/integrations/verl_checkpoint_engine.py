@@ -1,0 +1,186 @@
+"""verl's checkpoint engine `delta_http`: rollout servers get what changed.
+
+Importing this registers it; verl does so for
+``rollout.checkpoint_engine.custom_backend_module=delta_sender.integrations.verl_checkpoint_engine``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+
+from delta_sender.checkpoint import read_checkpoint
+from delta_sender.model_sync import on_all_ranks
+from delta_sender.multi_sender import MultiSender
+from delta_sender.results import SyncReport
+
+BACKEND: Final = "delta_http"
+# As verl names the Ray actors that serve, one per replica; not those of reward and teacher models.
+_SERVER: Final = re.compile(r"(?:vllm|sglang)_server_\d+_0")
+_TIED: Final = "lm_head.weight"
+
+
+@CheckpointEngineRegistry.register(BACKEND)
+class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
+    """Sends deltas from the actor's rank 0 to the rollouts' HTTP servers.
+
+    All of the actor's ranks read the weights, since they are gathered by all; rollout workers have
+    nothing to do. The servers are started with delta updates enabled.
+
+    Args:
+        bucket_size: Not used: what changed is far smaller than verl's buckets. See the option
+            ``bucket_bytes`` of the senders.
+        is_master: Whether this is the rank that sends.
+        base: Folder of the checkpoint that the servers are started with. Servers that are started
+            with other weights get a full sync first.
+        urls: The servers' roots. None: verl's own replicas, found by the names of their Ray actors
+            before every sync.
+        **options: See `MultiSender`.
+
+    Attributes:
+        wire_format: Makes a rollout's adapter take an empty stream for weights that are unchanged:
+            it notes verl's step, and leaves weights and cache alone.
+        reports: What the last sync returned, by url; on the rank that sends.
+    """
+
+    wire_format = "delta_flush"
+
+    def __init__(
+        self,
+        bucket_size: int,
+        is_master: bool = False,
+        *,
+        base: str | os.PathLike[str],
+        urls: Sequence[str] | None = None,
+        **options: Any,
+    ) -> None:
+        self._is_master, self._base = is_master, Path(base)
+        self._urls, self._options = None if urls is None else list(urls), dict(options)
+        self._opened: list[str] | None = None
+        self._sender: MultiSender | None = None
+        self._dtypes: dict[str, torch.dtype] = {}
+        self.reports: dict[str, SyncReport] = {}
+
+    def prepare(self) -> dict[str, Any]:
+        """Return the urls that were given."""
+        return {"urls": self._urls}
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """Return the servers' urls for every rank of the actor, and nothing for the rollouts.
+
+        Raises:
+            ValueError: No url was given, and no server is found.
+        """
+        urls = metadata[0]["urls"] or server_urls()
+        if not urls:
+            raise ValueError(f"{BACKEND}: no urls are given, and Ray has no rollout server")
+        return {"urls": [urls] * actor_wg_world_size}, {}
+
+    def init_process_group(self, urls: Sequence[str] | None = None) -> None:
+        """Take the urls of `build_topology`; None on rollout workers."""
+        if urls is not None:
+            self._urls = list(urls)
+
+    def finalize(self) -> None:
+        """Do nothing: the sender remembers what the servers hold until the next sync."""
+
+    async def send_weights(
+        self, weights: Any, global_steps: int | None = None
+    ) -> dict[str, float] | None:
+        """Send what changed since the last sync; on every rank of the actor.
+
+        Args:
+            weights: What verl's engines yield, the checkpoint's names with whole tensors; or an
+                engine, whose `get_per_tensor_param` is called.
+            global_steps: verl's step. Versions count on their own.
+
+        Returns:
+            Figures for verl's log, on the rank that sends.
+
+        Raises:
+            SyncError: A server refused, see `MultiSender.sync`.
+            ValueError: The tensors are not the base's.
+            RuntimeError: Another rank has failed.
+        """
+        return on_all_ranks(lambda: self._send(weights))
+
+    def receive_weights(self, global_steps: int | None = None) -> Iterator[Any]:
+        """Return nothing: the server of this worker has the weights."""
+        return iter(())
+
+    def close(self) -> None:
+        """Close the sender."""
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = self._opened = None
+
+    def _send(self, weights: Any) -> dict[str, float] | None:
+        if hasattr(weights, "get_per_tensor_param"):
+            weights, _ = weights.get_per_tensor_param()
+        source = iter(weights)
+        try:
+            return self._sync(source) if self._is_master else None
+        finally:
+            for _ in source:  # other ranks may be gathering it
+                pass
+
+    def _sync(self, source: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
+        began = time.monotonic()
+        sender = self._open()
+        with closing(self._checkpoint_tensors(source)) as tensors:
+            self.reports = sender.sync(tensors)
+        reports = self.reports.values()
+        pauses = [r.engine.get("timings_ms", {}).get("pause_ms", 0.0) for r in reports]
+        return {
+            "delta_http/version": max(r.version for r in reports),
+            "delta_http/bytes": max(r.wire_bytes for r in reports),
+            "delta_http/density": max(r.density for r in reports),
+            "delta_http/pause_ms": max(pauses),
+            "delta_http/seconds": time.monotonic() - began,
+        }
+
+    def _open(self) -> MultiSender:
+        """Return the sender of the urls; servers that came or went make a new one."""
+        if self._urls is None:
+            raise RuntimeError("verl has not called init_process_group")
+        if self._sender is None or self._opened != self._urls:
+            self.close()
+            self._dtypes = {name: tensor.dtype for name, tensor in read_checkpoint(self._base)}
+            self._sender = MultiSender(self._urls, self._base, **self._options)
+            self._opened = list(self._urls)
+        return self._sender
+
+    def _checkpoint_tensors(
+        self, source: Iterable[tuple[str, torch.Tensor]]
+    ) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """Yield copies in the base's dtypes: verl frees a tensor when it yields the next."""
+        is_tied = json.loads((self._base / "config.json").read_bytes()).get("tie_word_embeddings")
+        for name, tensor in source:
+            dtype = self._dtypes.get(name)
+            if dtype is not None:
+                yield name, tensor.detach().to(dtype, copy=True)
+            elif not (is_tied and name == _TIED):
+                raise ValueError(f"{name}: not in {self._base}")
+
+
+def server_urls() -> list[str]:
+    """Return the roots of verl's rollout servers, by the names of their Ray actors."""
+    import ray
+
+    names = sorted(name for name in ray.util.list_named_actors() if _SERVER.fullmatch(name))
+    actors = [ray.get_actor(name) for name in names]
+    addresses = ray.get([actor.get_server_address.remote() for actor in actors])
+    hosts = [(f"[{host}]" if ":" in host else host, port) for host, port in addresses]
+    return [f"http://{host}:{port}" for host, port in hosts]

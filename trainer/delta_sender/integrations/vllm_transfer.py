@@ -1,0 +1,141 @@
+"""The trainer's half of vLLM's weight-transfer backend `delta_updates`.
+
+Importing this registers it: `WeightTransferTrainerFactory.trainer_init` then takes a
+`DeltaTrainerInitInfo`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+from delta_sender.integrations.transfer_destination import Channel, TransferDestination
+from delta_sender.model_sync import on_all_ranks
+from delta_sender.model_tensors import checkpoint_names
+from delta_sender.multi_sender import MultiSender
+from delta_sender.results import PartialSyncError, SyncReport
+
+BACKEND = "delta_updates"
+
+
+@dataclass
+class DeltaTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
+    """What `trainer_init` takes; rank 0 compares and sends.
+
+    Attributes:
+        base: Folder of the checkpoint that the engine was started with.
+        url: The engine's root; None: the ``base_url`` of the client. Its ``/delta_status`` is read.
+        model: A model with the source's names, or one like it on the meta device, if they are not
+            the checkpoint's; see `delta_sender.checkpoint_names`.
+        frozen: Whether the source leaves out tensors, which are then the base's; needs `model`.
+        channel: How parts travel; inline if None.
+        options: Of `DeltaSender`.
+    """
+
+    backend: ClassVar[str] = BACKEND
+
+    base: str | os.PathLike[str]
+    url: str | None = None
+    model: nn.Module | None = None
+    frozen: bool = False
+    channel: Channel | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class DeltaTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
+    """Sends what changed in a `WeightSource`, by any client of vLLM's weight-transfer API.
+
+    Attributes:
+        report: What the last `send_weights` sent, on the sender's rank.
+    """
+
+    init_info_cls = DeltaTrainerInitInfo
+
+    def __init__(self, init_info: DeltaTrainerInitInfo, *, client: Any, source: Any) -> None:
+        super().__init__(client=client, source=source, is_sender=init_info.is_sender)
+        self._info = init_info
+        self._sender: MultiSender | None = None
+        self.report: SyncReport | None = None
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: DeltaTrainerInitInfo, *, client: Any, source: Any = None
+    ) -> DeltaTrainerEngine:
+        """Read the base, and open the engine's half; on every rank of the trainer.
+
+        Raises:
+            ValueError: There is no source, no url, or an option has an unknown value.
+            SyncError: The engine refused.
+        """
+        if source is None:
+            raise ValueError("delta_updates needs a WeightSource: it compares whole tensors")
+        engine = cls(init_info, client=client, source=source)
+        if engine.is_sender:
+            engine._open()
+        return engine
+
+    def send_weights(self) -> None:
+        """Send what changed since the last call; on every rank of the trainer.
+
+        All of the source is read on every rank, however this ends, and if one rank fails, all
+        raise, as long as there is a default process group of torch.distributed.
+
+        Raises:
+            SyncError: See `DeltaSender.sync`.
+            ValueError: The tensors are not the base's.
+            RuntimeError: Another rank has failed.
+        """
+        on_all_ranks(self._send)
+
+    def shutdown(self) -> None:
+        """Close the sender."""
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+
+    def _open(self) -> None:
+        info, client = self._info, self.client
+        url = info.url or getattr(client, "base_url", None)
+        if url is None:
+            raise ValueError("the client has no base_url: give url")
+
+        def connect(url: str, options: Any) -> TransferDestination:
+            return TransferDestination(url, options, client, info.channel or Channel())
+
+        self._sender = MultiSender([url], info.base, connect=connect, **info.options)
+
+    def _send(self) -> None:
+        source = iter(self.source)
+        try:
+            if self.is_sender:
+                self.report = self._sync(source)
+        finally:
+            for _ in source:  # other ranks may be gathering it
+                pass
+
+    def _sync(self, source: Iterable[tuple[str, torch.Tensor]]) -> SyncReport:
+        if self._sender is None:
+            raise RuntimeError("the engine was shut down")
+        info = self._info
+        if info.model is None:
+            tensors = ((name, tensor.detach().clone()) for name, tensor in source)
+        else:
+            tensors = checkpoint_names(source, info.model, info.base, frozen=info.frozen)
+        try:
+            with closing(tensors):
+                [report] = self._sender.sync(tensors).values()
+        except PartialSyncError as failed:
+            [error] = failed.failures.values()
+            raise error from None
+        return report
+
+
+WeightTransferTrainerFactory.register_engine(BACKEND, DeltaTrainerEngine)
