@@ -8,6 +8,7 @@ that depend on what was written.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -102,16 +103,25 @@ class DeltaApplier:
     def stage(self, part: Part) -> StagedPart:
         """Check every param of a part and prepare its writes. The model is only read.
 
+        Params that the engine is proven to ignore are skipped.
+
         Raises:
             NotUpdatable: names the tensor.
             BaseMismatch: names a tensor whose copies on this rank differ.
         """
+        ignored = [delta for delta in part.deltas if checks.is_ignored(delta, self.plan)]
+        if ignored:
+            names = {delta.name for delta in ignored}
+            part = replace(part, deltas=tuple(d for d in part.deltas if d.name not in names))
         for delta in part.deltas:
             checks.check_param(delta, self.plan, self._writer.refusal)
         size = sum(entry.end - entry.start for entry in self._index.entries)
         undo = not part.manifest.full or size <= self._undo_bytes
         keep = self._writer.keeps_deltas
-        return stage_part(part, self.plan, self._threads, undo=undo, keep=keep)
+        staged = stage_part(part, self.plan, self._threads, undo=undo, keep=keep)
+        for delta in ignored:
+            staged.skipped[delta.name] = staged.skipped.get(delta.name, 0) + delta.nnz
+        return staged
 
     def check_sync(self, staged: Sequence[StagedPart], *, full: bool) -> None:
         """Check what only all parts of a sync together show on this rank.

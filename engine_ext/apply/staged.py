@@ -136,15 +136,18 @@ class StagedPart:
 
     Attributes:
         rebuilt: of the first part of a sync.
+        skipped: the params that are left out because no rank makes anything of them: how many
+            elements of each the part sends, by name.
     """
 
     manifest: Manifest
     params: list[StagedParam]
     rebuilt: RebuiltModules = field(default_factory=RebuiltModules)
+    skipped: dict[str, int] = field(default_factory=dict)
 
     @property
     def nnz(self) -> int:
-        """Elements that the part changes, on all ranks together."""
+        """Elements that the part changes, on all ranks together; without those skipped."""
         return sum(param.nnz for param in self.params)
 
     @property

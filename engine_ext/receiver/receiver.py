@@ -12,6 +12,7 @@ import contextlib
 import logging
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -290,7 +291,11 @@ class Receiver:
             log = self._transaction.write(staged)
             commit_ms = _ms_since(start)
             self._keep_undo(sync, base, log)
+            skipped = Counter[str]()
+            for part in staged:
+                skipped.update(part.skipped)
             elements = {e.name: e.numel for part in staged for e in part.manifest.params}
+            elements = {n: numel for n, numel in elements.items() if n not in skipped}
             committed = ops.CommittedSync(
                 version=sync.version,
                 base_version=base,
@@ -302,6 +307,7 @@ class Receiver:
                 tensors=len(elements),
                 elements=sum(elements.values()),
                 commit_ms=commit_ms,
+                skipped=dict(skipped),
                 rollback=bool(self._undo),
                 digest=self._applier.digest.hex(),
             )

@@ -104,9 +104,10 @@ class CommittedSync(Written, frozen=True, kw_only=True):
     full: bool
     apply: str  # name of the applier
     parts: int
-    nnz: int  # elements that the sync has sent
-    tensors: int  # tensors that it has named
+    nnz: int  # elements that the sync has sent, without those skipped
+    tensors: int  # tensors that it has named, without those skipped
     elements: int  # elements of those tensors
+    skipped: dict[str, int]  # elements sent of tensors that the engine ignores, by name
     rollback: bool  # whether this version can be rolled back
 
 
