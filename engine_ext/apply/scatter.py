@@ -21,6 +21,8 @@ class ScatterWriter:
     def refusal(self, delta: ParamDelta, placed: Placed, digested: bool) -> str | None:
         """Return why a delta cannot be scattered exactly, or None if it can."""
         recast = any(segment.recast for segment in placed.segments)
+        if delta.cleared is not None:
+            return "it changes single bits of the old values, which is not applied yet"
         if delta.differences and not digested:
             return "it is sent as differences, but no digest proves the old values; send new values"
         if delta.differences and recast:

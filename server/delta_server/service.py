@@ -22,7 +22,6 @@ import xxhash
 from delta_server import metrics
 from delta_server.adapter_engine import AdapterEngine
 from delta_server.commit import EngineCommitter, call, total_digest
-from delta_server.disk_files import spool_files
 from delta_server.engine import Engine
 from delta_server.log_replay import LogReplay
 from delta_server.reporting import SyncReporter
@@ -32,6 +31,7 @@ from delta_server.scrubbing import combined, count_findings
 from delta_server.spool import Spool, Spooled
 from delta_server.staging import Staging
 from delta_server.upload_limits import MinimumRate, UploadSlots
+from delta_server.version_folders import spool_request
 from engine_ext.errors import CommitFailed, Conflict, DeltaError, EngineUncertain, MalformedPart
 from engine_ext.settings import Settings
 from engine_ext.wire import DIGEST_ALGORITHM, Digest, Limits, PartId
@@ -211,7 +211,7 @@ class DeltaService:
         answer as JSON.
 
         Args:
-            paths: real paths, below `roots`.
+            paths: real paths, below `roots`, of files or of one folder of a version.
             roots: folders below which files may be read; ``--delta-root`` if None.
 
         Raises:
@@ -221,7 +221,8 @@ class DeltaService:
             async with self.reporter.follow(record):
                 start = time.perf_counter()
                 allowed = self.settings.roots if roots is None else roots
-                spooled = await spool_files(self.spool, paths, allowed, self.settings.read_workers)
+                at_once = self.settings.read_workers
+                spooled = await spool_request(self.spool, paths, allowed, at_once, self._engine)
                 record.set_parts([], spooled)
                 record.timings["receive_ms"] = (time.perf_counter() - start) * 1e3
                 return await self._apply_spooled(spooled, options, record)
@@ -262,7 +263,7 @@ class DeltaService:
                 sync_id=part.sync_id or sync_id,
                 part=number,
                 num_parts=len(fresh),
-                continues=not part.full,
+                continues=not (part.full or chosen[number][1].header.manifest.proves_states),
             )
             for number, (part, _) in enumerate(chosen)
         ]
