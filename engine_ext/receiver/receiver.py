@@ -145,6 +145,7 @@ class Receiver:
             resume_owed=self._lease.resume_owed,
             asleep=self._sync_state.asleep,
             foreign=self._sync_state.foreign,
+            delivery=self._sync_state.delivery,
             staged=self._sync_state.describe(),
             last_sync=self._last_sync,
             can_roll_back=bool(self._undo),
@@ -235,7 +236,11 @@ class Receiver:
                 self._staging.forget(request.part.part)
         if everywhere and self._complete():
             prepared = self._applier.is_prepared(self._agree(self._checked))
-        return ops.PartSettled(complete=self._complete(), prepared=prepared)
+        sync, base = self._sync_state.sync, None
+        if sync is not None and sync.complete and not sync.full:
+            continued = sync.continues and sync.version == self._sync_state.version
+            base = None if continued else self._sync_state.delivery
+        return ops.PartSettled(complete=self._complete(), prepared=prepared, base=base)
 
     def prepare(self, request: ops.PrepareSync) -> ops.SyncPrepared:
         """Do a share of what must precede the commit; to be repeated until it is done.
@@ -311,7 +316,8 @@ class Receiver:
                 rollback=bool(self._undo),
                 digest=self._applier.digest.hex(),
             )
-            self._sync_state.commit()
+            proven = any(part.manifest.digest_after is not None for part in staged)
+            self._sync_state.commit(_names(staged), proven=proven)
         except WriteUndone:
             self._drop_staged()
             raise
@@ -440,6 +446,7 @@ class Receiver:
         # The engine may have gone to sleep since the parts were admitted.
         self._sync_state.check_writable(full=sync.full)
         staged = self._staging.results(sync.slots)
+        self._sync_state.check_apart(_names(staged))
         self._applier.check_sync(staged, full=sync.full)
         return staged
 
@@ -451,6 +458,10 @@ class Receiver:
         earlier = self._undo if continued else []
         kept = [*earlier, log] if log is not None and (earlier or not continued) else []
         self._undo = kept if sum(one.nbytes for one in kept) <= self._undo_bytes else []
+
+
+def _names(staged: Sequence[StagedPart]) -> set[str]:
+    return {entry.name for part in staged for entry in part.manifest.params}
 
 
 def _ms_since(start: float) -> float:
