@@ -136,11 +136,15 @@ class StagedPart:
 
     Attributes:
         rebuilt: of the first part of a sync.
+        unproven: the changes, by tensor, whose ``new_checksum`` this rank cannot verify alone.
+        proven: whether all new checksums of the part are verified; the same on every rank.
     """
 
     manifest: Manifest
     params: list[StagedParam]
     rebuilt: RebuiltModules = field(default_factory=RebuiltModules)
+    unproven: dict[str, ParamDelta] = field(default_factory=dict)
+    proven: bool = False
 
     @property
     def nnz(self) -> int:
