@@ -17,6 +17,7 @@ import pytest
 import torch
 import zstandard
 
+from delta_server.log_replay import LogReplay
 from tests.support.folder_writer import INDEX, write_checkpoint, write_index, write_version
 from tests.support.in_process_engine import VERSION, Rig, assert_error
 from tests.support.receiver_harness import (
@@ -114,8 +115,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 
 @pytest.mark.parametrize("checksum_format", ["xxh3-128", "blake3", "adler32"])
 @pytest.mark.parametrize("encoding", ["xor", "overwrite"])
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_step(engine: Engine, encoding: str, checksum_format: str, ranks: int) -> None:
+def test_a_step(engine: Engine, encoding: str, checksum_format: str) -> None:
     folder = write_version(
         engine.root,
         NEXT,
@@ -123,7 +123,7 @@ def test_a_step(engine: Engine, encoding: str, checksum_format: str, ranks: int)
         engine.target,
         encoding=encoding,
         checksum_format=checksum_format,
-        ranks=ranks,
+        ranks=3,
     )
     engine.assert_at(engine.ask(folder), engine.target)
     assert engine.ask(folder).json()["status"] == "already_applied"
@@ -184,6 +184,35 @@ def test_a_large_tensor_is_proven_in_chunks(
     engine.assert_at(engine.ask(folder), engine.target)
 
 
+# In a delta log ------------------------------------------------------------------------------
+
+
+def test_a_log_of_folders_is_replayed(engine: Engine, tmp_path: Path) -> None:
+    """Up to the first that is not for these weights; a later checkpoint leads around it."""
+    log = tmp_path / "log"
+    engine.rig.service.log_replay = LogReplay(
+        engine.rig.service.committer,
+        engine.rig.service.apply_files,
+        engine.rig.engine,
+        os.path.realpath(log),
+    )
+    write_version(log, NEXT, engine.base, engine.target)
+    write_version(log, NEXT + 1, engine.target, engine.target)
+    wrong = target_checkpoint(engine.target, [NORM], seed=50)
+    assert not torch.equal(wrong[NORM], engine.target[NORM])
+    write_version(log, NEXT + 2, wrong, engine.base)
+    error = assert_error(engine.rig.post("/delta_catch_up"), 409, "LogDamaged", newest=NEXT + 2)
+    assert "checksum" in error["damaged"][f"weight_v{NEXT + 2:06d}"]
+    assert engine.memories() == [memory(load(model, engine.target)) for model in MODELS]
+    assert engine.rig.status()["version"] == NEXT + 1
+
+    write_checkpoint(log, NEXT + 3, wrong)
+    write_version(log, NEXT + 4, wrong, engine.base, encoding="overwrite")
+    answer = engine.rig.post("/delta_catch_up").json()
+    assert (answer["status"], answer["applied"]) == ("caught_up", [NEXT + 3, NEXT + 4])
+    assert engine.memories() == [memory(load(model, engine.base)) for model in MODELS]
+
+
 # What is refused -----------------------------------------------------------------------------
 
 
@@ -194,8 +223,7 @@ def test_a_wrong_base_version(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("name", [*Rank.shapes])
-@pytest.mark.parametrize("byte", [0, -1])
-@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+@pytest.mark.parametrize(("byte", "encoding"), [(0, "xor"), (-1, "xor"), (-1, "overwrite")])
 def test_one_byte_of_the_base_is_another(
     engine: Engine, name: str, byte: int, encoding: str
 ) -> None:
