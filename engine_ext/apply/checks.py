@@ -73,13 +73,19 @@ def _check_spec(delta: ParamDelta, spec: TensorSpec) -> None:
 
 
 def check_no_overlap(staged: Sequence[StagedPart]) -> None:
-    """Check that no element of a tensor on this rank is sent more than once."""
+    """Check that no element of a tensor on this rank is sent more than once.
+
+    A part that declares the whole new bytes of a tensor must send all of its changes.
+    """
     by_name: dict[str, list[StagedParam]] = defaultdict(list)
+    alone = set()
     for part in staged:
         for param in part.params:
             by_name[param.name].append(param)
+            if param.dense or part.manifest.proves_states:
+                alone.add(param.name)
     for name, params in by_name.items():
-        if len(params) > 1 and (any(param.dense for param in params) or _overlap(params)):
+        if len(params) > 1 and (name in alone or _overlap(params)):
             raise NotUpdatable(f"{name}: two parts send the same elements", tensor=name)
 
 

@@ -335,6 +335,7 @@ def _delta_applier(loaded: LoadedModel, settings: Settings, traced: Traced) -> D
         recomputed=traced.recomputed,
         rebuilds=rebuilds,
         certified=traced.certified,
+        ranks=loaded.ranks,
     )
 
 

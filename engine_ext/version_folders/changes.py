@@ -69,6 +69,17 @@ def find_change(
     )
 
 
+def check_change(name: str, encoding: str, frame: NDArray[np.uint8], limits: Limits) -> None:
+    """Check what `find_change` does, as far as the tensor's dtype and shape need not be known.
+
+    Raises:
+        MalformedPart, NotUpdatable: see `find_change`.
+    """
+    content = inflate(frame, 0, limits.max_part_bytes, name)
+    if encoding == "overwrite":
+        _positions(content, limits.max_part_bytes)
+
+
 def _differing(bits: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[Any]]:
     """Return the elements that are not 0, int64 [nnz], and their bits [nnz]."""
     found = [
@@ -83,6 +94,21 @@ def _overwritten(
     content: NDArray[np.uint8], nbytes: int, bits: np.dtype[Any]
 ) -> tuple[NDArray[np.int64], NDArray[Any], NDArray[Any]]:
     """Return the elements that are written to, their new bits, and which bits these are."""
+    positions, values = _positions(content, nbytes)
+    width = bits.itemsize
+    indices, element = np.unique(positions // width, return_inverse=True)
+    new: NDArray[np.uint8] = np.zeros((indices.size, width), np.uint8)
+    written: NDArray[np.uint8] = np.zeros((indices.size, width), np.uint8)
+    place = positions % width
+    new[element, place] = values
+    written[element, place] = 0xFF
+    return indices, new.view(bits).reshape(-1), written.view(bits).reshape(-1)
+
+
+def _positions(
+    content: NDArray[np.uint8], nbytes: int
+) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    """Return the positions of the bytes that are written, and the bytes."""
     count = int.from_bytes(content[:_COUNT].tobytes(), "little")
     if content.size != _COUNT + count * (_COUNT + 1):
         raise MalformedPart(f"{content.size} bytes are not {count} positions and bytes")
@@ -90,11 +116,4 @@ def _overwritten(
     positions = content[_COUNT:ends].view("<u4").astype(np.int64)
     if count and (positions[-1] >= nbytes or (np.diff(positions) <= 0).any()):
         raise NotUpdatable(f"byte positions do not ascend, or are not below {nbytes}")
-    width = bits.itemsize
-    indices, element = np.unique(positions // width, return_inverse=True)
-    new: NDArray[np.uint8] = np.zeros((indices.size, width), np.uint8)
-    written: NDArray[np.uint8] = np.zeros((indices.size, width), np.uint8)
-    place = positions % width
-    new[element, place] = content[ends:]
-    written[element, place] = 0xFF
-    return indices, new.view(bits).reshape(-1), written.view(bits).reshape(-1)
+    return positions, content[ends:]

@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 import io
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,26 +23,23 @@ from delta_server.disk_files import list_names, open_file, spool_files
 from delta_server.engine import Engine
 from delta_server.spool import Spool, Spooled
 from engine_ext.dtypes import bits_dtype
-from engine_ext.errors import BaseMismatch, DeltaError, MalformedPart, NotUpdatable, Unauthorized
+from engine_ext.errors import BaseMismatch, DeltaError, NotUpdatable, Unauthorized
 from engine_ext.version_folders import (
-    INDEX,
-    LENGTH_BYTES,
+    SINGLE,
     FileTensor,
+    Version,
     VersionIndex,
     find_change,
-    header_bytes,
-    parse_file,
-    parse_index,
+    read_file,
+    read_header,
+    read_tensor,
+    read_version_folder,
 )
 from engine_ext.wire import BIT_CHANGES, Limits, ParamDelta, encode_part, signing_key
 from engine_ext.wire.operations import GetPlan
 
-_SINGLE: Final = "model.safetensors"  # a checkpoint of one file has no index
-_SUFFIX: Final = ".safetensors"
 _FULL_ENCODING: Final = "indices"  # of dense params only, so that it is their plain bytes
 _BUCKET_BYTES: Final = 64 << 20  # of the params of a part, unless one alone is larger
-_READ_BYTES: Final = 1 << 30
-_FOLDER: Final = re.compile(r"weight_v([0-9]{1,19})")
 _POSITIONS: Final = b'"__positions__"'  # in the header of every part, and of no checkpoint
 
 _Spec = tuple[str, tuple[int, ...]]  # manifest dtype and shape of a checkpoint tensor
@@ -78,9 +74,10 @@ async def spool_request(
             "the folders of other trainers are not signed, and this engine wants signatures; "
             "unset DELTA_HMAC_KEY, or send signed parts"
         )
-    version = await asyncio.to_thread(read_version_folder, folder, roots)
+    version = await asyncio.to_thread(read_version, folder, roots)
     specs = {} if version.index.full else await _specs(engine)
-    return await _convert(spool, version, specs, roots, concurrency)
+    source = _Source(folder, roots, version, specs)
+    return await _convert(spool, source, concurrency)
 
 
 def version_folder(paths: Sequence[Path], roots: Sequence[str]) -> Path | None:
@@ -91,62 +88,29 @@ def version_folder(paths: Sequence[Path], roots: Sequence[str]) -> Path | None:
     """
     if len(paths) != 1:
         return None
-    if paths[0].is_dir():
+    if os.path.isdir(paths[0]):
         return paths[0]
-    if paths[0].name != _SINGLE:
+    if paths[0].name != SINGLE:
         return None
     with open_file(paths[0], roots) as file:
-        header = _read_header(file, Limits())
+        header = read_header(file, Limits())
     return None if _POSITIONS in header else paths[0].parent
 
 
-@dataclass(frozen=True, slots=True)
-class Version:
-    """The folder of one version: its index, and the versions that a delta leads to and from.
-
-    Attributes:
-        version: None if neither the index nor the folder's name has it.
-        base_version: None if the folder is a plain checkpoint.
-    """
-
-    folder: Path
-    index: VersionIndex
-    version: int | None
-    base_version: int | None
-
-
-def read_version_folder(folder: Path, roots: Sequence[str]) -> Version:
-    """Read and check the index of a version's folder, which is written last.
-
-    Args:
-        folder: real path, below one of `roots`.
+def read_version(folder: Path, roots: Sequence[str]) -> Version:
+    """Read and check the index of a version's folder, given by its real path below a root.
 
     Raises:
-        MalformedPart: there is no index, it is damaged, or the folder has other files than it
-            names, or is of another version.
-        TooLarge, PathForbidden: see `parse_index` and `open_file`.
+        MalformedPart, TooLarge, PathForbidden: see `read_version_folder` and `open_file`.
     """
-    limits, names = Limits(), list_names(folder, roots)
-    files = {name for name in names if name.endswith(_SUFFIX)}
-    if INDEX in names:
-        with open_file(folder / INDEX, roots) as file:
-            index = parse_index(_read(file, 0, limits.max_header_bytes + 1, short=True), limits)
-    elif files == {_SINGLE}:
-        with open_file(folder / _SINGLE, roots) as file:
-            index = VersionIndex.of_checkpoint(_SINGLE, _read_header(file, limits))
-    else:
-        raise MalformedPart(f"{folder.name} has no {INDEX}: it was not published completely")
-    if not index.full and files != index.files.keys():
-        odd = sorted(files ^ index.files.keys())
-        raise MalformedPart(
-            f"the files in {folder.name} are not those that its index names: {odd[:8]}", files=odd
-        )
-    match = _FOLDER.fullmatch(folder.name)
-    named = int(match[1]) if match else None
-    if None not in (named, index.version) and named != index.version:
-        raise MalformedPart(f"the index in {folder.name} is of version {index.version}")
-    version = named if index.version is None else index.version
-    return Version(folder, index, version, index.base_version)
+    names = list_names(folder, roots)
+    return read_version_folder(
+        folder.name, names, lambda name: open_file(_path(folder, name), roots), Limits()
+    )
+
+
+def _path(folder: Path, name: str) -> Path:
+    return Path(os.path.realpath(folder / name))
 
 
 async def _specs(engine: Engine) -> dict[str, _Spec]:
@@ -157,19 +121,23 @@ async def _specs(engine: Engine) -> dict[str, _Spec]:
     return {row["name"]: (row["dtype"], tuple(row["shape"])) for row in reply.tensors}
 
 
-async def _convert(
-    spool: Spool,
-    version: Version,
-    specs: Mapping[str, _Spec],
-    roots: Sequence[str],
-    concurrency: int,
-) -> list[Spooled]:
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What is converted: a version's folder, and the tensors of the engine's checkpoint."""
+
+    folder: Path
+    roots: Sequence[str]
+    version: Version
+    specs: Mapping[str, _Spec]
+
+
+async def _convert(spool: Spool, source: _Source, concurrency: int) -> list[Spooled]:
     """Convert all files of a version; nothing is kept in the spool if that fails."""
     semaphore = asyncio.Semaphore(concurrency)
     spooled: list[Spooled] = []
 
     def convert(file: str, own: list[Spooled]) -> None:
-        for body in _bodies(version, file, specs, roots):
+        for body in _bodies(source, file):
             own.append(spool.read(io.BytesIO(body)))
 
     async def one(file: str) -> list[Spooled]:
@@ -181,35 +149,30 @@ async def _convert(
                 spooled.extend(own)
         return own
 
-    results = await asyncio.gather(*map(one, version.index.files), return_exceptions=True)
+    results = await asyncio.gather(*map(one, source.version.index.files), return_exceptions=True)
     failures = [result for result in results if isinstance(result, BaseException)]
     if failures:
         for part in spooled:
             part.remove()
         raise failures[0]
     if not spooled:  # a version without changes
-        body = _encode([], version)
+        body = _encode([], source.version)
         return [await asyncio.to_thread(spool.read, io.BytesIO(body))]
     return [part for own in results if not isinstance(own, BaseException) for part in own]
 
 
-def _bodies(
-    version: Version, file: str, specs: Mapping[str, _Spec], roots: Sequence[str]
-) -> Iterator[bytes]:
+def _bodies(source: _Source, name: str) -> Iterator[bytes]:
     """Yield the parts that one file is converted to, each of one dtype."""
-    limits, index = Limits(), version.index
-    path = Path(os.path.realpath(version.folder / file))
+    limits, version = Limits(), source.version
     buckets: dict[str, list[ParamDelta]] = {}
     sizes: dict[str, int] = {}
-    with open_file(path, roots) as source:
-        header = _read_header(source, limits)
-        size = os.fstat(source.fileno()).st_size
-        for tensor in parse_file(header, size, index, file, limits):
-            raw = np.frombuffer(_read(source, tensor.begin, tensor.end), np.uint8)
+    with open_file(_path(source.folder, name), source.roots) as file:
+        for tensor in read_file(file, version.index, name, limits):
+            raw = np.frombuffer(read_tensor(file, tensor), np.uint8)
             try:
-                delta = _delta(tensor, raw, index, specs, limits)
+                delta = _delta(tensor, raw, version.index, source.specs, limits)
             except DeltaError as error:
-                error.operands.setdefault("file", file)
+                error.operands.setdefault("file", name)
                 raise
             nbytes = delta.values.nbytes + (0 if delta.indices is None else delta.indices.nbytes)
             if sizes.get(delta.dtype, 0) + nbytes > _BUCKET_BYTES and delta.dtype in buckets:
@@ -248,20 +211,3 @@ def _encode(deltas: Sequence[ParamDelta], version: Version) -> bytes:
         versions["base_version"] = version.base_version
     encoding = _FULL_ENCODING if full else BIT_CHANGES
     return encode_part(deltas, encoding=encoding, full=full, **versions)
-
-
-def _read_header(file: BinaryIO, limits: Limits) -> bytes:
-    """Return the header of a safetensors file, with its length field."""
-    return _read(file, 0, header_bytes(_read(file, 0, LENGTH_BYTES, short=True), limits))
-
-
-def _read(file: BinaryIO, begin: int, end: int, *, short: bool = False) -> bytes:
-    """Return some bytes of a file, which may end earlier only if `short`."""
-    pieces = list[bytes]()
-    at = begin
-    while at < end and (piece := os.pread(file.fileno(), min(end - at, _READ_BYTES), at)):
-        pieces.append(piece)
-        at += len(piece)
-    if at < end and not short:
-        raise MalformedPart(f"the file ends after {at} bytes of {end}")
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
