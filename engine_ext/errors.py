@@ -7,7 +7,7 @@ answered with and the state the engine is in afterwards; a subclass inherits bot
     ├── MalformedPart          400  truncated or malformed container, unknown encoding, bad version
     │   └── ChecksumMismatch   400  the bytes are not the ones the sender hashed
     ├── Unauthorized           401  no token or signature, or a wrong one
-    ├── LoopbackOnly           403  no token is set, and the client is not on this host
+    ├── LoopbackOnly           403  no token is set, and the client is not trusted
     ├── PathForbidden          403  a path outside every --delta-root
     ├── UploadTooSlow          408  the body did not arrive in time
     ├── Conflict               409  the request is sound, but not now
@@ -86,7 +86,7 @@ class Unauthorized(DeltaError):
 
 
 class LoopbackOnly(DeltaError):
-    """No token is set, and the request may come from another host."""
+    """No token is set, and the request may come from neither this host nor a trusted network."""
 
     status = 403
 

@@ -108,6 +108,11 @@ class ReplicaRanks:
         self._broken: str | None = None
         self.rank = replica * len(group.all_gather(None)) + group.rank
 
+    @property
+    def group(self) -> Ranks:
+        """The ranks of this replica alone."""
+        return self._group
+
     def all_gather(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order; all ranks of all replicas must call it.
 

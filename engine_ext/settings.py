@@ -8,6 +8,7 @@ engine's own configuration.
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
 import re
 from typing import Any, Literal
@@ -32,6 +33,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_uploads: int = 16
     min_upload_rate: int = 64 << 10
     stage_timeout: float = 60.0
+    allow_from: tuple[str, ...] = ()
     base_version: int = 0
     apply: Literal["auto", "scatter", "masked"] = "auto"
     undo_bytes: int = 4 << 30
@@ -112,6 +114,13 @@ def _parse_directory(text: str) -> str:
     if not os.path.isdir(text):
         raise argparse.ArgumentTypeError(f"not a directory: {text}")
     return os.path.realpath(text)
+
+
+def _parse_network(text: str) -> str:
+    try:
+        return str(ipaddress.ip_network(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not a network: {error}") from None
 
 
 class _StoreInEnvironment(argparse.Action):
@@ -234,6 +243,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the background and with at most a twentieth of one core per rank, which may take longer. "
         "What differs is counted, logged and in the status (default: off).",
         type=_parse_seconds,
+    )
+    add(
+        "--delta-allow-from CIDR",
+        "A network (10.0.4.0/24) whose clients may use the delta endpoints without a token, as "
+        "those on this host may; repeatable. Whoever can send from there can replace the weights. "
+        "Without effect if a token is set (default: none).",
+        type=_parse_network,
+        action="append",
     )
     add(
         "--delta-api-key TOKEN",

@@ -15,7 +15,15 @@ import numpy as np
 from engine_ext.apply.staged import StagedParam, StagedPart
 from engine_ext.dtypes import NAME_OF_TORCH
 from engine_ext.errors import NotUpdatable
-from engine_ext.placement import DeviceElements, HostElements, Placed, Plan, Status, as_host
+from engine_ext.placement import (
+    DeviceElements,
+    HostElements,
+    Placed,
+    Plan,
+    Status,
+    TensorSpec,
+    as_host,
+)
 from engine_ext.wire import ParamDelta
 
 
@@ -33,15 +41,7 @@ def check_param(
         raise NotUpdatable(
             f"{name}: the checkpoint this engine was loaded from has no such tensor", tensor=name
         )
-    if placed.status is Status.IGNORED:
-        raise NotUpdatable(f"{name}: the engine ignores this tensor; leave it out", tensor=name)
-    dtype = NAME_OF_TORCH[placed.spec.dtype]
-    if (delta.shape, delta.dtype) != (placed.spec.shape, dtype):
-        raise NotUpdatable(
-            f"{name}: it is {dtype} {list(placed.spec.shape)} in the checkpoint, and {delta.dtype} "
-            f"{list(delta.shape)} in the delta",
-            tensor=name,
-        )
+    _check_spec(delta, placed.spec)
     uncertified = placed.status is Status.UNCERTIFIED
     reason = placed.reason if uncertified else refusal(delta, placed, name in plan.digested)
     if reason:
@@ -50,14 +50,42 @@ def check_param(
         )
 
 
+def is_ignored(delta: ParamDelta, plan: Plan) -> bool:
+    """Return whether a param may be skipped: no rank would have made anything of it.
+
+    Raises:
+        NotUpdatable: it may, but has another shape or dtype than the tensor it is of.
+    """
+    spec = plan.ignores(delta.name)
+    if spec is not None:
+        _check_spec(delta, spec)
+    return spec is not None
+
+
+def _check_spec(delta: ParamDelta, spec: TensorSpec) -> None:
+    name, dtype = delta.name, NAME_OF_TORCH[spec.dtype]
+    if (delta.shape, delta.dtype) != (spec.shape, dtype):
+        raise NotUpdatable(
+            f"{name}: it is {dtype} {list(spec.shape)} in the checkpoint, and {delta.dtype} "
+            f"{list(delta.shape)} in the delta",
+            tensor=name,
+        )
+
+
 def check_no_overlap(staged: Sequence[StagedPart]) -> None:
-    """Check that no element of a tensor on this rank is sent more than once."""
+    """Check that no element of a tensor on this rank is sent more than once.
+
+    A part that declares the whole new bytes of a tensor must send all of its changes.
+    """
     by_name: dict[str, list[StagedParam]] = defaultdict(list)
+    alone = set()
     for part in staged:
         for param in part.params:
             by_name[param.name].append(param)
+            if param.dense or part.manifest.proves_states:
+                alone.add(param.name)
     for name, params in by_name.items():
-        if len(params) > 1 and (any(param.dense for param in params) or _overlap(params)):
+        if len(params) > 1 and (name in alone or _overlap(params)):
             raise NotUpdatable(f"{name}: two parts send the same elements", tensor=name)
 
 

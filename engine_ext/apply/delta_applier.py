@@ -8,12 +8,14 @@ that depend on what was written.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from engine_ext.apply import checks, consensus
+from engine_ext.apply.new_states import GatheredProof
 from engine_ext.apply.rebuilds import Rebuilds
 from engine_ext.apply.staged import StagedPart, UndoLog, Write
 from engine_ext.apply.stager import stage_part
@@ -23,6 +25,7 @@ from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
 from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Certified, Placed, Plan, summary, uncertified
+from engine_ext.ranks import Ranks, SingleRank
 from engine_ext.wire import Digest, ParamDelta, Part, change_digest
 
 
@@ -60,6 +63,7 @@ class DeltaApplier:
         recomputed: derived tensors that are proven to be recomputed correctly.
         rebuilds: the modules that are computed from what is written to a twin, if `model` is one.
         certified: the digests that the certification gave.
+        ranks: of the engine, this one among them.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class DeltaApplier:
         recomputed: Sequence[Recomputed] = (),
         rebuilds: Rebuilds | None = None,
         certified: Certified | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.name = writer.name
         self.plan = plan
@@ -85,6 +90,7 @@ class DeltaApplier:
         self._undo_bytes = undo_bytes
         self._recomputed = recomputed
         self._rebuilds = rebuilds
+        self._proof = GatheredProof(plan, ranks or SingleRank())
         self._constants = self._unwritten_buffers()
         self._threads = ThreadPool(threads)
         devices = {entry.tensor.device for entry in index.entries}
@@ -102,16 +108,25 @@ class DeltaApplier:
     def stage(self, part: Part) -> StagedPart:
         """Check every param of a part and prepare its writes. The model is only read.
 
+        Params that the engine is proven to ignore are skipped.
+
         Raises:
             NotUpdatable: names the tensor.
             BaseMismatch: names a tensor whose copies on this rank differ.
         """
+        ignored = [delta for delta in part.deltas if checks.is_ignored(delta, self.plan)]
+        if ignored:
+            names = {delta.name for delta in ignored}
+            part = replace(part, deltas=tuple(d for d in part.deltas if d.name not in names))
         for delta in part.deltas:
             checks.check_param(delta, self.plan, self._writer.refusal)
         size = sum(entry.end - entry.start for entry in self._index.entries)
         undo = not part.manifest.full or size <= self._undo_bytes
         keep = self._writer.keeps_deltas
-        return stage_part(part, self.plan, self._threads, undo=undo, keep=keep)
+        staged = stage_part(part, self.plan, self._threads, undo=undo, keep=keep)
+        for delta in ignored:
+            staged.skipped[delta.name] = staged.skipped.get(delta.name, 0) + delta.nnz
+        return staged
 
     def check_sync(self, staged: Sequence[StagedPart], *, full: bool) -> None:
         """Check what only all parts of a sync together show on this rank.
@@ -130,16 +145,19 @@ class DeltaApplier:
         self._writer.check(staged)
 
     def prepare(self, staged: Sequence[StagedPart], *, full: bool) -> bool:
-        """Rebuild the next modules that a sync changes; return whether none is left.
+        """Prove the next tensors, or rebuild the next modules; return whether nothing is left.
 
         All ranks must call it until it returns True. It takes twice the time of the engine's own
         processing of a batch.
 
         Raises:
+            BaseMismatch: a tensor's new bytes would not be the declared ones.
             NotUpdatable: a module cannot be rebuilt, or the undo log would be too large. Nothing
-                was written.
+                was written after either.
         """
-        if self._rebuilds is not None:
+        if not self._proof.is_done(staged):
+            self._proof.prove_some(staged)
+        elif self._rebuilds is not None:
             self._rebuilds.rebuild_some(staged)
         if not self.is_prepared(staged):
             return False
@@ -148,8 +166,9 @@ class DeltaApplier:
         return True
 
     def is_prepared(self, staged: Sequence[StagedPart]) -> bool:
-        """Return whether every module that a sync changes was rebuilt."""
-        return self._rebuilds is None or not self._rebuilds.pending(staged)
+        """Return whether every tensor is proven, and every module rebuilt that a sync changes."""
+        rebuilt = self._rebuilds is None or not self._rebuilds.pending(staged)
+        return rebuilt and self._proof.is_done(staged)
 
     def scan(self) -> tuple[dict[str, Digest], list[str]]:
         """Compute `digests` from live memory, and rebuild every module; all ranks must call it.

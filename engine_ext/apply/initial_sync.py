@@ -54,6 +54,7 @@ class Traced:
         rebuilds: modules that are computed from what the loader writes.
         live: index of the live model.
         certified: the digests that the certification gave.
+        dropped: other names of tied tensors that the loader is proven to drop.
     """
 
     model: torch.nn.Module
@@ -65,6 +66,7 @@ class Traced:
     recomputed: list[Recomputed] = field(default_factory=list)
     rebuilds: list[Rebuild] = field(default_factory=list)
     certified: Certified = field(default_factory=dict)
+    dropped: dict[str, TensorSpec] = field(default_factory=dict)
 
 
 class InitialSyncApplier:
@@ -181,15 +183,18 @@ class InitialSyncApplier:
         lost, ignored = sorted({*uncertified(placement), *used}), sorted(absent - used)
         if lost:
             raise NotUpdatable(f"the engine would not hold all of these: {lost}", tensors=lost)
-        if ignored:
+        declared = {p.manifest.digest_after for p in staged if p.manifest.digest_after is not None}
+        if ignored and declared:  # no sender's digest may cover what no engine holds
             raise NotUpdatable(
                 f"the engine ignores these: {ignored}; leave them out",
                 tensors=ignored,
                 ignored=ignored,
             )
+        for part in staged:
+            skipped = {param.name: param.nnz for param in part.params if param.name in ignored}
+            part.skipped.update(skipped)
         if any(part.manifest.digest_part is not None for part in staged):
             raise BaseMismatch("the engine's weights are unknown: leave digest_part out")
-        declared = {p.manifest.digest_after for p in staged if p.manifest.digest_after is not None}
         if declared:
             after = Digest.ZERO
             for delta in _deltas(staged):

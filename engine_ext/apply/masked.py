@@ -106,7 +106,7 @@ def refusal(delta: ParamDelta, placed: Placed) -> str | None:
     """Return why the masked apply cannot carry a delta exactly, or None if it can."""
     if placed.status is not Status.EXACT:
         return placed.reason or f"its live copy is {placed.status.value}"
-    if delta.differences:
+    if delta.needs_old:
         return "it is sent as differences, but the loader needs values; send new values"
     if delta.indices is None:
         return None

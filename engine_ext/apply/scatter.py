@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 from engine_ext.apply.staged import StagedPart, Write
 from engine_ext.apply.thread_pool import ThreadPool
-from engine_ext.dtypes import TORCH_DTYPE
-from engine_ext.kernels import typed
-from engine_ext.placement import Placed
+from engine_ext.placement import Placed, has_nan
 from engine_ext.wire import ParamDelta
 
 
@@ -21,11 +19,13 @@ class ScatterWriter:
     def refusal(self, delta: ParamDelta, placed: Placed, digested: bool) -> str | None:
         """Return why a delta cannot be scattered exactly, or None if it can."""
         recast = any(segment.recast for segment in placed.segments)
+        if delta.cleared is not None:
+            return None if digested else "the loader's casts lose bits of the old values"
         if delta.differences and not digested:
             return "it is sent as differences, but no digest proves the old values; send new values"
         if delta.differences and recast:
             return "it is sent as differences, but the loader casts the values; send new values"
-        if recast and _has_nan(delta):
+        if recast and has_nan(delta.values, delta.dtype):
             return "a new value is NaN, and the loader's casts change the bits of a NaN"
         return None
 
@@ -35,12 +35,3 @@ class ScatterWriter:
     def write(self, staged: Sequence[StagedPart], threads: ThreadPool) -> None:
         """Write the new values."""
         threads.map(Write.put, [write for part in staged for write in part.writes])
-
-
-def _has_nan(delta: ParamDelta) -> bool:
-    dtype = TORCH_DTYPE[delta.dtype]
-    if not dtype.is_floating_point:
-        return False
-    values = typed(delta.values, dtype)
-    # torch has no isnan for the 8-bit floats; float16 represents all their values.
-    return bool((values.half() if dtype.itemsize == 1 else values).isnan().any())

@@ -136,15 +136,22 @@ class StagedPart:
 
     Attributes:
         rebuilt: of the first part of a sync.
+        skipped: the params that are left out because no rank makes anything of them: how many
+            elements of each the part sends, by name.
+        unproven: the changes, by tensor, whose ``new_checksum`` this rank cannot verify alone.
+        proven: whether all new checksums of the part are verified; the same on every rank.
     """
 
     manifest: Manifest
     params: list[StagedParam]
     rebuilt: RebuiltModules = field(default_factory=RebuiltModules)
+    skipped: dict[str, int] = field(default_factory=dict)
+    unproven: dict[str, ParamDelta] = field(default_factory=dict)
+    proven: bool = False
 
     @property
     def nnz(self) -> int:
-        """Elements that the part changes, on all ranks together."""
+        """Elements that the part changes, on all ranks together; without those skipped."""
         return sum(param.nnz for param in self.params)
 
     @property

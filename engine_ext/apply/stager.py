@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_ext.apply.new_states import prove_here
 from engine_ext.apply.staged import StagedParam, StagedPart, Write
 from engine_ext.apply.thread_pool import ThreadPool
 from engine_ext.dtypes import TORCH_DTYPE
-from engine_ext.errors import BaseMismatch
+from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.kernels import Bits, bits_of, typed
 from engine_ext.placement import (
     DeviceElements,
@@ -27,6 +28,7 @@ from engine_ext.placement import (
     WholeBox,
     as_host,
     checkpoint_bits,
+    has_nan,
     live_bits,
 )
 from engine_ext.wire import Digest, ParamDelta, Part, change_digest, tensor_digest
@@ -47,15 +49,18 @@ def stage_part(
     """Prepare the writes of a part on this rank.
 
     Args:
-        part: the decoded part; every param has the shape and dtype of a certified tensor. A param
-            of differences is added to the old values here. The digest of the change proves that
-            these are the sender's, so that only a digested tensor may be sent so.
+        part: the decoded part; every param has the shape and dtype of a certified tensor. A change
+            of the old values is applied to them here. The digest of the change, or the checksum of
+            the new bytes, proves that they are the sender's, so that only a digested tensor may be
+            sent so.
         undo: whether the old values of dense params are kept; those of sparse ones always are.
         keep: whether the params as they were sent are kept. Else nothing of the part is, but copies
             of this rank's share.
 
     Raises:
-        BaseMismatch: copies of one element on this rank differ.
+        BaseMismatch: copies of one element on this rank differ, or a tensor's new bytes would not
+            be the declared ones.
+        NotUpdatable: a cast would change the bits of a new value.
     """
     manifest = part.manifest
     own = all(_holds_all(delta, plan.targets.get(delta.name, ())) for delta in part.deltas)
@@ -74,7 +79,7 @@ def stage_part(
         for _ in range(count):
             param.absorb(next(staged))
         params.append(param)
-    return StagedPart(manifest, params)
+    return StagedPart(manifest, params, unproven=prove_here(part, plan, threads))
 
 
 def _spans(delta: ParamDelta, targets: Sequence[Target]) -> list[tuple[int, int]]:
@@ -195,9 +200,15 @@ class _Stager:
         if not new.size:
             return _Found(new, indices[chosen], 0, None)
         read = None
-        if delta.differences:
+        if delta.needs_old:
             read = elements.read()
-            new = new + checkpoint_bits(as_host(read), target.dtype, delta.dtype)
+            before = checkpoint_bits(as_host(read), target.dtype, delta.dtype)
+            new = delta.new_bits(before, start, stop, chosen)
+            if TORCH_DTYPE[delta.dtype] != target.dtype and has_nan(new, delta.dtype):
+                raise NotUpdatable(
+                    f"{delta.name}: a new value is NaN, and the loader's cast changes its bits",
+                    tensor=delta.name,
+                )
         bits: Any = live_bits(new, delta.dtype, target.dtype)
         if isinstance(elements, DeviceElements):
             bits = typed(bits, elements.flat.dtype).to(elements.flat.device)

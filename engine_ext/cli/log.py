@@ -79,7 +79,8 @@ def _parser() -> argparse.ArgumentParser:
         _verify,
         "Read every part, verify and decode it as an engine would (its signature too if "
         f"{HMAC_KEY_ENVIRONMENT} has a key), and check that each version starts at the weights "
-        "that the previous one leads to.",
+        "that the previous one leads to. Checksums in another trainer's folder are of whole new "
+        "tensors, which only an engine can verify.",
     )
     add.add_argument("versions", nargs="*", type=int, metavar="VERSION", help="only these")
     add = command(
@@ -87,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         _fold,
         "Add one delta that leads from version FROM to version TO, and keep those in between; "
         "engines take it if it has fewer bytes. If several versions write an element, the last "
-        "value is kept. Refused if a version sends differences (gap8_ulp).",
+        "value is kept. Refused if a version sends differences (gap8_ulp) or is another trainer's.",
     )
     add.add_argument("base", type=int, metavar="FROM", help="the version that it starts from")
     add.add_argument("target", type=int, metavar="TO", help="the version that it leads to")
@@ -191,7 +192,7 @@ def _verify(options: argparse.Namespace) -> int:
     before: list[tuple[Entry, str]] = []
     for entry in _with_progress(entries, "verifying"):
         try:
-            digests = delta_log.digests_of(read_version(entry))
+            digests = delta_log.verify_version(entry)
         except LogDamaged as damaged:
             problems.append(f"{entry.folder.name}: {damaged.message}")
             continue

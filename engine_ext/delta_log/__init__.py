@@ -3,7 +3,8 @@
 `catalog` lists versions and finds a route between two of them, `writer` writes one durably, `fold`
 makes one delta of several.
 
-Imports: `engine_ext.wire`, `engine_ext.durable_files`, `engine_ext.errors`.
+Imports: `engine_ext.version_folders`, `engine_ext.wire`, `engine_ext.durable_files`,
+`engine_ext.errors`.
 """
 
 from engine_ext.delta_log.catalog import (
@@ -15,7 +16,13 @@ from engine_ext.delta_log.catalog import (
     version_of,
     why_not_newer,
 )
-from engine_ext.delta_log.fold import CannotFold, digests_of, fold_versions, read_version
+from engine_ext.delta_log.fold import (
+    CannotFold,
+    digests_of,
+    fold_versions,
+    read_version,
+    verify_version,
+)
 from engine_ext.delta_log.writer import Draft, LogWriter, discard
 
 __all__ = [
@@ -31,6 +38,7 @@ __all__ = [
     "read_version",
     "removable",
     "route",
+    "verify_version",
     "version_of",
     "why_not_newer",
 ]

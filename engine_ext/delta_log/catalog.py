@@ -12,6 +12,9 @@ A folder gets its name once everything in it is on disk, so a reader sees a whol
 ``DONE`` holds JSON (`Done`) with the versions and the files. An empty one, as other senders write
 it, means that the version follows the previous number.
 
+A folder in the newer format of other trainers (see `engine_ext.version_folders`) has an index in
+place of ``DONE``, which is written last as well. Its files have no parts.
+
 A version number stands for one content forever: a sync that every engine refused is marked, and the
 next one gets another number. So the version shows if an engine has replayed a refused one. Which
 version leads where is read from ``DONE`` alone. Whether the parts agree with it, and whether their
@@ -30,8 +33,9 @@ from typing import Final
 
 import msgspec
 
-from engine_ext.errors import LogDamaged
-from engine_ext.wire import MAX_VERSION
+from engine_ext.errors import DeltaError, LogDamaged
+from engine_ext.version_folders import INDEX, read_version_folder
+from engine_ext.wire import MAX_VERSION, Limits
 
 DONE: Final = "DONE"
 REFUSED: Final = "REFUSED"
@@ -65,6 +69,7 @@ class Entry:
     base_version: int | None  # that it starts from; None if it is full
     files: dict[str, FileFacts | None]  # by file name; None if ``DONE`` does not have the facts
     nbytes: int  # of all parts
+    foreign: bool = False  # a folder with an index, which is applied as a whole
 
     @property
     def full(self) -> bool:
@@ -73,12 +78,14 @@ class Entry:
 
     @property
     def paths(self) -> list[Path]:
-        """The paths of its parts, in order."""
+        """The paths of its parts, in order; of a folder with an index, its own."""
+        if self.foreign:
+            return [self.folder]
         return [self.folder / name for name in sorted(self.files)]
 
     def require_files(self) -> None:
         """Check that there are parts, all at their full length; LogDamaged if not."""
-        if not self.files:
+        if not self.files and not self.foreign:
             raise self.damaged("it has no parts")
         for name, facts in self.files.items():
             try:
@@ -208,7 +215,11 @@ def why_not_newer(listing: Listing, version: int | None, bad: Collection[str] = 
 def _read_entry(folder: Path) -> Entry:
     version = version_of(folder.name)
     assert version is not None
-    text = _read_done(folder)
+    text = _read_end_mark(folder, DONE)
+    if not text and (folder / INDEX).exists():
+        return _read_foreign(folder, version)
+    if text is None:
+        raise LogDamaged(f"it has no {DONE}: it was not written completely")
     names = sorted(p.name for p in folder.iterdir() if p.name.endswith(PART_SUFFIX))
     if not text:
         files: dict[str, FileFacts | None] = dict.fromkeys(names)
@@ -227,21 +238,38 @@ def _read_entry(folder: Path) -> Entry:
     return Entry(folder, version, base, {**done.files}, nbytes)
 
 
-def _read_done(folder: Path) -> bytes:
+def _read_foreign(folder: Path, version: int) -> Entry:
+    """Read a folder with an index; its files are read when it is applied or verified."""
+    names = [path.name for path in folder.iterdir()]
+    try:
+        found = read_version_folder(
+            folder.name, names, lambda name: (folder / name).open("rb", buffering=0), Limits()
+        )
+    except DeltaError as error:
+        raise LogDamaged(error.message) from error
+    except OSError as error:
+        raise LogDamaged(f"its {INDEX} cannot be read: {error.strerror}") from error
+    files: dict[str, FileFacts | None] = dict.fromkeys(found.index.files)
+    nbytes = sum((folder / name).stat().st_size for name in files if name in names)
+    return Entry(folder, version, found.base_version, files, nbytes, foreign=True)
+
+
+def _read_end_mark(folder: Path, name: str) -> bytes | None:
+    """Return the content of a version's end mark, stripped; None if there is none."""
     try:
         # A FIFO that nobody writes to must not block the reader; links are not followed.
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(folder / DONE, flags)
+        descriptor = os.open(folder / name, flags)
         with os.fdopen(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise LogDamaged(f"its {DONE} is not a regular file")
+                raise LogDamaged(f"its {name} is not a regular file")
             text = file.read(_MAX_DONE_BYTES + 1)
     except FileNotFoundError:
         if not folder.exists():
             raise
-        raise LogDamaged(f"it has no {DONE}: it was not written completely") from None
+        return None
     except OSError as error:
-        raise LogDamaged(f"its {DONE} cannot be read: {error.strerror}") from error
+        raise LogDamaged(f"its {name} cannot be read: {error.strerror}") from error
     if len(text) > _MAX_DONE_BYTES:
-        raise LogDamaged(f"its {DONE} has over {_MAX_DONE_BYTES} bytes")
+        raise LogDamaged(f"its {name} has over {_MAX_DONE_BYTES} bytes")
     return text.strip()

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import xxhash
@@ -13,6 +14,13 @@ import xxhash
 from engine_ext.delta_log.catalog import Entry, folder_name
 from engine_ext.delta_log.writer import Draft
 from engine_ext.errors import ChecksumMismatch, DeltaError
+from engine_ext.version_folders import (
+    INDEX,
+    check_change,
+    read_file,
+    read_tensor,
+    read_version_folder,
+)
 from engine_ext.wire import (
     SIGNATURE_SUFFIX,
     FrameReader,
@@ -61,6 +69,42 @@ def read_version(entry: Entry) -> list[Part]:
     return parts
 
 
+def verify_version(entry: Entry) -> Digests:
+    """Read and verify a version as far as that is possible without an engine.
+
+    Of a folder with an index that is everything but its checksums, which are of tensors' new
+    states.
+
+    Returns:
+        The digests that its parts declare.
+
+    Raises:
+        LogDamaged: something is missing, or differs from what the sender wrote.
+    """
+    if not entry.foreign:
+        return digests_of(read_version(entry))
+    limits = Limits()
+    names = [path.name for path in entry.folder.iterdir()]
+    file = INDEX
+
+    def open_file(name: str) -> BinaryIO:
+        return (entry.folder / name).open("rb", buffering=0)
+
+    try:
+        index = read_version_folder(entry.folder.name, names, open_file, limits).index
+        for file in index.files:
+            with open_file(file) as source:
+                for tensor in read_file(source, index, file, limits):
+                    raw = np.frombuffer(read_tensor(source, tensor), np.uint8)
+                    if index.encoding is not None:
+                        check_change(tensor.name, index.encoding, raw, limits)
+    except OSError as error:
+        raise entry.damaged(f"{file}: {error.strerror}", file=file) from error
+    except DeltaError as error:
+        raise entry.damaged(f"{file}: {error.message}", file=file) from error
+    return Digests(None, None)
+
+
 def digests_of(parts: Iterable[Part]) -> Digests:
     """Return the digests of the whole model that the parts of one version declare."""
     manifests = [part.manifest for part in parts]
@@ -88,14 +132,20 @@ def fold_versions(
         progress: iterates over the versions, and may display the progress.
 
     Raises:
-        CannotFold: some version sends differences, whose old values are not in the log; or
-            `entries` is empty.
+        CannotFold: some version sends differences, whose old values are not in the log, or is a
+            folder with an index; or `entries` is empty.
         LogDamaged: one of the versions is damaged.
         FileExistsError: the result is already there.
         OSError: it cannot be written. The log is unchanged after any of these.
     """
     if not entries:
         raise CannotFold("there are no versions to fold")
+    for entry in entries:
+        if entry.foreign:
+            raise CannotFold(
+                f"version {entry.version} is a folder of another trainer, with {INDEX}: its "
+                "changes are of old bytes, which are not in the log"
+            )
     merged: dict[str, ParamDelta] = {}
     first = last = Digests(None, None)
     for entry in progress(entries):

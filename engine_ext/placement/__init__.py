@@ -7,7 +7,7 @@ the bytes (`certify`), agreed on by all ranks (`ownership`, `plan`), and read an
 Imports: `engine_ext.model`, `engine_ext.wire`, `engine_ext.kernels`, and the ground floor.
 """
 
-from engine_ext.placement.casts import as_host, checkpoint_bits, live_bits
+from engine_ext.placement.casts import as_host, checkpoint_bits, has_nan, live_bits
 from engine_ext.placement.certify import Certified, certify_placement, summary, uncertified
 from engine_ext.placement.live_elements import DeviceElements, HostElements, LiveElements, WholeBox
 from engine_ext.placement.ownership import boxes, resolve
@@ -37,6 +37,7 @@ __all__ = [
     "checkpoint_bits",
     "covered",
     "flat_bits",
+    "has_nan",
     "live_bits",
     "make_plan",
     "resolve",

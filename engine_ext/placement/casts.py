@@ -46,6 +46,15 @@ def appended_bits(bits: Bits, live: torch.dtype, dtype: str) -> Bits | None:
     return None
 
 
+def has_nan(values: Bits, dtype: str) -> bool:
+    """Return whether any of some bit patterns of a dtype, given by its manifest name, is a NaN."""
+    found = typed(values, TORCH_DTYPE[dtype])
+    if not found.dtype.is_floating_point:
+        return False
+    # torch has no isnan for the 8-bit floats; float16 represents all their values.
+    return bool((found.half() if found.itemsize == 1 else found).isnan().any())
+
+
 def as_host(bits: Any) -> Bits:
     """Return what `HostElements.read` or `DeviceElements.read` returned as an array."""
     return host_bits(bits) if isinstance(bits, torch.Tensor) else bits

@@ -6,9 +6,9 @@ the digest covers. Deltas are staged by it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from engine_ext.kernels import Bits
 from engine_ext.placement.casts import appended_bits, as_host, checkpoint_bits
 from engine_ext.placement.certify import Certified
 from engine_ext.placement.ownership import box_of, boxes, resolve
-from engine_ext.placement.segments import Placed, Placement, Status
+from engine_ext.placement.segments import Placed, Placement, Status, TensorSpec
 from engine_ext.placement.targets import Target, make_targets
 from engine_ext.ranks import Ranks
 from engine_ext.wire import Digest, change_digest, tensor_digest
@@ -29,6 +29,7 @@ _SCAN_ELEMENTS = 1 << 20
 _SCAN_INDICES = 1 << 15  # if indices are needed, too: their temporaries stay in a core's cache
 # The loader reads the tensor, but no copy of it was found on the rank.
 _UNSEEN = "unseen"
+_DROPPED = "dropped"
 # Casts that keep the checkpoint's bits recoverable from live memory, also those of NaNs.
 _WIDENED = {torch.bfloat16: (torch.float32,)}
 
@@ -42,6 +43,8 @@ class Plan:
         targets: the segments on this rank of each tensor that can be updated.
         held: the tensors that some rank holds; the same on every rank.
         digested: the tensors that the digest covers; the same on every rank.
+        dropped: names that the checkpoint does not hold, of tied tensors, that the loader of every
+            rank drops.
     """
 
     rank: int
@@ -49,9 +52,18 @@ class Plan:
     targets: dict[str, tuple[Target, ...]]
     held: frozenset[str]
     digested: frozenset[str]
+    dropped: Mapping[str, TensorSpec] = field(default_factory=dict)
+
+    def ignores(self, name: str) -> TensorSpec | None:
+        """Return the spec of a tensor that no rank makes anything of, or None if some may."""
+        placed = self.placement.get(name)
+        if placed is None:
+            return self.dropped.get(name)
+        return placed.spec if placed.status is Status.IGNORED else None
 
     def table(self) -> list[dict[str, Any]]:
-        """Return one row per checkpoint tensor, as JSON."""
+        """Return one row per checkpoint tensor and name in `dropped`, as JSON."""
+        dropped = {n: Placed(spec, status=Status.IGNORED) for n, spec in self.dropped.items()}
         return [
             {
                 "name": name,
@@ -64,7 +76,7 @@ class Plan:
                 "recomputed": list(placed.recomputed),
                 "digested": name in self.digested,
             }
-            for name, placed in self.placement.items()
+            for name, placed in {**self.placement, **dropped}.items()
         ]
 
     def scan(self, threads: int = 1, known: Certified | None = None) -> dict[str, Digest]:
@@ -146,16 +158,20 @@ def _live_digest(
     return found
 
 
-def make_plan(placement: Placement, ranks: Ranks) -> Plan:
+def make_plan(
+    placement: Placement, ranks: Ranks, dropped: Mapping[str, TensorSpec] | None = None
+) -> Plan:
     """Agree with the other ranks on which rank holds what. All ranks must call it.
 
     Args:
         placement: this rank's certified placement; tensors that contradict the other ranks'
             become uncertified in it. Tensors that no rank holds become ignored, or uncertified
             if some rank's loader uses them, because it may keep a copy that was not found.
+        dropped: the other names of tied tensors that this rank's loader is proven to drop.
     """
     holders = resolve(placement, ranks.all_gather(boxes(placement)))
-    everywhere = ranks.all_gather({n: (_state(p), covered(p)) for n, p in placement.items()})
+    own = {n: (_state(p), covered(p)) for n, p in placement.items()}
+    everywhere = ranks.all_gather(own | dict.fromkeys(dropped or {}, (_DROPPED, True)))
     absent = {Status.NOT_ON_RANK.value, Status.IGNORED.value}
     held = frozenset(n for n in placement if any(r[n][0] not in absent for r in everywhere))
     unseen = {n for n in held if all(r[n][0] in (*absent, _UNSEEN) for r in everywhere)}
@@ -170,7 +186,8 @@ def make_plan(placement: Placement, ranks: Ranks) -> Plan:
         if placed.status in (Status.EXACT, Status.CAST, Status.REBUILT)
     }
     digested = frozenset(name for name in held - unseen if all(r[name][1] for r in everywhere))
-    return Plan(ranks.rank, placement, targets, held, digested)
+    agreed = {n: s for n, s in (dropped or {}).items() if all(n in states for states in everywhere)}
+    return Plan(ranks.rank, placement, targets, held, digested, agreed)
 
 
 def _state(placed: Placed) -> str:

@@ -216,6 +216,7 @@ def make_adapter_receiver(store: AdapterStore, ranks: Ranks, settings: Settings)
         undo_bytes=settings.undo_bytes,
         threads=cores_per_rank(ranks),
         recomputed=[installed],
+        ranks=ranks,
     )
     logger.info("delta updates: adapter %s: %d tensors", store.name, len(store.tensors))
     return Receiver(

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -144,6 +145,7 @@ class Receiver:
             resume_owed=self._lease.resume_owed,
             asleep=self._sync_state.asleep,
             foreign=self._sync_state.foreign,
+            delivery=self._sync_state.delivery,
             staged=self._sync_state.describe(),
             last_sync=self._last_sync,
             can_roll_back=bool(self._undo),
@@ -234,7 +236,11 @@ class Receiver:
                 self._staging.forget(request.part.part)
         if everywhere and self._complete():
             prepared = self._applier.is_prepared(self._agree(self._checked))
-        return ops.PartSettled(complete=self._complete(), prepared=prepared)
+        sync, base = self._sync_state.sync, None
+        if sync is not None and sync.complete and not sync.full:
+            continued = sync.continues and sync.version == self._sync_state.version
+            base = None if continued else self._sync_state.delivery
+        return ops.PartSettled(complete=self._complete(), prepared=prepared, base=base)
 
     def prepare(self, request: ops.PrepareSync) -> ops.SyncPrepared:
         """Do a share of what must precede the commit; to be repeated until it is done.
@@ -290,7 +296,11 @@ class Receiver:
             log = self._transaction.write(staged)
             commit_ms = _ms_since(start)
             self._keep_undo(sync, base, log)
+            skipped = Counter[str]()
+            for part in staged:
+                skipped.update(part.skipped)
             elements = {e.name: e.numel for part in staged for e in part.manifest.params}
+            elements = {n: numel for n, numel in elements.items() if n not in skipped}
             committed = ops.CommittedSync(
                 version=sync.version,
                 base_version=base,
@@ -302,10 +312,12 @@ class Receiver:
                 tensors=len(elements),
                 elements=sum(elements.values()),
                 commit_ms=commit_ms,
+                skipped=dict(skipped),
                 rollback=bool(self._undo),
                 digest=self._applier.digest.hex(),
             )
-            self._sync_state.commit()
+            proven = any(part.manifest.digest_after is not None for part in staged)
+            self._sync_state.commit(_names(staged), proven=proven)
         except WriteUndone:
             self._drop_staged()
             raise
@@ -434,6 +446,7 @@ class Receiver:
         # The engine may have gone to sleep since the parts were admitted.
         self._sync_state.check_writable(full=sync.full)
         staged = self._staging.results(sync.slots)
+        self._sync_state.check_apart(_names(staged))
         self._applier.check_sync(staged, full=sync.full)
         return staged
 
@@ -445,6 +458,10 @@ class Receiver:
         earlier = self._undo if continued else []
         kept = [*earlier, log] if log is not None and (earlier or not continued) else []
         self._undo = kept if sum(one.nbytes for one in kept) <= self._undo_bytes else []
+
+
+def _names(staged: Sequence[StagedPart]) -> set[str]:
+    return {entry.name for part in staged for entry in part.manifest.params}
 
 
 def _ms_since(start: float) -> float:

@@ -58,7 +58,7 @@ from engine_ext.rebuild import (
 from engine_ext.receiver.receiver import Receiver
 from engine_ext.repacks import compose
 from engine_ext.settings import Settings
-from engine_ext.tracing import LoadingTrace, LoadWeights, trace_placement
+from engine_ext.tracing import LoadingTrace, LoadWeights, dropped_aliases, trace_placement
 from engine_ext.wire import Limits, exponent_planes, gap_streams, ulp_differences
 
 logger = logging.getLogger(__name__)
@@ -140,6 +140,7 @@ def make_receiver(loaded: LoadedModel, settings: Settings) -> Receiver:
     if specs is None:
         specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in loaded.checkpoint()]
     traced = _trace(loaded, specs, loaded.checkpoint)
+    traced.dropped.update(_dropped_aliases(loaded, traced))
     traced_s = time.perf_counter() - start
     _certify(loaded, traced, loaded.checkpoint)
     certified_s = time.perf_counter() - start - traced_s
@@ -295,9 +296,18 @@ def _initial_sync_applier(loaded: LoadedModel) -> InitialSyncApplier:
     return InitialSyncApplier(trace, load, certify, loaded.constants, loaded.ranks)
 
 
+def _dropped_aliases(loaded: LoadedModel, traced: Traced) -> dict[str, TensorSpec]:
+    """Return the other names of tied tensors that the loader drops, also before processing."""
+    found = (traced.model, traced.load_weights, traced.placement, traced.index)
+    before = None if loaded.loading is None else loaded.loading.dropped
+    if before is None:
+        return dropped_aliases(*found)
+    return {n: s for n, s in dropped_aliases(*found).items() if n in before} if before else {}
+
+
 def _delta_applier(loaded: LoadedModel, settings: Settings, traced: Traced) -> DeltaApplier:
     """Make the applier of a certified placement. All ranks must call it."""
-    plan = make_plan(traced.placement, loaded.ranks)
+    plan = make_plan(traced.placement, loaded.ranks, traced.dropped)
     _log_summary(traced)
     if not any(loaded.ranks.all_gather(bool(plan.targets))):
         raise RuntimeError("delta updates: no tensor of this model can be certified")
@@ -325,6 +335,7 @@ def _delta_applier(loaded: LoadedModel, settings: Settings, traced: Traced) -> D
         recomputed=traced.recomputed,
         rebuilds=rebuilds,
         certified=traced.certified,
+        ranks=loaded.ranks,
     )
 
 

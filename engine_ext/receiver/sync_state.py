@@ -8,6 +8,7 @@ raised here always leaves the engine unchanged.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,13 +22,23 @@ from engine_ext.errors import (
     WeightsAsleep,
 )
 from engine_ext.wire import PartId
-from engine_ext.wire.operations import Admission, StagedSync
+from engine_ext.wire.operations import Admission, Delivery, StagedSync
 
 
 @dataclass(slots=True)
 class _Slot:
     identity: str
+    file: str | None = None
     staged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Committed:
+    """What is known of a committed version."""
+
+    identities: frozenset[str] = frozenset()
+    tensors: frozenset[str] = frozenset()
+    delivery: Delivery = field(default_factory=Delivery)
 
 
 @dataclass(slots=True)
@@ -39,6 +50,9 @@ class Sync:
     sync_id: str | None
     full: bool
     continues: bool
+    apart: bool
+    counted: bool
+    folder: str | None
     last_part_at: float
     num_parts: int | None = None
     slots: dict[int, _Slot] = field(default_factory=dict)
@@ -60,7 +74,8 @@ class SyncState:
         uncertain: a write failed half-way; some weights may be new and some old.
         asleep: the engine has released the weights' memory.
         foreign: what changed the weights outside of delta sync since the last sync, or None.
-        previous: version and committed parts before the last version; None if there is no way back.
+        previous: the version before the last one, and what is known of it; None if there is no way
+            back.
     """
 
     def __init__(self, version: int, stage_timeout: float) -> None:
@@ -70,13 +85,18 @@ class SyncState:
         self.asleep = False
         self.foreign: str | None = None
         self.sync: Sync | None = None
-        self.previous: tuple[int, set[str]] | None = None
-        self._committed: set[str] = set()
+        self.previous: tuple[int, _Committed] | None = None
+        self._committed = _Committed()
 
     @property
     def engine_state(self) -> Literal["certain", "uncertain"]:
         """Whether the weights are known to be of one version."""
         return "uncertain" if self.uncertain else "certain"
+
+    @property
+    def delivery(self) -> Delivery:
+        """Whether all of the version has arrived."""
+        return self._committed.delivery
 
     def admit(self, part: PartId, now: float) -> Admission:
         """Decide what to do with a part that has arrived at `now`, in seconds.
@@ -98,7 +118,10 @@ class SyncState:
             return self._join(self.sync, part, now)
         self.sync = None
         self._check_base(part)
-        new = Sync(part.version, part.base_version, part.sync_id, part.full, part.continues, now)
+        new = Sync(
+            *(part.version, part.base_version, part.sync_id, part.full, part.continues),
+            *(part.apart, part.counted, part.folder, now),
+        )
         admission = self._join(new, part, now)
         self.sync = new
         return admission
@@ -106,7 +129,7 @@ class SyncState:
     def seen(self, version: int, identity: str) -> bool:
         """Return whether a part was committed at `version`, and the engine is at that version."""
         known = not self.uncertain and self.foreign is None
-        return known and version == self.version and identity in self._committed
+        return known and version == self.version and identity in self._committed.identities
 
     def holds(self, part: PartId) -> bool:
         """Return whether this part, not another one of its number, is in the staged sync."""
@@ -149,19 +172,58 @@ class SyncState:
         """Record that some weights may be new and some old; forget the staged sync."""
         self.sync = self.previous = self.foreign = None
         self.uncertain = True
-        self._committed.clear()
+        self._committed = _Committed()
 
-    def commit(self) -> None:
-        """Record that the staged sync was written."""
+    def check_apart(self, tensors: Iterable[str]) -> None:
+        """Check that a continuation which must be apart sends none of the tensors sent before.
+
+        Two trainers that both lead to this version would mix otherwise.
+
+        Raises:
+            VersionConflict: it does.
+        """
+        sync = self.sync
+        if sync is None or not (sync.apart and sync.version == self.version):
+            return
+        again = sorted(self._committed.tensors.intersection(tensors))
+        if again:
+            raise VersionConflict(
+                f"the delta starts from version {sync.base_version}, the engine is at "
+                f"{self.version}, and the delta is no rest of that version: {again[:8]} were sent "
+                "before; send a delta from there, or a full sync",
+                expected=sync.base_version,
+                actual=self.version,
+            )
+
+    def commit(self, tensors: Iterable[str] = (), *, proven: bool = False) -> None:
+        """Record that the staged sync was written.
+
+        Args:
+            tensors: those that it has sent.
+            proven: whether digests show that the weights are all of the version.
+        """
         assert self.sync is not None
         sync, self.sync = self.sync, None
         self.uncertain, self.foreign = False, None
-        identities = {slot.identity for slot in sync.slots.values()}
+        slots = sync.slots.values()
+        files = [slot.file for slot in slots if slot.file is not None]
+        folder = sync.folder if len(files) == len(slots) else None
+        identities = frozenset(slot.identity for slot in slots)
+        complete = sync.full or sync.counted or proven
         if sync.continues and sync.version == self.version:
-            self._committed = self._committed | identities
+            known = self._committed
+            folder = folder if folder == known.delivery.folder else None
+            files += known.delivery.files
+            identities |= known.identities
+            tensors = known.tensors.union(tensors)
+            complete = proven
         else:
             self.previous = (self.version, self._committed)
-            self.version, self._committed = sync.version, identities
+            self.version = sync.version
+        delivery = Delivery(complete=complete)
+        if folder is not None and not complete:
+            delivery = Delivery(complete=False, folder=folder, files=sorted(files))
+        self._committed = _Committed(identities, frozenset(tensors), delivery)
 
     def roll_back(self) -> None:
         """Record that the version before the last one was restored."""
@@ -216,11 +278,14 @@ class SyncState:
         sync.last_part_at, sync.num_parts = now, num_parts
         if known is not None:
             return "staged"
-        sync.slots[part.part] = _Slot(part.identity)
+        sync.slots[part.part] = _Slot(part.identity, part.file)
+        sync.counted = sync.counted and part.counted
+        sync.folder = sync.folder if sync.folder == part.folder else None
         return "new"
 
     def _check_base(self, part: PartId) -> None:
-        if part.full or (part.continues and part.version == self.version):
+        rest = part.continues and not (part.apart and self.delivery.complete)
+        if part.full or (rest and part.version == self.version):
             return
         if part.base_version is None or part.base_version < 0:
             raise MalformedPart("version 0 has no base version; only a full sync can lead to it")

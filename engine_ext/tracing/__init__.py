@@ -4,9 +4,12 @@ The loader runs on tensors without data while every write into the model is reco
 `recorder`), through temporaries, joins and permutations (`provenance`, `index_replay`,
 `strided_boxes`, `permutations`) and the threads it starts (`thread_propagation`).
 
+`dropped_aliases` finds the names of tied tensors that the loader takes and drops.
+
 Imports: `engine_ext.placement` and the rooms below it.
 """
 
+from engine_ext.tracing.dropped_aliases import dropped_aliases
 from engine_ext.tracing.loading_trace import LoadingTrace
 from engine_ext.tracing.trace import (
     COPY_REPLACED,
@@ -20,6 +23,7 @@ __all__ = [
     "COPY_REPLACED",
     "LoadWeights",
     "LoadingTrace",
+    "dropped_aliases",
     "rehearse",
     "trace_placement",
     "written_alone",

@@ -17,6 +17,7 @@ import torch
 
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Placement, Status, TensorSpec
+from engine_ext.tracing.dropped_aliases import dropped_aliases
 from engine_ext.tracing.trace import LoadWeights, trace_placement
 
 _REPLACED = (
@@ -34,12 +35,14 @@ class _Loaded:
         specs: every tensor of the checkpoint, in the engine's order; None if it was not traced.
         placed: these, by name.
         written: how many elements the loader writes of each to which live tensors.
+        dropped: see `dropped_aliases`.
     """
 
     ranges: dict[str, range]
     specs: list[TensorSpec] | None = None
     placed: Placement = field(default_factory=dict)
     written: dict[str, Counter[str]] = field(default_factory=dict)
+    dropped: dict[str, TensorSpec] = field(default_factory=dict)
 
 
 class LoadingTrace:
@@ -59,6 +62,11 @@ class LoadingTrace:
         if not found or None in found:
             return None
         return list({spec.name: spec for specs in found for spec in specs or ()}.values())
+
+    @property
+    def dropped(self) -> dict[str, TensorSpec]:
+        """The other names of tied tensors that the loader drops; none if there are two models."""
+        return next(iter(self._models.values())).dropped if len(self._models) == 1 else {}
 
     def trace(
         self,
@@ -87,7 +95,9 @@ class LoadingTrace:
         if checkpoint is None or (refuse_while is not None and refuse_while(model)):
             return
         specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in checkpoint()]
-        placement = trace_placement(model, load_weights, specs, StorageIndex(model))
+        index = StorageIndex(model)
+        placement = trace_placement(model, load_weights, specs, index)
+        loaded.dropped = dropped_aliases(model, load_weights, placement, index)
         for name, placed in placement.items():
             written = loaded.written[prefix + name] = Counter[str]()
             for segment in placed.segments:

@@ -153,6 +153,37 @@ def written_alone(
     return names if all(len(found) == 1 for found in objects) else frozenset()
 
 
+def drops(
+    model: torch.nn.Module,
+    load_weights: LoadWeights,
+    spec: TensorSpec,
+    placement: Placement,
+    index: StorageIndex,
+) -> bool:
+    """Return whether the loader takes one more tensor and makes nothing of it.
+
+    It does if it neither copies nor reads it, alone and after all those in `placement` (traced with
+    the same model), and then treats these as without it.
+
+    Raises:
+        TracingError: see `rehearse`.
+    """
+    for others in ({}, placement):
+        other: list[str] = []
+        trial = {name: Placed(placed.spec) for name, placed in others.items()}
+        own = trial[spec.name] = Placed(spec)
+        with _dry_run(model, bits=False) as guard:
+            specs = [placed.spec for placed in trial.values()]
+            failure, writes = _run(guard, load_weights, specs, index, trial, other)
+        judged = own.status is not Status.UNJUDGED or own.segments or own.used
+        written = not others and (other or any(writes))
+        if failure is not None or judged or written:
+            return False
+        if any(trial[name].segments != placed.segments for name, placed in others.items()):
+            return False
+    return True
+
+
 @contextmanager
 def _dry_run(model: torch.nn.Module, *, bits: bool) -> Iterator[ModelStateGuard]:
     """Verify after the block that the model is as before; TracingError if that is not certain."""

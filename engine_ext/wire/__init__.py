@@ -11,7 +11,14 @@ arguments and not bytes, raises ValueError.
 Imports: `engine_ext.kernels`, and the ground floor.
 """
 
-from engine_ext.wire.checksum import slime_checksum, verify_checksum, xxh3_checksum
+from engine_ext.wire.checksum import (
+    CHECKSUM_DIGITS,
+    StateHash,
+    slime_checksum,
+    state_hash,
+    verify_checksum,
+    xxh3_checksum,
+)
 from engine_ext.wire.container import (
     Header,
     PartGate,
@@ -26,6 +33,7 @@ from engine_ext.wire.digest import Digest, change_digest, tensor_digest
 from engine_ext.wire.gap_streams import byte_stream, join_streams
 from engine_ext.wire.identity import IdentityHash, PartId, part_identity
 from engine_ext.wire.manifest import (
+    BIT_CHANGES,
     DIFFERENCES,
     ENCODINGS,
     MAX_VERSION,
@@ -37,7 +45,8 @@ from engine_ext.wire.manifest import (
     optional_version,
     parse_manifest,
 )
-from engine_ext.wire.part import ParamDelta, Part, decode_part, encode_part
+from engine_ext.wire.param_delta import ParamDelta
+from engine_ext.wire.part import Part, decode_part, encode_part
 from engine_ext.wire.positions import Positions, decode_positions, encode_positions
 from engine_ext.wire.signature import (
     HMAC_KEY_ENVIRONMENT,
@@ -47,9 +56,11 @@ from engine_ext.wire.signature import (
     sign,
     signing_key,
 )
-from engine_ext.wire.zstd_frames import ZSTD_MAGIC, FrameReader, compress_frame
+from engine_ext.wire.zstd_frames import ZSTD_MAGIC, FrameReader, compress_frame, inflate
 
 __all__ = [
+    "BIT_CHANGES",
+    "CHECKSUM_DIGITS",
     "DIFFERENCES",
     "DIGEST_ALGORITHM",
     "ENCODINGS",
@@ -72,6 +83,7 @@ __all__ = [
     "PartId",
     "Positions",
     "Span",
+    "StateHash",
     "Verifier",
     "byte_stream",
     "change_digest",
@@ -80,6 +92,7 @@ __all__ = [
     "decode_positions",
     "encode_part",
     "encode_positions",
+    "inflate",
     "is_decoded",
     "join_streams",
     "manifest_checksum",
@@ -92,6 +105,7 @@ __all__ = [
     "sign",
     "signing_key",
     "slime_checksum",
+    "state_hash",
     "tensor_digest",
     "verify_checksum",
     "write_container",

@@ -1,9 +1,10 @@
-"""Compute and verify the checksum of a part's data: ours, or the one that slime writes."""
+"""Compute and verify checksums: of a part's data (ours or slime's), and of a tensor's new state."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Final
+import zlib
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from engine_ext.dtypes import TORCH_DTYPE
-from engine_ext.errors import ChecksumMismatch, MalformedPart
+from engine_ext.errors import ChecksumMismatch, MalformedPart, NotUpdatable
 from engine_ext.kernels import typed
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ _XXH3: Final = re.compile(r"xxh3_128:[0-9a-f]{32}")
 # p ^ (v << 1) of two 64-bit hashes has at most 65 bits, 20 digits
 _SLIME: Final = re.compile(r"0|[1-9][0-9]{0,19}")
 _CHUNK: Final = 1 << 20  # elements widened at a time
+# format of a checksum of a tensor's state -> hex digits
+CHECKSUM_DIGITS: Final = {"xxh3-128": 32, "blake3": 64, "adler32": 8}
+_STATE: Final = re.compile(r"([a-z0-9-]+):([0-9a-f]+)")
 
 
 def xxh3_checksum(positions: Buffer, *values: Buffer) -> str:
@@ -78,3 +82,50 @@ def verify_checksum(
         raise ChecksumMismatch(
             "the data is not what the sender hashed", expected=declared, actual=actual
         )
+
+
+class StateHash(Protocol):
+    """Hashes the bytes of a whole tensor, in order."""
+
+    def update(self, data: Buffer, /) -> object:
+        """Take the next bytes."""
+
+    def hexdigest(self) -> str:
+        """Return the checksum in lower-case hex."""
+
+
+class _Adler32:
+    def __init__(self) -> None:
+        self._value = zlib.adler32(b"")
+
+    def update(self, data: Buffer, /) -> None:
+        self._value = zlib.adler32(data, self._value)
+
+    def hexdigest(self) -> str:
+        return f"{self._value:08x}"
+
+
+def is_state_checksum(text: str) -> bool:
+    """Return whether a text is a checksum of a tensor's state, ``<format>:<hex>``."""
+    match = _STATE.fullmatch(text)
+    return match is not None and len(match[2]) == CHECKSUM_DIGITS.get(match[1])
+
+
+def state_hash(checksum_format: str) -> StateHash:
+    """Return a new hash of one of the formats in `CHECKSUM_DIGITS`.
+
+    Raises:
+        NotUpdatable: the package that computes it is not installed.
+    """
+    if checksum_format == "xxh3-128":
+        return xxhash.xxh3_128()
+    if checksum_format == "adler32":
+        return _Adler32()
+    try:
+        from blake3 import blake3
+    except ImportError:
+        raise NotUpdatable(
+            "the checksums are blake3, and the package blake3 is not installed; install it where "
+            "the engine runs, or let the trainer write xxh3-128"
+        ) from None
+    return blake3()

@@ -10,6 +10,7 @@ contract. What the part itself holds in plain is not repeated::
     indices             nnz * 4, or nnz * 8 for a tensor of more than 2**31 elements
     gap stream          as decompressed; only of a packed encoding
     values              nnz * width; only of a packed encoding
+    cleared             nnz * width; only of gap8_xor
 
 A dense param has neither indices nor a stream.
 """
@@ -23,8 +24,8 @@ from numpy.typing import NDArray
 
 from engine_ext.dtypes import bits_dtype
 from engine_ext.wire.container import Header, read_container
-from engine_ext.wire.manifest import DIFFERENCES, PACKED_ENCODINGS, Limits, ParamEntry
-from engine_ext.wire.part import ParamDelta, Part, plain_values
+from engine_ext.wire.manifest import BIT_CHANGES, PACKED_ENCODINGS, Limits, ParamEntry
+from engine_ext.wire.part import Part, make_delta, plain_values
 from engine_ext.wire.positions import Positions
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ def write_decoded(file: BinaryIO, part: Part, key: str) -> None:
             own = [delta.indices, delta.positions.raw]
         if part.manifest.encoding in PACKED_ENCODINGS:
             own.append(delta.values)
+        if delta.cleared is not None:
+            own.append(delta.cleared)
         # Of an encoding that is not packed, the stream is in the part.
         for array, (dtype, _) in zip(own, arrays, strict=False):
             _write(file, array.astype(dtype, copy=False).view(np.uint8).data)
@@ -84,28 +87,27 @@ def read_decoded(container: Buffer, decoded: Buffer, limits: Limits) -> Part:
             indices = own[0]
             stream = own[1] if packed else positions[entry.pos_start : entry.pos_end]
             sent = Positions(manifest.encoding, stream, entry.pos_width)
+        cleared = own.pop() if manifest.encoding == BIT_CHANGES else None
         bits = own[-1] if packed else next(plain)
-        differences = manifest.encoding == DIFFERENCES
-        deltas.append(
-            ParamDelta(entry.name, entry.dtype, entry.shape, indices, bits, differences, sent)
-        )
+        deltas.append(make_delta(manifest.encoding, entry, indices, sent, bits, cleared))
     return Part(header, tuple(deltas))
 
 
 def _layout(header: Header) -> list[list[_Array]]:
     """Return which arrays the file has of each param."""
-    packed = header.manifest.encoding in PACKED_ENCODINGS
-    return [_arrays(entry, packed) for entry in header.manifest.params]
+    encoding = header.manifest.encoding
+    return [_arrays(entry, encoding) for entry in header.manifest.params]
 
 
-def _arrays(entry: ParamEntry, packed: bool) -> list[_Array]:
+def _arrays(entry: ParamEntry, encoding: str) -> list[_Array]:
+    packed = encoding in PACKED_ENCODINGS
     arrays: list[_Array] = []
     if not entry.is_dense:
         arrays.append((np.dtype(np.int32 if entry.numel <= 1 << 31 else np.int64), entry.nnz))
         if packed:
             arrays.append((np.dtype(np.uint8), entry.pos_end - entry.pos_start))
     if packed:
-        arrays.append((bits_dtype(entry.dtype), entry.nnz))
+        arrays += [(bits_dtype(entry.dtype), entry.nnz)] * (2 if encoding == BIT_CHANGES else 1)
     return arrays
 
 

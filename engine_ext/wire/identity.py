@@ -69,3 +69,7 @@ class PartId(msgspec.Struct, frozen=True, kw_only=True):
     part: int = 0
     num_parts: int | None = None  # of the sync, or None if this part does not say
     continues: bool = False  # it may be one more transaction at the engine's version
+    apart: bool = False  # but only if that may be incomplete, and of tensors not sent before
+    counted: bool = True  # something says that no part of the version is missing
+    folder: str | None = None  # the folder of its version that it is from, if not counted
+    file: str | None = None  # its name there

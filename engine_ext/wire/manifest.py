@@ -17,6 +17,7 @@ import xxhash
 
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.errors import ChecksumMismatch, MalformedPart, TooLarge
+from engine_ext.wire.checksum import is_state_checksum
 from engine_ext.wire.digest import ALGORITHM
 
 # encoding -> legal `pos_width` of a sparse param; a dense one has 0 in all of them
@@ -26,10 +27,14 @@ POSITION_WIDTHS: Final[dict[str, tuple[int, ...]]] = {
     "deltas_zstd": (2, 4),
     "gap8_exp": (1, 2),
     "gap8_ulp": (1, 2),
+    "gap8_xor": (1, 2),
 }
-ENCODINGS: Final = tuple(POSITION_WIDTHS)
-# encodings that compress positions and values inside the container
-PACKED_ENCODINGS: Final = frozenset({"gap8_exp", "gap8_ulp"})
+# the encoding that the folders of other trainers are converted to, whose values change single bits
+BIT_CHANGES: Final = "gap8_xor"
+# those that a sender chooses from
+ENCODINGS: Final = tuple(name for name in POSITION_WIDTHS if name != BIT_CHANGES)
+# encodings that compress positions inside the container, and have values of all dtypes as bytes
+PACKED_ENCODINGS: Final = frozenset({"gap8_exp", "gap8_ulp", BIT_CHANGES})
 # the encoding whose values are differences from the old ones, which `digest_part` must prove
 DIFFERENCES: Final = "gap8_ulp"
 
@@ -57,7 +62,7 @@ class Limits:
     max_parts: int = 1 << 16  # of one sync
 
 
-class ParamEntry(msgspec.Struct, frozen=True):
+class ParamEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     """One entry of ``params``: a tensor of the checkpoint and its slices of the two tensors.
 
     With a packed encoding the slices are those of the decompressed gap streams and values.
@@ -71,6 +76,7 @@ class ParamEntry(msgspec.Struct, frozen=True):
     pos_width: _Count  # bytes of a position, or of a gap stream's symbol; 0 if dense
     val_start: _Count  # in elements
     val_end: _Count
+    new_checksum: str | None = None  # of the tensor's whole new bytes, see `is_state_checksum`
 
     @property
     def numel(self) -> int:
@@ -115,6 +121,11 @@ class Manifest(msgspec.Struct, frozen=True):
     digest_before: str | None
     digest_after: str | None
 
+    @property
+    def proves_states(self) -> bool:
+        """Whether the params carry checksums of their tensors' whole new bytes."""
+        return self.encoding == BIT_CHANGES
+
 
 def parse_version(text: str, what: str) -> int:
     """Parse a version: ASCII decimal digits without sign or leading zero, 0 to 2**63 - 1.
@@ -152,7 +163,8 @@ def parse_manifest(metadata: dict[str, str], limits: Limits) -> Manifest:
         _check_manifest_checksum(declared, metadata)
     encoding = _required(metadata, "encoding")
     if encoding not in POSITION_WIDTHS:
-        raise MalformedPart(f"unknown encoding {encoding[:80]!r}; known are {', '.join(ENCODINGS)}")
+        known = ", ".join(POSITION_WIDTHS)
+        raise MalformedPart(f"unknown encoding {encoding[:80]!r}; known are {known}")
     params = _parse_params(_required(metadata, "params"), encoding, limits)
     part, num_parts = _parse_part(metadata, limits)
     full = metadata.get("full", "false")
@@ -163,6 +175,7 @@ def parse_manifest(metadata: dict[str, str], limits: Limits) -> Manifest:
         raise MalformedPart("a full part has a param that is not dense", tensor=sparse)
     if encoding == DIFFERENCES:
         _check_differences(metadata, full == "true", params)
+    _check_new_checksums(encoding, full == "true", params)
     _check_digest_algorithm(metadata)
     return Manifest(
         encoding=encoding,
@@ -193,6 +206,23 @@ def _check_differences(
     for entry in params:
         if entry.pos_width == 0:
             raise MalformedPart(f"{DIFFERENCES} has no dense form", tensor=entry.name)
+
+
+def _check_new_checksums(encoding: str, full: bool, params: Sequence[ParamEntry]) -> None:
+    """Check that each param's new checksum can prove the old bits that single bits change."""
+    if encoding == BIT_CHANGES and full:
+        raise MalformedPart(f"a full part cannot be {BIT_CHANGES}: it must not need old values")
+    for entry in params:
+        declared = entry.new_checksum
+        if (declared is not None) != (encoding == BIT_CHANGES):
+            raise MalformedPart(
+                f"every param of {BIT_CHANGES}, and of no other encoding, has a new_checksum",
+                tensor=entry.name,
+            )
+        if declared is not None and not is_state_checksum(declared):
+            raise MalformedPart(f"unknown new_checksum {declared[:80]!r}", tensor=entry.name)
+        if encoding == BIT_CHANGES and entry.pos_width == 0:
+            raise MalformedPart(f"{BIT_CHANGES} has no dense form", tensor=entry.name)
 
 
 def _check_digest_algorithm(metadata: Mapping[str, str]) -> None:

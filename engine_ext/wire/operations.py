@@ -88,6 +88,14 @@ class StagedSync(Reply, frozen=True, kw_only=True):
     parts: list[int]  # numbers of the parts that all ranks have staged
 
 
+class Delivery(Reply, frozen=True, kw_only=True):
+    """Whether all of a version has arrived, as far as the ranks know."""
+
+    complete: bool = True  # False: unknown, its files named no count and no digest
+    folder: str | None = None  # the version's folder, if all that arrived is from there
+    files: list[str] = []  # the names of what arrived
+
+
 class Written(Reply, frozen=True, kw_only=True):
     """What a commit or a rollback has written."""
 
@@ -104,9 +112,10 @@ class CommittedSync(Written, frozen=True, kw_only=True):
     full: bool
     apply: str  # name of the applier
     parts: int
-    nnz: int  # elements that the sync has sent
-    tensors: int  # tensors that it has named
+    nnz: int  # elements that the sync has sent, without those skipped
+    tensors: int  # tensors that it has named, without those skipped
     elements: int  # elements of those tensors
+    skipped: dict[str, int] = {}  # elements sent of tensors that the engine ignores, by name
     rollback: bool  # whether this version can be rolled back
 
 
@@ -138,6 +147,7 @@ class RankStatus(RankState, frozen=True, kw_only=True):
 
     asleep: bool  # the engine has released the weights' memory
     foreign: str | None  # what changed the weights outside of delta sync since the last sync
+    delivery: Delivery = Delivery()
     staged: StagedSync | None
     last_sync: CommittedSync | None
     can_roll_back: bool
@@ -173,6 +183,7 @@ class PartSettled(Reply, frozen=True, kw_only=True):
 
     complete: bool
     prepared: bool
+    base: Delivery | None = None  # if complete: of the version that it replaces, unless it is full
 
 
 class SyncPrepared(Reply, frozen=True, kw_only=True):

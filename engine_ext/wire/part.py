@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,12 +16,14 @@ from numpy.typing import NDArray
 from engine_ext.cores import usable_cores
 from engine_ext.dtypes import TORCH_DTYPE, bits_dtype
 from engine_ext.errors import DeltaError, MalformedPart
+from engine_ext.wire.bit_changes import decode_changes, encode_changes
 from engine_ext.wire.checksum import verify_checksum, xxh3_checksum
 from engine_ext.wire.container import Header, read_container, write_container
 from engine_ext.wire.digest import ALGORITHM
 from engine_ext.wire.exponent_planes import decode_planes, encode_planes
 from engine_ext.wire.gap_streams import pack_streams, unpack_streams
 from engine_ext.wire.manifest import (
+    BIT_CHANGES,
     DIFFERENCES,
     PACKED_ENCODINGS,
     Limits,
@@ -31,7 +32,8 @@ from engine_ext.wire.manifest import (
     manifest_checksum,
     parse_manifest,
 )
-from engine_ext.wire.positions import Positions, decode_positions, encode_positions, position_bytes
+from engine_ext.wire.param_delta import ParamDelta
+from engine_ext.wire.positions import Positions, decode_positions, encode_positions
 from engine_ext.wire.ulp_differences import decode_differences, encode_differences
 from engine_ext.wire.undo_promotion import narrow_values
 from engine_ext.wire.zstd_frames import compress_frame
@@ -44,46 +46,7 @@ _WORTH_THREADS = 1 << 19  # bytes that take far longer to pack or unpack than th
 _SHARE = 1 << 20  # bytes of gap streams that are worth a thread of their own
 
 _Place = tuple[NDArray[np.int64] | None, Positions | None]
-
-
-@dataclass(frozen=True, slots=True)
-class ParamDelta:
-    """The changed elements of one param, in checkpoint coordinates.
-
-    Attributes:
-        dtype: By its manifest name.
-        indices: int64 or int32 [nnz], ascending unique flat indices; None means dense.
-        values: The new elements' bit patterns, unsigned ints of the dtype's width; [nnz], or
-            [numel] if dense. May be a read-only view of the part's buffer, as `positions` may.
-        differences: Whether the values are new minus old bit patterns modulo 2**width; never
-            dense.
-        positions: What `indices` were decoded from, if they were.
-        stream: The gap stream of `indices`, if it is known before encoding.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    indices: NDArray[np.int64] | None
-    values: NDArray[Any]
-    differences: bool = False
-    positions: Positions | None = field(default=None, compare=False, repr=False)
-    stream: NDArray[np.uint8] | None = field(default=None, compare=False, repr=False)
-
-    @property
-    def numel(self) -> int:
-        """Elements of the tensor."""
-        return math.prod(self.shape)
-
-    @property
-    def nnz(self) -> int:
-        """Elements that the part sends."""
-        return self.values.size
-
-    def payload_bytes(self, encoding: str) -> int:
-        """Return the bytes of its positions and values, before compression."""
-        sent = 0 if self.indices is None else position_bytes(encoding, self.indices)
-        return sent + self.values.nbytes
+_Own = tuple[NDArray[Any], NDArray[Any] | None]  # values, and the bits cleared before
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,21 +88,48 @@ def decode_part(buffer: Buffer, limits: Limits = _DEFAULT_LIMITS) -> Part:
     else:
         streams = (positions[entry.pos_start : entry.pos_end] for entry in manifest.params)
         places = _places(manifest.encoding, manifest.params, streams)
-        own_values = [*plain_values(header, values)]
-    differences = manifest.encoding == DIFFERENCES
+        own_values = [(own, None) for own in plain_values(header, values)]
     deltas = (
-        ParamDelta(entry.name, entry.dtype, entry.shape, indices, own, differences, sent)
+        make_delta(manifest.encoding, entry, indices, sent, *own)
         for entry, (indices, sent), own in zip(manifest.params, places, own_values, strict=True)
     )
     return Part(header, tuple(deltas))
 
 
+def make_delta(
+    encoding: str,
+    entry: ParamEntry,
+    indices: NDArray[np.int64] | None,
+    sent: Positions | None,
+    values: NDArray[Any],
+    cleared: NDArray[Any] | None,
+) -> ParamDelta:
+    """Return one param of a part, from what was decoded of it; see `ParamDelta`."""
+    return ParamDelta(
+        entry.name,
+        entry.dtype,
+        entry.shape,
+        indices,
+        values,
+        differences=encoding == DIFFERENCES,
+        positions=sent,
+        cleared=cleared,
+        new_checksum=entry.new_checksum,
+    )
+
+
 def _unpacked(
     manifest: Manifest, positions: NDArray[np.uint8], values: NDArray[np.uint8]
-) -> tuple[list[_Place], list[NDArray[Any]]]:
+) -> tuple[list[_Place], list[_Own]]:
     """Decode the params of a packed part, with threads if it is large."""
     encoding, params = manifest.encoding, manifest.params
-    read = decode_differences if encoding == DIFFERENCES else decode_planes
+
+    def read(values: NDArray[np.uint8], params: Sequence[ParamEntry]) -> list[_Own]:
+        if encoding == BIT_CHANGES:
+            return [*decode_changes(values, params)]
+        decode = decode_differences if encoding == DIFFERENCES else decode_planes
+        return [(own, None) for own in decode(values, params)]
+
     cores = usable_cores()
     if positions.size + values.size < _WORTH_THREADS or cores == 1:
         streams = unpack_streams(positions, params)
@@ -213,7 +203,8 @@ def encode_part(
     """Encode one part; `decode_part` of the (unwrapped) result returns `deltas` again.
 
     Args:
-        deltas: One dtype for all; may be empty. Differences with ``gap8_ulp``, and with it only.
+        deltas: One dtype for all; may be empty. Differences with ``gap8_ulp``, and with it only;
+            `cleared` with ``gap8_xor`` likewise.
         encoding: One of `positions.ENCODINGS`. ``deltas_zstd`` gives the wrapped frame.
         current_version, base_version: Where the sync leads to, and where it starts. These and what
             follows are metadata, left out if None; see ``docs/wire-format.md``.
@@ -237,7 +228,7 @@ def encode_part(
     pieces: list[NDArray[np.uint8]] = []
     pos_end = val_end = 0
     for delta in deltas:
-        _check_delta(delta, differences=encoding == DIFFERENCES)
+        _check_delta(delta, encoding)
         if delta.indices is None:
             raw, width = np.empty(0, np.uint8), 0
         else:
@@ -245,11 +236,12 @@ def encode_part(
         pos_start, pos_end = pos_end, pos_end + raw.size
         val_start, val_end = val_end, val_end + delta.nnz
         slices = (pos_start, pos_end, width, val_start, val_end)
-        entries.append(ParamEntry(delta.name, delta.dtype, delta.shape, *slices))
+        shown = (delta.name, delta.dtype, delta.shape)
+        entries.append(ParamEntry(*shown, *slices, new_checksum=delta.new_checksum))
         pieces.append(raw)
     if encoding in PACKED_ENCODINGS:
         widths = [entry.pos_width for entry in entries]
-        positions, packed = _packed(encoding, pieces, widths, [delta.values for delta in deltas])
+        positions, packed = _packed(encoding, pieces, widths, deltas)
         values, values_dtype = [packed], "uint8"
     else:
         positions = np.concatenate([np.empty(0, np.uint8), *pieces])
@@ -291,9 +283,13 @@ def _packed(
     encoding: str,
     streams: Sequence[NDArray[np.uint8]],
     widths: Sequence[int],
-    values: Sequence[NDArray[Any]],
+    deltas: Sequence[ParamDelta],
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Return both tensors of a packed part; large ones are compressed in parallel."""
+    values = [delta.values for delta in deltas]
+    if encoding == BIT_CHANGES:
+        cleared = [delta.cleared for delta in deltas if delta.cleared is not None]
+        return pack_streams(streams, widths), encode_changes(values, cleared)
     write = encode_differences if encoding == DIFFERENCES else encode_planes
     size = sum(array.nbytes for array in (*streams, *values))
     if size < _WORTH_THREADS or usable_cores() == 1:
@@ -304,7 +300,7 @@ def _packed(
         return positions.result(), packed
 
 
-def _check_delta(delta: ParamDelta, *, differences: bool) -> None:
+def _check_delta(delta: ParamDelta, encoding: str) -> None:
     if delta.values.ndim != 1 or delta.values.dtype != bits_dtype(delta.dtype):
         raise ValueError(
             f"{delta.name}: values are {delta.values.dtype} {delta.values.shape},"
@@ -313,8 +309,10 @@ def _check_delta(delta: ParamDelta, *, differences: bool) -> None:
     sent = delta.numel if delta.indices is None else delta.indices.size
     if delta.nnz != sent:
         raise ValueError(f"{delta.name}: {delta.nnz} values for {sent} elements")
-    if delta.differences != differences:
+    if delta.differences != (encoding == DIFFERENCES):
         raise ValueError(f"{delta.name}: {DIFFERENCES} takes differences, other encodings values")
+    if (delta.cleared is not None) != (encoding == BIT_CHANGES):
+        raise ValueError(f"{delta.name}: {BIT_CHANGES} takes changes of bits, others values")
     if delta.indices is not None:
         if delta.indices.ndim != 1 or delta.indices.dtype not in (np.int32, np.int64):
             raise ValueError(f"{delta.name}: indices are not int32 or int64 in one dimension")

@@ -62,7 +62,7 @@ def encode_positions(
             ``indices``; a gap of 2**32 or more with ``deltas``; with a gap8 encoding an index
             beyond any tensor, or a stream of other indices.
     """
-    if encoding not in ENCODINGS:
+    if encoding not in POSITION_WIDTHS:
         raise ValueError(f"unknown encoding {encoding!r}")
     if encoding in PACKED_ENCODINGS:
         # `encode_gaps` takes int32 indices too if it need not encode them.

@@ -95,6 +95,28 @@ def decompress_planes(
     return np.frombuffer(content, np.uint8)
 
 
+def inflate(frame: NDArray[np.uint8], least: int, most: int, what: str) -> NDArray[np.uint8]:
+    """Decompress one frame of another writer, which may not declare its size: uint8 [bytes].
+
+    Arguments and errors as for `decompress_planes`; but there must be a frame.
+    """
+    head = bytes(frame[:_MAX_FRAME_HEADER])
+    if not head.startswith(ZSTD_MAGIC):
+        raise MalformedPart(f"no zstd frame: {what}")
+    try:
+        size = zstandard.get_frame_parameters(head).content_size
+    except zstandard.ZstdError as error:
+        raise MalformedPart(f"the zstd frame of {what}: {error}") from None
+    if size not in (0, zstandard.CONTENTSIZE_UNKNOWN):
+        return decompress_planes(frame, least, most, what)
+    reader = FrameReader(most)
+    content = b"".join(reader.feed(frame.data))
+    reader.finish()
+    if len(content) < least:
+        raise MalformedPart(f"the zstd frame of {what} holds {len(content)} bytes", least=least)
+    return np.frombuffer(content, np.uint8)
+
+
 class FrameReader:
     """Unwraps a stream that may be one zstd frame; sans-I/O.
 

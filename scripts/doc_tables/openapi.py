@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
 
 import engine_ext
-from delta_server.request_options import PAUSE_MODES, DiskRequest
+from delta_server.request_options import PAUSE_MODES, DiskRequest, VersionRequest
 from engine_ext.errors import BY_NAME, DeltaError
 from scripts.doc_tables.reference import routes, summary
 
@@ -27,15 +28,17 @@ _SCHEMAS: Final[dict[str, Any]] = {
             "status": {"enum": ["committed", "staged", "already_applied"]},
             "version": {"type": "integer"},
             "base_version": _INTEGER,
-            "nnz": {"type": "integer", "description": "elements sent"},
+            "nnz": {"type": "integer", "description": "elements sent, without those skipped"},
             "tensors": {"type": "integer"},
+            "skipped": {"type": "object", "additionalProperties": {"type": "integer"}},
             "bytes": {"type": "integer", "description": "bytes received"},
             "apply": {**_STRING, "description": "scatter, masked or reload"},
             "rollback": {"type": ["boolean", "null"]},
             "timings_ms": {"type": "object", "additionalProperties": {"type": "number"}},
             "digest": _STRING,
-            "success": {"type": "boolean", "description": "/update_weights_from_disk only"},
-            "message": {"type": "string", "description": "/update_weights_from_disk only"},
+            "success": {"type": "boolean", "description": "routes of other trainers only"},
+            "message": {"type": "string", "description": "routes of other trainers only"},
+            "new_version": {"type": "string", "description": "/update_weight_version only"},
         },
         "additionalProperties": False,
     },
@@ -55,10 +58,17 @@ _SCHEMAS: Final[dict[str, Any]] = {
         },
     },
 }
+# The types of the JSON bodies.
+_BODIES: Final[dict[str, type[msgspec.Struct]]] = {
+    "/update_weights_delta": DiskRequest,
+    "/update_weights_from_disk": DiskRequest,
+    "/update_weight_version": VersionRequest,
+}
 _UPDATE: Final = ("weight_version", "base_version", "pause_mode", "flush_cache", "adapter")
 _QUERIES: Final[dict[str, tuple[str, ...]]] = {
     "/update_weights_delta": _UPDATE,
     "/update_weights_from_disk": _UPDATE,
+    "/update_weight_version": (),
     "/delta_status": ("plan", "history", "adapter"),
     "/delta_digest": ("scan", "adapter"),
     "/delta_rollback": ("pause_mode", "flush_cache", "adapter"),
@@ -77,13 +87,15 @@ _PARAMETERS: Final[dict[str, dict[str, Any]]] = {
 
 def document() -> str:
     """Return the OpenAPI description as JSON text."""
-    [body], components = msgspec.json.schema_components(
-        [DiskRequest], ref_template="#/components/schemas/{name}"
+    types = [*_BODIES.values()]
+    schemas, components = msgspec.json.schema_components(
+        types, ref_template="#/components/schemas/{name}"
     )
+    bodies = dict(zip(_BODIES, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = defaultdict(dict)
     for route in routes():
         for method in route.methods:
-            paths[route.path][method.lower()] = _operation(route.path, route.endpoint, body)
+            paths[route.path][method.lower()] = _operation(route.path, route.endpoint, bodies)
     found = {
         "openapi": "3.1.0",
         "info": {"title": "delta-updates", "version": engine_ext.__version__},
@@ -97,8 +109,8 @@ def document() -> str:
     return json.dumps(found, indent=2) + "\n"
 
 
-def _operation(path: str, endpoint: object, body: dict[str, Any]) -> dict[str, Any]:
-    updates = path.startswith("/update_weights")
+def _operation(path: str, endpoint: object, bodies: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    updates = path in bodies
     operation: dict[str, Any] = {
         "operationId": path.strip("/"),
         "summary": summary(endpoint),
@@ -108,7 +120,7 @@ def _operation(path: str, endpoint: object, body: dict[str, Any]) -> dict[str, A
         "responses": _responses(updates),
     }
     if updates:
-        content = {"application/json": {"schema": body}}
+        content = {"application/json": {"schema": bodies[path]}}
         if path == "/update_weights_delta":
             content["application/octet-stream"] = {"schema": {}}
             operation["parameters"].append(

@@ -1,4 +1,4 @@
-"""Access to the endpoints: with the token, or from this host only if no token is set."""
+"""Access to the endpoints: with the token; if none is set, from this host and trusted networks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hmac
 import ipaddress
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
 from fastapi import Request
@@ -19,12 +19,16 @@ _FORWARDED = ("forwarded", "x-real-ip", "via")
 _FORWARDED_PREFIX = "x-forwarded-"
 _SET_A_TOKEN = (
     "no token is set, so only clients on this host may use this endpoint; start the engine with "
-    f"--delta-api-key or {API_KEY_ENVIRONMENT}, and send 'Authorization: Bearer'"
+    f"--delta-api-key or {API_KEY_ENVIRONMENT}, and send 'Authorization: Bearer'; or name the "
+    "client's network with --delta-allow-from"
 )
 
 
-def check_access(request: Request) -> None:
+def check_access(request: Request, networks: Sequence[str] = ()) -> None:
     """Refuse a request that may not use the delta endpoints, before its body is read.
+
+    Args:
+        networks: those whose clients count as clients on this host.
 
     Raises:
         Unauthorized: a token is set, and the request's is missing or different.
@@ -34,7 +38,7 @@ def check_access(request: Request) -> None:
     if token is not None:
         check_token(request.headers.get("authorization"), token)
     else:
-        check_loopback(request.client.host if request.client else None, request.headers)
+        check_client(request.client.host if request.client else None, request.headers, networks)
 
 
 def check_token(authorization: str | None, token: str) -> None:
@@ -51,18 +55,21 @@ def check_token(authorization: str | None, token: str) -> None:
         raise Unauthorized("this endpoint needs 'Authorization: Bearer <--delta-api-key>'")
 
 
-def check_loopback(client: str | None, headers: Mapping[str, str]) -> None:
-    """Refuse a request that may come from another host.
+def check_client(
+    client: str | None, headers: Mapping[str, str], networks: Sequence[str] = ()
+) -> None:
+    """Refuse a request that may come from neither this host nor a trusted network.
 
     Args:
         client: the peer's address; None if it is unknown, as on a Unix socket.
         headers: by lower-case names.
+        networks: the trusted ones, as ``10.0.4.0/24``.
 
     Raises:
-        LoopbackOnly: the peer is not on this host, or it is a proxy, or a browser that acts for a
-            page of another site.
+        LoopbackOnly: the peer is elsewhere, or it is a proxy, or a browser that acts for a page of
+            another site.
     """
-    if client is None or not _is_loopback(client):
+    if client is None or not (_is_loopback(client) or _is_in(client, networks)):
         raise LoopbackOnly(_SET_A_TOKEN)
     for name in headers:
         if name in _FORWARDED or name.startswith(_FORWARDED_PREFIX):
@@ -100,9 +107,20 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _is_loopback(host: str) -> bool:
+    address = _unmapped(host)
+    return address is not None and address.is_loopback
+
+
+def _is_in(host: str, networks: Sequence[str]) -> bool:
+    address = _unmapped(host)
+    return address is not None and any(address in ipaddress.ip_network(n) for n in networks)
+
+
+def _unmapped(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return an address; that of an IPv4 peer of an IPv6 socket as IPv4."""
     address = _address(host)
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return address is not None and (mapped or address).is_loopback
+    return mapped or address
 
 
 def _hash(text: str) -> bytes:

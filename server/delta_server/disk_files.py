@@ -19,6 +19,7 @@ from typing import BinaryIO
 from delta_server.request_options import DiskRequest
 from delta_server.spool import Spool, Spooled
 from engine_ext.errors import MalformedPart, PathForbidden, TooLarge
+from engine_ext.version_folders import INDEX
 from engine_ext.wire import SIGNATURE_SUFFIX, Limits, Verifier, signing_key
 
 _SUFFIX = ".safetensors"
@@ -27,10 +28,11 @@ _MAX_FILES = Limits().max_parts
 
 
 def resolve_files(request: DiskRequest, roots: Sequence[str]) -> list[Path]:
-    """Return the files of a disk request, with symlinks resolved.
+    """Return the files of a disk request, with symlinks resolved; or one folder of a version.
 
     Args:
-        request: its `files` are names in `model_path`; without `files`, all ``*.safetensors``.
+        request: its `files` are names in `model_path`. Without `files`, they are all
+            ``*.safetensors``, or the folder itself if it has an index.
         roots: real paths of the allowed folders.
 
     Raises:
@@ -46,7 +48,10 @@ def resolve_files(request: DiskRequest, roots: Sequence[str]) -> list[Path]:
     _root_of(folder, roots)
     names = request.files
     if names is None:
-        names = sorted(name for name in _names_in(folder, roots) if name.endswith(_SUFFIX))
+        found = list_names(folder, roots)
+        if INDEX in found:
+            return [folder]
+        names = sorted(name for name in found if name.endswith(_SUFFIX))
     if not names:
         raise MalformedPart(f"no files to apply in {folder.name}")
     if len(names) > _MAX_FILES:
@@ -120,7 +125,12 @@ async def spool_files(
     return spooled
 
 
-def _names_in(folder: Path, roots: Sequence[str]) -> list[str]:
+def list_names(folder: Path, roots: Sequence[str]) -> list[str]:
+    """Return the names in a folder, given by its real path.
+
+    Raises:
+        PathForbidden, MalformedPart: see `open_file`.
+    """
     descriptor = _open_below(folder, roots, os.O_RDONLY | os.O_DIRECTORY)
     try:
         return os.listdir(descriptor)

@@ -43,8 +43,9 @@ _DENSITY: Final = Histogram(
 )
 _PHASES: Final = Histogram(
     "delta_updates_phase_seconds",
-    "Seconds of a request by phase: receive, stage, rebuild (of quantised or packed modules, "
-    "within stage), pause (of generation), commit (the writes, within the pause).",
+    "Seconds of a request by phase: receive, stage, prove (whole new tensors, within stage), "
+    "rebuild (of quantised or packed modules, within stage), pause (of generation), commit (the "
+    "writes, within the pause).",
     ["phase"],
     buckets=_SECONDS,
 )

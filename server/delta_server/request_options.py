@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 import msgspec
 
 from engine_ext.errors import MalformedPart
 from engine_ext.wire import Manifest, PartId, optional_version
 
+_T = TypeVar("_T")
 PAUSE_MODES = ("keep", "wait", "abort")
 
 
@@ -92,10 +94,38 @@ def parse_disk_request(body: bytes) -> DiskRequest:
     Raises:
         MalformedPart: the body is not JSON, or a value has the wrong type.
     """
+    return _parse_json(body, DiskRequest)
+
+
+def _parse_json(body: bytes, type: type[_T]) -> _T:
     try:
-        return msgspec.json.decode(body, type=DiskRequest)
+        return msgspec.json.decode(body, type=type)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise MalformedPart(f"bad request body: {error}") from error
+
+
+class VersionRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The JSON body of ``POST /update_weight_version``; unknown keys are ignored."""
+
+    new_version: str | int
+    abort_all_requests: bool = False
+
+
+def parse_version_request(body: bytes) -> VersionRequest:
+    """Return the request in a JSON body.
+
+    Raises:
+        MalformedPart: the body is not JSON, or a value has the wrong type.
+    """
+    return _parse_json(body, VersionRequest)
+
+
+def is_anonymous(manifest: Manifest, options: Options) -> bool:
+    """Return whether a part may be one of several that nothing but their version connects."""
+    named = (manifest.part, manifest.num_parts, manifest.sync_id, manifest.base_version)
+    digests = (manifest.digest_before, manifest.digest_after)
+    given = (*named, *digests, options.base_version)
+    return not manifest.full and all(one is None for one in given)
 
 
 def part_id(manifest: Manifest, identity: str, options: Options) -> PartId:

@@ -68,6 +68,7 @@ class RequestRecord:
             "base_version": facts.get("base_version"),
             "nnz": facts.get("nnz", sum(entry.nnz for entry in entries)),
             "tensors": facts.get("tensors", len({entry.name for entry in entries})),
+            "skipped": facts.get("skipped", {}),
             "bytes": self.wire_bytes,
             "apply": facts.get("apply"),
             "rollback": facts.get("rollback"),

@@ -12,7 +12,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from delta_server.auth import check_access
 from delta_server.disk_files import resolve_files
-from delta_server.request_options import DiskRequest, parse_adapter, parse_disk_request, parse_query
+from delta_server.empty_syncs import advance
+from delta_server.request_options import (
+    DiskRequest,
+    Options,
+    parse_adapter,
+    parse_disk_request,
+    parse_query,
+    parse_version_request,
+)
 from delta_server.request_record import RequestRecord
 from delta_server.service import DeltaService
 from delta_server.upload_limits import receive_body
@@ -47,6 +55,7 @@ def attach(app: FastAPI, generation: Sequence[str] = ()) -> None:
     """
     app.add_api_route("/update_weights_delta", update_weights_delta, methods=["POST"])
     app.add_api_route("/update_weights_from_disk", update_weights_from_disk, methods=["POST"])
+    app.add_api_route("/update_weight_version", update_weight_version, methods=["POST"])
     app.add_api_route("/delta_status", delta_status, methods=["GET"])
     app.add_api_route("/delta_digest", delta_digest, methods=["GET"])
     app.add_api_route("/delta_rollback", delta_rollback, methods=["POST"])
@@ -108,6 +117,27 @@ async def update_weights_from_disk(request: Request) -> JSONResponse:
     response["success"] = True
     response["message"] = f"{response['status']} version {response['version']}"
     return JSONResponse(response)
+
+
+async def update_weight_version(request: Request) -> JSONResponse:
+    """Take a later version that holds the same weights: a step that has changed nothing."""
+    try:
+        service = _service(request)
+        if service.adapter is not None:
+            raise MalformedPart("the engine's weight version is that of the model")
+        record = RequestRecord()
+        async with service.reporter.follow(record):
+            with service.upload_slots.one():
+                wanted = parse_version_request(await _json_body(request, service))
+                pause_mode = "abort" if wanted.abort_all_requests else "keep"
+                options = Options(pause_mode=pause_mode, flush_cache=False)  # it stays valid
+                text = str(wanted.new_version)
+                response = await asyncio.shield(advance(service, text, options, record))
+    except Exception as error:
+        failure = as_delta_error(error)
+        return error_response(failure, success=False, message=failure.message)
+    message = f"the weight version is {text}"
+    return JSONResponse({**response, "success": True, "message": message, "new_version": text})
 
 
 @_answering
@@ -204,7 +234,7 @@ def _service(request: Request) -> DeltaService:
     """Return the service that the request means, if it may use it."""
     service: DeltaService = request.app.state.delta_service
     try:
-        check_access(request)
+        check_access(request, service.settings.allow_from)
     except DeltaError as error:
         service.reporter.report_denied(error)
         raise

@@ -17,21 +17,22 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import xxhash
 
 from delta_server import metrics
 from delta_server.adapter_engine import AdapterEngine
 from delta_server.commit import EngineCommitter, call, sum_by_name, total_digest
-from delta_server.disk_files import spool_files
 from delta_server.engine import Engine
 from delta_server.log_replay import LogReplay
+from delta_server.published import completeness
 from delta_server.reporting import SyncReporter
-from delta_server.request_options import Options, part_id
+from delta_server.request_options import Options, is_anonymous, part_id
 from delta_server.request_record import RequestRecord
 from delta_server.scrubbing import combined, count_findings
 from delta_server.spool import Spool, Spooled
 from delta_server.staging import Staging
+from delta_server.transactions import after_gap, as_transaction, located
 from delta_server.upload_limits import MinimumRate, UploadSlots
+from delta_server.version_folders import spool_request
 from engine_ext.errors import CommitFailed, Conflict, DeltaError, EngineUncertain, MalformedPart
 from engine_ext.settings import Settings
 from engine_ext.wire import DIGEST_ALGORITHM, Digest, Limits, PartId
@@ -56,7 +57,9 @@ class DeltaService:
         self.settings, self._engine = settings, engine
         self.adapter: str | None = None
         self.committer, self.reporter = EngineCommitter(engine), SyncReporter(engine)
-        self._staging = Staging(engine, settings.read_workers)
+        # The delta log's folders, too: what a replay has left incomplete shows there.
+        self._folders = [*settings.roots, *([] if settings.log is None else [settings.log])]
+        self._staging = Staging(engine, settings.read_workers, self._folders)
         self.spool = Spool(settings.spool_dir, Limits(max_part_bytes=settings.max_body_bytes))
         self.minimum_rate = MinimumRate(settings.stage_timeout, settings.min_upload_rate)
         self.upload_slots = UploadSlots(settings.max_uploads)
@@ -66,6 +69,11 @@ class DeltaService:
         self._part_locks = weakref.WeakValueDictionary[str, asyncio.Lock]()
         self._scrubbing: asyncio.Task[None] | None = None
 
+    @property
+    def engine(self) -> Engine:
+        """The engine, as the syncs of what the service updates see it."""
+        return self._engine
+
     def for_adapter(self, name: str) -> DeltaService:
         """Return the service of an adapter of the same engine; all share everything but the state.
 
@@ -74,7 +82,7 @@ class DeltaService:
         service = copy.copy(self)
         service.adapter, service.log_replay = name, None
         service._engine = AdapterEngine(self._engine, name)
-        service._staging = Staging(service._engine, self.settings.read_workers)
+        service._staging = Staging(service._engine, self.settings.read_workers, self._folders)
         return service
 
     async def start(self) -> None:
@@ -103,12 +111,16 @@ class DeltaService:
         """Return the state of the engine's receivers, as JSON."""
         replies, replay = await self.committer.status(self._engine), self.log_replay
         named = {} if self.adapter is None else {"adapter": self.adapter}
+        complete = await asyncio.to_thread(completeness, replies[0].delivery, self._folders)
+        described = msgspec.to_builtins(replies[0])
+        del described["delivery"]
         return {
             "engine": self._engine.name,
             **named,
             "ranks": len(replies),
             "versions": [reply.version for reply in replies],
-            **msgspec.to_builtins(replies[0]),
+            **described,
+            "complete": complete,
             "asleep": any(reply.asleep for reply in replies),
             "foreign": next((reply.foreign for reply in replies if reply.foreign), None),
             "engine_state": "uncertain" if self.committer.uncertain else "certain",
@@ -182,7 +194,8 @@ class DeltaService:
     ) -> dict[str, Any]:
         """Stage one part, and commit if it completes its sync; return the answer as JSON.
 
-        The part is removed from the spool afterwards.
+        One without numbers, ids and base may be the rest of the version that the engine is at. The
+        part is removed from the spool afterwards.
 
         Raises:
             DeltaError: each class fixes the state that the engine is in then.
@@ -193,6 +206,10 @@ class DeltaService:
                 part = part_id(spooled.header.manifest, spooled.identity, options)
                 record.set_parts([part], [spooled])
                 async with self._part_lock([spooled]):
+                    if is_anonymous(spooled.header.manifest, options):
+                        part = msgspec.structs.replace(part, apart=True)
+                        [part], _ = await as_transaction(self._engine, [part], [spooled])
+                        record.parts = [part]
                     return await self._apply([(part, spooled)], options, record)
         finally:
             spooled.remove()
@@ -211,7 +228,7 @@ class DeltaService:
         answer as JSON.
 
         Args:
-            paths: real paths, below `roots`.
+            paths: real paths, below `roots`, of files or of one folder of a version.
             roots: folders below which files may be read; ``--delta-root`` if None.
 
         Raises:
@@ -221,10 +238,11 @@ class DeltaService:
             async with self.reporter.follow(record):
                 start = time.perf_counter()
                 allowed = self.settings.roots if roots is None else roots
-                spooled = await spool_files(self.spool, paths, allowed, self.settings.read_workers)
+                at_once = self.settings.read_workers
+                spooled = await spool_request(self.spool, paths, allowed, at_once, self._engine)
                 record.set_parts([], spooled)
                 record.timings["receive_ms"] = (time.perf_counter() - start) * 1e3
-                return await self._apply_spooled(spooled, options, record)
+                return await self._apply_spooled(spooled, paths, allowed, options, record)
         finally:
             for part_file in record.spooled:
                 part_file.remove()
@@ -249,43 +267,26 @@ class DeltaService:
         await self._staging.drop(part)
 
     async def _apply_spooled(
-        self, spooled: list[Spooled], options: Options, record: RequestRecord
+        self,
+        spooled: list[Spooled],
+        paths: Sequence[Path],
+        roots: Sequence[str],
+        options: Options,
+        record: RequestRecord,
     ) -> dict[str, Any]:
         parts = [part_id(s.header.manifest, s.identity, options) for s in spooled]
         record.set_parts(parts, spooled)
         versions = sorted({part.version for part in parts})
         if len(versions) > 1:
             raise MalformedPart(f"the files of one request lead to versions {versions}")
+        parts = await after_gap(self._engine, located(parts, paths), paths[0], roots)
         whole = all(s.header.manifest.part is None for s in spooled)
         async with self._part_lock(spooled):
             if whole:
-                parts, spooled = await self._as_transaction(parts, spooled)
+                parts, spooled = await as_transaction(self._engine, parts, spooled)
                 record.parts = parts
             pairs = list(zip(parts, spooled, strict=True))
             return await self._apply(pairs, options, record, whole=whole)
-
-    async def _as_transaction(
-        self, parts: list[PartId], spooled: list[Spooled]
-    ) -> tuple[list[PartId], list[Spooled]]:
-        """Number the files of one request as parts of one sync; leaves out those seen before."""
-        by_identity = {part.identity: (part, s) for part, s in zip(parts, spooled, strict=True)}
-        version = parts[0].version
-        request = FindUnseen(version=version, identities=list(by_identity))
-        unseen = {one for reply in await call(self._engine, request) for one in reply.unseen}
-        fresh = [one for one in by_identity if one in unseen] or list(by_identity)[:1]
-        sync_id = "files:" + xxhash.xxh3_128_hexdigest("".join(sorted(fresh)).encode())
-        chosen = [by_identity[identity] for identity in fresh]
-        numbered = [
-            msgspec.structs.replace(
-                part,
-                sync_id=part.sync_id or sync_id,
-                part=number,
-                num_parts=len(fresh),
-                continues=not part.full,
-            )
-            for number, (part, _) in enumerate(chosen)
-        ]
-        return numbered, [s for _, s in chosen]
 
     @contextlib.asynccontextmanager
     async def _part_lock(self, spooled: Sequence[Spooled]) -> AsyncIterator[None]:

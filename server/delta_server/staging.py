@@ -11,14 +11,16 @@ from dataclasses import dataclass
 
 from delta_server.commit import call
 from delta_server.engine import Engine
+from delta_server.published import not_applied
 from delta_server.request_record import RequestRecord
 from delta_server.spool import Spooled
 from delta_server.staging_pipe import StagingPipe
-from engine_ext.errors import DeltaError, NotUpdatable
+from engine_ext.errors import Conflict, DeltaError, NotUpdatable
 from engine_ext.wire import PartId
 from engine_ext.wire.operations import (
     Admission,
     BeginPart,
+    Delivery,
     DropSync,
     PollPart,
     PrepareSync,
@@ -54,10 +56,11 @@ class Staging:
 
     Args:
         at_once: how many parts of one request the ranks stage side by side.
+        roots: folders below which the files of earlier versions may be.
     """
 
-    def __init__(self, engine: Engine, at_once: int) -> None:
-        self._engine, self._at_once = engine, at_once
+    def __init__(self, engine: Engine, at_once: int, roots: Sequence[str]) -> None:
+        self._engine, self._at_once, self._roots = engine, at_once, roots
 
     async def stage(
         self, pairs: Sequence[tuple[PartId, Spooled]], record: RequestRecord, *, whole: bool
@@ -133,6 +136,7 @@ class Staging:
             raise
         try:
             settled = await call(self._engine, SettlePart(part=part, staged=True))
+            await self._check_base(settled[0].base)
             if settled[0].complete and not all(reply.prepared for reply in settled):
                 await self._prepare(part, record)
         except DeltaError:
@@ -140,6 +144,16 @@ class Staging:
             others.clear()
             raise
         return settled[0].complete
+
+    async def _check_base(self, base: Delivery | None) -> None:
+        """Refuse a sync that would be written over a version that is known to be incomplete."""
+        missing = [] if base is None else await asyncio.to_thread(not_applied, base, self._roots)
+        if missing:
+            raise Conflict(
+                f"the engine's version is incomplete: {len(missing)} files of its folder were not "
+                f"applied: {missing[:8]}; send them, or a full sync",
+                files=missing[:8],
+            )
 
     async def _forget(self, begun: Sequence[_Begun]) -> None:
         """Let the ranks forget the parts that this request has begun."""
@@ -155,7 +169,11 @@ class Staging:
             replies = await call(self._engine, PrepareSync(part=part))
             done = all(reply.done for reply in replies)
             record.rebuilt = max(reply.rebuilt for reply in replies)
-        record.timings["rebuild_ms"] = (time.perf_counter() - start) * 1e3
+            if not record.rebuilt:  # it proves whole new tensors before it rebuilds
+                record.timings["prove_ms"] = (time.perf_counter() - start) * 1e3
+        if record.rebuilt:
+            whole = (time.perf_counter() - start) * 1e3
+            record.timings["rebuild_ms"] = whole - record.timings.get("prove_ms", 0.0)
 
     async def _wait_until_staged(self, part: PartId, pipe: StagingPipe) -> None:
         start = time.perf_counter()

@@ -58,20 +58,13 @@ class Project:
 
     def apply(self, deltas: Sequence[Delta]) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            ignored = self._ignored()
-            bodies = _bodies([delta for delta in deltas if delta.name not in ignored])
+            bodies = _bodies(deltas)
             for number, body in enumerate(bodies):
                 path = Path(folder, f"{number}.part")
                 path.write_bytes(body)
                 self._stage(_part_id(body, number, len(bodies)), path)
             self._prepare(_part_id(bodies[-1], len(bodies) - 1, len(bodies)))
             self._call("commit", version=1, sync_id=_SYNC_ID)
-
-    def _ignored(self) -> set[str]:
-        """What the engine says it ignores, which the reference sender leaves out."""
-        rows = [row for answer in self._call("plan") for row in answer["tensors"]]
-        held = {row["name"] for row in rows if row["status"] != "ignored"}
-        return {row["name"] for row in rows} - held
 
     def _stage(self, part: PartId, path: Path) -> None:
         sent = msgspec.to_builtins(part)

@@ -181,6 +181,56 @@ def test_update_weights_from_disk(run: Run, encoding: str) -> None:
         run.committed(answer)
 
 
+def test_several_files_as_bodies(run: Run) -> None:
+    """One version in several bodies of slime's encoder, which have no number, id or base."""
+    changed = split(run.trainer.step(), 3)
+    version = str(run.trainer.version)
+    for some in changed:
+        run.committed(run.post(run.part(some, "deltas", checksum="slime"), weight_version=version))
+    assert run.engine.delta_status()["complete"] == "unknown"
+
+
+def test_a_step_without_changes(run: Run) -> None:
+    """Told by a call, or shown by the folder of the version."""
+    before = run.engine.checksums()
+    run.trainer.version += 3
+    version = str(run.trainer.version)
+    answer = run.engine.post("/update_weight_version", json={"new_version": version})
+    assert run.committed(answer)["success"] is True
+    assert run.engine.checksums() == before
+    run.trainer.version += 1
+    (run.root / f"weight_v{run.trainer.version:06d}").mkdir()
+    parts = [run.part(run.trainer.step(), "deltas", checksum="slime")]
+    request = {**run.files(parts), "weight_version": str(run.trainer.version)}
+    run.committed(run.engine.post("/update_weights_delta", json=request))
+
+
+def test_a_version_half_delivered_is_no_base(run: Run) -> None:
+    request = run.files([run.part(some, "deltas") for some in split(run.trainer.step(), 2)])
+    first, second = request["files"]  # type: ignore[misc]
+    version = {"weight_version": str(run.trainer.version)}
+    body = {**request, **version, "files": [first]}
+    run.committed(run.engine.post("/update_weights_delta", json=body))
+    assert run.engine.delta_status()["complete"] == "no"
+    before = run.engine.checksums()
+    later = str(run.trainer.version + 1)
+    answer = run.engine.post("/update_weight_version", json={"new_version": later})
+    assert (answer.status_code, answer.json()["error"]["files"]) == (409, [second])
+    assert run.engine.checksums() == before
+    run.committed(run.engine.post("/update_weights_delta", json={**body, "files": [second]}))
+
+
+def test_the_head_of_a_tied_embedding_is_skipped(run: Run) -> None:
+    """Of other values than the embedding's: no engine loads them."""
+    changed = dict(run.trainer.step())
+    tied = "lm_head.weight" not in run.trainer.tensors
+    name, like = "lm_head.weight", run.trainer.tensors["model.embed_tokens.weight"]
+    tensors = {**run.trainer.tensors, name: torch.zeros_like(like)} if tied else run.trainer.tensors
+    sent = {**changed, name: torch.tensor([3, 5])} if tied else changed
+    answer = run.committed(run.post(container(tensors, sent, metadata=run.trainer.metadata())))
+    assert answer["skipped"] == ({name: 2} if tied else {})
+
+
 @pytest.mark.parametrize("checksum", ["xxh3", "slime"])
 def test_versions_in_the_query(run: Run, checksum: str) -> None:
     body = container(run.trainer.tensors, run.trainer.step(), checksum=checksum)

@@ -27,7 +27,7 @@ from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.certify import certify_placement
 from engine_ext.placement.plan import Plan, make_plan
 from engine_ext.placement.segments import Placed, Placement
-from engine_ext.ranks import SingleRank
+from engine_ext.ranks import Ranks, SingleRank
 from engine_ext.receiver.receiver import Receiver
 from engine_ext.tracing.trace import trace_placement
 from engine_ext.wire import Limits, ParamDelta, Part, decode_part, encode_part
@@ -232,6 +232,7 @@ def make_applier(
     chunk_bytes: int = CHUNK_BYTES,
     undo_bytes: int = UNDO_BYTES,
     threads: int = 1,
+    ranks: Ranks | None = None,
 ) -> DeltaApplier:
     writer: Writer = ScatterWriter()
     if apply == "masked":
@@ -242,7 +243,9 @@ def make_applier(
             load_weights=live.load_weights,
             chunk_bytes=chunk_bytes,
         )
-    return DeltaApplier(live, index, plan, writer, undo_bytes=undo_bytes, threads=threads)
+    return DeltaApplier(
+        live, index, plan, writer, undo_bytes=undo_bytes, threads=threads, ranks=ranks
+    )
 
 
 def serve(
@@ -275,8 +278,10 @@ def serve_ranks(models: Sequence[type[ToyModel]], base: Checkpoint, **options: A
             )
         )
     return [
-        Served(live, index, make_applier(live, index, plan, **options))
-        for (live, index, _), plan in zip(found, plans, strict=True)
+        Served(
+            live, index, make_applier(live, index, plan, ranks=ThreadRanks(group, rank), **options)
+        )
+        for rank, ((live, index, _), plan) in enumerate(zip(found, plans, strict=True))
     ]
 
 

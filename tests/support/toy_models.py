@@ -260,9 +260,25 @@ class Tied(ToyModel):
         self.head = self.embed
 
 
+class TiedHeadSkipped(Tied):
+    """The loader takes a head, too, and drops it."""
+
+    def load_one(self, name: str, weight: torch.Tensor) -> None:
+        if name != "head":
+            super().load_one(name, weight)
+
+
+class TiedHeadWanted(Tied):
+    """The loader takes the embedding for a head only if it is given none."""
+
+    def load_weights(self, weights: Weights) -> None:
+        given = dict(weights)
+        if "embed" in given:
+            self.embed.data.copy_(given.get("head", given["embed"]))
+
+
 class Skipped(ToyModel):
     shapes: ClassVar = {"weight": (3, 4), "rotary": (4,)}
-    refused: ClassVar = frozenset({"rotary"})
 
     def build(self) -> None:
         self.weight = parameter(3, 4)

@@ -263,6 +263,21 @@ def test_an_alias_that_the_checkpoint_does_not_hold(apply: str) -> None:
 
 
 @APPLY
+def test_a_tensor_that_the_engine_ignores_is_skipped(apply: str) -> None:
+    base = base_checkpoint(toy_models.Skipped)
+    served = serve(toy_models.Skipped, base, apply=apply)
+    target = target_checkpoint(base, base)
+    deltas = [delta_between(name, base[name], target[name]) for name in base]
+    [part] = parts_of(deltas)
+    staged = served.applier.stage(part)
+    sent = {delta.name: delta.nnz for delta in part.deltas}
+    assert (staged.skipped, staged.nnz) == ({"rotary": sent["rotary"]}, sent["weight"])
+    assert attempt(served, [part]) is None
+    assert_freshly_loaded(served, target)
+    assert refused(served, [dense_delta("rotary", ONES)]) == {"rotary"}  # of another shape
+
+
+@APPLY
 def test_one_refused_tensor_refuses_the_others(apply: str) -> None:
     base = base_checkpoint(toy_models.RepackedInPlace)
     served = serve(toy_models.RepackedInPlace, base, apply=apply)

@@ -13,7 +13,14 @@ import torch
 from jsonschema import Draft202012Validator
 
 from engine_ext.dtypes import TORCH_DTYPE, bits_dtype
-from engine_ext.wire import ENCODINGS, Limits, ParamDelta, encode_part, read_container
+from engine_ext.wire import (
+    BIT_CHANGES,
+    ENCODINGS,
+    Limits,
+    ParamDelta,
+    encode_part,
+    read_container,
+)
 from engine_ext.wire.manifest import Manifest, ParamEntry
 from engine_ext.wire.zstd_frames import FrameReader
 from scripts.doc_tables.__main__ import DOCS
@@ -76,10 +83,10 @@ def test_a_full_part_and_an_empty_one_fit() -> None:
 
 def test_it_has_the_names_of_the_code() -> None:
     assert SCHEMA["properties"].keys() == set(Manifest.__struct_fields__)
-    assert tuple(SCHEMA["properties"]["encoding"]["enum"]) == ENCODINGS
+    assert tuple(SCHEMA["properties"]["encoding"]["enum"]) == (*ENCODINGS, BIT_CHANGES)
     entry = SCHEMA["$defs"]["params"]["items"]
     assert entry["properties"].keys() == set(ParamEntry.__struct_fields__)
-    assert entry["properties"].keys() == set(entry["required"])
+    assert entry["properties"].keys() - {"new_checksum"} == set(entry["required"])
     assert set(entry["properties"]["dtype"]["enum"]) == TORCH_DTYPE.keys()
 
 
@@ -105,6 +112,7 @@ def test_it_has_the_names_of_the_code() -> None:
         },
         {"sync_id": ""},
         {"sync_id": "a\tb"},
+        {"encoding": "gap8_xor", "full": "true"},
         {"another": 1},
     ],
 )
@@ -113,7 +121,10 @@ def test_what_is_refused_does_not_fit(change: dict[str, Any]) -> None:
     assert not METADATA.is_valid(metadata)
 
 
-@pytest.mark.parametrize("change", [{"dtype": "bf16"}, {"shape": [-1]}, {"pos_width": 3}])
+@pytest.mark.parametrize(
+    "change",
+    [{"dtype": "bf16"}, {"shape": [-1]}, {"pos_width": 3}, {"new_checksum": "adler32:0"}],
+)
 def test_params_that_do_not_fit(change: dict[str, Any]) -> None:
     entries = json.loads(part("deltas")["params"])
     assert not PARAMS.is_valid([{**entries[0], **change}])

@@ -83,6 +83,7 @@ def test_a_sync_is_staged_and_committed_on_every_rank(ranks: Ranks) -> None:
             "nnz": 6,
             "tensors": 1,
             "elements": 6,
+            "skipped": {},
             "rollback": True,
             "digest": "0" * 32,
         }

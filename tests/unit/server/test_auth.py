@@ -14,7 +14,7 @@ import pytest
 from fastapi import FastAPI
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from delta_server.auth import check_loopback, check_token
+from delta_server.auth import check_client, check_token
 from delta_server.routes import attach
 from engine_ext.errors import LoopbackOnly, Unauthorized
 from engine_ext.settings import API_KEY_ENVIRONMENT
@@ -36,6 +36,7 @@ ROUTES: dict[str, tuple[str, str, bytes, str, int]] = {
     "part": ("POST", DELTA, delta_part(), "application/octet-stream", 200),
     "files": ("POST", DELTA, DISK, "application/json", 403),  # there is no --delta-root
     "disk": ("POST", FROM_DISK, DISK, "application/json", 403),
+    "version": ("POST", "/update_weight_version", b'{"new_version": "7"}', "application/json", 200),
     "status": ("GET", STATUS, b"", "", 200),
     "plan": ("GET", f"{STATUS}?plan=true", b"", "", 200),
     "digest": ("GET", "/delta_digest", b"", "", 200),
@@ -209,39 +210,66 @@ OWN_PAGES = [
 
 @pytest.mark.parametrize("client", HERE)
 def test_without_a_token_clients_on_this_host_may(client: str) -> None:
-    check_loopback(client, {"host": "the-name-of-this-host:8000"})
+    check_client(client, {"host": "the-name-of-this-host:8000"})
 
 
 @pytest.mark.parametrize(
     "host", ["localhost", "127.0.0.1:8000", "[::1]:8000", "10.0.0.1", "engine", "a.localhost:1", ""]
 )
 def test_names_that_no_other_site_can_have(host: str) -> None:
-    check_loopback("127.0.0.1", {"host": host})
+    check_client("127.0.0.1", {"host": host})
 
 
 def test_the_name_of_this_host_may_be_a_full_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "Node7.example.org")
-    check_loopback("127.0.0.1", {"host": "node7.example.org:8000"})
+    check_client("127.0.0.1", {"host": "node7.example.org:8000"})
     with pytest.raises(LoopbackOnly, match="Host"):
-        check_loopback("127.0.0.1", {"host": "node8.example.org:8000"})
+        check_client("127.0.0.1", {"host": "node8.example.org:8000"})
 
 
 @pytest.mark.parametrize("client", ELSEWHERE)
 def test_without_a_token_no_other_client_may(client: str | None) -> None:
     with pytest.raises(LoopbackOnly, match="--delta-api-key"):
-        check_loopback(client, {})
+        check_client(client, {})
+
+
+@pytest.mark.parametrize("client", ["10.0.4.7", "::ffff:10.0.4.7", "fd00::1", "127.0.0.1"])
+def test_clients_of_trusted_networks_may(client: str) -> None:
+    check_client(client, {"host": "10.0.4.2:8000"}, ["10.0.4.0/24", "fd00::/8"])
+
+
+@pytest.mark.parametrize("client", ["10.0.5.7", "fe80::1", None, "trainer"])
+def test_clients_of_other_networks_may_not(client: str | None) -> None:
+    with pytest.raises(LoopbackOnly, match="--delta-allow-from"):
+        check_client(client, {}, ["10.0.4.0/24", "fd00::/8"])
+
+
+@pytest.mark.parametrize("headers", [*PROXIED, *OTHER_SITES], ids=str)
+def test_who_only_speaks_for_another_may_not_from_a_trusted_network(
+    headers: dict[str, str],
+) -> None:
+    lower = {name.lower(): value for name, value in headers.items()}
+    with pytest.raises(LoopbackOnly):
+        check_client("10.0.4.7", lower, ["10.0.4.0/24"])
+
+
+def test_trusted_networks_are_the_settings(make_rig: Any) -> None:
+    rig = make_rig(allow_from=("192.0.2.0/24",))
+    assert rig.run(rig.request("GET", STATUS, peer=REMOTE)).status_code == 200
+    other = rig.run(rig.request("GET", STATUS, peer=("198.51.100.1", 1)))
+    assert_error(other, 403, "LoopbackOnly")
 
 
 @pytest.mark.parametrize("headers", [*PROXIED, *OTHER_SITES], ids=str)
 def test_who_only_speaks_for_another_may_not(headers: dict[str, str]) -> None:
     lower = {name.lower(): value for name, value in headers.items()}
     with pytest.raises(LoopbackOnly, match="--delta-api-key"):
-        check_loopback("127.0.0.1", lower)
+        check_client("127.0.0.1", lower)
 
 
 @pytest.mark.parametrize("headers", OWN_PAGES, ids=str)
 def test_a_page_of_this_host_may(headers: dict[str, str]) -> None:
-    check_loopback("127.0.0.1", {name.lower(): value for name, value in headers.items()})
+    check_client("127.0.0.1", {name.lower(): value for name, value in headers.items()})
 
 
 def test_the_first_of_two_headers_is_enough(rig: Rig) -> None:

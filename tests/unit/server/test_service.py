@@ -48,6 +48,9 @@ SPLIT: list[Changes] = [
     {"norm.weight": {7: 0x3333}},
 ]
 
+# The same of different tensors.
+APART: list[Changes] = [{name: elements} for name, elements in STEP.items()]
+
 MakeRig = Callable[..., Rig]
 
 
@@ -453,9 +456,29 @@ def test_the_same_file_twice_under_two_names(disk_rig: Rig, root: Path, write: W
     assert disk_rig.engine.writes == [1, 1]
 
 
-def test_a_body_is_no_continuation(rig: Rig) -> None:
-    rig.send(delta_part())
-    response = rig.send(delta_part(OTHER_STEP, version=8))
+def test_several_files_as_bodies(rig: Rig) -> None:
+    """As slime's trainer would post them: no numbers, ids or bases."""
+    for number, changes in enumerate(APART):
+        weights = after(BASE, *APART[: number + 1])
+        rig.assert_committed(rig.send(bare(delta_part(changes)), weight_version="8"), weights, 8)
+        assert rig.status()["complete"] == "unknown"
+    for changes in APART:
+        rig.engine.events.clear()
+        assert_already_applied(rig, rig.send(bare(delta_part(changes)), weight_version="8"))
+
+
+@pytest.mark.parametrize("first", [{"sync_id": "s"}, {"part": 0, "num_parts": 1}, {}])
+def test_a_body_is_no_rest_of_what_is_complete(rig: Rig, first: dict[str, Any]) -> None:
+    """Nor one that sends a tensor again: it is another trainer's."""
+    rig.send(delta_part(**first))
+    response = rig.send(delta_part({"layer.weight": {1: 1}} if first else OTHER_STEP, version=8))
+    assert_error(response, 409, "VersionConflict", expected=7, actual=8)
+    assert same(rig.engine.weights, NEXT)
+
+
+def test_a_body_that_names_its_base_is_no_rest(rig: Rig) -> None:
+    rig.send(delta_part(APART[0]))
+    response = rig.send(delta_part(APART[1], base_version=7))
     assert_error(response, 409, "VersionConflict", expected=7, actual=8)
 
 

@@ -1,0 +1,119 @@
+"""Turn the zstd frame of one tensor into the change of the tensor's elements.
+
+Inflated, it has, in bytes of the tensor:
+
+- ``xor``: as many as the tensor, each the new one xor the old one;
+- ``overwrite``: a count as u4, as many positions as u4, ascending, then as many new bytes.
+
+A position may be anywhere in an element; the element's other bytes keep what they are.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_ext.dtypes import bits_dtype
+from engine_ext.errors import MalformedPart, NotUpdatable, TooLarge
+from engine_ext.wire import Limits, ParamDelta, inflate
+
+_COUNT: Final = 4  # bytes of a count, and of a position
+_XOR_SPAN: Final = 1 << 20  # elements searched at a time
+
+
+def find_change(
+    name: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    encoding: str,
+    frame: NDArray[np.uint8],
+    new_checksum: str,
+    limits: Limits,
+) -> ParamDelta:
+    """Return the change of one tensor, for the encoding ``gap8_xor``.
+
+    Args:
+        dtype, shape: of the checkpoint's tensor; by its manifest name.
+        encoding: ``xor`` or ``overwrite``.
+        frame: uint8 [bytes].
+
+    Raises:
+        MalformedPart: the frame is corrupt, or its content is not such a change.
+        NotUpdatable: a position is out of range, or they do not ascend.
+        TooLarge: the tensor exceeds `limits`.
+    """
+    bits = bits_dtype(dtype)
+    nbytes = math.prod(shape) * bits.itemsize
+    if nbytes > limits.max_part_bytes:
+        raise TooLarge(f"{name} has {nbytes} bytes", tensor=name, limit=limits.max_part_bytes)
+    try:
+        if encoding == "xor":
+            content = inflate(frame, nbytes, nbytes, f"{name}, whose tensor has {nbytes} bytes")
+            indices, flipped = _differing(np.require(content.view(bits), requirements="A"))
+            cleared = np.zeros_like(flipped)
+        else:
+            most = _COUNT + nbytes * (_COUNT + 1)
+            content = inflate(frame, _COUNT, most, name)
+            indices, flipped, cleared = _overwritten(content, nbytes, bits)
+    except MalformedPart as error:
+        error.operands["tensor"] = name
+        raise
+    except NotUpdatable as error:
+        error.operands["tensor"] = name
+        raise
+    return ParamDelta(
+        name, dtype, shape, indices, flipped, cleared=cleared, new_checksum=new_checksum
+    )
+
+
+def check_change(name: str, encoding: str, frame: NDArray[np.uint8], limits: Limits) -> None:
+    """Check what `find_change` does, as far as the tensor's dtype and shape need not be known.
+
+    Raises:
+        MalformedPart, NotUpdatable: see `find_change`.
+    """
+    content = inflate(frame, 0, limits.max_part_bytes, name)
+    if encoding == "overwrite":
+        _positions(content, limits.max_part_bytes)
+
+
+def _differing(bits: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    """Return the elements that are not 0, int64 [nnz], and their bits [nnz]."""
+    found = [
+        np.flatnonzero(bits[start : start + _XOR_SPAN]) + start
+        for start in range(0, bits.size, _XOR_SPAN)
+    ]
+    indices = np.concatenate([np.empty(0, np.int64), *found])
+    return indices, bits[indices]
+
+
+def _overwritten(
+    content: NDArray[np.uint8], nbytes: int, bits: np.dtype[Any]
+) -> tuple[NDArray[np.int64], NDArray[Any], NDArray[Any]]:
+    """Return the elements that are written to, their new bits, and which bits these are."""
+    positions, values = _positions(content, nbytes)
+    width = bits.itemsize
+    indices, element = np.unique(positions // width, return_inverse=True)
+    new: NDArray[np.uint8] = np.zeros((indices.size, width), np.uint8)
+    written: NDArray[np.uint8] = np.zeros((indices.size, width), np.uint8)
+    place = positions % width
+    new[element, place] = values
+    written[element, place] = 0xFF
+    return indices, new.view(bits).reshape(-1), written.view(bits).reshape(-1)
+
+
+def _positions(
+    content: NDArray[np.uint8], nbytes: int
+) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    """Return the positions of the bytes that are written, and the bytes."""
+    count = int.from_bytes(content[:_COUNT].tobytes(), "little")
+    if content.size != _COUNT + count * (_COUNT + 1):
+        raise MalformedPart(f"{content.size} bytes are not {count} positions and bytes")
+    ends = _COUNT + count * _COUNT
+    positions = content[_COUNT:ends].view("<u4").astype(np.int64)
+    if count and (positions[-1] >= nbytes or (np.diff(positions) <= 0).any()):
+        raise NotUpdatable(f"byte positions do not ascend, or are not below {nbytes}")
+    return positions, content[ends:]

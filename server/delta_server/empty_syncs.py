@@ -1,0 +1,57 @@
+"""Empty syncs: a later version that holds the same weights."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from typing import TYPE_CHECKING, Any
+
+from delta_server.request_options import Options
+from delta_server.request_record import RequestRecord
+from engine_ext.errors import EngineUncertain, VersionConflict
+from engine_ext.wire import encode_part, optional_version
+
+if TYPE_CHECKING:
+    from delta_server.service import DeltaService
+
+
+async def advance(
+    service: DeltaService, text: str, options: Options, record: RequestRecord
+) -> dict[str, Any]:
+    """Take a later version that holds the same weights; return the answer as JSON.
+
+    If something else has changed the weights, so that they are of no version known here, only the
+    engine's own weight version is set: delta sync has no say then.
+
+    Raises:
+        MalformedPart: `text` is no decimal.
+        VersionConflict: the version is an earlier one.
+        DeltaError: see `DeltaService.apply_body`. The engine is unchanged.
+    """
+    replies = await service.committer.status(service.engine)
+    current = replies[0].version
+    if service.committer.uncertain:
+        raise EngineUncertain("an earlier write failed half-way; send a full sync")
+    if any(reply.foreign for reply in replies):
+        await service.engine.set_weight_version(text)
+        return record.answer("committed", {"version": current, "nnz": 0, "tensors": 0})
+    version = optional_version({"new_version": text}, "new_version")
+    assert version is not None
+    if version < current:
+        raise VersionConflict(
+            f"the engine is at version {current}; a rollback or a full sync leads to {version}",
+            expected=version,
+            actual=current,
+        )
+    if version == current:
+        digest = await service.committer.publish(service.engine)
+        return record.answer("already_applied", {"version": version, "digest": digest})
+    body = encode_part(
+        [],
+        encoding="indices",
+        current_version=version,
+        base_version=current,
+        sync_id=f"version:{version}",
+    )
+    spooled = await asyncio.to_thread(service.spool.read, io.BytesIO(body))
+    return await service.apply_body(spooled, options, record)

@@ -1,0 +1,82 @@
+"""What the folders of published versions show: an empty version, or files that did not arrive.
+
+The folder of version 12 is called ``weight_v000012``, and the others are beside it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from delta_server.disk_files import list_names
+from delta_server.version_folders import read_version_folder
+from engine_ext.errors import DeltaError
+from engine_ext.version_folders import INDEX
+from engine_ext.wire.operations import Delivery
+
+_FOLDER: Final = re.compile(r"weight_v([0-9]{1,19})")
+_SUFFIX: Final = ".safetensors"
+_DONE: Final = "DONE"
+_MAX_GAP: Final = 4096  # versions; each is a folder that is listed
+
+
+def version_of(folder: Path) -> int | None:
+    """Return the version that a folder's name has, or None."""
+    match = _FOLDER.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def beside(folder: Path, version: int) -> Path:
+    """Return the folder of another version, given one whose name has a version."""
+    digits = len(folder.name) - len("weight_v")
+    return folder.with_name(f"weight_v{version:0{digits}d}")
+
+
+def holds_nothing(folder: Path, roots: Sequence[str]) -> bool:
+    """Return whether a version's folder shows that the version is its predecessor's.
+
+    It does if it has an index of no tensors, or if it is there and holds no file at all.
+    """
+    try:
+        names = set(list_names(folder, roots))
+        if INDEX not in names:
+            return names <= {_DONE}
+        version = read_version_folder(folder, roots)
+    except DeltaError:
+        return False
+    one_step = version.version is not None and version.base_version == version.version - 1
+    return one_step and not version.index.files
+
+
+def gap_is_empty(folder: Path, first: int, last: int, roots: Sequence[str]) -> bool:
+    """Return whether the folders beside one show that the versions of a range hold nothing."""
+    if last - first >= _MAX_GAP:
+        return False
+    return all(holds_nothing(beside(folder, v), roots) for v in range(first, last + 1))
+
+
+def not_applied(delivery: Delivery, roots: Sequence[str]) -> list[str]:
+    """Return the files of the version's folder that have not arrived, sorted.
+
+    They are none if nothing can show any: the folder is gone, or not known.
+    """
+    if delivery.complete or delivery.folder is None:
+        return []
+    try:
+        names = list_names(Path(delivery.folder), roots)
+    except DeltaError:
+        return []
+    return sorted({n for n in names if n.endswith(_SUFFIX)} - {*delivery.files})
+
+
+def completeness(delivery: Delivery, roots: Sequence[str]) -> str:
+    """Return ``yes``, ``no`` or ``unknown``: whether all of a version has arrived."""
+    if delivery.complete:
+        return "yes"
+    if not_applied(delivery, roots):
+        return "no"
+    if delivery.folder is not None and (Path(delivery.folder) / _DONE).exists():
+        return "yes"  # the folder was settled, and all of its files have arrived
+    return "unknown"

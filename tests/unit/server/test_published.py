@@ -1,0 +1,195 @@
+"""Folders of published versions: empty ones between two syncs, and files that did not arrive."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from delta_server.published import beside, completeness, not_applied, version_of
+from engine_ext.wire.operations import Delivery
+from tests.support.in_process_engine import (
+    FROM_DISK,
+    OTHER_STEP,
+    STEP,
+    Rig,
+    after,
+    assert_error,
+    bare,
+    delta_part,
+    fresh_weights,
+    full_part,
+    same,
+)
+
+BASE = fresh_weights()
+NEXT = after(BASE, STEP)
+LATER = after(BASE, STEP, OTHER_STEP)
+INDEX = "model.safetensors.index.json"
+FILES = [{name: elements} for name, elements in STEP.items()]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+@pytest.fixture
+def rig(make_rig: Callable[..., Rig], root: Path) -> Rig:
+    return make_rig(roots=(str(root),))
+
+
+def publish(root: Path, version: int, *bodies: bytes) -> Path:
+    folder = root / f"weight_v{version:06d}"
+    folder.mkdir()
+    for number, body in enumerate(bodies):
+        (folder / f"rank0_flush{number:03d}.safetensors").write_bytes(bare(body))
+    return folder
+
+
+def index(folder: Path, version: int, base: int, **weight_map: str) -> None:
+    metadata = {
+        "version": f"{version:06d}",
+        "base_version": f"{base:06d}",
+        "delta_encoding": "xor",
+        "compression_format": "zstd",
+        "checksum_format": "xxh3-128",
+    }
+    text = json.dumps({"metadata": metadata, "weight_map": weight_map})
+    (folder / INDEX).write_text(text)
+
+
+def disk(rig: Rig, folder: Path, *files: str) -> Any:
+    version = str(version_of(folder))
+    return rig.disk(folder, *files, weight_version=version, path=FROM_DISK)
+
+
+def test_folders_of_versions(root: Path) -> None:
+    folder = root / "weight_v000012"
+    assert (version_of(folder), version_of(root / "weight_vx")) == (12, None)
+    assert beside(folder, 9) == root / "weight_v000009"
+    assert beside(folder, 1234567) == root / "weight_v1234567"
+
+
+@pytest.mark.parametrize("kind", ["no file", "DONE", "index"])
+def test_a_gap_of_versions_that_hold_nothing(rig: Rig, root: Path, kind: str) -> None:
+    for version in (8, 9):
+        folder = publish(root, version)
+        if kind == "index":
+            index(folder, version, version - 1)
+        elif kind == "DONE":
+            (folder / "DONE").touch()
+    response = disk(rig, publish(root, 10, delta_part()))
+    rig.assert_committed(response, NEXT, 10)
+    assert response.json()["base_version"] == 7
+
+
+@pytest.mark.parametrize("kind", ["absent", "a file", "half written", "index of a tensor", "other"])
+def test_a_gap_that_may_hold_something(rig: Rig, root: Path, kind: str) -> None:
+    if kind != "absent":
+        folder = publish(root, 8)
+        if kind == "a file":
+            (folder / "a.safetensors").touch()
+        elif kind == "half written":
+            (folder / "a.safetensors.tmp").touch()
+        elif kind == "index of a tensor":
+            index(folder, 8, 7, a="model-00000-of-00001.safetensors")
+        else:
+            index(folder, 9, 8)
+    response = disk(rig, publish(root, 9, delta_part()))
+    assert_error(response, 409, "VersionConflict", expected=8, actual=7)
+    rig.assert_untouched()
+
+
+def test_a_version_whose_folder_holds_more_is_no_base(rig: Rig, root: Path) -> None:
+    folder = publish(root, 8, *map(delta_part, FILES))
+    names = sorted(path.name for path in folder.iterdir())
+    assert disk(rig, folder, names[0]).status_code == 200
+    assert rig.status()["complete"] == "no"
+    following = publish(root, 9, delta_part(OTHER_STEP))
+    for response in (
+        disk(rig, following),
+        rig.send(delta_part(OTHER_STEP, version=9)),
+        rig.post("/update_weight_version", json={"new_version": "9"}),
+    ):
+        assert_error(response, 409, "Conflict", files=names[1:])
+    assert rig.status()["staged"] is None
+    rig.assert_committed(disk(rig, folder, *names[1:]), NEXT, 8)
+    assert rig.status()["complete"] == "unknown"  # nothing says that there are no more
+    (folder / "DONE").touch()
+    assert rig.status()["complete"] == "yes"
+    rig.assert_committed(disk(rig, following), LATER, 9)
+
+
+def test_a_full_sync_needs_no_base(rig: Rig, root: Path) -> None:
+    folder = publish(root, 8, *map(delta_part, FILES))
+    disk(rig, folder, "rank0_flush000.safetensors")
+    rig.assert_committed(rig.send(full_part(LATER, 9)), LATER, 9)
+    assert rig.status()["complete"] == "yes"
+
+
+def test_what_nothing_can_show(rig: Rig, root: Path) -> None:
+    assert rig.status()["complete"] == "yes"
+    folder = publish(root, 8, *map(delta_part, FILES))
+    disk(rig, folder, "rank0_flush000.safetensors")
+    shutil.rmtree(folder)
+    assert rig.status()["complete"] == "unknown"
+    assert disk(rig, publish(root, 9, delta_part(OTHER_STEP))).status_code == 200
+
+
+def test_parts_that_count_are_complete(rig: Rig, root: Path) -> None:
+    rig.send(delta_part(sync_id="s", part=0, num_parts=1))
+    assert rig.status()["complete"] == "yes"
+    rig.post("/delta_rollback")
+    folder = root / "weight_v000008"
+    assert not_applied(Delivery(complete=False, folder=str(folder)), [str(root)]) == []
+    assert completeness(Delivery(complete=False), [str(root)]) == "unknown"
+
+
+# A step without changes --------------------------------------------------------------------
+
+
+def advance(rig: Rig, version: Any, **keys: Any) -> Any:
+    return rig.post("/update_weight_version", json={"new_version": version, **keys})
+
+
+def test_a_version_without_changes(rig: Rig) -> None:
+    response = advance(rig, "20")
+    rig.assert_committed(response, BASE, 20)
+    answer = response.json()
+    assert (answer["success"], answer["new_version"], answer["base_version"]) == (True, "20", 7)
+    assert "flush" not in str(rig.engine.events)
+    again = advance(rig, 20).json()
+    assert (again["status"], again["version"]) == ("already_applied", 20)
+    rig.assert_committed(rig.send(delta_part(version=21)), NEXT, 21)
+
+
+@pytest.mark.parametrize("version", ["", "x", "-1", "1.5", "6", None, []])
+def test_a_version_that_is_none(rig: Rig, version: Any) -> None:
+    response = advance(rig, version)
+    assert response.status_code == (409 if version == "6" else 400)
+    assert response.json()["success"] is False
+    rig.assert_untouched()
+
+
+def test_while_another_sync_is_staged(rig: Rig) -> None:
+    rig.send(delta_part(sync_id="s", part=0, num_parts=2))
+    assert_error(advance(rig, "9"), 409, "SyncInProgress")
+
+
+def test_what_is_of_no_version_keeps_the_engines_own_name(rig: Rig) -> None:
+    for receiver in rig.engine.receivers:
+        receiver._sync_state.foreign = "the engine's own update"
+    assert advance(rig, "step-9").json()["success"] is True
+    assert rig.engine.weight_version == "step-9"
+    assert rig.status()["version"] == 7
+    assert same(rig.engine.weights, BASE)
+
+
+def test_an_uncertain_engine(rig: Rig) -> None:
+    rig.fail_commit()
+    assert_error(advance(rig, "9"), 503, "EngineUncertain", engine_state="uncertain")

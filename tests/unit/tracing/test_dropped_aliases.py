@@ -1,0 +1,71 @@
+"""Names of tied tensors that only the trainer knows: skipped only if the loader drops them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine_ext.model import StorageIndex
+from engine_ext.tracing import LoadingTrace, dropped_aliases, trace_placement
+from tests.conformance.receivers import Project, Refused
+from tests.conformance.subject import Delta, Rank
+from tests.support import toy_models
+from tests.support.toy_models import ToyModel
+
+BASE = {"embed": torch.arange(20.0).reshape(5, 4).bfloat16()}
+
+
+def dropped(model: ToyModel) -> set[str]:
+    index = StorageIndex(model)
+    placement = trace_placement(model, model.load_weights, model.specs(), index)
+    return set(dropped_aliases(model, model.load_weights, placement, index))
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (toy_models.TiedHeadSkipped, {"head"}),
+        (toy_models.Tied, set[str]()),  # the engine would have used it
+        (toy_models.TiedHeadWanted, {"lm_head.weight"}),  # it wants `head`, with the others
+        (toy_models.PlainCopy, set[str]()),
+    ],
+)
+def test_a_name_that_the_loader_drops(model: type[ToyModel], expected: set[str]) -> None:
+    assert dropped(model()) == expected
+
+
+def test_what_was_traced_before_processing() -> None:
+    model, loading = toy_models.TiedHeadSkipped(), LoadingTrace()
+    loading.trace(model, model.load_weights, BASE.items)
+    spec = loading.dropped["head"]
+    assert (spec.name, spec.shape, spec.dtype) == ("head", (5, 4), torch.bfloat16)
+    loading.trace(model, model.load_weights, BASE.items, path="draft")
+    assert loading.dropped == {}  # another loader may use it
+
+
+def project(model: ToyModel) -> Project:
+    found = Project("scatter")
+    rank = Rank(model, BASE, lambda: model.load_weights(BASE.items()), lambda: None)
+    with torch.no_grad():
+        found.serve([rank])
+    return found
+
+
+def delta(name: str, value: float) -> Delta:
+    values = torch.tensor([value]).bfloat16()
+    return Delta(name, (5, 4), torch.bfloat16, torch.tensor([7]), values)
+
+
+def test_what_the_engine_would_not_use_is_skipped_whatever_its_values() -> None:
+    model = toy_models.TiedHeadSkipped()
+    project(model).apply([delta("embed", 40.0), delta("head", 41.0)])
+    assert model.embed.data.view(-1)[7] == 40.0
+    assert model.head is model.embed
+
+
+def test_what_the_engine_would_use_is_refused() -> None:
+    model = toy_models.Tied()
+    served = project(model)
+    with pytest.raises(Refused, match="head"):
+        served.apply([delta("embed", 40.0), delta("head", 40.0)])
+    assert torch.equal(model.embed.data, BASE["embed"])
