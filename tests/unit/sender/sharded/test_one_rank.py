@@ -159,10 +159,10 @@ def test_other_shards_are_refused() -> None:
     engine = Engine.of(model)
     with sender_of(engine, model) as sender:
         few = whole(model)[1:]
-        with pytest.raises(RankError, match="rank 0: ValueError: missing.*layers.0.weight"):
+        with pytest.raises(RankError, match=r"rank 0: ValueError: missing.*layers\.0\.weight"):
             sender.sync(few)
         cast = [shard._replace(dtype=torch.float16) for shard in whole(model)]
-        with pytest.raises(RankError, match="layers.0.weight"):
+        with pytest.raises(RankError, match=r"layers\.0\.weight"):
             sender.sync(cast)
         assert not engine.requests
         train(model)

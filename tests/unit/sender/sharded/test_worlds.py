@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from delta_sender import RankError, ShardedSender, SyncError, model_shards, named_tensors
-from tests.support.fake_engine import Engine, error, sends
+from delta_sender import ShardedSender, model_shards, named_tensors
+from tests.support.fake_engine import Engine
 from tests.support.gloo_ranks import run_ranks
 from tests.support.sharded_trainers import served, set_step, sharded
 from tests.support.trainer_models import make_model
