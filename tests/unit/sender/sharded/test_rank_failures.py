@@ -35,7 +35,7 @@ def run(rank: int, url: str, fault: str) -> Any:
     model = model_of()
     encoding = "gap8_ulp" if fault == "differences" else "deltas"
     with ShardedSender(
-        url, rows(model, rank), rank_timeout=LIMIT_S, bucket_bytes=400, encoding=encoding
+        url, rows(model, rank), rank_timeout=LIMIT_S, bucket_bytes=40, encoding=encoding
     ) as sender:
         train(model, 1)
         sender.sync(rows(model, rank), step=1)
