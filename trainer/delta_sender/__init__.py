@@ -10,8 +10,9 @@
     >>> report.version, f"{report.density:.1%} of the elements"
     (3, '6.2% of the elements')
 
-`MultiSender` keeps several engines, of either kind, at one version. The command ``delta-send``
-(``python -m delta_sender``) sends the difference between two Hugging Face checkpoints.
+`MultiSender` keeps several engines, of either kind, at one version; `ShardedSender` sends from
+every rank of a trainer. The command ``delta-send`` (``python -m delta_sender``) sends the
+difference between two Hugging Face checkpoints.
 
 The one rule: the snapshot is what the engine holds. It advances only once the engine has answered
 that it committed, and by exactly the bytes sent. Whatever fails, the next sync sends all of it.
@@ -29,6 +30,7 @@ Modules, in the order of the data's way:
 - `post_queue`, `http_client`, `bandwidth`, `log_destination`: deliver the parts.
 - `acked_state`, `state_file`: what destinations hold.
 - `model_tensors`, `checkpoint`: read live models and checkpoint folders.
+- `sharded`: sends from all ranks of a trainer that holds shards.
 - `integrations`: put it into trainers.
 - `sender`, `multi_sender`, `session_thread`, `model_sync`, `options`, `results`, `cli`: the public
   interface.
@@ -44,8 +46,9 @@ from delta_sender.model_sync import sync_model
 from delta_sender.model_tensors import ModelTensors, checkpoint_names, named_tensors
 from delta_sender.multi_sender import MultiSender
 from delta_sender.quantize import Quantizer, quantize_weight
-from delta_sender.results import PartialSyncError, SyncError, SyncReport
+from delta_sender.results import PartialSyncError, RankError, ShardedReport, SyncError, SyncReport
 from delta_sender.sender import DeltaSender
+from delta_sender.sharded import Shard, ShardedSender, model_shards
 from delta_sender.snapshot import NamedTensors
 
 __all__ = [
@@ -55,9 +58,14 @@ __all__ = [
     "NamedTensors",
     "PartialSyncError",
     "Quantizer",
+    "RankError",
+    "Shard",
+    "ShardedReport",
+    "ShardedSender",
     "SyncError",
     "SyncReport",
     "checkpoint_names",
+    "model_shards",
     "named_tensors",
     "quantize_weight",
     "sync_model",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,6 +15,25 @@ from engine_ext.cores import usable_cores
 from engine_ext.wire import Digest, tensor_digest
 
 logger = logging.getLogger(__name__)
+
+
+class TensorNames(Protocol):
+    """The names of a sender's tensors; `Snapshot` has them.
+
+    Attributes:
+        tied: Keys of tied tensors by their further names.
+    """
+
+    tied: dict[str, str]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the keys."""
+
+    def __contains__(self, name: object) -> bool:
+        """Whether it is a key."""
+
+    def key(self, name: str) -> str:
+        """Return the key of the tensor that is sent under `name`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +47,11 @@ class EnginePlan:
 
     @classmethod
     def read(
-        cls, answer: Any, snapshot: Snapshot, refused: frozenset[str] = frozenset()
+        cls, answer: Any, tensors: TensorNames, refused: frozenset[str] = frozenset()
     ) -> EnginePlan:
-        """Match the answer of `Destination.plan` with the snapshot.
+        """Match the answer of `Destination.plan` with the sender's tensors.
 
-        A tensor of the snapshot that the plan does not name is sent nevertheless, so that the
+        A tensor of the sender that the plan does not name is sent nevertheless, so that the
         engine refuses it by name, unless it is tied to one that the plan names.
 
         Args:
@@ -40,11 +59,11 @@ class EnginePlan:
         """
         rows = [row for rank in answer or [] for row in rank]
         held = {row["name"] for row in rows if row["status"] != "ignored"}
-        known = {snapshot.key(row["name"]) for row in rows}
-        every = [n for n in (*snapshot, *snapshot.tied) if answer is not None or n not in refused]
-        names = tuple(n for n in every if n in held or (n in snapshot and n not in known))
+        known = {tensors.key(row["name"]) for row in rows}
+        every = [n for n in (*tensors, *tensors.tied) if answer is not None or n not in refused]
+        names = tuple(n for n in every if n in held or (n in tensors and n not in known))
         digested = frozenset(row["name"] for row in rows if row["digested"])
-        ignored = frozenset(snapshot).difference(map(snapshot.key, names))
+        ignored = frozenset(tensors).difference(map(tensors.key, names))
         return cls(names, digested, ignored, answer is not None)
 
     @property
@@ -97,9 +116,12 @@ class AckedState:
     `missed` are the changes that turn the snapshot into what the destination holds, that is, the
     syncs that it missed, reversed; without old bits. The snapshot, which all destinations share, is
     not changed here.
+
+    Args:
+        names: Of all tensors that the destination gets, if the snapshot holds only some.
     """
 
-    def __init__(self, snapshot: Snapshot, version: int) -> None:
+    def __init__(self, snapshot: Snapshot, version: int, names: TensorNames | None = None) -> None:
         self.version = version  # that the destination acknowledged last
         self.missed: Changes = {}
         self.unknown_outcome: UnknownOutcome | None = None
@@ -110,6 +132,7 @@ class AckedState:
         self.digest: Digest | None = None  # of what is held; None if no digest is kept
         self.posted: PostedSync | None = None  # the destination may be committing it
         self.snapshot = snapshot
+        self._names: TensorNames = snapshot if names is None else names
         self._ignored: frozenset[str] = frozenset()
 
     @property
@@ -129,21 +152,26 @@ class AckedState:
 
         Before a full sync the digest is zero, as it replaces every tensor.
         """
-        first_time, snapshot = not self.plan.names, self.snapshot
-        self.plan = plan = EnginePlan.read(answer, snapshot, self._ignored)
+        first_time = not self.plan.names
+        self.plan = plan = EnginePlan.read(answer, self._names, self._ignored)
         self.plan_is_current = plan.is_known
         self.digest = None
         if plan.is_known and keep_digest and not plan.missing:
-            counted = [] if full else [(name, snapshot.key(name)) for name in plan.digested]
-            self.digest = digest_of(
-                (name, snapshot.image(key, self.missed.get(key)).values) for name, key in counted
-            )
+            self.digest = Digest.ZERO if full else self._held_digest()
         if first_time and plan.ignored:
             logger.warning("left out, as the engine ignores them: %s", sorted(plan.ignored))
         if first_time and plan.missing:
             logger.warning(
                 "no digests, as the engine's cover tensors not in base: %s", plan.missing
             )
+
+    def _held_digest(self) -> Digest:
+        """Return the digest of what the destination holds, as far as its own covers that."""
+        snapshot = self.snapshot
+        keys = ((name, snapshot.key(name)) for name in self.plan.digested)
+        return digest_of(
+            (name, snapshot.image(key, self.missed.get(key)).values) for name, key in keys
+        )
 
     def note_ignored(self, names: Iterable[str]) -> bool:
         """Leave out what an engine without a plan ignores; return whether that is news."""

@@ -84,25 +84,30 @@ class EncodingPolicy:
         """The encoding of a sync without changes."""
         return "gap8_exp" if self.encoding in (DIFFERENCES, AUTO) else self.encoding
 
-    def choose(self, stats: ParamStats, dense: bool, speed: float) -> EncodingChoice:
+    def choose(
+        self, stats: ParamStats, dense: bool, speed: float, *, sparse: bool = False
+    ) -> EncodingChoice:
         """Return how a param travels: with ``auto`` in the shortest time, else in fewest bytes.
 
-        If `dense`, it can only travel dense. The link's speed is in bytes/s.
+        If `dense`, it can only travel dense; if `sparse`, not. The link's speed is in bytes/s.
         """
         if not self.differences:
             stats = replace(stats, escaped=None)
         if self.encoding == AUTO:
-            times = {c: seconds for c, seconds in _times(stats, speed) if c.dense or not dense}
+            ways = _times(stats, speed)
+            times = {c: s for c, s in ways if (c.dense or not dense) and not (c.dense and sparse)}
             return min(times, key=lambda choice: times[choice])
         as_values = stats.escaped is None or not self.may_send_differences
-        sparse = EncodingChoice(self.empty if as_values else self.encoding, False)
+        sparsely = EncodingChoice(self.empty if as_values else self.encoding, False)
         whole = EncodingChoice(self.empty, True)
+        if sparse:
+            return sparsely
         if stats.is_large and whole.encoding not in PACKED_ENCODINGS:
             dense = True  # without compression, those are the sizes on the wire
         elif stats.is_large and not dense:
             sizes = dict(_sizes(stats))
-            dense = sizes[sparse] >= sizes[whole]
-        return whole if dense else sparse
+            dense = sizes[sparsely] >= sizes[whole]
+        return whole if dense else sparsely
 
 
 def sparse_encoding(encoding: str) -> str:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from delta_sender.acked_state import without_old
 from delta_sender.checkpoint import Base, tensors_of
 from delta_sender.destination import Destination
-from delta_sender.encoding_policy import CHOICES, EncodingPolicy, sparse_encoding
+from delta_sender.encoding_policy import EncodingPolicy, sparse_encoding
 from delta_sender.http_client import EngineClient
 from delta_sender.log_destination import LogDestination
-from delta_sender.options import MultiOptions, takes_options, with_defaults
+from delta_sender.options import MultiOptions, check_values, takes_options, with_defaults
 from delta_sender.quantize import Quantizer
 from delta_sender.results import PartialSyncError, SyncReport
 from delta_sender.session import Committed, Session
@@ -106,12 +106,9 @@ class MultiSender(AbstractContextManager["MultiSender"]):
     ) -> None:
         self._options = options = with_defaults(options)
         encoding, delta_log = options["encoding"], options["delta_log"]
-        if encoding not in CHOICES:
-            raise ValueError(f"encoding {encoding!r} is not one of {', '.join(CHOICES)}")
+        check_values(options)
         if options["adapter"] is not None and delta_log is not None:
             raise ValueError("a delta log has versions of the model's weights, not of adapters")
-        if options["posts_in_flight"] < 1:
-            raise ValueError("posts_in_flight is 1 at least")
         if not urls or len({url.rstrip("/") for url in urls}) < len(urls):
             raise ValueError("give every engine's url, each once")
         self._urls = list(urls)
@@ -146,13 +143,22 @@ class MultiSender(AbstractContextManager["MultiSender"]):
         self._late_outcomes: dict[str, SyncReport | Exception] = {}
         self._ended = Condition()
 
-    def _session(self, destination: Destination, url: str | None, **kind: bool) -> Session:
+    def _session(
+        self,
+        destination: Destination,
+        url: str | None,
+        *,
+        is_log: bool = False,
+        has_log: bool = False,
+    ) -> Session:
         version, needs_full = self._options["base_version"], False
         if self._tracker.file is not None:
             base = self._tracker.digest.hex()
             key = None if url is None else self._state_key(url)
             version, needs_full = self._tracker.file.state.version_of(key, base, version)
-        session = Session(destination, self._snapshot, self._options, version, **kind)
+        session = Session(
+            destination, self._snapshot, self._options, version, is_log=is_log, has_log=has_log
+        )
         session.state.needs_full = needs_full
         return session
 

@@ -1,8 +1,8 @@
 """Declare the keyword arguments of the senders: name, type, default, documentation and flag.
 
 This is the only declaration: `DeltaSender` takes the keywords of `Options`, `MultiSender` those of
-`MultiOptions`, and their signatures, their docstrings and the command line are made from it. A
-flag's help is the first sentence of the documentation.
+`MultiOptions`, `ShardedSender` those of `CommonOptions`, and their signatures, their docstrings and
+the command line are made from it. A flag's help is the first sentence of the documentation.
 """
 
 from __future__ import annotations
@@ -44,21 +44,11 @@ def _seconds(text: str) -> float | None:
 _KEY_FLAG: Final = {"metavar": "KEY", "help": "bearer token (default: that in DELTA_API_KEY)"}
 
 
-class Options(TypedDict, total=False):
-    """Keyword arguments of `DeltaSender`.
+class CommonOptions(TypedDict, total=False):
+    """Keyword arguments that every sender has.
 
     Attributes:
-        adapter: Name of a LoRA adapter that the engines have loaded; its own tensors are sent, not
-            the model's. The base has the names of its folder (``base_model.model.`` ...), and
-            versions count for this adapter. Not with a delta log.
         base_version: Version that the engines are at.
-        delta_log: Folder that gets every version, durably, before an engine commits it, for engines
-            that are started with --delta-log. Versions continue from the highest number in it. A
-            version that no engine committed is marked as refused; its number is not used again.
-        state: File that remembers over a restart of the sender what each engine has acknowledged;
-            if the base is what an engine is at, the version in the file counts. One sender at a
-            time may use it. If the base is neither what an engine acknowledged nor what it was
-            being sent last, the next sync to it is a full one.
         encoding: How changes travel; auto picks by density and link speed. One of ``indices``,
             ``deltas``, ``deltas_zstd``, ``gap8_exp``, ``gap8_ulp`` and ``auto``. With ``gap8_ulp``,
             full syncs, dense params and params that the engine's digest does not cover travel as
@@ -71,10 +61,6 @@ class Options(TypedDict, total=False):
         posts_in_flight: Parts that are posted to an engine at once. The last part of a sync is
             posted alone. An engine that has no room for so many (429) gets fewer until the next
             sync.
-        quantize: How to quantise the given tensors, if the base is a quantised checkpoint. One of
-            ``fp8_block``, ``fp8_channel`` and ``int8_channel``; see `delta_sender.quantize`. A
-            tensor is quantised if its name is that of a quantised weight in the base. Names,
-            shapes and dtypes are then checked one by one, while earlier tensors are sent.
         digest: Keep the model's digest, and send digests along if the engine has a plan.
         api_key: Bearer token.
         hmac_key: Key to sign the parts with, for engines with ``DELTA_HMAC_KEY``.
@@ -93,14 +79,10 @@ class Options(TypedDict, total=False):
             below ``TMPDIR``.
     """
 
-    adapter: Annotated[str | None, Option(None, {"metavar": "NAME"})]
     base_version: Annotated[int, Option(0, {"type": int, "metavar": "N"})]
-    delta_log: Annotated[str | Path | None, Option(None, {"type": Path, "metavar": "DIR"})]
-    state: Annotated[str | Path | None, Option(None, {"type": Path, "metavar": "FILE"})]
     encoding: Annotated[str, Option("deltas_zstd", {"choices": CHOICES})]
     bucket_bytes: Annotated[int, Option(64 << 20, {"type": int, "metavar": "N"})]
     posts_in_flight: Annotated[int, Option(4, {"type": int, "metavar": "N"})]
-    quantize: Annotated[str | None, Option(None, {"choices": tuple(FORMS)})]
     digest: Annotated[bool, Option(True, {"help": "send no digests along"})]
     api_key: Annotated[str | None, Option(None, _KEY_FLAG)]
     hmac_key: Annotated[str | None, Option(None)]
@@ -110,6 +92,32 @@ class Options(TypedDict, total=False):
     client: Annotated[httpx.Client | None, Option(None)]
     snapshot_on: Annotated[str, Option(SNAPSHOT_ON[0])]
     changes_in_memory: Annotated[int | None, Option(None)]
+
+
+class Options(CommonOptions, total=False):
+    """Keyword arguments of `DeltaSender`.
+
+    Attributes:
+        adapter: Name of a LoRA adapter that the engines have loaded; its own tensors are sent, not
+            the model's. The base has the names of its folder (``base_model.model.`` ...), and
+            versions count for this adapter. Not with a delta log.
+        delta_log: Folder that gets every version, durably, before an engine commits it, for engines
+            that are started with --delta-log. Versions continue from the highest number in it. A
+            version that no engine committed is marked as refused; its number is not used again.
+        state: File that remembers over a restart of the sender what each engine has acknowledged;
+            if the base is what an engine is at, the version in the file counts. One sender at a
+            time may use it. If the base is neither what an engine acknowledged nor what it was
+            being sent last, the next sync to it is a full one.
+        quantize: How to quantise the given tensors, if the base is a quantised checkpoint. One of
+            ``fp8_block``, ``fp8_channel`` and ``int8_channel``; see `delta_sender.quantize`. A
+            tensor is quantised if its name is that of a quantised weight in the base. Names,
+            shapes and dtypes are then checked one by one, while earlier tensors are sent.
+    """
+
+    adapter: Annotated[str | None, Option(None, {"metavar": "NAME"})]
+    delta_log: Annotated[str | Path | None, Option(None, {"type": Path, "metavar": "DIR"})]
+    state: Annotated[str | Path | None, Option(None, {"type": Path, "metavar": "FILE"})]
+    quantize: Annotated[str | None, Option(None, {"choices": tuple(FORMS)})]
 
 
 _LAG_FLAG: Final = {
@@ -135,7 +143,7 @@ class MultiOptions(Options, total=False):
 def declared(options: type) -> dict[str, Option]:
     """Return what one of the classes above declares, by name."""
     docs: dict[str, str] = {}
-    for declaring in (Options, options):
+    for declaring in (CommonOptions, Options, options):
         entry, doc = r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", inspect.getdoc(declaring) or ""
         docs |= {name: " ".join(text.split()) for name, text in re.findall(entry, doc, re.M)}
     hints = get_type_hints(options, include_extras=True)
@@ -154,6 +162,19 @@ def with_defaults(given: Mapping[str, Any], options: type = MultiOptions) -> Mul
     if unknown := given.keys() - declared(options).keys():
         raise TypeError(f"unexpected keyword arguments: {', '.join(sorted(unknown))}")
     return cast(MultiOptions, {**_DEFAULTS, **given})
+
+
+def check_values(options: MultiOptions) -> None:
+    """Check what types do not.
+
+    Raises:
+        ValueError: One has an unknown value.
+    """
+    encoding = options["encoding"]
+    if encoding not in CHOICES:
+        raise ValueError(f"encoding {encoding!r} is not one of {', '.join(CHOICES)}")
+    if options["posts_in_flight"] < 1:
+        raise ValueError("posts_in_flight is 1 at least")
 
 
 def takes_options(options: type) -> Callable[[_Class], _Class]:

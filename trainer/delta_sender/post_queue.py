@@ -129,6 +129,14 @@ class PostQueue:
             return error
         return self._first_cause().error
 
+    def repeat_refused(self) -> None:
+        """Post a part again that the receiver cannot take, so that it drops the sync.
+
+        To be called when nobody posts parts of the sync any more, if others post some too.
+        """
+        if self._failures:
+            self._repeat(self._first_cause())
+
     def _first_cause(self) -> _Failure:
         return min(self._failures, key=lambda failure: failure.kind == "Conflict")
 
@@ -142,10 +150,14 @@ class PostQueue:
             return
         cause = self._first_cause()
         came_late = cause.body is not None and self._last_success > cause.started
-        if cause.kind == "NotUpdatable" and came_late and not cause.part.last:
-            _, version, number, last = cause.part
+        if came_late:
+            self._repeat(cause)
+
+    def _repeat(self, cause: _Failure) -> None:
+        _, version, number, last = cause.part
+        if cause.kind == "NotUpdatable" and cause.body is not None and not last:
             with contextlib.suppress(SyncError):
-                self._destination.deliver(cause.body or b"", version, number, last)
+                self._destination.deliver(cause.body, version, number, last)
 
     def _is_full(self) -> bool:
         """Whether there is no room for another part."""

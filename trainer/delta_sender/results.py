@@ -7,6 +7,7 @@ not be written.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,3 +98,31 @@ class PartialSyncError(SyncError):
         super().__init__("; ".join(f"{url}: {failed}" for url, failed in failures.items()))
         self.failures = failures
         self.reports = reports
+
+
+class RankError(SyncError):
+    """Ranks of a `ShardedSender` disagree, or one has failed or died; `message` says which.
+
+    The engine has not committed; only if a rank dies while the last part is under way it may have,
+    and the message says so.
+
+    Attributes:
+        ranks: Numbers of the ranks that have failed or disagree, as far as known.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.ranks = list(ranks)
+
+
+@dataclass(frozen=True)
+class ShardedReport(SyncReport):
+    """One sync of a `ShardedSender`: sums over all ranks; times are this rank's.
+
+    Attributes:
+        rank_bytes: Bytes of the request bodies that each rank posted.
+        rank_nnz: Elements that each rank sent.
+    """
+
+    rank_bytes: tuple[int, ...] = ()
+    rank_nnz: tuple[int, ...] = ()

@@ -40,7 +40,7 @@ class Session:
     """The syncs of one destination.
 
     If it `is_log`, it is a delta log, which gets values only. If it `has_log`, what it lacks may be
-    in a delta log.
+    in a delta log. `state` is what it holds, if that is more than the snapshot.
     """
 
     def __init__(
@@ -52,9 +52,10 @@ class Session:
         *,
         is_log: bool = False,
         has_log: bool = False,
+        state: AckedState | None = None,
     ) -> None:
         self.destination = destination
-        self.state = AckedState(snapshot, version)
+        self.state = AckedState(snapshot, version) if state is None else state
         self._options, self._is_log, self._has_log = options, is_log, has_log
         # Without differences once they were refused.
         self._policy = EncodingPolicy(options["encoding"])

@@ -47,6 +47,7 @@ class SyncRound:
         posts_in_flight: Most posts to one destination at once.
         started: When it began, by `time.perf_counter`.
         writers: How many must have it on disk before an engine commits it; see `note_written`.
+        new_id: Makes the id of a sync.
 
     Attributes:
         encoders: How many parts are encoded at once.
@@ -61,6 +62,7 @@ class SyncRound:
         posts_in_flight: int,
         started: float,
         writers: int = 0,
+        new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
     ) -> None:
         self.version, self.full, self.started = version, full, started
         self.changes: Changes = {}  # of the snapshot; complete once all is read
@@ -77,6 +79,7 @@ class SyncRound:
         self._keep = self.encoders + posts_in_flight if destinations > 1 else 0
         self._lock = threading.Lock()
         self._sync_ids: dict[str, str] = {}  # by attempt
+        self._new_id = new_id
         self._bodies: defaultdict[str, OrderedDict[Hashable, Future[bytes]]]
         self._bodies = defaultdict(OrderedDict)
 
@@ -170,7 +173,9 @@ class SyncRound:
     def sync_id(self, attempt: Attempt) -> str:
         """Return the id that all destinations share that are sent the same."""
         with self._lock:
-            return self._sync_ids.setdefault(attempt.key, uuid.uuid4().hex)
+            if attempt.key not in self._sync_ids:
+                self._sync_ids[attempt.key] = self._new_id()
+            return self._sync_ids[attempt.key]
 
     def sync_ids(self) -> frozenset[str]:
         """Return all ids that were given."""

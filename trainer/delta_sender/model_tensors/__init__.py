@@ -24,7 +24,14 @@ from delta_sender.model_tensors.ranks import any_rank, world_failure
 from delta_sender.model_tensors.reader import ModelTensors, from_stream
 from delta_sender.snapshot import NamedTensors
 
-__all__ = ["ModelTensors", "any_rank", "checkpoint_names", "named_tensors", "world_failure"]
+__all__ = [
+    "ModelTensors",
+    "any_rank",
+    "checkpoint_names",
+    "named_tensors",
+    "read_base",
+    "world_failure",
+]
 
 Checkpoint = str | os.PathLike[str] | Mapping[str, torch.Tensor]
 
@@ -55,7 +62,7 @@ def named_tensors(
         ValueError: The model cannot be read, or names or shapes are not the base's. Nothing was
             gathered.
     """
-    return ModelTensors(Plan(unwrapped(model), _read(base), dtype))
+    return ModelTensors(Plan(unwrapped(model), read_base(base), dtype))
 
 
 def checkpoint_names(
@@ -81,10 +88,11 @@ def checkpoint_names(
     Raises:
         ValueError: Names or shapes are not the model's or the base's.
     """
-    return from_stream(Plan(unwrapped(model), _read(base), dtype), tensors, frozen=frozen)
+    return from_stream(Plan(unwrapped(model), read_base(base), dtype), tensors, frozen=frozen)
 
 
-def _read(base: Checkpoint | None) -> Mapping[str, torch.Tensor] | None:
+def read_base(base: Checkpoint | None) -> Mapping[str, torch.Tensor] | None:
+    """Return a checkpoint's tensors by name; those of a folder are mapped, and not read."""
     if isinstance(base, (str, os.PathLike)):
         return dict(read_checkpoint(Path(base)))
     return base

@@ -165,6 +165,7 @@ class Plan:
     Attributes:
         state: The model's tensors.
         groups: What they become.
+        convert: Turns tensors of the model into the checkpoint's.
         unchanged: Tensors of the base that the model's class leaves out when it loads.
 
     Raises:
@@ -175,8 +176,8 @@ class Plan:
         self, model: nn.Module, base: Mapping[str, torch.Tensor] | None, dtype: torch.dtype | None
     ) -> None:
         self.state = ModelState(model)
-        self._convert, self._base, self._dtype = conversion_of(model), base, dtype
-        groups = _known_groups(self.state, self._convert)
+        self.convert, self._base, self._dtype = conversion_of(model), base, dtype
+        groups = _known_groups(self.state, self.convert)
         self.groups = _without_aliases(groups, self.state.aliases, base)
         self.unchanged: dict[str, torch.Tensor] = {}
         if base is not None:
@@ -205,7 +206,7 @@ class Plan:
         if group.renamed:
             made = {name: tensors[key] for name, key in group.renamed.items()}
         else:
-            made = self._convert({key: tensors[key] for key in group.keys})
+            made = self.convert({key: tensors[key] for key in group.keys})
         if {name: tensor.shape for name, tensor in made.items()} != group.outputs:
             raise ValueError(f"{group.keys[0]}: became other tensors than the plan has")
         return {name: self._cast(name, tensor) for name, tensor in made.items()}

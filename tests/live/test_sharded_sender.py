@@ -1,0 +1,157 @@
+"""Every rank of a trainer sends its shards to a real engine, which ends bit-identical."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from delta_sender import ShardedSender, SyncError, model_shards
+from delta_sender.checkpoint import read_checkpoint
+from delta_sender.http_client import EngineClient
+from engine_ext.wire import tensor_digest
+from scripts.live_engine import tiny_models
+from scripts.live_engine.process import EngineProcess
+from tests.live.conftest import fingerprint
+from tests.support.fake_engine import bits
+from tests.support.gloo_ranks import run_ranks
+from tests.support.sharded_trainers import set_step, sharded
+from tests.support.trainer_models import saved
+
+Start = Callable[..., EngineProcess]
+
+STEPS = 3
+SECONDS = 30.0  # after which the engine gives up a dead trainer's parts
+
+
+def load(folder: str) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+
+def follow(rank: int, base: str, how: str, url: str, fault: str) -> Any:
+    """Sync after every step, and in the end in full; with a fault in the second step.
+
+    "restarted": The engine is at a later version than the base, so the first sync is a full one.
+    """
+    model = sharded(load(base), how)
+    sizes, said = [], ""
+    with ShardedSender(
+        url, model_shards(model, base), base, encoding="gap8_ulp", bucket_bytes=1 << 14
+    ) as sender:
+        for step in range(STEPS):
+            set_step(model, step)
+            if step == 1 and fault == "step":
+                try:
+                    sender.sync(model_shards(model, base), step=step + rank)
+                except SyncError as failed:
+                    said = str(failed)
+            if step == 1 and fault == "death":
+                if rank == 1:
+                    die_between_parts()
+                try:
+                    sender.sync(model_shards(model, base), step=step)
+                except SyncError as failed:
+                    return str(failed)
+            report = sender.sync(model_shards(model, base), step=step)
+            assert report.full == (fault == "restarted" and not step)
+            assert report.digest == report.engine["digest"]
+            sizes.append(report.rank_bytes[rank])
+        report = sender.sync_full(model_shards(model, base))
+        assert report.digest == report.engine["digest"]
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+        print(
+            f"rank {rank}: {sizes} bytes of {report.full_bytes}, {report.rank_bytes[rank]} in the "
+            f"full sync; snapshot {sender.snapshot_bytes} bytes, peak {peak} MiB"
+        )
+    return said, report.digest
+
+
+def die_between_parts() -> None:
+    deliver = EngineClient.deliver
+    posted: list[int] = []
+
+    def replacement(self: EngineClient, body: bytes, *arguments: Any) -> Any:
+        if posted:
+            os._exit(1)
+        posted.append(len(body))
+        return deliver(self, body, *arguments)
+
+    EngineClient.deliver = replacement  # type: ignore[method-assign]
+
+
+def target(base: Path, folder: Path, steps: int) -> Path:
+    """Write the checkpoint that a trainer saves after some steps."""
+    model = load(str(base))
+    for step in range(steps):
+        set_step(model, step)
+    return tiny_models.save_checkpoint(base, folder, saved(model))
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "tp", "how", "ranks", "fault"),
+    [
+        ("vllm", "qwen3_moe", 1, "fsdp", 3, "step"),
+        *(
+            pytest.param(*world, marks=pytest.mark.full)
+            for world in [
+                ("vllm", "qwen3", 2, "fsdp+tp", 4, "death"),
+                ("vllm", "qwen3_moe", 2, "hsdp", 4, "none"),
+                ("sglang", "qwen3", 1, "fsdp+tp", 4, "step"),
+                ("sglang", "qwen3_moe", 1, "fsdp", 2, "death"),
+            ]
+        ),
+    ],
+)
+def test_an_engine_follows_every_rank(
+    kind: str,
+    model: str,
+    tp: int,
+    how: str,
+    ranks: int,
+    fault: str,
+    start: Start,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    base = tiny_models.build(model, tmp_path / "base")
+    flags = ["--delta-stage-timeout", str(SECONDS)]
+    engine = start(kind, base, tp=tp, extra_args=flags)
+    arguments = str(base), how, engine.url
+    if fault == "death":
+        said = run_ranks(follow, ranks, tmp_path, *arguments, fault)
+        assert said.pop(1) is None
+        assert all(one.startswith("a rank has died") for one in said), said
+        assert engine.delta_status()["version"] == 1
+        check(engine, target(base, tmp_path / "before", 1))
+        (tmp_path / "again").mkdir()
+        outcomes = run_ranks(follow, ranks, tmp_path / "again", *arguments, "restarted")
+    else:
+        outcomes = run_ranks(follow, ranks, tmp_path, *arguments, fault)
+    assert all(isinstance(outcome, tuple) for outcome in outcomes), outcomes
+    if fault == "step":
+        said = {one for one, _ in outcomes}
+        assert len(said) == 1
+        assert "ranks disagree about the step: 1 on rank 0, 2 on rank 1" in said.pop()
+    saved_as = target(base, tmp_path / "target", STEPS)
+    check(engine, saved_as)
+    if request.node.get_closest_marker("full") is None:
+        return
+    seen = fingerprint(engine)
+    engine.stop()
+    fresh = start(kind, saved_as, tp=tp)
+    assert fingerprint(fresh) == seen
+    fresh.stop()
+
+
+def check(engine: EngineProcess, folder: Path) -> None:
+    """Fail unless the engine's live memory has the bytes of a checkpoint."""
+    scan = engine.get("/delta_digest", params={"scan": "true"}).json()
+    assert scan["corrupted"] == []
+    wanted = {name: tensor_digest(name, bits(t)).hex() for name, t in read_checkpoint(folder)}
+    assert scan["tensors"] == wanted

@@ -1,0 +1,148 @@
+"""Ranks that fail, die or disagree: the engine is unchanged, and the others get a clear error."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from delta_sender import Shard, ShardedSender, SyncError
+from delta_sender.http_client import EngineClient
+from tests.support.fake_engine import Engine, Model, model_of, train
+from tests.support.gloo_ranks import run_ranks
+from tests.support.sharded_trainers import served
+
+RANKS = 3
+LIMIT_S = 20.0
+
+
+def rows(model: Model, rank: int) -> list[Shard]:
+    """Return a rank's rows of every tensor: 2, 1 and 1 of 4; the last tensor is on all ranks."""
+    start, stop = ((0, 2), (2, 3), (3, 4))[rank]
+    *divided, last = model
+    shards = [
+        Shard(n, model[n][start:stop], tuple(model[n].shape), (slice(start, stop), slice(None)))
+        for n in divided
+    ]
+    return [*shards, Shard(last, model[last], tuple(model[last].shape), (slice(None),) * 2)]
+
+
+def run(rank: int, url: str, fault: str) -> Any:
+    """Sync, sync with a fault, and sync again; return what the fault led to."""
+    model = model_of()
+    encoding = "gap8_ulp" if fault == "differences" else "deltas"
+    with ShardedSender(
+        url, rows(model, rank), rank_timeout=LIMIT_S, bucket_bytes=40, encoding=encoding
+    ) as sender:
+        train(model, 1)
+        sender.sync(rows(model, rank), step=1)
+        train(model, 2)
+        start, step, given = time.monotonic(), 2, rows(model, rank)
+        deliver = EngineClient.deliver
+        if rank == 1:
+            if fault == "step":
+                step = 5
+            elif fault == "fails":
+                given = given[1:]
+            elif fault == "version":
+                sender._session.state.version = 7
+            elif fault == "dies":
+                EngineClient.deliver = dies_after_one(deliver)  # type: ignore[method-assign]
+            elif fault == "encoding":
+                EngineClient.deliver = raises  # type: ignore[method-assign]
+        said = "nothing"
+        try:
+            sender.sync(given, step=step)
+        except SyncError as failed:
+            said = f"{type(failed).__name__}: {failed}"
+        seconds = time.monotonic() - start
+        EngineClient.deliver = deliver  # type: ignore[method-assign]
+        if fault == "version":
+            sender._session.state.version = 1
+        if fault == "dies":
+            with pytest.raises(SyncError, match="make a new one"):
+                sender.sync(rows(model, rank))
+            return said, seconds
+        report = sender.sync(rows(model, rank), step=3)
+        return said, seconds, report.version, report.full
+
+
+def dies_after_one(deliver: Any) -> Any:
+    calls: list[object] = []
+
+    def replacement(self: Any, *arguments: Any) -> Any:
+        if calls:
+            os._exit(1)
+        calls.append(arguments)
+        return deliver(self, *arguments)
+
+    return replacement
+
+
+def raises(*arguments: Any) -> Any:
+    raise MemoryError("no")
+
+
+def after(steps: int) -> Model:
+    model = model_of()
+    for step in range(1, steps + 1):
+        train(model, step)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("step", "ranks disagree about the step: 2 on rank 0, 5 on rank 1"),
+        pytest.param(
+            "version",
+            "ranks disagree about the version: 1 on rank 0, 7 on rank 1",
+            marks=pytest.mark.full,
+        ),
+        ("fails", "rank 1: ValueError: missing, but given before: layers.0.weight"),
+        pytest.param("encoding", "rank 1: MemoryError: no", marks=pytest.mark.full),
+    ],
+)
+def test_all_ranks_get_the_error_of_one(fault: str, said: str, tmp_path: Path) -> None:
+    engine = Engine.of(model_of())
+    with served(engine) as url:
+        outcomes = run_ranks(run, RANKS, tmp_path, url, fault)
+    assert all(isinstance(outcome, tuple) for outcome in outcomes), outcomes
+    errors = {outcome[0] for outcome in outcomes}
+    assert len(errors) == 1
+    assert said in errors.pop()
+    assert {outcome[2:] for outcome in outcomes} == {(2, False)}
+    assert engine.holds(after(2))
+
+
+def test_a_refusal_ends_in_one_full_sync_of_all_ranks(tmp_path: Path) -> None:
+    engine = Engine.of(model_of())
+    engine.weights["layers.3.weight"][-1] ^= 1  # what rank 2 holds
+    with served(engine) as url:
+        outcomes = run_ranks(run, RANKS, tmp_path, url, "nothing")
+    assert [outcome[2:] for outcome in outcomes] == [(4, False)] * RANKS
+    assert engine.holds(after(2))
+
+
+@pytest.mark.full
+def test_differences_that_one_tensor_does_not_take(tmp_path: Path) -> None:
+    engine = Engine.of(model_of(), cast={"layers.0.weight"})
+    with served(engine) as url:
+        outcomes = run_ranks(run, RANKS, tmp_path, url, "differences")
+    assert [outcome[2:] for outcome in outcomes] == [(3, False)] * RANKS
+    assert engine.holds(after(2))
+
+
+def test_a_rank_dies_between_parts(tmp_path: Path) -> None:
+    engine = Engine.of(model_of())
+    with served(engine) as url:
+        outcomes = run_ranks(run, RANKS, tmp_path, url, "dies")
+    assert outcomes[1] is None
+    for said, seconds in (outcomes[0], outcomes[2]):
+        assert said.startswith("RankError: a rank has died, or has not answered for 20 s")
+        assert seconds < LIMIT_S + 10
+    assert (engine.version, bool(engine.staged)) == (1, True)
+    assert engine.holds(after(1))

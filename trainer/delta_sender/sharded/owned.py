@@ -1,0 +1,128 @@
+"""The weights that one rank owns: which they are, their snapshot, and their digest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+
+from delta_sender.acked_state import AckedState
+from delta_sender.sharded.box import Box
+from delta_sender.sharded.ownership import Held, Ownership
+from delta_sender.sharded.ranks import Ranks
+from delta_sender.sharded.shards import Shard, Shards, checked
+from delta_sender.snapshot import NamedTensors, Snapshot
+from engine_ext.cores import usable_cores
+from engine_ext.dtypes import NAME_OF_TORCH
+from engine_ext.wire import Digest, tensor_digest
+
+_CHUNK = 1 << 20  # elements whose indices are made at a time
+
+
+class OwnedShards:
+    """The shards that a rank holds, and those of them that it owns.
+
+    Made on all ranks at once.
+
+    Args:
+        shards: What this rank holds.
+
+    Attributes:
+        ownership: All tensors of the checkpoint, the same on every rank.
+        boxes: What this rank owns, by name.
+
+    Raises:
+        RankError: The shards of the ranks do not make up the tensors.
+    """
+
+    def __init__(self, ranks: Ranks, shards: Shards) -> None:
+        self._held: dict[str, Held] = {}
+        failure: Exception | None = None
+        try:
+            for shard, box in checked(shards):
+                held = _held(shard, box)
+                if self._held.setdefault(held.name, held) is not held:
+                    raise ValueError(f"{held.name}: two shards on one rank")
+        except Exception as error:
+            failure = error
+        ranks.agree({}, failure)
+        told = ranks.exchange([*self._held.values()])
+        try:
+            table = [[Held(n, d, *map(tuple, where)) for n, d, *where in one] for one in told]
+            self.ownership = Ownership(table)
+        except ValueError as error:  # alike on every rank
+            failure = error
+        ranks.agree({}, failure)
+        self.boxes = self.ownership.of_rank(ranks.rank)
+
+    def of(self, shards: Shards) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, tensor) of those that this rank owns, in the checkpoint's dtype.
+
+        Raises:
+            ValueError: They are not the shards that the sender was made with.
+        """
+        missing = set(self._held)
+        for shard, box in checked(shards):
+            held = _held(shard, box)
+            if (known := self._held.get(held.name)) != held:
+                was = "not a shard of this rank" if known is None else f"{known} before"
+                raise ValueError(f"{held.name}: {held}, but {was}")
+            missing.discard(held.name)
+            if held.name in self.boxes:
+                yield held.name, shard.cast()
+        if missing:
+            raise ValueError(f"missing, but given before: {', '.join(sorted(missing)[:5])}")
+
+    def of_base(self, base: Mapping[str, torch.Tensor]) -> NamedTensors:
+        """Yield (name, tensor) of those that this rank owns, as parts of whole tensors.
+
+        Raises:
+            ValueError: A tensor is missing, or has another shape or dtype.
+        """
+        for name, box in self.boxes.items():
+            tensor, wanted = base.get(name), self.ownership[name]
+            if tensor is None:
+                raise ValueError(f"{name}: not in the base")
+            found = NAME_OF_TORCH.get(tensor.dtype), tuple(tensor.shape)
+            if found != (wanted.dtype, wanted.shape):
+                raise ValueError(
+                    f"{name}: {wanted.dtype} {wanted.shape}, but {found[0]} {found[1]} in the base"
+                )
+            yield name, tensor[box.slices]
+
+
+def _held(shard: Shard, box: Box) -> Held:
+    dtype = shard.dtype or shard.tensor.dtype
+    name = NAME_OF_TORCH.get(dtype)
+    if name is None:
+        raise ValueError(f"{shard.name}: deltas do not carry {dtype}")
+    return Held(shard.name, name, box.shape, box.offsets, box.sizes)
+
+
+class ShardedState(AckedState):
+    """What the engine holds, of which this rank's snapshot has its share."""
+
+    def __init__(self, snapshot: Snapshot, version: int, owned: OwnedShards, ranks: Ranks) -> None:
+        super().__init__(snapshot, version, owned.ownership)
+        self._owned, self._ranks = owned, ranks
+
+    def _held_digest(self) -> Digest:
+        own = Digest.ZERO
+        for name in self.plan.digested & self._owned.boxes.keys():
+            key = self.snapshot.key(name)
+            values = self.snapshot.image(key, self.missed.get(key)).values
+            own += box_digest(name, values, self._owned.boxes[name])
+        return self._ranks.sum_of(own)
+
+
+def box_digest(name: str, values: np.ndarray, box: Box) -> Digest:
+    """Return the digest of a part of a tensor, given its bits [n]."""
+    if box.is_run:
+        return tensor_digest(name, values, start=box.start, threads=usable_cores())
+    digest = Digest.ZERO
+    for first in range(0, values.size, _CHUNK):
+        chunk = values[first : first + _CHUNK]
+        where = box.to_global(np.arange(first, first + chunk.size))
+        digest += tensor_digest(name, chunk, where)
+    return digest

@@ -1,0 +1,210 @@
+"""Send from all ranks of a trainer at once: the class `ShardedSender`."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from delta_sender.http_client import EngineClient
+from delta_sender.model_tensors import Checkpoint, read_base
+from delta_sender.options import CommonOptions, check_values, takes_options, with_defaults
+from delta_sender.results import ShardedReport, SyncError
+from delta_sender.sharded.owned import OwnedShards
+from delta_sender.sharded.ranks import Ranks
+from delta_sender.sharded.session import ShardedSession, SharedEngine
+from delta_sender.sharded.shards import Shards
+from delta_sender.snapshot import Snapshot
+from delta_sender.spill import Spill
+from delta_sender.sync_round import SyncRound
+from delta_sender.warm_up import warm_up
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+@takes_options(CommonOptions)
+class ShardedSender(AbstractContextManager["ShardedSender"]):
+    """Keep an engine's weights equal to those of a trainer whose ranks hold shards of them.
+
+    Each rank keeps a snapshot of the shards that it owns, compares and encodes them, and posts its
+    own parts; nothing is gathered. An element that several ranks hold is sent by one of them. The
+    parts of all ranks are one sync, which the engine commits when rank 0 posts the last one: after
+    all others of all ranks were taken. Every rank then learns the outcome, and only then do the
+    snapshots move.
+
+    Made, synced and closed on all ranks, at the same step. Ranks exchange small messages over a
+    gloo group of their own; in a full sync, each tensor is assembled on one of its owners, one
+    tensor at a time.
+
+    If a rank fails or disagrees with the others, all ranks raise the same `RankError`, and the
+    engine is unchanged; the next sync may succeed. If one dies, the others raise as soon as they
+    notice, at the latest after `rank_timeout` seconds, and the sender cannot be used any more; make
+    a new one.
+
+    Host memory of a rank: its share of the snapshot and of the changes, see `DeltaSender`; in a
+    full sync, the parts that it is sending.
+
+    Args:
+        url: The engine's root. Ranks may give those of different HTTP processes of one engine.
+        shards: What this rank holds, see `model_shards`; or (name, local tensor, global shape,
+            slices). Without `base`, it is what the engine holds.
+        base: What the engine holds now: a checkpoint's folder, or its tensors by name, of which
+            each rank reads its part.
+        group: The ranks, as a torch.distributed group; None: all.
+        rank_timeout: Seconds after which a rank counts as dead that does not answer the others.
+            Ranks wait for each other while they post, so it must exceed a sync, and a request's
+            `timeout`.
+        **options: See `CommonOptions`.
+
+    Raises:
+        RankError: The shards do not make up the tensors, or a rank has failed; on all ranks.
+        ValueError: An option has an unknown value.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        shards: Shards,
+        base: Checkpoint | None = None,
+        *,
+        group: Any = None,
+        rank_timeout: float = 1800.0,
+        **options: Unpack[CommonOptions],
+    ) -> None:
+        self._options = with_defaults(options, CommonOptions)
+        check_values(self._options)
+        shards = list(shards)
+        self._count = 0
+        self._ranks = Ranks(group, rank_timeout)
+        try:
+            self._owned = OwnedShards(self._ranks, shards)
+            self._session = self._make_session(url, shards, base)
+        except BaseException:
+            self._ranks.leave()
+            raise
+
+    def _make_session(self, url: str, shards: Shards, base: Checkpoint | None) -> ShardedSession:
+        options, failure = self._options, None
+        client = EngineClient(url, options)
+        try:
+            tensors = read_base(base)
+            held = self._owned.of(shards) if tensors is None else self._owned.of_base(tensors)
+            # Sizes decide what is kept dense; gap streams would be those of local indices.
+            self._snapshot = Snapshot(held, "deltas", options["snapshot_on"])
+            warm_up(self._snapshot.dtypes.values(), options["encoding"])
+        except Exception as error:
+            failure = error
+        self._ranks.agree(
+            {"encoding": options["encoding"], "version": options["base_version"]}, failure
+        )
+        engine = SharedEngine(client, self._ranks)
+        return ShardedSession(engine, self._snapshot, options, self._owned, self._ranks)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def version(self) -> int:
+        """The version that the engine acknowledged last."""
+        return self._session.state.version
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of this rank's snapshot."""
+        return self._snapshot.nbytes
+
+    def close(self) -> None:
+        """Close this rank's HTTP client and its connections to the others."""
+        self._session.destination.close()
+        self._ranks.leave("the sender is closed")
+
+    def sync(self, shards: Shards, *, step: int | None = None) -> ShardedReport:
+        """Send what changed since the last sync, from all ranks.
+
+        What follows a refusal is the same as with `DeltaSender`: values in place of differences, or
+        one full sync.
+
+        Args:
+            shards: The shards that the sender was made with, with their values now. None may change
+                before the sync ends.
+            step: The trainer's step, if ranks are to check that they are at the same one.
+
+        Returns:
+            The report of the whole sync, on every rank.
+
+        Raises:
+            SyncError: The engine refused, could not be reached, or holds other bytes afterwards; on
+                every rank. See `SyncError` for its state then.
+            RankError: A rank has failed, died, or disagrees about the step, the version or the
+                shards; on every rank that is alive. The engine has not committed, unless the
+                message says that it may have.
+        """
+        return self._sync(shards, step, full=False)
+
+    def sync_full(self, shards: Shards, *, step: int | None = None) -> ShardedReport:
+        """Send every tensor whole, whatever the engine holds. Raises what `sync` raises."""
+        return self._sync(shards, step, full=True)
+
+    def _sync(self, shards: Shards, step: int | None, *, full: bool) -> ShardedReport:
+        started, state = time.perf_counter(), self._session.state
+        self._count += 1
+        facts = {
+            "step": step,
+            "version": state.version,
+            "number of syncs": self._count,
+            "kind of sync (full)": full,
+        }
+        try:
+            sync_round = self._read(shards, facts, started, full=full)
+            return self._finish(sync_round)
+        except Exception:
+            raise
+        except BaseException:  # an interruption leaves the ranks at different steps
+            self._ranks.leave("interrupted")
+            raise
+
+    def _read(
+        self, shards: Shards, facts: dict[str, Any], started: float, *, full: bool
+    ) -> SyncRound:
+        """Compare this rank's shards with its snapshot; agree that every rank has."""
+        state, failure = self._session.state, None
+        limit = self._options["changes_in_memory"]
+        spill = Spill(self._snapshot.nbytes // 4 if limit is None else limit)
+        sync_round = SyncRound(
+            max(state.highest_version, self._session.destination.highest_posted) + 1,
+            full=full,
+            destinations=1,
+            posts_in_flight=self._options["posts_in_flight"],
+            started=started,
+            new_id=self._ranks.shared_id,
+        )
+        try:
+            tensors = self._owned.of(shards)
+            sync_round.read(self._snapshot.read(tensors, digests=False, keep=spill.keep))
+        except Exception as error:
+            failure = error
+        try:
+            self._ranks.agree(facts, failure)
+        except BaseException:
+            sync_round.leave()
+            raise
+        return sync_round
+
+    def _finish(self, sync_round: SyncRound) -> ShardedReport:
+        session = self._session
+        session.state.posted = None
+        try:
+            committed = session.sync(sync_round)
+            self._snapshot.advance(sync_round.changes)
+        except SyncError:
+            session.state.note_failed(sync_round.changes)
+            raise
+        except Exception:  # not agreed on: the ranks are at different steps
+            self._ranks.leave("a rank has failed")
+            raise
+        finally:
+            sync_round.leave()
+        report = session.acknowledge(committed)
+        assert isinstance(report, ShardedReport)
+        return report

@@ -1,0 +1,177 @@
+"""All ranks send one sync together: the parts of each, then one that commits.
+
+Every rank runs the same steps, with the same view of the engine: what the leader, rank 0, is told
+is told to all. So all ranks choose the same attempts, and end with the same report or error.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from delta_sender.acked_state import PostedSync
+from delta_sender.bandwidth import LinkSpeed
+from delta_sender.destination import Destination
+from delta_sender.http_client import EngineClient
+from delta_sender.options import MultiOptions
+from delta_sender.results import RankError, ShardedReport, SyncError
+from delta_sender.session import Committed, Session
+from delta_sender.sharded.owned import OwnedShards, ShardedState
+from delta_sender.sharded.posting import Posting
+from delta_sender.sharded.ranks import Ranks
+from delta_sender.snapshot import Snapshot
+from delta_sender.sync_round import Attempt, SyncRound
+from engine_ext.wire import Digest, encode_part
+
+
+class SharedEngine(Destination):
+    """The engine, as all ranks see it: the leader asks, and all get the answer.
+
+    `deliver` takes a part of this rank's own.
+    """
+
+    def __init__(self, client: EngineClient, ranks: Ranks) -> None:
+        self.client, self._ranks = client, ranks
+        self.highest_posted = 0
+
+    @property
+    def speed(self) -> LinkSpeed:  # type: ignore[override]
+        """Speed of this rank's own link."""
+        return self.client.speed
+
+    def close(self) -> None:
+        """Close this rank's HTTP client."""
+        self.client.close()
+
+    def plan(self) -> Any:
+        """See `Destination.plan`."""
+        return self._ranks.from_leader(self.client.plan)
+
+    def status(self) -> dict[str, Any]:
+        """See `Destination.status`."""
+        return self._ranks.from_leader(self.client.status)
+
+    def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:
+        """See `Destination.deliver`."""
+        return self.client.deliver(body, version, part, last)
+
+    def commit(self, body: bytes, version: int, number: int) -> dict[str, Any]:
+        """Let the leader post the last part.
+
+        Raises:
+            SyncError: See `Destination.deliver`.
+        """
+        self.highest_posted = max(self.highest_posted, version)
+        return self._ranks.from_leader(
+            lambda: self.client.deliver(body, version, number, last=True)
+        )
+
+
+class ShardedSession(Session):
+    """The syncs of one engine, sent by all ranks.
+
+    Args:
+        engine: The engine.
+        snapshot: What this rank owns.
+        owned: Which tensors that is part of.
+    """
+
+    def __init__(
+        self,
+        engine: SharedEngine,
+        snapshot: Snapshot,
+        options: MultiOptions,
+        owned: OwnedShards,
+        ranks: Ranks,
+    ) -> None:
+        version = options["base_version"]
+        self._state = ShardedState(snapshot, version, owned, ranks)
+        super().__init__(engine, snapshot, options, version, state=self._state)
+        self._engine, self._owned, self._ranks = engine, owned, ranks
+
+    def _send(self, sync_round: SyncRound, attempt: Attempt) -> Committed:
+        """Post this rank's parts; once those of all ranks are taken, let the leader commit."""
+        state = self.state
+        if attempt.full or not state.plan_is_current:
+            plan = self._engine.plan()
+            state.read_plan(plan, keep_digest=self._options["digest"], full=attempt.full)
+        try:
+            return self._commit(sync_round, attempt)
+        except BaseException:
+            if attempt.full:  # the digest of what is held was not computed
+                state.plan_is_current = False
+            raise
+
+    def _commit(self, sync_round: SyncRound, attempt: Attempt) -> Committed:
+        state, started = self._state, time.perf_counter()
+        metadata: dict[str, Any] = {
+            "sync_id": sync_round.sync_id(attempt),
+            "current_version": attempt.version,
+            "base_version": None if attempt.full else state.version,
+            "full": attempt.full,
+        }
+        if state.digest is not None and not (attempt.full or attempt.policy.any_base):
+            metadata["digest_before"] = state.digest.hex()
+        reports = Posting(
+            self._engine.client,
+            self._options,
+            self._owned,
+            self._ranks,
+            sync_round,
+            attempt,
+            metadata,
+        ).all_parts(state)
+        digest = state.digest
+        if digest is not None:
+            digest = sum((Digest.parse(one["digest"]) for one in reports), start=digest)
+        number = sum(one["parts"] for one in reports)
+        body = _last_part(attempt, digest, number, metadata)
+        state.posted = PostedSync(attempt.version, sync_round.sync_ids(), digest, state.is_proven)
+        try:
+            answer = self._engine.commit(body, attempt.version, number)
+        except RankError as error:
+            raise RankError(f"the engine may have committed; {error}", error.ranks) from error
+        except SyncError as error:
+            if error.is_refusal:
+                state.posted = None
+            raise
+        tensors = [self._owned.ownership[name] for name in state.plan.names]
+        wire = [one["wire_bytes"] for one in reports]
+        wire[0] += len(body)
+        report = ShardedReport(
+            version=attempt.version,
+            base_version=state.version,
+            nnz=sum(one["nnz"] for one in reports),
+            numel=sum(tensor.numel for tensor in tensors),
+            full_bytes=sum(tensor.nbytes for tensor in tensors),
+            wire_bytes=sum(wire),
+            parts=number + 1,
+            encode_ms=(started - sync_round.started) * 1e3,
+            post_ms=(time.perf_counter() - started) * 1e3,
+            status=answer["status"],
+            full=attempt.full,
+            digest=None if digest is None else digest.hex(),
+            engine=answer,
+            picked=dict(sum((Counter(one["picked"]) for one in reports), start=Counter())),
+            link_bytes_per_s=self._engine.speed.measured,
+            rank_bytes=tuple(wire),
+            rank_nnz=tuple(one["nnz"] for one in reports),
+        )
+        return Committed(report, digest, attempt.next_policy)
+
+
+def _last_part(
+    attempt: Attempt, digest: Digest | None, number: int, metadata: Mapping[str, Any]
+) -> bytes:
+    """Return a part without params that says how many there are: it makes the engine commit."""
+    return encode_part(
+        [],
+        encoding=attempt.policy.empty,
+        part=number,
+        num_parts=number + 1,
+        digest_part=Digest.ZERO.hex() if "digest_before" in metadata else None,
+        digest_after=None if digest is None else digest.hex(),
+        **metadata,
+    )
