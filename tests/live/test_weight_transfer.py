@@ -104,7 +104,9 @@ def test_what_the_api_is_sent_is_exact_or_refused(scene: Scene) -> None:
     assert refusal(failed) == (409, "Conflict", "unchanged")
     assert scene.state() == base
     if scene.tp == 1:  # the workers' own methods would bypass the transaction
-        answer = engine.post("/collective_rpc", json={"method": "start_weight_update"})
+        closing = {"Connection": "close"}  # as vLLM does after any 500
+        method = {"method": "start_weight_update"}
+        answer = engine.post("/collective_rpc", json=method, headers=closing)
         assert answer.status_code == 500
         assert scene.state() == base
     client.start_weight_update()
