@@ -8,6 +8,7 @@ patterns) throughout.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,6 +138,7 @@ class StagedPart:
     Attributes:
         rebuilt: of the first part of a sync.
         unproven: the changes, by tensor, whose ``new_checksum`` this rank cannot verify alone.
+        gathering: those of them that no rank can, while they are verified; None before.
         proven: whether all new checksums of the part are verified; the same on every rank.
     """
 
@@ -144,6 +146,7 @@ class StagedPart:
     params: list[StagedParam]
     rebuilt: RebuiltModules = field(default_factory=RebuiltModules)
     unproven: dict[str, ParamDelta] = field(default_factory=dict)
+    gathering: deque[Any] | None = None
     proven: bool = False
 
     @property

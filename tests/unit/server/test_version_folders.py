@@ -18,11 +18,13 @@ import torch
 import zstandard
 
 from delta_server.log_replay import LogReplay
+from engine_ext.wire import encode_part
 from tests.support.folder_writer import INDEX, write_checkpoint, write_index, write_version
 from tests.support.in_process_engine import VERSION, Rig, assert_error
 from tests.support.receiver_harness import (
     Served,
     base_checkpoint,
+    delta_between,
     load,
     memory,
     random_tensor,
@@ -165,6 +167,18 @@ def test_a_plain_checkpoint(engine: Engine) -> None:
     folder.rename(other)
     assert_error(engine.ask(other), 400, "MalformedPart")
     engine.assert_at(engine.ask(other, weight_version=22), engine.base, 22)
+
+
+@pytest.mark.parametrize("encoding", ["deltas", "deltas_zstd"])
+def test_a_part_called_like_a_checkpoint(engine: Engine, encoding: str) -> None:
+    deltas = [delta_between(NORM, engine.base[NORM], engine.target[NORM])]
+    folder = engine.root / "step"
+    folder.mkdir()
+    body = encode_part(deltas, encoding=encoding, current_version=NEXT)
+    (folder / "model.safetensors").write_bytes(body)
+    engine.assert_at(engine.ask(folder), {**engine.base, NORM: engine.target[NORM]})
+    (folder / "model.safetensors").write_bytes(b"no part")
+    assert_error(engine.ask(folder), 400, "MalformedPart")
 
 
 def test_a_checkpoint_that_lacks_a_tensor(engine: Engine) -> None:
