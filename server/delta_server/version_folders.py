@@ -90,8 +90,8 @@ def version_folder(paths: Sequence[Path], roots: Sequence[str]) -> Path | None:
         return None
     if os.path.isdir(paths[0]):
         return paths[0]
-    if paths[0].name != SINGLE:
-        return None
+    if paths[0].name != SINGLE or signing_key() is not None:
+        return None  # nothing of a file is parsed before its signature is verified
     with open_file(paths[0], roots) as file:
         try:
             header = read_header(file, Limits())

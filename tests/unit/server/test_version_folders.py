@@ -266,6 +266,11 @@ def test_a_key_for_signatures(engine: Engine, monkeypatch: pytest.MonkeyPatch) -
     folder = write_version(engine.root, NEXT, engine.base, engine.target)
     monkeypatch.setenv("DELTA_HMAC_KEY", "secret")
     assert_error(engine.ask(folder), 401, "Unauthorized")
+    checkpoint = write_checkpoint(engine.root, NEXT + 1, engine.target, files=1)
+    assert_error(engine.ask(checkpoint), 401, "Unauthorized")
+    (checkpoint / INDEX).unlink()
+    (checkpoint / FILE).rename(checkpoint / "model.safetensors")
+    assert_error(engine.ask(checkpoint), 401, "Unauthorized")
     monkeypatch.delenv("DELTA_HMAC_KEY")
     engine.assert_untouched()
 
