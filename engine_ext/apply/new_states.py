@@ -24,7 +24,7 @@ from engine_ext.dtypes import bits_dtype
 from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.kernels import Bits
 from engine_ext.placement import Plan, as_host, checkpoint_bits
-from engine_ext.ranks import Ranks, gather, together
+from engine_ext.ranks import Bytes, Ranks, gather_bytes, together
 from engine_ext.replicas import ReplicaRanks
 from engine_ext.wire import ParamDelta, Part, state_hash
 
@@ -142,20 +142,20 @@ class GatheredState:
         Does not raise for what is wrong with the tensor, see `errors`.
         """
         start, stop = self._chunks.popleft() if self._chunks else (0, 0)
-        own = list[_Run]()
+        own, dtype = list[_Run](), bits_dtype(self._delta.dtype)
         try:
             own += _runs(self._delta, self._plan, start, stop, self._members)
         except Exception as error:
             self.errors.append(error)
-        found = gather(group, own, self._hasher)
+        found = gather_bytes(group, _packed(own), self._hasher)
         if found is not None and self._state is not None:
             try:
-                self._state.take(start, stop, (run for runs in found for run in runs))
+                self._state.take(start, stop, [_unpacked(raw, dtype) for raw in found])
                 if self.is_done:
                     self._state.check()
             except Exception as error:
                 self.errors.append(error)
-        return (stop - start) * bits_dtype(self._delta.dtype).itemsize
+        return (stop - start) * dtype.itemsize
 
 
 def _open(staged: Sequence[StagedPart]) -> list[StagedPart]:
@@ -212,6 +212,22 @@ class _NewState:
                 expected=expected,
                 actual=actual,
             )
+
+
+def _packed(runs: Sequence[_Run]) -> Bytes:
+    """Return some runs as bytes: how many, as int64, their first positions, lengths, and bits."""
+    none = np.empty(0, np.int64)
+    first = np.concatenate([none, *(run[0] for run in runs)])
+    lengths = np.concatenate([none, *(run[1] for run in runs)])
+    pieces = [np.array([first.size], np.int64), first, lengths, *(run[2] for run in runs)]
+    return np.concatenate([np.ascontiguousarray(piece).view(np.uint8) for piece in pieces])
+
+
+def _unpacked(raw: Bytes, dtype: np.dtype[Any]) -> _Run:
+    """Return what `_packed` has packed, as one."""
+    count = int(raw[:8].view(np.int64)[0])
+    numbers = raw[8 : 8 + 16 * count].view(np.int64)
+    return numbers[:count], numbers[count:], raw[8 + 16 * count :].view(dtype)
 
 
 def _chunks(numel: int) -> Iterator[tuple[int, int]]:
