@@ -61,8 +61,7 @@ class GroupRanks:
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: data.size] = torch.from_numpy(data)
         found = [torch.empty_like(padded) for _ in sizes] if self.rank == to else None
-        destination = torch.distributed.get_global_rank(self._group, to)
-        torch.distributed.gather(padded, found, dst=destination, group=self._group)
+        torch.distributed.gather(padded, found, group=self._group, group_dst=to)
         if found is None:
             return None
         return [one[:size].numpy() for one, size in zip(found, sizes, strict=True)]
