@@ -8,11 +8,14 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine_ext.errors import as_delta_error, from_wire
 
 _T = TypeVar("_T")
+Bytes = NDArray[np.uint8]
 
 
 class Ranks(Protocol):
@@ -49,6 +52,29 @@ class GroupRanks:
         values: list[Any] = [None] * size
         torch.distributed.all_gather_object(values, value, group=self._group)
         return values
+
+    def gather_bytes(self, data: Bytes, to: int) -> list[Bytes] | None:
+        """Return every rank's bytes on the rank `to`, None on the others; all must call it."""
+        sizes: list[int] = self.all_gather(data.size)
+        if len(sizes) == 1 or not max(sizes):
+            return [data for _ in sizes]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: data.size] = torch.from_numpy(data)
+        found = [torch.empty_like(padded) for _ in sizes] if self.rank == to else None
+        torch.distributed.gather(padded, found, group=self._group, group_dst=to)
+        if found is None:
+            return None
+        return [one[:size].numpy() for one, size in zip(found, sizes, strict=True)]
+
+
+def gather_bytes(ranks: Ranks, data: Bytes, to: int) -> list[Bytes] | None:
+    """Return every rank's bytes, uint8 [bytes], at least on the rank `to`; None elsewhere.
+
+    All ranks must call it.
+    """
+    if isinstance(ranks, GroupRanks):
+        return ranks.gather_bytes(data, to)
+    return ranks.all_gather(data)
 
 
 def cores_per_rank(ranks: Ranks) -> int:
