@@ -50,6 +50,21 @@ class GroupRanks:
         torch.distributed.all_gather_object(values, value, group=self._group)
         return values
 
+    def gather(self, value: Any, to: int) -> list[Any] | None:
+        """Return every rank's value on the rank `to`, None on the others; all must call it."""
+        size = torch.distributed.get_world_size(self._group)
+        if size == 1:
+            return [value]
+        values: list[Any] | None = [None] * size if self.rank == to else None
+        destination = torch.distributed.get_global_rank(self._group, to)
+        torch.distributed.gather_object(value, values, dst=destination, group=self._group)
+        return values
+
+
+def gather(ranks: Ranks, value: Any, to: int) -> list[Any] | None:
+    """Return every rank's value at least on the rank `to`, None elsewhere; all must call it."""
+    return ranks.gather(value, to) if isinstance(ranks, GroupRanks) else ranks.all_gather(value)
+
 
 def cores_per_rank(ranks: Ranks) -> int:
     """Return this rank's share of the cores that it may run on, at least 1. All ranks must call it.

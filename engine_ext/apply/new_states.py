@@ -12,7 +12,7 @@ The commit checks that the elements which it changes are still what they were wh
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -24,16 +24,15 @@ from engine_ext.dtypes import bits_dtype
 from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.kernels import Bits
 from engine_ext.placement import Plan, as_host, checkpoint_bits
-from engine_ext.ranks import Ranks, together
+from engine_ext.ranks import Ranks, gather, together
 from engine_ext.replicas import ReplicaRanks
 from engine_ext.wire import ParamDelta, Part, state_hash
 
 _CHUNK: Final = 1 << 22  # elements that are gathered and hashed at a time
 _READ: Final = 1 << 18  # elements found at a time: bounds the memory that their indices take
-_SHARE_BYTES: Final = 64 << 20  # of tensors that one call gathers, at least
+_SHARE_BYTES: Final = 16 << 20  # of tensors that one call gathers, about
 
 _Run = tuple[NDArray[np.int64], NDArray[np.int64], Bits]  # first positions, lengths, bits of all
-_Read = Callable[[int, int], Iterable[_Run]]
 
 
 def prove_here(part: Part, plan: Plan, threads: ThreadPool) -> dict[str, ParamDelta]:
@@ -45,7 +44,14 @@ def prove_here(part: Part, plan: Plan, threads: ThreadPool) -> dict[str, ParamDe
     """
     found = {delta.name: delta for delta in part.deltas if delta.new_checksum is not None}
     whole = [delta for delta in found.values() if _is_whole(delta, plan)]
-    threads.map(lambda delta: _check(delta, _hash(delta, _reader(delta, plan))), whole)
+
+    def prove(delta: ParamDelta) -> None:
+        state = _NewState(delta)
+        for start, stop in _chunks(delta.numel):
+            state.take(start, stop, _runs(delta, plan, start, stop, None))
+        state.check()
+
+    threads.map(prove, whole)
     for delta in whole:
         del found[delta.name]
     return found
@@ -67,104 +73,145 @@ class GatheredProof:
         return not _open(staged)
 
     def prove_some(self, staged: Sequence[StagedPart]) -> None:
-        """Prove the next tensors; all ranks must call it, and if one raises, all do.
+        """Gather and hash the next chunks; all ranks must call it, and if one raises, all do.
 
         Raises:
             BaseMismatch: the new bytes of a tensor would have another checksum.
             NotUpdatable: they cannot be computed.
         """
         members = self._group.all_gather(self._ranks.rank)
-        left, results = _SHARE_BYTES, list[Exception | None]()
+        left, errors = _SHARE_BYTES, list[Exception]()
         for part in _open(staged):
-            if left <= 0:
+            if part.gathering is None:
+                everyone = self._ranks.all_gather(sorted(part.unproven))
+                # What is not here, another rank has proven.
+                names = sorted(set(everyone[0]).intersection(*everyone[1:]))
+                part.gathering = deque(
+                    GatheredState(part.unproven[name], self._plan, members, number % len(members))
+                    for number, name in enumerate(names)
+                )
+            while part.gathering and left > 0:
+                state = part.gathering[0]
+                left -= state.gather_chunk(self._group)
+                if state.is_done:
+                    errors += state.errors[:1]
+                    part.gathering.popleft()
+            if part.gathering:
                 break
-            everyone = self._ranks.all_gather(sorted(part.unproven))
-            names = sorted(set(everyone[0]).intersection(*everyone[1:]))
-            while names and left > 0:
-                delta = part.unproven.pop(names.pop(0))
-                left -= delta.numel * bits_dtype(delta.dtype).itemsize
-                hasher = members[len(results) % len(members)]
-                results.append(self._gather(delta, members, hasher))
-            if not names:  # what is left here, another rank has proven
-                part.unproven.clear()
-                part.proven = True
+            part.proven = not errors
+            part.unproven.clear()
 
         def check() -> None:
-            for error in filter(None, results):
+            for error in errors:
                 raise error
 
         together(self._ranks, check)
 
-    def _gather(self, delta: ParamDelta, members: Collection[int], hasher: int) -> Exception | None:
-        """Gather one tensor on one rank and check it there; all ranks of the group must call it.
 
-        Returns what is wrong as seen on this rank, which must not raise before the others know.
+class GatheredState:
+    """One tensor that the ranks of a replica gather on one of them, to hash its new bytes there.
+
+    Args:
+        members: the ranks of the replica.
+        hasher: which of them hashes.
+
+    Attributes:
+        errors: what is wrong as seen on this rank, which must not raise before the others know.
+    """
+
+    def __init__(self, delta: ParamDelta, plan: Plan, members: Sequence[int], hasher: int) -> None:
+        self.errors = list[Exception]()
+        self._delta, self._plan = delta, plan
+        self._members, self._hasher = members, hasher
+        self._chunks = deque(_chunks(delta.numel))
+        self._state: _NewState | None = None
+        if members[hasher] == plan.rank:
+            try:
+                self._state = _NewState(delta)
+            except NotUpdatable as error:
+                self.errors.append(error)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all chunks were gathered."""
+        return not self._chunks
+
+    def gather_chunk(self, group: Ranks) -> int:
+        """Gather the next chunk and return its size in bytes; all ranks of the group must call it.
+
+        Does not raise for what is wrong with the tensor, see `errors`.
         """
-        errors = list[Exception]()
-        todo = deque(_chunks(delta.numel))
-
-        def read(start: int, stop: int) -> list[_Run]:
-            todo.popleft()
-            own: list[_Run] | None = None
+        start, stop = self._chunks.popleft() if self._chunks else (0, 0)
+        own = list[_Run]()
+        try:
+            own += _runs(self._delta, self._plan, start, stop, self._members)
+        except Exception as error:
+            self.errors.append(error)
+        found = gather(group, own, self._hasher)
+        if found is not None and self._state is not None:
             try:
-                own = list(_runs(delta, self._plan, start, stop, members))
+                self._state.take(start, stop, (run for runs in found for run in runs))
+                if self.is_done:
+                    self._state.check()
             except Exception as error:
-                errors.append(error)
-            return [run for runs in self._group.all_gather(own) for run in runs or ()]
-
-        if hasher == self._ranks.rank:
-            try:
-                _check(delta, _hash(delta, read))
-            except Exception as error:
-                errors.append(error)
-        while todo:
-            read(*todo[0])
-        return errors[0] if errors else None
+                self.errors.append(error)
+        return (stop - start) * bits_dtype(self._delta.dtype).itemsize
 
 
 def _open(staged: Sequence[StagedPart]) -> list[StagedPart]:
     return [part for part in staged if part.manifest.proves_states and not part.proven]
 
 
-def _check(delta: ParamDelta, actual: str) -> None:
-    if actual != delta.new_checksum:
-        raise BaseMismatch(
-            f"{delta.name} would have the checksum {actual} and not {delta.new_checksum}: the "
-            "engine's weights are not the ones the delta was made from, or the delta is damaged; "
-            "send a full checkpoint",
-            tensor=delta.name,
-            expected=delta.new_checksum,
-            actual=actual,
-        )
-
-
-def _hash(delta: ParamDelta, read: _Read) -> str:
-    """Return the checksum of a tensor's new bytes; `read` returns its old elements in a range.
+class _NewState:
+    """Hashes a tensor's new bytes, chunk by chunk.
 
     Raises:
-        NotUpdatable: some elements are missing, or the checksum's package.
+        NotUpdatable: the package that computes the checksum is not installed.
     """
-    assert delta.new_checksum is not None
-    assert delta.indices is not None
-    checksum_format = delta.new_checksum.partition(":")[0]
-    state = state_hash(checksum_format)
-    missing = delta.numel
-    for start, stop in _chunks(delta.numel):
+
+    def __init__(self, delta: ParamDelta) -> None:
+        assert delta.new_checksum is not None
+        self._delta, self._missing = delta, delta.numel
+        self._format = delta.new_checksum.partition(":")[0]
+        self._hash = state_hash(self._format)
+
+    def take(self, start: int, stop: int, runs: Iterable[_Run]) -> None:
+        """Apply the change to the old elements of the next chunk, and hash them."""
+        delta = self._delta
+        assert delta.indices is not None
         bits: Bits = np.zeros(stop - start, bits_dtype(delta.dtype))
-        for first, lengths, values in read(start, stop):
+        for first, lengths, values in runs:
             bits[_positions(first, lengths)] = values
-            missing -= values.size
+            self._missing -= values.size
         begin, end = map(int, np.searchsorted(delta.indices, (start, stop)))
         changed = delta.indices[begin:end] - start
         bits[changed] = delta.new_bits(bits[changed], begin, end, slice(None))
-        state.update(bits.view(np.uint8).data)
-    if missing:
-        raise NotUpdatable(
-            f"{delta.name}: {missing} of its elements were not found on the ranks of one replica, "
-            "so its checksum cannot be verified; publish a full checkpoint",
-            tensor=delta.name,
-        )
-    return f"{checksum_format}:{state.hexdigest()}"
+        self._hash.update(bits.view(np.uint8).data)
+
+    def check(self) -> None:
+        """Compare the checksum, after the last chunk.
+
+        Raises:
+            BaseMismatch: it is another one.
+            NotUpdatable: elements were missing.
+        """
+        name, expected = self._delta.name, self._delta.new_checksum
+        if self._missing:
+            raise NotUpdatable(
+                f"{name}: {self._missing} of its elements were not found on the ranks of one "
+                "replica, so its checksum cannot be verified; publish a full checkpoint",
+                tensor=name,
+            )
+        actual = f"{self._format}:{self._hash.hexdigest()}"
+        if actual != expected:
+            raise BaseMismatch(
+                f"{name} would have the checksum {actual} and not {expected}: the engine's "
+                "weights are not the ones the delta was made from, or the delta is damaged; send a "
+                "full checkpoint",
+                tensor=name,
+                expected=expected,
+                actual=actual,
+            )
 
 
 def _chunks(numel: int) -> Iterator[tuple[int, int]]:
@@ -190,10 +237,6 @@ def _is_whole(delta: ParamDelta, plan: Plan) -> bool:
             copies = target.locator.copies
             held += int(np.prod(target.segment.sizes, dtype=np.int64)) // copies
     return bool(targets) and held == delta.numel
-
-
-def _reader(delta: ParamDelta, plan: Plan) -> _Read:
-    return lambda start, stop: _runs(delta, plan, start, stop, None)
 
 
 def _runs(

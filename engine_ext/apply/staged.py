@@ -8,6 +8,7 @@ patterns) throughout.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -139,6 +140,7 @@ class StagedPart:
         skipped: the params that are left out because no rank makes anything of them: how many
             elements of each the part sends, by name.
         unproven: the changes, by tensor, whose ``new_checksum`` this rank cannot verify alone.
+        gathering: those of them that no rank can, while they are verified; None before.
         proven: whether all new checksums of the part are verified; the same on every rank.
     """
 
@@ -147,6 +149,7 @@ class StagedPart:
     rebuilt: RebuiltModules = field(default_factory=RebuiltModules)
     skipped: dict[str, int] = field(default_factory=dict)
     unproven: dict[str, ParamDelta] = field(default_factory=dict)
+    gathering: deque[Any] | None = None
     proven: bool = False
 
     @property

@@ -29,7 +29,7 @@ import stat
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 import msgspec
 
@@ -215,7 +215,7 @@ def why_not_newer(listing: Listing, version: int | None, bad: Collection[str] = 
 def _read_entry(folder: Path) -> Entry:
     version = version_of(folder.name)
     assert version is not None
-    text = _read_end_mark(folder, DONE)
+    text = _read_done(folder)
     if not text and (folder / INDEX).exists():
         return _read_foreign(folder, version)
     if text is None:
@@ -243,7 +243,7 @@ def _read_foreign(folder: Path, version: int) -> Entry:
     names = [path.name for path in folder.iterdir()]
     try:
         found = read_version_folder(
-            folder.name, names, lambda name: (folder / name).open("rb", buffering=0), Limits()
+            folder.name, names, lambda name: open_regular(folder / name), Limits()
         )
     except DeltaError as error:
         raise LogDamaged(error.message) from error
@@ -254,22 +254,28 @@ def _read_foreign(folder: Path, version: int) -> Entry:
     return Entry(folder, version, found.base_version, files, nbytes, foreign=True)
 
 
-def _read_end_mark(folder: Path, name: str) -> bytes | None:
-    """Return the content of a version's end mark, stripped; None if there is none."""
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file of a log, unbuffered; LogDamaged if it is another thing."""
+    # A FIFO that nobody writes to must not block the reader; links are not followed.
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise LogDamaged(f"its {path.name} is not a regular file")
+    return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def _read_done(folder: Path) -> bytes | None:
+    """Return the content of ``DONE``, stripped; None if there is none."""
     try:
-        # A FIFO that nobody writes to must not block the reader; links are not followed.
-        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(folder / name, flags)
-        with os.fdopen(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise LogDamaged(f"its {name} is not a regular file")
+        with open_regular(folder / DONE) as file:
             text = file.read(_MAX_DONE_BYTES + 1)
     except FileNotFoundError:
         if not folder.exists():
             raise
         return None
     except OSError as error:
-        raise LogDamaged(f"its {name} cannot be read: {error.strerror}") from error
+        raise LogDamaged(f"its {DONE} cannot be read: {error.strerror}") from error
     if len(text) > _MAX_DONE_BYTES:
-        raise LogDamaged(f"its {name} has over {_MAX_DONE_BYTES} bytes")
+        raise LogDamaged(f"its {DONE} has over {_MAX_DONE_BYTES} bytes")
     return text.strip()

@@ -11,7 +11,7 @@ from typing import BinaryIO
 import numpy as np
 import xxhash
 
-from engine_ext.delta_log.catalog import Entry, folder_name
+from engine_ext.delta_log.catalog import Entry, folder_name, open_regular
 from engine_ext.delta_log.writer import Draft
 from engine_ext.errors import ChecksumMismatch, DeltaError
 from engine_ext.version_folders import (
@@ -88,7 +88,7 @@ def verify_version(entry: Entry) -> Digests:
     file = INDEX
 
     def open_file(name: str) -> BinaryIO:
-        return (entry.folder / name).open("rb", buffering=0)
+        return open_regular(entry.folder / name)
 
     try:
         index = read_version_folder(entry.folder.name, names, open_file, limits).index

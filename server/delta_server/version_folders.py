@@ -23,7 +23,7 @@ from delta_server.disk_files import list_names, open_file, spool_files
 from delta_server.engine import Engine
 from delta_server.spool import Spool, Spooled
 from engine_ext.dtypes import bits_dtype
-from engine_ext.errors import BaseMismatch, DeltaError, NotUpdatable, Unauthorized
+from engine_ext.errors import BaseMismatch, DeltaError, MalformedPart, NotUpdatable, Unauthorized
 from engine_ext.version_folders import (
     SINGLE,
     FileTensor,
@@ -84,16 +84,19 @@ def version_folder(paths: Sequence[Path], roots: Sequence[str]) -> Path | None:
     """Return the folder of a version that the paths of a request mean; None if they are parts.
 
     Raises:
-        MalformedPart, PathForbidden: the only path cannot be read.
+        MalformedPart, PathForbidden: the only path cannot be opened.
     """
     if len(paths) != 1:
         return None
     if os.path.isdir(paths[0]):
         return paths[0]
-    if paths[0].name != SINGLE:
-        return None
+    if paths[0].name != SINGLE or signing_key() is not None:
+        return None  # nothing of a file is parsed before its signature is verified
     with open_file(paths[0], roots) as file:
-        header = read_header(file, Limits())
+        try:
+            header = read_header(file, Limits())
+        except DeltaError:  # a part in a zstd frame, or nothing at all
+            return None
     return None if _POSITIONS in header else paths[0].parent
 
 
@@ -210,4 +213,7 @@ def _encode(deltas: Sequence[ParamDelta], version: Version) -> bytes:
     if not full:
         versions["base_version"] = version.base_version
     encoding = _FULL_ENCODING if full else BIT_CHANGES
-    return encode_part(deltas, encoding=encoding, full=full, **versions)
+    try:
+        return encode_part(deltas, encoding=encoding, full=full, **versions)
+    except ValueError as error:  # a name or a dtype that no part can have
+        raise MalformedPart(f"the folder cannot be converted: {error}") from None

@@ -1,12 +1,16 @@
-"""How many cores a rank may keep busy."""
+"""How many cores a rank may keep busy, and what ranks gather."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from engine_ext.ranks import cores_per_rank
+from engine_ext.ranks import GroupRanks, SingleRank, cores_per_rank, gather
+from tests.support.gloo_ranks import run_ranks
 
 
 class Sets:
@@ -41,3 +45,25 @@ def test_the_share_of_a_rank(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores[0])
     assert cores_per_rank(Sets(*cores)) == share
+
+
+def test_one_rank_gathers_alone() -> None:
+    assert gather(SingleRank(), "own", 0) == ["own"]
+
+
+def gathered(rank: int) -> dict[str, Any]:
+    """What this rank gets, in a group of all three and in one of the last two."""
+    pair = dist.new_group([1, 2], backend="gloo")
+    everyone = [gather(GroupRanks(dist.group.WORLD), rank, to) for to in range(3)]
+    if rank == 0:
+        return {"all": everyone}
+    return {"all": everyone, "pair": [gather(GroupRanks(pair), rank, to) for to in range(2)]}
+
+
+def test_only_the_rank_that_is_named_gathers(tmp_path: Path) -> None:
+    whole = [0, 1, 2]
+    assert run_ranks(gathered, 3, tmp_path) == [
+        {"all": [whole, None, None]},
+        {"all": [None, whole, None], "pair": [[1, 2], None]},
+        {"all": [None, None, whole], "pair": [None, [1, 2]]},
+    ]

@@ -18,11 +18,13 @@ import torch
 import zstandard
 
 from delta_server.log_replay import LogReplay
+from engine_ext.wire import encode_part
 from tests.support.folder_writer import INDEX, write_checkpoint, write_index, write_version
 from tests.support.in_process_engine import VERSION, Rig, assert_error
 from tests.support.receiver_harness import (
     Served,
     base_checkpoint,
+    delta_between,
     load,
     memory,
     random_tensor,
@@ -167,6 +169,18 @@ def test_a_plain_checkpoint(engine: Engine) -> None:
     engine.assert_at(engine.ask(other, weight_version=22), engine.base, 22)
 
 
+@pytest.mark.parametrize("encoding", ["deltas", "deltas_zstd"])
+def test_a_part_called_like_a_checkpoint(engine: Engine, encoding: str) -> None:
+    deltas = [delta_between(NORM, engine.base[NORM], engine.target[NORM])]
+    folder = engine.root / "step"
+    folder.mkdir()
+    body = encode_part(deltas, encoding=encoding, current_version=NEXT)
+    (folder / "model.safetensors").write_bytes(body)
+    engine.assert_at(engine.ask(folder), {**engine.base, NORM: engine.target[NORM]})
+    (folder / "model.safetensors").write_bytes(b"no part")
+    assert_error(engine.ask(folder), 400, "MalformedPart")
+
+
 def test_a_checkpoint_that_lacks_a_tensor(engine: Engine) -> None:
     tensors = {name: t for name, t in engine.target.items() if name != NORM}
     response = engine.ask(write_checkpoint(engine.root, NEXT, tensors))
@@ -252,6 +266,11 @@ def test_a_key_for_signatures(engine: Engine, monkeypatch: pytest.MonkeyPatch) -
     folder = write_version(engine.root, NEXT, engine.base, engine.target)
     monkeypatch.setenv("DELTA_HMAC_KEY", "secret")
     assert_error(engine.ask(folder), 401, "Unauthorized")
+    checkpoint = write_checkpoint(engine.root, NEXT + 1, engine.target, files=1)
+    assert_error(engine.ask(checkpoint), 401, "Unauthorized")
+    (checkpoint / INDEX).unlink()
+    (checkpoint / FILE).rename(checkpoint / "model.safetensors")
+    assert_error(engine.ask(checkpoint), 401, "Unauthorized")
     monkeypatch.delenv("DELTA_HMAC_KEY")
     engine.assert_untouched()
 
