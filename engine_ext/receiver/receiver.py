@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 # They write weights or what the scrubber compares them with, or may let the engine do so.
 _WRITES = (ops.PrepareSync, ops.CommitSync, ops.RollBack)
+_MOST_PULLED = 16  # names that are remembered
 _DROPPED = "the sync of this part was dropped while the part was being staged"
 
 
@@ -71,6 +72,7 @@ class Receiver:
         # Undo the last version with its continuations; empty if it cannot be undone.
         self._undo: list[UndoLog] = []
         self._last_sync: ops.CommittedSync | None = None
+        self._pulled: dict[str, ops.Pulled] = {}
         self._scrubber = Scrubber(weakref.WeakMethod(self._scrubbed), ranks.rank)
         self._scrub_interval = scrub_interval
 
@@ -358,6 +360,18 @@ class Receiver:
             )
         except Exception as error:
             self._fail(error)
+
+    def record_pull(self, request: ops.RecordPull) -> ops.Reply:
+        """Remember what was pulled under the name of a checkpoint; the oldest name gives way."""
+        self._pulled.pop(request.checkpoint, None)
+        self._pulled[request.checkpoint] = request.pulled
+        if len(self._pulled) > _MOST_PULLED:
+            del self._pulled[next(iter(self._pulled))]
+        return ops.Reply()
+
+    def find_pull(self, request: ops.FindPull) -> ops.Pulled:
+        """Find what was pulled under the name of a checkpoint."""
+        return self._pulled.get(request.checkpoint, ops.Pulled())
 
     def plan(self, request: ops.GetPlan) -> ops.RankPlan:
         """List every checkpoint tensor with its placement on this rank."""

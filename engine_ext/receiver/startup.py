@@ -297,12 +297,10 @@ def _initial_sync_applier(loaded: LoadedModel) -> InitialSyncApplier:
 
 
 def _dropped_aliases(loaded: LoadedModel, traced: Traced) -> dict[str, TensorSpec]:
-    """Return the other names of tied tensors that the loader drops, also before processing."""
-    found = (traced.model, traced.load_weights, traced.placement, traced.index)
-    before = None if loaded.loading is None else loaded.loading.dropped
-    if before is None:
-        return dropped_aliases(*found)
-    return {n: s for n, s in dropped_aliases(*found).items() if n in before} if before else {}
+    """Return the other names of tied tensors that the loader drops before processing."""
+    if loaded.loading is not None:
+        return loaded.loading.dropped
+    return dropped_aliases(traced.model, traced.load_weights, traced.placement, traced.index)
 
 
 def _delta_applier(loaded: LoadedModel, settings: Settings, traced: Traced) -> DeltaApplier:

@@ -162,24 +162,21 @@ def drops(
 ) -> bool:
     """Return whether the loader takes one more tensor and makes nothing of it.
 
-    It does if it neither copies nor reads it, alone and after all those in `placement` (traced with
-    the same model), and then treats these as without it.
+    It does if it neither copies nor reads it, before and after all those in `placement` (traced
+    with the same model), and then treats these as without it.
 
     Raises:
         TracingError: see `rehearse`.
     """
-    for others in ({}, placement):
-        other: list[str] = []
-        trial = {name: Placed(placed.spec) for name, placed in others.items()}
-        own = trial[spec.name] = Placed(spec)
+    others = [placed.spec for placed in placement.values()]
+    for specs in ([spec, *others], [*others, spec]):
+        trial = {one.name: Placed(one) for one in specs}
+        own = trial[spec.name]
         with _dry_run(model, bits=False) as guard:
-            specs = [placed.spec for placed in trial.values()]
-            failure, writes = _run(guard, load_weights, specs, index, trial, other)
-        judged = own.status is not Status.UNJUDGED or own.segments or own.used
-        written = not others and (other or any(writes))
-        if failure is not None or judged or written:
+            failure, _ = _run(guard, load_weights, specs, index, trial)
+        if failure is not None or own.status is not Status.UNJUDGED or own.segments or own.used:
             return False
-        if any(trial[name].segments != placed.segments for name, placed in others.items()):
+        if any(trial[name].segments != placed.segments for name, placed in placement.items()):
             return False
     return True
 

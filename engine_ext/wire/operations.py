@@ -193,6 +193,14 @@ class SyncPrepared(Reply, frozen=True, kw_only=True):
     rebuilt: int  # modules rebuilt so far on this rank
 
 
+class Pulled(Reply, frozen=True, kw_only=True):
+    """Versions that were pulled under the name of a checkpoint; none if `source` is empty."""
+
+    source: str = ""  # the folder that they are published in
+    target: int = 0  # the last of them
+    sync_id: str | None = None  # of what was staged
+
+
 class RankPlan(Reply, frozen=True, kw_only=True):
     """One row per checkpoint tensor, or None if the engine has loaded no checkpoint yet."""
 
@@ -331,6 +339,19 @@ class CommitSync(Operation[CommittedSync], frozen=True, kw_only=True, tag="commi
 
 class RollBack(Operation[RolledBack], frozen=True, tag="rollback"):
     """Restore the version before the last one."""
+
+
+class RecordPull(Operation[Reply], frozen=True, kw_only=True, tag="record_pull"):
+    """Remember what was pulled under the name of a checkpoint."""
+
+    checkpoint: str
+    pulled: Pulled
+
+
+class FindPull(Operation[Pulled], frozen=True, kw_only=True, tag="find_pull"):
+    """Find what was pulled under the name of a checkpoint."""
+
+    checkpoint: str
 
 
 class GetPlan(Operation[RankPlan], frozen=True, tag="plan"):

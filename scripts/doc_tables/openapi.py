@@ -14,7 +14,13 @@ from typing import Any, Final
 import msgspec
 
 import engine_ext
-from delta_server.request_options import PAUSE_MODES, DiskRequest, VersionRequest
+from delta_server.request_options import (
+    PAUSE_MODES,
+    DiskRequest,
+    PullRequest,
+    RpcRequest,
+    VersionRequest,
+)
 from engine_ext.errors import BY_NAME, DeltaError
 from scripts.doc_tables.reference import routes, summary
 
@@ -63,12 +69,16 @@ _BODIES: Final[dict[str, type[msgspec.Struct]]] = {
     "/update_weights_delta": DiskRequest,
     "/update_weights_from_disk": DiskRequest,
     "/update_weight_version": VersionRequest,
+    "/pull_weights": PullRequest,
+    "/collective_rpc": RpcRequest,
 }
 _UPDATE: Final = ("weight_version", "base_version", "pause_mode", "flush_cache", "adapter")
 _QUERIES: Final[dict[str, tuple[str, ...]]] = {
     "/update_weights_delta": _UPDATE,
     "/update_weights_from_disk": _UPDATE,
     "/update_weight_version": (),
+    "/pull_weights": (),
+    "/collective_rpc": (),
     "/delta_status": ("plan", "history", "adapter"),
     "/delta_digest": ("scan", "adapter"),
     "/delta_rollback": ("pause_mode", "flush_cache", "adapter"),

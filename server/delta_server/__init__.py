@@ -9,7 +9,15 @@ adapter, or `delta_sender`.
 
 from delta_server.commit import EngineCommitter, serialize_with_commits
 from delta_server.engine import Engine
+from delta_server.pulls import is_pulled
 from delta_server.routes import attach
 from delta_server.service import DeltaService
 
-__all__ = ["DeltaService", "Engine", "EngineCommitter", "attach", "serialize_with_commits"]
+__all__ = [
+    "DeltaService",
+    "Engine",
+    "EngineCommitter",
+    "attach",
+    "is_pulled",
+    "serialize_with_commits",
+]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from delta_server.disk_files import list_names
-from delta_server.version_folders import read_version_folder
+from delta_server.version_folders import read_version
 from engine_ext.errors import DeltaError
 from engine_ext.version_folders import INDEX
 from engine_ext.wire.operations import Delivery
@@ -34,6 +34,11 @@ def beside(folder: Path, version: int) -> Path:
     return folder.with_name(f"weight_v{version:0{digits}d}")
 
 
+def folder_of(source: Path, version: int) -> Path:
+    """Return the folder of a version, below the one that a trainer publishes in."""
+    return source / f"weight_v{version:06d}"
+
+
 def holds_nothing(folder: Path, roots: Sequence[str]) -> bool:
     """Return whether a version's folder shows that the version is its predecessor's.
 
@@ -43,7 +48,7 @@ def holds_nothing(folder: Path, roots: Sequence[str]) -> bool:
         names = set(list_names(folder, roots))
         if INDEX not in names:
             return names <= {_DONE}
-        version = read_version_folder(folder, roots)
+        version = read_version(folder, roots)
     except DeltaError:
         return False
     one_step = version.version is not None and version.base_version == version.version - 1

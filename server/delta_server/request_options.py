@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from engine_ext.errors import MalformedPart
-from engine_ext.wire import Manifest, PartId, optional_version
+from engine_ext.wire import MAX_VERSION, Manifest, PartId, optional_version
 
 _T = TypeVar("_T")
 PAUSE_MODES = ("keep", "wait", "abort")
@@ -109,6 +109,41 @@ class VersionRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     new_version: str | int
     abort_all_requests: bool = False
+
+
+class PullRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The JSON body of ``POST /pull_weights``; unknown keys are ignored."""
+
+    local_checkpoint_dir: str
+    source_dir: str
+    target_version: int
+
+
+class RpcRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The JSON body of ``POST /collective_rpc``, of which only a disk request is taken."""
+
+    kwargs: DiskRequest
+
+
+def parse_pull_request(body: bytes) -> PullRequest:
+    """Return the request in a JSON body.
+
+    Raises:
+        MalformedPart: the body is not JSON, or a value is invalid.
+    """
+    request = _parse_json(body, PullRequest)
+    if not 0 <= request.target_version <= MAX_VERSION:
+        raise MalformedPart(f"target_version is {request.target_version}")
+    return request
+
+
+def parse_rpc_request(body: bytes) -> DiskRequest:
+    """Return the disk request in a JSON body of ``POST /collective_rpc``.
+
+    Raises:
+        MalformedPart: the body is not JSON, or a value has the wrong type.
+    """
+    return _parse_json(body, RpcRequest).kwargs
 
 
 def parse_version_request(body: bytes) -> VersionRequest:

@@ -11,17 +11,22 @@ from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from delta_server.auth import check_access
+from delta_server.commit import call
 from delta_server.disk_files import resolve_files
 from delta_server.empty_syncs import advance
+from delta_server.pulls import commit_pulled, is_pulled, pull
 from delta_server.request_options import (
     DiskRequest,
     Options,
     parse_adapter,
     parse_disk_request,
+    parse_pull_request,
     parse_query,
+    parse_rpc_request,
     parse_version_request,
 )
 from delta_server.request_record import RequestRecord
+from delta_server.rpc_route import MAX_JSON_BYTES, ApplyFromDisk
 from delta_server.service import DeltaService
 from delta_server.upload_limits import receive_body
 from engine_ext.errors import (
@@ -34,8 +39,8 @@ from engine_ext.errors import (
     as_delta_error,
 )
 from engine_ext.wire import SIGNATURE_HEADER, Verifier, signing_key
+from engine_ext.wire.operations import GetState
 
-_MAX_JSON_BYTES = 1 << 20
 # Prefixes of the paths where engines generate; they answer 503 while the weights are uncertain.
 GENERATION = (
     "/v1", "/v2", "/inference", "/cohere", "/generate", "/generative_scoring", "/invocations",
@@ -55,11 +60,16 @@ def attach(app: FastAPI, generation: Sequence[str] = ()) -> None:
     """
     app.add_api_route("/update_weights_delta", update_weights_delta, methods=["POST"])
     app.add_api_route("/update_weights_from_disk", update_weights_from_disk, methods=["POST"])
+    app.add_api_route("/pull_weights", pull_weights, methods=["POST"])
     app.add_api_route("/update_weight_version", update_weight_version, methods=["POST"])
     app.add_api_route("/delta_status", delta_status, methods=["GET"])
     app.add_api_route("/delta_digest", delta_digest, methods=["GET"])
     app.add_api_route("/delta_rollback", delta_rollback, methods=["POST"])
     app.add_api_route("/delta_catch_up", delta_catch_up, methods=["POST"])
+    # vLLM's route of this name, if it has one, keeps the other methods.
+    theirs = [r for r in app.router.routes if getattr(r, "path", None) == "/collective_rpc"]
+    app.add_api_route("/collective_rpc", collective_rpc, methods=["POST"])
+    app.router.routes[-1].app = ApplyFromDisk(app.router.routes[-1].app, theirs)  # type: ignore[attr-defined]
     stack = app.middleware_stack
     if stack is None:
         app.add_middleware(UncertainGuard, state=app.state, generation=generation)
@@ -140,6 +150,36 @@ async def update_weight_version(request: Request) -> JSONResponse:
     return JSONResponse({**response, "success": True, "message": message, "new_version": text})
 
 
+async def pull_weights(request: Request) -> JSONResponse:
+    """Stage the versions that a trainer has published, up to a target."""
+    try:
+        service = _service(request)
+        if service.adapter is not None:
+            raise MalformedPart("versions are pulled for the model's weights, not for adapters")
+        record = RequestRecord()
+        async with service.reporter.follow(record):
+            with service.upload_slots.one():
+                wanted = parse_pull_request(await _json_body(request, service))
+                message = await asyncio.shield(pull(service, wanted, record))
+    except Exception as error:
+        failure = as_delta_error(error)
+        return error_response(failure, success=False, message=failure.message)
+    return JSONResponse({"success": True, "message": message})
+
+
+@_answering
+async def collective_rpc(request: Request) -> dict[str, Any]:
+    """Apply files from a shared folder: the method `apply_delta_from_disk`, as vime calls it."""
+    service = _service(request)
+    record = RequestRecord(adapter=service.adapter)
+    async with service.reporter.follow(record):
+        with service.upload_slots.one():
+            disk_request = parse_rpc_request(await _json_body(request, service))
+            answer = await _apply_files(service, disk_request, request, record)
+            ranks = len(await call(service.engine, GetState()))
+            return {"results": [answer] * ranks}
+
+
 @_answering
 async def delta_status(request: Request) -> dict[str, Any]:
     """Return versions, staged parts, certification and the last sync.
@@ -212,6 +252,11 @@ async def _update_from_disk(request: Request) -> dict[str, Any]:
     async with service.reporter.follow(record):
         with service.upload_slots.one():
             disk_request = parse_disk_request(await _json_body(request, service))
+            formatless = disk_request.load_format is None
+            if formatless and await is_pulled(service, disk_request.model_path):
+                options = disk_request.options(request.query_params)
+                work = commit_pulled(service, disk_request, options, record)
+                return await asyncio.shield(work)
             if disk_request.load_format != "delta":
                 raise MalformedPart(
                     f"load_format {disk_request.load_format!r} is not supported; use 'delta'"
@@ -246,8 +291,8 @@ async def _json_body(request: Request, service: DeltaService) -> bytes:
     body = bytearray()
     async for chunk in receive_body(request.stream(), service.minimum_rate):
         body += chunk
-        if len(body) > _MAX_JSON_BYTES:
-            raise TooLarge(f"the JSON body is over {_MAX_JSON_BYTES} bytes", limit=_MAX_JSON_BYTES)
+        if len(body) > MAX_JSON_BYTES:
+            raise TooLarge(f"the JSON body is over {MAX_JSON_BYTES} bytes", limit=MAX_JSON_BYTES)
     return bytes(body)
 
 

@@ -20,7 +20,8 @@ import msgspec
 
 from delta_server import metrics
 from delta_server.adapter_engine import AdapterEngine
-from delta_server.commit import EngineCommitter, call, sum_by_name, total_digest
+from delta_server.commit import EngineCommitter, call, total_digest
+from delta_server.digests import describe_digests
 from delta_server.engine import Engine
 from delta_server.log_replay import LogReplay
 from delta_server.published import completeness
@@ -35,12 +36,11 @@ from delta_server.upload_limits import MinimumRate, UploadSlots
 from delta_server.version_folders import spool_request
 from engine_ext.errors import CommitFailed, Conflict, DeltaError, EngineUncertain, MalformedPart
 from engine_ext.settings import Settings
-from engine_ext.wire import DIGEST_ALGORITHM, Digest, Limits, PartId
+from engine_ext.wire import DIGEST_ALGORITHM, Limits, PartId
 from engine_ext.wire.operations import (
     CommitSync,
     CommittedSync,
     FindUnseen,
-    GetDigest,
     GetPlan,
     GetStatus,
     RollBack,
@@ -144,28 +144,8 @@ class DeltaService:
         return plans if len(plans) == len(replies) else None
 
     async def digest(self, scan: bool) -> dict[str, Any]:
-        """Return the digests of the model and of every covered tensor, summed over the ranks.
-
-        They are what the syncs add up to; with `scan` they are computed from live memory, and
-        ``corrupted`` names the tensors whose live bytes are not what the syncs have written.
-        """
-        replies = await call(self._engine, GetDigest(scan=scan))
-        tensors = sum_by_name(reply.tensors for reply in replies)
-        tracked = sum_by_name(reply.tracked for reply in replies)
-        total = sum(tensors.values(), start=Digest.ZERO)
-        found: dict[str, Any] = {
-            "version": replies[0].version,
-            "digest": total.hex(),
-            "digest_algorithm": DIGEST_ALGORITHM,
-            "scanned": scan,
-            "tensors": {name: digest.hex() for name, digest in sorted(tensors.items())},
-        }
-        if scan:
-            corrupted = {n for n in tracked if tracked[n] != tensors.get(n)}
-            found["corrupted"] = sorted(corrupted.union(*(reply.corrupted for reply in replies)))
-            if found["corrupted"]:
-                metrics.MISMATCHES.inc()
-        return found
+        """Return the digests; see `delta_server.digests.describe_digests`."""
+        return await describe_digests(self._engine, scan)
 
     async def roll_back(self, options: Options) -> dict[str, Any]:
         """Restore the version before the last one, weights and weight version.
@@ -220,6 +200,8 @@ class DeltaService:
         options: Options,
         record: RequestRecord,
         roots: Sequence[str] | None = None,
+        *,
+        commit: bool = True,
     ) -> dict[str, Any]:
         """Stage the parts in some files, and commit if they complete their sync.
 
@@ -230,6 +212,7 @@ class DeltaService:
         Args:
             paths: real paths, below `roots`, of files or of one folder of a version.
             roots: folders below which files may be read; ``--delta-root`` if None.
+            commit: False leaves a complete sync staged; see `commit_staged`.
 
         Raises:
             DeltaError: each class fixes the state that the engine is in then.
@@ -242,7 +225,9 @@ class DeltaService:
                 spooled = await spool_request(self.spool, paths, allowed, at_once, self._engine)
                 record.set_parts([], spooled)
                 record.timings["receive_ms"] = (time.perf_counter() - start) * 1e3
-                return await self._apply_spooled(spooled, paths, allowed, options, record)
+                return await self._apply_spooled(
+                    spooled, paths, allowed, options, record, commit=commit
+                )
         finally:
             for part_file in record.spooled:
                 part_file.remove()
@@ -273,6 +258,8 @@ class DeltaService:
         roots: Sequence[str],
         options: Options,
         record: RequestRecord,
+        *,
+        commit: bool,
     ) -> dict[str, Any]:
         parts = [part_id(s.header.manifest, s.identity, options) for s in spooled]
         record.set_parts(parts, spooled)
@@ -286,7 +273,28 @@ class DeltaService:
                 parts, spooled = await as_transaction(self._engine, parts, spooled)
                 record.parts = parts
             pairs = list(zip(parts, spooled, strict=True))
-            return await self._apply(pairs, options, record, whole=whole)
+            return await self._apply(pairs, options, record, whole=whole, commit=commit)
+
+    async def commit_staged(
+        self, version: int, sync_id: str | None, options: Options, record: RequestRecord
+    ) -> dict[str, Any] | None:
+        """Commit a sync that is staged completely; None if it is not staged.
+
+        Raises:
+            DeltaError: see `apply_files`.
+        """
+        [status, *_] = await self.committer.status(self._engine)
+        staged = status.staged
+        if staged is None or (staged.version, staged.sync_id) != (version, sync_id):
+            return None
+        if len(staged.parts) != staged.num_parts:
+            return None
+        record.phase = "commit"
+        part = PartId(
+            version=version, base_version=staged.base_version, identity="", sync_id=sync_id
+        )
+        committed = await self._commit(part, options, record)
+        return record.answer("committed", msgspec.structs.asdict(committed))
 
     @contextlib.asynccontextmanager
     async def _part_lock(self, spooled: Sequence[Spooled]) -> AsyncIterator[None]:
@@ -304,12 +312,12 @@ class DeltaService:
         record: RequestRecord,
         *,
         whole: bool = False,
+        commit: bool = True,
     ) -> dict[str, Any]:
         """Stage some parts, `whole` if they are all of their sync; commit if they complete it."""
         last = pairs[-1][0]
         try:
-            complete = await self._staging.stage(pairs, record, whole=whole)
-            if complete and record.commits:
+            if await self._staging.stage(pairs, record, whole=whole) and commit and record.commits:
                 record.phase = "commit"
                 committed = await self._commit(last, options, record)
                 return record.answer("committed", msgspec.structs.asdict(committed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def located(parts: Sequence[PartId], paths: Sequence[Path]) -> list[PartId]:
     Args:
         paths: of the parts, or one folder that all are from.
     """
-    if len(paths) != len(parts) or paths[0].is_dir():
+    if len(paths) != len(parts) or os.path.isdir(paths[0]):
         return list(parts)
     return [
         msgspec.structs.replace(part, folder=str(path.parent), file=path.name)
@@ -79,7 +80,7 @@ async def after_gap(
         path: of the first part, or the folder that all are from.
     """
     first = parts[0]
-    folder = path if path.is_dir() else path.parent
+    folder = path if os.path.isdir(path) else path.parent
     if first.full or first.base_version is None or version_of(folder) != first.version:
         return list(parts)
     [state, *_] = await call(engine, GetState())

@@ -109,7 +109,7 @@ def test_401(server: Server, method: str, path: str, authorization: str | None) 
     if method == "GET":
         answer = server.engine.get(path, headers=headers)
     else:
-        disk = {"model_path": "/", "load_format": "delta"}
+        disk = {"model_path": "/", "load_format": "delta", "method": "apply_delta_from_disk"}
         answer = server.engine.post(path, headers=headers, json=disk)
     assert answer.status_code == 401
     assert answer.json()["error"]["type"] == "Unauthorized"

@@ -220,6 +220,25 @@ def test_a_version_half_delivered_is_no_base(run: Run) -> None:
     run.committed(run.engine.post("/update_weights_delta", json={**body, "files": [second]}))
 
 
+def test_pull_then_commit(run: Run, tmp_path: Path) -> None:
+    """As slime asks for it: no checkpoint is ever at the path that it loads."""
+    local, target = str(tmp_path / "none"), run.trainer.version + 2
+    wanted = {"local_checkpoint_dir": local, "source_dir": str(run.root)}
+    seed = {**wanted, "target_version": run.trainer.version}
+    assert run.engine.post("/pull_weights", json=seed).json()["success"] is True
+    for encoding in ("indices", "deltas_zstd"):
+        changed = split(run.trainer.step(), 2)
+        run.files([run.part(some, encoding, checksum="slime") for some in changed])
+    before = run.engine.checksums()
+    answer = run.engine.post("/pull_weights", json={**wanted, "target_version": target})
+    assert (answer.status_code, answer.json()["success"]) == (200, True)
+    assert run.engine.checksums() == before
+    body = {"model_path": local, "weight_version": str(target)}
+    run.committed(run.engine.post("/update_weights_from_disk", json=body))
+    assert run.engine.post("/update_weights_from_disk", json=body).json()["success"] is True
+    assert run.engine.delta_status()["foreign"] is None
+
+
 def test_the_head_of_a_tied_embedding_is_skipped(run: Run) -> None:
     """Of other values than the embedding's: no engine loads them."""
     changed = dict(run.trainer.step())

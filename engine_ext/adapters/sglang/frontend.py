@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from engine_ext.adapters.sglang.engine import SglangEngine
@@ -28,7 +29,7 @@ async def serve(app: Any, manager: Any, chosen: Settings) -> None:
     """
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    from delta_server import DeltaService, attach, serialize_with_commits
+    from delta_server import DeltaService, attach, is_pulled, serialize_with_commits
     from engine_ext.adapters.sglang.http_workers import SglangHttpWorker, has_several_workers
 
     engine_type = SglangHttpWorker if has_several_workers(manager) else SglangEngine
@@ -43,15 +44,17 @@ async def serve(app: Any, manager: Any, chosen: Settings) -> None:
     for route in ours:
         # Like SGLang's own updates, these need the admin's key if one is set.
         auth_level(AuthLevel.ADMIN_OPTIONAL)(route.endpoint)
-    _choose_by_format(ours, theirs)
+    _choose_by_format(ours, theirs, lambda path: is_pulled(service, path))
     app.router.routes[:] = [*ours, *theirs]
 
 
-def _choose_by_format(ours: list[Any], theirs: list[Any]) -> None:
+def _choose_by_format(
+    ours: list[Any], theirs: list[Any], pulled: Callable[[Any], Awaitable[bool]]
+) -> None:
     """Route disk updates of other formats to SGLang's own endpoint of that path."""
     [delta] = [route for route in ours if route.path == _DISK_PATH]
     [other] = [route for route in theirs if getattr(route, "path", None) == _DISK_PATH]
-    delta.app = DiskUpdates(delta.app, other.app)
+    delta.app = DiskUpdates(delta.app, other.app, pulled)
 
 
 class DiskUpdates:
@@ -59,12 +62,14 @@ class DiskUpdates:
 
     The other app must never see a ``delta``, because our token does not guard it. So the body is
     read with the same parser, and one that is too large or too slow to be read here goes to the
-    first app, which refuses it.
+    first app, which refuses it. So does one of no format, of a checkpoint that versions were pulled
+    for: it commits them.
     """
 
-    def __init__(self, delta: Any, other: Any) -> None:
+    def __init__(self, delta: Any, other: Any, pulled: Callable[[Any], Awaitable[bool]]) -> None:
         self._delta = delta
         self._other = other
+        self._pulled = pulled
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         messages = []
@@ -84,13 +89,15 @@ class DiskUpdates:
         async def replay() -> Any:
             return messages.pop(0) if messages else await receive()
 
-        app = self._delta if more or _format(body) == LOAD_FORMAT else self._other
+        app = self._delta if more or await self._is_ours(body) else self._other
         await app(scope, replay, send)
 
-
-def _format(body: bytearray) -> Any:
-    # As Starlette parses it, so that both always find the same format.
-    with contextlib.suppress(ValueError, RecursionError):
-        request = json.loads(body)
-        return request.get("load_format") if isinstance(request, dict) else None
-    return None
+    async def _is_ours(self, body: bytearray) -> bool:
+        # As Starlette parses it, so that both always find the same format.
+        with contextlib.suppress(ValueError, RecursionError):
+            request = json.loads(body)
+            if isinstance(request, dict):
+                form = request.get("load_format")
+                commits = form is None and await self._pulled(request.get("model_path"))
+                return commits or bool(form == LOAD_FORMAT)
+        return False

@@ -101,6 +101,8 @@ def test_a_manifest_of_another_kind_is_no_call(manifest: Any) -> None:
         (b'{"load_format": "delta", "model_path": "m"}', "delta"),
         (b'{"load_format": "auto", "model_path": "m"}', "other"),
         (b'{"model_path": "m"}', "other"),
+        (b'{"model_path": "pulled"}', "delta"),
+        (b'{"model_path": "pulled", "load_format": "auto"}', "other"),
         (b'{"load_format": "delt', "other"),
         # What SGLang's own parser takes, too.
         (b'{"load_format": "delta", "token_step": NaN}', "delta"),
@@ -137,8 +139,12 @@ def test_disk_updates_go_by_their_format(body: bytes, taken_by: str, cut: int) -
     async def receive() -> Any:
         return chunks.pop(0)
 
-    asyncio.run(DiskUpdates(app("delta"), app("other"))({}, receive, None))
+    asyncio.run(DiskUpdates(app("delta"), app("other"), is_pulled)({}, receive, None))
     assert seen == {taken_by: body}
+
+
+async def is_pulled(path: Any) -> bool:
+    return bool(path == "pulled")
 
 
 @pytest.mark.parametrize("why", ["large", "slow"])
@@ -164,5 +170,5 @@ def test_a_disk_update_that_is_not_read_whole_is_not_sglangs(
     async def other(scope: Any, receive: Any, send: Any) -> None:
         raise AssertionError("SGLang's own route got it")
 
-    asyncio.run(DiskUpdates(delta, other)({}, receive, None))
+    asyncio.run(DiskUpdates(delta, other, is_pulled)({}, receive, None))
     assert seen == [chunk] * (2 if why == "large" else 1)

@@ -29,6 +29,8 @@ from tests.support.in_process_engine import (
 )
 
 DISK = json.dumps({"model_path": "/", "load_format": "delta"}).encode()
+PULL = b'{"local_checkpoint_dir": "/c", "source_dir": "/", "target_version": 7}'
+RPC = json.dumps({"method": "apply_delta_from_disk", "kwargs": {"model_path": "/"}}).encode()
 REMOTE = ("192.0.2.7", 4711)
 
 # Every route that the package adds: method, path, body, its type, and the answer to who may.
@@ -37,6 +39,8 @@ ROUTES: dict[str, tuple[str, str, bytes, str, int]] = {
     "files": ("POST", DELTA, DISK, "application/json", 403),  # there is no --delta-root
     "disk": ("POST", FROM_DISK, DISK, "application/json", 403),
     "version": ("POST", "/update_weight_version", b'{"new_version": "7"}', "application/json", 200),
+    "pull": ("POST", "/pull_weights", PULL, "application/json", 403),
+    "rpc": ("POST", "/collective_rpc", RPC, "application/json", 403),
     "status": ("GET", STATUS, b"", "", 200),
     "plan": ("GET", f"{STATUS}?plan=true", b"", "", 200),
     "digest": ("GET", "/delta_digest", b"", "", 200),

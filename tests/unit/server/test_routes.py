@@ -760,6 +760,7 @@ def test_status(rig: Rig) -> None:
         "nnz": 3,
         "tensors": 2,
         "elements": 32,
+        "skipped": {},
         "rollback": True,
         "digest": rig.engine.shards[0].digest.hex(),
     }

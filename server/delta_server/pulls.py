@@ -1,0 +1,141 @@
+"""Pull, then commit: versions fetched from where a trainer publishes them.
+
+slime and miles let an engine pull every version up to a target into a checkpoint on its own disk,
+and then load that checkpoint. Here no checkpoint is written: the pull stages the next version on
+all ranks, and loading the checkpoint commits it. The ranks remember which checkpoints are such
+names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from delta_server.commit import call
+from delta_server.disk_files import list_names, resolve_files
+from delta_server.empty_syncs import advance
+from delta_server.published import folder_of, holds_nothing
+from delta_server.request_options import DiskRequest, Options, PullRequest
+from delta_server.request_record import RequestRecord
+from engine_ext.errors import BaseMismatch, PathForbidden, VersionConflict
+from engine_ext.wire.operations import FindPull, GetState, Pulled, RankState, RecordPull
+
+if TYPE_CHECKING:
+    from delta_server.service import DeltaService
+
+
+async def pull(service: DeltaService, wanted: PullRequest, record: RequestRecord) -> str:
+    """Stage the next version that holds something, of those up to the target; return what was done.
+
+    The folders of all of them must be there. The engine goes on serving the version that it is at.
+
+    Raises:
+        DeltaError: a version is missing, or refused, or the engine is already past the target. The
+            engine is unchanged.
+    """
+    roots, source = service.settings.roots, os.path.realpath(wanted.source_dir)
+    if not roots:
+        raise PathForbidden("pulls are refused: the engine has no --delta-root")
+    state = await _state(service)
+    if state.version > wanted.target_version:
+        raise VersionConflict(
+            f"the engine is at version {state.version}, later than {wanted.target_version}",
+            expected=wanted.target_version,
+            actual=state.version,
+        )
+    following = await asyncio.to_thread(
+        _following, source, state.version, wanted.target_version, roots
+    )
+    sync_id = None
+    if following:
+        paths = await asyncio.to_thread(_files, following[0], roots)
+        options = Options(weight_version=_version(following[0]))
+        await service.apply_files(paths, options, record, commit=False)
+        sync_id = record.parts[0].sync_id
+    request = RecordPull(
+        checkpoint=wanted.local_checkpoint_dir,
+        pulled=Pulled(source=source, target=wanted.target_version, sync_id=sync_id),
+    )
+    await call(service.engine, request)
+    found = f"{len(following)} versions to apply" if following else "nothing to apply"
+    return f"version {wanted.target_version} is pulled: {found}"
+
+
+async def is_pulled(service: DeltaService, checkpoint: object) -> bool:
+    """Return whether a path is the name under which versions were pulled."""
+    return isinstance(checkpoint, str) and await _find(service, checkpoint) is not None
+
+
+async def commit_pulled(
+    service: DeltaService, disk_request: DiskRequest, options: Options, record: RequestRecord
+) -> dict[str, Any]:
+    """Commit what was pulled under the name `disk_request.model_path`; return the last answer.
+
+    What is staged is committed as it is. Later versions are applied in turn, each in a transaction
+    of its own: if one is refused, the engine is at the version before it.
+
+    Raises:
+        VersionConflict: another version was pulled.
+        DeltaError: see `DeltaService.apply_files`.
+    """
+    pulled = await _find(service, disk_request.model_path)
+    assert pulled is not None
+    target = pulled.target if options.weight_version is None else options.weight_version
+    if target != pulled.target:
+        raise VersionConflict(
+            f"version {pulled.target} was pulled, not {target}",
+            expected=target,
+            actual=pulled.target,
+        )
+    options = msgspec.structs.replace(options, base_version=None)
+    state, roots = await _state(service), service.settings.roots
+    following = await asyncio.to_thread(_following, pulled.source, state.version, target, roots)
+    for folder in following:
+        version = _version(folder)
+        answer = await service.commit_staged(version, pulled.sync_id, options, record)
+        if answer is None:  # not staged, or dropped since
+            paths = await asyncio.to_thread(_files, folder, roots)
+            own = msgspec.structs.replace(options, weight_version=version)
+            answer = await service.apply_files(paths, own, record)
+        if version == target:
+            return answer
+    return await advance(service, str(target), options, record)
+
+
+async def _state(service: DeltaService) -> RankState:
+    """Return the state of the ranks, if deltas can be applied to it."""
+    replies = await service.committer.status(service.engine)
+    if (by := next((one.foreign for one in replies if one.foreign), None)) is not None:
+        raise BaseMismatch(f"{by} changed the weights outside of delta sync; send a full sync")
+    [state, *_] = await call(service.engine, GetState())
+    return state
+
+
+async def _find(service: DeltaService, checkpoint: str) -> Pulled | None:
+    [found, *_] = await call(service.engine, FindPull(checkpoint=checkpoint))
+    return found if found.source else None
+
+
+def _following(source: str, current: int, target: int, roots: Sequence[str]) -> list[Path]:
+    """Return the folders of the versions after `current`, of those that hold something.
+
+    Raises:
+        PathForbidden, MalformedPart: one cannot be listed.
+    """
+    folders = [folder_of(Path(source), version) for version in range(current + 1, target + 1)]
+    for folder in folders:
+        list_names(folder, roots)
+    return [folder for folder in folders if not holds_nothing(folder, roots)]
+
+
+def _files(folder: Path, roots: Sequence[str]) -> list[Path]:
+    return resolve_files(DiskRequest(model_path=str(folder)), roots)
+
+
+def _version(folder: Path) -> int:
+    return int(folder.name.removeprefix("weight_v"))

@@ -1,0 +1,147 @@
+"""Pull, then commit, as slime's and miles' trainers ask for it; and vime's call of a method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+
+from delta_server.routes import attach
+from tests.support.in_process_engine import (
+    FROM_DISK,
+    OTHER_STEP,
+    STEP,
+    Rig,
+    after,
+    assert_error,
+    bare,
+    delta_part,
+    fresh_weights,
+    same,
+)
+
+CHECKPOINT = "/local/checkpoint"  # never there
+BASE = fresh_weights()
+NEXT = after(BASE, STEP)
+LATER = after(BASE, STEP, OTHER_STEP)
+
+
+@pytest.fixture
+def rig(make_rig: Callable[..., Rig], root: Path) -> Rig:
+    return make_rig(roots=(str(root),))
+
+
+def publish(root: Path, version: int, *bodies: bytes) -> None:
+    folder = root / f"weight_v{version:06d}"
+    folder.mkdir()
+    for number, body in enumerate(bodies):
+        (folder / f"rank0_flush{number:03d}.safetensors").write_bytes(bare(body))
+
+
+def pull(rig: Rig, root: Path, target: int) -> Any:
+    body = {
+        "local_checkpoint_dir": CHECKPOINT,
+        "source_dir": str(root),
+        "target_version": target,
+    }
+    return rig.post("/pull_weights", json=body)
+
+
+def load(rig: Rig, version: int) -> Any:
+    body = {"model_path": CHECKPOINT, "weight_version": str(version)}
+    return rig.post(FROM_DISK, json=body)
+
+
+def test_a_version_is_staged_then_committed(rig: Rig, root: Path) -> None:
+    assert pull(rig, root, 7).json()["success"] is True  # the seed
+    publish(root, 8, delta_part())
+    answer = pull(rig, root, 8)
+    assert (answer.status_code, answer.json()["success"]) == (200, True)
+    assert rig.status()["staged"]["version"] == 8
+    assert same(rig.engine.weights, BASE)
+    committed = load(rig, 8)
+    rig.assert_committed(committed, NEXT, 8)
+    assert committed.json()["success"] is True
+    again = load(rig, 8).json()
+    assert (again["status"], again["version"]) == ("already_applied", 8)
+
+
+def test_a_range_with_steps_without_changes(rig: Rig, root: Path) -> None:
+    for version, bodies in ((8, []), (9, [delta_part()]), (10, []), (11, [delta_part(OTHER_STEP)])):
+        publish(root, version, *bodies)
+    publish(root, 12)
+    assert pull(rig, root, 12).status_code == 200
+    assert rig.status()["staged"]["version"] == 9
+    rig.assert_committed(load(rig, 12), LATER, 12)
+
+
+def test_nothing_but_steps_without_changes(rig: Rig, root: Path) -> None:
+    publish(root, 8)
+    assert pull(rig, root, 8).status_code == 200
+    rig.assert_committed(load(rig, 8), BASE, 8)
+
+
+def test_what_was_staged_may_be_gone(rig: Rig, root: Path) -> None:
+    publish(root, 8, delta_part())
+    pull(rig, root, 8)
+    for receiver in rig.engine.receivers:
+        receiver._drop_staged()
+    rig.assert_committed(load(rig, 8), NEXT, 8)
+
+
+def test_pulls_that_are_refused(rig: Rig, root: Path, tmp_path: Path) -> None:
+    publish(root, 9, delta_part())
+    assert pull(rig, root, 9).json()["error"]["type"] == "MalformedPart"  # 8 is missing
+    assert pull(rig, root, -1).status_code == 400
+    assert_error(pull(rig, root, 6), 409, "VersionConflict", expected=6, actual=7)
+    assert_error(pull(rig, tmp_path / "elsewhere", 8), 403, "PathForbidden")
+    publish(root, 8, delta_part()[:-1])
+    refused = pull(rig, root, 8)
+    assert (refused.status_code, refused.json()["success"]) == (400, False)
+    assert load(rig, 8).status_code == 400  # nothing was pulled under this name
+    rig.assert_untouched()
+
+
+def test_another_version_than_was_pulled(rig: Rig, root: Path) -> None:
+    publish(root, 8, delta_part())
+    pull(rig, root, 8)
+    assert_error(load(rig, 9), 409, "VersionConflict", expected=9, actual=8)
+    rig.assert_committed(load(rig, 8), NEXT, 8)
+
+
+def test_without_a_root(make_rig: Callable[..., Rig], root: Path) -> None:
+    assert_error(pull(make_rig(), root, 7), 403, "PathForbidden")
+
+
+# collective_rpc ----------------------------------------------------------------------------
+
+
+def test_the_method_of_vime(rig: Rig, root: Path) -> None:
+    publish(root, 8, delta_part())
+    files = ["rank0_flush000.safetensors"]
+    kwargs = {"model_path": str(root / "weight_v000008"), "files": files, "weight_version": "8"}
+    body = {"method": "apply_delta_from_disk", "kwargs": kwargs}
+    answer = rig.post("/collective_rpc", json=body)
+    assert answer.status_code == 200
+    assert [one["status"] for one in answer.json()["results"]] == ["committed"] * 2
+    assert same(rig.engine.weights, NEXT)
+
+
+def test_other_methods_are_the_engines(rig: Rig) -> None:
+    assert rig.post("/collective_rpc", json={"method": "other"}).status_code == 404
+    app = FastAPI()
+
+    async def theirs(request: Request) -> JSONResponse:
+        return JSONResponse(await request.json())
+
+    app.add_api_route("/collective_rpc", theirs, methods=["POST"])
+    attach(app)
+    # As vLLM does: a plugin's route takes the place of its own.
+    app.router.routes[:] = [r for r in app.router.routes if getattr(r, "endpoint", 0) is not theirs]
+    app.state.delta_service = rig.service
+    body = {"method": "other", "kwargs": {"a": 1}}
+    assert rig.run(rig.request("POST", "/collective_rpc", app=app, json=body)).json() == body
