@@ -102,7 +102,11 @@ def after(steps: int) -> Model:
             "ranks disagree about the version: 1 on rank 0, 7 on rank 1",
             marks=pytest.mark.full,
         ),
-        ("fails", "rank 1: ValueError: missing, but given before: layers.0.weight"),
+        pytest.param(
+            "fails",
+            "rank 1: ValueError: missing, but given before: layers.0.weight",
+            marks=pytest.mark.full,
+        ),
         pytest.param("encoding", "rank 1: MemoryError: no", marks=pytest.mark.full),
     ],
 )
