@@ -122,6 +122,7 @@ def test_all_ranks_get_the_error_of_one(fault: str, said: str, tmp_path: Path) -
     assert engine.holds(after(2))
 
 
+@pytest.mark.full
 def test_a_refusal_ends_in_one_full_sync_of_all_ranks(tmp_path: Path) -> None:
     engine = Engine.of(model_of())
     engine.weights["layers.3.weight"][-1] ^= 1  # what rank 2 holds
