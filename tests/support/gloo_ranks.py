@@ -16,7 +16,13 @@ import torch.multiprocessing as multiprocessing
 Outcomes = list[Any]
 
 # Forked from a process that has them: importing takes each rank longer than its test.
-_IMPORTED_ONCE: Final = ["torch.distributed.fsdp", "peft", "tests.support.trainer_models"]
+_IMPORTED_ONCE: Final = [
+    "torch.distributed.fsdp",
+    "peft",
+    "numba",
+    "tests.support.trainer_models",
+    "tests.support.sharded_trainers",
+]
 
 
 def run_ranks(

@@ -6,14 +6,15 @@ import inspect
 
 import pytest
 
-from delta_sender import DeltaSender, MultiSender, cli
-from delta_sender.options import MultiOptions, Options, declared, with_defaults
+from delta_sender import DeltaSender, MultiSender, ShardedSender, cli
+from delta_sender.options import CommonOptions, MultiOptions, Options, declared, with_defaults
 
 WITHOUT_FLAG = {"hmac_key", "timeout", "client", "snapshot_on", "changes_in_memory"}
 
 
 @pytest.mark.parametrize(
-    ("sender", "options"), [(DeltaSender, Options), (MultiSender, MultiOptions)]
+    ("sender", "options"),
+    [(DeltaSender, Options), (MultiSender, MultiOptions), (ShardedSender, CommonOptions)],
 )
 def test_signatures_and_docstrings_have_every_option(sender: type, options: type) -> None:
     parameters = inspect.signature(sender).parameters

@@ -114,7 +114,13 @@ class Posting:
         whole: list[dict[str, Bits]] = [{} for _ in plan.buckets]
         failure: Exception | None = None
         for name in plan.names:
-            values = self._assembled(plan, name)
+            try:
+                values = self._assembled(plan, name)
+            except RankError:
+                raise
+            except Exception as error:  # other ranks may be sending their parts of it
+                self._ranks.leave(f"{name} could not be assembled")
+                raise RankError(f"{name}: not assembled: {error}", [self._ranks.rank]) from error
             if values is None or failure is not None:
                 continue
             number = place[name]

@@ -54,7 +54,6 @@ class Ranks:
                 timedelta(seconds=timeout),
                 "gloo",
                 use_local_synchronization=True,
-                sort_ranks=False,
             )
             self.rank = dist.get_rank(self._group)
 

@@ -38,7 +38,7 @@ def run(rank: int, url: str, fault: str) -> Any:
         url, rows(model, rank), rank_timeout=LIMIT_S, bucket_bytes=40, encoding=encoding
     ) as sender:
         train(model, 1)
-        sender.sync(rows(model, rank), step=1)
+        first = sender.sync(rows(model, rank), step=1)
         train(model, 2)
         start, step, given = time.monotonic(), 2, rows(model, rank)
         deliver = EngineClient.deliver
@@ -67,7 +67,7 @@ def run(rank: int, url: str, fault: str) -> Any:
                 sender.sync(rows(model, rank))
             return said, seconds
         report = sender.sync(rows(model, rank), step=3)
-        return said, seconds, report.version, report.full
+        return said, seconds, first.full, report.version, report.full
 
 
 def dies_after_one(deliver: Any) -> Any:
@@ -102,7 +102,11 @@ def after(steps: int) -> Model:
             "ranks disagree about the version: 1 on rank 0, 7 on rank 1",
             marks=pytest.mark.full,
         ),
-        ("fails", "rank 1: ValueError: missing, but given before: layers.0.weight"),
+        pytest.param(
+            "fails",
+            "rank 1: ValueError: missing, but given before: layers.0.weight",
+            marks=pytest.mark.full,
+        ),
         pytest.param("encoding", "rank 1: MemoryError: no", marks=pytest.mark.full),
     ],
 )
@@ -114,16 +118,17 @@ def test_all_ranks_get_the_error_of_one(fault: str, said: str, tmp_path: Path) -
     errors = {outcome[0] for outcome in outcomes}
     assert len(errors) == 1
     assert said in errors.pop()
-    assert {outcome[2:] for outcome in outcomes} == {(2, False)}
+    assert {outcome[2:] for outcome in outcomes} == {(False, 2, False)}
     assert engine.holds(after(2))
 
 
+@pytest.mark.full
 def test_a_refusal_ends_in_one_full_sync_of_all_ranks(tmp_path: Path) -> None:
     engine = Engine.of(model_of())
     engine.weights["layers.3.weight"][-1] ^= 1  # what rank 2 holds
     with served(engine) as url:
         outcomes = run_ranks(run, RANKS, tmp_path, url, "nothing")
-    assert [outcome[2:] for outcome in outcomes] == [(4, False)] * RANKS
+    assert [outcome[2:] for outcome in outcomes] == [(True, 3, False)] * RANKS
     assert engine.holds(after(2))
 
 
@@ -132,7 +137,7 @@ def test_differences_that_one_tensor_does_not_take(tmp_path: Path) -> None:
     engine = Engine.of(model_of(), cast={"layers.0.weight"})
     with served(engine) as url:
         outcomes = run_ranks(run, RANKS, tmp_path, url, "differences")
-    assert [outcome[2:] for outcome in outcomes] == [(3, False)] * RANKS
+    assert [outcome[2:] for outcome in outcomes] == [(False, 3, False)] * RANKS
     assert engine.holds(after(2))
 
 

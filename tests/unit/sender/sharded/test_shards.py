@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import re
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from delta_sender import model_shards
 from delta_sender.model_tensors.model_state import unwrapped
@@ -105,6 +107,12 @@ def test_partial_sums_are_refused(alone: None) -> None:
     layer.weight = nn.Parameter(partial)
     with pytest.raises(ValueError, match=r"weight: .*partial sums; use sync_model"):
         model_shards(layer)
+
+
+def test_torch_still_tells_where_shards_lie() -> None:
+    """If this fails, see what torch.distributed.checkpoint calls instead: not a public function."""
+    names = list(inspect.signature(compute_local_shape_and_global_offset).parameters)
+    assert names[:3] == ["global_shape", "mesh", "placements"]
 
 
 def test_the_example_runs(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,19 +37,20 @@ def follow(rank: int, kind: str, how: str, url: str, encoding: str) -> Any:
             reports.append(sync(model_shards(model), step=step))
         assert sender.version == STEPS
         held = sender.snapshot_bytes
+        assert held <= sum(shard.tensor.nbytes for shard in model_shards(model))
     return [(r.version, r.full, r.nnz, r.rank_nnz, r.rank_bytes, r.digest) for r in reports], held
 
 
 WORLDS = [
     ("dense", "fsdp", 3, "gap8_exp"),
-    ("qwen3_moe", "hsdp", 4, "gap8_ulp"),
-    ("dense", "fsdp+tp", 4, "auto"),
+    ("qwen3_moe", "fsdp+tp", 4, "gap8_ulp"),
 ]
 MORE = [
+    ("qwen3_moe", "hsdp", 4, "gap8_ulp"),
+    ("dense", "fsdp+tp", 4, "auto"),
     ("qwen3_moe", "fsdp", 2, "deltas_zstd"),
     ("qwen3_moe", "fsdp", 3, "deltas"),
     ("mixtral", "fsdp", 3, "indices"),
-    ("qwen3_moe", "fsdp+tp", 4, "gap8_ulp"),
     ("dense", "tp", 2, "gap8_exp"),
     ("tied", "hsdp", 4, "deltas_zstd"),
     ("deepseek_v3", "fsdp", 2, "gap8_ulp"),
@@ -76,9 +77,6 @@ def test_an_engine_follows_all_ranks(
         (3, True),
     ]
     assert engine.holds(wanted(kind, STEPS))
-    # Nothing is kept twice, and every rank keeps its share.
-    nbytes = sum(tensor.nbytes for tensor in base.values())
-    assert sum(held) == nbytes
-    assert max(held) < 1.3 * nbytes / ranks
+    assert sum(held) == sum(tensor.nbytes for tensor in base.values())  # nothing is kept twice
     _, _, nnz, rank_nnz, rank_bytes, _ = reports[0][0]
     assert (sum(rank_nnz), min(rank_nnz) > 0, min(rank_bytes) > 0) == (nnz, True, True)
