@@ -154,6 +154,20 @@ def test_an_unknown_outcome_is_found_out(fault: Any, monkeypatch: pytest.MonkeyP
     assert engine.holds(model)
 
 
+@pytest.mark.parametrize("digest", [True, False])
+def test_another_trainers_sync_is_not_taken_for_an_empty_one(digest: bool) -> None:
+    base = model_of()
+    other = model_of()
+    engine = Engine.of(base)
+    with sender_of(engine, other, digest=digest) as sender:
+        train(other)
+        sender.sync(whole(other))
+    with sender_of(engine, base, digest=digest) as sender:
+        report = sender.sync(whole(base))
+    assert (report.version, report.full) == (2, True)
+    assert engine.holds(base)
+
+
 def test_other_shards_are_refused() -> None:
     model = model_of()
     engine = Engine.of(model)
