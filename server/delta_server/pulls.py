@@ -23,6 +23,7 @@ from delta_server.published import folder_of, holds_nothing
 from delta_server.request_options import DiskRequest, Options, PullRequest
 from delta_server.request_record import RequestRecord
 from engine_ext.errors import BaseMismatch, PathForbidden, VersionConflict
+from engine_ext.wire import PartId
 from engine_ext.wire.operations import FindPull, GetState, Pulled, RankState, RecordPull
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ async def pull(service: DeltaService, wanted: PullRequest, record: RequestRecord
     if following:
         paths = await asyncio.to_thread(_files, following[0], roots)
         options = Options(weight_version=_version(following[0]))
-        await service.apply_files(paths, options, record, commit=False)
+        record.commits = False
+        await service.apply_files(paths, options, record)
         sync_id = record.parts[0].sync_id
     request = RecordPull(
         checkpoint=wanted.local_checkpoint_dir,
@@ -97,14 +99,27 @@ async def commit_pulled(
     following = await asyncio.to_thread(_following, pulled.source, state.version, target, roots)
     for folder in following:
         version = _version(folder)
-        answer = await service.commit_staged(version, pulled.sync_id, options, record)
-        if answer is None:  # not staged, or dropped since
+        staged = await _staged(service, version, pulled.sync_id)
+        if staged is not None:
+            answer = await service.commit_staged(staged, options, record)
+        else:  # not staged, or dropped since
             paths = await asyncio.to_thread(_files, folder, roots)
             own = msgspec.structs.replace(options, weight_version=version)
             answer = await service.apply_files(paths, own, record)
         if version == target:
             return answer
     return await advance(service, str(target), options, record)
+
+
+async def _staged(service: DeltaService, version: int, sync_id: str | None) -> PartId | None:
+    """Return what names a sync that is staged completely; None if it is not."""
+    [status, *_] = await service.committer.status(service.engine)
+    staged = status.staged
+    if staged is None or (staged.version, staged.sync_id) != (version, sync_id):
+        return None
+    if len(staged.parts) != staged.num_parts:
+        return None
+    return PartId(version=version, base_version=staged.base_version, identity="", sync_id=sync_id)
 
 
 async def _state(service: DeltaService) -> RankState:

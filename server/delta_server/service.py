@@ -200,8 +200,6 @@ class DeltaService:
         options: Options,
         record: RequestRecord,
         roots: Sequence[str] | None = None,
-        *,
-        commit: bool = True,
     ) -> dict[str, Any]:
         """Stage the parts in some files, and commit if they complete their sync.
 
@@ -212,7 +210,6 @@ class DeltaService:
         Args:
             paths: real paths, below `roots`, of files or of one folder of a version.
             roots: folders below which files may be read; ``--delta-root`` if None.
-            commit: False leaves a complete sync staged; see `commit_staged`.
 
         Raises:
             DeltaError: each class fixes the state that the engine is in then.
@@ -225,9 +222,7 @@ class DeltaService:
                 spooled = await spool_request(self.spool, paths, allowed, at_once, self._engine)
                 record.set_parts([], spooled)
                 record.timings["receive_ms"] = (time.perf_counter() - start) * 1e3
-                return await self._apply_spooled(
-                    spooled, paths, allowed, options, record, commit=commit
-                )
+                return await self._apply_spooled(spooled, paths, allowed, options, record)
         finally:
             for part_file in record.spooled:
                 part_file.remove()
@@ -258,8 +253,6 @@ class DeltaService:
         roots: Sequence[str],
         options: Options,
         record: RequestRecord,
-        *,
-        commit: bool,
     ) -> dict[str, Any]:
         parts = [part_id(s.header.manifest, s.identity, options) for s in spooled]
         record.set_parts(parts, spooled)
@@ -273,28 +266,7 @@ class DeltaService:
                 parts, spooled = await as_transaction(self._engine, parts, spooled)
                 record.parts = parts
             pairs = list(zip(parts, spooled, strict=True))
-            return await self._apply(pairs, options, record, whole=whole, commit=commit)
-
-    async def commit_staged(
-        self, version: int, sync_id: str | None, options: Options, record: RequestRecord
-    ) -> dict[str, Any] | None:
-        """Commit a sync that is staged completely; None if it is not staged.
-
-        Raises:
-            DeltaError: see `apply_files`.
-        """
-        [status, *_] = await self.committer.status(self._engine)
-        staged = status.staged
-        if staged is None or (staged.version, staged.sync_id) != (version, sync_id):
-            return None
-        if len(staged.parts) != staged.num_parts:
-            return None
-        record.phase = "commit"
-        part = PartId(
-            version=version, base_version=staged.base_version, identity="", sync_id=sync_id
-        )
-        committed = await self._commit(part, options, record)
-        return record.answer("committed", msgspec.structs.asdict(committed))
+            return await self._apply(pairs, options, record, whole=whole)
 
     @contextlib.asynccontextmanager
     async def _part_lock(self, spooled: Sequence[Spooled]) -> AsyncIterator[None]:
@@ -312,12 +284,11 @@ class DeltaService:
         record: RequestRecord,
         *,
         whole: bool = False,
-        commit: bool = True,
     ) -> dict[str, Any]:
         """Stage some parts, `whole` if they are all of their sync; commit if they complete it."""
         last = pairs[-1][0]
         try:
-            if await self._staging.stage(pairs, record, whole=whole) and commit and record.commits:
+            if await self._staging.stage(pairs, record, whole=whole) and record.commits:
                 record.phase = "commit"
                 committed = await self._commit(last, options, record)
                 return record.answer("committed", msgspec.structs.asdict(committed))
