@@ -18,7 +18,7 @@ from tests.live.quantised_cases import CASES
 from tests.support import quantised_checkpoints
 
 FULL = pytest.mark.full
-QUICK = ("online-fp8-2-ranks", "packed")
+QUICK = ("online-fp8-2-ranks",)
 
 
 @pytest.mark.parametrize(
