@@ -28,10 +28,13 @@ class NoEngine:
 
     async def call(self, request: ops.Operation[ops.ReplyT]) -> list[ops.ReplyT | DeltaError]:
         answers: dict[type, Any] = {
+            ops.GetState: ops.RankState(version=0, engine_state="certain", resume_owed=False),
             ops.BeginPart: ops.PartBegun(admission="new"),
             ops.PollPart: ops.PartProgress(done=True),
             ops.SettlePart: ops.PartSettled(complete=False, prepared=False),
         }
+        if isinstance(request, ops.FindUnseen):
+            answers[ops.FindUnseen] = ops.Unseen(unseen=request.identities)
         if isinstance(request, ops.RecordSync):
             answers[ops.RecordSync] = request.record
         answer = answers.get(type(request), DeltaError(f"no engine carries out {request.name}"))

@@ -63,7 +63,8 @@ def test_another_part_after_preparing_is_prepared_again(
     assert {answer["ok"]["admission"] for answer in begun} == {"new"}
     errors_of(engine.poll(taken[0]), none=True)
     settled = errors_free(engine.settle(taken[0], staged=True))
-    assert settled == [{"complete": True, "prepared": False}] * ranks
+    base = {"complete": True, "folder": None, "files": []}
+    assert settled == [{"complete": True, "prepared": False, "base": base}] * ranks
     assert "not prepared" in refusal(engine.commit(taken[0]))
     while not all(answer["ok"]["done"] for answer in engine.prepare(taken[0])):
         pass

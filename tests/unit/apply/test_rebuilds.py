@@ -231,9 +231,9 @@ def test_a_sync_that_is_dropped_before_it_is_prepared(tmp_path: Path, ranks: int
     engine = serving.engine
     engine.begin(part, engine.spool(body))
     errors_of(engine.poll(part), none=True)
-    assert [a["ok"] for a in engine.settle(part, staged=True)] == [
-        {"complete": True, "prepared": False}
-    ] * ranks
+    base = {"complete": True, "folder": None, "files": []}
+    settled = [a["ok"] for a in engine.settle(part, staged=True)]
+    assert settled == [{"complete": True, "prepared": False, "base": base}] * ranks
     assert {e["type"] for e in errors_of(engine.commit(part))} == {"Conflict"}
     engine.call("drop")
     assert {e["type"] for e in errors_of(engine.prepare(part))} == {"Conflict"}

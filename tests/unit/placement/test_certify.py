@@ -19,7 +19,7 @@ from tests.support.receiver_harness import (
     random_tensor,
     serve,
 )
-from tests.support.toy_models import PlainCopy, RowByRow, ToyModel, Widened, every_model
+from tests.support.toy_models import PlainCopy, RowByRow, Skipped, ToyModel, Widened, every_model
 
 
 def placed(live: torch.Tensor, source: torch.Tensor, *, rows: int | None = None) -> Placed:
@@ -42,13 +42,18 @@ def judged(tensor: Placed, *checkpoint: tuple[str, torch.Tensor]) -> Placed:
 
 @pytest.mark.parametrize("model", every_model(), ids=lambda m: m.__name__)
 def test_status_of_every_habit(model: type[ToyModel]) -> None:
-    """`exact` only for what some sync can update; nothing stays unjudged; nothing is written."""
+    """`exact` only for what some sync can update; nothing stays unjudged; nothing is written.
+
+    What a loader skips is `ignored`.
+    """
     base = base_checkpoint(model)
     served = serve(model, base)
     assert memory(served.model) == memory(load(model, base))
     for name, tensor in served.placement.items():
         assert tensor.status is not Status.UNJUDGED
-        assert (tensor.status is Status.EXACT) == (name not in model.refused)
+        assert (tensor.status is Status.IGNORED) == ((model, name) == (Skipped, "rotary"))
+        found = tensor.status in (Status.EXACT, Status.IGNORED)
+        assert found == (name not in model.refused)
         assert bool(tensor.reason) == (tensor.status is Status.UNCERTIFIED)
 
 

@@ -63,9 +63,9 @@ def ranks(tmp_path: Path) -> Ranks:
 def test_a_sync_is_staged_and_committed_on_every_rank(ranks: Ranks) -> None:
     data = body(sync_id="a")
     one = part_id(data)
-    assert [a["ok"] for a in ranks.engine.stage(one, data)] == [
-        {"complete": True, "prepared": True}
-    ] * 3
+    base = {"complete": True, "folder": None, "files": []}
+    staged = [a["ok"] for a in ranks.engine.stage(one, data)]
+    assert staged == [{"complete": True, "prepared": True, "base": base}] * 3
     assert ranks.written == [0, 0, 0]
     answers = [a["ok"] for a in ranks.engine.commit(one)]
     assert ranks.written == [1, 1, 1]
@@ -341,7 +341,7 @@ def test_a_spool_file_that_changed_is_refused(
     errors_of(ranks.engine.begin(one, path), none=True)
     for error in errors_of(ranks.engine.poll(one)):
         assert error["engine_state"] == "unchanged"
-    forgotten = {"complete": False, "prepared": False}
+    forgotten = {"complete": False, "prepared": False, "base": None}
     assert [a["ok"] for a in ranks.engine.settle(one, staged=False)] == [forgotten] * 3
     assert [e["type"] for e in errors_of(ranks.engine.commit(one))] == ["Conflict"] * 3
     assert ranks.written == [0, 0, 0]

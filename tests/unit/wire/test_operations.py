@@ -58,6 +58,11 @@ EXAMPLES: list[tuple[ops.Operation[Any], ops.Reply]] = [
     (ops.CommitSync(version=2, sync_id=None), COMMITTED),
     (ops.TakeScrubFindings(), ops.ScrubFindings(mismatched=["w"])),
     (ops.RollBack(), ops.RolledBack(version=1, rolled_back=2, commit_ms=0.5, digest="00")),
+    (
+        ops.RecordPull(checkpoint="/c", pulled=ops.Pulled(source="/s", target=3, sync_id="s")),
+        ops.Reply(),
+    ),
+    (ops.FindPull(checkpoint="/c"), ops.Pulled()),
     (ops.GetPlan(), ops.RankPlan(tensors=[{"name": "w", "live": ["w"]}])),
     (
         ops.GetDigest(scan=True),
