@@ -14,6 +14,7 @@ from delta_server.disk_files import list_names
 from delta_server.version_folders import read_version
 from engine_ext.errors import DeltaError
 from engine_ext.version_folders import INDEX
+from engine_ext.wire import signing_key
 from engine_ext.wire.operations import Delivery
 
 _FOLDER: Final = re.compile(r"weight_v([0-9]{1,19})")
@@ -42,12 +43,15 @@ def folder_of(source: Path, version: int) -> Path:
 def holds_nothing(folder: Path, roots: Sequence[str]) -> bool:
     """Return whether a version's folder shows that the version is its predecessor's.
 
-    It does if it has an index of no tensors, or if it is there and holds no file at all.
+    It does if it has an index of no tensors. A folder without files shows nothing: it may be one
+    that was emptied, or that is not filled yet. Nor does an index show anything where parts must be
+    signed, as it has no signature.
     """
+    if signing_key() is not None:
+        return False
     try:
-        names = set(list_names(folder, roots))
-        if INDEX not in names:
-            return names <= {_DONE}
+        if INDEX not in list_names(folder, roots):
+            return False
         version = read_version(folder, roots)
     except DeltaError:
         return False

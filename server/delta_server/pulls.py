@@ -12,7 +12,7 @@ import asyncio
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
@@ -22,7 +22,7 @@ from delta_server.empty_syncs import advance
 from delta_server.published import folder_of, holds_nothing
 from delta_server.request_options import DiskRequest, Options, PullRequest
 from delta_server.request_record import RequestRecord
-from engine_ext.errors import BaseMismatch, PathForbidden, VersionConflict
+from engine_ext.errors import BaseMismatch, MalformedPart, PathForbidden, VersionConflict
 from engine_ext.wire import PartId
 from engine_ext.wire.operations import FindPull, GetState, Pulled, RankState, RecordPull
 
@@ -57,8 +57,11 @@ async def pull(service: DeltaService, wanted: PullRequest, record: RequestRecord
         paths = await asyncio.to_thread(_files, following[0], roots)
         options = Options(weight_version=_version(following[0]))
         record.commits = False
-        await service.apply_files(paths, options, record)
+        answer = await service.apply_files(paths, options, record)
         sync_id = record.parts[0].sync_id
+        version = record.parts[0].version
+        if answer["status"] == "staged" and await _staged(service, version, sync_id) is None:
+            await _refuse_incomplete(service, record)
     request = RecordPull(
         checkpoint=wanted.local_checkpoint_dir,
         pulled=Pulled(source=source, target=wanted.target_version, sync_id=sync_id),
@@ -99,16 +102,32 @@ async def commit_pulled(
     following = await asyncio.to_thread(_following, pulled.source, state.version, target, roots)
     for folder in following:
         version = _version(folder)
+        # Each version is reported; the request's own record is for the last one.
+        own_record = record if folder is following[-1] else RequestRecord()
         staged = await _staged(service, version, pulled.sync_id)
         if staged is not None:
-            answer = await service.commit_staged(staged, options, record)
+            answer = await service.commit_staged(staged, options, own_record)
         else:  # not staged, or dropped since
             paths = await asyncio.to_thread(_files, folder, roots)
             own = msgspec.structs.replace(options, weight_version=version)
-            answer = await service.apply_files(paths, own, record)
+            answer = await service.apply_files(paths, own, own_record)
+        if answer["status"] == "staged":
+            await _refuse_incomplete(service, own_record)
         if version == target:
             return answer
-    return await advance(service, str(target), options, record)
+    last = RequestRecord() if following else record
+    return await advance(service, str(target), options, last)
+
+
+async def _refuse_incomplete(service: DeltaService, record: RequestRecord) -> NoReturn:
+    """Drop a version that lacks parts.
+
+    Raises:
+        MalformedPart: always.
+    """
+    await service.drop_staged(record.parts[0])
+    version = record.parts[0].version
+    raise MalformedPart(f"the folder of version {version} lacks parts of it")
 
 
 async def _staged(service: DeltaService, version: int, sync_id: str | None) -> PartId | None:
@@ -142,10 +161,13 @@ def _following(source: str, current: int, target: int, roots: Sequence[str]) -> 
     Raises:
         PathForbidden, MalformedPart: one cannot be listed.
     """
-    folders = [folder_of(Path(source), version) for version in range(current + 1, target + 1)]
-    for folder in folders:
+    folders = []
+    for version in range(current + 1, target + 1):
+        folder = folder_of(Path(source), version)
         list_names(folder, roots)
-    return [folder for folder in folders if not holds_nothing(folder, roots)]
+        if not holds_nothing(folder, roots):
+            folders.append(folder)
+    return folders
 
 
 def _files(folder: Path, roots: Sequence[str]) -> list[Path]:

@@ -219,7 +219,7 @@ class TransferGuard:
             return
         try:
             request = Request(scope)
-            check_access(request)
+            check_access(request, self._state.delta_service.settings.allow_from)
             length = request.headers.get("content-length", "0")
             has_length = "transfer-encoding" not in request.headers and length.isdecimal()
             if not has_length or int(length) > _MAX_JSON_BYTES:

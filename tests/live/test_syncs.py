@@ -17,6 +17,7 @@ from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import PROMPTS, fingerprint
 from tests.live.programs import environment
+from tests.support.folder_writer import write_version
 from tests.support.plain_trainer import Trainer, container, model_digest, split
 
 ENCODINGS = ("indices", "deltas", "deltas_zstd", "gap8_exp", "gap8_ulp")
@@ -199,7 +200,7 @@ def test_a_step_without_changes(run: Run) -> None:
     assert run.committed(answer)["success"] is True
     assert run.engine.checksums() == before
     run.trainer.version += 1
-    (run.root / f"weight_v{run.trainer.version:06d}").mkdir()
+    write_version(run.root, run.trainer.version, {}, {})
     parts = [run.part(run.trainer.step(), "deltas", checksum="slime")]
     request = {**run.files(parts), "weight_version": str(run.trainer.version)}
     run.committed(run.engine.post("/update_weights_delta", json=request))

@@ -98,6 +98,8 @@ class DiskUpdates:
             request = json.loads(body)
             if isinstance(request, dict):
                 form = request.get("load_format")
-                commits = form is None and await self._pulled(request.get("model_path"))
-                return commits or bool(form == LOAD_FORMAT)
+                if form is not None:
+                    return bool(form == LOAD_FORMAT)
+                with contextlib.suppress(Exception):  # ranks that have died answer nothing
+                    return await self._pulled(request.get("model_path"))
         return False

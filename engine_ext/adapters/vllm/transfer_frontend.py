@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -19,7 +20,7 @@ import msgspec
 
 from engine_ext.adapters.vllm.engine import VllmEngine
 from engine_ext.adapters.vllm.transfer_group import JoinGroup, LeaveGroup, PollGroup, ReceivePart
-from engine_ext.errors import DeltaError, MalformedPart, NotUpdatable, as_delta_error
+from engine_ext.errors import DeltaError, MalformedPart, NotUpdatable, UploadTooSlow, as_delta_error
 from engine_ext.wire.operations import Operation
 
 NAME: Final = "delta_updates"
@@ -34,6 +35,7 @@ PATHS: Final = (
 _TARGET: Final = ("engine_ext.adapters.vllm.transfer_backend", "DeltaTransferEngine")
 _MIN_POLL_S: Final = 0.001
 _MAX_POLL_S: Final = 0.05
+_SLACK_S: Final = 30.0
 
 _T = TypeVar("_T")
 
@@ -78,8 +80,10 @@ def install(client: Any, service: Any, engine: VllmEngine) -> Any:
             "update must reach one process"
         )
 
+    limit_s = InitInfo().timeout
+
     async def receive(path: Path, size: int) -> None:
-        await _carry_out(engine, ReceivePart(path=str(path), size=size))
+        await _carry_out(engine, ReceivePart(path=str(path), size=size), limit_s)
 
     transfer = WeightTransfer(service, receive)
 
@@ -94,6 +98,8 @@ def install(client: Any, service: Any, engine: VllmEngine) -> Any:
             raise MalformedPart("init_info needs both of master_address and master_port")
         if info.backend not in ("gloo", "nccl") or not 0 < info.timeout <= 86400:
             raise MalformedPart("init_info needs gloo or nccl as backend, and a timeout in seconds")
+        nonlocal limit_s
+        limit_s = info.timeout
         await _carry_out(
             engine,
             JoinGroup(
@@ -102,6 +108,7 @@ def install(client: Any, service: Any, engine: VllmEngine) -> Any:
                 backend=info.backend,
                 timeout=info.timeout,
             ),
+            info.timeout,
         )
 
     async def shutdown_weight_transfer_engine() -> None:
@@ -150,11 +157,19 @@ def _completing(method: Callable[..., Awaitable[_T]]) -> Callable[..., Awaitable
     return complete
 
 
-async def _carry_out(engine: VllmEngine, request: Operation[Any]) -> None:
-    """Begin something on the worker that receives, and wait until it has ended."""
+async def _carry_out(engine: VllmEngine, request: Operation[Any], limit_s: float) -> None:
+    """Begin something on the worker that receives, and wait until it has ended.
+
+    Raises:
+        UploadTooSlow: it has not ended some time after the limit that the group has itself, which
+            does not cover all that a backend does. The worker still waits for its trainer, and
+            refuses other transfers until that ends.
+    """
     await _call(engine, request)
-    wait = _MIN_POLL_S
+    wait, end = _MIN_POLL_S, time.monotonic() + limit_s + _SLACK_S
     while not all(reply.done for reply in await _call(engine, PollGroup())):
+        if time.monotonic() > end:
+            raise UploadTooSlow(f"the trainer's collective took longer than {limit_s:g} s")
         await asyncio.sleep(wait)
         wait = min(2 * wait, _MAX_POLL_S)
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from delta_server.published import beside, completeness, not_applied, version_of
+from delta_server.published import beside, completeness, gap_is_empty, not_applied, version_of
 from engine_ext.wire.operations import Delivery
+from tests.support.folder_writer import write_version
 from tests.support.in_process_engine import (
     FROM_DISK,
     OTHER_STEP,
@@ -75,24 +76,36 @@ def test_folders_of_versions(root: Path) -> None:
     assert beside(folder, 1234567) == root / "weight_v1234567"
 
 
-@pytest.mark.parametrize("kind", ["no file", "DONE", "index"])
-def test_a_gap_of_versions_that_hold_nothing(rig: Rig, root: Path, kind: str) -> None:
+def test_a_gap_of_versions_that_hold_nothing(rig: Rig, root: Path) -> None:
     for version in (8, 9):
-        folder = publish(root, version)
-        if kind == "index":
-            index(folder, version, version - 1)
-        elif kind == "DONE":
-            (folder / "DONE").touch()
+        write_version(root, version, {}, {})
     response = disk(rig, publish(root, 10, delta_part()))
     rig.assert_committed(response, NEXT, 10)
     assert response.json()["base_version"] == 7
 
 
-@pytest.mark.parametrize("kind", ["absent", "a file", "half written", "index of a tensor", "other"])
+def test_an_index_without_a_signature_shows_nothing(
+    rig: Rig, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_version(root, 8, {}, {})
+    assert gap_is_empty(folder, 8, 8, (str(root),))
+    monkeypatch.setenv("DELTA_HMAC_KEY", "a key of more than thirty-two bytes")
+    assert not gap_is_empty(folder, 8, 8, (str(root),))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["absent", "no file", "DONE", "a file", "half written", "index of a tensor", "other"],
+)
 def test_a_gap_that_may_hold_something(rig: Rig, root: Path, kind: str) -> None:
+    """A folder without files may have been emptied, or is not filled yet."""
     if kind != "absent":
         folder = publish(root, 8)
-        if kind == "a file":
+        if kind == "no file":
+            pass
+        elif kind == "DONE":
+            (folder / "DONE").touch()
+        elif kind == "a file":
             (folder / "a.safetensors").touch()
         elif kind == "half written":
             (folder / "a.safetensors.tmp").touch()

@@ -11,9 +11,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from delta_server.routes import attach
+from tests.support.folder_writer import write_version
 from tests.support.in_process_engine import (
     FROM_DISK,
     OTHER_STEP,
+    STATUS,
     STEP,
     Rig,
     after,
@@ -71,18 +73,46 @@ def test_a_version_is_staged_then_committed(rig: Rig, root: Path) -> None:
 
 
 def test_a_range_with_steps_without_changes(rig: Rig, root: Path) -> None:
-    for version, bodies in ((8, []), (9, [delta_part()]), (10, []), (11, [delta_part(OTHER_STEP)])):
-        publish(root, version, *bodies)
-    publish(root, 12)
+    for version in (8, 10, 12):
+        write_version(root, version, {}, {})
+    publish(root, 9, delta_part())
+    publish(root, 11, delta_part(OTHER_STEP))
     assert pull(rig, root, 12).status_code == 200
     assert rig.status()["staged"]["version"] == 9
     rig.assert_committed(load(rig, 12), LATER, 12)
 
 
 def test_nothing_but_steps_without_changes(rig: Rig, root: Path) -> None:
-    publish(root, 8)
+    write_version(root, 8, {}, {})
     assert pull(rig, root, 8).status_code == 200
     rig.assert_committed(load(rig, 8), BASE, 8)
+
+
+def test_a_folder_that_is_not_filled_yet(rig: Rig, root: Path) -> None:
+    publish(root, 8)
+    assert pull(rig, root, 8).json()["error"]["type"] == "MalformedPart"
+    assert load(rig, 8).status_code == 400  # nothing was pulled under this name
+    rig.assert_untouched()
+
+
+def test_a_folder_that_lacks_numbered_parts(rig: Rig, root: Path) -> None:
+    folder = root / "weight_v000008"
+    folder.mkdir()
+    first = delta_part(version=8, part=0, num_parts=2, sync_id="s")
+    (folder / "a.safetensors").write_bytes(first)
+    assert_error(pull(rig, root, 8), 400, "MalformedPart")
+    assert rig.status()["staged"] is None
+    rig.assert_untouched()
+
+
+def test_each_version_of_a_range_is_reported(rig: Rig, root: Path) -> None:
+    publish(root, 8, delta_part())
+    publish(root, 9, delta_part(OTHER_STEP))
+    pull(rig, root, 9)
+    rig.assert_committed(load(rig, 9), LATER, 9)
+    history = rig.get(f"{STATUS}?history=true").json()["history"]
+    committed = [sync["version"] for sync in history if sync["outcome"] == "committed"]
+    assert committed == [8, 9]
 
 
 def test_what_was_staged_may_be_gone(rig: Rig, root: Path) -> None:

@@ -179,12 +179,17 @@ class TransferDestination(EngineClient):
         client = self._sync_client
         answer = self._threads.submit(self._call, client.init_weight_transfer_engine, info)
         shared = dist.PrefixStore("delta-transfer", store)  # type: ignore[attr-defined]
-        if channel.backend == "gloo":
-            group: Any = dist.ProcessGroupGloo(shared, 0, 2, limit)
-        else:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = limit
-            group = dist.ProcessGroupNCCL(shared, 0, 2, options)
+        group: Any
+        try:
+            if channel.backend == "gloo":
+                group = dist.ProcessGroupGloo(shared, 0, 2, limit)
+            else:
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = limit
+                group = dist.ProcessGroupNCCL(shared, 0, 2, options)
+        except Exception:
+            answer.result()  # what the engine refuses says more than that it did not come
+            raise
         answer.result()
         return group
 
