@@ -173,7 +173,7 @@ def test_400_bad_parameters(server: Server) -> None:
 def test_403_forwarded(server: Server, method: str, path: str) -> None:
     """There is no token, and a proxy on this host speaks for somebody else."""
     headers = {"X-Forwarded-For": "192.0.2.7"}
-    disk = {"model_path": "/", "load_format": "delta"}
+    disk = {"model_path": "/", "load_format": "delta", "method": "apply_delta_from_disk"}
     body = {} if method == "GET" else {"json": disk}
     call = server.engine.get if method == "GET" else server.engine.post
     refused(call(path, headers=headers, **body), 403, "LoopbackOnly")
