@@ -95,19 +95,15 @@ def target(base: Path, folder: Path, steps: int) -> Path:
     return tiny_models.save_checkpoint(base, folder, saved(model))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "model", "tp", "how", "ranks", "fault"),
     [
         ("vllm", "qwen3_moe", 1, "fsdp", 3, "step"),
-        *(
-            pytest.param(*world, marks=pytest.mark.full)
-            for world in [
-                ("vllm", "qwen3", 2, "fsdp+tp", 4, "death"),
-                ("vllm", "qwen3_moe", 2, "hsdp", 4, "none"),
-                ("sglang", "qwen3", 1, "fsdp+tp", 4, "step"),
-                ("sglang", "qwen3_moe", 1, "fsdp", 2, "death"),
-            ]
-        ),
+        ("vllm", "qwen3", 2, "fsdp+tp", 4, "death"),
+        ("vllm", "qwen3_moe", 2, "hsdp", 4, "none"),
+        ("sglang", "qwen3", 1, "fsdp+tp", 4, "step"),
+        ("sglang", "qwen3_moe", 1, "fsdp", 2, "death"),
     ],
 )
 def test_an_engine_follows_every_rank(
@@ -119,7 +115,6 @@ def test_an_engine_follows_every_rank(
     fault: str,
     start: Start,
     tmp_path: Path,
-    request: pytest.FixtureRequest,
 ) -> None:
     base = tiny_models.build(model, tmp_path / "base")
     flags = ["--delta-stage-timeout", str(SECONDS)]
@@ -142,8 +137,6 @@ def test_an_engine_follows_every_rank(
         assert "ranks disagree about the step: 1 on rank 0, 2 on rank 1" in said.pop()
     saved_as = target(base, tmp_path / "target", STEPS)
     check(engine, saved_as)
-    if request.node.get_closest_marker("full") is None:
-        return
     seen = fingerprint(engine)
     engine.stop()
     fresh = start(kind, saved_as, tp=tp)
