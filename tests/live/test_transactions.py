@@ -63,6 +63,12 @@ class Server:
 
     def mismatches(self) -> float:
         """Return how many scrubbing has found so far, by the engine's own route."""
+        found, before = self._mismatches(), -1.0
+        while found != before:  # what was found just now may not be counted yet
+            found, before = self._mismatches(), found
+        return found
+
+    def _mismatches(self) -> float:
         time.sleep(5 * SCRUB_S)  # the ranks are asked as often as they scrub
         lines = self.engine.get("/metrics").text.splitlines()
         [line] = [one for one in lines if one.startswith("delta_updates_scrub_mismatches_total")]
