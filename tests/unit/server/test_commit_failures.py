@@ -1,0 +1,248 @@
+"""Commits whose write fails, or whose outcome is not known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from delta_server.service import DeltaService
+from engine_ext.errors import Conflict
+from engine_ext.wire.operations import Operation
+from tests.support.in_process_engine import (
+    COMPLETIONS,
+    OTHER_STEP,
+    STEP,
+    Rig,
+    after,
+    app_of,
+    assert_error,
+    delta_part,
+    fresh_weights,
+    full_part,
+    same,
+)
+from tests.unit.server.test_service import assert_already_applied
+
+BASE = fresh_weights()
+NEXT = after(BASE, STEP)
+RESYNCED = after(BASE, OTHER_STEP)
+OTHER = {"layer.weight": {2: 0x1234}}
+PAUSED = ("pause", "keep", True)
+COMMITTED = [("commit",), ("set_weight_version", "8")]
+
+
+def test_a_failed_write_leaves_the_engine_paused(rig: Rig) -> None:
+    error = assert_error(rig.fail_commit(), 500, "CommitFailed", "uncertain", version=7)
+    assert "the copy failed" in error["message"]
+    assert rig.engine.events == [PAUSED, ("commit",)]
+    assert rig.engine.paused
+    assert rig.engine.weight_version == "7"
+    status = rig.status()
+    assert (status["engine_state"], status["version"]) == ("uncertain", 7)
+    assert_error(rig.post(COMPLETIONS), 503, "EngineUncertain", "uncertain")
+    assert rig.spooled() == []
+
+
+def test_a_failed_write_that_is_undone_changes_nothing(rig: Rig) -> None:
+    for shard in rig.engine.shards:
+        shard.undoes = True
+    error = assert_error(rig.fail_commit(), 500, "WriteUndone", "unchanged")
+    assert "the copy failed" in error["message"]
+    assert same(rig.engine.weights, fresh_weights())
+    assert rig.engine.weight_version == "7"
+    assert not rig.engine.paused
+    assert rig.send(delta_part()).json()["status"] == "committed"
+
+
+def test_rollback(rig: Rig) -> None:
+    assert_error(rig.post("/delta_rollback"), 409, "Conflict")
+    assert rig.send(delta_part()).json()["status"] == "committed"
+    rig.engine.events.clear()
+    answer = rig.post("/delta_rollback").json()
+    assert (answer["status"], answer["version"], answer["rolled_back"]) == ("rolled_back", 7, 8)
+    assert same(rig.engine.weights, fresh_weights())
+    assert rig.engine.weight_version == "7"
+    assert not rig.engine.paused
+    assert rig.engine.events[0] == PAUSED
+    assert_error(rig.post("/delta_rollback"), 409, "Conflict")
+    assert rig.send(delta_part()).json()["status"] == "committed"
+
+
+def test_deltas_are_refused_while_uncertain(rig: Rig) -> None:
+    rig.fail_commit()
+    rig.engine.events.clear()
+    for body in (delta_part(), delta_part(OTHER_STEP), delta_part({}, version=9, base_version=8)):
+        assert_error(rig.send(body), 503, "EngineUncertain", "uncertain")
+    assert_error(rig.send(delta_part()[:-1]), 400, "MalformedPart")
+    assert rig.engine.events == []
+    assert rig.engine.writes == [1, 1]
+
+
+@pytest.mark.parametrize("version", [7, 8, 3])
+@pytest.mark.parametrize("status_between", [False, True])
+def test_a_full_sync_ends_the_uncertainty(rig: Rig, version: int, status_between: bool) -> None:
+    rig.fail_commit()
+    if status_between:
+        rig.status()
+    rig.engine.events.clear()
+    rig.assert_committed(rig.send(full_part(RESYNCED, version)), RESYNCED, version)
+    assert rig.engine.events == [
+        ("flush_cache",),
+        ("commit",),
+        ("set_weight_version", str(version)),
+        ("resume",),
+    ]
+    assert rig.status()["engine_state"] == "certain"
+    assert rig.post(COMPLETIONS).status_code == 200
+    following = rig.send(delta_part(version=version + 1))
+    rig.assert_committed(following, after(RESYNCED, STEP), version + 1)
+
+
+def test_an_incomplete_full_sync_does_not_end_it(rig: Rig) -> None:
+    rig.fail_commit()
+    body = full_part(RESYNCED, 8, ["norm.weight"])
+    assert_error(rig.send(body), 422, "NotUpdatable")
+    assert rig.engine.paused
+    assert_error(rig.post(COMPLETIONS), 503, "EngineUncertain", "uncertain")
+
+
+def test_a_full_sync_that_fails_too(rig: Rig) -> None:
+    rig.fail_commit()
+    rig.engine.shards[0].breaks = True
+    assert_error(rig.send(full_part(RESYNCED, 8)), 500, "CommitFailed", "uncertain")
+    rig.engine.shards[0].breaks = False
+    assert rig.engine.paused
+    assert_error(rig.post(COMPLETIONS), 503, "EngineUncertain", "uncertain")
+    rig.assert_committed(rig.send(full_part(RESYNCED, 8)), RESYNCED, 8)
+
+
+def test_a_cache_that_is_not_reset_keeps_it_uncertain(rig: Rig) -> None:
+    rig.fail_commit()
+    rig.engine.fails["flush_cache"] = RuntimeError("the cache was not reset")
+    assert_error(rig.send(full_part(RESYNCED, 8)), 500, "DeltaError")
+    assert rig.engine.paused
+    assert_error(rig.post(COMPLETIONS), 503, "EngineUncertain", "uncertain")
+    rig.assert_committed(rig.send(full_part(RESYNCED, 8)), RESYNCED, 8)
+
+
+def test_an_engine_that_the_caller_paused_stays_so_after_the_resync(rig: Rig) -> None:
+    rig.engine.paused = True
+    rig.fail_commit()
+    assert rig.send(full_part(RESYNCED, 8)).json()["status"] == "committed"
+    assert rig.engine.paused
+    assert ("resume",) not in rig.engine.events
+    assert rig.post(COMPLETIONS).status_code == 200
+
+
+@pytest.mark.parametrize("lost", ["fails", "loses"])
+@pytest.mark.parametrize("status_between", [False, True])
+@pytest.mark.parametrize("then", ["repeat", "full"])
+def test_an_unknown_commit_is_uncertain(
+    rig: Rig, lost: str, status_between: bool, then: str
+) -> None:
+    getattr(rig.engine, lost)["commit"] = ConnectionError("a rank did not answer")
+    error = assert_error(rig.send(delta_part()), 500, "CommitFailed", "uncertain")
+    assert "a rank did not answer" in error["message"]
+    assert rig.engine.events == [PAUSED, ("commit",)]
+    assert rig.engine.paused
+    assert_error(rig.post(COMPLETIONS), 503, "EngineUncertain", "uncertain")
+    if status_between:
+        assert rig.status()["version"] == (7 if lost == "fails" else 8)
+    if then == "full":
+        rig.assert_committed(rig.send(full_part(RESYNCED, 9)), RESYNCED, 9)
+    else:
+        expected = "committed" if lost == "fails" else "already_applied"
+        assert rig.send(delta_part()).json()["status"] == expected
+        assert same(rig.engine.weights, NEXT)
+        assert rig.engine.weight_version == "8"
+        assert not rig.engine.paused
+    assert sum(rig.engine.writes) == 2 * (1 + (lost == "loses" and then == "full"))
+    assert rig.post(COMPLETIONS).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("vote", "kind", "engine_state"),
+    [
+        (1, "DeltaError", "unchanged"),
+        (2, "DeltaError", "unchanged"),
+        (3, "DeltaError", "unchanged"),
+        (4, "CommitFailed", "uncertain"),
+    ],
+    ids=["whether-it-is-held", "when-staged", "before-the-write", "after-the-write"],
+)
+def test_ranks_that_do_not_hear_each_other(
+    rig: Rig, vote: int, kind: str, engine_state: str
+) -> None:
+    rig.engine.breaks_vote(vote)
+    assert_error(rig.send(delta_part()), 500, kind, engine_state)
+    assert rig.engine.paused == (engine_state == "uncertain")
+    assert rig.engine.writes == [int(vote == 4)] * 2
+    assert rig.engine.weight_version == "7"
+
+
+@pytest.mark.parametrize("refuses", range(2))
+def test_ranks_whose_answers_differ_are_uncertain(rig: Rig, refuses: int) -> None:
+    original = rig.engine.call
+
+    async def call(request: Operation[Any]) -> list[Any]:
+        answers = await original(request)
+        if request.name == "commit":
+            answers[refuses] = Conflict("not here")
+        return answers
+
+    rig.engine.call = call  # type: ignore[method-assign]
+    error = assert_error(rig.send(delta_part()), 500, "CommitFailed", "uncertain")
+    assert "not here" in error["message"]
+    assert rig.engine.paused
+    assert rig.engine.weight_version == "7"
+
+
+def test_a_version_that_is_not_published_is_published_by_the_repeat(rig: Rig) -> None:
+    rig.engine.fails["set_weight_version"] = ConnectionError("lost")
+    assert_error(rig.send(delta_part()), 500, "PublishFailed", "committed")
+    rig.engine.events.clear()
+    assert_already_applied(rig, rig.send(delta_part()))
+    assert not rig.engine.paused
+
+
+def test_generation_that_is_not_resumed_is_resumed_by_the_repeat(rig: Rig) -> None:
+    rig.engine.fails["resume"] = ConnectionError("lost")
+    assert_error(rig.send(delta_part()), 500, "PublishFailed", "committed")
+    assert rig.engine.paused
+    assert rig.send(delta_part()).json()["status"] == "already_applied"
+    assert not rig.engine.paused
+    assert rig.engine.writes == [1, 1]
+
+
+def test_a_caller_that_pauses_after_a_failure_is_heeded(rig: Rig) -> None:
+    rig.fail_commit()
+    rig.engine.fails["set_weight_version"] = ConnectionError("lost")
+    assert_error(rig.send(full_part(RESYNCED, 8)), 500, "PublishFailed", "committed")
+    assert not rig.engine.paused
+    rig.engine.paused = True
+    assert rig.send(delta_part(version=9)).json()["status"] == "committed"
+    assert rig.engine.paused
+
+
+def test_a_resync_whose_version_is_not_published_ends_the_uncertainty(rig: Rig) -> None:
+    rig.fail_commit()
+    rig.engine.fails["set_weight_version"] = ConnectionError("lost")
+    assert_error(rig.send(full_part(RESYNCED, 8)), 500, "PublishFailed", "committed")
+    assert rig.send(full_part(RESYNCED, 8)).json()["status"] == "already_applied"
+    assert rig.engine.weight_version == "8"
+    assert not rig.engine.paused
+    assert rig.post(COMPLETIONS).status_code == 200
+
+
+def test_another_server_of_the_same_engine_sees_it(rig: Rig) -> None:
+    rig.fail_commit()
+    other = DeltaService(rig.engine, rig.settings)
+    app = app_of(other)
+    assert rig.run(other.status())["engine_state"] == "uncertain"
+    response = rig.run(rig.request("POST", COMPLETIONS, app=app))
+    assert_error(response, 503, "EngineUncertain", "uncertain")
+    rig.assert_committed(rig.send(full_part(RESYNCED, 8)), RESYNCED, 8)
+    assert rig.run(other.status())["engine_state"] == "certain"
+    assert rig.run(rig.request("POST", COMPLETIONS, app=app)).status_code == 200
+    other.spool.close()

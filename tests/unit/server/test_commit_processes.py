@@ -1,0 +1,299 @@
+"""Commits through several HTTP processes: what one has left another sets right, one at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from delta_server import commit as commits_module
+from engine_ext.errors import Conflict
+from engine_ext.model import TracingError
+from engine_ext.wire.operations import Operation
+from tests.support.in_process_engine import (
+    COMPLETIONS,
+    OTHER_STEP,
+    STEP,
+    Rig,
+    after,
+    assert_error,
+    delta_part,
+    fresh_weights,
+    full_part,
+    same,
+)
+from tests.unit.server.other_process import Process, resume_owed
+
+BASE = fresh_weights()
+NEXT = after(BASE, STEP)
+RESYNCED = after(BASE, OTHER_STEP)
+OTHER = {"layer.weight": {2: 0x1234}}
+COMMITTED = [("commit",), ("set_weight_version", "8")]
+
+
+# What one process has left, another sets right -----------------------------------------------
+
+
+def test_a_failed_commit_is_healed_by_another_process(rig: Rig, other: Process) -> None:
+    rig.fail_commit()
+    assert rig.engine.paused
+    assert resume_owed(rig) == [True, True]
+    assert rig.status()["resume_owed"] is True
+    assert_error(other.complete(), 503, "EngineUncertain", "uncertain")
+    rig.assert_committed(other.send(full_part(RESYNCED, 8)), RESYNCED, 8)
+    assert resume_owed(rig) == [False, False]
+    assert other.complete().status_code == 200
+    assert rig.post(COMPLETIONS).status_code == 200
+
+
+def test_a_refusal_by_another_process_does_not_end_the_uncertainty(
+    rig: Rig, other: Process
+) -> None:
+    rig.fail_commit()
+    assert_error(other.send(delta_part()), 503, "EngineUncertain", "uncertain")
+    rig.engine.fails["flush_cache"] = RuntimeError("the cache was not reset")
+    assert_error(other.send(full_part(RESYNCED, 8)), 500, "DeltaError")
+    assert rig.engine.paused
+    assert resume_owed(rig) == [True, True]
+    assert_error(other.complete(), 503, "EngineUncertain", "uncertain")
+    rig.assert_committed(rig.send(full_part(RESYNCED, 8)), RESYNCED, 8)
+    assert other.complete().status_code == 200
+
+
+@pytest.mark.parametrize("lost", ["fails", "loses"])
+def test_an_unknown_commit_is_repeated_by_another_process(
+    rig: Rig, other: Process, lost: str
+) -> None:
+    getattr(rig.engine, lost)["commit"] = ConnectionError("a rank did not answer")
+    assert_error(rig.send(delta_part()), 500, "CommitFailed", "uncertain")
+    assert rig.engine.paused
+    expected = "committed" if lost == "fails" else "already_applied"
+    assert other.send(delta_part()).json()["status"] == expected
+    assert same(rig.engine.weights, NEXT)
+    assert rig.engine.weight_version == "8"
+    assert not rig.engine.paused
+    assert rig.post(COMPLETIONS).status_code == 200
+
+
+def test_generation_is_resumed_by_another_process(rig: Rig, other: Process) -> None:
+    rig.engine.fails["resume"] = ConnectionError("lost")
+    assert_error(rig.send(delta_part()), 500, "PublishFailed", "committed")
+    assert rig.engine.paused
+    assert other.send(delta_part()).json()["status"] == "already_applied"
+    assert not rig.engine.paused
+
+
+def test_what_the_caller_had_paused_another_process_leaves_paused(rig: Rig, other: Process) -> None:
+    rig.engine.paused = True
+    rig.fail_commit()
+    assert resume_owed(rig) == [False, False]
+    assert other.send(full_part(RESYNCED, 8)).json()["status"] == "committed"
+    assert rig.engine.paused
+    assert ("resume",) not in rig.engine.events
+
+
+def test_a_process_that_dies_in_its_commit(
+    rig: Rig, other: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the write, and before it lets generation go on."""
+
+    end = asyncio.Event()
+
+    async def never() -> None:
+        await end.wait()
+
+    resume = rig.engine.resume
+    rig.engine.resume = never  # type: ignore[method-assign]
+
+    async def dies() -> None:
+        commit = asyncio.ensure_future(rig.sending(delta_part()))
+        while ("set_weight_version", "8") not in rig.engine.events:
+            await asyncio.sleep(0.001)
+        rig.engine.resume = resume  # type: ignore[method-assign]
+        repeat = asyncio.ensure_future(other.sending(delta_part()))
+        await asyncio.sleep(0.1)
+        assert not repeat.done()  # the first one lives, as far as anybody knows
+        assert rig.engine.paused
+        dead = rig.service.committer._name
+        monkeypatch.setattr(commits_module, "is_alive", lambda name: name != dead)
+        assert (await repeat).json()["status"] == "already_applied"
+        end.set()
+        await commit
+
+    rig.run(dies())
+    assert not rig.engine.paused
+    assert resume_owed(rig) == [False, False]
+
+
+# The guard -----------------------------------------------------------------------------------
+
+
+def test_ranks_that_do_not_answer_leave_the_guard_as_it_is(rig: Rig, other: Process) -> None:
+    rig.engine.fails["state"] = ConnectionError("lost")
+    assert other.complete().status_code == 200
+    rig.fail_commit()
+    rig.engine.fails["state"] = ConnectionError("lost")
+    assert_error(rig.post(COMPLETIONS), 503, "EngineUncertain", "uncertain")
+
+
+@pytest.mark.parametrize(("shared", "expected"), [(False, 0), (True, 1)])
+def test_the_ranks_are_asked_seldom(rig: Rig, shared: bool, expected: int) -> None:
+    """And never where there is but one process."""
+    asked = []
+    original = rig.engine.call
+
+    async def call(request: Operation[Any]) -> list[Any]:
+        asked.append(request.name)
+        return await original(request)
+
+    rig.engine.call = call  # type: ignore[method-assign]
+    rig.engine.shared = shared
+    for _ in range(5):
+        assert rig.post(COMPLETIONS).status_code == 200
+    assert asked == ["state"] * expected
+
+
+# One at a time -------------------------------------------------------------------------------
+
+
+def test_two_processes_do_not_pause_the_engine_at_once(rig: Rig, other: Process) -> None:
+    """A sync that follows at once waits until generation has gone on after the first."""
+    resume, go_on = rig.engine.resume, asyncio.Event()
+
+    async def late() -> None:
+        await go_on.wait()
+        await resume()
+
+    rig.engine.resume = late  # type: ignore[method-assign]
+
+    async def both() -> list[httpx.Response]:
+        first = asyncio.ensure_future(rig.sending(delta_part()))
+        while ("set_weight_version", "8") not in rig.engine.events:
+            await asyncio.sleep(0.001)
+        second = asyncio.ensure_future(other.sending(delta_part(OTHER_STEP, version=9)))
+        await asyncio.sleep(0.1)
+        assert not second.done()
+        assert rig.engine.events[-1] == ("set_weight_version", "8")
+        go_on.set()
+        return [await first, await second]
+
+    assert [r.json()["status"] for r in rig.run(both())] == ["committed", "committed"]
+    pause = ("pause", "keep", True)
+    one, two = (
+        [pause, ("commit",), ("set_weight_version", version), ("resume",)] for version in "89"
+    )
+    assert rig.engine.events == one + two
+    assert not rig.engine.paused
+    assert same(rig.engine.weights, after(NEXT, OTHER_STEP))
+
+
+def test_a_check_that_changes_the_weights_stops_generation(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the sync was only being staged, and the engine was not paused for it."""
+
+    def damaging(*_: object, **__: object) -> None:
+        raise TracingError("tensors moved")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.engine.shards[1], "check_sync", damaging)
+        assert_error(rig.send(delta_part()), 500, "CommitFailed", "uncertain")
+    assert rig.engine.paused
+    assert rig.engine.writes == [0, 0]
+    generated = rig.run(rig.request("POST", COMPLETIONS))
+    assert_error(generated, 503, "EngineUncertain", "uncertain")
+    assert_error(rig.send(delta_part()), 503, "EngineUncertain", "uncertain")
+    rig.assert_committed(rig.send(full_part(RESYNCED, 8)), RESYNCED, 8)
+    assert not rig.engine.paused
+    assert rig.run(rig.request("POST", COMPLETIONS)).status_code == 200
+
+
+@pytest.mark.parametrize("moment", ["poll", "acquire_lease"])
+def test_a_repeat_that_another_process_gets_meanwhile(
+    rig: Rig, other: Process, moment: str
+) -> None:
+    """It is answered as such, and what is staged since then stays."""
+    parts = [
+        delta_part({name: {0: 9}}, version=9, sync_id="next", part=number, num_parts=2)
+        for number, name in enumerate(BASE)
+        if number < 2
+    ]
+    original = rig.engine.call
+    waits, go_on = asyncio.Event(), asyncio.Event()
+
+    async def late(request: Operation[Any]) -> list[Any]:
+        if request.name == moment and not waits.is_set():
+            waits.set()
+            await go_on.wait()
+        return await original(request)
+
+    async def scenario() -> list[httpx.Response]:
+        assert (await rig.sending(delta_part(STEP, part=0, sync_id="s"))).status_code == 200
+        last = delta_part(OTHER, part=1, num_parts=2, sync_id="s")
+        rig.engine.call = late  # type: ignore[method-assign]
+        repeat = asyncio.ensure_future(other.sending(last))
+        await waits.wait()
+        first = await rig.sending(last)
+        staged = await rig.sending(parts[0]) if moment == "acquire_lease" else first
+        go_on.set()
+        return [first, await repeat, staged]
+
+    first, repeat, staged = rig.run(scenario())
+    assert first.json()["status"] == "committed"
+    assert repeat.json()["status"] == "already_applied"
+    if moment == "poll":
+        assert rig.send(parts[0]).json()["status"] == "staged"
+    else:
+        assert staged.json()["status"] == "staged"
+    assert rig.send(parts[1]).json()["status"] == "committed"
+    steps = [{name: {0: 9}} for name in list(BASE)[:2]]
+    assert same(rig.engine.weights, after(NEXT, OTHER, *steps))
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_conflict_is_no_repeat(rig: Rig, other: Process, is_full: bool) -> None:
+    """Also where the last part of a full sync is that of another to the same version."""
+    names = list(BASE)
+
+    def parts(weights: dict[str, Any], sync_id: str) -> list[bytes]:
+        return [
+            full_part(weights, 8, [name], part=i, num_parts=len(names), sync_id=sync_id)
+            for i, name in enumerate(names)
+        ]
+
+    if is_full:
+        for body in parts(RESYNCED, "one"):
+            rig.send(body)
+        *firsts, last = parts(after(RESYNCED, {names[0]: {5: 0x55}}), "two")
+    else:
+        firsts, last = [], delta_part()
+    before = rig.engine.weights
+    for body in firsts:
+        assert rig.send(body).json()["status"] == "staged"
+    original = rig.engine.call
+
+    async def refuses(request: Operation[Any]) -> list[Any]:
+        if request.name == "commit":
+            return [Conflict("not now")] * len(rig.engine.ranks)
+        return await original(request)
+
+    rig.engine.call = refuses  # type: ignore[method-assign]
+    assert_error(rig.send(last), 409, "Conflict")
+    assert same(rig.engine.weights, before)
+    assert rig.status()["staged"] is None
+
+
+def test_a_hold_that_could_not_be_given_back_is_taken_again(rig: Rig) -> None:
+    rig.engine.fails["release_lease"] = ConnectionError("lost")
+    rig.assert_committed(rig.send(delta_part()), NEXT, 8)
+    following = rig.send(delta_part(OTHER_STEP, version=9))
+    rig.assert_committed(following, after(NEXT, OTHER_STEP), 9)
+
+
+def test_ranks_that_give_no_hold_are_not_written(rig: Rig) -> None:
+    rig.engine.fails["acquire_lease"] = ConnectionError("lost")
+    assert_error(rig.send(delta_part()), 500, "DeltaError")
+    assert rig.engine.events == []
+    rig.assert_untouched()

@@ -1,0 +1,158 @@
+"""The endpoints: disk requests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.in_process_engine import (
+    DELTA,
+    FROM_DISK,
+    MAX_BODY_BYTES,
+    STEP,
+    Rig,
+    after,
+    assert_error,
+    bare,
+    delta_part,
+    fresh_weights,
+)
+
+GOOD = delta_part()
+NEXT = after(fresh_weights(), STEP)
+
+MakeRig = Callable[..., Rig]
+
+
+def assert_disk_error(
+    response: httpx.Response, path: str, status: int, kind: str, **operands: Any
+) -> None:
+    error = assert_error(response, status, kind, **operands)
+    answer = response.json()
+    if path == FROM_DISK:
+        assert (answer["success"], answer["message"]) == (False, error["message"])
+    else:
+        assert answer.keys() == {"error"}
+
+
+@pytest.fixture(params=[DELTA, FROM_DISK])
+def path(request: pytest.FixtureRequest) -> str:
+    """Either route of a disk request."""
+    return str(request.param)
+
+
+def test_a_file_is_committed(disk_rig: Rig, root: Path, path: str) -> None:
+    (root / "a.safetensors").write_bytes(bare(GOOD))
+    response = disk_rig.disk(root, "a.safetensors", weight_version="8", path=path)
+    disk_rig.assert_committed(response, NEXT, 8)
+    assert (root / "a.safetensors").read_bytes() == bare(GOOD)
+    answer = response.json()
+    assert answer["timings_ms"].keys() == {"receive_ms", "stage_ms", "pause_ms", "commit_ms"}
+    assert (answer["base_version"], answer["nnz"], answer["bytes"]) == (7, 3, len(bare(GOOD)))
+    told = {key: answer.get(key) for key in ("success", "message")}
+    if path == FROM_DISK:
+        assert told == {"success": True, "message": "committed version 8"}
+    else:
+        assert told == {"success": None, "message": None}
+
+
+@pytest.mark.parametrize("load_format", ["auto", "safetensors", "DELTA", "", None])
+def test_other_load_formats(disk_rig: Rig, root: Path, load_format: str | None) -> None:
+    (root / "a.safetensors").write_bytes(GOOD)
+    response = disk_rig.disk(root, load_format=load_format, path=FROM_DISK)
+    assert_disk_error(response, FROM_DISK, 400, "MalformedPart")
+    disk_rig.assert_untouched()
+
+
+def test_no_load_format(disk_rig: Rig, root: Path) -> None:
+    (root / "a.safetensors").write_bytes(GOOD)
+    response = disk_rig.post(FROM_DISK, json={"model_path": str(root)})
+    assert_disk_error(response, FROM_DISK, 400, "MalformedPart")
+    response = disk_rig.post(DELTA, json={"model_path": str(root)})
+    disk_rig.assert_committed(response, NEXT, 8)
+
+
+def test_without_a_root(rig: Rig, root: Path, path: str) -> None:
+    (root / "a.safetensors").write_bytes(GOOD)
+    assert_disk_error(rig.disk(root, path=path), path, 403, "PathForbidden")
+    rig.assert_untouched()
+
+
+def _absent(file: Path) -> None:
+    pass
+
+
+@pytest.mark.parametrize("make", [_absent, Path.mkdir, os.mkfifo, Path.touch])
+def test_what_is_no_file(disk_rig: Rig, root: Path, path: str, make: Any) -> None:
+    (root / "a.safetensors").write_bytes(GOOD)
+    make(root / "b.safetensors")
+    response = disk_rig.disk(root, "a.safetensors", "b.safetensors", path=path)
+    assert_disk_error(response, path, 400, "MalformedPart")
+    disk_rig.assert_untouched()
+
+
+@pytest.mark.parametrize("device", ["zero", "null"])
+def test_a_device_below_the_root(make_rig: MakeRig, path: str, device: str) -> None:
+    rig = make_rig(roots=("/dev",))
+    assert_disk_error(rig.disk("/dev", device, path=path), path, 400, "MalformedPart", file=device)
+    rig.assert_untouched()
+
+
+def test_a_file_over_the_limit(disk_rig: Rig, root: Path, path: str) -> None:
+    with open(root / "a.safetensors", "wb") as file:
+        file.write((MAX_BODY_BYTES * 2).to_bytes(8, "little"))
+        file.truncate(1 << 40)
+    response = disk_rig.disk(root, path=path)
+    assert_disk_error(response, path, 413, "TooLarge", limit=MAX_BODY_BYTES)
+    disk_rig.assert_untouched()
+
+
+@pytest.mark.parametrize(
+    ("keys", "status", "kind"),
+    [
+        ({"weight_version": "eight"}, 400, "MalformedPart"),
+        ({"weight_version": -1}, 400, "MalformedPart"),
+        ({"weight_version": 9}, 400, "MalformedPart"),
+        ({"base_version": 6}, 409, "VersionConflict"),
+        ({"pause_mode": "now"}, 400, "MalformedPart"),
+        ({"flush_cache": "yes"}, 400, "MalformedPart"),
+        ({"files": []}, 400, "MalformedPart"),
+        ({"files": ["a.safetensors"] * 2}, 400, "MalformedPart"),
+        ({"files": ["a\0.safetensors"]}, 400, "MalformedPart"),
+        ({"files": "a.safetensors"}, 400, "MalformedPart"),
+        ({"model_path": None}, 400, "MalformedPart"),
+    ],
+    ids=str,
+)
+def test_a_bad_disk_request(
+    disk_rig: Rig, root: Path, path: str, keys: dict[str, Any], status: int, kind: str
+) -> None:
+    (root / "a.safetensors").write_bytes(GOOD)
+    body = {"model_path": str(root), "load_format": "delta", **keys}
+    assert_disk_error(disk_rig.post(path, json=body), path, status, kind)
+    disk_rig.assert_untouched()
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", GOOD])
+def test_what_is_no_json(disk_rig: Rig, path: str, body: bytes) -> None:
+    response = disk_rig.post(path, content=body, headers={"Content-Type": "application/json"})
+    assert_disk_error(response, path, 400, "MalformedPart")
+
+
+@pytest.mark.parametrize(
+    ("query", "status"),
+    [({"weight_version": "9"}, 400), ({"pause_mode": "now"}, 400), ({"base_version": "5"}, 409)],
+    ids=str,
+)
+def test_the_query_of_a_disk_request_counts(
+    disk_rig: Rig, root: Path, path: str, query: dict[str, str], status: int
+) -> None:
+    (root / "a.safetensors").write_bytes(GOOD)
+    body = {"model_path": str(root), "load_format": "delta"}
+    assert disk_rig.post(path, json=body, params=query).status_code == status
+    disk_rig.assert_untouched()
