@@ -24,6 +24,18 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.fixture
+def tool(source: Path, capsys: pytest.CaptureFixture[str]) -> fake_engine.Tool:
+    """Runs the tool on the small engine; its exit status and all that it wrote."""
+
+    def run(*options: str, target: Path = source) -> tuple[int, str]:
+        code = apply_patches.main(["vllm", "--target", str(target), *options])
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def patched_copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Path]]:
     """The folder of a patched copy of an engine, made when it is first asked for."""

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from pathlib import Path
 
 from scripts.apply_patches import PatchSet
+
+# The tool on this engine: options to its exit status and all that it wrote.
+Tool = Callable[..., tuple[int, str]]
 
 VERSION = "1.2.3"
 FILES = {
@@ -41,6 +45,16 @@ def patched_source() -> dict[str, str]:
         for path, (old, new) in edits.items():
             texts[path] = texts[path].replace(old, new)
     return texts
+
+
+PATCHED = patched_source()
+
+
+def set_version(source: Path, version: str) -> dict[str, str]:
+    """Give the engine another version; every file of a released engine of that version."""
+    text = f'__version__ = version = "{version}"\n'
+    (source / "vllm" / "version.py").write_text(text)
+    return {**FILES, "vllm/version.py": text}
 
 
 def write_patches(folder: Path, source: Path) -> None:
