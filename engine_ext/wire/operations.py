@@ -1,29 +1,105 @@
-"""The operations that the HTTP side asks of every rank's receiver, and their replies.
+"""The operations that the HTTP side asks of every rank's receiver.
 
-Each operation is a struct, and its type parameter is the struct of its reply. Its tag is the name
-of the method that carries it out, see `engine_ext.receiver.receiver.Receiver`. The engines' own
-channels carry a request as its tag and a dict of JSON types, and an answer as ``{"ok": reply}`` or
+Each operation is a struct, and its type parameter is the struct of its reply, one of those of
+`engine_ext.wire.replies`, which this module exports too. Its tag is the name of the method that
+carries it out, see `engine_ext.receiver.receiver.Receiver`. The engines' own channels carry a
+request as its tag and a dict of JSON types, and an answer as ``{"ok": reply}`` or
 ``{"error": error}`` (see `engine_ext.errors.DeltaError.to_wire`). Only this module converts them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Literal, TypeVar, Union, get_args
+from typing import Any, Generic, TypeVar, Union, get_args
 
 import msgspec
 
 from engine_ext.errors import DeltaError, as_delta_error, from_wire
 from engine_ext.wire.identity import PartId
+from engine_ext.wire.replies import (
+    Admission,
+    CommittedSync,
+    Delivery,
+    EngineLease,
+    History,
+    LeaseGrant,
+    LoadedAdapter,
+    PartBegun,
+    PartProgress,
+    PartSettled,
+    Pulled,
+    RankDigest,
+    RankPlan,
+    RankState,
+    RankStatus,
+    Reply,
+    RolledBack,
+    ScrubFindings,
+    ScrubState,
+    StagedSync,
+    SyncPrepared,
+    SyncRecord,
+    Unseen,
+    Written,
+)
 
-Admission = Literal["new", "staged", "already_applied"]
+__all__ = [
+    "AcquireLease",
+    "AcquireLogLease",
+    "Admission",
+    "BeginPart",
+    "CommitSync",
+    "CommittedSync",
+    "Delivery",
+    "DropSync",
+    "EngineLease",
+    "FindPull",
+    "FindUnseen",
+    "GetDigest",
+    "GetHistory",
+    "GetPlan",
+    "GetState",
+    "GetStatus",
+    "History",
+    "LeaseGrant",
+    "LoadedAdapter",
+    "Operation",
+    "PartBegun",
+    "PartProgress",
+    "PartSettled",
+    "PollPart",
+    "PrepareSync",
+    "Pulled",
+    "RankDigest",
+    "RankPlan",
+    "RankState",
+    "RankStatus",
+    "RecordPull",
+    "RecordSync",
+    "ReleaseLease",
+    "ReleaseLogLease",
+    "Reply",
+    "ReplyT",
+    "Request",
+    "RollBack",
+    "RolledBack",
+    "ScrubFindings",
+    "ScrubState",
+    "SettlePart",
+    "StagedSync",
+    "SyncPrepared",
+    "SyncRecord",
+    "TakeScrubFindings",
+    "UnloadAdapter",
+    "Unseen",
+    "Written",
+    "decode_answers",
+    "decode_request",
+    "encode_answer",
+    "encode_request",
+]
 
 _TAG = "operation"
-
-
-class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of the replies; by itself the reply of an operation that has nothing to report."""
-
 
 ReplyT = TypeVar("ReplyT", bound=Reply)
 
@@ -49,208 +125,6 @@ class Operation(
     def name(self) -> str:
         """The operation's tag."""
         return str(self.__struct_config__.tag)
-
-
-# Replies -------------------------------------------------------------------------------------
-
-
-class RankState(Reply, frozen=True, kw_only=True):
-    """What every HTTP process must know of a rank."""
-
-    version: int  # of the live weights
-    engine_state: Literal["certain", "uncertain"]  # uncertain after a write failed half-way
-    resume_owed: bool  # a commit has paused the engine and not resumed it yet
-
-
-class LeaseGrant(Reply, frozen=True, kw_only=True):
-    """The answer to a process that asks for a lease."""
-
-    granted: bool  # whether the process has the lease now
-    holder: str | None = None  # if not, the process that has it
-    fresh: bool = False  # if so, no other process has had it since this one last had it
-
-
-class EngineLease(Reply, frozen=True, kw_only=True):
-    """A `LeaseGrant`, with the state of the rank that gave it."""
-
-    grant: LeaseGrant
-    state: RankState
-
-
-class StagedSync(Reply, frozen=True, kw_only=True):
-    """A sync that has parts, but is not committed."""
-
-    version: int
-    base_version: int | None
-    sync_id: str | None
-    full: bool
-    num_parts: int | None
-    parts: list[int]  # numbers of the parts that all ranks have staged
-
-
-class Delivery(Reply, frozen=True, kw_only=True):
-    """Whether all of a version has arrived, as far as the ranks know."""
-
-    complete: bool = True  # False: unknown, its files named no count and no digest
-    folder: str | None = None  # the version's folder, if all that arrived is from there
-    files: list[str] = []  # the names of what arrived
-
-
-class Written(Reply, frozen=True, kw_only=True):
-    """What a commit or a rollback has written."""
-
-    version: int  # of the live weights now
-    commit_ms: float  # milliseconds that this rank spent writing and voting
-    digest: str  # of what this rank counts, in hex
-
-
-class CommittedSync(Written, frozen=True, kw_only=True):
-    """A sync that was committed."""
-
-    base_version: int
-    sync_id: str | None
-    full: bool
-    apply: str  # name of the applier
-    parts: int
-    nnz: int  # elements that the sync has sent, without those skipped
-    tensors: int  # tensors that it has named, without those skipped
-    elements: int  # elements of those tensors
-    skipped: dict[str, int] = {}  # elements sent of tensors that the engine ignores, by name
-    rollback: bool  # whether this version can be rolled back
-
-
-class RolledBack(Written, frozen=True, kw_only=True):
-    """A rollback; `rolled_back` is the version that was left."""
-
-    rolled_back: int
-
-
-class LoadedAdapter(Reply, frozen=True, kw_only=True):
-    """A LoRA adapter that the engine has loaded; no digest before a request has named it."""
-
-    name: str
-    version: int
-    digest: str | None
-
-
-class ScrubState(Reply, frozen=True, kw_only=True):
-    """What scrubbing has found on one rank."""
-
-    passes: int  # over all tensors, since the start
-    passed_at: float | None  # Unix time at which the last one ended
-    mismatched: list[str]  # tensors whose live memory is not what the syncs have written
-    error: str | None  # what ended the last pass early
-
-
-class RankStatus(RankState, frozen=True, kw_only=True):
-    """The state of one rank's receiver."""
-
-    asleep: bool  # the engine has released the weights' memory
-    foreign: str | None  # what changed the weights outside of delta sync since the last sync
-    delivery: Delivery = Delivery()
-    staged: StagedSync | None
-    last_sync: CommittedSync | None
-    can_roll_back: bool
-    apply: str  # name of the applier
-    certification: dict[str, int]  # number of tensors by certification status
-    uncertified: dict[str, str]  # why each refused tensor could not be certified, by name
-    digest: str  # of what this rank counts, in hex
-    awaits: str | msgspec.UnsetType = msgspec.UNSET  # what must come before it takes deltas
-    adapters: list[LoadedAdapter] | msgspec.UnsetType = msgspec.UNSET  # if the engine takes any
-    scrub: ScrubState | None = None  # None if scrubbing is off
-
-
-class Unseen(Reply, frozen=True, kw_only=True):
-    """The identities that were not committed at the version in question."""
-
-    unseen: list[str]
-
-
-class PartBegun(Reply, frozen=True, kw_only=True):
-    """How a part was admitted, see `engine_ext.receiver.sync_state.SyncState.admit`."""
-
-    admission: Admission
-
-
-class PartProgress(Reply, frozen=True, kw_only=True):
-    """Whether a part is staged on this rank."""
-
-    done: bool
-
-
-class PartSettled(Reply, frozen=True, kw_only=True):
-    """Whether all parts of the staged sync are staged, and it needs no `PrepareSync`."""
-
-    complete: bool
-    prepared: bool
-    base: Delivery | None = None  # if complete: of the version that it replaces, unless it is full
-
-
-class SyncPrepared(Reply, frozen=True, kw_only=True):
-    """Whether nothing is left to do before the staged sync can be committed."""
-
-    done: bool
-    rebuilt: int  # modules rebuilt so far on this rank
-
-
-class Pulled(Reply, frozen=True, kw_only=True):
-    """Versions that were pulled under the name of a checkpoint; none if `source` is empty."""
-
-    source: str = ""  # the folder that they are published in
-    target: int = 0  # the last of them
-    sync_id: str | None = None  # of what was staged
-
-
-class RankPlan(Reply, frozen=True, kw_only=True):
-    """One row per checkpoint tensor, or None if the engine has loaded no checkpoint yet."""
-
-    tensors: list[dict[str, Any]] | None
-
-
-class ScrubFindings(Reply, frozen=True, kw_only=True):
-    """The tensors that scrubbing has found to be other than written, each told once."""
-
-    mismatched: list[str]
-
-
-class RankDigest(Reply, frozen=True, kw_only=True):
-    """The digest of each covered tensor's elements that this rank counts, in hex."""
-
-    version: int
-    tensors: dict[str, str]  # scanned from live memory, if a scan was asked for; else `tracked`
-    tracked: dict[str, str]  # what the syncs add up to
-    corrupted: list[str]  # whose modules a scan found different from what processing makes of them
-
-
-class SyncRecord(Reply, frozen=True, kw_only=True):
-    """The result of one request for an update; see `CommittedSync` for the counts."""
-
-    at: float  # Unix time at which the request began
-    outcome: str  # committed, staged, refused, ...
-    error: str | None = None  # type of the error that it was answered with
-    message: str | None = None
-    version: int | None = None
-    base_version: int | None = None
-    sync_id: str | None = None
-    full: bool = False
-    parts: int = 0  # that it has sent
-    nnz: int | None = None
-    elements: int | None = None
-    tensors: int | None = None
-    bytes: int = 0  # of the parts
-    apply: str | None = None
-    rebuilt: int | None = None  # modules that the engine's own processing has computed anew
-    adapter: str | None = None  # the LoRA adapter that it was for
-    timings_ms: dict[str, float]  # milliseconds by phase
-
-
-class History(Reply, frozen=True, kw_only=True):
-    """The last syncs, the newest one last."""
-
-    syncs: list[SyncRecord]
-
-
-# Operations ----------------------------------------------------------------------------------
 
 
 class GetStatus(Operation[RankStatus], frozen=True, tag="status"):
