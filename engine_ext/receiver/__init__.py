@@ -1,9 +1,9 @@
 """One rank's receiver: the state machine behind the endpoints.
 
-`receiver` carries out what the HTTP side asks for, `sync_state` decides which parts are admitted,
-`background_staging` stages them in threads and `shared_decoding` decodes each once per host,
-`lease` keeps HTTP processes apart, `startup` makes a receiver of a loaded model, and
-`adapter_receivers` those of LoRA adapters.
+`receiver` carries out what the HTTP side asks for, with `sync_operations` for all that writes;
+`sync_state` decides which parts are admitted, `background_staging` stages them in threads and
+`shared_decoding` decodes each once per host, `lease` keeps HTTP processes apart, `startup` makes a
+receiver of a loaded model, and `adapter_receivers` those of LoRA adapters.
 
 Imports: `engine_ext.apply` and the rooms below it. Never an engine, never the HTTP side.
 """
