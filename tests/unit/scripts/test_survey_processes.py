@@ -54,7 +54,7 @@ def test_each_name_has_a_process_of_its_own(
     tmp_path: Path, jobs: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     names = ["one", "dies", "hangs", "two"]
-    found = list(run_each(names, behave, tmp_path, jobs=jobs, timeout=15))
+    found = list(run_each(names, behave, tmp_path, jobs=jobs, timeout=6))
     assert {e.name: e.code for e in found} == {"one": 0, "dies": 7, "hangs": None, "two": 0}
     for name in names:
         assert (tmp_path / name / LOG).read_text() == f"{name} says something\n"
