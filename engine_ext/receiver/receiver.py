@@ -23,6 +23,7 @@ from engine_ext.receiver.background_staging import BackgroundStaging
 from engine_ext.receiver.lease import Lease
 from engine_ext.receiver.sync_history import SyncHistory
 from engine_ext.receiver.sync_state import Sync, SyncState
+from engine_ext.remote_parts import Locate
 from engine_ext.scrub import Scrubber
 from engine_ext.wire import Limits
 from engine_ext.wire import operations as ops
@@ -43,6 +44,8 @@ class Receiver:
         stage_timeout: seconds after its last part for which a staged sync keeps others out.
         read_workers: how many parts are staged at once.
         shared: whether other ranks of this host stage the same parts.
+        locate: see `engine_ext.remote_parts.PartLocator.locate`; None if all ranks are on the host
+            of the spool.
         undo_bytes: host memory that the old values of one version may take, with those of its
             continuations.
         scrub_interval: seconds in which each tensor is scrubbed once; None turns scrubbing off.
@@ -60,6 +63,7 @@ class Receiver:
         undo_bytes: int = 4 << 30,
         scrub_interval: float | None = None,
         shared: bool = False,
+        locate: Locate | None = None,
     ) -> None:
         self._sync_state = SyncState(base_version, stage_timeout)
         self._lease = Lease()
@@ -68,7 +72,7 @@ class Receiver:
         self._ranks = ranks
         self.adopt(applier)
         self._undo_bytes = undo_bytes
-        self._staging = BackgroundStaging(read_workers, limits, shared=shared)
+        self._staging = BackgroundStaging(read_workers, limits, shared=shared, locate=locate)
         # Undo the last version with its continuations; empty if it cannot be undone.
         self._undo: list[UndoLog] = []
         self._last_sync: ops.CommittedSync | None = None
@@ -202,7 +206,7 @@ class Receiver:
             if self._sync_state.sync is not before:
                 self._staging.clear()
         if admission == "new":
-            self._staging.start(request.part, request.path, self._applier.stage)
+            self._staging.start(request.part, request.path, self._applier.stage, request.source)
         return ops.PartBegun(admission=admission)
 
     def poll(self, request: ops.PollPart) -> ops.PartProgress:
