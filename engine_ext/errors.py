@@ -21,6 +21,7 @@ answered with and the state the engine is in afterwards; a subclass inherits bot
     ├── NotUpdatable           422  unknown tensor, wrong shape or dtype, bad index, inexact tensor
     │   └── AdapterNotLoaded   422  no LoRA adapter of this name is loaded, or it takes no updates
     ├── TooManyUploads         429  too many updates in progress; retry later
+    ├── PartUnavailable        502  another host of the engine could not get the part
     ├── SpoolFull              507  no room for the body
     ├── WriteUndone            500  the write failed, and every rank was put back
     ├── PublishFailed          500  committed, but publishing or resuming failed: send it again
@@ -157,8 +158,14 @@ class TooManyUploads(DeltaError):
     status = 429
 
 
+class PartUnavailable(DeltaError):
+    """A rank on another host could not get the part from the host that has it; send it again."""
+
+    status = 502
+
+
 class SpoolFull(DeltaError):
-    """The spool folder has no room for the body."""
+    """The spool folder, or the cache of another host, has no room for the body."""
 
     status = 507
 

@@ -6,13 +6,16 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from engine_ext.errors import as_delta_error, from_wire
+
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 _T = TypeVar("_T")
 Bytes = NDArray[np.uint8]
@@ -80,11 +83,23 @@ def gather_bytes(ranks: Ranks, data: Bytes, to: int) -> list[Bytes] | None:
 def cores_per_rank(ranks: Ranks) -> int:
     """Return this rank's share of the cores that it may run on, at least 1. All ranks must call it.
 
-    All ranks run on one host. Those that an engine binds to cores of their own share none.
+    Ranks that an engine binds to cores of their own share none.
     """
-    own = sorted(os.sched_getaffinity(0))
-    users = Counter(core for cores in ranks.all_gather(own) for core in cores)
+    host, own = _host(), sorted(os.sched_getaffinity(0))
+    found = ranks.all_gather([host, own])
+    users = Counter(core for other, cores in found if other == host for core in cores)
     return max(1, int(sum(Fraction(1, users[core]) for core in own)))
+
+
+def ranks_of_host(ranks: Ranks) -> int:
+    """Return how many ranks run on this rank's host, this one included. All ranks must call it."""
+    host = _host()
+    return ranks.all_gather(host).count(host)
+
+
+def _host() -> str:
+    """Return what this host has and no other, until it is started again."""
+    return _BOOT_ID.read_text().strip()
 
 
 def together(ranks: Ranks, work: Callable[[], _T]) -> _T:

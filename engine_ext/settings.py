@@ -40,6 +40,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     shadow_bytes: int = 16 << 30
     keep_plain: bool = False
     scrub_interval: float | None = None
+    part_port: int = 0
+    cache_dir: str | None = None
+    cache_bytes: int = 16 << 30
 
     def export(self) -> None:
         """Write the settings to the environment of every process that this one starts."""
@@ -97,6 +100,12 @@ def _parse_version(text: str) -> int:
 def _parse_positive(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) == 0:
         raise argparse.ArgumentTypeError(f"not a positive number: {text!r}")
+    return int(text)
+
+
+def _parse_port(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"not a TCP port: {text!r}")
     return int(text)
 
 
@@ -243,6 +252,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the background and with at most a twentieth of one core per rank, which may take longer. "
         "What differs is counted, logged and in the status (default: off).",
         type=_parse_seconds,
+    )
+    add(
+        "--delta-part-port PORT",
+        "For an engine on several hosts: TCP port of the first host at which the others fetch "
+        f"parts (default: {defaults.part_port}, any free one).",
+        type=_parse_port,
+    )
+    add(
+        "--delta-cache-dir DIR",
+        "For an engine on several hosts: a folder that only this user can write into, where a host "
+        "keeps the parts that it has fetched, once for all of its ranks (default: one in the "
+        "temporary folder).",
+        type=_parse_directory,
+    )
+    add(
+        "--delta-cache-bytes BYTES",
+        f"Bytes that this folder may have (default: {defaults.cache_bytes >> 30}G).",
+        type=parse_size,
     )
     add(
         "--delta-allow-from CIDR",

@@ -88,10 +88,25 @@ def _parser() -> argparse.ArgumentParser:
         _fold,
         "Add one delta that leads from version FROM to version TO, and keep those in between; "
         "engines take it if it has fewer bytes. If several versions write an element, the last "
-        "value is kept. Refused if a version sends differences (gap8_ulp) or is another trainer's.",
+        "value is kept. Versions that send differences (gap8_ulp) become values, for which the "
+        "checkpoint is needed that the log starts from (--base). Refused if a version is another "
+        "trainer's.",
     )
     add.add_argument("base", type=int, metavar="FROM", help="the version that it starts from")
     add.add_argument("target", type=int, metavar="TO", help="the version that it leads to")
+    add.add_argument(
+        "--base",
+        dest="base_folder",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="folder of the checkpoint that the log starts from",
+    )
+    add.add_argument(
+        "--base-version",
+        type=int,
+        metavar="N",
+        help="version of that checkpoint (default: the log's oldest base)",
+    )
     add = command(
         "prune",
         _prune,
@@ -227,13 +242,29 @@ def _fold(options: argparse.Namespace) -> int:
         only = f", only to {steps[-1].version}" if steps else ""
         raise CannotFold(f"the log does not lead from version {base} to {target}{only}")
     folder = delta_log.fold_versions(
-        options.log, steps, base, progress=lambda entries: _with_progress(entries, "reading")
+        options.log,
+        steps,
+        base,
+        checkpoint=options.base_folder,
+        before=_before(listing, options),
+        progress=lambda entries: _with_progress(entries, "reading"),
     )
     read_version(next(entry for entry in list_log(options.log).entries if entry.folder == folder))
     size = sum(path.stat().st_size for path in folder.iterdir())
     old = sum(entry.nbytes for entry in steps)
     print(f"{folder.name}: folded {len(steps)} version(s), {old:,} bytes into {size:,}")
     return OK
+
+
+def _before(listing: Listing, options: argparse.Namespace) -> list[Entry]:
+    """Return the versions that lead from the checkpoint to the first of the folded ones."""
+    start = options.base_version if options.base_version is not None else _oldest_base(listing)
+    if options.base_folder is None or start == options.base:
+        return []
+    found = route([entry for entry in listing.entries if entry.version <= options.base], start)
+    if not found or found[-1].version != options.base:
+        raise CannotFold(f"the log does not lead from version {start} to {options.base}")
+    return found
 
 
 def _prune(options: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -12,6 +12,7 @@ import numpy as np
 import xxhash
 
 from engine_ext.delta_log.catalog import Entry, folder_name, open_regular
+from engine_ext.delta_log.values import CannotFold, ModelValues, merged
 from engine_ext.delta_log.writer import Draft
 from engine_ext.errors import ChecksumMismatch, DeltaError
 from engine_ext.version_folders import (
@@ -36,10 +37,6 @@ from engine_ext.wire import (
 
 _ENCODING = "deltas_zstd"  # of a folded part; it sends values
 BUCKET_BYTES = 256 << 20  # of a folded part, before compression
-
-
-class CannotFold(Exception):
-    """These versions cannot be folded into one; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +115,8 @@ def fold_versions(
     entries: Sequence[Entry],
     base_version: int,
     *,
+    checkpoint: Path | None = None,
+    before: Sequence[Entry] = (),
     progress: Callable[[Sequence[Entry]], Iterable[Entry]] = iter,
 ) -> Path:
     """Write one delta with the effect of several versions in sequence, and return its folder.
@@ -129,37 +128,41 @@ def fold_versions(
         log: the log's folder, which the result is added to.
         entries: the versions, see `engine_ext.delta_log.catalog.route`; from `base_version`.
         base_version: the version that the result starts from.
+        checkpoint: the folder of the checkpoint that the log starts from. Needed if a version sends
+            differences; the result has values.
+        before: the versions that lead from the checkpoint to `base_version`.
         progress: iterates over the versions, and may display the progress.
 
     Raises:
-        CannotFold: some version sends differences, whose old values are not in the log, or is a
-            folder with an index; or `entries` is empty.
+        CannotFold: some version sends differences, and there is no checkpoint or it is another one;
+            or some version is a folder with an index; or `entries` is empty.
         LogDamaged: one of the versions is damaged.
         FileExistsError: the result is already there.
         OSError: it cannot be written. The log is unchanged after any of these.
     """
     if not entries:
         raise CannotFold("there are no versions to fold")
-    for entry in entries:
+    for entry in (*before, *entries):
         if entry.foreign:
             raise CannotFold(
                 f"version {entry.version} is a folder of another trainer, with {INDEX}: its "
                 "changes are of old bytes, which are not in the log"
             )
-    merged: dict[str, ParamDelta] = {}
+    values = None if checkpoint is None else ModelValues(checkpoint)
+    folded: dict[str, ParamDelta] = {}
     first = last = Digests(None, None)
-    for entry in progress(entries):
+    for entry in progress([*(before if values is not None else ()), *entries]):
         parts = read_version(entry)
-        last = digests_of(parts)
-        if entry is entries[0]:
-            first = last
-        for delta in (delta for part in parts for delta in part.deltas):
-            if delta.differences:
-                sent = f"version {entry.version} sends differences ({delta.name})"
-                raise CannotFold(f"{sent}, and the values they are added to are not in the log")
-            merged[delta.name] = _merged(merged.get(delta.name), delta)
+        is_folded = entry in entries
+        if is_folded:
+            last = digests_of(parts)
+            first = last if entry is entries[0] else first
+        for part in parts:
+            for delta in _deltas(part, values):
+                if is_folded:
+                    folded[delta.name] = merged(folded.get(delta.name), delta)
     target, full, sync_id = entries[-1].version, entries[0].full, uuid.uuid4().hex
-    groups = list(_groups(merged.values()))
+    groups = list(_groups(folded.values()))
     key = signing_key()
     draft = Draft(log, folder_name(target, base_version))
     try:
@@ -183,6 +186,20 @@ def fold_versions(
     except BaseException:
         draft.drop()
         raise
+
+
+def _deltas(part: Part, values: ModelValues | None) -> Sequence[ParamDelta]:
+    """Return the deltas of a part with values; CannotFold if these are not known."""
+    if values is not None:
+        return values.take(part)
+    for delta in part.deltas:
+        if delta.differences:
+            raise CannotFold(
+                f"version {part.manifest.current_version} sends differences ({delta.name}), and "
+                "the values they are added to are not in the log; name the checkpoint that it "
+                "starts from (--base)"
+            )
+    return part.deltas
 
 
 def _read_part(entry: Entry, path: Path) -> Part:
@@ -220,23 +237,6 @@ def _check_together(entry: Entry, parts: Sequence[Part]) -> None:
     numbered = [number for number in numbers if number is not None]
     if numbered and (sorted(numbered) != list(range(len(parts))) or counts != {len(parts)}):
         raise entry.damaged(f"it has the parts {sorted(numbered)} of {sorted(map(str, counts))}")
-
-
-def _merged(old: ParamDelta | None, new: ParamDelta) -> ParamDelta:
-    """Return one delta with the effect of two of one tensor in turn; it keeps no part's buffer."""
-    if old is None or new.indices is None:
-        return replace(new, values=new.values.copy(), positions=None)
-    if (old.dtype, old.shape) != (new.dtype, new.shape):
-        raise CannotFold(f"{new.name}: {old.dtype} {old.shape}, later {new.dtype} {new.shape}")
-    if old.indices is None:
-        values = old.values.copy()
-        values[new.indices] = new.values
-        return replace(old, values=values)
-    kept = ~np.isin(old.indices, new.indices, assume_unique=True)
-    indices = np.concatenate([old.indices[kept], new.indices])
-    values = np.concatenate([old.values[kept], new.values])
-    order = np.argsort(indices, kind="stable")
-    return replace(new, indices=indices[order], values=values[order], positions=None)
 
 
 def _groups(deltas: Iterable[ParamDelta]) -> Iterator[list[ParamDelta]]:

@@ -10,7 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from engine_ext.apply import StagedPart
 from engine_ext.part_paths import staging_pipe
 from engine_ext.receiver.shared_decoding import read_part
+from engine_ext.remote_parts import Locate
 from engine_ext.wire import Limits, Part, PartId
+from engine_ext.wire.operations import PartSource
 
 StagePart = Callable[[Part], StagedPart]
 
@@ -21,23 +23,29 @@ class BackgroundStaging:
     Args:
         threads: how many parts are staged at once.
         shared: whether other ranks of this host stage the same parts.
+        locate: see `engine_ext.remote_parts.PartLocator.locate`; None if all ranks are on the host
+            of the spool.
     """
 
-    def __init__(self, threads: int, limits: Limits, *, shared: bool) -> None:
-        self._limits, self._shared = limits, shared
+    def __init__(
+        self, threads: int, limits: Limits, *, shared: bool, locate: Locate | None = None
+    ) -> None:
+        self._limits, self._shared, self._locate = limits, shared, locate
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="delta-stage")
         self._parts: dict[int, Future[StagedPart]] = {}
         # Parts of dropped syncs included; one that is done is not kept alive here.
         self._running: set[Future[StagedPart]] = set()
 
-    def start(self, part: PartId, path: str, stage: StagePart) -> None:
+    def start(
+        self, part: PartId, path: str, stage: StagePart, source: PartSource | None = None
+    ) -> None:
         """Start staging a part from the spool file at `path`; `stage` locates it on this rank.
 
-        The HTTP side sees when it has ended on every rank, or a rank has died: the pipe beside the
-        file has no writer then.
+        The HTTP side sees when it has ended on every rank of its host, or one of them has died: the
+        pipe beside the file has no writer then.
         """
         pipe = _open_pipe(path)
-        future = self._threads.submit(self._stage, path, part.identity, stage)
+        future = self._threads.submit(self._stage, path, source, part.identity, stage)
         self._parts[part.part] = future
         self._running.add(future)
         future.add_done_callback(self._running.discard)
@@ -67,7 +75,11 @@ class BackgroundStaging:
         """Wait until no thread is staging anything."""
         wait(list(self._running))
 
-    def _stage(self, path: str, identity: str, stage: StagePart) -> StagedPart:
+    def _stage(
+        self, path: str, source: PartSource | None, identity: str, stage: StagePart
+    ) -> StagedPart:
+        if self._locate is not None:
+            path = self._locate(path, source)
         return stage(read_part(path, identity, self._limits, shared=self._shared))
 
 

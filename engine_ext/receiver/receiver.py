@@ -20,6 +20,7 @@ from engine_ext.receiver.lease import Lease
 from engine_ext.receiver.sync_history import SyncHistory
 from engine_ext.receiver.sync_operations import SyncOperations
 from engine_ext.receiver.sync_state import SyncState
+from engine_ext.remote_parts import Locate
 from engine_ext.scrub import Scrubber
 from engine_ext.wire import Limits
 from engine_ext.wire import operations as ops
@@ -39,6 +40,8 @@ class Receiver(SyncOperations):
         stage_timeout: seconds after its last part for which a staged sync keeps others out.
         read_workers: how many parts are staged at once.
         shared: whether other ranks of this host stage the same parts.
+        locate: see `engine_ext.remote_parts.PartLocator.locate`; None if all ranks are on the host
+            of the spool.
         undo_bytes: host memory that the old values of one version may take, with those of its
             continuations.
         scrub_interval: seconds in which each tensor is scrubbed once; None turns scrubbing off.
@@ -56,9 +59,10 @@ class Receiver(SyncOperations):
         undo_bytes: int = 4 << 30,
         scrub_interval: float | None = None,
         shared: bool = False,
+        locate: Locate | None = None,
     ) -> None:
         sync_state = SyncState(base_version, stage_timeout)
-        staging = BackgroundStaging(read_workers, limits, shared=shared)
+        staging = BackgroundStaging(read_workers, limits, shared=shared, locate=locate)
         super().__init__(applier, ranks, sync_state, staging, undo_bytes=undo_bytes)
         self._lease = Lease()
         self._log_lease = Lease()

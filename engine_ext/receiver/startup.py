@@ -42,7 +42,7 @@ from engine_ext.placement import (
     summary,
     uncertified,
 )
-from engine_ext.ranks import Ranks, cores_per_rank, together
+from engine_ext.ranks import Ranks, cores_per_rank, ranks_of_host, together
 from engine_ext.rebuild import (
     LoadingStates,
     ModuleRebuild,
@@ -56,6 +56,7 @@ from engine_ext.rebuild import (
     share_views,
 )
 from engine_ext.receiver.receiver import Receiver
+from engine_ext.remote_parts import Locate
 from engine_ext.repacks import compose
 from engine_ext.settings import Settings
 from engine_ext.tracing import LoadingTrace, LoadWeights, dropped_aliases, trace_placement
@@ -100,6 +101,8 @@ class LoadedModel:
         refuse_while: see `trace_placement`.
         loading: what the loader did before post-load processing; None if nothing is processed.
         rebuilding: None if the engine's processing cannot be repeated.
+        locate: finds parts on this rank's host, see `engine_ext.remote_parts`; None if the engine
+            has one host.
     """
 
     model: torch.nn.Module
@@ -115,6 +118,7 @@ class LoadedModel:
     refuse_while: Callable[[torch.nn.Module], str | None] | None = None
     loading: LoadingTrace | None = None
     rebuilding: Rebuilding | None = None
+    locate: Locate | None = None
 
 
 def make_receiver(loaded: LoadedModel, settings: Settings) -> Receiver:
@@ -165,7 +169,8 @@ def _receiver(loaded: LoadedModel, settings: Settings, applier: Applier) -> Rece
         undo_bytes=settings.undo_bytes,
         limits=Limits(max_part_bytes=settings.max_body_bytes),
         scrub_interval=settings.scrub_interval,
-        shared=len(loaded.ranks.all_gather(None)) > 1,
+        shared=ranks_of_host(loaded.ranks) > 1,
+        locate=loaded.locate,
     )
 
 

@@ -67,7 +67,7 @@ class SyncOperations:
             if self._sync_state.sync is not before:
                 self._staging.clear()
         if admission == "new":
-            self._staging.start(request.part, request.path, self._applier.stage)
+            self._staging.start(request.part, request.path, self._applier.stage, request.source)
         return ops.PartBegun(admission=admission)
 
     def poll(self, request: ops.PollPart) -> ops.PartProgress:

@@ -170,11 +170,21 @@ class FindUnseen(Operation[Unseen], frozen=True, kw_only=True, tag="unseen"):
     identities: list[str]
 
 
+class PartSource(msgspec.Struct, frozen=True, kw_only=True):
+    """Where hosts without the spool get a part, as long as it is being staged."""
+
+    url: str
+    token: str  # bearer token of that URL
+    size: int  # bytes
+    content: str  # xxh3_128 of these, in hex
+
+
 class BeginPart(Operation[PartBegun], frozen=True, kw_only=True, tag="begin"):
     """Admit a part and start staging it."""
 
     part: PartId
     path: str  # the spool file that holds the part
+    source: PartSource | None = None  # for ranks of other hosts, if there are any
     now: float  # seconds on a clock that all HTTP processes share
 
 

@@ -16,7 +16,7 @@ class AdapterEngine:
     """
 
     def __init__(self, engine: Engine, adapter: str) -> None:
-        self.name, self.shared = engine.name, engine.shared
+        self.name, self.shared, self.address = engine.name, engine.shared, engine.address
         self._engine, self._adapter = engine, adapter
         self.is_paused, self.pause, self.resume = engine.is_paused, engine.pause, engine.resume
         self.flush_cache, self.get_weight_version = engine.flush_cache, engine.get_weight_version

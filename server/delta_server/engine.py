@@ -17,10 +17,12 @@ class Engine(Protocol):
     Attributes:
         name: the engine's name.
         shared: whether other HTTP processes serve the same engine.
+        address: where the engine's other hosts reach this one; None if it has one host.
     """
 
     name: str
     shared: bool
+    address: str | None
 
     async def call(self, request: Operation[ReplyT]) -> list[ReplyT | DeltaError]:
         """Carry out one operation on every rank; returns replies or errors in rank order."""

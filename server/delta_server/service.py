@@ -24,6 +24,7 @@ from delta_server.commit import EngineCommitter, call, total_digest
 from delta_server.digests import describe_digests
 from delta_server.engine import Engine
 from delta_server.log_replay import LogReplay
+from delta_server.part_server import PartServer
 from delta_server.published import completeness
 from delta_server.reporting import SyncReporter
 from delta_server.request_options import Options, is_anonymous, part_id
@@ -59,7 +60,10 @@ class DeltaService:
         self.committer, self.reporter = EngineCommitter(engine), SyncReporter(engine)
         # The delta log's folders, too: what a replay has left incomplete shows there.
         self._folders = [*settings.roots, *([] if settings.log is None else [settings.log])]
-        self._staging = Staging(engine, settings.read_workers, self._folders)
+        self._part_server: PartServer | None = None
+        if engine.address is not None:
+            self._part_server = PartServer(engine.address, settings.part_port)
+        self._staging = self._make_staging()
         self.spool = Spool(settings.spool_dir, Limits(max_part_bytes=settings.max_body_bytes))
         self.minimum_rate = MinimumRate(settings.stage_timeout, settings.min_upload_rate)
         self.upload_slots = UploadSlots(settings.max_uploads)
@@ -82,8 +86,12 @@ class DeltaService:
         service = copy.copy(self)
         service.adapter, service.log_replay = name, None
         service._engine = AdapterEngine(self._engine, name)
-        service._staging = Staging(service._engine, self.settings.read_workers, self._folders)
+        service._staging = service._make_staging()
         return service
+
+    def _make_staging(self) -> Staging:
+        workers = self.settings.read_workers
+        return Staging(self._engine, workers, self._folders, self._part_server)
 
     async def start(self) -> None:
         """Check that every rank has a receiver, publish the base version, replay the log.

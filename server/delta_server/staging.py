@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from delta_server.commit import call
 from delta_server.engine import Engine
+from delta_server.part_server import PartServer
 from delta_server.published import not_applied
 from delta_server.request_record import RequestRecord
 from delta_server.spool import Spooled
@@ -57,10 +58,18 @@ class Staging:
     Args:
         at_once: how many parts of one request the ranks stage side by side.
         roots: folders below which the files of earlier versions may be.
+        part_server: serves parts to other hosts; None if the engine has one host.
     """
 
-    def __init__(self, engine: Engine, at_once: int, roots: Sequence[str]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        at_once: int,
+        roots: Sequence[str],
+        part_server: PartServer | None = None,
+    ) -> None:
         self._engine, self._at_once, self._roots = engine, at_once, roots
+        self._part_server = part_server
 
     async def stage(
         self, pairs: Sequence[tuple[PartId, Spooled]], record: RequestRecord, *, whole: bool
@@ -101,8 +110,13 @@ class Staging:
 
     async def _begin(self, part: PartId, spooled: Spooled, pipes: contextlib.ExitStack) -> _Begun:
         """Begin to stage a part, on every rank or on none."""
+        source = None
+        if self._part_server is not None:
+            offer = await asyncio.to_thread(self._part_server.offer, spooled.path)
+            source = pipes.enter_context(offer)
         pipe = pipes.enter_context(StagingPipe(spooled.path))
-        request = BeginPart(part=part, path=str(spooled.path), now=time.monotonic())
+        path, now = str(spooled.path), time.monotonic()
+        request = BeginPart(part=part, path=path, source=source, now=now)
         answers = await self._engine.call(request)
         refusals = [answer for answer in answers if isinstance(answer, DeltaError)]
         if refusals:

@@ -106,7 +106,7 @@ REPLICAS = (DELTAS, "--data-parallel-size", "2")
     ("arguments", "message"),
     [
         ([*REPLICAS, "--data-parallel-external-lb"], "start them as separate engines"),
-        ([DELTAS, "--nnodes", "2"], "several hosts"),
+        ([DELTAS, "--nnodes", "2", "--enable-lora"], "several hosts"),
         (["--delta-read-workers", "2"], "needs --enable-delta-updates"),
         *(
             pytest.param(arguments, message, marks=pytest.mark.full)
@@ -178,7 +178,7 @@ SGLANG_REFUSES = {
         [ENABLE, "--speculative-algorithm", "EAGLE", "--speculative-token-map", "hot.pt"],
         "--speculative-token-map",
     ),
-    "nodes": ([ENABLE, "--nnodes", "2"], "several hosts"),
+    "nodes": ([ENABLE, "--nnodes", "2", "--dp-size", "2"], "several hosts"),
     "lora": ([ENABLE, "--enable-lora"], "--enable-lora"),
     "workers": ([ENABLE, "--tokenizer-worker-num", "2"], "--tokenizer-worker-num above 1"),
     "companion": (["--delta-read-workers", "2"], "needs --enable-delta-updates"),
@@ -195,11 +195,11 @@ def test_sglang_refuses_arguments() -> None:
 
 
 def test_sglang_serve_takes_the_flags_too() -> None:
-    arguments = ["serve", "--model-type", "llm", "--model-path", "m", ENABLE, "--nnodes", "2"]
+    arguments = ["serve", "--model-type", "llm", "--model-path", "m", ENABLE, "--enable-lora"]
     program = "import sys; from sglang.cli.main import main; sys.exit(main())"
     run = python("sglang", "-c", program, *arguments)
     assert run.returncode != 0
-    assert "--enable-delta-updates does not work with several hosts" in run.stderr
+    assert "--enable-delta-updates does not work with --enable-lora" in run.stderr
 
 
 def test_sglang_without_the_plugin_has_no_flag() -> None:

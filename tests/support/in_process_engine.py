@@ -328,6 +328,7 @@ class Engine:
 
     name = "in-memory"
     shared = False
+    address: str | None = None
 
     def __init__(self, settings: Settings) -> None:
         barrier = threading.Barrier(RANKS)

@@ -36,6 +36,7 @@ STATUS = {
     "PublishFailed": 500,
     "CommitFailed": 500,
     "EngineUncertain": 503,
+    "PartUnavailable": 502,
     "SpoolFull": 507,
 }
 

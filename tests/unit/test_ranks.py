@@ -22,9 +22,12 @@ class Sets:
     def __init__(self, *cores: set[int]) -> None:
         self.cores = cores
 
-    def all_gather(self, value: object) -> list[list[int]]:
-        assert value == sorted(self.cores[0])
-        return [sorted(cores) for cores in self.cores]
+    def all_gather(self, value: list[Any]) -> list[list[Any]]:
+        host, own = value
+        assert own == sorted(self.cores[0])
+        # Another host has as many cores of the same numbers.
+        elsewhere = [["another host", own]] * 2
+        return [[host, sorted(cores)] for cores in self.cores] + elsewhere
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from engine_ext.wire import sign
 class LogDestination(Destination):
     """Take parts like an engine, and write them into a delta log.
 
-    Its parts must apply to any engine, so it gets no differences.
+    Its parts should apply to any engine, so it gets no differences unless the sender is told to.
 
     Args:
         folder: The log; created if it is missing.

@@ -104,6 +104,10 @@ class Options(CommonOptions, total=False):
         delta_log: Folder that gets every version, durably, before an engine commits it, for engines
             that are started with --delta-log. Versions continue from the highest number in it. A
             version that no engine committed is marked as refused; its number is not used again.
+        log_differences: Let the delta log carry differences, if `encoding` sends any. They take
+            about half the bytes of values. Every engine that replays the log must take them (none
+            does that casts a tensor or writes through its loader), and ``delta-log fold`` needs the
+            checkpoint.
         state: File that remembers over a restart of the sender what each engine has acknowledged;
             if the base is what an engine is at, the version in the file counts. One sender at a
             time may use it. If the base is neither what an engine acknowledged nor what it was
@@ -116,6 +120,7 @@ class Options(CommonOptions, total=False):
 
     adapter: Annotated[str | None, Option(None, {"metavar": "NAME"})]
     delta_log: Annotated[str | Path | None, Option(None, {"type": Path, "metavar": "DIR"})]
+    log_differences: Annotated[bool, Option(False, {"action": "store_true"})]
     state: Annotated[str | Path | None, Option(None, {"type": Path, "metavar": "FILE"})]
     quantize: Annotated[str | None, Option(None, {"choices": tuple(FORMS)})]
 

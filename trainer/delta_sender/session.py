@@ -39,8 +39,9 @@ class Committed:
 class Session:
     """The syncs of one destination.
 
-    If it `is_log`, it is a delta log, which gets values only. If it `has_log`, what it lacks may be
-    in a delta log. `state` is what it holds, if that is more than the snapshot.
+    If it `is_log`, it is a delta log, which gets values only, but with ``log_differences``. If it
+    `has_log`, what it lacks may be in a delta log. `state` is what it holds, if that is more than
+    the snapshot.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Session:
         self._options, self._is_log, self._has_log = options, is_log, has_log
         # Without differences once they were refused.
         self._policy = EncodingPolicy(options["encoding"])
-        if is_log and self._policy.may_send_differences:
+        if is_log and self._policy.may_send_differences and not options["log_differences"]:
             self._policy = self._policy.values_only()
 
     def sync(self, sync_round: SyncRound) -> Committed:

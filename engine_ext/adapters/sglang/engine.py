@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
 from engine_ext.adapters.sglang.rpc import Channel
@@ -24,6 +25,7 @@ class SglangEngine:
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
+        self.address = _own_address(manager.server_args)
         self._pause_generation = manager.pause_generation
         self._continue_generation = manager.continue_generation
         self._channel = Channel(manager)
@@ -89,3 +91,12 @@ class SglangEngine:
         for result in await self._manager.flush_cache_communicator(FlushCacheReqInput()):
             if not result.success:
                 raise RuntimeError(f"SGLang did not flush its cache: {result.message}")
+
+
+def _own_address(server_args: Any) -> str | None:
+    """Return the address by which other hosts reach this one, the first; None if there are none."""
+    if server_args.nnodes == 1:
+        return None
+    host, _, _port = server_args.dist_init_addr.rpartition(":")
+    [(*_, address), *_] = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    return str(address[0])

@@ -89,7 +89,16 @@ ARGUMENTS: Final = (
     Refusal(
         "--pp-size and --enable-pdmux", _OTHER_LOOP, (above_one("pp_size"), enabled("enable_pdmux"))
     ),
-    Refusal("several hosts", "the spool folder is read by every rank", (above_one("nnodes"),)),
+    Refusal(
+        "several hosts and --dp-size",
+        "replicas vote by a store on the host that they share",
+        (above_one("nnodes"), above_one("dp_size")),
+    ),
+    Refusal(
+        "several hosts and --tokenizer-worker-num",
+        "they are not tested together",
+        (above_one("nnodes"), above_one("tokenizer_worker_num")),
+    ),
     Refusal("--enable-lora", _LORA, (enabled("enable_lora"),)),
     Refusal("--lora-paths", _LORA, (enabled("lora_paths"),)),
     Refusal(

@@ -30,6 +30,7 @@ from engine_ext.placement import Repack
 from engine_ext.ranks import GroupRanks, Ranks
 from engine_ext.rebuild import LoadingStates
 from engine_ext.receiver import LoadedModel, Rebuilding, Receiver, make_receiver
+from engine_ext.remote_parts import locator
 from engine_ext.replicas import among_replicas
 from engine_ext.tracing import LoadingTrace
 from engine_ext.wire.operations import BeginPart, CommitSync, Reply, RollBack, encode_answer
@@ -113,6 +114,7 @@ def build_receiver(
             context=lambda: processing_context(runner.model_config.dtype),
             probe=probe,
         ),
+        locate=locator(get_parallel().nnodes, chosen),
     )
     return make_receiver(loaded, chosen)
 

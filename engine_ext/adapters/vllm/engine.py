@@ -27,7 +27,9 @@ class VllmEngine:
         self._replicas = replicas.count()
         self._calling = asyncio.Lock()
         self._pause, self._resume = client.pause_generation, client.resume_generation
-        self.shared = client.vllm_config.parallel_config._api_process_count > 1
+        parallel = client.vllm_config.parallel_config
+        self.shared = parallel._api_process_count > 1
+        self.address = _own_address() if parallel.nnodes > 1 else None
 
     async def call(
         self, request: Operation[ReplyT], method: str = "delta_updates"
@@ -95,3 +97,10 @@ class VllmEngine:
             return task.result()
         finally:
             task.cancel()
+
+
+def _own_address() -> str:
+    """Return the address by which vLLM's own processes on other hosts reach this one."""
+    from vllm.utils.network_utils import get_ip
+
+    return str(get_ip())

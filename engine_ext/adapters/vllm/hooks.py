@@ -128,6 +128,7 @@ def _set_up(args: Any) -> Any:
     local = getattr(args, "data_parallel_size_local", None)
     return argparse.Namespace(
         **vars(args),
+        headless_alone=getattr(args, "headless", False) and (args.nnodes or 1) == 1,
         replicas_elsewhere=local not in (None, args.data_parallel_size),
         one_replica_answers=(args.data_parallel_size or 1) > 1 and not replicas_answer_together(),
         rust_frontend=getattr(envs, "VLLM_USE_RUST_FRONTEND", False),

@@ -20,7 +20,9 @@ _SEPARATE: Final = (
 )
 _MOVING: Final = "experts move between the ranks"
 _NO_ENDPOINTS: Final = "it has no delta endpoints; use the Python HTTP server"
-_SPOOL: Final = "the spool folder is read by every rank"
+_HOSTS: Final = above_one("nnodes")
+_ONE_HOST: Final = "replicas vote by a store on the host that they share"
+_UNTESTED: Final = "they are not tested together"
 
 
 def _has_class(config: Any) -> bool:
@@ -67,8 +69,14 @@ ARGUMENTS: Final = (
     ),
     Refusal("--enable-eplb", _MOVING, (enabled("enable_eplb"),)),
     Refusal("--enable-elastic-ep", _MOVING, (enabled("enable_elastic_ep"),)),
-    Refusal("several hosts", _SPOOL, (above_one("nnodes"),)),
-    Refusal("--headless", _SPOOL, (enabled("headless"),)),
+    Refusal("several hosts and --data-parallel-size", _ONE_HOST, (_HOSTS, _REPLICAS)),
+    Refusal("several hosts and --enable-lora", _UNTESTED, (_HOSTS, enabled("enable_lora"))),
+    Refusal(
+        "several hosts and --weight-transfer-config",
+        _UNTESTED,
+        (_HOSTS, given("weight_transfer_config")),
+    ),
+    Refusal("--headless on one host", _NO_ENDPOINTS, (enabled("headless_alone"),)),
     Refusal(
         "this --distributed-executor-backend",
         "only mp and uni are tested",
@@ -112,13 +120,11 @@ DRAFT_IN_PARALLEL: Final = Refusal(
 DRAFT_DTYPE: Final = Refusal(
     "a draft model of another dtype than the target's", "its processing is not repeated exactly"
 )
-DRAFT_WITH_LORA: Final = Refusal("a draft model and --enable-lora", "they are not tested together")
+DRAFT_WITH_LORA: Final = Refusal("a draft model and --enable-lora", _UNTESTED)
 DRAFT_WITH_STAGES: Final = Refusal(
     "a draft model and --pipeline-parallel-size above 1", "only the last stage has the draft model"
 )
-DRAFT_WITH_REPLICAS: Final = Refusal(
-    "a draft model and --data-parallel-size above 1", "they are not tested together"
-)
+DRAFT_WITH_REPLICAS: Final = Refusal("a draft model and --data-parallel-size above 1", _UNTESTED)
 DRAFT_WITHOUT_CHECKPOINT: Final = Refusal(
     "a draft model and dummy weights", "the first full sync would not reach the draft model"
 )

@@ -40,6 +40,7 @@ from engine_ext.receiver import (
     Receiver,
     make_receiver,
 )
+from engine_ext.remote_parts import locator
 from engine_ext.replicas import among_replicas
 from engine_ext.tracing import LoadingTrace, LoadWeights
 
@@ -199,8 +200,8 @@ def build_receiver(
 
     config = worker.vllm_config
     parallel = config.parallel_config
-    if parallel.nnodes > 1 or parallel.enable_eplb:  # EPLB moves experts between the ranks
-        raise RuntimeError("delta updates do not work with several hosts or EPLB yet")
+    if parallel.enable_eplb:  # it moves experts between the ranks
+        raise RuntimeError("delta updates do not work with EPLB yet")
     model = worker.model_runner.get_model()
     if config.lora_config is not None:
         model = without_lora(model)
@@ -237,6 +238,7 @@ def build_receiver(
             context=lambda: processing_context(config, worker.device),
             probe=probe,
         ),
+        locate=locator(parallel.nnodes, chosen),
     )
     receiver = make_receiver(loaded, chosen)
     # Replicas load adapters each on its own, and with stages adapters are not tested.

@@ -25,6 +25,7 @@ class NoEngine:
 
     name = "none"
     shared = False
+    address: str | None = None
 
     async def call(self, request: ops.Operation[ops.ReplyT]) -> list[ops.ReplyT | DeltaError]:
         answers: dict[type, Any] = {

@@ -41,6 +41,7 @@ def process(
         manager.is_pause = broadcast.is_pause
 
     manager = SimpleNamespace(
+        server_args=SimpleNamespace(nnodes=1),
         pause_generation=None,
         continue_generation=None,
         _apply_pause_continue_broadcast=apply,

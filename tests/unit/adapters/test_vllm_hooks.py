@@ -98,7 +98,9 @@ def test_every_replica_is_asked_and_answers(monkeypatch: pytest.MonkeyPatch) -> 
     client = SimpleNamespace(
         pause_generation=None,
         resume_generation=None,
-        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(_api_process_count=1)),
+        vllm_config=SimpleNamespace(
+            parallel_config=SimpleNamespace(_api_process_count=1, nnodes=1)
+        ),
         engine_core=SimpleNamespace(call_utility_all_async=call_utility_all_async),
         errored=False,
     )
@@ -128,7 +130,9 @@ def test_our_own_pauses_do_not_wait_for_our_commit(processes: int) -> None:
     async def serialize_with_commits() -> None:
         raise AssertionError("the caller's")
 
-    config = SimpleNamespace(parallel_config=SimpleNamespace(_api_process_count=processes))
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(_api_process_count=processes, nnodes=1)
+    )
     client = SimpleNamespace(
         pause_generation=pause, resume_generation=resume, vllm_config=config, errored=False
     )
@@ -160,7 +164,9 @@ def test_a_flush_drops_what_is_computed_from_weights_and_nothing_else(possible: 
         resume_generation=None,
         reset_prefix_cache=reset_prefix_cache,
         reset_encoder_cache=reset_encoder_cache,
-        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(_api_process_count=1)),
+        vllm_config=SimpleNamespace(
+            parallel_config=SimpleNamespace(_api_process_count=1, nnodes=1)
+        ),
         errored=False,
     )
     pause = VllmEngine(client).pause("keep", flush_cache=True)

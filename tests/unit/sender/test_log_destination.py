@@ -73,6 +73,24 @@ def test_an_engine_that_starts_reaches_what_the_others_hold(
     assert late.version == a.version == b.version == 4
 
 
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+def test_differences_reach_what_the_others_hold(tmp_path: Path, bucket_bytes: int) -> None:
+    model = model_of(torch.bfloat16, torch.float32, tensors=4)
+    base, log = copied(model), tmp_path / "log"
+    a, b = two(model)
+    options = {"encoding": "gap8_ulp", "bucket_bytes": bucket_bytes, "log_differences": True}
+    with sender_of(a, b, model, delta_log=log, **options) as sender:
+        for step in range(3):
+            train(model, step, 0.05)
+            sender.sync(model.items())
+    encodings = {manifest_of(part.read_bytes()).encoding for part in log.glob("*/*.safetensors")}
+    assert encodings == {"gap8_ulp"}
+    assert replayed(log, base).holds(model)
+    other = {name: tensor + 1 for name, tensor in base.items()}
+    with pytest.raises(AssertionError):  # refused: it has other old values
+        replayed(log, other)
+
+
 def test_the_log_has_the_bytes_that_were_sent(tmp_path: Path) -> None:
     """So an engine that has replayed a version says to the sender's repeat that it has it."""
     model = model_of(torch.bfloat16, torch.float32)

@@ -1,0 +1,14 @@
+"""Parts on hosts that have no spool: fetched once per host, and kept for its ranks.
+
+The server's process spools a part on one host. Ranks on other hosts get it by its content hash:
+`fetch` reads it over HTTP from where the operation says, and `cache` keeps it in a folder that all
+ranks of a host share.
+
+Imports: `engine_ext.wire`, `engine_ext.durable_files`, `engine_ext.part_paths`,
+`engine_ext.settings`, `engine_ext.errors`.
+"""
+
+from engine_ext.remote_parts.cache import PartCache
+from engine_ext.remote_parts.locate import Locate, PartLocator, locator
+
+__all__ = ["Locate", "PartCache", "PartLocator", "locator"]

@@ -1,0 +1,185 @@
+"""A folder of parts by content hash, shared by all ranks of a host and bounded in bytes.
+
+::
+
+    CACHE/3f…a0.part            a part, as it is in the spool of the other host
+    CACHE/3f…a0.part.decoded    what lies beside it, see `engine_ext.part_paths`
+    CACHE/3f…a0.fetch           locked by the rank that fetches it, or removes it
+
+A part gets its name once it is whole and verified, and every rank that gets it verifies it again.
+A rank maps the file within `_GRACE_S` and keeps it locked while it does, so no other rank removes
+it meanwhile. The folder may outlive the engine, and several engines may share it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import xxhash
+
+from engine_ext.durable_files import FileLock
+from engine_ext.errors import ChecksumMismatch, SpoolFull
+from engine_ext.part_paths import remove_beside
+
+logger = logging.getLogger(__name__)
+
+_PART: Final = ".part"
+_LOCK: Final = ".fetch"
+_UNFINISHED: Final = ".fetching"
+_READ_BYTES: Final = 1 << 20
+_GRACE_S: Final = 60.0  # from when a rank was given a file until it has mapped it
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
+
+Fetch = Callable[[BinaryIO], None]
+
+
+class PartCache:
+    """The cache of one host; every rank has an object of its own for the same folder.
+
+    Args:
+        folder: made if it is missing; None is one in the temporary folder.
+        limit: bytes that its files may take.
+
+    Raises:
+        PermissionError: the folder is another user's, or others may write into it.
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, folder: str | None, limit: int) -> None:
+        default = Path(tempfile.gettempdir()) / f"delta-updates-cache-{os.geteuid()}"
+        self.folder = default if folder is None else Path(folder)
+        self._limit = limit
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = os.lstat(self.folder)
+        mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+        if not mine or found.st_mode & 0o022:
+            raise PermissionError(
+                f"{self.folder} is not a folder that only this user can write into; "
+                "name another one with --delta-cache-dir"
+            )
+
+    def get(self, content: str, size: int, fetch: Fetch) -> Path:
+        """Return the file of a part, to be mapped at once; it is fetched if it is not there.
+
+        One rank of the host fetches, and the others wait for it.
+
+        Args:
+            content: xxh3_128 of the part, in hex.
+            size: its length in bytes.
+            fetch: writes the part into an empty file.
+
+        Raises:
+            ChecksumMismatch: `fetch` has written something else.
+            SpoolFull: there is no room.
+            DeltaError: what `fetch` raises.
+            OSError: the folder cannot be written.
+        """
+        path = self.folder / (content + _PART)
+        with _locked(path.with_suffix(_LOCK)):
+            with contextlib.suppress(FileNotFoundError):
+                if _is_whole(path, content, size):
+                    # By their modification times ranks know what was decoded from which file.
+                    os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+                    return path
+                logger.warning("delta updates: %s was damaged, and is fetched again", path)
+                _remove(path)
+            self._make_room(size)
+            unfinished = path.with_suffix(_UNFINISHED)
+            try:
+                unfinished.unlink(missing_ok=True)  # of a rank that died
+                with open(unfinished, "w+b", opener=_private) as file:
+                    fetch(file)
+                if not _is_whole(unfinished, content, size):
+                    raise ChecksumMismatch("a part changed on its way from another host")
+                unfinished.replace(path)
+            except OSError as error:
+                raise self._full() if error.errno in _NO_ROOM else error from error
+            finally:
+                unfinished.unlink(missing_ok=True)
+        return path
+
+    def _make_room(self, size: int) -> None:
+        """Remove the parts that were not read for the longest time until one more fits."""
+        used = {path: _bytes_of(path) for path in self.folder.glob("*" + _PART)}
+        left = self._limit - size - sum(used.values())
+        for path in sorted(used, key=_read_at):
+            if left >= 0:
+                return
+            if time.time() - _read_at(path) > _GRACE_S and _remove_unused(path):
+                left += used[path]
+        if left < 0:
+            raise self._full()
+
+    def _full(self) -> SpoolFull:
+        return SpoolFull(
+            f"{self.folder} has no room for a part of another host; raise --delta-cache-bytes, or "
+            "name a folder with more room with --delta-cache-dir"
+        )
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, which is made; wait for a rank that has it."""
+    while True:
+        with FileLock(path, os.O_RDWR | os.O_CREAT, None) as lock:
+            if not lock.is_in_place():
+                continue  # the rank that had it has removed it
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
+def _is_whole(path: Path, content: str, size: int) -> bool:
+    """Return whether a file has these bytes; FileNotFoundError if there is none."""
+    if path.stat().st_size != size:
+        return False
+    digest = xxhash.xxh3_128()
+    with open(path, "rb", buffering=0) as file:
+        for chunk in iter(lambda: file.read(_READ_BYTES), b""):
+            digest.update(chunk)
+    return digest.hexdigest() == content
+
+
+def _remove_unused(path: Path) -> bool:
+    """Remove a part unless a rank maps it; return whether it is gone."""
+    with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remove(path)
+    return not path.exists()
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    remove_beside(path)
+
+
+def _read_at(path: Path) -> float:
+    try:
+        return path.stat().st_atime
+    except FileNotFoundError:  # removed meanwhile
+        return 0.0
+
+
+def _bytes_of(path: Path) -> int:
+    """Return the bytes of a part and of what lies beside it."""
+    total = 0
+    for one in path.parent.glob(path.name + "*"):
+        with contextlib.suppress(FileNotFoundError):
+            total += one.stat().st_size
+    return total
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_EXCL, 0o600)

@@ -1,0 +1,59 @@
+"""Fetch a part over HTTP from the host that has it in its spool."""
+
+from __future__ import annotations
+
+import os
+from typing import BinaryIO, Final
+
+import httpx
+import tenacity
+
+from engine_ext.errors import PartUnavailable
+from engine_ext.wire.operations import PartSource
+
+_TIMEOUT: Final = httpx.Timeout(30.0, connect=5.0)
+_ATTEMPTS: Final = 6
+_LONGEST_WAIT_S: Final = 4.0
+
+
+def fetch_part(source: PartSource, file: BinaryIO) -> None:
+    """Write a part into an empty file; an interrupted transfer goes on where it stopped.
+
+    Raises:
+        PartUnavailable: the other host does not have it any more, or is not reached.
+        OSError: the file cannot be written.
+    """
+    retrying = tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(httpx.TransportError),
+        stop=tenacity.stop_after_attempt(_ATTEMPTS),
+        wait=tenacity.wait_random_exponential(multiplier=0.1, max=_LONGEST_WAIT_S),
+        reraise=True,
+    )
+    # Environment variables for proxies are for other hosts than the engine's own.
+    with httpx.Client(timeout=_TIMEOUT, trust_env=False) as client:
+        try:
+            retrying(_fetch_rest, client, source, file)
+        except (httpx.HTTPError, _Refused) as error:
+            why = str(error) or type(error).__name__
+            raise PartUnavailable(f"a part cannot be fetched from {source.url}: {why}") from error
+
+
+class _Refused(Exception):
+    """The other host has answered something else than the bytes asked for."""
+
+
+def _fetch_rest(client: httpx.Client, source: PartSource, file: BinaryIO) -> None:
+    begin = file.seek(0, os.SEEK_END)
+    if begin >= source.size:
+        return
+    headers = {"Authorization": f"Bearer {source.token}", "Range": f"bytes={begin}-"}
+    with client.stream("GET", source.url, headers=headers) as answer:
+        if answer.status_code == httpx.codes.OK:  # all of it
+            file.truncate(0)
+            file.seek(0)
+        elif answer.status_code != httpx.codes.PARTIAL_CONTENT:
+            raise _Refused(f"HTTP status {answer.status_code}")
+        for chunk in answer.iter_raw():
+            file.write(chunk)
+    if file.tell() < source.size:
+        raise httpx.ReadError("the transfer ended early")

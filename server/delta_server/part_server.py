@@ -1,0 +1,96 @@
+"""Serve the parts that are being staged to the ranks of the engine's other hosts.
+
+It listens on a port of its own, so that it does not depend on where the engine's own server listens
+or which of its processes has the part. Ranks get URL, token and content hash with the operation
+that begins the part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import itertools
+import secrets
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import uvicorn
+import xxhash
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+
+from engine_ext.wire.operations import PartSource
+
+_READ_BYTES: Final = 1 << 20
+
+
+class PartServer:
+    """Serves files by unguessable token, in a thread that ends with the process or with `close`.
+
+    Args:
+        address: IP address of this host on the network of the engine's hosts.
+        port: TCP port; 0 takes any.
+
+    Raises:
+        OSError: it cannot listen there.
+    """
+
+    def __init__(self, address: str, port: int = 0) -> None:
+        self._offers: dict[str, Path] = {}
+        self._numbers = itertools.count()
+        self._token = secrets.token_urlsafe(32)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listening = socket.create_server((address, port), family=family)
+        host = f"[{address}]" if ":" in address else address
+        self.url = f"http://{host}:{listening.getsockname()[1]}/parts"
+        app = Starlette(routes=[Route("/parts/{name}", self._serve)])
+        config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, args=([listening],), name="delta-parts", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.should_exit = True
+        self._thread.join()
+
+    def offer(self, path: Path) -> contextlib.AbstractContextManager[PartSource]:
+        """Return what serves a file while it is entered, and yields where; reads the file."""
+        digest = xxhash.xxh3_128()
+        with open(path, "rb", buffering=0) as file:
+            for chunk in iter(lambda: file.read(_READ_BYTES), b""):
+                digest.update(chunk)
+            size = file.tell()
+        content = digest.hexdigest()
+        name = f"{content}-{next(self._numbers)}"
+        url = f"{self.url}/{name}"
+        source = PartSource(url=url, token=self._token, size=size, content=content)
+        return self._offered(name, path, source)
+
+    @contextlib.contextmanager
+    def _offered(self, name: str, path: Path, source: PartSource) -> Iterator[PartSource]:
+        self._offers[name] = path
+        try:
+            yield source
+        finally:
+            del self._offers[name]
+
+    async def _serve(self, request: Request) -> Response:
+        expected = f"Bearer {self._token}".encode()
+        if not hmac.compare_digest(request.headers.get("authorization", "").encode(), expected):
+            return Response(status_code=401)
+        path = self._offers.get(request.path_params["name"])
+        if path is None or not path.exists():
+            return Response(status_code=404)
+        return _Part(path)
+
+
+class _Part(FileResponse):
+    chunk_size = _READ_BYTES

@@ -1,0 +1,180 @@
+"""The cache of a host: whose folder, what it keeps, what it removes, and that it trusts nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+import xxhash
+
+from engine_ext.errors import ChecksumMismatch, PartUnavailable, SpoolFull
+from engine_ext.part_paths import decoded_path
+from engine_ext.receiver.mapped_part import map_part
+from engine_ext.remote_parts import PartCache
+
+LIMIT = 10_000
+
+
+class Origin:
+    """Serves one part and counts how often; `sends` are the bytes that it really sends."""
+
+    def __init__(self, data: bytes, *, sends: bytes | None = None, delay_s: float = 0.0) -> None:
+        self.data, self.sends = data, data if sends is None else sends
+        self.content = xxhash.xxh3_128_hexdigest(data)
+        self.delay_s, self.fetched = delay_s, 0
+
+    def __call__(self, file: BinaryIO) -> None:
+        self.fetched += 1
+        time.sleep(self.delay_s)
+        file.write(self.sends)
+
+    def get(self, cache: PartCache) -> Path:
+        return cache.get(self.content, len(self.data), self)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> PartCache:
+    return PartCache(str(tmp_path / "cache"), LIMIT)
+
+
+def age(path: Path, seconds: float) -> None:
+    """Let it have been read so long ago."""
+    status = path.stat()
+    os.utime(path, ns=(status.st_atime_ns - int(seconds * 1e9), status.st_mtime_ns))
+
+
+def test_a_part_is_fetched_once(cache: PartCache) -> None:
+    origin = Origin(b"a part" * 100)
+    assert [origin.get(cache).read_bytes() for _ in range(3)] == [origin.data] * 3
+    assert origin.fetched == 1
+
+
+def test_ranks_of_a_host_fetch_once(tmp_path: Path) -> None:
+    origin, found = Origin(b"a part" * 100, delay_s=0.2), list[Path]()
+    ranks = [PartCache(str(tmp_path / "cache"), LIMIT) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda rank=rank: found.append(origin.get(rank))) for rank in ranks
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(found), len(set(found)), origin.fetched) == (4, 1, 1)
+
+
+def test_nothing_but_parts_is_left(cache: PartCache) -> None:
+    path = Origin(b"a part").get(cache)
+    assert os.listdir(cache.folder) == [path.name]
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_damaged_part_is_fetched_again(cache: PartCache) -> None:
+    origin = Origin(b"a part" * 100)
+    path = origin.get(cache)
+    decoded_path(path).write_bytes(b"of the damaged one")
+    path.write_bytes(b"b" + origin.data[1:])
+    assert origin.get(cache).read_bytes() == origin.data
+    assert origin.fetched == 2
+    assert not decoded_path(path).exists()
+
+
+@pytest.mark.parametrize("sends", [b"another", b"a par", b"a part and more"])
+def test_what_is_not_the_part_is_refused(cache: PartCache, sends: bytes) -> None:
+    with pytest.raises(ChecksumMismatch):
+        Origin(b"a part", sends=sends).get(cache)
+    assert os.listdir(cache.folder) == []
+
+
+def test_a_failed_fetch_leaves_nothing(cache: PartCache) -> None:
+    def fail(file: BinaryIO) -> None:
+        file.write(b"half")
+        raise PartUnavailable("gone")
+
+    with pytest.raises(PartUnavailable):
+        cache.get("0" * 32, 100, fail)
+    assert os.listdir(cache.folder) == []
+
+
+def test_what_a_killed_rank_left_is_written_again(cache: PartCache) -> None:
+    origin = Origin(b"a part")
+    (cache.folder / f"{origin.content}.fetching").write_bytes(b"longer than the part itself")
+    (cache.folder / f"{origin.content}.fetch").touch()
+    assert origin.get(cache).read_bytes() == b"a part"
+
+
+def test_the_longest_unread_part_gives_way(cache: PartCache) -> None:
+    first, second, third = (Origin(bytes([n]) * 4000) for n in range(3))
+    age(first.get(cache), 200)
+    age(second.get(cache), 100)
+    decoded = decoded_path(cache.folder / f"{first.content}.part")
+    decoded.touch()
+    third.get(cache)
+    second.get(cache)
+    assert second.fetched == 1
+    assert not decoded.exists()
+    assert not (cache.folder / f"{first.content}.part").exists()
+
+
+def test_decoded_parts_count(cache: PartCache) -> None:
+    first, second = Origin(b"1" * 1000), Origin(b"2" * 1000)
+    path = first.get(cache)
+    decoded_path(path).write_bytes(b"-" * 8500)
+    age(path, 100)
+    second.get(cache)
+    assert not path.exists()
+
+
+def test_a_mapped_part_stays(cache: PartCache) -> None:
+    first, second = Origin(b"1" * 6000), Origin(b"2" * 6000)
+    path = first.get(cache)
+    mapped = map_part(str(path))  # which counts as reading
+    age(path, 100)
+    with pytest.raises(SpoolFull, match="--delta-cache-bytes"):
+        second.get(cache)
+    mapped.close()
+    assert second.get(cache)
+
+
+def test_a_part_that_was_just_given_out_stays(cache: PartCache) -> None:
+    first, second = Origin(b"1" * 6000), Origin(b"2" * 6000)
+    age(first.get(cache), 100)
+    first.get(cache)  # read again
+    with pytest.raises(SpoolFull):
+        second.get(cache)
+
+
+def test_a_full_disk_is_named(cache: PartCache) -> None:
+    def fill(file: BinaryIO) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    with pytest.raises(SpoolFull, match="--delta-cache-dir"):
+        cache.get("0" * 32, 100, fill)
+
+
+def test_another_error_of_the_disk_is_itself(cache: PartCache) -> None:
+    def fail(file: BinaryIO) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    with pytest.raises(OSError, match="broken"):
+        cache.get("0" * 32, 100, fail)
+
+
+def test_a_folder_that_others_can_write_into_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "link").symlink_to(tmp_path)
+    for name in ("open", "link"):
+        with pytest.raises(PermissionError, match="--delta-cache-dir"):
+            PartCache(str(tmp_path / name), LIMIT)
+
+
+def test_the_default_folder_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = PartCache(None, LIMIT).folder
+    assert folder.parent == tmp_path
+    assert folder.stat().st_mode & 0o777 == 0o700

@@ -1,0 +1,148 @@
+"""Fetching a part from the host that spooled it, over real connections."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import tenacity
+import xxhash
+
+from delta_server.part_server import PartServer
+from engine_ext.errors import PartUnavailable
+from engine_ext.remote_parts import PartCache, PartLocator
+from engine_ext.remote_parts.fetch import fetch_part
+from engine_ext.wire.operations import PartSource
+
+DATA = os.urandom(3 << 20)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PartServer]:
+    server = PartServer("127.0.0.1")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def part(tmp_path: Path) -> Path:
+    path = tmp_path / "part"
+    path.write_bytes(DATA)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tenacity.wait_random_exponential, "__call__", lambda *_: 0.0)
+
+
+def fetched(source: PartSource, tmp_path: Path) -> bytes:
+    path = tmp_path / "fetched"
+    with path.open("w+b") as file:
+        fetch_part(source, file)
+    return path.read_bytes()
+
+
+def test_a_part_arrives(server: PartServer, part: Path, tmp_path: Path) -> None:
+    with server.offer(part) as source:
+        assert fetched(source, tmp_path) == DATA
+    assert source.size == len(DATA)
+    assert source.content == xxhash.xxh3_128_hexdigest(DATA)
+
+
+def test_a_part_is_gone_after_its_offer(server: PartServer, part: Path, tmp_path: Path) -> None:
+    with server.offer(part) as source:
+        pass
+    with pytest.raises(PartUnavailable, match="404"):
+        fetched(source, tmp_path)
+
+
+def test_two_offers_of_one_part_end_apart(server: PartServer, part: Path, tmp_path: Path) -> None:
+    with server.offer(part) as source:
+        with server.offer(part):
+            pass
+        assert fetched(source, tmp_path) == DATA
+
+
+def test_a_removed_file_is_no_part(server: PartServer, part: Path, tmp_path: Path) -> None:
+    with server.offer(part) as source:
+        part.unlink()
+        with pytest.raises(PartUnavailable):
+            fetched(source, tmp_path)
+
+
+@pytest.mark.parametrize("token", ["another", "x"])
+def test_another_token_gets_nothing(
+    server: PartServer, part: Path, tmp_path: Path, token: str
+) -> None:
+    with server.offer(part) as source, pytest.raises(PartUnavailable, match="401"):
+        fetched(msgspec.structs.replace(source, token=token), tmp_path)
+
+
+def test_a_host_that_is_not_reached(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    source = PartSource(url=f"http://127.0.0.1:{port}/parts/x", token="t", size=1, content="x")
+    with pytest.raises(PartUnavailable, match="cannot be fetched"):
+        fetched(source, tmp_path)
+
+
+class Cutting:
+    """Passes connections on to a server, and cuts the first ones after some bytes.
+
+    Attributes:
+        ranges: the `Range` headers that came.
+    """
+
+    def __init__(self, target: int, cuts: list[int]) -> None:
+        self._target, self._cuts = target, cuts
+        self.ranges: list[str] = []
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            client, _ = self._listening.accept()
+            with client, socket.create_connection(("127.0.0.1", self._target)) as server:
+                request = client.recv(1 << 16)
+                lines = request.decode().lower().split("\r\n")
+                self.ranges += [line.split(": ")[1] for line in lines if line.startswith("range")]
+                server.sendall(request)
+                left = self._cuts.pop(0) if self._cuts else 1 << 40
+                while left and (chunk := server.recv(min(left, 1 << 16))):
+                    client.sendall(chunk)
+                    left -= len(chunk)
+
+
+def test_a_cut_transfer_goes_on_where_it_stopped(
+    server: PartServer, part: Path, tmp_path: Path
+) -> None:
+    port = int(server.url.rsplit(":", 1)[1].split("/")[0])
+    cutting = Cutting(port, [1 << 20, 1 << 20])
+    with server.offer(part) as source:
+        url = source.url.replace(f":{port}/", f":{cutting.port}/")
+        assert fetched(msgspec.structs.replace(source, url=url), tmp_path) == DATA
+    begins = [int(one.removeprefix("bytes=").rstrip("-")) for one in cutting.ranges]
+    assert begins[0] == 0
+    assert 900_000 < begins[1] < begins[2] <= 2 << 20
+
+
+def test_a_rank_beside_the_spool_reads_it_there(part: Path, tmp_path: Path) -> None:
+    locator = PartLocator(PartCache(str(tmp_path / "cache"), 1 << 30))
+    assert locator.locate(str(part), None) == str(part)
+    nowhere = PartSource(url="http://127.0.0.1:9/", token="t", size=1, content="x")
+    assert locator.locate(str(part), nowhere) == str(part)
+
+
+def test_a_rank_elsewhere_gets_a_copy(server: PartServer, part: Path, tmp_path: Path) -> None:
+    locator = PartLocator(PartCache(str(tmp_path / "cache"), 1 << 30))
+    with server.offer(part) as source:
+        found = Path(locator.locate("/no/such/spool/0.safetensors", source))
+    assert found.parent == tmp_path / "cache"
+    assert found.read_bytes() == DATA
