@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import _thread
+import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -51,6 +52,27 @@ def identities(live: ToyModel) -> dict[str, tuple[int, int]]:
     tensors = [*live.named_parameters(remove_duplicate=False), *live.named_buffers()]
     tensors += [(n, v) for n, v in vars(live).items() if isinstance(v, torch.Tensor)]
     return {name: (id(tensor), tensor.data_ptr()) for name, tensor in tensors}
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_no_collection_begins_in_a_trace(enabled: bool, fails: bool) -> None:
+    live, seen = loaded(toy_models.PlainCopy), []
+
+    def load_weights(weights: Weights) -> None:
+        seen.append(gc.isenabled())
+        if fails:
+            raise RuntimeError("no")
+        live.load_weights(weights)
+
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        trace_placement(live, load_weights, live.specs(), StorageIndex(live))
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert not any(seen)
 
 
 # --- the model is left as it was ---
