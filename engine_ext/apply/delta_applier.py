@@ -26,7 +26,7 @@ from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Certified, Placed, Plan, summary, uncertified
 from engine_ext.ranks import Ranks, SingleRank
-from engine_ext.wire import Digest, ParamDelta, Part, change_digest
+from engine_ext.wire import Digest, ParamDelta, Part, change_digest, warm_up_gathering
 
 
 class Writer(Protocol):
@@ -96,9 +96,17 @@ class DeltaApplier:
         devices = {entry.tensor.device for entry in index.entries}
         self._devices = [device for device in devices if device.type != "cpu"]
         for dtype in {placed.spec.dtype for placed in plan.placement.values()}:
-            # Compiles the loop, which the first sync would otherwise wait for.
+            # Compiles the loops, which the first sync would otherwise wait for.
             none = np.empty(0, bits_dtype(NAME_OF_TORCH[dtype]))
             change_digest("", np.empty(0, np.int64), none, none)
+        runs = {
+            (target.flat.itemsize, target.locator.offset_dtype)
+            for targets in plan.targets.values()
+            for target in targets
+            if target.is_run
+        }
+        for width, offset_dtype in runs:
+            warm_up_gathering(width, offset_dtype)
 
     @property
     def digest(self) -> Digest:

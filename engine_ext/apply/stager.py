@@ -7,7 +7,7 @@ values that must be checked or digested. The model is only read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 
 from engine_ext.apply.new_states import prove_here
 from engine_ext.apply.staged import StagedParam, StagedPart, Write
+from engine_ext.apply.staged_arrays import StagedArrays, allocate
 from engine_ext.apply.thread_pool import ThreadPool
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.kernels import Bits, bits_of, typed
 from engine_ext.placement import (
     DeviceElements,
+    HostElements,
     Plan,
     Target,
     WholeBox,
@@ -31,7 +33,14 @@ from engine_ext.placement import (
     has_nan,
     live_bits,
 )
-from engine_ext.wire import Digest, ParamDelta, Part, change_digest, tensor_digest
+from engine_ext.wire import (
+    Digest,
+    ParamDelta,
+    Part,
+    change_digest,
+    gather_change,
+    tensor_digest,
+)
 
 # Elements of one piece. On the CPU the temporaries of a piece stay in a core's cache, and the
 # threads get equal shares; on a device each piece costs several kernel launches.
@@ -40,7 +49,7 @@ _DEVICE_SPAN = 1 << 22
 # A dense param that is one contiguous run in live memory needs no temporaries.
 _RUN_SPAN = 1 << 20
 
-_Piece = tuple[ParamDelta, tuple[Target, ...], bool, int, int]
+_Piece = tuple[ParamDelta, tuple[Target, ...], bool, Mapping[int, StagedArrays], int, int]
 
 
 def stage_part(
@@ -65,13 +74,14 @@ def stage_part(
     manifest = part.manifest
     own = all(_holds_all(delta, plan.targets.get(delta.name, ())) for delta in part.deltas)
     stager = _Stager(plan.rank, manifest.full, undo, manifest.digest_part is not None, own)
+    arrays = _arrays(part, plan)
     pieces: list[_Piece] = []
     counts = []
-    for delta in part.deltas:
+    for delta, own_arrays in zip(part.deltas, arrays, strict=True):
         targets, digested = plan.targets.get(delta.name, ()), delta.name in plan.digested
         found = _spans(delta, targets)
         counts.append(len(found))
-        pieces += [(delta, targets, digested, start, stop) for start, stop in found]
+        pieces += [(delta, targets, digested, own_arrays, start, stop) for start, stop in found]
     staged = iter(threads.map(lambda piece: stager.stage(*piece), pieces))
     params = []
     for delta, count in zip(part.deltas, counts, strict=True):
@@ -80,6 +90,21 @@ def stage_part(
             param.absorb(next(staged))
         params.append(param)
     return StagedPart(manifest, params, unproven=prove_here(part, plan, threads))
+
+
+def _arrays(part: Part, plan: Plan) -> list[dict[int, StagedArrays]]:
+    """Return the arrays of each param's targets whose elements one loop finds, by number."""
+    runs = [
+        (number, which, delta, target)
+        for number, delta in enumerate(part.deltas)
+        if delta.name in plan.digested and not part.manifest.full
+        for which, target in enumerate(plan.targets.get(delta.name, ()))
+        if _is_gathered(delta, target)
+    ]
+    found: list[dict[int, StagedArrays]] = [{} for _ in part.deltas]
+    for (number, which, *_), one in zip(runs, allocate([run[2:] for run in runs]), strict=True):
+        found[number][which] = one
+    return found
 
 
 def _spans(delta: ParamDelta, targets: Sequence[Target]) -> list[tuple[int, int]]:
@@ -104,6 +129,16 @@ def _holds_all(delta: ParamDelta, targets: Sequence[Target]) -> bool:
     return delta.numel <= sum(prod(t.segment.sizes) // t.locator.copies for t in own)
 
 
+def _is_gathered(delta: ParamDelta, target: Target) -> bool:
+    """Return whether one loop finds, reads and digests a delta's elements in a run of memory.
+
+    They are single ones, live memory has their very bits, and the new ones are sent, or differences
+    from the old ones.
+    """
+    exact = target.is_run and TORCH_DTYPE[delta.dtype] == target.dtype
+    return exact and delta.indices is not None and delta.cleared is None
+
+
 @dataclass(frozen=True, slots=True)
 class _Found:
     """The elements of a piece that are in one segment, each once."""
@@ -112,6 +147,7 @@ class _Found:
     indices: NDArray[np.int64] | None  # flat, [n]; None if they are consecutive, from `start` on
     start: int
     old: Bits | None  # in the checkpoint dtype, [n, copies]; None if not needed
+    change: Digest | None = None  # if it is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +161,18 @@ class _Stager:
     whole: bool  # all of the part's tensors are on this rank, so that its memory may be kept
 
     def stage(
-        self, delta: ParamDelta, targets: Sequence[Target], digested: bool, start: int, stop: int
+        self,
+        delta: ParamDelta,
+        targets: Sequence[Target],
+        digested: bool,
+        arrays: Mapping[int, StagedArrays],
+        start: int,
+        stop: int,
     ) -> StagedParam:
-        """Stage the piece of a param from value `start` to `stop`; may raise BaseMismatch."""
+        """Stage the piece of a param from value `start` to `stop`; may raise BaseMismatch.
+
+        `arrays` has those of the targets whose elements one loop finds, by number.
+        """
         staged = StagedParam.of(delta, keep=False)
         if delta.indices is None and start == 0:
             staged.writes += [self._box(delta, t) for t in targets if t.segment.repack is None]
@@ -136,6 +181,8 @@ class _Stager:
             is_run = delta.indices is None and target.is_run
             if is_run:
                 found = self._find_run(delta, target, digested, start, stop)
+            elif number in arrays:
+                found = self._gather(staged, delta, target, arrays[number].piece(start, stop))
             else:
                 found = self._find_elements(staged, delta, target, digested, start, stop)
             if not found.new.size:
@@ -175,6 +222,24 @@ class _Stager:
             old = checkpoint_bits(live, target.dtype, delta.dtype).reshape(-1, 1)
         return _Found(delta.values[first:end], None, first, old)
 
+    def _gather(
+        self, staged: StagedParam, delta: ParamDelta, target: Target, arrays: StagedArrays
+    ) -> _Found:
+        """Find, read and digest single elements in one pass; see `_is_gathered`."""
+        assert delta.indices is not None
+        assert target.host is not None
+        assert target.locator.shift is not None
+        piece = slice(arrays.start, arrays.stop)
+        change = gather_change(
+            *(delta.name, delta.indices[piece], delta.values[piece]),
+            *(target.host, target.locator.shift, (arrays.offsets, arrays.old, arrays.new)),
+            differences=delta.differences,
+        )
+        if arrays.new.size:
+            elements, live = HostElements(target.host, arrays.offsets), target.segment.live.name
+            staged.writes.append(Write(elements, arrays.new, live, self.undo, arrays.old))
+        return _Found(arrays.new, None, 0, arrays.old.reshape(-1, 1), change)
+
     def _find_elements(
         self,
         staged: StagedParam,
@@ -186,8 +251,10 @@ class _Stager:
     ) -> _Found:
         """Find single elements, and add the write of them unless a box writes them."""
         copies = target.locator.copies
-        indices: NDArray[np.int64] = np.arange(start, stop)
-        if delta.indices is not None:
+        indices: NDArray[np.int64]
+        if delta.indices is None:
+            indices = np.arange(start, stop)
+        else:
             indices = delta.indices[start:stop].astype(np.int64, copy=False)
         values = delta.values[start:stop]
         sent = delta.positions if stop - start == delta.nnz else None
@@ -234,7 +301,9 @@ class _Stager:
                 staged.replaced += tensor_digest(name, old, found.indices, found.start)
             return
         assert old is not None
-        change = change_digest(name, found.indices, old, found.new, found.start)
+        change = found.change
+        if change is None:
+            change = change_digest(name, found.indices, old, found.new, found.start)
         if counted:
             staged.change += change
         if len(target.ranks) > 1:

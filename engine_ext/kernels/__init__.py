@@ -6,18 +6,27 @@ with Triton for accelerators (`triton`); PyTorch's operators do the same if neit
 Imports: `engine_ext.dtypes`, `engine_ext.errors`. numba and Triton are optional.
 """
 
-from engine_ext.kernels.gather_scatter import Bits, Offsets, bits_of, host_bits, typed, warm_up
+from engine_ext.kernels.gather_scatter import (
+    AHEAD,
+    Bits,
+    Offsets,
+    bits_of,
+    host_bits,
+    typed,
+    warm_up,
+)
 from engine_ext.kernels.jit import array, compile_loop, made_once, made_with_numba
 from engine_ext.kernels.simd import (
     LINE,
     differing_mask,
     popcount,
-    prefetch_to_read,
+    prefetch,
     register_intrinsics,
     trailing_zeros,
 )
 
 __all__ = [
+    "AHEAD",
     "LINE",
     "Bits",
     "Offsets",
@@ -29,7 +38,7 @@ __all__ = [
     "made_once",
     "made_with_numba",
     "popcount",
-    "prefetch_to_read",
+    "prefetch",
     "register_intrinsics",
     "trailing_zeros",
     "typed",

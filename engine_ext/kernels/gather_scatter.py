@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.kernels.jit import array, compile_loop, made_with_numba
-from engine_ext.kernels.simd import prefetch_to_read, prefetch_to_write, register_intrinsics
+from engine_ext.kernels.simd import prefetch, register_intrinsics
 from engine_ext.kernels.triton import runs_kernels
 
 Bits = NDArray[Any]  # unsigned integers [n]
 Offsets = NDArray[Any]  # int32 or int64 [n]
 
-_AHEAD = 48  # elements; a few more than a core has cache misses in flight
+AHEAD = 256  # elements to prefetch; shorter distances are slower where few elements change
 
 
 class _Loops(NamedTuple):
@@ -36,21 +36,21 @@ class _Loops(NamedTuple):
 def _gather(live: Any, offsets: Any, out: Any) -> None:
     last = offsets.size - 1
     for k in range(offsets.size):
-        prefetch_to_read(live, offsets[min(k + _AHEAD, last)])
+        prefetch(live, offsets[min(k + AHEAD, last)])
         out[k] = live[offsets[k]]
 
 
 def _scatter(live: Any, offsets: Any, bits: Any) -> None:
     last = offsets.size - 1
     for k in range(offsets.size):
-        prefetch_to_write(live, offsets[min(k + _AHEAD, last)])
+        prefetch(live, offsets[min(k + AHEAD, last)])
         live[offsets[k]] = bits[k]
 
 
 def _swap(live: Any, offsets: Any, bits: Any, out: Any) -> None:
     last = offsets.size - 1
     for k in range(offsets.size):
-        prefetch_to_write(live, offsets[min(k + _AHEAD, last)])
+        prefetch(live, offsets[min(k + AHEAD, last)])
         where = offsets[k]
         out[k] = live[where]
         live[where] = bits[k]
@@ -60,7 +60,7 @@ def _differs(live: Any, offsets: Any, bits: Any) -> Any:
     last = offsets.size - 1
     found = bits.dtype.type(0)
     for k in range(offsets.size):
-        prefetch_to_read(live, offsets[min(k + _AHEAD, last)])
+        prefetch(live, offsets[min(k + AHEAD, last)])
         found |= live[offsets[k]] ^ bits[k]
     return found
 

@@ -9,6 +9,7 @@ checks; in a box that does not, some elements are not found, but none is found i
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any
 
@@ -63,14 +64,14 @@ class Locator:
         """The box's first index, and one more than its last."""
         return self._start, self._end
 
-    def within(self, indices: _Int64s) -> slice:
-        """Return which of the ascending indices are between the box's first and last index."""
+    def within(self, indices: NDArray[Any]) -> slice:
+        """Return which of the ascending indices, int32 or int64 [n], are between the box's ends."""
         if self._empty or not indices.size:
             return slice(0, 0)
         if indices[0] >= self._start and indices[-1] < self._end:
             return slice(0, indices.size)
-        first, last = np.searchsorted(indices, (self._start, self._end))
-        return slice(int(first), int(last))
+        # np.searchsorted would copy int32 indices to the int64 of what is searched.
+        return slice(bisect_left(indices, self._start), bisect_left(indices, self._end))
 
     def overlap(self, start: int, stop: int) -> tuple[int, int]:
         """Return the part of the range `start` to `stop` that is between the box's ends."""

@@ -11,6 +11,7 @@ with those before.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -184,14 +185,30 @@ def drops(
 @contextmanager
 def _dry_run(model: torch.nn.Module, *, bits: bool) -> Iterator[ModelStateGuard]:
     """Verify after the block that the model is as before; TracingError if that is not certain."""
-    guard = ModelStateGuard(model, bits=bits)
+    with _no_collection():
+        guard = ModelStateGuard(model, bits=bits)
+        try:
+            yield guard
+            guard.verify()
+        except TracingError:
+            raise
+        except Exception as error:
+            raise TracingError(f"tracing the loader failed: {_brief(error)}") from error
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Let no garbage collection begin by itself: one of all of an engine's objects takes longer.
+
+    The many objects of a trace have no data, and most of them are gone when it ends.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
     try:
-        yield guard
-        guard.verify()
-    except TracingError:
-        raise
-    except Exception as error:
-        raise TracingError(f"tracing the loader failed: {_brief(error)}") from error
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _others(writes: Iterable[Write]) -> list[Segment]:

@@ -31,6 +31,8 @@ from engine_ext.wire.decoded_part import is_decoded, read_decoded, write_decoded
 from engine_ext.wire.digest import ALGORITHM as DIGEST_ALGORITHM
 from engine_ext.wire.digest import Digest, change_digest, tensor_digest
 from engine_ext.wire.gap_streams import byte_stream, join_streams
+from engine_ext.wire.gathered_change import gather_change
+from engine_ext.wire.gathered_change import warm_up as warm_up_gathering
 from engine_ext.wire.identity import IdentityHash, PartId, part_identity
 from engine_ext.wire.manifest import (
     BIT_CHANGES,
@@ -92,6 +94,7 @@ __all__ = [
     "decode_positions",
     "encode_part",
     "encode_positions",
+    "gather_change",
     "inflate",
     "is_decoded",
     "join_streams",
@@ -108,6 +111,7 @@ __all__ = [
     "state_hash",
     "tensor_digest",
     "verify_checksum",
+    "warm_up_gathering",
     "write_container",
     "write_decoded",
     "xxh3_checksum",

@@ -19,6 +19,7 @@ rows of the first table:
   tokens per second               generated before the first sync, and while syncs ran
   request, s                      duration of a completion request
   pause, ms                       time for which a sync paused generation
+  parts of a sync                 of which up to four are in flight
 columns of the second table, a row per process, medians of the first and the last quarter of the
 samples after the warm-up:
   memory, MiB                     anonymous and shared memory, swapped or not; mapped files are left

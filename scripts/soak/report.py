@@ -64,6 +64,7 @@ class Figures:
             },
             "request_s": _percentiles(self.request_s, 3),
             "pause_ms": _percentiles(record.pauses_ms, 1),
+            "parts": _percentiles(record.parts, 0),
             "warm_up": self.warm_up,
             "processes": {
                 name(pid): {
@@ -100,6 +101,7 @@ def show(found: Figures, console: Console) -> None:
         "tokens per second": "without syncs {}, with {}".format(*(f"{r:,.0f}" for r in rates)),
         "request, s": _joined(figures["request_s"]),
         "pause, ms": _joined(figures["pause_ms"]),
+        "parts of a sync": _joined(figures["parts"]),
     }
     for row in rows.items():
         table.add_row(*row)

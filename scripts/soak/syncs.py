@@ -29,6 +29,7 @@ _SAMPLE_EVERY: Final = 2
 _ROUND: Final = 3  # syncs of one sender
 _FULL_EVERY: Final = 50
 _TIMEOUT_S: Final = 120.0
+_BUCKET_BYTES: Final = 128 << 10  # most syncs have several parts, a full one of this model about 80
 # Shares of elements that change, in turn; one sync in seven is empty. Seven has no factor in common
 # with the other cycles.
 _DENSITIES: Final = (0.02, 0.005, 0.0, 0.1, 0.02, 0.3, 0.001)
@@ -102,6 +103,7 @@ class Record:
     Attributes:
         syncs: number of committed syncs.
         elements, wire_bytes: totals that they sent.
+        parts: in how many parts each was sent.
         pauses_ms: how long each paused generation.
         by_way: number of syncs by encoding, pause mode and so on.
         checks: how often the engine's live memory was compared with the trainer's.
@@ -112,6 +114,7 @@ class Record:
     syncs: int = 0
     elements: int = 0
     wire_bytes: int = 0
+    parts: list[int] = field(default_factory=list)
     pauses_ms: list[float] = field(default_factory=list)
     by_way: Counter[str] = field(default_factory=Counter)
     checks: int = 0
@@ -123,6 +126,7 @@ class Record:
         self.syncs += 1
         self.elements += report.nnz
         self.wire_bytes += report.wire_bytes
+        self.parts.append(report.parts)
         self.pauses_ms.append(float(report.engine["timings_ms"]["pause_ms"]))
         flush = "flushed" if way.flush_cache else "not flushed"
         kinds = [way.encoding, way.pause_mode, flush]
@@ -163,7 +167,12 @@ class Syncs:
             while record.syncs < count:
                 way = next(next_way)
                 tensors = self.trainer.tensors.items()
-                options = {"base_version": self.version, "client": client, **asdict(way)}
+                options = {
+                    "base_version": self.version,
+                    "bucket_bytes": _BUCKET_BYTES,
+                    "client": client,
+                    **asdict(way),
+                }
                 with DeltaSender(self.engine.url, tensors, **options) as sender:
                     for _ in range(min(_ROUND, count - record.syncs)):
                         record.add(self._sync(sender, way, record.syncs + 1), way)

@@ -25,7 +25,7 @@ from engine_ext.kernels import (
     differing_mask,
     made_with_numba,
     popcount,
-    prefetch_to_read,
+    prefetch,
     register_intrinsics,
     trailing_zeros,
 )
@@ -196,8 +196,8 @@ def _compare(old: Any, new: Any, start: Any, found: Any, was: Any, now: Any) -> 
     elements = LINE // old.itemsize
     whole = old.size // elements * elements
     for first in range(0, whole, elements):
-        prefetch_to_read(old, first + _AHEAD * elements)
-        prefetch_to_read(new, first + _AHEAD * elements)
+        prefetch(old, first + _AHEAD * elements)
+        prefetch(new, first + _AHEAD * elements)
         mask = differing_mask(old, new, first)
         following = mask & (mask - np.uint64(1))
         number = popcount(mask)

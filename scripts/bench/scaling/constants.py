@@ -31,8 +31,8 @@ class Constants:
         loopback_ns: wall time of a post on the loopback interface, per byte; what its two ends take
             above is part of it.
 
-        decode_ns: verifying and decoding, per changed element.
-        stage_own_ns: staging, per changed element that the rank holds.
+        decode_ns: verifying and decoding, and leaving that to all ranks, per changed element.
+        stage_own_ns: staging what was decoded, per changed element that the rank holds.
         stage_other_ns: staging, per changed element of the part that other ranks hold.
         locate_own_ns, locate_other_ns, read_ns: what of it finds the elements, and reads old bits.
         check_ns: reading old bits again in the commit, per own element.

@@ -15,6 +15,7 @@ from engine_ext.wire import decode_part, encode_part
 from scripts.bench import synthetic_weights
 from scripts.bench.scaling import measure_http, measure_live, measure_rank, measure_sender
 from scripts.bench.scaling.constants import Constants
+from scripts.bench.scaling.timing import take_new_pages
 
 STEPS = ("drawing weights", "sender", "memory", "rank", "posts", "a live engine")
 _LIVE_REPEATS = 12
@@ -33,6 +34,7 @@ def measure(elements: int, repeats: int, folder: Path, step: Callable[[str], Non
     old = synthetic_weights.make_weights(elements, np.random.default_rng(0))
     new = synthetic_weights.change(old, DENSITY, np.random.default_rng(1))
     step(STEPS[1])
+    take_new_pages()
     found: dict[str, Any] = {"machine": machine(), "density": DENSITY}
     found |= measure_sender.measure(old, new, DENSITY, repeats)
     step(STEPS[2])

@@ -9,9 +9,10 @@ tensor and with an eighth, which tells an own element's cost from that of one on
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,19 @@ from torch import nn
 from delta_sender.diff_host import compare
 from engine_ext.apply import DeltaApplier, ScatterWriter, StagedPart
 from engine_ext.model import StorageIndex
+from engine_ext.part_paths import remove_beside
 from engine_ext.placement import Plan, TensorSpec, certify_placement, make_plan
+from engine_ext.receiver import shared_decoding
 from engine_ext.settings import Settings
 from engine_ext.tracing import trace_placement
-from engine_ext.wire import ParamDelta, Part, decode_part, encode_part
+from engine_ext.wire import (
+    Limits,
+    ParamDelta,
+    Part,
+    decode_part,
+    encode_part,
+    part_identity,
+)
 from scripts.bench import synthetic_weights
 from scripts.bench.scaling.encodings import ENCODINGS
 from scripts.bench.scaling.measure_sender import SMALL, SMALLS, deltas_of
@@ -34,6 +44,7 @@ from scripts.bench.synthetic_weights import Bits
 WIDTH = 4096  # of a tensor of `synthetic_weights.PARAM` elements
 _PIECE = 1 << 16  # elements that staging takes at a time
 _COLUMNS_EVERY = 3  # one tensor of three is cut by columns
+_SHARED_MEMORY = "/dev/shm"  # where an engine's spool is
 SHARES = (2, 8)  # of how many ranks it is one
 
 
@@ -135,6 +146,23 @@ def undo_bytes(log: Any) -> int:
     return int(sum(elements.nbytes + old.nbytes for elements, old in log.writes))
 
 
+class SpooledPart:
+    """A part in the spool, decoded once for all ranks."""
+
+    def __init__(self, path: Path, body: bytes) -> None:
+        path.write_bytes(body)
+        self._path, self._identity = path, part_identity(decode_part(body).header, body)
+
+    def decode(self) -> None:
+        """Decode it and leave the result to all ranks, as the first of them does."""
+        remove_beside(self._path)
+        self.read()
+
+    def read(self) -> Part:
+        """Return it decoded, in new mappings; as another rank does if it was decoded."""
+        return shared_decoding.read_part(str(self._path), self._identity, Limits(), shared=True)
+
+
 def measure(old: Bits, new: Bits, repeats: int) -> dict[str, Any]:
     """Return the fields of `Constants` that concern a rank; `new` has the changes of a sync."""
     cold = ColdCaches()
@@ -157,9 +185,14 @@ def measure(old: Bits, new: Bits, repeats: int) -> dict[str, Any]:
         for encoding in ENCODINGS
     }
     nnz = sum(one.indices.size for one in changed)
-    decodes = fastest({e: partial(decode_part, bodies[e]) for e in ENCODINGS}, repeats, cold)
-    part = decode_part(bodies["gap8_exp"])
-    steps = {ranks: _steps(tensors, part, ranks, repeats, cold) for ranks in SHARES}
+    with tempfile.TemporaryDirectory(dir=_SHARED_MEMORY) as folder:
+        files = {
+            encoding: SpooledPart(Path(folder) / encoding, bodies[encoding])
+            for encoding in ENCODINGS
+        }
+        decodes = fastest({e: files[e].decode for e in ENCODINGS}, repeats, cold)
+        spooled = files["gap8_exp"]
+        steps = {ranks: _steps(tensors, spooled, ranks, repeats, cold) for ranks in SHARES}
     found: dict[str, Any] = {"decode_ns": {e: decodes[e] / nnz * 1e9 for e in ENCODINGS}}
     for what in ("stage", "locate"):
         own, other = _split({r: steps[r][what] / nnz * 1e9 for r in SHARES})
@@ -193,7 +226,7 @@ def _with_shape(delta: ParamDelta, shape: tuple[int, ...]) -> ParamDelta:
 
 def _steps(
     tensors: dict[str, torch.Tensor],
-    part: Part,
+    spooled: SpooledPart,
     ranks: int,
     repeats: int,
     cold: Callable[[], None],
@@ -201,11 +234,12 @@ def _steps(
     """Return CPU seconds of the steps of one sync on one of some ranks, and what it keeps."""
     rank = Rank.of(tensors, ranks)
     applier = rank.applier
+    part = spooled.read()
     staged = [StagedPart(part.manifest, [])]
     logs: list[Any] = []
     steps: dict[str, Callable[[], Any]] = {
         "locate": lambda: _locate(rank, part),
-        "stage": lambda: staged.__setitem__(0, applier.stage(part)),
+        "stage": lambda: staged.__setitem__(0, applier.stage(spooled.read())),
         "read": lambda: [write.elements.read() for write in staged[0].writes],
         "agree": lambda: applier.check_sync(staged, full=False),
         "check": lambda: applier.check_base(staged),

@@ -101,14 +101,14 @@ def refresh_cpu(setup: Setup, costs: Constants) -> float:
     return setup.nnz * costs.refresh_ns * _NS
 
 
-def trainer_cores(setup: Setup) -> int:
-    """Return the cores of all trainer hosts."""
-    return setup.trainer_hosts * setup.trainer_cores
+def trainer_cores(setup: Setup) -> float:
+    """Return the cores of all trainer hosts that a sync has."""
+    return setup.trainer_hosts * setup.free_cores
 
 
-def engine_cores(setup: Setup) -> int:
-    """Return the cores of an engine's host."""
-    return setup.trainer_cores if setup.one_host else setup.engine_cores
+def engine_cores(setup: Setup) -> float:
+    """Return the cores of an engine's host that a sync has before its commit."""
+    return setup.free_cores if setup.one_host else setup.engine_cores
 
 
 def link(setup: Setup, costs: Constants) -> float:
@@ -131,7 +131,8 @@ def staging(setup: Setup, costs: Constants) -> float:
 def commit(setup: Setup, costs: Constants) -> float:
     """Return seconds of a commit without its fixed costs."""
     cpu = commit_cpu(setup, costs)
-    return max(cpu / setup.rank_threads, setup.ranks * cpu / engine_cores(setup))
+    cores = setup.trainer_cores if setup.one_host else setup.engine_cores  # no rank waits
+    return max(cpu / setup.rank_threads, setup.ranks * cpu / cores)
 
 
 def busy_cores(setup: Setup, costs: Constants) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,6 +20,16 @@ class ColdCaches:
 
     def __call__(self) -> None:
         self._other.max()
+
+
+def take_new_pages() -> None:
+    """Let every array of 128 KiB or more lie in new pages, from now on in this process.
+
+    A benchmark that repeats a step gets the memory of the step before, whose pages are there. A
+    sync keeps what it stages, so that it is given new pages, which the system clears one by one.
+    """
+    threshold = -3  # M_MMAP_THRESHOLD of glibc's malloc.h
+    ctypes.CDLL(None).mallopt(threshold, 128 << 10)
 
 
 def fastest(

@@ -212,14 +212,23 @@ def _late(applier: Any, method: str, first: Callable[[], None]) -> None:
 
 
 def _once(applier: Any, method: str, then: Callable[[], None]) -> None:
-    """Let the next call of a method make one write, if it is one that writes, and then this."""
-    original = getattr(applier, method)
+    """Let the next call of a method make one write, if it is one that writes, and then this.
 
-    def call(staged: Any, **options: Any) -> None:
+    Several parts may have got the method to stage them with before the first of them calls it.
+    """
+    original = getattr(applier, method)
+    left = [None]
+
+    def call(staged: Any, **options: Any) -> Any:
+        try:
+            left.pop()
+        except IndexError:
+            return original(staged, **options)
         setattr(applier, method, original)
         if method == "write":
             # A pipeline stage holds nothing of some parts.
             next(write for part in staged for write in part.writes).put()
         then()
+        return None
 
     setattr(applier, method, call)

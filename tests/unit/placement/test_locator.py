@@ -126,6 +126,18 @@ def nested(seg: Segment) -> bool:
     return box_of(seg).nested
 
 
+@pytest.mark.parametrize("start", [0, 5, 2**31 - 4])
+def test_the_range_between_the_ends_is_of_either_width(start: int) -> None:
+    """Also if the box ends at 2**31, which no int32 is."""
+    locator = Locator(segment((4,), (1,), start=start))
+    around = np.arange(max(0, start - 3), min(start + 7, 2**31))
+    for chosen in (around, around[::2], around[:0], around[-1:]):
+        expected = [index for index in chosen.tolist() if start <= index < start + 4]
+        for dtype in (np.int32, np.int64):
+            indices = chosen.astype(dtype)
+            assert indices[locator.within(indices)].tolist() == expected
+
+
 @PROPERTY
 @given(segments().filter(nested), st.sets(st.integers(0, 130)))
 def test_located_is_what_counting_finds(seg: Segment, indices: set[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import gc
 import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -220,3 +221,24 @@ def test_interleaved_tensors_cost_only_their_own_range() -> None:
         placement = trace(live)
     assert all(p.status is Status.UNJUDGED for p in placement.values())
     assert 0 < allocations.largest <= 16 * 16
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_no_collection_begins_in_a_trace(enabled: bool, fails: bool) -> None:
+    live, seen = loaded(toy_models.PlainCopy), []
+
+    def load_weights(weights: Weights) -> None:
+        seen.append(gc.isenabled())
+        if fails:
+            raise RuntimeError("no")
+        live.load_weights(weights)
+
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        trace_placement(live, load_weights, live.specs(), StorageIndex(live))
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert not any(seen)
