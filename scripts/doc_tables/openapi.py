@@ -81,6 +81,7 @@ _QUERIES: Final[dict[str, tuple[str, ...]]] = {
     "/collective_rpc": (),
     "/delta_status": ("plan", "history", "adapter"),
     "/delta_digest": ("scan", "adapter"),
+    "/delta_dashboard": (),
     "/delta_rollback": ("pause_mode", "flush_cache", "adapter"),
     "/delta_catch_up": ("pause_mode", "flush_cache"),
 }
@@ -127,7 +128,7 @@ def _operation(path: str, endpoint: object, bodies: Mapping[str, dict[str, Any]]
         "parameters": [
             {"name": name, "in": "query", "schema": _PARAMETERS[name]} for name in _QUERIES[path]
         ],
-        "responses": _responses(updates),
+        "responses": _page() if path == "/delta_dashboard" else _responses(updates),
     }
     if updates:
         content = {"application/json": {"schema": bodies[path]}}
@@ -158,3 +159,14 @@ def _responses(updates: bool) -> dict[str, Any]:
 
 def _response(description: str, schema: dict[str, Any]) -> dict[str, Any]:
     return {"description": description, "content": {"application/json": {"schema": schema}}}
+
+
+def _page() -> dict[str, Any]:
+    """Return the answers of the status page."""
+    refusal = _response("Refused", {"$ref": "#/components/schemas/Refusal"})
+    page = {"text/html": {"schema": {"type": "string"}}}
+    asking = {
+        "description": "Unauthorized; for a browser the page, which asks for the token",
+        "content": {**refusal["content"], **page},
+    }
+    return {"200": {"description": "Done", "content": page}, "401": asking, "default": refusal}

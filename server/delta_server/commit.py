@@ -27,6 +27,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
+from delta_server import metrics
 from delta_server.engine import Engine
 from delta_server.process_identity import is_alive, new_name
 from delta_server.request_options import Options
@@ -68,19 +69,28 @@ class EngineCommitter:
 
     Other HTTP processes may serve the same engine. The ranks keep the lease, and know whether a
     failed commit has left the engine paused, so that any process can recover from that.
-
-    Attributes:
-        uncertain: a write has failed half-way, so generation must not be served. As far as this
-            process knows; see `is_uncertain`.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.uncertain = False
+        self._uncertain = False
         self._engine = engine
         self._name = new_name()
         self._lock = asyncio.Lock()
         self._state_read_at = -math.inf
         self._caller_at_work = False
+
+    @property
+    def uncertain(self) -> bool:
+        """Whether a write has failed half-way, so that generation must not be served.
+
+        As far as this process knows; see `is_uncertain`.
+        """
+        return self._uncertain
+
+    @uncertain.setter
+    def uncertain(self, value: bool) -> None:
+        self._uncertain = value
+        metrics.UNCERTAIN.set(value)
 
     async def status(self, engine: Engine | None = None) -> list[RankStatus]:
         """Return the state of every rank's receiver, and update `uncertain`."""

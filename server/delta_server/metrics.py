@@ -11,7 +11,15 @@ from typing import Final
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from engine_ext.errors import BaseMismatch
+from engine_ext.errors import (
+    BaseMismatch,
+    CommitFailed,
+    DeltaError,
+    LoopbackOnly,
+    PublishFailed,
+    Unauthorized,
+    WriteUndone,
+)
 from engine_ext.wire.operations import SyncRecord
 
 _SECONDS: Final = (
@@ -66,6 +74,28 @@ _ADAPTER_VERSION: Final = Gauge(
     ["adapter"],
     multiprocess_mode="mostrecent",
 )
+
+UNCERTAIN: Final = Gauge(
+    "delta_updates_uncertain",
+    "1 after a write that failed half-way, until a full sync has healed the weights; else 0.",
+    multiprocess_mode="mostrecent",
+)
+
+# Zero from the start: for Prometheus a counter that appears with its first event has no increase.
+_PHASE_NAMES: Final = ("receive", "stage", "prove", "rebuild", "pause", "commit")
+_FAILURES: Final = {
+    "undone": WriteUndone,
+    "uncertain": CommitFailed,
+    "unpublished": PublishFailed,
+    "failed": DeltaError,
+}
+for _refusal in (Unauthorized, LoopbackOnly):
+    DENIED.labels(_refusal.__name__)
+for _phase in _PHASE_NAMES:
+    _PHASES.labels(_phase)
+_SYNCS.labels("committed", "")
+for _outcome, _error in _FAILURES.items():
+    _SYNCS.labels(_outcome, _error.__name__)
 
 # Outcomes after which the weights are at the version that the request names.
 _AT_ITS_VERSION: Final = ("committed", "rolled_back", "already_applied", "unpublished")

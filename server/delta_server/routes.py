@@ -7,11 +7,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from delta_server.auth import check_access
 from delta_server.commit import call
+from delta_server.dashboard import asks_for_token, page_response
 from delta_server.disk_files import resolve_files
 from delta_server.empty_syncs import advance
 from delta_server.pulls import commit_pulled, is_pulled, pull
@@ -35,6 +36,7 @@ from engine_ext.errors import (
     LogDamaged,
     MalformedPart,
     TooLarge,
+    Unauthorized,
     UnsupportedMedia,
     as_delta_error,
 )
@@ -64,6 +66,7 @@ def attach(app: FastAPI, generation: Sequence[str] = ()) -> None:
     app.add_api_route("/update_weight_version", update_weight_version, methods=["POST"])
     app.add_api_route("/delta_status", delta_status, methods=["GET"])
     app.add_api_route("/delta_digest", delta_digest, methods=["GET"])
+    app.add_api_route("/delta_dashboard", delta_dashboard, methods=["GET"])
     app.add_api_route("/delta_rollback", delta_rollback, methods=["POST"])
     app.add_api_route("/delta_catch_up", delta_catch_up, methods=["POST"])
     # vLLM's route of this name, if it has one, keeps the other methods.
@@ -199,6 +202,19 @@ async def delta_status(request: Request) -> dict[str, Any]:
 async def delta_digest(request: Request) -> dict[str, Any]:
     """Return the digests of the model and its tensors; with ``scan=true`` from live memory."""
     return await _service(request).digest(scan=_flag(request, "scan"))
+
+
+async def delta_dashboard(request: Request) -> Response:
+    """Return a page for browsers that shows the status and the last syncs, and updates itself."""
+    service: DeltaService = request.app.state.delta_service
+    try:
+        check_access(request, service.settings.allow_from)
+    except DeltaError as error:
+        if isinstance(error, Unauthorized) and asks_for_token(request):
+            return page_response(error.status)
+        service.reporter.report_denied(error)
+        return error_response(error)
+    return page_response()
 
 
 @_answering

@@ -115,6 +115,19 @@ def test_401(server: Server, method: str, path: str, authorization: str | None) 
     assert answer.json()["error"]["type"] == "Unauthorized"
 
 
+def test_status_page(server: Server) -> None:
+    """A browser gets the page without the token, so that it can ask for it; nobody else does."""
+    browser = {"Accept": "text/html"}
+    asking = server.engine.get("/delta_dashboard", headers=browser)
+    opened = server.engine.get("/delta_dashboard", headers={**browser, **TRUSTED})
+    assert (asking.status_code, opened.status_code) == (401, 200)
+    assert asking.text == opened.text
+    assert "<!doctype html>" in opened.text
+    assert "default-src 'none'" in opened.headers["content-security-policy"]
+    history = server.engine.get("/delta_status?history=true", headers=TRUSTED).json()["history"]
+    assert isinstance(history, list)
+
+
 def test_base_version(server: Server) -> None:
     assert server.status()["version"] == 5
     assert server.engine.weight_version() == "5"

@@ -44,6 +44,7 @@ ROUTES: dict[str, tuple[str, str, bytes, str, int]] = {
     "status": ("GET", STATUS, b"", "", 200),
     "plan": ("GET", f"{STATUS}?plan=true", b"", "", 200),
     "digest": ("GET", "/delta_digest", b"", "", 200),
+    "page": ("GET", "/delta_dashboard", b"", "", 200),
     "rollback": ("POST", "/delta_rollback", b"", "", 409),  # there is nothing to go back to
     "catch up": ("POST", "/delta_catch_up", b"", "", 409),  # there is no --delta-log
 }

@@ -7,8 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, multiprocess
+from prometheus_client import REGISTRY, CollectorRegistry, multiprocess
 
+from tests.support.in_process_engine import VERSION, Rig, delta_part, fresh_weights, full_part
+
+SHOWS = """
+from prometheus_client import generate_latest
+from delta_server import metrics
+print(generate_latest().decode())
+"""
 COUNTS = """
 import sys
 from delta_server import metrics
@@ -38,3 +45,32 @@ def test_processes_are_added_up_and_the_last_version_counts(tmp_path: Path) -> N
     phase = {"phase": "pause"}
     assert registry.get_sample_value("delta_updates_phase_seconds_count", phase) == 2
     assert registry.get_sample_value("delta_updates_version") == 5
+
+
+def test_failures_are_zero_before_the_first() -> None:
+    """For Prometheus there is no increase from nothing to one."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", SHOWS]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    failures = {
+        "undone": "WriteUndone",
+        "uncertain": "CommitFailed",
+        "unpublished": "PublishFailed",
+        "failed": "DeltaError",
+    }
+    for outcome, error in (failures | {"committed": ""}).items():
+        series = f'delta_updates_syncs_total{{error="{error}",outcome="{outcome}"}}'
+        assert f"{series} 0.0" in lines
+    assert 'delta_updates_phase_seconds_count{phase="pause"} 0.0' in lines
+    assert "delta_updates_uncertain 0.0" in lines
+
+
+def test_uncertain_weights_are_shown_until_a_full_sync(rig: Rig) -> None:
+    name = "delta_updates_uncertain"
+    rig.send(delta_part())
+    assert REGISTRY.get_sample_value(name) == 0
+    assert rig.fail_commit(VERSION + 2).status_code == 500
+    assert REGISTRY.get_sample_value(name) == 1
+    assert rig.send(full_part(fresh_weights(), VERSION + 3)).status_code == 200
+    assert REGISTRY.get_sample_value(name) == 0

@@ -1,0 +1,67 @@
+"""The page's text and its headers, and which requests get it without a token."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from importlib.resources import files
+from typing import Final
+
+from fastapi import Request
+from fastapi.responses import HTMLResponse
+
+
+def _read(name: str) -> str:
+    return files(__package__).joinpath(name).read_text("utf-8")
+
+
+def _hash(text: str) -> str:
+    """Return a source of a Content-Security-Policy: the one inline script or style of this text."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+_STYLE: Final = _read("page.css")
+_SCRIPT: Final = _read("page.js")
+_PAGE: Final = _read("page.html").replace("{style}", _STYLE).replace("{script}", _SCRIPT)
+
+# Names come from trainers: besides the two texts above nothing runs, nothing is loaded, and with
+# trusted types the script cannot make markup of a string.
+_POLICY: Final = "; ".join(
+    (
+        "default-src 'none'",
+        f"script-src {_hash(_SCRIPT)}",
+        f"style-src {_hash(_STYLE)}",
+        "connect-src 'self'",
+        "img-src data:",  # the empty icon
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+_HEADERS: Final = {
+    "Content-Security-Policy": _POLICY,
+    "X-Frame-Options": "DENY",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+    "Vary": "Accept",
+}
+
+
+def asks_for_token(request: Request) -> bool:
+    """Return whether a refused request is a browser's for the page, which can send no token yet.
+
+    It gets the page as the text of its 401: the page asks for the token.
+    """
+    accepted = request.headers.get("accept", "")
+    return "text/html" in accepted and "authorization" not in request.headers
+
+
+def page_response(status: int = 200) -> HTMLResponse:
+    """Return the page."""
+    challenge = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+    return HTMLResponse(_PAGE, status, {**_HEADERS, **challenge})

@@ -1,0 +1,164 @@
+"""The status page: who gets it, what may run in it, and that it reads what the engine answers."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from importlib.resources import files
+
+import httpx
+import pytest
+
+from engine_ext.settings import API_KEY_ENVIRONMENT
+from engine_ext.wire.operations import RankStatus, SyncRecord
+from tests.support.in_process_engine import Rig, assert_error, delta_part
+
+PAGE = "/delta_dashboard"
+BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+SCRIPT = files("delta_server.dashboard").joinpath("page.js").read_text()
+TOKEN = "a token"
+
+
+class Elements(HTMLParser):
+    """The elements of a page with their attributes, and the texts of scripts and styles."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {"script": [], "style": []}
+        self._in: str | None = None
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        self._in = tag
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in = None
+
+    def handle_data(self, data: str) -> None:
+        if self._in in self.texts:
+            self.texts[self._in].append(data)
+
+
+def assert_page(response: httpx.Response, status: int = 200) -> None:
+    assert response.status_code == status
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    assert response.text.startswith("<!doctype html>")
+
+
+def policy(response: httpx.Response) -> dict[str, str]:
+    rules = response.headers["content-security-policy"].split("; ")
+    return {name: sources for name, _, sources in (rule.partition(" ") for rule in rules)}
+
+
+@pytest.fixture
+def guarded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    monkeypatch.setenv(API_KEY_ENVIRONMENT, TOKEN)
+    return rig
+
+
+@pytest.fixture
+def denied(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
+    """The errors of requests that were reported as refused."""
+    errors: list[Exception] = []
+    monkeypatch.setattr(rig.service.reporter, "report_denied", errors.append)
+    return errors
+
+
+@pytest.mark.parametrize("headers", [{}, BROWSER])
+def test_without_a_token_clients_on_this_host_get_it(rig: Rig, headers: dict[str, str]) -> None:
+    assert_page(rig.get(PAGE, headers=headers))
+
+
+@pytest.mark.parametrize("headers", [{}, BROWSER])
+def test_without_a_token_others_do_not(
+    rig: Rig, denied: list[Exception], headers: dict[str, str]
+) -> None:
+    response = rig.run(rig.request("GET", PAGE, peer=("10.0.4.9", 9), headers=headers))
+    assert_error(response, 403, "LoopbackOnly")
+    forwarded = rig.get(PAGE, headers={**headers, "X-Forwarded-For": "10.0.4.9"})
+    assert_error(forwarded, 403, "LoopbackOnly")
+    assert len(denied) == 2
+
+
+def test_trusted_networks_get_it(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(allow_from=("10.0.4.0/24",))
+    assert_page(rig.run(rig.request("GET", PAGE, peer=("10.0.4.9", 9), headers=BROWSER)))
+
+
+def test_a_browser_gets_it_as_the_text_of_the_401(guarded: Rig, denied: list[Exception]) -> None:
+    response = guarded.get(PAGE, headers=BROWSER)
+    assert_page(response, 401)
+    assert response.headers["www-authenticate"] == "Bearer"
+    assert denied == []  # every first visit is one
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{}, {"Authorization": "Bearer wrong"}, {**BROWSER, "Authorization": "Bearer wrong"}],
+)
+def test_other_requests_without_the_token_are_refused(
+    guarded: Rig, denied: list[Exception], headers: dict[str, str]
+) -> None:
+    assert_error(guarded.get(PAGE, headers=headers), 401, "Unauthorized")
+    assert len(denied) == 1
+
+
+def test_the_token_opens_it(guarded: Rig) -> None:
+    assert_page(guarded.get(PAGE, headers={"Authorization": f"Bearer {TOKEN}"}))
+
+
+def test_it_holds_nothing_of_the_engine(rig: Rig) -> None:
+    before = rig.get(PAGE)
+    assert rig.send(delta_part()).status_code == 200
+    assert rig.get(PAGE).content == before.content
+    assert before.headers["cache-control"] == "no-store"
+
+
+def test_only_its_one_script_and_style_are_allowed(rig: Rig) -> None:
+    response = rig.get(PAGE)
+    rules, page = policy(response), Elements(response.text)
+    for tag, rule in (("script", "script-src"), ("style", "style-src")):
+        [text] = page.texts[tag]
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert rules[rule] == f"'sha256-{digest}'"
+    assert rules["default-src"] == "'none'"
+    assert rules["connect-src"] == "'self'"
+    assert rules["require-trusted-types-for"] == "'script'"
+    for rule in ("base-uri", "form-action", "frame-ancestors", "trusted-types"):
+        assert rules[rule] == "'none'"
+    assert "unsafe" not in response.headers["content-security-policy"]
+
+
+def test_it_loads_nothing_and_has_no_inline_handlers(rig: Rig) -> None:
+    for tag, attributes in Elements(rig.get(PAGE).text).found:
+        assert not any(name.startswith("on") or name == "style" for name in attributes), tag
+        assert attributes.get("href", "data:,") == "data:,"
+        assert "src" not in attributes
+    assert re.findall(r"https?://[^\"\s]*", SCRIPT) == ["http://www.w3.org/2000/svg"]
+
+
+def test_text_does_not_become_markup() -> None:
+    for sink in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
+        assert sink not in SCRIPT
+
+
+def test_it_reads_what_the_engine_answers(rig: Rig) -> None:
+    status = rig.status()
+    read = set(re.findall(r"\bstatus\.(\w+)", SCRIPT)) - {"history"}
+    optional = {"adapters", "awaits"}
+    assert read >= {"version", "engine_state", "certification", *optional}
+    assert optional <= {*RankStatus.__struct_fields__}
+    assert read <= status.keys() | optional
+    fields = set(re.findall(r"\bsync\.(\w+)", SCRIPT))
+    assert fields >= {"outcome", "version", "bytes", "nnz", "error"}
+    assert fields <= {*SyncRecord.__struct_fields__}
+
+
+def test_its_script_finds_its_elements(rig: Rig) -> None:
+    ids = {attributes.get("id") for _, attributes in Elements(rig.get(PAGE).text).found}
+    assert set(re.findall(r'find\("#([\w-]+)', SCRIPT)) <= ids
