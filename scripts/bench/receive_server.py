@@ -33,6 +33,7 @@ class IdleEngine:
 
     name = "idle"
     shared = False
+    address = None
 
     async def call(self, request: Any) -> list[Any]:
         """Answer the operations of a part's staging, and the report of it."""
