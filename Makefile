@@ -10,6 +10,7 @@ FUZZ_SEED := $(or $(FUZZ_SEED),$(shell date +%s))
 
 BIN := .venv/bin
 TRAINERS := .venv-trainers/bin
+VERL := .venv-verl/bin
 DASHBOARD := .venv-dashboard/bin
 # Engines want all cores for themselves; what starts none takes turns on two. There each process has
 # one thread: torch's would wait for each other in a loop, and take twice the time of both cores.
@@ -26,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-sglang setup-trainers setup-dashboard demo soak test test-fast test-all test-dashboard test-versions fuzz lint format docs package clean clean-all
+.PHONY: help setup setup-sglang setup-trainers setup-verl setup-dashboard demo soak test test-fast test-all test-dashboard test-versions fuzz lint format docs package clean clean-all
 
 ifneq ($(filter demo soak,$(MAKECMDGOALS)),)
 ifeq ($(filter $(ENGINES),$(ENGINE)),)
@@ -53,6 +54,9 @@ setup-sglang: ## make .venv-sglang with SGLang's pinned packages; nothing to do 
 setup-trainers: setup ## make .venv-trainers, which adds the trainers' pinned packages to .venv; nothing to do when it is current
 	@PYTHON="$(PYTHON)" scripts/setup_env.sh trainers
 
+setup-verl: setup ## make .venv-verl, which adds verl to .venv; nothing to do when it is current
+	@PYTHON="$(PYTHON)" scripts/setup_env.sh verl
+
 setup-dashboard: setup ## make .venv-dashboard, which adds a browser's driver to .venv; nothing to do when it is current
 	@for program in chromium prometheus promtool; do \
 		command -v $$program >/dev/null || { \
@@ -78,10 +82,11 @@ test-fast: setup setup-trainers ## the tests that start no engine
 	@OMP_NUM_THREADS=1 $(TRAINERS)/python -m pytest tests/trainers -m "not engine and not full" \
 		$(PARALLEL) $(PYTEST_ARGS)
 
-test-all: setup setup-sglang setup-trainers setup-dashboard lint test-fast ## lint, and every test
+test-all: setup setup-sglang setup-trainers setup-verl setup-dashboard lint test-fast ## lint, and every test
 	@echo "test-all: the tests that start engines, and the full ones"
 	@$(BIN)/python -m pytest -m "engine or full" $(PYTEST_ARGS)
 	@$(TRAINERS)/python -m pytest tests/trainers -m "engine or full" $(PYTEST_ARGS)
+	@$(VERL)/python -m pytest tests/verl $(PYTEST_ARGS)
 	@$(DASHBOARD)/python -m pytest tests/dashboard $(PYTEST_ARGS)
 
 test-dashboard: setup-dashboard ## the status page in Chromium, dashboard and alerts in Prometheus
@@ -134,4 +139,4 @@ clean: ## remove build outputs and caches; the environments stay
 		-prune -exec rm -rf {} +
 
 clean-all: clean ## remove the environments too
-	@rm -rf .venv .venv-trainers .venv-dashboard .venv-vllm-0.31 .venv-sglang .venv-sglang-0.5.22 .venv-docs
+	@rm -rf .venv .venv-trainers .venv-verl .venv-dashboard .venv-vllm-0.31 .venv-sglang .venv-sglang-0.5.22 .venv-docs

@@ -31,6 +31,17 @@ def test_every_way_leaves_the_bits_of_a_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_latency_is_measured_with_and_without_an_upload(tmp_path: Path) -> None:
+    process = start("bench.upload_latency", tmp_path, "--layers", "1", "--runs", "1", "--json")
+    out, err = process.communicate(timeout=280)
+    assert process.returncode == 0, err[-4000:]
+    found = json.loads(out.splitlines()[-1])
+    assert found.keys() == {"none", "a part"}
+    assert all(0 < figures["p50"] <= figures["p99"] <= figures["max"] for figures in found.values())
+    assert left_in(tmp_path) == []
+
+
+@pytest.mark.full
 @pytest.mark.usefixtures("interruptible")
 def test_interrupted_it_cleans_up(tmp_path: Path) -> None:
     process = start(SCRIPT, tmp_path, "--layers", "1")

@@ -1,6 +1,6 @@
 """One rank of an actor of verl: FSDP2 on gloo, and the checkpoint engine `delta_http`.
 
-``python verl_ranks.py RANK RANKS URL BASE FOLDER``: verl, delta_sender and tests are on PYTHONPATH.
+``python verl_ranks.py RANK RANKS URL BASE FOLDER``: delta_sender and tests are on PYTHONPATH.
 The calls are those of verl's `CheckpointEngineManager` and workers, in their order.
 """
 

