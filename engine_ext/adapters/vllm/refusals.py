@@ -70,6 +70,9 @@ ARGUMENTS: Final = (
     Refusal("--enable-eplb", _MOVING, (enabled("enable_eplb"),)),
     Refusal("--enable-elastic-ep", _MOVING, (enabled("enable_elastic_ep"),)),
     Refusal("several hosts and --data-parallel-size", _ONE_HOST, (_HOSTS, _REPLICAS)),
+    Refusal(
+        "several hosts and several API servers", _UNTESTED, (_HOSTS, above_one("api_server_count"))
+    ),
     Refusal("several hosts and --enable-lora", _UNTESTED, (_HOSTS, enabled("enable_lora"))),
     Refusal(
         "several hosts and --weight-transfer-config",
