@@ -157,7 +157,8 @@ def test_the_packages_extras_allow_the_supported_versions(extra: str, engine: st
     supported = ADAPTERS[engine].VERSIONS.supported
     *start, last = map(int, supported[-1].split("."))
     above = ".".join(map(str, [*start, last + 1]))
-    assert project["optional-dependencies"][extra] == [f"{extra}>={supported[0]},<{above}"]
+    wanted = f"{extra}>={supported[0]},<{above}"
+    assert wanted in project["optional-dependencies"][extra]
 
 
 @pytest.mark.parametrize("engine", ADAPTERS)
