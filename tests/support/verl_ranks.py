@@ -1,6 +1,7 @@
 """One rank of an actor of verl: FSDP2 on gloo, and the checkpoint engine `delta_http`.
 
-``python verl_ranks.py RANK RANKS URL BASE FOLDER``: delta_sender and tests are on PYTHONPATH.
+``python verl_ranks.py RANK RANKS URL BASE FOLDER GIVEN``: what is given to the engine, ``tensors`` or
+an ``engine`` of verl. delta_sender and tests are on PYTHONPATH.
 The calls are those of verl's `CheckpointEngineManager` and workers, in their order.
 """
 
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -52,7 +54,7 @@ def shards_agree(model: Any) -> bool:
     return True
 
 
-def main(rank: int, ranks: int, url: str, base: str, folder: Path) -> None:
+def main(rank: int, ranks: int, url: str, base: str, folder: Path, given: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), ranks)
     limit = timedelta(seconds=120)
@@ -73,7 +75,10 @@ def main(rank: int, ranks: int, url: str, base: str, folder: Path) -> None:
         engine.init_process_group(**{key: values[rank] for key, values in actor.items()})
         rollout.init_process_group(**nothing)
         change(model, 7 * step + rank, 0.01)
-        metrics.append(asyncio.run(engine.send_weights(gathered(model), global_steps=step)))
+        weights: Any = gathered(model)
+        if given == "engine":  # what verl's worker has, as far as it is used
+            weights = SimpleNamespace(module=model, get_per_tensor_param=lambda: 1 / 0)
+        metrics.append(asyncio.run(engine.send_weights(weights, global_steps=step)))
         assert list(rollout.receive_weights(global_steps=step)) == []
         engine.finalize()
     # An error on the rank that sends is one on all ranks, and none hangs.
@@ -95,4 +100,6 @@ def main(rank: int, ranks: int, url: str, base: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], Path(sys.argv[5]))
+    main(
+        int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], Path(sys.argv[5]), sys.argv[6]
+    )

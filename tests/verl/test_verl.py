@@ -83,9 +83,11 @@ def test_the_rollouts_adapter_leaves_the_engine_alone(with_verl: dict[str, str])
     assert run.stdout.splitlines()[-1:] == ["done"], run.stderr[-3000:]
 
 
+@pytest.mark.parametrize("given", ["tensors", "engine"])
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 def test_ranks_of_an_actor_against_a_live_engine(
     kind: str,
+    given: str,
     with_verl: dict[str, str],
     checkpoint: Callable[[str], Path],
     start: Callable[..., EngineProcess],
@@ -93,7 +95,7 @@ def test_ranks_of_an_actor_against_a_live_engine(
 ) -> None:
     base = checkpoint(kind)
     engine = start("vllm", base)
-    arguments = [engine.url, str(base), str(tmp_path)]
+    arguments = [engine.url, str(base), str(tmp_path), given]
     ranks = [
         subprocess.Popen(
             [sys.executable, str(RANK), str(rank), str(RANKS), *arguments],

@@ -1,6 +1,6 @@
 """The checkpoint engine for verl, with stand-ins for verl's registry and Ray.
 
-``tests/live/test_verl.py`` has verl itself.
+``tests/verl`` has verl itself.
 """
 
 from __future__ import annotations

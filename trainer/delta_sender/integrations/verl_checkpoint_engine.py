@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from delta_sender.checkpoint import read_checkpoint
 from delta_sender.model_sync import on_all_ranks
 from delta_sender.multi_sender import MultiSender
+from delta_sender.options import CommonOptions
 from delta_sender.results import SyncReport
+from delta_sender.sharded import ShardedSender, model_shards
 
 BACKEND: Final = "delta_http"
 # As verl names the Ray actors that serve, one per replica; not those of reward and teacher models.
@@ -34,7 +37,9 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """Sends deltas from the actor's rank 0 to the rollouts' HTTP servers.
 
     All of the actor's ranks read the weights, since they are gathered by all; rollout workers have
-    nothing to do. The servers are started with delta updates enabled.
+    nothing to do. The servers are started with delta updates enabled. Given verl's engine instead
+    of its weights, of an FSDP2 model without adapters, and one server, every rank compares and
+    sends its own shards, and nothing is gathered; see `ShardedSender`.
 
     Args:
         bucket_size: Not used: what changed is far smaller than verl's buckets. See the option
@@ -49,7 +54,7 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     Attributes:
         wire_format: Makes a rollout's adapter take an empty stream for weights that are unchanged:
             it notes verl's step, and leaves weights and cache alone.
-        reports: What the last sync returned, by url; on the rank that sends.
+        reports: What the last sync returned, by url; on the ranks that send.
     """
 
     wire_format = "delta_flush"
@@ -66,7 +71,7 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._is_master, self._base = is_master, Path(base)
         self._urls, self._options = None if urls is None else list(urls), dict(options)
         self._opened: list[str] | None = None
-        self._sender: MultiSender | None = None
+        self._sender: MultiSender | ShardedSender | None = None
         self._dtypes: dict[str, torch.dtype] = {}
         self.reports: dict[str, SyncReport] = {}
 
@@ -103,17 +108,21 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
         Args:
             weights: What verl's engines yield, the checkpoint's names with whole tensors; or an
-                engine, whose `get_per_tensor_param` is called.
-            global_steps: verl's step. Versions count on their own.
+                engine: its `module`'s shards are sent, if the class can, or else its
+                `get_per_tensor_param` is called.
+            global_steps: verl's step. Versions count on their own; ranks that send shards check
+                that they are at the same one.
 
         Returns:
-            Figures for verl's log, on the rank that sends.
+            Figures for verl's log, on the actor's rank 0.
 
         Raises:
-            SyncError: A server refused, see `MultiSender.sync`.
+            SyncError: A server refused, see `MultiSender.sync` and `ShardedSender.sync`.
             ValueError: The tensors are not the base's.
             RuntimeError: Another rank has failed.
         """
+        if self._sends_shards(weights):
+            return self._sync_shards(weights.module, global_steps)
         return on_all_ranks(lambda: self._send(weights))
 
     def receive_weights(self, global_steps: int | None = None) -> Iterator[Any]:
@@ -126,7 +135,30 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._sender.close()
         self._sender = self._opened = None
 
+    def _sends_shards(self, weights: Any) -> bool:
+        """Return whether this is an engine whose ranks can send their own shards."""
+        model = getattr(weights, "module", None)
+        common = self._options.keys() <= CommonOptions.__annotations__.keys()
+        one = self._urls is not None and len(self._urls) == 1
+        return (
+            isinstance(model, FSDPModule) and not hasattr(model, "peft_config") and common and one
+        )
+
+    def _sync_shards(self, model: Any, step: int | None) -> dict[str, float] | None:
+        began = time.monotonic()
+        base = dict(read_checkpoint(self._base))
+        shards = model_shards(model, base)
+        assert self._urls is not None
+        [url] = self._urls
+        if not isinstance(self._sender, ShardedSender) or self._opened != self._urls:
+            self.close()
+            self._sender, self._opened = ShardedSender(url, shards, base, **self._options), [url]
+        self.reports = {url: self._sender.sync(shards, step=step)}
+        return self._figures(began) if self._is_master else None
+
     def _send(self, weights: Any) -> dict[str, float] | None:
+        if isinstance(self._sender, ShardedSender):
+            self.close()  # on all ranks
         if hasattr(weights, "get_per_tensor_param"):
             weights, _ = weights.get_per_tensor_param()
         source = iter(weights)
@@ -141,6 +173,9 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         sender = self._open()
         with closing(self._checkpoint_tensors(source)) as tensors:
             self.reports = sender.sync(tensors)
+        return self._figures(began)
+
+    def _figures(self, began: float) -> dict[str, float]:
         reports = self.reports.values()
         pauses = [r.engine.get("timings_ms", {}).get("pause_ms", 0.0) for r in reports]
         return {
@@ -155,7 +190,7 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Return the sender of the urls; servers that came or went make a new one."""
         if self._urls is None:
             raise RuntimeError("verl has not called init_process_group")
-        if self._sender is None or self._opened != self._urls:
+        if not isinstance(self._sender, MultiSender) or self._opened != self._urls:
             self.close()
             self._dtypes = {name: tensor.dtype for name, tensor in read_checkpoint(self._base)}
             self._sender = MultiSender(self._urls, self._base, **self._options)
