@@ -1,7 +1,7 @@
 """One rank of an actor of verl: FSDP2 on gloo, and the checkpoint engine `delta_http`.
 
-``python verl_ranks.py RANK RANKS URL BASE FOLDER GIVEN``: what is given to the engine, ``tensors`` or
-an ``engine`` of verl. delta_sender and tests are on PYTHONPATH.
+``python verl_ranks.py RANK RANKS URL BASE FOLDER GIVEN``: GIVEN is ``tensors``, or ``engine`` for
+verl's engine in their place. delta_sender and tests are on PYTHONPATH.
 The calls are those of verl's `CheckpointEngineManager` and workers, in their order.
 """
 
