@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-sglang setup-trainers setup-verl setup-dashboard demo soak test test-fast test-all test-dashboard test-versions fuzz lint format docs package clean clean-all
+.PHONY: help setup setup-sglang setup-trainers setup-verl setup-dashboard demo soak test test-fast test-slow test-all test-dashboard test-versions fuzz lint format docs package clean clean-all
 
 ifneq ($(filter demo soak,$(MAKECMDGOALS)),)
 ifeq ($(filter $(ENGINES),$(ENGINE)),)
@@ -71,18 +71,22 @@ demo: setup $(if $(filter sglang,$(ENGINE)),setup-sglang) ## update a live engin
 soak: setup $(if $(filter sglang,$(ENGINE)),setup-sglang) ## 1000 syncs of a live engine under load: figures, and whether all is well
 	@$(BIN)/python -m scripts.soak --engine $(ENGINE) $(SOAK_ARGS)
 
-test: setup setup-sglang setup-trainers lint test-fast ## lint, and every test but those marked full (this is what CI runs)
+test: setup setup-sglang setup-trainers lint test-fast test-slow ## lint, and every test but those marked full (this is what CI runs)
 	@echo "test: the tests that start engines, but for the full ones"
 	@$(BIN)/python -m pytest -m "engine and not full" $(PYTEST_ARGS)
 	@$(TRAINERS)/python -m pytest tests/trainers -m "engine and not full" $(PYTEST_ARGS)
 
-test-fast: setup setup-trainers ## the tests that start no engine
-	@echo "test-fast: the tests that start no engine"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not engine and not full" $(PARALLEL) $(PYTEST_ARGS)
+test-fast: setup setup-trainers ## the quick tests of those that start no engine
+	@echo "test-fast: the tests that start no engine, but for the slow ones"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not engine and not full and not slow" $(PARALLEL) $(PYTEST_ARGS)
 	@OMP_NUM_THREADS=1 $(TRAINERS)/python -m pytest tests/trainers -m "not engine and not full" \
 		$(PARALLEL) $(PYTEST_ARGS)
 
-test-all: setup setup-sglang setup-trainers setup-verl setup-dashboard lint test-fast ## lint, and every test
+test-slow: setup ## the other tests that start no engine
+	@echo "test-slow: the slow tests of those that start no engine"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not engine and not full" $(PARALLEL) $(PYTEST_ARGS)
+
+test-all: setup setup-sglang setup-trainers setup-verl setup-dashboard lint test-fast test-slow ## lint, and every test
 	@echo "test-all: the tests that start engines, and the full ones"
 	@$(BIN)/python -m pytest -m "engine or full" $(PYTEST_ARGS)
 	@$(TRAINERS)/python -m pytest tests/trainers -m "engine or full" $(PYTEST_ARGS)

@@ -104,10 +104,12 @@ async def commit_pulled(
         version = _version(folder)
         # Each version is reported; the request's own record is for the last one.
         own_record = record if folder is following[-1] else RequestRecord()
-        staged = await _staged(service, version, pulled.sync_id)
+        # Without an id, a staged sync of this version may be another's.
+        named = pulled.sync_id is not None
+        staged = await _staged(service, version, pulled.sync_id) if named else None
         if staged is not None:
             answer = await service.commit_staged(staged, options, own_record)
-        else:  # not staged, or dropped since
+        else:  # not staged, or dropped since, or not known to be this one
             paths = await asyncio.to_thread(_files, folder, roots)
             own = msgspec.structs.replace(options, weight_version=version)
             answer = await service.apply_files(paths, own, own_record)

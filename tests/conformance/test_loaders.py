@@ -9,6 +9,8 @@ from tests.conformance.judge import EXACT, REFUSED, judge
 from tests.conformance.subject import SubjectFactory
 from tests.conformance.syncs import Setup, Sync
 
+pytestmark = pytest.mark.slow
+
 RUNS = [(case, setup, sync) for case in CASES for setup, sync in case.runs()]
 
 

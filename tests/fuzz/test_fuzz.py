@@ -41,7 +41,7 @@ MOST_BYTES = 32 << 20
 
 REFUSALS = {400, 403, 405, 409, 413, 415, 422}
 
-pytestmark = pytest.mark.timeout(SECONDS + 300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS + 300)]
 
 
 def test_container(monkeypatch: pytest.MonkeyPatch) -> None:

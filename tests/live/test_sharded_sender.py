@@ -19,6 +19,8 @@ from engine_ext.wire import tensor_digest
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import fingerprint
+from tests.live.vllm_serve import VllmServe, distribution
+from tests.patches.http_processes import connected
 from tests.support.fake_engine import bits
 from tests.support.gloo_ranks import run_ranks
 from tests.support.sharded_trainers import set_step, sharded
@@ -142,6 +144,27 @@ def test_an_engine_follows_every_rank(
     fresh = start(kind, saved_as, tp=tp)
     assert fingerprint(fresh) == seen
     fresh.stop()
+
+
+@pytest.mark.full
+def test_ranks_post_to_several_http_processes(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """They share a port: the kernel chooses which process accepts a rank's connection."""
+    base = checkpoint("qwen3")
+    options = {"tp": 2, "enable_delta": True, "python_path": [distribution(tmp_path / "path")]}
+    two, log = ["--api-server-count", "2"], tmp_path / "engine.log"
+    with VllmServe(base, extra_args=two, log_path=log, **options) as engine:
+        arguments = str(base), "fsdp+tp", engine.url, "none"
+        with connected(engine) as processes:
+            outcomes = run_ranks(follow, 4, tmp_path, *arguments)
+        assert all(isinstance(outcome, tuple) for outcome in outcomes), outcomes
+        assert len(processes) == 2, processes
+        saved_as = target(base, tmp_path / "target", STEPS)
+        check(engine, saved_as)
+        seen = fingerprint(engine)
+    with VllmServe(saved_as, log_path=tmp_path / "fresh.log", **options) as fresh:
+        assert fingerprint(fresh) == seen
 
 
 def check(engine: EngineProcess, folder: Path) -> None:

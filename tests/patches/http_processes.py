@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -43,6 +44,26 @@ def one_client_each(engine: EngineProcess, processes: int) -> Iterator[list[http
         yield list(found.values())
 
 
+@contextmanager
+def connected(engine: EngineProcess) -> Iterator[dict[int, set[int]]]:
+    """Per process that serves HTTP, the other ends' ports of the connections seen meanwhile."""
+    seen: dict[int, set[int]] = {}
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(_POLL_S):
+            for process, port in _connections(engine):
+                seen.setdefault(process, set()).add(port)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        stop.set()
+        thread.join()
+
+
 def committed(client: httpx.Client) -> float:
     """How many syncs were committed, as the engine's ``/metrics`` counts them."""
     start = 'delta_updates_syncs_total{error="",outcome="committed"} '
@@ -69,10 +90,17 @@ def shown_by_top(url: str) -> tuple[int, int, str]:
 
 def _who_has(engine: EngineProcess, port: int) -> int:
     """The id of the process that has the other end of a connection."""
+    for process, other_port in _connections(engine):
+        if other_port == port:
+            return process
+    raise AssertionError(f"nobody has the connection from port {port}")
+
+
+def _connections(engine: EngineProcess) -> Iterator[tuple[int, int]]:
+    """The processes that have accepted connections to the engine's port, and their other ends."""
     assert engine._process is not None
     for process in psutil.Process(engine._process.pid).children(recursive=True):
         for connection in process.net_connections("tcp"):
             ours = connection.laddr and connection.laddr.port == engine.port
-            if ours and connection.raddr and connection.raddr.port == port:
-                return process.pid
-    raise AssertionError(f"nobody has the connection from port {port}")
+            if ours and connection.raddr:
+                yield process.pid, connection.raddr.port

@@ -24,6 +24,8 @@ from tests.support.receiver_harness import (
 )
 from tests.support.toy_models import ToyModel
 
+pytestmark = pytest.mark.slow
+
 RANKS = 8
 ROWS, COLUMNS = 512, 512
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
@@ -345,6 +346,7 @@ ROUNDS = st.tuples(
 ).map(lambda chosen: [chosen[0], *chosen[1], chosen[2], *chosen[3]])
 
 
+@pytest.mark.slow
 @given(st.lists(ROUNDS, min_size=2, max_size=6))
 @hypothesis_settings(PROPERTY, max_examples=30)
 def test_every_order_of_steps(rounds: list[list[Step]]) -> None:

@@ -25,6 +25,8 @@ from engine_ext.kernels.triton import (
     self_test,
 )
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 PLACES = ["interpreter", *(["cuda"] if torch.cuda.is_available() else [])]
 BITS = ("*u8", "*i16", "*i32", "*i64")

@@ -24,6 +24,8 @@ from engine_ext.receiver.shared_decoding import read_part
 from engine_ext.wire import Limits, ParamDelta, Part, decode_part, encode_part, part_identity
 from tests.support.independent_encoder import assert_same
 
+pytestmark = pytest.mark.slow
+
 RANKS = 8
 ENCODINGS = ("indices", "deltas", "gap8_exp")
 

@@ -11,6 +11,8 @@ import pytest
 from engine_ext.wire import ENCODINGS
 from scripts.bench import codec, synthetic_weights
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_last_line_is_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

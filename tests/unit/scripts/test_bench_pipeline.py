@@ -11,6 +11,8 @@ import pytest
 from delta_sender import sync_round
 from scripts.bench import pipeline, pipeline_link, pipeline_receiver
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_last_line_is_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

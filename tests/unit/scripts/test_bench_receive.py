@@ -9,6 +9,8 @@ import pytest
 
 from scripts.bench import receive
 
+pytestmark = pytest.mark.slow
+
 
 def test_every_row_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     before = set(psutil.Process().children())

@@ -37,6 +37,8 @@ from scripts.bench.scaling.model import (
 from scripts.bench.scaling.sender_process import Sync
 from scripts.bench.scaling.setups import MODELS, Model, Setup
 
+pytestmark = pytest.mark.slow
+
 COSTS = Constants(
     machine="a CPU",
     density=0.02,

@@ -13,6 +13,8 @@ import torch
 from delta_sender import snapshot
 from scripts.bench import memory_read, sender, sender_device, synthetic_weights
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_last_line_is_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

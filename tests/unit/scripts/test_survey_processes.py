@@ -12,6 +12,8 @@ import pytest
 
 from scripts.survey.processes import LOG, run_each
 
+pytestmark = pytest.mark.slow
+
 
 def behave(name: str, folder: Path) -> None:
     """What one process does; the name says what."""

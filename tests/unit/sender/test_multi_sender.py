@@ -284,6 +284,7 @@ def test_every_engine_is_named_once(urls: list[str]) -> None:
 FAULTS = st.sampled_from(["none", "refuses", "loses", "restarts", "corrupts"])
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     steps=st.lists(st.tuples(FAULTS, FAULTS, st.sampled_from([0.0, 0.03, 0.3, 0.7])), max_size=6),

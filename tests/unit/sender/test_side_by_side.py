@@ -17,6 +17,8 @@ from tests.support.fake_engine import Engine, Handler, error, model_of, sends, t
 from tests.unit.sender.test_multi_sender import A, B, refuse, sender_of, two
 from tests.unit.sender.test_post_queue import PROPERTY
 
+pytestmark = pytest.mark.slow
+
 
 @PROPERTY
 @given(

@@ -17,11 +17,13 @@ from tests.support.in_process_engine import (
     OTHER_STEP,
     STATUS,
     STEP,
+    Changes,
     Rig,
     after,
     assert_error,
     bare,
     delta_part,
+    forged,
     fresh_weights,
     same,
 )
@@ -44,9 +46,9 @@ def publish(root: Path, version: int, *bodies: bytes) -> None:
         (folder / f"rank0_flush{number:03d}.safetensors").write_bytes(bare(body))
 
 
-def pull(rig: Rig, root: Path, target: int) -> Any:
+def pull(rig: Rig, root: Path, target: int, checkpoint: str = CHECKPOINT) -> Any:
     body = {
-        "local_checkpoint_dir": CHECKPOINT,
+        "local_checkpoint_dir": checkpoint,
         "source_dir": str(root),
         "target_version": target,
     }
@@ -121,6 +123,33 @@ def test_what_was_staged_may_be_gone(rig: Rig, root: Path) -> None:
     for receiver in rig.engine.receivers:
         receiver._drop_staged()
     rig.assert_committed(load(rig, 8), NEXT, 8)
+
+
+def numbered(root: Path, changes: Changes) -> None:
+    """A version in two parts that have numbers, but no id of their sync."""
+    folder = root / "weight_v000008"
+    folder.mkdir(parents=True)
+    for part, (name, change) in enumerate(changes.items()):
+        body = delta_part({name: change}, 8, part=part, num_parts=len(changes))
+        (folder / f"{part}.safetensors").write_bytes(forged(body, sync_id=None))
+
+
+def test_numbered_parts_without_an_id(rig: Rig, root: Path) -> None:
+    numbered(root, STEP)
+    assert pull(rig, root, 8).status_code == 200
+    rig.assert_committed(load(rig, 8), NEXT, 8)
+
+
+def test_without_an_id_what_is_staged_may_be_of_another_pull(rig: Rig, root: Path) -> None:
+    numbered(root, STEP)
+    numbered(root / "other", dict(reversed([*OTHER_STEP.items()])))
+    assert pull(rig, root, 8).status_code == 200
+    for receiver in rig.engine.receivers:
+        receiver._drop_staged()
+    assert pull(rig, root / "other", 8, "/local/other").status_code == 200
+    assert_error(load(rig, 8), 409, "Conflict")
+    assert same(rig.engine.weights, BASE)
+    assert rig.status()["version"] == 7
 
 
 def test_pulls_that_are_refused(rig: Rig, root: Path, tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from engine_ext.kernels import AHEAD
 from engine_ext.wire import Digest, change_digest, gather_change, gathered_change
 
+pytestmark = pytest.mark.slow
+
 PROPERTY = settings(deadline=None, database=None, max_examples=50)
 BACKENDS = pytest.mark.parametrize("compiled", [True, False], ids=["numba", "numpy"])
 

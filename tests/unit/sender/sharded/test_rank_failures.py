@@ -15,6 +15,8 @@ from tests.support.fake_engine import Engine, Model, model_of, train
 from tests.support.gloo_ranks import run_ranks
 from tests.support.sharded_trainers import served
 
+pytestmark = pytest.mark.slow
+
 RANKS = 3
 LIMIT_S = 20.0
 

@@ -14,6 +14,8 @@ from tests.support.gloo_ranks import run_ranks
 from tests.support.sharded_trainers import served, set_step, sharded
 from tests.support.trainer_models import make_model
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 
 
