@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import errno
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, Union
 
@@ -25,6 +27,7 @@ from engine_ext.wire.operations import (
 )
 
 TRAINER, WORKER = 0, 1
+ANNOUNCED = "worker"  # the key that the worker sets before it makes its group
 
 
 class JoinGroup(Operation[Reply], frozen=True, kw_only=True, tag="join_group"):
@@ -59,7 +62,6 @@ class TransferGroup:
 
     def __init__(self, device: torch.device, *, receives: bool) -> None:
         self._device, self._receives = device, receives
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="delta-transfer")
         self._begun: Future[None] | None = None
         self._group: Any = None
         self._is_nccl = False
@@ -72,7 +74,7 @@ class TransferGroup:
 
     def close(self) -> None:
         """Leave the group, once what was begun has ended."""
-        self._thread.submit(self._leave)
+        self._after(self._begun, self._leave)
 
     def _carry_out(self, request: Any) -> Reply:
         if isinstance(request, PollGroup):
@@ -82,9 +84,28 @@ class TransferGroup:
         elif self._receives:
             if self._begun is not None and not self._begun.done():
                 raise Conflict("an earlier transfer still waits for its trainer; try again later")
-            work = self._join if isinstance(request, JoinGroup) else self._receive
-            self._begun = self._thread.submit(work, request)
+            if isinstance(request, JoinGroup):
+                self._begun = self._after(None, lambda: self._join(request))
+            else:
+                self._begun = self._after(None, lambda: self._receive(request))
         return Reply()
+
+    def _after(self, earlier: Future[None] | None, work: Callable[[], None]) -> Future[None]:
+        """Begin something once another has ended; a worker that exits does not wait for it."""
+        ended: Future[None] = Future()
+
+        def run() -> None:
+            if earlier is not None:
+                wait([earlier])
+            try:
+                work()
+            except BaseException as error:
+                ended.set_exception(error)
+            else:
+                ended.set_result(None)
+
+        threading.Thread(target=run, name="delta-transfer", daemon=True).start()
+        return ended
 
     def _poll(self) -> bool:
         if self._begun is None:
@@ -97,13 +118,7 @@ class TransferGroup:
     def _join(self, request: JoinGroup) -> None:
         self._leave()
         try:
-            self._group = join_group(
-                request.master_address,
-                request.master_port,
-                WORKER,
-                request.backend,
-                request.timeout,
-            )
+            self._group = join_group(request, self._device)
         except Exception as error:
             raise Conflict(f"the trainer's group could not be joined: {error}") from error
         self._is_nccl = request.backend == "nccl"
@@ -136,21 +151,31 @@ class TransferGroup:
         self._group = None
 
 
-def join_group(address: str, port: int, rank: int, backend: str, timeout: float) -> Any:
-    """Return a group of two, outside of torch's default one; waits for the other member.
+def join_group(request: JoinGroup, device: torch.device) -> Any:
+    """Return a group of two, outside of torch's default one; waits for the trainer.
 
-    `delta_sender.integrations.vllm_transfer` has the trainer's half.
+    `delta_sender.integrations.transfer_group` has the trainer's half. It makes its group once
+    this one is announced; the first all-reduce makes the connections, NCCL's among them, so that
+    later only the trainer's bytes are waited for.
     """
-    limit = timedelta(seconds=timeout)
+    limit = timedelta(seconds=request.timeout)
     store: Any = dist.TCPStore(  # type: ignore[attr-defined]
-        address, port, 2, rank == TRAINER, limit, wait_for_workers=False
+        request.master_address, request.master_port, 2, False, limit, wait_for_workers=False
     )
     shared = dist.PrefixStore("delta-transfer", store)  # type: ignore[attr-defined]
-    if backend == "gloo":
-        return dist.ProcessGroupGloo(shared, rank, 2, limit)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = limit
-    return dist.ProcessGroupNCCL(shared, rank, 2, options)
+    shared.set(ANNOUNCED, "")
+    group: Any
+    if request.backend == "gloo":
+        group, device = dist.ProcessGroupGloo(shared, WORKER, 2, limit), torch.device("cpu")
+    else:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        group = dist.ProcessGroupNCCL(shared, WORKER, 2, options)
+    members = torch.ones(1, dtype=torch.int32, device=device)
+    group.allreduce([members], dist.AllreduceOptions()).wait()
+    if members.item() != 2:  # on a GPU, the first thing that waits for the other member
+        raise RuntimeError("the trainer's group has another member")
+    return group
 
 
 def broadcast(group: Any, tensor: torch.Tensor) -> Any:

@@ -6,6 +6,9 @@ import asyncio
 import base64
 import hashlib
 import hmac
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -447,6 +450,53 @@ def test_a_trainer_that_leaves_in_mid_broadcast(api: Api) -> None:
     assert_error(api.update({"broadcast_bytes": 1 << 10}), 408, "UploadTooSlow")
     assert_ended(api)
     sender.close()
+
+
+class NoWorker:
+    """A client of an engine none of whose workers comes; the first call is that without a group."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self._error, self._calls = error, 0
+
+    def init_weight_transfer_engine(self, init_info: Any) -> None:
+        self._calls += 1
+        if self._calls > 1 and self._error is not None:
+            raise self._error
+
+    def start_weight_update(self) -> None:
+        pass
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("error", "match"), [(ConnectionError("gone"), "gone"), (None, "none of its workers")]
+)
+def test_a_worker_that_never_comes_is_not_waited_for(error: Exception | None, match: str) -> None:
+    channel = Channel(kind="collective", inline_bytes=0, timeout=3600.0)
+    sender = TransferDestination("http://engine", with_defaults({}), NoWorker(error), channel)  # type: ignore[arg-type]
+    with pytest.raises((SyncError, RuntimeError), match=match):
+        sender.deliver(bytes(1 << 10), 8, 0, True)
+    sender.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_that_waits_for_its_trainer_may_exit() -> None:
+    code = """
+import torch
+from engine_ext.adapters.vllm.transfer_group import JoinGroup, TransferGroup
+from engine_ext.wire.operations import encode_request
+
+group = TransferGroup(torch.device("cpu"), receives=True)
+join = JoinGroup(master_address="127.0.0.1", master_port=1, backend="gloo", timeout=3600.0)
+group.handle(*encode_request(join))
+group.close()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        check=False,
+    )
+    assert done.returncode == 0
 
 
 def test_a_lost_answer_is_no_refusal() -> None:

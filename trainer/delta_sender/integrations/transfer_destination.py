@@ -8,23 +8,21 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
 import httpx
 import torch
-import torch.distributed as dist
 
 from delta_sender.http_client import EngineClient
+from delta_sender.integrations.transfer_group import Group, Rendezvous
 from delta_sender.options import MultiOptions
 from delta_sender.results import SyncError
 from engine_ext.wire import SIGNATURE_SUFFIX, sign
 
 _BUSY: Final = ("SyncInProgress", "TooManyUploads")
-_POLL_S: Final = 0.002
 _WAIT_S: Final = 1.0
 
 
@@ -78,7 +76,7 @@ class TransferDestination(EngineClient):
         self._options = {key: options[key] for key in ("pause_mode", "flush_cache")}
         self._key = options["hmac_key"]
         self._wait_s = options["timeout"]
-        self._group: Any = None
+        self._group: Group | None = None
         # Parts are delivered by other threads, which have a current GPU of their own.
         is_nccl = channel.kind == "collective" and channel.backend == "nccl"
         self._device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else None
@@ -154,39 +152,18 @@ class TransferDestination(EngineClient):
         if self._group is None:
             self._group = self._join()
         group, self._group = self._group, None
-        part = torch.frombuffer(bytearray(body), dtype=torch.uint8).to(self._device)
-        options = dist.BroadcastOptions()
         answer = self._threads.submit(self._call, self._sync_client.update_weights, info)
-        work = group.broadcast([part], options)
-        # If the engine refuses before it receives, nobody ever takes the bytes.
-        _wait_for_either(answer, work)
-        answer.result()
-        work.wait()
+        group.broadcast(torch.frombuffer(bytearray(body), dtype=torch.uint8), answer)
         self._group = group  # it is not used again after an error
 
-    def _join(self) -> Any:
-        """Return a group with the engine's worker; `transfer_group` has its half."""
-        channel, limit = self._channel, timedelta(seconds=self._channel.timeout)
-        store: Any = dist.TCPStore(  # type: ignore[attr-defined]
-            channel.address, 0, 2, True, limit, wait_for_workers=False
-        )
-        info = {
-            "master_address": channel.address,
-            "master_port": store.port,
-            "backend": channel.backend,
-            "timeout": channel.timeout,
-        }
-        client = self._sync_client
-        answer = self._threads.submit(self._call, client.init_weight_transfer_engine, info)
-        shared = dist.PrefixStore("delta-transfer", store)  # type: ignore[attr-defined]
-        group: Any
+    def _join(self) -> Group:
+        """Return a group with the engine's worker."""
+        channel = self._channel
+        rendezvous = Rendezvous(channel.address, channel.backend, channel.timeout)
+        joins = self._sync_client.init_weight_transfer_engine
+        answer = self._threads.submit(self._call, joins, rendezvous.info)
         try:
-            if channel.backend == "gloo":
-                group = dist.ProcessGroupGloo(shared, 0, 2, limit)
-            else:
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = limit
-                group = dist.ProcessGroupNCCL(shared, 0, 2, options)
+            group = rendezvous.meet(answer, self._device)
         except Exception:
             answer.result()  # what the engine refuses says more than that it did not come
             raise
@@ -200,11 +177,6 @@ class TransferDestination(EngineClient):
             raise
         except Exception as error:
             raise _sync_error(error) from error
-
-
-def _wait_for_either(answer: Future[None], work: Any) -> None:
-    while not answer.done() and not work.is_completed():
-        time.sleep(_POLL_S)
 
 
 def _sync_error(error: Exception) -> SyncError:

@@ -1,0 +1,113 @@
+"""The trainer's side of a collective that parts are sent over: a group of two.
+
+The trainer is its rank 0, one worker of the engine its rank 1;
+`engine_ext.adapters.vllm.transfer_group` has the worker's half.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+_TRAINER: Final = 0
+_ANNOUNCED: Final = "worker"  # the key that the worker sets before it makes its group
+_POLL_S: Final = 0.002
+
+
+class Rendezvous:
+    """A free port where the worker is waited for.
+
+    Args:
+        address: This host's, as the engine reaches it.
+        backend: ``gloo`` or ``nccl``.
+        timeout: Seconds that either side waits for the other.
+    """
+
+    def __init__(self, address: str, backend: str, timeout: float) -> None:
+        self._backend, self._limit = backend, timedelta(seconds=timeout)
+        self._store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+            address, 0, 2, True, self._limit, wait_for_workers=False
+        )
+        self.info = {
+            "master_address": address,
+            "master_port": self._store.port,
+            "backend": backend,
+            "timeout": timeout,
+        }
+
+    def meet(self, answer: Future[None], device: torch.device | None) -> Group:
+        """Return the group once the worker is there and both have heard from each other.
+
+        Args:
+            answer: The engine's to the call that makes its worker join. If it refuses, or ends
+                without a worker, that is waited for no longer.
+            device: The GPU that NCCL uses here.
+
+        Raises:
+            SyncError: The engine refused.
+            TimeoutError: No worker came.
+            RuntimeError: The two could not be connected.
+        """
+        shared = dist.PrefixStore("delta-transfer", self._store)  # type: ignore[attr-defined]
+        end = time.monotonic() + self._limit.total_seconds()
+        while not shared.check([_ANNOUNCED]):
+            if answer.done():
+                answer.result()
+                raise RuntimeError("the engine has answered, but none of its workers has joined")
+            if time.monotonic() > end:
+                raise TimeoutError(f"no worker of the engine came within {self._limit}")
+            time.sleep(_POLL_S)
+        group: Any
+        if self._backend == "gloo":
+            group = dist.ProcessGroupGloo(shared, _TRAINER, 2, self._limit)
+        else:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._limit
+            group = dist.ProcessGroupNCCL(shared, _TRAINER, 2, options)
+        members = torch.ones(1, dtype=torch.int32, device=device)
+        work = group.allreduce([members], dist.AllreduceOptions())
+        _wait_for_either(answer, work)
+        if answer.done():
+            answer.result()
+        work.wait()
+        if members.item() != 2:  # on a GPU, the first thing that waits for the other member
+            raise RuntimeError("the group has another member than the engine's worker")
+        return Group(group, device)
+
+
+class Group:
+    """The group of two, once both are there."""
+
+    def __init__(self, group: Any, device: torch.device | None) -> None:
+        self._group, self._device = group, device
+
+    def broadcast(self, part: torch.Tensor, answer: Future[None]) -> None:
+        """Send bytes to the worker; the group cannot be used again after an error.
+
+        Args:
+            answer: The engine's to the call that makes its worker receive.
+
+        Raises:
+            SyncError: The engine refused; if it did so before it received, nobody ever takes the
+                bytes, and they are not waited for.
+            RuntimeError: The worker is gone.
+        """
+        work = self._group.broadcast([part.to(self._device)], dist.BroadcastOptions())
+        _wait_for_either(answer, work)
+        try:
+            answer.result()
+        except Exception:
+            if self._device is not None:  # NCCL's kernel waits for its other end, however it ends
+                self._group.abort()
+            raise
+        work.wait()
+
+
+def _wait_for_either(answer: Future[None], work: Any) -> None:
+    while not answer.done() and not work.is_completed():
+        time.sleep(_POLL_S)
