@@ -140,6 +140,7 @@ class Session:
             if error is not raised:
                 raise error from raised
             raise
+        self._check_applied(answer)
         report = SyncReport(
             **parts,
             wire_bytes=queue.wire_bytes,
@@ -175,3 +176,30 @@ class Session:
                 )
             queue.put(part)
         return builder.report(), builder.digest
+
+    def _check_applied(self, answer: Mapping[str, Any]) -> None:
+        """Check that a sync which the engine has had already is the one that was posted.
+
+        It knows parts by their params. Another sync may have the same ones and more, and a part
+        without any is that of every empty sync and the last one of every sharded sync.
+
+        Raises:
+            SyncError: It may be another sync that led to this version.
+        """
+        posted = self.state.posted
+        if answer["status"] != "already_applied" or posted is None:
+            return
+        digest = posted.digest if posted.is_complete else None
+        if digest is not None and answer.get("digest") == digest.hex():
+            return
+        if not posted.is_held_by(self.destination.status()):
+            self.state.posted = None
+            raise SyncError(
+                f"the engine is at version {posted.version} by another sync",
+                409,
+                {
+                    "type": "VersionConflict",
+                    "engine_state": "unchanged",
+                    "actual": posted.version,
+                },
+            )

@@ -106,6 +106,18 @@ def test_a_commit_whose_answer_never_came_is_found_out(naps: list[float], anothe
     assert engine.holds(model)
 
 
+@pytest.mark.parametrize("digest", [True, False])
+def test_another_trainers_sync_that_holds_the_same_part(digest: bool) -> None:
+    """An empty part is the whole of every empty sync, and the end of every sharded one."""
+    model = model_of(tensors=2)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, digest=digest)
+    sender_of(engine, model).sync(model.items())  # another trainer's, whose last part is empty
+    engine.weights["layers.1.weight"][3] ^= 1  # by the other parts of that sync
+    report = sender.sync(model.items())
+    assert (report.full, engine.holds(model)) == (True, True)
+
+
 def busy(
     retry_after: str | None = None, status: int = 409, kind: str = "SyncInProgress"
 ) -> httpx.Response:

@@ -61,7 +61,9 @@ class Receiver(Destination):
             self.begun.append(part)
             self.in_flight += 1
             self.most = max(self.most, self.in_flight)
-        time.sleep(self.seconds.get(part, 0.0))
+            # The thread of the refused post has this long to make the refusal known.
+            least = 0.0 if self.begun_by_then is None else 0.05
+        time.sleep(max(least, self.seconds.get(part, 0.0)))
         with self.lock:
             self.in_flight -= 1
             if part in self.refused:

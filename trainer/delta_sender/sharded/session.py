@@ -137,7 +137,7 @@ class ShardedSession(Session):
             if error.is_refusal:
                 state.posted = None
             raise
-        self._check_applied(answer, state.posted)
+        self._check_applied(answer)
         tensors = [self._owned.ownership[name] for name in state.plan.names]
         wire = [one["wire_bytes"] for one in reports]
         wire[0] += len(body)
@@ -161,30 +161,6 @@ class ShardedSession(Session):
             rank_nnz=tuple(one["nnz"] for one in reports),
         )
         return Committed(report, digest, attempt.next_policy)
-
-    def _check_applied(self, answer: Mapping[str, Any], posted: PostedSync) -> None:
-        """Check that a sync which the engine has had already is this one.
-
-        It knows parts by their params, and the last ones of all syncs have none.
-
-        Raises:
-            SyncError: It may be another sync that led to this version.
-        """
-        digest = posted.digest if posted.is_complete else None
-        is_proven = digest is not None and answer.get("digest") == digest.hex()
-        if answer["status"] != "already_applied" or is_proven:
-            return
-        if not posted.is_held_by(self._engine.status()):
-            self.state.posted = None
-            raise SyncError(
-                f"the engine is at version {posted.version} by another sync",
-                409,
-                {
-                    "type": "VersionConflict",
-                    "engine_state": "unchanged",
-                    "actual": posted.version,
-                },
-            )
 
 
 def _last_part(
