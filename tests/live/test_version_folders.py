@@ -65,10 +65,47 @@ def test_an_engine_follows_a_trainer(
         check(engine, trainer.tensors, number)
         assert ask(engine, folder).json()["status"] == "already_applied"
 
+    # Two versions pulled, and loaded as the checkpoint that they were pulled under.
+    held = dict(trainer.tensors)
+    trainer.step(0.05)
+    write_version(tmp_path, 4, held, trainer.tensors)
+    between = dict(trainer.tensors)
+    trainer.step(0.05)
+    write_version(tmp_path, 5, between, trainer.tensors, encoding="overwrite")
+    local = str(tmp_path / "local")
+    wanted = {
+        "local_checkpoint_dir": local,
+        "source_dir": str(tmp_path),
+        "target_version": 5,
+    }
+    pulled = engine.post("/pull_weights", json=wanted)
+    assert (pulled.status_code, pulled.json()["success"]) == (200, True), pulled.text
+    check(engine, held, 3)
+    loaded = engine.post(
+        "/update_weights_from_disk", json={"model_path": local, "weight_version": "5"}
+    )
+    assert committed(loaded), loaded.text
+    check(engine, trainer.tensors, 5)
+
+    # By the method that a branch of vime calls on all workers.
+    held = dict(trainer.tensors)
+    trainer.step(0.05)
+    folder = write_version(tmp_path, 6, held, trainer.tensors)
+    called = engine.post(
+        "/collective_rpc",
+        json={
+            "method": "apply_delta_from_disk",
+            "kwargs": {"model_path": str(folder), "weight_version": "6"},
+        },
+    )
+    assert called.status_code == 200, called.text
+    assert [one["status"] for one in called.json()["results"]] == ["committed"] * tp
+    check(engine, trainer.tensors, 6)
+
     # A step without changes, a plain checkpoint, and on from there.
     held = dict(trainer.tensors)
-    assert committed(ask(engine, write_version(tmp_path, 4, held, held)))
-    check(engine, held, 4)
+    assert committed(ask(engine, write_version(tmp_path, 7, held, held)))
+    check(engine, held, 7)
     trainer.step(0.3)
     full = ask(engine, write_checkpoint(tmp_path, 9, trainer.tensors))
     assert committed(full), full.text

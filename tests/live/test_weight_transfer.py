@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,12 @@ BACKEND = ("--weight-transfer-config", json.dumps({"backend": "delta_updates"}))
 class Scene:
     """One engine, and a trainer that changes a model in place and counts versions."""
 
-    def __init__(self, start: Any, base: Path, root: Path, tp: int) -> None:
+    def __init__(
+        self, start: Any, base: Path, root: Path, tp: int, replicas: Sequence[str]
+    ) -> None:
         self.start, self.base, self.root, self.tp = start, base, root, tp
-        arguments = [*BACKEND, "--delta-root", str(root)]
+        self.replicas = replicas
+        arguments = [*BACKEND, "--delta-root", str(root), *replicas]
         self.engine: EngineProcess = start("vllm", base, tp=tp, extra_args=arguments)
         self.client = HTTPVLLMWeightSyncClient(self.engine.url)
         self.trainer = Trainer(tiny_models.load_tensors(base))
@@ -63,14 +66,21 @@ class Scene:
         return (self.engine.checksums(), *(status[key] for key in keys))
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((1, ()), id="1"),
+        pytest.param((2, ()), id="2", marks=pytest.mark.full),
+        pytest.param((1, ("--data-parallel-size", "2")), id="replicas", marks=pytest.mark.full),
+    ],
+)
 def scene(
     request: pytest.FixtureRequest,
     checkpoint: Callable[[str], Path],
     start: Callable[..., EngineProcess],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Scene]:
-    made = Scene(start, checkpoint("qwen3"), tmp_path_factory.mktemp("root"), request.param)
+    made = Scene(start, checkpoint("qwen3"), tmp_path_factory.mktemp("root"), *request.param)
     yield made
     made.engine.stop()
 
@@ -189,7 +199,7 @@ def test_a_trainers_half_on_every_channel_equals_a_fresh_engine(
     assert scan["corrupted"] == []
     assert scan["digest"] == report.digest
     scene.engine.stop()
-    fresh = scene.start("vllm", trained, tp=scene.tp)
+    fresh = scene.start("vllm", trained, tp=scene.tp, extra_args=[*scene.replicas])
     assert fingerprint(fresh) == found
     fresh_scan = fresh.get("/delta_digest", params={"scan": "true"}).json()
     assert fresh_scan["digest"] == scan["digest"]
