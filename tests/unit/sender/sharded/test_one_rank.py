@@ -168,6 +168,18 @@ def test_another_trainers_sync_is_not_taken_for_an_empty_one(digest: bool) -> No
     assert engine.holds(base)
 
 
+def test_an_engine_that_takes_no_more_uploads_is_waited_for(naps: list[float]) -> None:
+    """At every part of a sync, the one that commits among them."""
+    model = model_of(tensors=3)
+    engine = Engine.of(model)
+    with sender_of(engine, model, bucket_bytes=1, posts_in_flight=1) as sender:
+        engine.faults = {post: sends(error(429, "TooManyUploads")) for post in (0, 2, 4, 6)}
+        train(model)
+        report = sender.sync(whole(model))
+    assert (report.parts, report.full, len(naps)) == (4, False, 4)
+    assert engine.holds(model)
+
+
 def test_other_shards_are_refused() -> None:
     model = model_of()
     engine = Engine.of(model)
