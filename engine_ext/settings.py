@@ -28,6 +28,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     read_workers: int = 4
     roots: tuple[str, ...] = ()
     log: str | None = None
+    follow: bool = False
+    follow_interval: float = 5.0
+    follow_hold: int = 0
     spool_dir: str | None = None
     max_body_bytes: int = 4 << 30
     max_uploads: int = 16
@@ -72,6 +75,11 @@ def from_namespace(args: argparse.Namespace) -> Settings | None:
         if (value := getattr(args, _dest(field), None)) is not None
     }
     if getattr(args, "enable_delta_updates", False):
+        if "log" not in given and "follow" in given:
+            raise ValueError("--delta-follow needs --delta-log")
+        if "follow" not in given and (more := {"follow_interval", "follow_hold"} & given.keys()):
+            flags = ", ".join("--" + _dest(field).replace("_", "-") for field in sorted(more))
+            raise ValueError(f"{flags} needs --delta-follow")
         return msgspec.convert(given, Settings)
     if given:
         flags = ", ".join("--" + _dest(field).replace("_", "-") for field in given)
@@ -186,6 +194,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "came by HTTP, and later by POST /delta_catch_up. If one is damaged or missing, the engine "
         "stays on the last good version and reports it.",
         type=_parse_directory,
+    )
+    add(
+        "--delta-follow",
+        "Follow the delta log: look for new versions, stage them beside generation and commit "
+        "them; several that wait are applied as one. The engine takes versions from the log alone "
+        "then: updates by requests are refused.",
+        action="store_true",
+    )
+    add(
+        "--delta-follow-interval SECONDS",
+        "Seconds between two looks at the log, with a fifth of jitter; POST /delta_catch_up is one "
+        f"at once (default: {defaults.follow_interval:g}).",
+        type=_parse_seconds,
+    )
+    add(
+        "--delta-follow-hold N",
+        f"Stay so many versions behind the log's newest (default: {defaults.follow_hold}).",
+        type=_parse_version,
     )
     add(
         "--delta-spool-dir DIR",

@@ -281,6 +281,9 @@ def _prune(options: argparse.Namespace) -> int:
     limits += [versions[-min(options.keep, len(versions))]] if options.keep else []
     # A running engine needs only newer versions; older ones serve engines that start.
     limits += [version + 1 for version in engines.values()]
+    # Engines that follow may be held at any of the versions after theirs.
+    followers = delta_log.live_heartbeats(options.log)
+    limits += [follower.version + 1 for follower in followers]
     candidates = [entry for entry in listing.entries if entry.version < min(limits)]
     starts = [*engines.values(), *([] if start is None else [start])]
     newest = versions[-1]
@@ -299,6 +302,9 @@ def _prune(options: argparse.Namespace) -> int:
     size = sum(entry.nbytes for entry in gone)
     verb = "would be deleted" if options.dry_run else "deleted"
     print(f"{len(gone)} of {len(listing.entries)} version(s) {verb}, {size:,} bytes")
+    if followers:
+        oldest = min(follower.version for follower in followers)
+        print(f"{len(followers)} engine(s) follow the log, the oldest at version {oldest}")
     if len(gone) < len(candidates):
         kept = f"{len(candidates) - len(gone)} more are on the route from version {start}"
         print(f"{kept}; fold them first, or give the version engines start with as --base-version")

@@ -1,5 +1,7 @@
 """``delta-top``: show the weight versions of running engines, and the outcomes of their last syncs.
 
+With ``--delta-log`` also the engines that follow a log, by their heartbeats there.
+
 ``python -m engine_ext.cli.top URL...`` is the same command. It imports neither an engine nor torch.
 """
 
@@ -13,16 +15,22 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import httpx
+import msgspec
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from engine_ext.errors import DeltaError
 from engine_ext.settings import API_KEY_ENVIRONMENT, bearer_headers
+
+if TYPE_CHECKING:
+    from engine_ext.delta_log import Lag
 
 _WIDE = 200  # columns if the output is not a terminal
 _COLOURS = dict.fromkeys(("committed", "already_applied", "certain"), "green")
@@ -33,10 +41,11 @@ examples:
   delta-top http://host1:8000 http://host2:8000    watch two engines
   delta-top http://host1:8000 --once --syncs 3     print one table
   delta-top http://host1:8000 --json               print the engines' status as JSON
+  delta-top --delta-log /mnt/log                   watch the engines that follow a log
 
 exit status:
   0  every engine has answered
-  1  some engine has not answered
+  1  some engine has not answered, or the log cannot be read
   2  wrong usage
   3  every engine has answered, and the weights of one are uncertain
 
@@ -65,11 +74,18 @@ class Answer:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Show the engines until Ctrl-C, or once; return the exit status."""
-    options = _parser().parse_intermixed_args(argv)
+    parser = _parser()
+    options = parser.parse_intermixed_args(argv)
+    if not options.urls and options.delta_log is None:
+        parser.error("name an engine's URL, or a log with --delta-log")
     answers: list[Answer] = []
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_show(options, answers))
-    return exit_status(answers)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(_show(options, answers))
+    except (DeltaError, OSError) as error:
+        print(f"delta-top: {options.delta_log}: {error}", file=sys.stderr)
+        return 1
+    return exit_status(answers) if options.urls else 0
 
 
 def exit_status(answers: Sequence[Answer]) -> int:
@@ -108,6 +124,25 @@ def table(answers: Sequence[Answer], syncs: int) -> RenderableType:
         for record in answer.status["history"][: -syncs - 1 : -1]:
             history.add_row(_host(answer), *_sync_cells(record))
     return Group(engines, history) if history.row_count else engines
+
+
+def follower_table(lags: Sequence[Lag]) -> RenderableType:
+    """Return a table of the engines that follow a log."""
+    followers = _table(
+        *("follower", "kind", "version", "state", "behind", "waiting", "for", "seen", "failures"),
+        "note",
+    )
+    for lag in lags:
+        beat = lag.heartbeat
+        state = "expired" if lag.expired else beat.state
+        colour = {"failing": "red", "expired": "yellow", "asleep": "yellow"}.get(state, "green")
+        followers.add_row(
+            *map(_text, (beat.name, beat.engine, beat.version)),
+            _text(state, colour),
+            *map(_text, (lag.versions, _size(lag.nbytes), f"{lag.seconds:.0f} s")),
+            *map(_text, (f"{lag.seen_s:.0f} s ago", beat.failures, beat.error)),
+        )
+    return followers
 
 
 def _table(*names: str) -> Table:
@@ -185,14 +220,22 @@ async def _show(options: argparse.Namespace, answers: list[Answer]) -> None:
     if not console.is_terminal:
         console.width = _WIDE
     async with httpx.AsyncClient(headers=bearer_headers(), timeout=options.timeout) as client:
+        lags: list[Lag] = []
 
         async def look() -> RenderableType:
             answers[:] = await asyncio.gather(*(ask(client, url) for url in urls))
-            return table(answers, options.syncs)
+            shown = [table(answers, options.syncs)] if urls else []
+            if options.delta_log is not None:
+                lags[:] = await asyncio.to_thread(_read_lags, options.delta_log)
+                shown.append(follower_table(lags))
+            return Group(*shown)
 
         if options.json:
             await look()
-            print(json.dumps([vars(answer) for answer in answers], indent=1))
+            engines = [vars(answer) for answer in answers]
+            followers = [msgspec.to_builtins(lag) for lag in lags]
+            both = {"engines": engines, "followers": followers}
+            print(json.dumps(engines if options.delta_log is None else both, indent=1))
         elif options.once or not console.is_terminal:
             console.print(await look())
         else:
@@ -200,6 +243,13 @@ async def _show(options: argparse.Namespace, answers: list[Answer]) -> None:
                 while True:
                     await asyncio.sleep(options.interval)
                     live.update(await look(), refresh=True)
+
+
+def _read_lags(log: Path) -> list[Lag]:
+    # Only who asks for a log pays for what reads it.
+    from engine_ext.delta_log import follower_lags
+
+    return follower_lags(log)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -212,7 +262,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("urls", nargs="+", type=_url, metavar="URL", help="http://HOST:PORT")
+    add("urls", nargs="*", type=_url, metavar="URL", help="http://HOST:PORT")
+    help = "show the engines that follow the delta log in this folder too, by their heartbeats"
+    add("--delta-log", type=Path, metavar="DIR", help=help)
     help = "print one table and exit (the default without a terminal)"
     add("--once", action="store_true", help=help)
     add("--json", action="store_true", help="print the engines' status as JSON and exit")

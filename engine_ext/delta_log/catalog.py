@@ -116,6 +116,12 @@ class Listing:
         known += [version for name in self.damaged if (version := version_of(name)) is not None]
         return max(known, default=None)
 
+    def up_to(self, version: int) -> Listing:
+        """Return the listing without what leads past a version."""
+        damaged = {k: why for k, why in self.damaged.items() if (version_of(k) or 0) <= version}
+        entries = [entry for entry in self.entries if entry.version <= version]
+        return Listing(entries, self.refused, damaged)
+
 
 def version_of(name: str) -> int | None:
     """Return the version of a folder with this name; None if it is not a version's folder."""

@@ -84,11 +84,13 @@ _QUERIES: Final[dict[str, tuple[str, ...]]] = {
     "/delta_dashboard": (),
     "/delta_rollback": ("pause_mode", "flush_cache", "adapter"),
     "/delta_catch_up": ("pause_mode", "flush_cache"),
+    "/delta_pin": ("version",),
 }
 _VERSION: Final = {"type": "string", "pattern": "^(0|[1-9][0-9]{0,18})$"}
 _PARAMETERS: Final[dict[str, dict[str, Any]]] = {
     "weight_version": _VERSION,
     "base_version": _VERSION,
+    "version": _VERSION,
     "pause_mode": {"enum": list(PAUSE_MODES), "default": "keep"},
     "flush_cache": {"type": "boolean", "default": True},
     "adapter": {"type": "string", "minLength": 1},

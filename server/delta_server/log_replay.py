@@ -2,7 +2,8 @@
 
 Each version is staged and committed as if its parts had arrived by HTTP, with the same checks. A
 version that is damaged, missing or not for these weights ends the replay at the last good version,
-unless there is a route around it (a folded delta, a later full version).
+unless there is a route around it (a folded delta, a later full version). Several versions can be
+folded on the way, so that generation pauses once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,10 +22,19 @@ import msgspec
 
 from delta_server.commit import EngineCommitter, call
 from delta_server.engine import Engine
+from delta_server.follow_limit import FollowLimit
 from delta_server.process_identity import is_alive, new_name
 from delta_server.request_options import Options
 from delta_server.request_record import RequestRecord
-from engine_ext.delta_log import Entry, Listing, list_log, route, why_not_newer
+from engine_ext.delta_log import (
+    CannotFold,
+    Entry,
+    Listing,
+    fold_versions,
+    list_log,
+    route,
+    why_not_newer,
+)
 from engine_ext.errors import (
     CommitFailed,
     DeltaError,
@@ -45,6 +56,7 @@ ApplyFiles = Callable[
 
 _PROGRESS_EVERY_S = 2.0
 _POLL_S = 0.2
+_MOST_FOLDED_BYTES = 1 << 30  # of several versions that are folded into one
 # Errors that another version, or another route to this one, would not avoid.
 _ENGINE_ERRORS = (
     CommitFailed, PublishFailed, SpoolFull, SyncInProgress, WeightsAsleep, WriteUndone,
@@ -59,23 +71,51 @@ class LogReplay:
         apply_files: see `delta_server.service.DeltaService.apply_files`.
         engine: the engine's adapter.
         folder: real path of the log.
+        limit: how far versions are applied.
+        scratch: folder for folded versions; the temporary folder if None.
+
+    Attributes:
+        newest: the log's newest version when it was read last; None before, and in an empty log.
     """
 
     def __init__(
-        self, committer: EngineCommitter, apply_files: ApplyFiles, engine: Engine, folder: str
+        self,
+        committer: EngineCommitter,
+        apply_files: ApplyFiles,
+        engine: Engine,
+        folder: str,
+        limit: FollowLimit | None = None,
+        scratch: str | None = None,
     ) -> None:
         self._committer, self._apply_files, self._engine = committer, apply_files, engine
-        self._folder = Path(folder)
+        self.folder = Path(folder)
+        self._limit, self._scratch = limit or FollowLimit(), scratch
         self._name = new_name()
         self._lock = asyncio.Lock()
-        self._newest: int | None = None
+        self.newest: int | None = None
+        self._versions: list[int] = []
         self._problem: dict[str, Any] | None = None
 
     def describe(self, version: int) -> dict[str, Any]:
         """Return the log's newest version, and the problem that keeps an older engine from it."""
-        reached = self._newest is not None and version >= self._newest
+        reached = self.newest is not None and version >= self.newest
         problem = None if reached else self._problem
-        return {"folder": str(self._folder), "newest": self._newest, "problem": problem}
+        return {"folder": str(self.folder), "newest": self.newest, "problem": problem}
+
+    def behind(self, version: int) -> int:
+        """Return how many versions the log had after this one when it was read last."""
+        return sum(one > version for one in self._versions)
+
+    async def version(self) -> int:
+        """Return the engine's version."""
+        [status, *_] = await self._committer.status()
+        return status.version
+
+    @contextlib.asynccontextmanager
+    async def idle(self) -> AsyncIterator[None]:
+        """Wait for a replay of this process, and keep others from beginning."""
+        async with self._lock:
+            yield
 
     async def at_start(self) -> None:
         """Publish the engine's version and replay the log, before the engine serves.
@@ -91,11 +131,12 @@ class LogReplay:
             message = "delta log: replay failed, the engine serves the version that it has: %s: %s"
             logger.error(message, type(error).__name__, error.message)
 
-    async def run(self, options: Options) -> dict[str, Any]:
+    async def run(self, options: Options, *, fold: bool = False) -> dict[str, Any]:
         """Replay the versions that the engine lacks, and return the result as JSON.
 
         Args:
             options: pause mode, and whether cached KV is dropped, at each commit.
+            fold: apply several versions as one where that is possible.
 
         Raises:
             LogDamaged: the log has a newer version, but no intact route to it. The engine is at
@@ -103,27 +144,35 @@ class LogReplay:
             DeltaError: the engine could not take a version, whatever its route.
         """
         async with self._lock, self._lease():
-            return await self._run(options)
+            return await self._run(options, fold=fold)
 
-    async def _run(self, options: Options) -> dict[str, Any]:
+    async def _run(self, options: Options, *, fold: bool = False) -> dict[str, Any]:
         applied: list[int] = []
         unusable: dict[str, DeltaError] = {}
-        start = time.monotonic()
+        start, is_look = time.monotonic(), fold
         while True:
-            listing = await asyncio.to_thread(list_log, self._folder)
-            self._newest = listing.newest
+            listing = await asyncio.to_thread(list_log, self.folder)
+            self.newest = listing.newest
+            self._versions = sorted({entry.version for entry in listing.entries})
+            if (last := self._limit.of(listing)) is not None:
+                listing = listing.up_to(last)
             version, known = await self._version()
             usable = [entry for entry in listing.entries if entry.folder.name not in unusable]
             entries = route(usable, version if known else None)
             if not entries:
                 break
+            if fold and known and (few := _foldable(entries)):
+                fold = await self._apply_folded(few, version, options, applied)
+                continue
             await self._follow(entries, options, applied, unusable)
         if applied:
             seconds = time.monotonic() - start
             logger.info("delta log: %d versions replayed in %.1f s", len(applied), seconds)
         self._report(listing, version if known else None, unusable)
-        logger.info("delta log: at version %d, the newest in %s", version, self._folder)
-        found = {"version": version, "applied": applied, "newest": listing.newest}
+        if applied or not is_look:
+            message = "delta log: at version %d, the newest in %s is %s"
+            logger.info(message, version, self.folder, self.newest)
+        found = {"version": version, "applied": applied, "newest": self.newest}
         return {"status": "caught_up", **found}
 
     async def _follow(
@@ -158,6 +207,31 @@ class LogReplay:
                 logged_at = time.monotonic()
                 logger.info("delta log: at version %d of %d", entry.version, entries[-1].version)
 
+    async def _apply_folded(
+        self, entries: Sequence[Entry], version: int, options: Options, applied: list[int]
+    ) -> bool:
+        """Apply several versions as one; return whether that was possible.
+
+        If not, the engine is as it was. Applied one after another, the versions show why.
+        """
+        with tempfile.TemporaryDirectory(prefix="delta-fold-", dir=self._scratch) as scratch:
+            folder = Path(os.path.realpath(scratch))
+            try:
+                for entry in entries:
+                    entry.require_files()
+                await asyncio.to_thread(fold_versions, folder, entries, version)
+                [folded] = (await asyncio.to_thread(list_log, folder)).entries
+                await self._apply(folded, options, folder)
+            except _ENGINE_ERRORS:
+                raise
+            except (CannotFold, DeltaError, OSError) as error:
+                why = error.message if isinstance(error, DeltaError) else str(error)
+                versions = f"{entries[0].version} to {entries[-1].version}"
+                logger.info("delta log: versions %s are applied one by one: %s", versions, why)
+                return False
+        applied.extend(entry.version for entry in entries)
+        return True
+
     def _report(
         self, listing: Listing, version: int | None, unusable: Mapping[str, DeltaError]
     ) -> None:
@@ -171,13 +245,13 @@ class LogReplay:
         self._problem = error.to_wire()
         raise error
 
-    async def _apply(self, entry: Entry, options: Options) -> None:
-        """Stage and commit one version, or raise a `DeltaError`."""
+    async def _apply(self, entry: Entry, options: Options, folder: Path | None = None) -> None:
+        """Stage and commit one version of a log, this one by default, or raise a `DeltaError`."""
         await asyncio.to_thread(entry.require_files)
         versions = {"weight_version": entry.version, "base_version": entry.base_version}
         at = msgspec.structs.replace(options, **versions)
         real = [Path(os.path.realpath(path)) for path in entry.paths]
-        answer = await self._apply_files(real, at, RequestRecord(), [str(self._folder)])
+        answer = await self._apply_files(real, at, RequestRecord(), [str(folder or self.folder)])
         if answer["status"] != "committed":
             if answer["status"] == "staged":
                 await call(self._engine, DropSync())
@@ -207,3 +281,19 @@ class LogReplay:
             yield
         finally:
             await call(self._engine, ReleaseLogLease(holder=self._name))
+
+
+def _foldable(entries: Sequence[Entry]) -> list[Entry]:
+    """Return the first versions of a route that are folded into one; empty if that saves nothing.
+
+    Folding holds them in memory. Folders with an index are changes of old bytes, which only ranks
+    have.
+    """
+    few: list[Entry] = []
+    nbytes = 0
+    for entry in entries:
+        nbytes += entry.nbytes
+        if entry.foreign or nbytes > _MOST_FOLDED_BYTES:
+            break
+        few.append(entry)
+    return few if len(few) > 1 else []

@@ -81,6 +81,16 @@ UNCERTAIN: Final = Gauge(
     multiprocess_mode="mostrecent",
 )
 
+BEHIND_LOG: Final = Gauge(
+    "delta_updates_log_behind",
+    "With --delta-follow: versions in the delta log after that of the weights.",
+    multiprocess_mode="mostrecent",
+)
+FOLLOW_FAILURES: Final = Counter(
+    "delta_updates_follow_failures",
+    "With --delta-follow: looks at the delta log that could not bring the engine up to date.",
+)
+
 # Zero from the start: for Prometheus a counter that appears with its first event has no increase.
 _PHASE_NAMES: Final = ("receive", "stage", "prove", "rebuild", "pause", "commit")
 _FAILURES: Final = {

@@ -76,6 +76,15 @@ def parse_query(query: Mapping[str, str]) -> Options:
     )
 
 
+def parse_pin(query: Mapping[str, str]) -> int | None:
+    """Return the version to hold the engine at; None without one.
+
+    Raises:
+        MalformedPart: it is no version.
+    """
+    return optional_version(query, "version")
+
+
 def parse_adapter(query: Mapping[str, str], body: str | None = None) -> str | None:
     """Return the LoRA adapter that a query string or a JSON body names; None if neither does.
 

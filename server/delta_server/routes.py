@@ -15,12 +15,14 @@ from delta_server.commit import call
 from delta_server.dashboard import asks_for_token, page_response
 from delta_server.disk_files import resolve_files
 from delta_server.empty_syncs import advance
+from delta_server.log_follower import refuse_pushes
 from delta_server.pulls import commit_pulled, is_pulled, pull
 from delta_server.request_options import (
     DiskRequest,
     Options,
     parse_adapter,
     parse_disk_request,
+    parse_pin,
     parse_pull_request,
     parse_query,
     parse_rpc_request,
@@ -31,6 +33,7 @@ from delta_server.rpc_route import MAX_JSON_BYTES, ApplyFromDisk
 from delta_server.service import DeltaService
 from delta_server.upload_limits import receive_body
 from engine_ext.errors import (
+    Conflict,
     DeltaError,
     EngineUncertain,
     LogDamaged,
@@ -69,6 +72,7 @@ def attach(app: FastAPI, generation: Sequence[str] = ()) -> None:
     app.add_api_route("/delta_dashboard", delta_dashboard, methods=["GET"])
     app.add_api_route("/delta_rollback", delta_rollback, methods=["POST"])
     app.add_api_route("/delta_catch_up", delta_catch_up, methods=["POST"])
+    app.add_api_route("/delta_pin", delta_pin, methods=["POST"])
     # vLLM's route of this name, if it has one, keeps the other methods.
     theirs = [r for r in app.router.routes if getattr(r, "path", None) == "/collective_rpc"]
     app.add_api_route("/collective_rpc", collective_rpc, methods=["POST"])
@@ -144,6 +148,7 @@ async def update_weight_version(request: Request) -> JSONResponse:
                 wanted = parse_version_request(await _json_body(request, service))
                 pause_mode = "abort" if wanted.abort_all_requests else "keep"
                 options = Options(pause_mode=pause_mode, flush_cache=False)  # it stays valid
+                refuse_pushes(service.follower)
                 text = str(wanted.new_version)
                 response = await asyncio.shield(advance(service, text, options, record))
     except Exception as error:
@@ -163,6 +168,7 @@ async def pull_weights(request: Request) -> JSONResponse:
         async with service.reporter.follow(record):
             with service.upload_slots.one():
                 wanted = parse_pull_request(await _json_body(request, service))
+                refuse_pushes(service.follower)
                 message = await asyncio.shield(pull(service, wanted, record))
     except Exception as error:
         failure = as_delta_error(error)
@@ -221,6 +227,7 @@ async def delta_dashboard(request: Request) -> Response:
 async def delta_rollback(request: Request) -> dict[str, Any]:
     """Restore the version before the last one."""
     service = _service(request)
+    refuse_pushes(service.follower)
     return await asyncio.shield(service.roll_back(parse_query(request.query_params)))
 
 
@@ -233,7 +240,19 @@ async def delta_catch_up(request: Request) -> dict[str, Any]:
         raise MalformedPart("a delta log has versions of the model's weights, not of adapters")
     if service.log_replay is None:
         raise LogDamaged("the engine was started without --delta-log")
+    if service.follower is not None:
+        return await asyncio.shield(service.follower.catch_up(options))
     return await asyncio.shield(service.log_replay.run(options))
+
+
+@_answering
+async def delta_pin(request: Request) -> dict[str, Any]:
+    """Hold an engine that follows its delta log at a version; without one, let it go on."""
+    service = _service(request)
+    if service.follower is None:
+        raise Conflict("the engine does not follow a delta log; start it with --delta-follow")
+    version = parse_pin(request.query_params)
+    return await asyncio.shield(service.follower.pin(version))
 
 
 def _flag(request: Request, name: str) -> bool:
@@ -247,6 +266,7 @@ async def _apply_body(
     service: DeltaService, request: Request, record: RequestRecord
 ) -> dict[str, Any]:
     options = parse_query(request.query_params)
+    refuse_pushes(service.follower)
     key = signing_key()
     verifier = None if key is None else Verifier(key, request.headers.get(SIGNATURE_HEADER))
     length = request.headers.get("content-length", "")
@@ -270,6 +290,7 @@ async def _update_from_disk(request: Request) -> dict[str, Any]:
             disk_request = parse_disk_request(await _json_body(request, service))
             formatless = disk_request.load_format is None
             if formatless and await is_pulled(service, disk_request.model_path):
+                refuse_pushes(service.follower)
                 options = disk_request.options(request.query_params)
                 work = commit_pulled(service, disk_request, options, record)
                 return await asyncio.shield(work)
@@ -286,6 +307,7 @@ async def _apply_files(
     adapter = parse_adapter(request.query_params, disk_request.adapter)
     if adapter is not None and service.adapter is None:
         service, record.adapter = service.for_adapter(adapter), adapter
+    refuse_pushes(service.follower)
     options = disk_request.options(request.query_params)
     paths = resolve_files(disk_request, service.settings.roots)
     return await asyncio.shield(service.apply_files(paths, options, record))

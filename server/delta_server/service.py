@@ -23,6 +23,8 @@ from delta_server.adapter_engine import AdapterEngine
 from delta_server.commit import EngineCommitter, call, total_digest
 from delta_server.digests import describe_digests
 from delta_server.engine import Engine
+from delta_server.follow_limit import FollowLimit
+from delta_server.log_follower import LogFollower
 from delta_server.log_replay import LogReplay
 from delta_server.part_server import PartServer
 from delta_server.published import completeness
@@ -49,7 +51,9 @@ from engine_ext.wire.operations import (
 
 
 class DeltaService:
-    """Applies parts to one engine; `log_replay` is None without ``--delta-log``.
+    """Applies parts to one engine.
+
+    `log_replay` is None without ``--delta-log``, `follower` without ``--delta-follow``.
 
     `adapter` is the LoRA adapter whose own tensors are updated; None means the model's weights.
     """
@@ -68,10 +72,19 @@ class DeltaService:
         self.minimum_rate = MinimumRate(settings.stage_timeout, settings.min_upload_rate)
         self.upload_slots = UploadSlots(settings.max_uploads)
         self.log_replay: LogReplay | None = None
+        self.follower: LogFollower | None = None
         if settings.log is not None:
-            self.log_replay = LogReplay(self.committer, self.apply_files, engine, settings.log)
+            limit = FollowLimit(settings.follow_hold)
+            self.log_replay = replay = LogReplay(
+                *(self.committer, self.apply_files, engine, settings.log),
+                limit,
+                settings.spool_dir,
+            )
+            if settings.follow:
+                self.follower = LogFollower(replay, engine, settings.follow_interval, limit)
         self._part_locks = weakref.WeakValueDictionary[str, asyncio.Lock]()
         self._scrubbing: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[None] | None = None
 
     @property
     def engine(self) -> Engine:
@@ -84,7 +97,7 @@ class DeltaService:
         The ranks keep that; see `engine_ext.receiver.adapter_receivers`.
         """
         service = copy.copy(self)
-        service.adapter, service.log_replay = name, None
+        service.adapter, service.log_replay, service.follower = name, None, None
         service._engine = AdapterEngine(self._engine, name)
         service._staging = service._make_staging()
         return service
@@ -100,9 +113,11 @@ class DeltaService:
         serves the last good version then.
 
         Raises:
-            DeltaError: some rank has no receiver, or the ranks are at different versions. The
-                server must not start.
+            DeltaError: some rank has no receiver, the ranks are at different versions, or several
+                HTTP processes would follow the log. The server must not start.
         """
+        if self.follower is not None and self._engine.shared:
+            raise DeltaError("--delta-follow needs one HTTP process; start the engine with one")
         versions = [reply.version for reply in await call(self._engine, GetStatus())]
         if len(set(versions)) != 1:
             raise DeltaError(f"the ranks are at different versions: {versions}")
@@ -114,10 +129,14 @@ class DeltaService:
         interval = self.settings.scrub_interval
         if interval is not None:
             self._scrubbing = asyncio.ensure_future(count_findings(self._engine, interval))
+        if self.follower is not None:
+            self._following = asyncio.ensure_future(self.follower.run())
 
     async def status(self) -> dict[str, Any]:
         """Return the state of the engine's receivers, as JSON."""
         replies, replay = await self.committer.status(self._engine), self.log_replay
+        following = None if self.follower is None else self.follower.describe()
+        log = None if replay is None else replay.describe(replies[0].version)
         named = {} if self.adapter is None else {"adapter": self.adapter}
         complete = await asyncio.to_thread(completeness, replies[0].delivery, self._folders)
         described = msgspec.to_builtins(replies[0])
@@ -138,7 +157,7 @@ class DeltaService:
             "weight_version": await self._engine.get_weight_version(),
             "digest": total_digest(reply.digest for reply in replies),
             "digest_algorithm": DIGEST_ALGORITHM,
-            "delta_log": None if replay is None else replay.describe(replies[0].version),
+            "delta_log": None if log is None else {**log, "follow": following},
             "scrub": combined(replies),
         }
 

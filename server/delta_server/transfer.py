@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from delta_server.auth import check_access
 from delta_server.disk_files import resolve_files
+from delta_server.log_follower import refuse_pushes
 from delta_server.request_options import DiskRequest, Options
 from delta_server.request_record import RequestRecord
 from delta_server.routes import error_response
@@ -96,6 +97,7 @@ class WeightTransfer:
 
     async def start(self) -> None:
         """Begin an update. One that was not finished ends: its trainer has started again."""
+        refuse_pushes(self._service.follower)
         async with self._lock:
             await self._end()
             self._is_open = True

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from delta_sender import DeltaSender
+from engine_ext.delta_log import live_heartbeats
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import fingerprint
-from tests.support.plain_trainer import Trainer, model_digest, write_log
+from tests.support.plain_trainer import Trainer, container, model_digest, write_log
 
 KINDS = ["vllm", "sglang"]
 
@@ -35,7 +39,9 @@ def test_an_engine_starts_where_the_log_ends(
     engine = start(kind, base, extra_args=["--delta-log", str(log)])
     status = engine.delta_status()
     assert (status["version"], engine.weight_version()) == (3, "3")
-    assert status["delta_log"] == {"folder": str(log), "newest": 3, "problem": None}
+    assert status["delta_log"] == {
+        "folder": str(log), "newest": 3, "problem": None, "follow": None
+    }  # fmt: skip
     assert status["staged"] is None
     assert fingerprint(engine) == expected
     assert "3 versions replayed" in engine.log_path.read_text()
@@ -97,3 +103,99 @@ def test_an_engine_stays_before_a_damaged_version(
     assert engine.get("/delta_digest", params={"scan": "true"}).json()["corrupted"] == []
     assert engine.delta_status()["digest"] == model_digest(trainer.tensors).hex()
     engine.stop()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "tp"), [("vllm", 2), ("sglang", 1)])
+def test_an_engine_follows_the_log(
+    kind: str,
+    tp: int,
+    checkpoint: Callable[[str], Path],
+    start: Callable[..., EngineProcess],
+    tmp_path: Path,
+) -> None:
+    """While it generates: several versions at once, pinned and released, damage that is mended."""
+    log, base = tmp_path / "log", checkpoint("qwen3")
+    trainer = Trainer(tiny_models.load_tensors(base))
+    write_log(log, trainer, 1)
+    follow = ["--delta-log", str(log), "--delta-follow", "--delta-follow-interval", "0.2"]
+    engine = start(kind, base, tp=tp, extra_args=follow)
+    assert engine.delta_status()["version"] == 1  # before it serves
+    stop, done = threading.Event(), []
+
+    def generate() -> None:
+        while not stop.is_set():
+            done.append(engine.complete("the quick", max_tokens=8)["choices"][0]["text"])
+
+    requests = threading.Thread(target=generate)
+    requests.start()
+    try:
+        draft = tmp_path / "draft"
+        write_log(draft, trainer, 3, ["deltas_zstd", "indices"])
+        publish(draft, log)
+        reach(engine, 4)
+        history = engine.get("/delta_status", params={"history": "true"}).json()["history"]
+        assert [history[-1][key] for key in ("base_version", "version")] == [1, 4]
+        assert engine.weight_version() == "4"
+
+        body = container(trainer.tensors, trainer.step(), metadata=trainer.metadata())
+        octets = {"Content-Type": "application/octet-stream"}
+        pushed = engine.post("/update_weights_delta", content=body, headers=octets)
+        assert (pushed.status_code, pushed.json()["error"]["type"]) == (409, "Conflict")
+
+        assert engine.post("/delta_pin", params={"version": "4"}).json()["status"] == "pinned"
+        trainer = Trainer(tiny_models.load_tensors(base))
+        write_log(tmp_path / "all", trainer, 8)
+        before = seen_by(engine)
+        publish(tmp_path / "all", log)
+        damaged = log / "weight_v000006" / "rank0_flush000.safetensors"
+        good = damaged.read_bytes()
+        damaged.write_bytes(good[:-1])
+        assert seen_by(engine, after=before)["version"] == 4
+        assert engine.post("/delta_pin").json()["status"] == "released"
+        reach(engine, 5)
+        assert seen_by(engine, after=before)["delta_log"]["follow"]["failures"] > 0
+        damaged.write_bytes(good)
+        reach(engine, 8)
+        seen_by(engine)
+        [heartbeat] = live_heartbeats(log)
+        assert (heartbeat.version, heartbeat.state) == (8, "following")
+    finally:
+        stop.set()
+        requests.join()
+    assert len(done) > 3
+    scan = engine.get("/delta_digest", params={"scan": "true"}).json()
+    assert (scan["digest"], scan["corrupted"]) == (model_digest(trainer.tensors).hex(), [])
+    seen = fingerprint(engine)
+    engine.stop()
+    target = tiny_models.save_checkpoint(base, tmp_path / "target", trainer.tensors)
+    fresh = start(kind, target, tp=tp)
+    assert fingerprint(fresh) == seen
+    fresh.stop()
+
+
+def publish(draft: Path, log: Path) -> None:
+    """Move the versions that a log lacks there, at once as far as a reader can tell."""
+    for folder in sorted(draft.glob("weight_v*")):
+        if not (log / folder.name).exists():
+            folder.rename(log / folder.name)
+
+
+def reach(engine: EngineProcess, version: int) -> None:
+    """Wait until an engine is at a version."""
+    end = time.monotonic() + 60
+    while (status := engine.delta_status())["version"] != version:
+        assert time.monotonic() < end, status
+        time.sleep(0.1)
+
+
+def seen_by(engine: EngineProcess, after: Any = None) -> Any:
+    """Return the status, once the engine has looked at the log twice since another one."""
+    before = (after or engine.delta_status())["delta_log"]["follow"]["looked_at"]
+    for _ in range(2):
+        end = time.monotonic() + 60
+        while (status := engine.delta_status())["delta_log"]["follow"]["looked_at"] == before:
+            assert time.monotonic() < end, status
+            time.sleep(0.05)
+        before = status["delta_log"]["follow"]["looked_at"]
+    return status

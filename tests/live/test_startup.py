@@ -33,6 +33,7 @@ ENDPOINTS = [
     ("POST", "/update_weights_delta"),
     ("POST", "/delta_rollback"),
     ("POST", "/delta_catch_up"),
+    ("POST", "/delta_pin"),
     ("GET", "/delta_status"),
     ("GET", "/delta_digest"),
 ]

@@ -448,6 +448,9 @@ class Rig:
         self.engine.events.clear()
 
     def close(self) -> None:
+        if (following := self.service._following) is not None:
+            following.cancel()
+            self.run(asyncio.wait([following]))
         self.run(self.service.reporter.flush())
         self.service.spool.close()
         self.engine.close()

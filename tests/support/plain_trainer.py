@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -198,9 +198,13 @@ def bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     return flat.view(f"u{tensor.element_size()}")
 
 
-def write_log(log: Path, trainer: Trainer, versions: int) -> None:
+def write_log(
+    log: Path,
+    trainer: Trainer,
+    versions: int,
+    encodings: Sequence[str] = ("deltas_zstd", "gap8_ulp", "indices"),
+) -> None:
     """Write versions to a log, in parts of several encodings, with the model's digests."""
-    encodings = ("deltas_zstd", "gap8_ulp", "indices")
     for number in range(versions):
         before = model_digest(trainer.tensors).hex()
         groups = split(trainer.step(), 2)
@@ -213,7 +217,7 @@ def write_log(log: Path, trainer: Trainer, versions: int) -> None:
                     container(
                         trainer.tensors,
                         changed,
-                        encoding=encodings[number % 3],
+                        encoding=encodings[number % len(encodings)],
                         metadata={**metadata, "part": str(part)},
                         manifest_checksum=True,
                         old=trainer.old,

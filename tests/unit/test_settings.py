@@ -64,6 +64,9 @@ def test_every_flag(tmp_path: Path) -> None:
         f"--delta-root={one}",
         f"--delta-root={two}",
         f"--delta-log={one}",
+        "--delta-follow",
+        "--delta-follow-interval=0.5",
+        "--delta-follow-hold=2",
         f"--delta-spool-dir={tmp_path}",
         "--delta-max-body-bytes=2GiB",
         "--delta-max-uploads=3",
@@ -78,6 +81,9 @@ def test_every_flag(tmp_path: Path) -> None:
         read_workers=2,
         roots=(str(one), str(two)),
         log=str(one),
+        follow=True,
+        follow_interval=0.5,
+        follow_hold=2,
         spool_dir=str(tmp_path),
         max_body_bytes=2 << 30,
         max_uploads=3,
@@ -107,6 +113,19 @@ def test_a_companion_flag_alone_is_refused(flag: str) -> None:
     """Even with the default's value: the user expects an effect."""
     with pytest.raises(ValueError, match=flag.partition("=")[0]):
         parse(flag)
+
+
+@pytest.mark.parametrize(
+    ("flags", "needed"),
+    [
+        (["--delta-follow"], "--delta-log"),
+        (["--delta-log=/", "--delta-follow-hold=0"], "--delta-follow"),
+        (["--delta-log=/", "--delta-follow-interval=5"], "--delta-follow"),
+    ],
+)
+def test_following_needs_a_log(flags: list[str], needed: str) -> None:
+    with pytest.raises(ValueError, match=f"needs {needed}"):
+        parse("--enable-delta-updates", *flags)
 
 
 @pytest.mark.parametrize(

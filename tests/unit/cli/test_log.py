@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from engine_ext.cli import log as delta_log_tool
 from engine_ext.cli.log import DAMAGED, INTERRUPTED, OK, USAGE, main
+from engine_ext.delta_log import Heartbeat, write_heartbeat
 from engine_ext.delta_log.catalog import DONE, list_log, route
 from engine_ext.delta_log.writer import LogWriter
 from tests.unit.delta_log.test_fold import apply, model, same, sparse, write
@@ -180,6 +182,20 @@ def test_prune_keeps_what_engines_need(
     assert main(["prune", str(log), "--url", "http://gone:1", "--keep", "1"]) == USAGE
     assert "http://gone:1 does not report its version" in capsys.readouterr().err
     assert len(folders(log)) == 4
+
+
+def test_prune_keeps_what_comes_after_engines_that_follow(
+    log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts: dict[str, Any] = {"engine": "vllm", "newest": 6, "state": "held", "failures": 0}
+    for name, version, expires_s in (("live", 3, 1e6), ("gone", 1, -1.0)):
+        heartbeat = Heartbeat(
+            name=name, version=version, behind=6 - version, at=0.0, expires_s=expires_s, **facts
+        )
+        write_heartbeat(log, heartbeat)
+    assert main(["prune", str(log), "--keep", "1", "--base-version", "5"]) == OK
+    assert "1 engine(s) follow the log, the oldest at version 3" in capsys.readouterr().out
+    assert folders(log) == ["followers", *(f"weight_v{version:06d}" for version in (4, 5, 6))]
 
 
 def test_prune_of_a_broken_log(log: Path, capsys: pytest.CaptureFixture[str]) -> None:

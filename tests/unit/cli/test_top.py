@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,8 +22,10 @@ import pytest
 from rich.console import Console
 
 from engine_ext.cli import top
+from engine_ext.delta_log import Heartbeat, write_heartbeat
 from engine_ext.settings import API_KEY_ENVIRONMENT
 from tests.support.in_process_engine import VERSION, Rig, app_of, delta_part
+from tests.unit.delta_log.test_fold import sparse, write
 
 
 class FakeEngine(ThreadingHTTPServer):
@@ -231,3 +234,42 @@ def test_it_refreshes_until_ctrl_c(engine: FakeEngine) -> None:
     assert b"committed" in printed
     assert b"Traceback" not in printed
     assert b"\x1b[?1049l" in printed  # the terminal is as it was
+
+
+def test_engines_that_follow_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for version in (1, 2, 3):
+        write(tmp_path, version, [sparse("a", {version: version})])
+    facts: dict[str, Any] = {"engine": "vllm", "newest": 3, "failures": 2, "at": 0.0}
+    beats = [
+        ("host-a", 3, "following", 60.0, None),
+        ("host-b", 1, "failing", 60.0, "LogDamaged: x"),
+    ]
+    for name, at, state, expires_s, error in [*beats, ("host-c", 1, "pinned", -1.0, None)]:
+        write_heartbeat(
+            tmp_path,
+            Heartbeat(
+                name=name,
+                version=at,
+                behind=0,
+                state=state,
+                expires_s=expires_s,
+                error=error,
+                **facts,
+            ),
+        )
+    assert top.main(["--delta-log", str(tmp_path), "--once"]) == 0
+    rows = [row for row in capsys.readouterr().out.splitlines() if row.startswith("host-")]
+    cells = [row.split() for row in rows]
+    assert [row[:5] for row in cells] == [
+        ["host-a", "vllm", "3", "following", "0"],
+        ["host-b", "vllm", "1", "failing", "2"],
+        ["host-c", "vllm", "1", "expired", "2"],
+    ]
+    assert "LogDamaged: x" in rows[1]
+    assert top.main(["--delta-log", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["engines"] == []
+    assert [one["versions"] for one in found["followers"]] == [0, 2, 2]
+    assert found["followers"][1]["nbytes"] > 0
+    assert top.main(["--delta-log", str(tmp_path / "none"), "--once"]) == 1
+    assert "none" in capsys.readouterr().err

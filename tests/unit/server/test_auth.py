@@ -47,6 +47,7 @@ ROUTES: dict[str, tuple[str, str, bytes, str, int]] = {
     "page": ("GET", "/delta_dashboard", b"", "", 200),
     "rollback": ("POST", "/delta_rollback", b"", "", 409),  # there is nothing to go back to
     "catch up": ("POST", "/delta_catch_up", b"", "", 409),  # there is no --delta-log
+    "pin": ("POST", "/delta_pin", b"", "", 409),  # nor --delta-follow
 }
 
 SECRET = "secret"

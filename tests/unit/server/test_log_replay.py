@@ -80,7 +80,7 @@ def test_an_engine_starts_at_the_newest_version(log: Path, started: Callable[...
     assert rig.engine.weight_version == str(VERSION + 3)
     assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
     assert rig.status()["delta_log"] == {
-        "folder": str(log), "newest": VERSION + 3, "problem": None
+        "folder": str(log), "newest": VERSION + 3, "problem": None, "follow": None
     }  # fmt: skip
     assert rig.spooled() == []
     assert not rig.engine.paused
