@@ -16,7 +16,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from delta_sender.diff_device import DeviceSide, is_on_device
-from delta_sender.diff_host import Change, Difference, begin_compare, compare
+from delta_sender.diff_host import Bits, Change, Difference, begin_compare, compare
 from engine_ext.cores import usable_cores
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
 from engine_ext.kernels import gather_scatter
@@ -262,6 +262,15 @@ def _to_bits(name: str, tensor: torch.Tensor) -> ParamDelta:
     dtype = _dtype_name(name, tensor)
     bits = _flat_bits(tensor.cpu()).numpy().view(bits_dtype(dtype))
     return ParamDelta(name, dtype, tuple(tensor.shape), None, bits)
+
+
+def host_bits(name: str, tensor: torch.Tensor) -> Bits:
+    """Return a tensor's bits in host memory, [numel], row-major; maybe no copy.
+
+    Raises:
+        ValueError: Deltas do not carry its dtype.
+    """
+    return _to_bits(name, tensor).values
 
 
 def _flat_bits(tensor: torch.Tensor) -> torch.Tensor:

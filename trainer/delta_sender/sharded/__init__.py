@@ -5,6 +5,7 @@ Modules, in the order of the data's way:
 - `shards`, `conversion`: what a rank holds, in checkpoint coordinates.
 - `box`: where a shard lies in its tensor.
 - `ownership`, `owned`: which rank sends which elements; this rank's snapshot of its own.
+- `copies`, `digests`: whether ranks that hold the same shard hold the same bits.
 - `ranks`: how ranks agree.
 - `session`, `parts`: one sync of all ranks, and one rank's parts of it.
 - `sender`: the public interface.

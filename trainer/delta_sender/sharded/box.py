@@ -67,6 +67,11 @@ class Box:
         """Its slices of the tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
 
+    @property
+    def text(self) -> str:
+        """Its ranges, as in ``[0:4, 8:16]``."""
+        return f"[{', '.join(f'{one.start}:{one.stop}' for one in self.slices)}]"
+
     def common(self, other: Box) -> Box | None:
         """Return the elements that it shares with another box of the tensor; None without any."""
         starts = tuple(map(max, self.offsets, other.offsets))

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
-import numpy as np
 import torch
 
 from delta_sender.acked_state import AckedState
 from delta_sender.sharded.box import Box
+from delta_sender.sharded.copies import Copies
+from delta_sender.sharded.digests import box_digest
 from delta_sender.sharded.ownership import Held, Ownership
 from delta_sender.sharded.ranks import Ranks
 from delta_sender.sharded.shards import Shard, Shards, checked
 from delta_sender.snapshot import NamedTensors, Snapshot
-from engine_ext.cores import usable_cores
 from engine_ext.dtypes import NAME_OF_TORCH
-from engine_ext.wire import Digest, tensor_digest
-
-_CHUNK = 1 << 20  # elements whose indices are made at a time
+from engine_ext.wire import Digest
 
 
 class OwnedShards:
@@ -31,9 +29,10 @@ class OwnedShards:
     Attributes:
         ownership: All tensors of the checkpoint, the same on every rank.
         boxes: What this rank owns, by name.
+        copies: What several ranks hold.
 
     Raises:
-        RankError: The shards of the ranks do not make up the tensors.
+        RankError: The shards of the ranks do not make up the tensors, or copies of one differ.
     """
 
     def __init__(self, ranks: Ranks, shards: Shards) -> None:
@@ -55,9 +54,23 @@ class OwnedShards:
             failure = error
         ranks.agree({}, failure)
         self.boxes = self.ownership.of_rank(ranks.rank)
+        self.copies = Copies(self.ownership)
+        digests: dict[str, str] = {}
+        try:
+            for _ in self.of(shards, self.copies.every(), digests):
+                pass
+        except Exception as error:
+            failure = error
+        ranks.agree({}, failure, digests)
 
-    def of(self, shards: Shards) -> Iterator[tuple[str, torch.Tensor]]:
+    def of(
+        self, shards: Shards, compared: Collection[str], digests: dict[str, str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) of those that this rank owns, in the checkpoint's dtype.
+
+        Args:
+            compared: Names of tensors whose copies are compared.
+            digests: Gets their digests, see `Copies.digest`.
 
         Raises:
             ValueError: They are not the shards that the sender was made with.
@@ -69,8 +82,14 @@ class OwnedShards:
                 was = "not a shard of this rank" if known is None else f"{known} before"
                 raise ValueError(f"{held.name}: {held}, but {was}")
             missing.discard(held.name)
+            is_compared = held.name in compared
+            if held.name not in self.boxes and not is_compared:
+                continue
+            tensor = shard.cast()
+            if is_compared and (found := self.copies.digest(held.name, box, tensor)) is not None:
+                digests.update([found])
             if held.name in self.boxes:
-                yield held.name, shard.cast()
+                yield held.name, tensor
         if missing:
             raise ValueError(f"missing, but given before: {', '.join(sorted(missing)[:5])}")
 
@@ -114,15 +133,3 @@ class ShardedState(AckedState):
             values = self.snapshot.image(key, self.missed.get(key)).values
             own += box_digest(name, values, self._owned.boxes[name])
         return self._ranks.sum_of(own)
-
-
-def box_digest(name: str, values: np.ndarray, box: Box) -> Digest:
-    """Return the digest of a part of a tensor, given its bits [n]."""
-    if box.is_run:
-        return tensor_digest(name, values, start=box.start, threads=usable_cores())
-    digest = Digest.ZERO
-    for first in range(0, values.size, _CHUNK):
-        chunk = values[first : first + _CHUNK]
-        where = box.to_global(np.arange(first, first + chunk.size))
-        digest += tensor_digest(name, chunk, where)
-    return digest

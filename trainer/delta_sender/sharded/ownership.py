@@ -44,6 +44,7 @@ class Tensor:
         dtype: By its manifest name.
         owners: Disjoint boxes that cover it, each with the rank that sends it.
         assembler: The owner that sends it if it is sent whole.
+        copied: Those of the boxes that several ranks hold.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Tensor:
     shape: tuple[int, ...]
     owners: tuple[tuple[Box, int], ...]
     assembler: int
+    copied: frozenset[Box]
 
     @property
     def numel(self) -> int:
@@ -110,7 +112,12 @@ class Ownership(Mapping[str, Tensor]):
                 owned[owners[box]] += box.numel * TORCH_DTYPE[first[name].dtype].itemsize
             assembler = min(owners.values(), key=lambda rank: (assembled[rank], rank))
             tensor = Tensor(
-                name, first[name].dtype, first[name].shape, tuple(owners.items()), assembler
+                name,
+                first[name].dtype,
+                first[name].shape,
+                tuple(owners.items()),
+                assembler,
+                frozenset(box for box, ranks_of_box in boxes.items() if len(ranks_of_box) > 1),
             )
             assembled[assembler] += tensor.nbytes
             self._tensors[name] = tensor
@@ -148,13 +155,8 @@ def check_cover(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> None:
     for number, box in enumerate(boxes):
         for other in boxes[number + 1 :]:
             if box.common(other) is not None:
-                pair = f"{_text(box)}, {_text(other)}"
+                pair = f"{box.text}, {other.text}"
                 raise ValueError(f"shards overlap without being equal: {pair}")
     covered = sum(box.numel for box in boxes)
     if covered != math.prod(shape):
         raise ValueError(f"the shards have {covered} of {math.prod(shape)} elements")
-
-
-def _text(box: Box) -> str:
-    ends = zip(box.offsets, box.sizes, strict=True)
-    return f"[{', '.join(f'{start}:{start + size}' for start, size in ends)}]"

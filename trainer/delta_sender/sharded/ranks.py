@@ -18,11 +18,13 @@ import torch
 import torch.distributed as dist
 
 from delta_sender.results import RankError, SyncError
+from delta_sender.sharded.copies import differing
 from engine_ext.wire import Digest
 
 _Result = TypeVar("_Result")
 
 _LEADER: Final = 0
+_SHOWN: Final = 8  # names in a message
 _CHUNK: Final = 256 << 20  # bytes of one message between two ranks
 
 
@@ -98,19 +100,27 @@ class Ranks:
         texts = (one[: int(size)].numpy() for one, size in zip(found, sizes, strict=True))
         return [msgspec.json.decode(text.tobytes()) for text in texts]
 
-    def agree(self, facts: dict[str, Any], failure: Exception | None = None) -> None:
-        """Check that every rank has the same facts, and that none has failed.
+    def agree(
+        self,
+        facts: dict[str, Any],
+        failure: Exception | None = None,
+        copies: dict[str, str] | None = None,
+    ) -> None:
+        """Check that every rank has the same facts and copies, and that none has failed.
+
+        Args:
+            copies: Digests of shards, of which other ranks may have others; see `Copies.digest`.
 
         Raises:
             RankError: They differ, or a rank has failed; the same on every rank.
         """
-        said = self.exchange([facts, None if failure is None else _text(failure)])
-        failures = {rank: text for rank, (_, text) in enumerate(said) if text is not None}
+        said = self.exchange([facts, None if failure is None else _text(failure), copies or {}])
+        failures = {rank: text for rank, (_, text, _) in enumerate(said) if text is not None}
         if failures:
             texts = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
             raise RankError(f"not sent, as ranks have failed: {texts}", [*failures]) from failure
-        first, _ = said[0]
-        for rank, (other, _) in enumerate(said):
+        first, *_ = said[0]
+        for rank, (other, *_) in enumerate(said):
             for fact in sorted(first.keys() | other.keys()):
                 one, two = first.get(fact), other.get(fact)
                 if one != two:
@@ -119,6 +129,13 @@ class Ranks:
                         f"rank {rank}",
                         [0, rank],
                     )
+        if found := differing([digests for *_, digests in said]):
+            named = [f"{shard} on ranks {one} and {two}" for shard, (one, two) in found.items()]
+            more = f"; and {len(named) - _SHOWN} others" if len(named) > _SHOWN else ""
+            raise RankError(
+                f"not sent, as copies of a shard differ: {'; '.join(named[:_SHOWN])}{more}",
+                sorted({rank for pair in found.values() for rank in pair}),
+            )
 
     def from_leader(self, ask: Callable[[], _Result]) -> _Result:
         """Return on every rank what the leader's call returns, which must be JSON.

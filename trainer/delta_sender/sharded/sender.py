@@ -58,7 +58,8 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         **options: See `CommonOptions`.
 
     Raises:
-        RankError: The shards do not make up the tensors, or a rank has failed; on all ranks.
+        RankError: The shards do not make up the tensors, copies of one on several ranks differ, or
+            a rank has failed; on all ranks.
         ValueError: An option has an unknown value.
     """
 
@@ -89,7 +90,9 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         client = EngineClient(url, options)
         try:
             tensors = read_base(base)
-            held = self._owned.of(shards) if tensors is None else self._owned.of_base(tensors)
+            held = (
+                self._owned.of(shards, (), {}) if tensors is None else self._owned.of_base(tensors)
+            )
             # Sizes decide what is kept dense; gap streams would be those of local indices.
             self._snapshot = Snapshot(held, "deltas", options["snapshot_on"])
             warm_up(self._snapshot.dtypes.values(), options["encoding"])
@@ -136,9 +139,9 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         Raises:
             SyncError: The engine refused, could not be reached, or holds other bytes afterwards; on
                 every rank. See `SyncError` for its state then.
-            RankError: A rank has failed, died, or disagrees about the step, the version or the
-                shards; on every rank that is alive. The engine has not committed, unless the
-                message says that it may have.
+            RankError: A rank has failed, died, or disagrees about the step, the version, the
+                shards or the bits of one that several hold; on every rank that is alive. The engine
+                has not committed, unless the message says that it may have.
         """
         return self._sync(shards, step, full=False)
 
@@ -179,13 +182,14 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
             started=started,
             new_id=self._ranks.shared_id,
         )
+        digests: dict[str, str] = {}
         try:
-            tensors = self._owned.of(shards)
+            tensors = self._owned.of(shards, self._owned.copies.following(), digests)
             sync_round.read(self._snapshot.read(tensors, digests=False, keep=spill.keep))
         except Exception as error:
             failure = error
         try:
-            self._ranks.agree(facts, failure)
+            self._ranks.agree(facts, failure, digests)
         except BaseException:
             sync_round.leave()
             raise

@@ -14,7 +14,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from delta_sender.sharded.box import Box
-from delta_sender.sharded.owned import box_digest
+from delta_sender.sharded.digests import box_digest
 from delta_sender.sharded.ownership import Held, Ownership
 from engine_ext.wire import tensor_digest
 

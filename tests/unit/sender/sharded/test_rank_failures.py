@@ -49,6 +49,9 @@ def run(rank: int, url: str, fault: str) -> Any:
                 step = 5
             elif fault == "fails":
                 given = given[1:]
+            elif fault == "copy":
+                *others, last = given
+                given = [*others, last._replace(tensor=-last.tensor)]
             elif fault == "version":
                 sender._session.state.version = 7
             elif fault == "dies":
@@ -99,6 +102,7 @@ def after(steps: int) -> Model:
     ("fault", "said"),
     [
         ("step", "ranks disagree about the step: 2 on rank 0, 5 on rank 1"),
+        ("copy", "copies of a shard differ: layers.5.weight[0:4, 0:"),
         pytest.param(
             "version",
             "ranks disagree about the version: 1 on rank 0, 7 on rank 1",
@@ -122,6 +126,22 @@ def test_all_ranks_get_the_error_of_one(fault: str, said: str, tmp_path: Path) -
     assert said in errors.pop()
     assert {outcome[2:] for outcome in outcomes} == {(False, 2, False)}
     assert engine.holds(after(2))
+
+
+def start_with_another_copy(rank: int, url: str) -> str:
+    model = model_of()
+    *others, last = rows(model, rank)
+    given = [*others, last._replace(tensor=last.tensor + (rank == 2))]
+    with pytest.raises(SyncError) as failed:
+        ShardedSender(url, given, rank_timeout=LIMIT_S)
+    return str(failed.value)
+
+
+def test_ranks_that_start_with_different_copies(tmp_path: Path) -> None:
+    said = run_ranks(start_with_another_copy, RANKS, tmp_path, "http://engine")
+    assert len(set(said)) == 1
+    assert "copies of a shard differ: layers.5.weight[0:4, 0:" in said[0]
+    assert said[0].endswith("on ranks 0 and 2")
 
 
 @pytest.mark.full

@@ -1,0 +1,26 @@
+"""The digest of a part of a tensor."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from delta_sender.diff_host import Bits
+from delta_sender.sharded.box import Box
+from engine_ext.cores import usable_cores
+from engine_ext.wire import Digest, tensor_digest
+
+_CHUNK: Final = 1 << 20  # elements whose indices are made at a time
+
+
+def box_digest(name: str, values: Bits, box: Box) -> Digest:
+    """Return the digest of a part of a tensor, given its bits [n]."""
+    if box.is_run:
+        return tensor_digest(name, values, start=box.start, threads=usable_cores())
+    digest = Digest.ZERO
+    for first in range(0, values.size, _CHUNK):
+        chunk = values[first : first + _CHUNK]
+        where = box.to_global(np.arange(first, first + chunk.size))
+        digest += tensor_digest(name, chunk, where)
+    return digest
