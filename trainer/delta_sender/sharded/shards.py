@@ -54,7 +54,7 @@ def model_shards(
     Nothing is gathered, copied or cast: the shards are views of the model's own tensors. DTensors
     may be sharded in any dimension over a mesh of any number of dimensions, evenly or not (FSDP2,
     HSDP, tensor parallelism). Of the fused experts of transformers 5, each rank has its part of
-    each expert. Other tensors are taken to be equal on all ranks.
+    each expert. Other tensors must be equal on all ranks.
 
     Args:
         model: See `named_tensors`.
