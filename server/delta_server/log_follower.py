@@ -110,8 +110,8 @@ class LogFollower:
             self._in_a_row, self._error = 0, None
             return found
         finally:
-            self._looked_at = time.time()
             await self._beat()
+            self._looked_at = time.time()
 
     async def pin(self, version: int | None) -> dict[str, Any]:
         """Hold the engine at a version, or let it go on; return the result as JSON.

@@ -94,6 +94,7 @@ def test_versions_that_wait_are_one_pause(log: Path, started: Callable[..., Rig]
     committed = rig.get(f"{STATUS}?history=true").json()["history"]
     assert [(one["base_version"], one["version"]) for one in committed] == [(VERSION, NEWEST)]
     assert rig.spooled() == []
+    looked(rig)  # the heartbeat comes after the commit
     [(heartbeat, age)] = read_heartbeats(log)
     assert (heartbeat.version, heartbeat.state, heartbeat.behind) == (NEWEST, "following", 0)
     assert age < heartbeat.expires_s
@@ -109,6 +110,7 @@ def test_a_hold_keeps_behind_the_newest(log: Path, started: Callable[..., Rig]) 
     assert (found["hold"], found["delta_log"]["problem"]) == (1, None)
     assert found["delta_log"]["newest"] == VERSION + 2
     assert rig.post(CATCH_UP).json()["version"] == VERSION + 1
+    looked(rig)
     [(heartbeat, _)] = read_heartbeats(log)
     assert (heartbeat.state, heartbeat.behind) == ("held", 1)
 
