@@ -67,16 +67,18 @@ def until(rig: Rig, **facts: Any) -> dict[str, Any]:
 
 
 def looked(rig: Rig) -> dict[str, Any]:
-    """Let the engine look at the log once more at least."""
-    before = until(rig)["looked_at"]
+    """Let the engine begin and end a look at the log; return its status then."""
 
-    async def wait() -> None:
-        while (await rig.request("GET", STATUS)).json()["delta_log"]["follow"][
-            "looked_at"
-        ] == before:
+    async def next_look(before: float | None) -> float | None:
+        while True:
+            status = (await rig.request("GET", STATUS)).json()
+            ended: float | None = status["delta_log"]["follow"]["looked_at"]
+            if ended != before:
+                return ended
             await asyncio.sleep(0.005)
 
-    rig.run(wait())
+    under_way = rig.run(next_look(until(rig)["looked_at"]))
+    rig.run(next_look(under_way))
     return until(rig)
 
 
