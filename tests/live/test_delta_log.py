@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from delta_sender import DeltaSender
+from delta_sender import DeltaSender, LogSender, SyncError
 from engine_ext.delta_log import live_heartbeats
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
@@ -170,6 +170,34 @@ def test_an_engine_follows_the_log(
     engine.stop()
     target = tiny_models.save_checkpoint(base, tmp_path / "target", trainer.tensors)
     fresh = start(kind, target, tp=tp)
+    assert fingerprint(fresh) == seen
+    fresh.stop()
+
+
+@pytest.mark.full
+def test_a_trainer_that_posts_to_no_engine(
+    checkpoint: Callable[[str], Path], start: Callable[..., EngineProcess], tmp_path: Path
+) -> None:
+    log, base = tmp_path / "log", checkpoint("qwen3_moe")
+    log.mkdir()
+    trainer = Trainer(tiny_models.load_tensors(base))
+    follow = ["--delta-log", str(log), "--delta-follow", "--delta-follow-interval", "600"]
+    engine = start("vllm", base, extra_args=follow)
+    urls = [engine.url, "http://127.0.0.1:9"]  # the second is down
+    with LogSender(log, base, notify=urls, encoding="gap8_ulp") as sender:
+        for version in (1, 2, 3):
+            trainer.step()
+            report = sender.sync(trainer.tensors.items())
+            assert (report.version, report.full) == (version, False)
+            told = sender.wait(60)
+            assert told[engine.url] == version, told
+            assert isinstance(told[urls[1]], SyncError)
+            assert report.digest == engine.delta_status()["digest"]
+    scan = engine.get("/delta_digest", params={"scan": "true"}).json()
+    assert (scan["digest"], scan["corrupted"]) == (model_digest(trainer.tensors).hex(), [])
+    seen = fingerprint(engine)
+    engine.stop()
+    fresh = start("vllm", tiny_models.save_checkpoint(base, tmp_path / "target", trainer.tensors))
     assert fingerprint(fresh) == seen
     fresh.stop()
 

@@ -11,8 +11,9 @@
     (3, '6.2% of the elements')
 
 `MultiSender` keeps several engines, of either kind, at one version; `ShardedSender` sends from
-every rank of a trainer. The command ``delta-send`` (``python -m delta_sender``) sends the
-difference between two Hugging Face checkpoints.
+every rank of a trainer; `LogSender` publishes for engines that follow a delta log. The command
+``delta-send`` (``python -m delta_sender``) sends the difference between two Hugging Face
+checkpoints.
 
 The one rule: the snapshot is what the engine holds. It advances only once the engine has answered
 that it committed, and by exactly the bytes sent. Whatever fails, the next sync sends all of it.
@@ -27,13 +28,13 @@ Modules, in the order of the data's way:
 - `quantize`: quantises them first, if the engine's checkpoint is quantised.
 - `sync_round`: shares one sync between all destinations.
 - `session`, `part_builder`, `encoding_policy`, `recovery`: one destination's share of it.
-- `post_queue`, `http_client`, `bandwidth`, `log_destination`: deliver the parts.
+- `post_queue`, `http_client`, `bandwidth`, `log_destination`, `notify`: deliver the parts.
 - `acked_state`, `state_file`: what destinations hold.
 - `model_tensors`, `checkpoint`: read live models and checkpoint folders.
 - `sharded`: sends from all ranks of a trainer that holds shards.
 - `integrations`: put it into trainers.
-- `sender`, `multi_sender`, `session_thread`, `model_sync`, `options`, `results`, `cli`: the public
-  interface.
+- `sender`, `multi_sender`, `log_sender`, `session_thread`, `model_sync`, `options`, `results`,
+  `cli`: the public interface.
 
 The package needs no engine. Of this project it may import `engine_ext.wire`, `engine_ext.kernels`,
 `engine_ext.delta_log`, `engine_ext.errors`, `engine_ext.dtypes`, `engine_ext.cores` and
@@ -42,6 +43,7 @@ The package needs no engine. Of this project it may import `engine_ext.wire`, `e
 
 from __future__ import annotations
 
+from delta_sender.log_sender import LogSender
 from delta_sender.model_sync import sync_model
 from delta_sender.model_tensors import ModelTensors, checkpoint_names, named_tensors
 from delta_sender.multi_sender import MultiSender
@@ -53,6 +55,7 @@ from delta_sender.snapshot import NamedTensors
 
 __all__ = [
     "DeltaSender",
+    "LogSender",
     "ModelTensors",
     "MultiSender",
     "NamedTensors",

@@ -1,8 +1,9 @@
 """Declare the keyword arguments of the senders: name, type, default, documentation and flag.
 
 This is the only declaration: `DeltaSender` takes the keywords of `Options`, `MultiSender` those of
-`MultiOptions`, `ShardedSender` those of `CommonOptions`, and their signatures, their docstrings and
-the command line are made from it. A flag's help is the first sentence of the documentation.
+`MultiOptions`, `ShardedSender` those of `CommonOptions`, `LogSender` those of `LogOptions`, and
+their signatures, their docstrings and the command line are made from it. A flag's help is the first
+sentence of the documentation.
 """
 
 from __future__ import annotations
@@ -123,6 +124,16 @@ class Options(CommonOptions, total=False):
     log_differences: Annotated[bool, Option(False, {"action": "store_true"})]
     state: Annotated[str | Path | None, Option(None, {"type": Path, "metavar": "FILE"})]
     quantize: Annotated[str | None, Option(None, {"choices": tuple(FORMS)})]
+
+
+class LogOptions(CommonOptions, total=False):
+    """Keyword arguments of `LogSender`.
+
+    Attributes:
+        log_differences: See `Options`.
+    """
+
+    log_differences: Annotated[bool, Option(False)]
 
 
 _LAG_FLAG: Final = {

@@ -1,0 +1,172 @@
+"""A sender that publishes in a delta log alone, and engines that it asks to look there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from delta_sender import LogSender, SyncError
+from engine_ext.delta_log import list_log
+from tests.support.fake_engine import Engine, Model, model_of, train
+from tests.unit.sender.test_log_destination import chain, replayed
+
+NOTIFY = ["http://one", "http://two"]
+
+
+class Followers:
+    """Engines that replay a log when they are asked to look at it."""
+
+    def __init__(self, log: Path, base: Model) -> None:
+        self.log, self.base, self.asked = log, {n: t.clone() for n, t in base.items()}, list[str]()
+        self.down: set[str] = set()
+        self.hold = threading.Event()
+        self.hold.set()
+
+    def client(self) -> httpx.Client:
+        return httpx.Client(transport=httpx.MockTransport(self._answer))
+
+    def _answer(self, request: httpx.Request) -> httpx.Response:
+        host = request.url.host
+        if host in self.down:
+            raise httpx.ConnectError("down")
+        if request.method == "GET":
+            return Engine.of(self.base).status()
+        assert request.url.path == "/delta_catch_up"
+        self.asked.append(host)
+        version = replayed(self.log, self.base).version
+        self.hold.wait(10)
+        return httpx.Response(200, json={"status": "caught_up", "version": version})
+
+
+def sender_of(log: Path, model: Model, **options: Any) -> LogSender:
+    return LogSender(log, model.items(), **options)
+
+
+@pytest.mark.parametrize("encoding", ["deltas_zstd", "gap8_ulp", "auto"])
+def test_who_follows_the_log_holds_the_trainers_bytes(tmp_path: Path, encoding: str) -> None:
+    model = model_of(torch.bfloat16, torch.float32)
+    base = {name: tensor.clone() for name, tensor in model.items()}
+    followers = Followers(tmp_path, base)
+    with sender_of(
+        tmp_path,
+        model,
+        encoding=encoding,
+        bucket_bytes=500,
+        notify=NOTIFY,
+        client=followers.client(),
+    ) as sender:
+        for version, density in enumerate((0.05, 1.0, 0.0), 1):
+            train(model, version, density)
+            report = sender.sync(model.items())
+            assert (report.version, report.base_version, report.full) == (
+                version,
+                version - 1,
+                False,
+            )
+            assert sender.version == version
+            engine = replayed(tmp_path, base)
+            assert engine.holds(model)
+            assert report.digest == engine.digest().hex()
+            assert sender.wait(10) == dict.fromkeys(NOTIFY, version)
+        assert sender.sync_full(model.items()).full
+    assert replayed(tmp_path, base).holds(model)
+    assert chain(tmp_path) == [(0, 1), (1, 2), (2, 3), (None, 4)]
+
+
+def test_without_engines_to_ask(tmp_path: Path) -> None:
+    """There is no plan, and no digest of the model."""
+    model = model_of()
+    base = {name: tensor.clone() for name, tensor in model.items()}
+    with sender_of(tmp_path, model) as sender:
+        train(model)
+        assert sender.sync(model.items()).digest is None
+        assert sender.told == {}
+    assert replayed(tmp_path, base).holds(model)
+
+
+def test_engines_that_are_down_do_not_stop_it(tmp_path: Path) -> None:
+    model = model_of()
+    followers = Followers(tmp_path, model)
+    with sender_of(tmp_path, model, notify=NOTIFY, client=followers.client()) as sender:
+        followers.down = {"two"}
+        train(model)
+        sender.sync(model.items())
+        told = sender.wait(10)
+        assert told["http://one"] == 1
+        assert isinstance(told["http://two"], SyncError)
+        followers.down = set()
+        train(model, 2)
+        sender.sync(model.items())
+        assert sender.wait(10) == dict.fromkeys(NOTIFY, 2)
+
+
+def test_slow_engines_are_not_waited_for(tmp_path: Path) -> None:
+    """Each has one request at a time; versions that come meanwhile are one more afterwards."""
+    model = model_of()
+    followers = Followers(tmp_path, model)
+    with sender_of(tmp_path, model, notify=NOTIFY[:1], client=followers.client()) as sender:
+        followers.hold.clear()
+        for version in (1, 2, 3):
+            train(model, version)
+            sender.sync(model.items())
+        assert sender.wait(0.0) == {}
+        followers.hold.set()
+        assert sender.wait(10) == {NOTIFY[0]: 3}
+    assert len(followers.asked) == 2
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_restart_goes_on_where_the_log_ends(tmp_path: Path, known: bool) -> None:
+    """Without a digest of the model, a full version shows what it starts from."""
+    model = model_of()
+    base = {name: tensor.clone() for name, tensor in model.items()}
+    followers = Followers(tmp_path, base)
+    options: dict[str, Any] = {"notify": NOTIFY, "client": followers.client()} if known else {}
+    with sender_of(tmp_path, model, **options) as sender:
+        train(model)
+        sender.sync(model.items())
+    if known:
+        with pytest.raises(ValueError, match="not what version 1 in"):
+            sender_of(tmp_path, base, **options)
+    with sender_of(tmp_path, model, **options) as sender:
+        assert sender.version == 1
+        train(model, 2)
+        report = sender.sync(model.items())
+    assert (report.version, report.full) == (2, not known)
+    assert replayed(tmp_path, base).holds(model)
+
+
+def test_a_version_that_cannot_be_written_moves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of()
+    base = {name: tensor.clone() for name, tensor in model.items()}
+    with sender_of(tmp_path, model, bucket_bytes=1) as sender:
+        train(model)
+        with monkeypatch.context() as patched:
+            patched.setattr("engine_ext.delta_log.writer.Draft.finish", full_disk)
+            with pytest.raises(OSError, match="full"):
+                sender.sync(model.items())
+        assert (sender.version, list_log(tmp_path).entries) == (0, [])
+        train(model, 2)
+        report = sender.sync(model.items())
+    assert (report.version, report.full) == (1, False)
+    assert replayed(tmp_path, base).holds(model)
+    assert chain(tmp_path) == [(0, 1)]
+
+
+def full_disk(*_: Any) -> Callable[..., None]:
+    raise OSError("the disk is full")
+
+
+def test_one_sender_at_a_time(tmp_path: Path) -> None:
+    model = model_of()
+    with sender_of(tmp_path, model), pytest.raises(BlockingIOError):
+        sender_of(tmp_path, model)
+    sender_of(tmp_path, model).close()
