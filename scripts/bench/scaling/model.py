@@ -8,7 +8,7 @@ commit and the refresh of the sender's snapshot, which wait for all parts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scripts.bench.scaling.constants import Constants
 from scripts.bench.scaling.encodings import gap_bytes
@@ -161,6 +161,37 @@ def part_times(setup: Setup, costs: Constants) -> dict[str, float]:
         "receive": receive_cpu(setup, costs),
         "stage": staging(setup, costs),
     }
+
+
+@dataclass(frozen=True)
+class Followed:
+    """What the model says of engines that take a version from a delta log.
+
+    Attributes:
+        published_s: wall seconds until the version is in the log.
+        followed_s: from then until an engine that looks at once has committed it.
+        egress_bytes: from the trainer.
+    """
+
+    published_s: float
+    followed_s: float
+    egress_bytes: float
+
+
+def follow(setup: Setup, costs: Constants) -> Followed:
+    """Predict one version that a trainer writes into a log once, and any number of engines read.
+
+    The log's storage gives every host the rate of its link. Publishing is a pipeline of comparing,
+    encoding and writing; following one of reading, receiving (the copy to the spool) and staging.
+    """
+    one = replace(setup, engines=1)
+    times = part_times(one, costs)
+    more = one.parts - 1
+    publish = [times[name] for name in ("diff", "encode", "link")]
+    take = [times[name] for name in ("link", "receive", "stage")]
+    published = sum(publish) + more * max(publish)
+    followed = sum(take) + more * max(take) + costs.sync_s + commit(one, costs)
+    return Followed(published, followed, part_bytes(one, costs) * one.parts)
 
 
 def predict(setup: Setup, costs: Constants) -> Prediction:

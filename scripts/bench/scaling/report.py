@@ -13,11 +13,13 @@ from rich.table import Table
 
 from scripts.bench.scaling.constants import Constants
 from scripts.bench.scaling.memory import memory
-from scripts.bench.scaling.model import predict
+from scripts.bench.scaling.model import follow, predict
 from scripts.bench.scaling.setups import Setup
 
 DENSITIES: Final = (0.006, 0.02, 0.03)
 ENGINES: Final = (1, 4, 16, 64)
+FLEETS: Final = (8, 64, 1000)
+_FLEET_GBIT: Final = 10.0
 LINKS: Final = (1.0, 10.0, 100.0, 400.0)
 _GB: Final = 1e9
 
@@ -79,6 +81,26 @@ def links_table(setups: Sequence[Setup], costs: Constants) -> Table:
     return table
 
 
+def fleet_table(setups: Sequence[Setup], costs: Constants) -> Table:
+    """Return a table of what a trainer sends, and when all engines are at the version."""
+    columns = ("model", "engines", "pushed: GB sent", "seconds", "log: GB sent", "published", "all")
+    table = Table(*columns, box=box.MARKDOWN)
+    for setup in setups:
+        for engines in FLEETS:
+            many = replace(setup, engines=engines)
+            pushed, log = predict(many, costs), follow(many, costs)
+            table.add_row(
+                setup.model.name,
+                f"{engines:,}",
+                gigabytes(pushed.wire_bytes * engines),
+                seconds(pushed.seconds),
+                gigabytes(log.egress_bytes),
+                seconds(log.published_s),
+                seconds(log.published_s + log.followed_s),
+            )
+    return table
+
+
 def memory_table(setups: Sequence[Setup], costs: Constants) -> Table:
     """Return a table of the memory of a sync, in GB."""
     columns = ["model", "changed", "trainer hosts", "snapshot", "changes", "parts", "spool"]
@@ -115,6 +137,12 @@ def tables(setups: Sequence[Setup], costs: Constants) -> Iterator[tuple[str, Tab
     )
     title = f"Seconds of the sync, and what bounds it: {first.density:.1%} changed"
     yield title, links_table(setups, costs)
+    far = [replace(setup, link_gbit=_FLEET_GBIT) for setup in setups]
+    yield (
+        f"Fleets: pushed to each engine, or published once in a delta log that they follow; "
+        f"{first.density:.1%} changed, {_FLEET_GBIT:g} Gbit/s",
+        fleet_table(far, costs),
+    )
     spread = [replace(setup, trainer_hosts=count) for setup in setups for count in hosts]
     yield (
         "Memory besides the trainer's and the engine's weights, in GB",

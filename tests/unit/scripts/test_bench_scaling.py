@@ -30,6 +30,7 @@ from scripts.bench.scaling.memory import memory
 from scripts.bench.scaling.model import (
     Prediction,
     encode_cpu,
+    follow,
     part_bytes,
     part_times,
     predict,
@@ -154,6 +155,18 @@ def test_parts_fit_their_bucket(model: Model) -> None:
     assert part_bytes(setup, COSTS) < setup.bucket_bytes
 
 
+@pytest.mark.parametrize("link", [1.0, 100.0])
+def test_who_follows_a_log_costs_the_trainer_nothing(link: float) -> None:
+    setup = Setup(MODELS[0], 0.02, "gap8_exp", link_gbit=link)
+    one, many = (follow(dataclasses.replace(setup, engines=count), COSTS) for count in (1, 1000))
+    assert one == many
+    pushed = predict(setup, COSTS)
+    assert one.egress_bytes == pytest.approx(pushed.wire_bytes)
+    # Staging begins when all of the version is there.
+    assert one.published_s + one.followed_s > pushed.seconds - pushed.stages["refresh"] - 1
+    assert one.followed_s > pushed.pause_s
+
+
 def test_more_trainer_hosts_share_the_memory() -> None:
     one = memory(SETUP, COSTS)
     eight = memory(dataclasses.replace(SETUP, trainer_hosts=8), COSTS)
@@ -243,7 +256,7 @@ def test_every_table_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert __main__.main(["model", "--constants", str(tmp_path / "constants.json")]) == 0
     shown = capsys.readouterr().out
     assert all(model.name in shown for model in MODELS)
-    assert len(list(report.tables([SETUP], COSTS))) == 4
+    assert len(list(report.tables([SETUP], COSTS))) == 5
 
 
 def test_constants_that_are_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
