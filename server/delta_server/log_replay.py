@@ -56,7 +56,7 @@ ApplyFiles = Callable[
 
 _PROGRESS_EVERY_S = 2.0
 _POLL_S = 0.2
-_MOST_FOLDED_BYTES = 1 << 30  # of several versions that are folded into one
+_MOST_FOLDED_BYTES = 256 << 20  # of several versions that are folded; ten times that is decoded
 # Errors that another version, or another route to this one, would not avoid.
 _ENGINE_ERRORS = (
     CommitFailed, PublishFailed, SpoolFull, SyncInProgress, WeightsAsleep, WriteUndone,
