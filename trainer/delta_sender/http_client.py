@@ -13,6 +13,7 @@ from tenacity.wait import wait_random_exponential
 
 from delta_sender.bandwidth import LinkSpeed
 from delta_sender.options import MultiOptions
+from delta_sender.rate_limit import RateLimit
 from delta_sender.results import SyncError
 from engine_ext.wire import SIGNATURE_HEADER, sign
 
@@ -48,6 +49,7 @@ class EngineClient:
             self._headers["Authorization"] = f"Bearer {options['api_key']}"
         self._hmac_key = options["hmac_key"]
         self.speed = LinkSpeed()
+        self._limit = options["bandwidth_limit"]
         self.highest_posted = 0
         self.at_once = self._most_at_once = options["posts_in_flight"]
         self._owns_client = options["client"] is None
@@ -150,7 +152,7 @@ class EngineClient:
         url, headers = self._url + path, {**self._headers, **(headers or {})}
         content = None
         if body is not None:
-            content, headers["Content-Length"] = _Chunks(body), str(len(body))
+            content, headers["Content-Length"] = _Chunks(body, self._limit), str(len(body))
         with self.speed.crossing() as start:
             try:
                 answer = self.client.request(
@@ -172,12 +174,15 @@ class EngineClient:
 class _Chunks:
     """A body in chunks; each iteration starts from the beginning."""
 
-    def __init__(self, body: bytes) -> None:
-        self._body = body
+    def __init__(self, body: bytes, limit: RateLimit | float | None) -> None:
+        self._body, self._limit = body, limit
 
     def __iter__(self) -> Iterator[bytes]:
         for start in range(0, len(self._body), _CHUNK):
-            yield self._body[start : start + _CHUNK]
+            chunk = self._body[start : start + _CHUNK]
+            if isinstance(self._limit, RateLimit):
+                self._limit.wait(len(chunk))
+            yield chunk
 
 
 def _json_object(response: httpx.Response) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import httpx
 from delta_sender.diff_device import SNAPSHOT_ON
 from delta_sender.encoding_policy import CHOICES
 from delta_sender.quantize import FORMS
+from delta_sender.rate_limit import RateLimit
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -42,6 +43,7 @@ def _seconds(text: str) -> float | None:
     return seconds if math.isfinite(seconds := float(text)) else None
 
 
+_LIMIT_FLAG: Final = {"type": float, "metavar": "BYTES"}
 _KEY_FLAG: Final = {"metavar": "KEY", "help": "bearer token (default: that in DELTA_API_KEY)"}
 
 
@@ -68,6 +70,9 @@ class CommonOptions(TypedDict, total=False):
         pause_mode: What happens to requests in flight: they continue with the new weights (keep),
             finish first (wait), or end (abort).
         flush_cache: Drop KV entries of the old weights.
+        bandwidth_limit: Most bytes per second to all engines together, for links that are shared;
+            or a `RateLimit` that several senders share. None: no limit. Engines refuse uploads that
+            are slower than their --delta-min-upload-rate.
         timeout: Seconds for one request, and for waiting until another sync is out of the way.
             Connecting is given 10 seconds at most.
         client: HTTP client to use; it is not closed with the sender.
@@ -89,6 +94,7 @@ class CommonOptions(TypedDict, total=False):
     hmac_key: Annotated[str | None, Option(None)]
     pause_mode: Annotated[str, Option("keep", {"choices": ("keep", "wait", "abort")})]
     flush_cache: Annotated[bool, Option(True, {"help": "keep KV entries of the old weights"})]
+    bandwidth_limit: Annotated[float | RateLimit | None, Option(None, _LIMIT_FLAG)]
     timeout: Annotated[float, Option(600.0)]
     client: Annotated[httpx.Client | None, Option(None)]
     snapshot_on: Annotated[str, Option(SNAPSHOT_ON[0])]
@@ -174,10 +180,14 @@ def with_defaults(given: Mapping[str, Any], options: type = MultiOptions) -> Mul
 
     Raises:
         TypeError: `options` does not declare a name.
+        ValueError: The bandwidth limit is not above 0.
     """
     if unknown := given.keys() - declared(options).keys():
         raise TypeError(f"unexpected keyword arguments: {', '.join(sorted(unknown))}")
-    return cast(MultiOptions, {**_DEFAULTS, **given})
+    chosen = {**_DEFAULTS, **given}
+    if isinstance(limit := chosen["bandwidth_limit"], (int, float)):
+        chosen["bandwidth_limit"] = RateLimit(limit)
+    return cast(MultiOptions, chosen)
 
 
 def check_values(options: MultiOptions) -> None:

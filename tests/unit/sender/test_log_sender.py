@@ -90,6 +90,7 @@ def test_without_engines_to_ask(tmp_path: Path) -> None:
     assert replayed(tmp_path, base).holds(model)
 
 
+@pytest.mark.usefixtures("naps")
 def test_engines_that_are_down_do_not_stop_it(tmp_path: Path) -> None:
     model = model_of()
     followers = Followers(tmp_path, model)
