@@ -74,7 +74,9 @@ class LogFollower:
         try:
             while True:
                 self._wake.clear()
-                await self.look()
+                # A look is a task of its own: what cancels a call to the engine does not end this
+                # loop, and what ends this loop does not stop a commit half-way.
+                await asyncio.wait({asyncio.ensure_future(self.look())})
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), self._wait_s())
         finally:
@@ -164,7 +166,7 @@ class LogFollower:
         try:
             await asyncio.to_thread(write_heartbeat, self._replay.folder, heartbeat)
             self._cannot_write = False
-        except OSError as failure:
+        except Exception as failure:
             if not self._cannot_write:
                 message = "delta log: no heartbeat can be written, so pruning does not see this "
                 logger.warning("%sengine: %s", message, failure)

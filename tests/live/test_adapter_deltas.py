@@ -84,9 +84,8 @@ def check_refusals(engine: EngineProcess, tensors: Tensors) -> None:
         assert (named in error["message"], error["engine_state"]) == (True, "unchanged")
 
 
-@pytest.mark.parametrize(
-    ("kind", "tp"), [("llama_tied", 1), pytest.param("qwen3", 2, marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "tp"), [("llama_tied", 1), ("qwen3", 2)])
 def test_an_adapter_follows_a_sender(
     kind: str, tp: int, start: Callable[..., EngineProcess], tmp_path: Path
 ) -> None:

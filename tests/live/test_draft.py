@@ -113,7 +113,7 @@ def check(
 @pytest.mark.parametrize(
     ("tp", "keep_plain"),
     [
-        (1, True),
+        pytest.param(1, True, marks=pytest.mark.full),
         pytest.param(1, False, marks=pytest.mark.full),
         pytest.param(2, True, marks=pytest.mark.full),
     ],

@@ -21,7 +21,6 @@ from scripts.live_engine.process import EngineProcess
 from tests.support.plain_trainer import Trainer, bits, container, model_digest
 
 OCTETS = {"Content-Type": "application/octet-stream"}
-SYNCS = 200
 SCRUB_S = 0.2
 SHIM = Path(__file__).parents[1] / "shims" / "faults"
 
@@ -229,7 +228,8 @@ def test_replicas_that_differ_are_found(server: Server) -> None:
     server.trainer.version -= 1
 
 
-def test_many_random_syncs(server: Server) -> None:
+@pytest.mark.parametrize("syncs", [20, pytest.param(200, marks=pytest.mark.full)])
+def test_many_random_syncs(server: Server, syncs: int) -> None:
     """The digest is the trainer's after each of them; some are refused, one is rolled back.
 
     Scrubbing goes on meanwhile, and finds nothing.
@@ -238,7 +238,7 @@ def test_many_random_syncs(server: Server) -> None:
     counted = server.mismatches()
     digest = model_digest(server.trainer.tensors)
     rng = np.random.default_rng(5)
-    for number in range(SYNCS):
+    for number in range(syncs):
         old = dict(server.trainer.tensors)
         changed = server.trainer.step(float(rng.choice([0.0005, 0.005, 0.03])))
         change = change_of(changed, old, server.trainer.tensors)
@@ -255,7 +255,7 @@ def test_many_random_syncs(server: Server) -> None:
         answer = server.post(container(server.trainer.tensors, changed, metadata=metadata)).json()
         assert answer["status"] == "committed", answer
         assert answer["digest"] == (digest + change).hex()
-        if number == SYNCS // 2:
+        if number == syncs // 2:
             assert server.engine.post("/delta_rollback").json()["digest"] == digest.hex()
             server.trainer.tensors, server.trainer.version = old, server.trainer.version - 1
         else:

@@ -210,6 +210,22 @@ def test_its_own_errors_do_not_end_it(
     assert until(rig, version=NEWEST, error=None)["failures"] >= 2
 
 
+def test_a_call_that_is_cancelled_does_not_end_it(
+    log: Path, started: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = started()
+    until(rig, failures=0)
+
+    def cancelled(folder: Path) -> None:
+        raise asyncio.CancelledError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(log_replay, "list_log", cancelled)
+        looked(rig)
+    write_steps(log)
+    until(rig, version=NEWEST, error=None)
+
+
 def test_weights_that_sleep_are_no_failure(log: Path, started: Callable[..., Rig]) -> None:
     rig = started()
     until(rig, failures=0)
