@@ -244,7 +244,7 @@ def test_each_engine_falls_back_for_itself(
             assert engine.holds(model)
         if bucket_bytes > 300:  # of more parts, the first may be forgotten
             assert sorted(encoded) == ["gap8_exp", "gap8_ulp"]
-    assert a.bodies == c.bodies
+    assert sorted(a.bodies) == sorted(c.bodies)
     assert set(encodings(a)) == {"gap8_ulp"}
     last = b.log[-1].manifest.num_parts or 0
     assert encodings(b)[-2 * last :] == ["gap8_exp"] * (2 * last)
