@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from engine_ext.object_store import is_store_url, store_url
+
 ENVIRONMENT = "DELTA_UPDATES_SETTINGS"
 API_KEY_ENVIRONMENT = "DELTA_API_KEY"
 
@@ -46,6 +48,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     part_port: int = 0
     cache_dir: str | None = None
     cache_bytes: int = 16 << 30
+    streams: int = 8
+    fetch_rate: int | None = None
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The `roots` that are folders; the others are URLs of object stores."""
+        return tuple(root for root in self.roots if not is_store_url(root))
 
     def export(self) -> None:
         """Write the settings to the environment of every process that this one starts."""
@@ -133,6 +142,15 @@ def _parse_directory(text: str) -> str:
     return os.path.realpath(text)
 
 
+def _parse_location(text: str) -> str:
+    if not is_store_url(text):
+        return _parse_directory(text)
+    try:
+        return store_url(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _parse_network(text: str) -> str:
     try:
         return str(ipaddress.ip_network(text))
@@ -182,18 +200,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--delta-root DIR",
-        "A folder below which disk requests may read; repeatable. Without any, disk requests are "
-        "refused.",
-        type=_parse_directory,
+        "A folder, or a URL in an object store (s3://BUCKET/PREFIX), below which disk requests may "
+        "read; repeatable. Without any, disk requests are refused.",
+        type=_parse_location,
         action="append",
     )
     add(
-        "--delta-log DIR",
-        "A folder that a sender writes its versions into (its --delta-log). Versions newer "
+        "--delta-log LOG",
+        "A folder, or a URL in an object store (s3://BUCKET/PREFIX; also gs:// and az://), that a "
+        "sender writes its versions into (its --delta-log). Versions newer "
         "than the loaded weights are replayed before the engine serves, each verified as if it "
         "came by HTTP, and later by POST /delta_catch_up. If one is damaged or missing, the engine "
         "stays on the last good version and reports it.",
-        type=_parse_directory,
+        type=_parse_location,
     )
     add(
         "--delta-follow",
@@ -287,14 +306,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--delta-cache-dir DIR",
-        "For an engine on several hosts: a folder that only this user can write into, where a host "
-        "keeps the parts that it has fetched, once for all of its ranks (default: one in the "
-        "temporary folder).",
+        "For an engine on several hosts, or a log in an object store: a folder that only this user "
+        "can write into, where a host keeps the parts that it has fetched, once for all of its "
+        "engines and ranks (default: one in the temporary folder).",
         type=_parse_directory,
     )
     add(
         "--delta-cache-bytes BYTES",
         f"Bytes that this folder may have (default: {defaults.cache_bytes >> 30}G).",
+        type=parse_size,
+    )
+    add(
+        "--delta-streams N",
+        "Requests at once for one part in an object store, each for a range of it "
+        f"(default: {defaults.streams}).",
+        type=_parse_positive,
+    )
+    add(
+        "--delta-fetch-rate BYTES",
+        "Most bytes per second that this engine fetches from an object store, for links that are "
+        "shared (default: no limit).",
         type=parse_size,
     )
     add(

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from engine_ext import delta_log, settings
-from engine_ext.delta_log import CannotFold, Entry, Listing, list_log, read_version, route
-from engine_ext.errors import LogDamaged
+from engine_ext.delta_log import CannotFold, DeltaLog, Entry, Listing, read_version, route
+from engine_ext.errors import LogDamaged, PartUnavailable
 from engine_ext.wire import HMAC_KEY_ENVIRONMENT
 
 OK, DAMAGED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -27,6 +26,7 @@ examples:
   delta-log fold /mnt/log 0 40                write one delta from version 0 to 40
   delta-log prune /mnt/log --keep 10          keep 10 versions, and those that engines need
   delta-log prune /mnt/log --url http://host:8000 --dry-run
+  delta-log list s3://bucket/run-7            the same for a log in an object store
 
 exit status:
   0    done
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(options)
     except ModuleNotFoundError as error:
         status, problem = USAGE, f"{error}; pip install 'delta-updates[sender]'"
-    except (LogDamaged, CannotFold, FileExistsError) as error:
+    except (LogDamaged, PartUnavailable, CannotFold, FileExistsError) as error:
         status, problem = DAMAGED, str(error)
     except (OSError, ValueError) as error:
         status, problem = USAGE, f"{type(error).__name__}: {error}"
@@ -59,8 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="delta-log",
-        description="Maintain a delta log: the folder that a sender writes its versions to, and "
-        "that\nengines replay when they start (--delta-log of both).",
+        description="Maintain a delta log: the folder, or the prefix of an object store, that a "
+        "sender writes\nits versions to, and that engines replay when they start (--delta-log of "
+        "both).",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -68,7 +69,8 @@ def _parser() -> argparse.ArgumentParser:
 
     def command(name: str, run: Callable[[argparse.Namespace], int], help: str) -> Any:
         added = commands.add_parser(name, help=help, description=help)
-        added.add_argument("log", type=Path, metavar="LOG", help="the log's folder")
+        help = "the log's folder, or its URL in an object store (s3://BUCKET/PREFIX)"
+        added.add_argument("log", type=_open, metavar="LOG", help=help)
         added.set_defaults(run=run)
         return added
 
@@ -136,6 +138,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _open(text: str) -> DeltaLog:
+    try:
+        return delta_log.open_log(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"not a positive number: {text!r}")
@@ -143,7 +152,7 @@ def _count(text: str) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    listing = list_log(options.log)
+    listing = options.log.listing()
     rows = [
         {
             "folder": entry.folder.name,
@@ -196,7 +205,7 @@ def _print_table(rows: Iterable[dict[str, Any]]) -> None:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    listing = list_log(options.log)
+    listing = options.log.listing()
     wanted = set(options.versions)
     entries = [entry for entry in listing.entries if not wanted or entry.version in wanted]
     if missing := wanted - {entry.version for entry in entries}:
@@ -207,7 +216,8 @@ def _verify(options: argparse.Namespace) -> int:
     before: list[tuple[Entry, str]] = []
     for entry in _with_progress(entries, "verifying"):
         try:
-            digests = delta_log.verify_version(entry)
+            with options.log.fetched(entry):
+                digests = delta_log.verify_version(entry)
         except LogDamaged as damaged:
             problems.append(f"{entry.folder.name}: {damaged.message}")
             continue
@@ -235,7 +245,7 @@ def _fold(options: argparse.Namespace) -> int:
     base, target = options.base, options.target
     if base >= target:
         raise ValueError(f"FROM must be below TO: {base}, {target}")
-    listing = list_log(options.log)
+    listing = options.log.listing()
     between = [entry for entry in listing.entries if entry.version <= target]
     steps = route(between, base)
     if not steps or steps[-1].version != target:
@@ -249,10 +259,11 @@ def _fold(options: argparse.Namespace) -> int:
         before=_before(listing, options),
         progress=lambda entries: _with_progress(entries, "reading"),
     )
-    read_version(next(entry for entry in list_log(options.log).entries if entry.folder == folder))
-    size = sum(path.stat().st_size for path in folder.iterdir())
+    folded = next(entry for entry in options.log.listing().entries if entry.folder == folder)
+    with options.log.fetched(folded):
+        read_version(folded)
     old = sum(entry.nbytes for entry in steps)
-    print(f"{folder.name}: folded {len(steps)} version(s), {old:,} bytes into {size:,}")
+    print(f"{folder.name}: folded {len(steps)} version(s), {old:,} bytes into {folded.nbytes:,}")
     return OK
 
 
@@ -270,7 +281,7 @@ def _before(listing: Listing, options: argparse.Namespace) -> list[Entry]:
 def _prune(options: argparse.Namespace) -> int:
     if options.keep is None and options.before is None and not options.url:
         raise ValueError("nothing selects versions to delete: give --keep, --before or --url")
-    listing = list_log(options.log)
+    listing = options.log.listing()
     versions = sorted({entry.version for entry in listing.entries})
     if not versions:
         print("the log is empty")
@@ -296,9 +307,9 @@ def _prune(options: argparse.Namespace) -> int:
             problem = f"{url} is at version {version}, which the log does not lead on from"
             print(f"delta-log: {problem}", file=sys.stderr)
     for entry in _with_progress([] if options.dry_run else gone, "deleting"):
-        delta_log.discard(entry.folder)
+        options.log.discard(entry.folder.name)
     if not options.dry_run:
-        _tidy(options.log, listing)
+        options.log.tidy(listing)
     size = sum(entry.nbytes for entry in gone)
     verb = "would be deleted" if options.dry_run else "deleted"
     print(f"{len(gone)} of {len(listing.entries)} version(s) {verb}, {size:,} bytes")
@@ -309,15 +320,6 @@ def _prune(options: argparse.Namespace) -> int:
         kept = f"{len(candidates) - len(gone)} more are on the route from version {start}"
         print(f"{kept}; fold them first, or give the version engines start with as --base-version")
     return OK
-
-
-def _tidy(log: Path, listing: Listing) -> None:
-    """Delete the marks of refused numbers below the newest version, and interrupted deletions."""
-    for folder in listing.refused:
-        if (delta_log.version_of(folder.name) or 0) < (listing.newest or 0):
-            delta_log.discard(folder)
-    for folder in log.glob(".weight_v*.gone"):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _oldest_base(listing: Listing) -> int | None:

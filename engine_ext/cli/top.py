@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -82,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with contextlib.suppress(KeyboardInterrupt):
             asyncio.run(_show(options, answers))
-    except (DeltaError, OSError) as error:
+    except (DeltaError, OSError, ValueError) as error:
         print(f"delta-top: {options.delta_log}: {error}", file=sys.stderr)
         return 1
     return exit_status(answers) if options.urls else 0
@@ -219,6 +218,11 @@ async def _show(options: argparse.Namespace, answers: list[Answer]) -> None:
     console = Console()
     if not console.is_terminal:
         console.width = _WIDE
+    # Only who asks for a log pays for what reads it.
+    if options.delta_log is not None:
+        from engine_ext.delta_log import follower_lags, open_log
+
+        log = await asyncio.to_thread(open_log, options.delta_log)
     async with httpx.AsyncClient(headers=bearer_headers(), timeout=options.timeout) as client:
         lags: list[Lag] = []
 
@@ -226,7 +230,7 @@ async def _show(options: argparse.Namespace, answers: list[Answer]) -> None:
             answers[:] = await asyncio.gather(*(ask(client, url) for url in urls))
             shown = [table(answers, options.syncs)] if urls else []
             if options.delta_log is not None:
-                lags[:] = await asyncio.to_thread(_read_lags, options.delta_log)
+                lags[:] = await asyncio.to_thread(follower_lags, log)
                 shown.append(follower_table(lags))
             return Group(*shown)
 
@@ -245,13 +249,6 @@ async def _show(options: argparse.Namespace, answers: list[Answer]) -> None:
                     live.update(await look(), refresh=True)
 
 
-def _read_lags(log: Path) -> list[Lag]:
-    # Only who asks for a log pays for what reads it.
-    from engine_ext.delta_log import follower_lags
-
-    return follower_lags(log)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="delta-top",
@@ -263,8 +260,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("urls", nargs="*", type=_url, metavar="URL", help="http://HOST:PORT")
-    help = "show the engines that follow the delta log in this folder too, by their heartbeats"
-    add("--delta-log", type=Path, metavar="DIR", help=help)
+    help = "show the engines that follow this delta log (folder or URL) too, by their heartbeats"
+    add("--delta-log", metavar="LOG", help=help)
     help = "print one table and exit (the default without a terminal)"
     add("--once", action="store_true", help=help)
     add("--json", action="store_true", help="print the engines' status as JSON and exit")

@@ -1,15 +1,20 @@
-"""The delta log: every version as files in a folder, so that an engine can replay it.
+"""The delta log: every version as files in a folder or a store, so that an engine can replay it.
 
-`catalog` lists versions and finds a route between two of them, `writer` writes one durably, `fold`
-makes one delta of several, `values` turns differences into values on the way. `followers` has the
-heartbeats of the engines that follow a log, `lag` how far they are behind it.
+`opening` opens one by its location. `interface` is what both kinds offer: `folder_log` with
+`writer` in a folder, `store_log` with `store_writer` in an object store. `catalog` lists versions
+and finds a route between two of them, `fold` makes one delta of several, `values` turns differences
+into values on the way. `followers` has the heartbeats of the engines that follow a log, `lag` how
+far they are behind it.
 
-Imports: `engine_ext.version_folders`, `engine_ext.wire`, `engine_ext.durable_files`,
-`engine_ext.checkpoint_files`, `engine_ext.errors`.
+Imports: `engine_ext.remote_parts`, `engine_ext.object_store`, `engine_ext.version_folders`,
+`engine_ext.wire`, `engine_ext.durable_files`, `engine_ext.checkpoint_files`,
+`engine_ext.rate_limit`, `engine_ext.errors`.
 """
 
 from engine_ext.delta_log.catalog import (
+    DONE,
     Entry,
+    FileFacts,
     Listing,
     list_log,
     removable,
@@ -23,6 +28,7 @@ from engine_ext.delta_log.fold import (
     read_version,
     verify_version,
 )
+from engine_ext.delta_log.folder_log import FolderLog
 from engine_ext.delta_log.followers import (
     FollowerState,
     Heartbeat,
@@ -31,25 +37,38 @@ from engine_ext.delta_log.followers import (
     remove_heartbeat,
     write_heartbeat,
 )
+from engine_ext.delta_log.interface import DeltaLog, Draft, Writer
 from engine_ext.delta_log.lag import Lag, follower_lags
+from engine_ext.delta_log.opening import open_log
+from engine_ext.delta_log.store_fetch import fetch_object, read_done
+from engine_ext.delta_log.store_log import StoreLog
 from engine_ext.delta_log.values import CannotFold
-from engine_ext.delta_log.writer import Draft, LogWriter, discard
+from engine_ext.delta_log.writer import LogWriter, discard
 
 __all__ = [
+    "DONE",
     "CannotFold",
+    "DeltaLog",
     "Draft",
     "Entry",
+    "FileFacts",
+    "FolderLog",
     "FollowerState",
     "Heartbeat",
     "Lag",
     "Listing",
     "LogWriter",
+    "StoreLog",
+    "Writer",
     "digests_of",
     "discard",
+    "fetch_object",
     "fold_versions",
     "follower_lags",
     "list_log",
     "live_heartbeats",
+    "open_log",
+    "read_done",
     "read_heartbeats",
     "read_version",
     "removable",

@@ -29,7 +29,7 @@ import stat
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, Protocol
 
 import msgspec
 
@@ -40,7 +40,7 @@ from engine_ext.wire import MAX_VERSION, Limits
 DONE: Final = "DONE"
 REFUSED: Final = "REFUSED"
 PART_SUFFIX: Final = ".safetensors"
-_MAX_DONE_BYTES: Final = 16 << 20
+MAX_DONE_BYTES: Final = 16 << 20
 
 _FOLDER: Final = re.compile(r"weight_v([0-9]{1,19})(?:_from_v([0-9]{1,19}))?")
 
@@ -52,17 +52,56 @@ class FileFacts(msgspec.Struct, frozen=True):
     xxh3_128: str
 
 
-class Done(msgspec.Struct, frozen=True, kw_only=True):
+class Done(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The content of ``DONE``."""
 
     version: int  # that the delta leads to
     base_version: int | None  # that it starts from; None if it is full
     files: dict[str, FileFacts]  # the parts, by file name
+    refused: bool = False  # its number is used up; written where a folder cannot be renamed
+
+
+class VersionFiles(Protocol):
+    """The files of a version, wherever they are."""
+
+    def names(self) -> Collection[str]:
+        """Return the names of the files."""
+        ...
+
+    def size(self, name: str) -> int:
+        """Return a file's length in bytes; OSError if it is gone."""
+        ...
+
+    def open(self, name: str) -> BinaryIO:
+        """Open a file; OSError if it cannot be read, LogDamaged if it is not a file."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FolderFiles:
+    """The files in a folder."""
+
+    folder: Path
+
+    def names(self) -> list[str]:
+        """Return the names in the folder."""
+        return [path.name for path in self.folder.iterdir()]
+
+    def size(self, name: str) -> int:
+        """Return a file's length in bytes."""
+        return (self.folder / name).stat().st_size
+
+    def open(self, name: str) -> BinaryIO:
+        """Open a regular file."""
+        return open_regular(self.folder / name)
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A delta in the log."""
+    """A delta in the log.
+
+    `folder` holds the files while they are on this host, see `engine_ext.delta_log.logs.DeltaLog`.
+    """
 
     folder: Path
     version: int  # that it leads to
@@ -70,6 +109,7 @@ class Entry:
     files: dict[str, FileFacts | None]  # by file name; None if ``DONE`` does not have the facts
     nbytes: int  # of all parts
     foreign: bool = False  # a folder with an index, which is applied as a whole
+    written_at: float = 0.0  # Unix time by the clock of where the log is
 
     @property
     def full(self) -> bool:
@@ -116,6 +156,18 @@ class Listing:
         known += [version for name in self.damaged if (version := version_of(name)) is not None]
         return max(known, default=None)
 
+    def add(self, folder: Path, files: VersionFiles, written_at: float) -> None:
+        """Add a version; OSError if its files are gone meanwhile."""
+        try:
+            self.entries.append(_read_entry(folder, files, written_at))
+        except LogDamaged as damaged:
+            self.damaged[folder.name] = damaged.message
+
+    def sorted(self) -> Listing:
+        """Return the listing with its entries in order."""
+        entries = sorted(self.entries, key=lambda entry: (entry.version, entry.folder.name))
+        return Listing(entries, self.refused, self.damaged)
+
     def up_to(self, version: int) -> Listing:
         """Return the listing without what leads past a version."""
         damaged = {k: why for k, why in self.damaged.items() if (version_of(k) or 0) <= version}
@@ -147,13 +199,11 @@ def list_log(folder: Path) -> Listing:
             listing.refused.append(folder / name)
             continue
         try:
-            listing.entries.append(_read_entry(folder / name))
-        except LogDamaged as damaged:
-            listing.damaged[name] = damaged.message
+            written_at = (folder / name).stat().st_mtime
+            listing.add(folder / name, FolderFiles(folder / name), written_at)
         except FileNotFoundError:
             continue  # pruned meanwhile
-    listing.entries.sort(key=lambda entry: (entry.version, entry.folder.name))
-    return listing
+    return listing.sorted()
 
 
 def route(entries: Iterable[Entry], version: int | None) -> list[Entry]:
@@ -218,46 +268,52 @@ def why_not_newer(listing: Listing, version: int | None, bad: Collection[str] = 
     return behind + (f"; damaged: {', '.join(broken)}" if broken else "")
 
 
-def _read_entry(folder: Path) -> Entry:
+def _read_entry(folder: Path, files: VersionFiles, written_at: float) -> Entry:
     version = version_of(folder.name)
     assert version is not None
-    text = _read_done(folder)
-    if not text and (folder / INDEX).exists():
-        return _read_foreign(folder, version)
+    text = _read_done(files)
+    names = files.names()
+    if not text and INDEX in names:
+        return _read_foreign(folder, version, files, written_at)
     if text is None:
         raise LogDamaged(f"it has no {DONE}: it was not written completely")
-    names = sorted(p.name for p in folder.iterdir() if p.name.endswith(PART_SUFFIX))
     if not text:
-        files: dict[str, FileFacts | None] = dict.fromkeys(names)
-        nbytes = sum((folder / name).stat().st_size for name in names)
-        return Entry(folder, version, version - 1, files, nbytes)
-    try:
-        done = msgspec.json.decode(text, type=Done)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise LogDamaged(f"its {DONE} cannot be read: {error}") from error
+        parts = sorted(name for name in names if name.endswith(PART_SUFFIX))
+        facts: dict[str, FileFacts | None] = dict.fromkeys(parts)
+        nbytes = sum(files.size(name) for name in parts)
+        return Entry(folder, version, version - 1, facts, nbytes, written_at=written_at)
+    done = parse_done(text)
     base = done.base_version
     if done.version != version or version > MAX_VERSION or (base is not None and base >= version):
         raise LogDamaged(f"its {DONE} declares that it leads from {base} to {done.version}")
     if any(Path(name).name != name for name in done.files):
         raise LogDamaged(f"its {DONE} names a file outside the folder")
     nbytes = sum(facts.bytes for facts in done.files.values())
-    return Entry(folder, version, base, {**done.files}, nbytes)
+    return Entry(folder, version, base, {**done.files}, nbytes, written_at=written_at)
 
 
-def _read_foreign(folder: Path, version: int) -> Entry:
-    """Read a folder with an index; its files are read when it is applied or verified."""
-    names = [path.name for path in folder.iterdir()]
+def parse_done(text: bytes) -> Done:
+    """Return the content of a ``DONE`` that is not empty; LogDamaged if it is not valid."""
     try:
-        found = read_version_folder(
-            folder.name, names, lambda name: open_regular(folder / name), Limits()
-        )
+        return msgspec.json.decode(text, type=Done)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise LogDamaged(f"its {DONE} cannot be read: {error}") from error
+
+
+def _read_foreign(folder: Path, version: int, files: VersionFiles, written_at: float) -> Entry:
+    """Read a folder with an index; its files are read when it is applied or verified."""
+    names = files.names()
+    try:
+        found = read_version_folder(folder.name, names, files.open, Limits())
     except DeltaError as error:
         raise LogDamaged(error.message) from error
     except OSError as error:
         raise LogDamaged(f"its {INDEX} cannot be read: {error.strerror}") from error
-    files: dict[str, FileFacts | None] = dict.fromkeys(found.index.files)
-    nbytes = sum((folder / name).stat().st_size for name in files if name in names)
-    return Entry(folder, version, found.base_version, files, nbytes, foreign=True)
+    facts: dict[str, FileFacts | None] = dict.fromkeys(found.index.files)
+    nbytes = sum(files.size(name) for name in facts if name in names)
+    return Entry(
+        folder, version, found.base_version, facts, nbytes, foreign=True, written_at=written_at
+    )
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -271,17 +327,16 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb", buffering=0)
 
 
-def _read_done(folder: Path) -> bytes | None:
+def _read_done(files: VersionFiles) -> bytes | None:
     """Return the content of ``DONE``, stripped; None if there is none."""
     try:
-        with open_regular(folder / DONE) as file:
-            text = file.read(_MAX_DONE_BYTES + 1)
+        with files.open(DONE) as file:
+            text = file.read(MAX_DONE_BYTES + 1)
     except FileNotFoundError:
-        if not folder.exists():
-            raise
+        files.names()  # FileNotFoundError if the folder itself is gone
         return None
     except OSError as error:
         raise LogDamaged(f"its {DONE} cannot be read: {error.strerror}") from error
-    if len(text) > _MAX_DONE_BYTES:
-        raise LogDamaged(f"its {DONE} has over {_MAX_DONE_BYTES} bytes")
+    if len(text) > MAX_DONE_BYTES:
+        raise LogDamaged(f"its {DONE} has over {MAX_DONE_BYTES} bytes")
     return text.strip()

@@ -12,8 +12,8 @@ import numpy as np
 import xxhash
 
 from engine_ext.delta_log.catalog import Entry, folder_name, open_regular
+from engine_ext.delta_log.interface import DeltaLog
 from engine_ext.delta_log.values import CannotFold, ModelValues, merged
-from engine_ext.delta_log.writer import Draft
 from engine_ext.errors import ChecksumMismatch, DeltaError
 from engine_ext.version_folders import (
     INDEX,
@@ -111,32 +111,34 @@ def digests_of(parts: Iterable[Part]) -> Digests:
 
 
 def fold_versions(
-    log: Path,
+    log: DeltaLog,
     entries: Sequence[Entry],
     base_version: int,
     *,
     checkpoint: Path | None = None,
     before: Sequence[Entry] = (),
+    source: DeltaLog | None = None,
     progress: Callable[[Sequence[Entry]], Iterable[Entry]] = iter,
 ) -> Path:
-    """Write one delta with the effect of several versions in sequence, and return its folder.
+    """Write one delta with the effect of several versions in sequence; return its entry's folder.
 
     If several versions write an element, the last value is kept. The result leads from
     `base_version` to the last one's version; it is full if the first is.
 
     Args:
-        log: the log's folder, which the result is added to.
+        log: the log that the result is added to.
         entries: the versions, see `engine_ext.delta_log.catalog.route`; from `base_version`.
         base_version: the version that the result starts from.
         checkpoint: the folder of the checkpoint that the log starts from. Needed if a version sends
             differences; the result has values.
         before: the versions that lead from the checkpoint to `base_version`.
+        source: the log that has the versions; `log` if None.
         progress: iterates over the versions, and may display the progress.
 
     Raises:
         CannotFold: some version sends differences, and there is no checkpoint or it is another one;
             or some version is a folder with an index; or `entries` is empty.
-        LogDamaged: one of the versions is damaged.
+        LogDamaged, PartUnavailable: one of the versions is damaged, or cannot be read now.
         FileExistsError: the result is already there.
         OSError: it cannot be written. The log is unchanged after any of these.
     """
@@ -152,7 +154,8 @@ def fold_versions(
     folded: dict[str, ParamDelta] = {}
     first = last = Digests(None, None)
     for entry in progress([*(before if values is not None else ()), *entries]):
-        parts = read_version(entry)
+        with (source or log).fetched(entry):
+            parts = read_version(entry)
         is_folded = entry in entries
         if is_folded:
             last = digests_of(parts)
@@ -164,7 +167,7 @@ def fold_versions(
     target, full, sync_id = entries[-1].version, entries[0].full, uuid.uuid4().hex
     groups = list(_groups(folded.values()))
     key = signing_key()
-    draft = Draft(log, folder_name(target, base_version))
+    draft = log.draft(folder_name(target, base_version))
     try:
         for number, group in enumerate(groups):
             # The old values are not known here, so a part has no digest; the digests of the model

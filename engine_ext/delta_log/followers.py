@@ -5,18 +5,17 @@
     LOG/followers/host7-4711-9f2c.json    one engine: its version, what it waits for, its failures
 
 An engine replaces its file at every look, and a file that is older than it says counts no more. Age
-is measured by the clock of the log's file system alone, so that clocks of hosts may differ.
+is measured by the clock of the log's file system or store alone: clocks of hosts may differ.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
-from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
+
+from engine_ext.delta_log.interface import DeltaLog
 
 FOLDER: Final = "followers"
 _SUFFIX: Final = ".json"
@@ -40,59 +39,36 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     expires_s: float  # seconds after which it counts no more
 
 
-def write_heartbeat(log: Path, heartbeat: Heartbeat) -> None:
+def write_heartbeat(log: DeltaLog, heartbeat: Heartbeat) -> None:
     """Replace an engine's heartbeat.
 
     Raises:
         OSError: the log cannot be written.
     """
-    folder = log / FOLDER
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{heartbeat.name}{_SUFFIX}"
-    draft = path.with_suffix(".tmp")
-    draft.write_bytes(msgspec.json.encode(heartbeat))
-    draft.replace(path)
+    log.write_note(FOLDER, heartbeat.name + _SUFFIX, msgspec.json.encode(heartbeat))
 
 
-def remove_heartbeat(log: Path, name: str) -> None:
+def remove_heartbeat(log: DeltaLog, name: str) -> None:
     """Remove an engine's heartbeat, if it has one and the log can be written."""
     with contextlib.suppress(OSError):
-        (log / FOLDER / f"{name}{_SUFFIX}").unlink()
+        log.remove_note(FOLDER, name + _SUFFIX)
 
 
-def read_heartbeats(log: Path) -> list[tuple[Heartbeat, float]]:
+def read_heartbeats(log: DeltaLog) -> list[tuple[Heartbeat, float]]:
     """Return the heartbeats in a log and their ages in seconds, by name.
 
-    Files that are no heartbeats are left out. If the log cannot be written, ages are by this host's
-    clock.
+    Files that are no heartbeats are left out.
 
     Raises:
         OSError: the log cannot be read.
     """
-    folder = log / FOLDER
-    if not folder.is_dir():
-        return []
-    now = _now(folder)
     found = []
-    for path in sorted(folder.glob(f"*{_SUFFIX}")):
-        with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError):
-            with path.open("rb") as file:
-                written = os.fstat(file.fileno()).st_mtime
-                heartbeat = msgspec.json.decode(file.read(_MAX_BYTES), type=Heartbeat)
-            found.append((heartbeat, max(0.0, now - written)))
+    for note in log.read_notes(FOLDER, _SUFFIX, _MAX_BYTES):
+        with contextlib.suppress(msgspec.MsgspecError):
+            found.append((msgspec.json.decode(note.content, type=Heartbeat), note.age))
     return found
 
 
-def live_heartbeats(log: Path) -> list[Heartbeat]:
+def live_heartbeats(log: DeltaLog) -> list[Heartbeat]:
     """Return the heartbeats that still count; see `read_heartbeats`."""
     return [beat for beat, age in read_heartbeats(log) if age <= beat.expires_s]
-
-
-def _now(folder: Path) -> float:
-    """Return the time by the clock that stamps the files of a folder."""
-    try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".now-") as file:
-            return os.fstat(file.fileno()).st_mtime
-    except OSError:
-        with tempfile.NamedTemporaryFile(prefix="delta-now-") as file:
-            return os.fstat(file.fileno()).st_mtime

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import msgspec
 
-from engine_ext.delta_log.catalog import list_log
 from engine_ext.delta_log.followers import Heartbeat, read_heartbeats
+from engine_ext.delta_log.interface import DeltaLog
 
 
 class Lag(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,17 +29,17 @@ class Lag(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-def follower_lags(log: Path) -> list[Lag]:
+def follower_lags(log: DeltaLog) -> list[Lag]:
     """Return the lag of every follower of a log, by name.
 
     Raises:
         LogDamaged, OSError: the log cannot be read.
     """
-    plain = [entry for entry in list_log(log).entries if "_from_" not in entry.folder.name]
+    plain = [entry for entry in log.listing().entries if "_from_" not in entry.folder.name]
     found = []
     for heartbeat, age in read_heartbeats(log):
         waiting = [entry for entry in plain if entry.version > heartbeat.version]
-        began = min((entry.folder.stat().st_mtime for entry in waiting), default=None)
+        began = min((entry.written_at for entry in waiting), default=None)
         found.append(
             Lag(
                 heartbeat=heartbeat,

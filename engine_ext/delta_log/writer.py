@@ -52,9 +52,9 @@ class LogWriter(AbstractContextManager["LogWriter"]):
         used = (version_of(path.name) for path in self.folder.iterdir())
         return max((version for version in used if version is not None), default=-1)
 
-    def begin(self, version: int) -> Draft:
-        """Begin to write a version; FileExistsError if its number is in use, see `Draft`."""
-        return Draft(self.folder, folder_name(version))
+    def begin(self, version: int) -> FolderDraft:
+        """Begin to write a version; FileExistsError if its number is in use, see `FolderDraft`."""
+        return FolderDraft(self.folder, folder_name(version))
 
     def refuse(self, version: int) -> None:
         """Mark a version that no engine took: its parts are deleted, its number stays in use."""
@@ -66,7 +66,7 @@ class LogWriter(AbstractContextManager["LogWriter"]):
                 path.unlink()
 
 
-class Draft:
+class FolderDraft:
     """A version that is being written, in a folder that readers ignore; later named `name`.
 
     Raises:
@@ -101,14 +101,7 @@ class Draft:
     def finish(self) -> Path:
         """Publish the version once all of it is on disk, and return its folder."""
         assert self._manifest is not None
-        version, base = self._manifest.current_version, self._manifest.base_version
-        assert version is not None
-        if self._manifest.full:
-            base = None
-        elif base is None:
-            base = version - 1  # the receiver's default
-        done = Done(version=version, base_version=base, files=self._files)
-        write_file(self._partial / DONE, msgspec.json.format(msgspec.json.encode(done)) + b"\n")
+        write_file(self._partial / DONE, done_of(self._manifest, self._files))
         sync_folder(self._partial)
         os.rename(self._partial, self._final)
         sync_folder(self._final.parent)
@@ -126,6 +119,19 @@ def discard(folder: Path) -> None:
     os.rename(folder, gone)
     sync_folder(folder.parent)
     shutil.rmtree(gone)
+
+
+def done_of(manifest: Manifest, files: dict[str, FileFacts]) -> bytes:
+    """Return the content of ``DONE``, given the manifest of a part and the facts of all."""
+    version, base = manifest.current_version, manifest.base_version
+    assert version is not None
+    if manifest.full:
+        base = None
+    elif base is None:
+        base = version - 1  # the receiver's default
+    done = Done(version=version, base_version=base, files=files)
+    text = msgspec.json.encode(done)
+    return msgspec.json.format(text) + b"\n"
 
 
 def manifest_of(part: bytes) -> Manifest:

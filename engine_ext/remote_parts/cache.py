@@ -1,8 +1,8 @@
-"""A folder of parts by content hash, shared by all ranks of a host and bounded in bytes.
+"""A folder of parts by content hash, shared by all engines of a host and bounded in bytes.
 
 ::
 
-    CACHE/3f…a0.part            a part, as it is in the spool of the other host
+    CACHE/3f…a0.part            a part, as another host's spool or an object store has it
     CACHE/3f…a0.part.decoded    what lies beside it, see `engine_ext.part_paths`
     CACHE/3f…a0.fetch           locked by the rank that fetches it, or removes it
 
@@ -100,7 +100,7 @@ class PartCache:
                 with open(unfinished, "w+b", opener=_private) as file:
                     fetch(file)
                 if not _is_whole(unfinished, content, size):
-                    raise ChecksumMismatch("a part changed on its way from another host")
+                    raise ChecksumMismatch("a part changed on its way here")
                 unfinished.replace(path)
             except OSError as error:
                 raise self._full() if error.errno in _NO_ROOM else error from error
@@ -122,7 +122,7 @@ class PartCache:
 
     def _full(self) -> SpoolFull:
         return SpoolFull(
-            f"{self.folder} has no room for a part of another host; raise --delta-cache-bytes, or "
+            f"{self.folder} has no room for a part; raise --delta-cache-bytes, or "
             "name a folder with more room with --delta-cache-dir"
         )
 

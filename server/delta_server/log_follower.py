@@ -32,6 +32,7 @@ _JITTER: Final = 0.2  # of the interval, so that engines do not look all at once
 _LONGEST_WAIT_S: Final = 60.0  # after failures
 _BEATS_TO_EXPIRE: Final = 10
 _SHORTEST_EXPIRY_S: Final = 120.0
+_LONGEST_GOODBYE_S: Final = 5.0  # to remove the heartbeat, which expires anyway
 
 
 class LogFollower:
@@ -80,7 +81,9 @@ class LogFollower:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), self._wait_s())
         finally:
-            remove_heartbeat(self._replay.folder, self._name)
+            gone = asyncio.to_thread(remove_heartbeat, self._replay.log, self._name)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(gone, _LONGEST_GOODBYE_S)
 
     async def look(self) -> None:
         """Apply what the log has; whatever keeps the engine from it is kept for the status."""
@@ -164,7 +167,7 @@ class LogFollower:
             expires_s=max(_SHORTEST_EXPIRY_S, _BEATS_TO_EXPIRE * self._interval),
         )
         try:
-            await asyncio.to_thread(write_heartbeat, self._replay.folder, heartbeat)
+            await asyncio.to_thread(write_heartbeat, self._replay.log, heartbeat)
             self._cannot_write = False
         except Exception as failure:
             if not self._cannot_write:

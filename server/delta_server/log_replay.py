@@ -28,10 +28,11 @@ from delta_server.request_options import Options
 from delta_server.request_record import RequestRecord
 from engine_ext.delta_log import (
     CannotFold,
+    DeltaLog,
     Entry,
+    FolderLog,
     Listing,
     fold_versions,
-    list_log,
     route,
     why_not_newer,
 )
@@ -39,6 +40,7 @@ from engine_ext.errors import (
     CommitFailed,
     DeltaError,
     LogDamaged,
+    PartUnavailable,
     PublishFailed,
     SpoolFull,
     SyncInProgress,
@@ -59,7 +61,8 @@ _POLL_S = 0.2
 _MOST_FOLDED_BYTES = 256 << 20  # of several versions that are folded; ten times that is decoded
 # Errors that another version, or another route to this one, would not avoid.
 _ENGINE_ERRORS = (
-    CommitFailed, PublishFailed, SpoolFull, SyncInProgress, WeightsAsleep, WriteUndone,
+    CommitFailed, PartUnavailable, PublishFailed, SpoolFull, SyncInProgress, WeightsAsleep,
+    WriteUndone,
 )  # fmt: skip
 
 
@@ -70,7 +73,7 @@ class LogReplay:
         committer: commits on the engine, and knows its state.
         apply_files: see `delta_server.service.DeltaService.apply_files`.
         engine: the engine's adapter.
-        folder: real path of the log.
+        log: the log.
         limit: how far versions are applied.
         scratch: folder for folded versions; the temporary folder if None.
 
@@ -83,12 +86,12 @@ class LogReplay:
         committer: EngineCommitter,
         apply_files: ApplyFiles,
         engine: Engine,
-        folder: str,
+        log: DeltaLog,
         limit: FollowLimit | None = None,
         scratch: str | None = None,
     ) -> None:
         self._committer, self._apply_files, self._engine = committer, apply_files, engine
-        self.folder = Path(folder)
+        self.log = log
         self._limit, self._scratch = limit or FollowLimit(), scratch
         self._name = new_name()
         self._lock = asyncio.Lock()
@@ -100,7 +103,7 @@ class LogReplay:
         """Return the log's newest version, and the problem that keeps an older engine from it."""
         reached = self.newest is not None and version >= self.newest
         problem = None if reached else self._problem
-        return {"folder": str(self.folder), "newest": self.newest, "problem": problem}
+        return {"folder": self.log.location, "newest": self.newest, "problem": problem}
 
     def behind(self, version: int) -> int:
         """Return how many versions the log had after this one when it was read last."""
@@ -151,7 +154,7 @@ class LogReplay:
         unusable: dict[str, DeltaError] = {}
         start, is_look = time.monotonic(), fold
         while True:
-            listing = await asyncio.to_thread(list_log, self.folder)
+            listing = await asyncio.to_thread(self.log.listing)
             self.newest = listing.newest
             self._versions = sorted({entry.version for entry in listing.entries})
             if (last := self._limit.of(listing)) is not None:
@@ -171,7 +174,7 @@ class LogReplay:
         self._report(listing, version if known else None, unusable)
         if applied or not is_look:
             message = "delta log: at version %d, the newest in %s is %s"
-            logger.info(message, version, self.folder, self.newest)
+            logger.info(message, version, self.log.location, self.newest)
         found = {"version": version, "applied": applied, "newest": self.newest}
         return {"status": "caught_up", **found}
 
@@ -215,13 +218,11 @@ class LogReplay:
         If not, the engine is as it was. Applied one after another, the versions show why.
         """
         with tempfile.TemporaryDirectory(prefix="delta-fold-", dir=self._scratch) as scratch:
-            folder = Path(os.path.realpath(scratch))
+            log = FolderLog(Path(os.path.realpath(scratch)))
             try:
-                for entry in entries:
-                    entry.require_files()
-                await asyncio.to_thread(fold_versions, folder, entries, version)
-                [folded] = (await asyncio.to_thread(list_log, folder)).entries
-                await self._apply(folded, options, folder)
+                await asyncio.to_thread(fold_versions, log, entries, version, source=self.log)
+                [folded] = (await asyncio.to_thread(log.listing)).entries
+                await self._apply(folded, options, log)
             except _ENGINE_ERRORS:
                 raise
             except (CannotFold, DeltaError, OSError) as error:
@@ -245,13 +246,16 @@ class LogReplay:
         self._problem = error.to_wire()
         raise error
 
-    async def _apply(self, entry: Entry, options: Options, folder: Path | None = None) -> None:
+    async def _apply(self, entry: Entry, options: Options, log: DeltaLog | None = None) -> None:
         """Stage and commit one version of a log, this one by default, or raise a `DeltaError`."""
-        await asyncio.to_thread(entry.require_files)
         versions = {"weight_version": entry.version, "base_version": entry.base_version}
         at = msgspec.structs.replace(options, **versions)
-        real = [Path(os.path.realpath(path)) for path in entry.paths]
-        answer = await self._apply_files(real, at, RequestRecord(), [str(folder or self.folder)])
+        with contextlib.ExitStack() as stack:
+            await asyncio.to_thread(stack.enter_context, (log or self.log).fetched(entry))
+            await asyncio.to_thread(entry.require_files)
+            real = [Path(os.path.realpath(path)) for path in entry.paths]
+            root = os.path.realpath(entry.folder.parent)
+            answer = await self._apply_files(real, at, RequestRecord(), [root])
         if answer["status"] != "committed":
             if answer["status"] == "staged":
                 await call(self._engine, DropSync())

@@ -39,7 +39,7 @@ async def pull(service: DeltaService, wanted: PullRequest, record: RequestRecord
         DeltaError: a version is missing, or refused, or the engine is already past the target. The
             engine is unchanged.
     """
-    roots, source = service.settings.roots, os.path.realpath(wanted.source_dir)
+    roots, source = service.settings.folders, os.path.realpath(wanted.source_dir)
     if not roots:
         raise PathForbidden("pulls are refused: the engine has no --delta-root")
     state = await _state(service)
@@ -98,7 +98,7 @@ async def commit_pulled(
             actual=pulled.target,
         )
     options = msgspec.structs.replace(options, base_version=None)
-    state, roots = await _state(service), service.settings.roots
+    state, roots = await _state(service), service.settings.folders
     following = await asyncio.to_thread(_following, pulled.source, state.version, target, roots)
     for folder in following:
         version = _version(folder)

@@ -13,7 +13,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from delta_server.auth import check_access
 from delta_server.commit import call
 from delta_server.dashboard import asks_for_token, page_response
-from delta_server.disk_files import resolve_files
 from delta_server.empty_syncs import advance
 from delta_server.log_follower import refuse_pushes
 from delta_server.pulls import commit_pulled, is_pulled, pull
@@ -309,8 +308,7 @@ async def _apply_files(
         service, record.adapter = service.for_adapter(adapter), adapter
     refuse_pushes(service.follower)
     options = disk_request.options(request.query_params)
-    paths = resolve_files(disk_request, service.settings.roots)
-    return await asyncio.shield(service.apply_files(paths, options, record))
+    return await asyncio.shield(service.apply_request(disk_request, options, record))
 
 
 def _service(request: Request) -> DeltaService:

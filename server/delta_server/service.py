@@ -29,15 +29,20 @@ from delta_server.log_replay import LogReplay
 from delta_server.part_server import PartServer
 from delta_server.published import completeness
 from delta_server.reporting import SyncReporter
-from delta_server.request_options import Options, is_anonymous, part_id
+from delta_server.request_options import DiskRequest, Options, is_anonymous, part_id
 from delta_server.request_record import RequestRecord
 from delta_server.scrubbing import combined, count_findings
 from delta_server.spool import Spool, Spooled
 from delta_server.staging import Staging
+from delta_server.store_files import StoreFiles
 from delta_server.transactions import after_gap, as_transaction, located
 from delta_server.upload_limits import MinimumRate, UploadSlots
 from delta_server.version_folders import spool_request
+from engine_ext.delta_log import open_log
 from engine_ext.errors import CommitFailed, Conflict, DeltaError, EngineUncertain, MalformedPart
+from engine_ext.object_store import is_store_url
+from engine_ext.rate_limit import RateLimit
+from engine_ext.remote_parts import PartCache
 from engine_ext.settings import Settings
 from engine_ext.wire import DIGEST_ALGORITHM, Limits, PartId
 from engine_ext.wire.operations import (
@@ -63,7 +68,8 @@ class DeltaService:
         self.adapter: str | None = None
         self.committer, self.reporter = EngineCommitter(engine), SyncReporter(engine)
         # The delta log's folders, too: what a replay has left incomplete shows there.
-        self._folders = [*settings.roots, *([] if settings.log is None else [settings.log])]
+        logs = [] if settings.log is None or is_store_url(settings.log) else [settings.log]
+        self._folders = [*settings.folders, *logs]
         self._part_server: PartServer | None = None
         if engine.address is not None:
             self._part_server = PartServer(engine.address, settings.part_port)
@@ -73,12 +79,16 @@ class DeltaService:
         self.upload_slots = UploadSlots(settings.max_uploads)
         self.log_replay: LogReplay | None = None
         self.follower: LogFollower | None = None
+        rate = None if settings.fetch_rate is None else RateLimit(settings.fetch_rate)
+        cache: PartCache | None = None
+        if any(is_store_url(location) for location in (settings.log, *settings.roots)):
+            cache = PartCache(settings.cache_dir, settings.cache_bytes)
+        self._store_files = StoreFiles(settings, rate, cache)
         if settings.log is not None:
             limit = FollowLimit(settings.follow_hold)
+            log = open_log(settings.log, cache=cache, streams=settings.streams, limit=rate)
             self.log_replay = replay = LogReplay(
-                *(self.committer, self.apply_files, engine, settings.log),
-                limit,
-                settings.spool_dir,
+                *(self.committer, self.apply_files, engine, log), limit, settings.spool_dir
             )
             if settings.follow:
                 self.follower = LogFollower(replay, engine, settings.follow_interval, limit)
@@ -221,6 +231,17 @@ class DeltaService:
         finally:
             spooled.remove()
 
+    async def apply_request(
+        self, request: DiskRequest, options: Options, record: RequestRecord
+    ) -> dict[str, Any]:
+        """Apply the files that a disk request names; see `apply_files`.
+
+        Raises:
+            DeltaError: each class fixes the state that the engine is in then.
+        """
+        async with self._store_files.resolved(request) as (paths, roots):
+            return await self.apply_files(paths, options, record, roots)
+
     async def apply_files(
         self,
         paths: Sequence[Path],
@@ -244,7 +265,7 @@ class DeltaService:
         try:
             async with self.reporter.follow(record):
                 start = time.perf_counter()
-                allowed = self.settings.roots if roots is None else roots
+                allowed = self.settings.folders if roots is None else roots
                 at_once = self.settings.read_workers
                 spooled = await spool_request(self.spool, paths, allowed, at_once, self._engine)
                 record.set_parts([], spooled)

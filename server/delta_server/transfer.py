@@ -20,7 +20,6 @@ from fastapi import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from delta_server.auth import check_access
-from delta_server.disk_files import resolve_files
 from delta_server.log_follower import refuse_pushes
 from delta_server.request_options import DiskRequest, Options
 from delta_server.request_record import RequestRecord
@@ -151,8 +150,7 @@ class WeightTransfer:
     ) -> dict[str, Any]:
         service = self._service
         if info.model_path is not None:
-            paths = resolve_files(info.disk_request(), service.settings.roots)
-            return await service.apply_files(paths, options, record)
+            return await service.apply_request(info.disk_request(), options, record)
         key = signing_key()
         verifier = None if key is None else Verifier(key, info.signature)
         async with contextlib.AsyncExitStack() as stack:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from delta_sender import DeltaSender, LogSender, SyncError
-from engine_ext.delta_log import live_heartbeats
+from engine_ext.delta_log import FolderLog, live_heartbeats
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import fingerprint
@@ -158,7 +158,7 @@ def test_an_engine_follows_the_log(
         damaged.write_bytes(good)
         reach(engine, 8)
         seen_by(engine)
-        [heartbeat] = live_heartbeats(log)
+        [heartbeat] = live_heartbeats(FolderLog(log))
         assert (heartbeat.version, heartbeat.state) == (8, "following")
     finally:
         stop.set()

@@ -28,8 +28,7 @@ Modules, in the order of the data's way:
 - `quantize`: quantises them first, if the engine's checkpoint is quantised.
 - `sync_round`: shares one sync between all destinations.
 - `session`, `part_builder`, `encoding_policy`, `recovery`: one destination's share of it.
-- `post_queue`, `http_client`, `bandwidth`, `rate_limit`, `log_destination`, `notify`: deliver the
-  parts.
+- `post_queue`, `http_client`, `bandwidth`, `log_destination`, `notify`: deliver the parts.
 - `acked_state`, `state_file`: what destinations hold.
 - `model_tensors`, `checkpoint`: read live models and checkpoint folders.
 - `sharded`: sends from all ranks of a trainer that holds shards.
@@ -38,8 +37,8 @@ Modules, in the order of the data's way:
   `cli`: the public interface.
 
 The package needs no engine. Of this project it may import `engine_ext.wire`, `engine_ext.kernels`,
-`engine_ext.delta_log`, `engine_ext.errors`, `engine_ext.dtypes`, `engine_ext.cores` and
-`engine_ext.durable_files`.
+`engine_ext.delta_log`, `engine_ext.errors`, `engine_ext.dtypes`, `engine_ext.cores`,
+`engine_ext.rate_limit` and `engine_ext.durable_files`.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ from delta_sender.model_sync import sync_model
 from delta_sender.model_tensors import ModelTensors, checkpoint_names, named_tensors
 from delta_sender.multi_sender import MultiSender
 from delta_sender.quantize import Quantizer, quantize_weight
-from delta_sender.rate_limit import RateLimit
 from delta_sender.results import PartialSyncError, RankError, ShardedReport, SyncError, SyncReport
 from delta_sender.sender import DeltaSender
 from delta_sender.sharded import Shard, ShardedSender, model_shards
 from delta_sender.snapshot import NamedTensors
+from engine_ext.rate_limit import RateLimit
 
 __all__ = [
     "DeltaSender",

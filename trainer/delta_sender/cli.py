@@ -23,6 +23,7 @@ from delta_sender.multi_sender import MultiSender
 from delta_sender.options import MultiOptions, Option, declared
 from delta_sender.results import PartialSyncError, SyncError, SyncReport
 from delta_sender.snapshot import MappedSnapshot, NamedTensors
+from engine_ext.delta_log import open_log
 from engine_ext.wire import HMAC_KEY_ENVIRONMENT
 
 _DESCRIPTION = """\
@@ -85,7 +86,7 @@ def open_sender(arguments: argparse.Namespace, base: NamedTensors) -> MultiSende
             return DryRunDestination(engine)
         if arguments.save is not None:
             asked = [] if engine is None else [engine]
-            return LogDestination(arguments.save, asked, options["hmac_key"])
+            return LogDestination(open_log(arguments.save), asked, options["hmac_key"])
         return EngineClient(url, options)
 
     urls = arguments.url or [""]
@@ -115,7 +116,7 @@ def make_parser() -> argparse.ArgumentParser:
         "post nothing; with --url, the engine is only asked which tensors it ignores and what its "
         "digest covers"
     )
-    add("--save", type=Path, metavar="DIR", help=save_help)
+    add("--save", metavar="LOG", help=save_help)
     add("--dry-run", action="store_true", help="print what would be sent; post and write nothing")
     group = parser.add_argument_group("sync options")
     for name, option in declared(MultiOptions).items():

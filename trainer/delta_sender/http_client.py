@@ -13,8 +13,8 @@ from tenacity.wait import wait_random_exponential
 
 from delta_sender.bandwidth import LinkSpeed
 from delta_sender.options import MultiOptions
-from delta_sender.rate_limit import RateLimit
 from delta_sender.results import SyncError
+from engine_ext.rate_limit import RateLimit
 from engine_ext.wire import SIGNATURE_HEADER, sign
 
 _CONNECT_S: Final = 10.0

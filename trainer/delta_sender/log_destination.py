@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from delta_sender.bandwidth import LinkSpeed
 from delta_sender.destination import Destination
 from delta_sender.results import SyncError
-from engine_ext.delta_log import Draft, LogWriter, list_log
+from engine_ext.delta_log import DeltaLog, Draft
 from engine_ext.wire import sign
 
 
@@ -19,24 +18,25 @@ class LogDestination(Destination):
     Its parts should apply to any engine, so it gets no differences unless the sender is told to.
 
     Args:
-        folder: The log; created if it is missing.
+        log: The log; created if it is missing.
         engines: Asked for their plan, until one answers; without any there is no plan.
         hmac_key: Signs the parts.
 
     Raises:
         BlockingIOError: Another sender writes into the log.
+        OSError: It cannot be written.
     """
 
-    def __init__(self, folder: Path, engines: Sequence[Destination], hmac_key: str | None) -> None:
+    def __init__(self, log: DeltaLog, engines: Sequence[Destination], hmac_key: str | None) -> None:
         self.speed = LinkSpeed()
         self.highest_posted = 0
-        self.writer = LogWriter(folder)
+        self.log, self.writer = log, log.writer()
         self._engines, self._hmac_key = engines, hmac_key
         self._draft: Draft | None = None
 
     def continues_from(self, version: int) -> bool:
         """Return whether a delta from a version continues the log, or begins it."""
-        entries = list_log(self.writer.folder).entries
+        entries = self.log.listing().entries
         return not entries or any(version in (e.version, e.base_version) for e in entries)
 
     def close(self) -> None:
@@ -77,4 +77,4 @@ class LogDestination(Destination):
             return {"status": "staged"}
         folder, self._draft = self._draft.finish(), None
         self.highest_posted = version
-        return {"status": f"saved in {folder}"}
+        return {"status": f"saved in {self.log.location}/{folder.name}"}

@@ -20,7 +20,7 @@ from delta_sender.snapshot import NamedTensors, Snapshot
 from delta_sender.spill import Spill
 from delta_sender.sync_round import SyncRound
 from delta_sender.warm_up import warm_up
-from engine_ext.delta_log import digests_of, list_log, read_version
+from engine_ext.delta_log import digests_of, open_log, read_version
 from engine_ext.errors import LogDamaged
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ class LogSender(AbstractContextManager["LogSender"]):
         (1, 4)
 
     Args:
-        log: The log's folder; created if it is missing.
+        log: The log's folder, or its URL in an object store (``s3://BUCKET/PREFIX``); created if it
+            is missing.
         base: What the log's newest version leads to, or what engines start with if it is empty: as
             (name, tensor), or the folder of a checkpoint; copied.
         notify: Roots of engines that are asked to look at the log after each version, at once and
@@ -62,7 +63,7 @@ class LogSender(AbstractContextManager["LogSender"]):
     Raises:
         ValueError: An option has an unknown value, or the base is not what the log's newest version
             leads to. If no digest shows whether it is, the first version is a full one.
-        LogDamaged: The log's newest version cannot be read.
+        LogDamaged, PartUnavailable: The log's newest version cannot be read.
         SyncError: No engine of `notify` has answered.
         BlockingIOError: Another sender writes into the log.
     """
@@ -83,24 +84,27 @@ class LogSender(AbstractContextManager["LogSender"]):
         warm_up(self._snapshot.dtypes.values(), given["encoding"])
         self._notifier = Notifier(notify, given)
         engines = self._notifier.clients
-        self._destination = LogDestination(Path(log), engines, given["hmac_key"])
+        self._destination = LogDestination(open_log(log), engines, given["hmac_key"])
         try:
-            newest = list_log(Path(log)).newest
+            newest = self._destination.log.listing().newest
             version = given["base_version"] if newest is None else newest
             self._session = Session(self._destination, self._snapshot, given, version, is_log=True)
             if newest is not None:
-                self._resume(Path(log), newest)
+                self._resume(newest)
         except BaseException:
             self.close()
             raise
 
-    def _resume(self, log: Path, newest: int) -> None:
+    def _resume(self, newest: int) -> None:
         """Check that the base is what the log's newest version leads to."""
-        state = self._session.state
-        last = [entry for entry in list_log(log).entries if entry.version == newest]
+        state, log = self._session.state, self._destination.log
+        last = [entry for entry in log.listing().entries if entry.version == newest]
         if not last:
-            raise LogDamaged(f"version {newest} in {log} cannot be read")
-        led_to = None if last[0].foreign else digests_of(read_version(last[0])).after
+            raise LogDamaged(f"version {newest} in {log.location} cannot be read")
+        led_to = None
+        if not last[0].foreign:
+            with log.fetched(last[0]):
+                led_to = digests_of(read_version(last[0])).after
         plan = self._destination.plan()
         state.read_plan(plan, keep_digest=True, full=False)
         if led_to is None or state.digest is None:
@@ -109,7 +113,7 @@ class LogSender(AbstractContextManager["LogSender"]):
             state.needs_full = True
         elif state.digest.hex() != led_to:
             raise ValueError(
-                f"the base is not what version {newest} in {log} leads to: its digest is "
+                f"the base is not what version {newest} in {log.location} leads to: its digest is "
                 f"{state.digest}, not {led_to}; give the weights of that version, or a new folder"
             )
 

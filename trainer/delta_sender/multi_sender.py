@@ -26,6 +26,7 @@ from delta_sender.spill import Spill
 from delta_sender.state_file import Known, StateFile, StateTracker
 from delta_sender.sync_round import SyncRound
 from delta_sender.warm_up import warm_up
+from engine_ext.delta_log import open_log
 from engine_ext.dtypes import TORCH_DTYPE
 
 if TYPE_CHECKING:
@@ -132,7 +133,9 @@ class MultiSender(AbstractContextManager["MultiSender"]):
         self._log: Session | None = None
         if delta_log is not None:
             engines = [session.destination for session in self._sessions]
-            self._log_destination = LogDestination(Path(delta_log), engines, options["hmac_key"])
+            self._log_destination = LogDestination(
+                open_log(delta_log), engines, options["hmac_key"]
+            )
             self._log = self._session(self._log_destination, None, is_log=True)
             continues = self._log_destination.continues_from(self._log.state.version)
             self._log.state.needs_full |= not continues

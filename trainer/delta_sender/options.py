@@ -22,7 +22,7 @@ import httpx
 from delta_sender.diff_device import SNAPSHOT_ON
 from delta_sender.encoding_policy import CHOICES
 from delta_sender.quantize import FORMS
-from delta_sender.rate_limit import RateLimit
+from engine_ext.rate_limit import RateLimit
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -108,8 +108,9 @@ class Options(CommonOptions, total=False):
         adapter: Name of a LoRA adapter that the engines have loaded; its own tensors are sent, not
             the model's. The base has the names of its folder (``base_model.model.`` ...), and
             versions count for this adapter. Not with a delta log.
-        delta_log: Folder that gets every version, durably, before an engine commits it, for engines
-            that are started with --delta-log. Versions continue from the highest number in it. A
+        delta_log: Folder, or URL in an object store (``s3://BUCKET/PREFIX``), that gets every
+            version, durably, before an engine commits it, for engines that are started with
+            --delta-log. Versions continue from the highest number in it. A
             version that no engine committed is marked as refused; its number is not used again.
         log_differences: Let the delta log carry differences, if `encoding` sends any. They take
             about half the bytes of values. Every engine that replays the log must take them (none
@@ -126,7 +127,7 @@ class Options(CommonOptions, total=False):
     """
 
     adapter: Annotated[str | None, Option(None, {"metavar": "NAME"})]
-    delta_log: Annotated[str | Path | None, Option(None, {"type": Path, "metavar": "DIR"})]
+    delta_log: Annotated[str | Path | None, Option(None, {"metavar": "LOG"})]
     log_differences: Annotated[bool, Option(False, {"action": "store_true"})]
     state: Annotated[str | Path | None, Option(None, {"type": Path, "metavar": "FILE"})]
     quantize: Annotated[str | None, Option(None, {"choices": tuple(FORMS)})]

@@ -9,9 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from engine_ext.cli import log as delta_log_tool
 from engine_ext.cli.log import DAMAGED, INTERRUPTED, OK, USAGE, main
-from engine_ext.delta_log import Heartbeat, write_heartbeat
+from engine_ext.delta_log import FolderLog, Heartbeat, write_heartbeat
 from engine_ext.delta_log.catalog import DONE, list_log, route
 from engine_ext.delta_log.writer import LogWriter
 from tests.unit.delta_log.test_fold import apply, model, same, sparse, write
@@ -192,7 +191,7 @@ def test_prune_keeps_what_comes_after_engines_that_follow(
         heartbeat = Heartbeat(
             name=name, version=version, behind=6 - version, at=0.0, expires_s=expires_s, **facts
         )
-        write_heartbeat(log, heartbeat)
+        write_heartbeat(FolderLog(log), heartbeat)
     assert main(["prune", str(log), "--keep", "1", "--base-version", "5"]) == OK
     assert "1 engine(s) follow the log, the oldest at version 3" in capsys.readouterr().out
     assert folders(log) == ["followers", *(f"weight_v{version:06d}" for version in (4, 5, 6))]
@@ -225,10 +224,10 @@ def test_prune_must_be_told_what(log: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_interrupted(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(folder: Path) -> None:
+    def interrupted(log: FolderLog, name: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(delta_log_tool.delta_log, "discard", interrupted)
+    monkeypatch.setattr(FolderLog, "discard", interrupted)
     assert main(["prune", str(log), "--before", "4", "--base-version", "3"]) == INTERRUPTED
     assert len(folders(log)) == 6
 

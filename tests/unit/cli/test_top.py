@@ -22,7 +22,7 @@ import pytest
 from rich.console import Console
 
 from engine_ext.cli import top
-from engine_ext.delta_log import Heartbeat, write_heartbeat
+from engine_ext.delta_log import FolderLog, Heartbeat, write_heartbeat
 from engine_ext.settings import API_KEY_ENVIRONMENT
 from tests.support.in_process_engine import VERSION, Rig, app_of, delta_part
 from tests.unit.delta_log.test_fold import sparse, write
@@ -246,7 +246,7 @@ def test_engines_that_follow_a_log(tmp_path: Path, capsys: pytest.CaptureFixture
     ]
     for name, at, state, expires_s, error in [*beats, ("host-c", 1, "pinned", -1.0, None)]:
         write_heartbeat(
-            tmp_path,
+            FolderLog(tmp_path),
             Heartbeat(
                 name=name,
                 version=at,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from engine_ext.delta_log import fold as delta_log_fold
 from engine_ext.delta_log.catalog import DONE, folder_name, list_log, route
 from engine_ext.delta_log.fold import CannotFold, digests_of, fold_versions, read_version
+from engine_ext.delta_log.folder_log import FolderLog
 from engine_ext.delta_log.writer import LogWriter
 from engine_ext.errors import LogDamaged
 from engine_ext.wire import ParamDelta, encode_part
@@ -74,7 +75,7 @@ def same(one: Model, other: Model) -> bool:
 
 
 def folded(log: Path, base: int) -> Path:
-    return fold_versions(log, route(list_log(log).entries, base), base)
+    return fold_versions(FolderLog(log), route(list_log(log).entries, base), base)
 
 
 def test_what_is_folded_keeps_no_part_in_memory(
@@ -171,7 +172,7 @@ def test_a_tensor_that_changed_its_shape_cannot_be_folded(tmp_path: Path) -> Non
 
 def test_nothing_cannot_be_folded(tmp_path: Path) -> None:
     with pytest.raises(CannotFold):
-        fold_versions(tmp_path, [], 0)
+        fold_versions(FolderLog(tmp_path), [], 0)
 
 
 def test_an_interrupted_fold_leaves_nothing(

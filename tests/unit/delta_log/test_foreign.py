@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from engine_ext.cli.log import DAMAGED, OK, main
-from engine_ext.delta_log import CannotFold, fold_versions, list_log, route, verify_version
+from engine_ext.delta_log import (
+    CannotFold,
+    FolderLog,
+    fold_versions,
+    list_log,
+    route,
+    verify_version,
+)
 from engine_ext.delta_log.catalog import DONE
 from engine_ext.errors import LogDamaged
 from tests.support.folder_writer import INDEX, write_checkpoint, write_version
@@ -107,5 +114,5 @@ def test_the_command(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_it_cannot_be_folded(log: Path) -> None:
     before = sorted(log.iterdir())
     with pytest.raises(CannotFold, match="version 1 is a folder of another trainer"):
-        fold_versions(log, list_log(log).entries[:3], 0)
+        fold_versions(FolderLog(log), list_log(log).entries[:3], 0)
     assert sorted(log.iterdir()) == before

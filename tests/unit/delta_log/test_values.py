@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from engine_ext.cli import log as cli
 from engine_ext.delta_log import (
     CannotFold,
+    FolderLog,
     LogWriter,
     fold_versions,
     list_log,
@@ -130,7 +131,7 @@ def test_a_fold_does_what_its_versions_do(
     base = checkpoint_of(model(), tmp_path_factory.mktemp("base"))
     before = route([entry for entry in entries if entry.version <= first], 0)
     between = [entry for entry in entries if first < entry.version <= last]
-    folder = fold_versions(log, between, first, checkpoint=base, before=before)
+    folder = fold_versions(FolderLog(log), between, first, checkpoint=base, before=before)
     assert not any(d.differences for p in read_version(entry_of(log, folder)) for d in p.deltas)
     assert same(apply(weights[first], log, [folder]), weights[last])
 
@@ -147,7 +148,7 @@ def log(tmp_path: Path) -> Path:
 
 
 def folded(log: Path, checkpoint: Path | None) -> Path:
-    return fold_versions(log, route(list_log(log).entries, 0), 0, checkpoint=checkpoint)
+    return fold_versions(FolderLog(log), route(list_log(log).entries, 0), 0, checkpoint=checkpoint)
 
 
 def test_without_a_checkpoint_there_is_no_fold(log: Path) -> None:
@@ -175,8 +176,8 @@ def test_a_stretch_needs_the_versions_before_it(log: Path, tmp_path: Path) -> No
     base = checkpoint_of(model(), tmp_path / "base")
     entries = list_log(log).entries
     with pytest.raises(CannotFold, match="other values"):
-        fold_versions(log, entries[1:], 1, checkpoint=base)
-    fold_versions(log, entries[1:], 1, checkpoint=base, before=entries[:1])
+        fold_versions(FolderLog(log), entries[1:], 1, checkpoint=base)
+    fold_versions(FolderLog(log), entries[1:], 1, checkpoint=base, before=entries[:1])
 
 
 def test_the_command(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from delta_sender import DeltaSender, MultiSender, PartialSyncError, SyncError, cli
 from engine_ext.delta_log.catalog import DONE, REFUSED, list_log, route
-from engine_ext.delta_log.writer import Draft, manifest_of
+from engine_ext.delta_log.writer import FolderDraft, manifest_of
 from tests.support.fake_engine import (
     Engine,
     Handler,
@@ -137,7 +137,7 @@ def test_a_log_that_cannot_be_written_stops_the_sync(
             raise OSError(errno.ENOSPC, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr(Draft, "add", full)
+            patch.setattr(FolderDraft, "add", full)
             with pytest.raises(PartialSyncError, match="No space left") as caught:
                 sender.sync(model.items())
         assert set(caught.value.failures) == {A, B}

@@ -151,7 +151,7 @@ def test_a_version_that_cannot_be_written_moves_nothing(
     with sender_of(tmp_path, model, bucket_bytes=1) as sender:
         train(model)
         with monkeypatch.context() as patched:
-            patched.setattr("engine_ext.delta_log.writer.Draft.finish", full_disk)
+            patched.setattr("engine_ext.delta_log.writer.FolderDraft.finish", full_disk)
             with pytest.raises(OSError, match="full"):
                 sender.sync(model.items())
         assert (sender.version, list_log(tmp_path).entries) == (0, [])

@@ -15,7 +15,7 @@ from delta_sender.session_thread import SessionThread
 from delta_sender.snapshot import Changes
 from delta_sender.state_file import StateFile
 from engine_ext.delta_log.catalog import list_log
-from engine_ext.delta_log.writer import Draft
+from engine_ext.delta_log.writer import FolderDraft
 from tests.support.fake_engine import (
     Engine,
     Handler,
@@ -302,9 +302,9 @@ def test_closed_while_the_log_is_written(tmp_path: Path, monkeypatch: pytest.Mon
     base, log = copied(model), tmp_path / "log"
     engine = Engine.of(model)
     writing, go = threading.Event(), threading.Event()
-    finish = Draft.finish
+    finish = FolderDraft.finish
 
-    def slow(draft: Draft) -> Path:
+    def slow(draft: FolderDraft) -> Path:
         writing.set()
         assert go.wait(20)
         return finish(draft)
@@ -317,7 +317,7 @@ def test_closed_while_the_log_is_written(tmp_path: Path, monkeypatch: pytest.Mon
     train(model)
     with monkeypatch.context() as patch:
         patch.setattr(multi_sender, "wait_for", interrupted)
-        patch.setattr(Draft, "finish", slow)
+        patch.setattr(FolderDraft, "finish", slow)
         with pytest.raises(KeyboardInterrupt):
             sender.sync(model.items())
         threading.Timer(0.1, go.set).start()

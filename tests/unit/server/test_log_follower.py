@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from delta_server import log_replay
-from engine_ext.delta_log import read_heartbeats
+from engine_ext.delta_log import FolderLog, read_heartbeats
 from engine_ext.delta_log.catalog import DONE
 from engine_ext.delta_log.followers import FOLDER
 from engine_ext.errors import DeltaError
@@ -97,7 +96,7 @@ def test_versions_that_wait_are_one_pause(log: Path, started: Callable[..., Rig]
     assert [(one["base_version"], one["version"]) for one in committed] == [(VERSION, NEWEST)]
     assert rig.spooled() == []
     looked(rig)  # the heartbeat comes after the commit
-    [(heartbeat, age)] = read_heartbeats(log)
+    [(heartbeat, age)] = read_heartbeats(FolderLog(log))
     assert (heartbeat.version, heartbeat.state, heartbeat.behind) == (NEWEST, "following", 0)
     assert age < heartbeat.expires_s
     assert heartbeat.name == found["name"]
@@ -113,7 +112,7 @@ def test_a_hold_keeps_behind_the_newest(log: Path, started: Callable[..., Rig]) 
     assert found["delta_log"]["newest"] == VERSION + 2
     assert rig.post(CATCH_UP).json()["version"] == VERSION + 1
     looked(rig)
-    [(heartbeat, _)] = read_heartbeats(log)
+    [(heartbeat, _)] = read_heartbeats(FolderLog(log))
     assert (heartbeat.state, heartbeat.behind) == ("held", 1)
 
 
@@ -171,7 +170,7 @@ def test_it_goes_on_once_the_log_is_well_again(log: Path, started: Callable[...,
     assert found["version"] == VERSION + 1
     assert found["error"]["type"] == "LogDamaged"
     assert found["failures"] >= 1
-    [(heartbeat, _)] = read_heartbeats(log)
+    [(heartbeat, _)] = read_heartbeats(FolderLog(log))
     assert (heartbeat.state, heartbeat.version) == ("failing", VERSION + 1)
     assert re.match("LogDamaged: ", heartbeat.error or "")
     (folders[1] / DONE).write_bytes(done)
@@ -204,7 +203,7 @@ def test_its_own_errors_do_not_end_it(
     rig = started()
     until(rig, failures=0)
     with monkeypatch.context() as patched:
-        patched.setattr(log_replay, "list_log", lambda folder: 1 / 0)
+        patched.setattr(FolderLog, "listing", lambda log: 1 / 0)
         until(rig, failures=2)
     write_steps(log)
     assert until(rig, version=NEWEST, error=None)["failures"] >= 2
@@ -216,11 +215,11 @@ def test_a_call_that_is_cancelled_does_not_end_it(
     rig = started()
     until(rig, failures=0)
 
-    def cancelled(folder: Path) -> None:
+    def cancelled(log: FolderLog) -> None:
         raise asyncio.CancelledError
 
     with monkeypatch.context() as patched:
-        patched.setattr(log_replay, "list_log", cancelled)
+        patched.setattr(FolderLog, "listing", cancelled)
         looked(rig)
     write_steps(log)
     until(rig, version=NEWEST, error=None)
@@ -233,7 +232,7 @@ def test_weights_that_sleep_are_no_failure(log: Path, started: Callable[..., Rig
     write_steps(log)
     found = looked(rig)
     assert (found["version"], found["failures"], found["error"]) == (VERSION, 0, None)
-    [(heartbeat, _)] = read_heartbeats(log)
+    [(heartbeat, _)] = read_heartbeats(FolderLog(log))
     assert heartbeat.state == "asleep"
     rig.engine.set_asleep(False)
     until(rig, version=NEWEST)

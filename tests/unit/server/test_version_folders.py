@@ -18,6 +18,7 @@ import torch
 import zstandard
 
 from delta_server.log_replay import LogReplay
+from engine_ext.delta_log import FolderLog
 from engine_ext.wire import encode_part
 from tests.support.folder_writer import INDEX, write_checkpoint, write_index, write_version
 from tests.support.in_process_engine import VERSION, Rig, assert_error
@@ -208,7 +209,7 @@ def test_a_log_of_folders_is_replayed(engine: Engine, tmp_path: Path) -> None:
         engine.rig.service.committer,
         engine.rig.service.apply_files,
         engine.rig.engine,
-        os.path.realpath(log),
+        FolderLog(Path(os.path.realpath(log))),
     )
     write_version(log, NEXT, engine.base, engine.target)
     write_version(log, NEXT + 1, engine.target, engine.target)

@@ -1,4 +1,4 @@
-"""Send no more than so many bytes per second, over all connections together."""
+"""Send or fetch no more than so many bytes per second, over all connections together."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RateLimit:
         self._free_at = float("-inf")
 
     def wait(self, nbytes: int) -> None:
-        """Wait until so many bytes may be sent."""
+        """Wait until so many bytes may be transferred."""
         with self._lock:
             begin = max(self._free_at, self._now() - _BURST_S)
             self._free_at = begin + nbytes / self.bytes_per_second
