@@ -42,6 +42,7 @@ from engine_ext.delta_log.lag import Lag, follower_lags
 from engine_ext.delta_log.opening import open_log
 from engine_ext.delta_log.store_fetch import fetch_object, read_done
 from engine_ext.delta_log.store_log import StoreLog
+from engine_ext.delta_log.store_writer import StoreWriter
 from engine_ext.delta_log.values import CannotFold
 from engine_ext.delta_log.writer import LogWriter, discard
 
@@ -59,6 +60,7 @@ __all__ = [
     "Listing",
     "LogWriter",
     "StoreLog",
+    "StoreWriter",
     "Writer",
     "digests_of",
     "discard",

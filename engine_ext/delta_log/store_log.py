@@ -18,7 +18,7 @@ of a host share, by the hash that ``DONE`` has of them, or from the store.
 from __future__ import annotations
 
 import contextlib
-import io
+import os
 import shutil
 import threading
 import time
@@ -246,7 +246,12 @@ class _StoreFiles:
     def open(self, name: str) -> BinaryIO:
         if name not in self.files or self.files[name].name != self.marker:
             raise FileNotFoundError(name)
-        return io.BytesIO(self.text)
+        # Readers want a descriptor.
+        descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+        file = os.fdopen(descriptor, "w+b", buffering=0)
+        file.write(self.text)
+        file.seek(0)
+        return file
 
 
 def _marker(objects: _Objects) -> ObjectFacts | None:

@@ -17,11 +17,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
-import tenacity
-
 from engine_ext.rate_limit import RateLimit
 
-if TYPE_CHECKING:  # needed only where a URL is named
+if TYPE_CHECKING:
     from obstore import Bytes
     from obstore.store import ObjectStore as AnyStore
 
@@ -76,7 +74,9 @@ class ObjectStore:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.url, self._streams, self._limit = url, streams, limit
+        # Needed only where a URL is named.
         import obstore
+        import tenacity
         from obstore.store import from_url
 
         self._client = obstore

@@ -18,6 +18,7 @@ import httpx
 
 BUCKET = "test"
 _START_S = 90.0
+_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,22 @@ class StoreServer:
 @contextlib.contextmanager
 def seaweed(folder: Path) -> Iterator[StoreServer]:
     """Run SeaweedFS, with its data in a folder."""
+    for attempt in range(_TRIES):
+        data = folder / f"try{attempt}"
+        data.mkdir()
+        with contextlib.ExitStack() as stack:
+            try:
+                server = stack.enter_context(_seaweed(data))
+            except AssertionError:  # another process has taken one of its ports
+                if attempt + 1 == _TRIES:
+                    raise
+                continue
+            yield server
+            return
+
+
+@contextlib.contextmanager
+def _seaweed(folder: Path) -> Iterator[StoreServer]:
     names = ["master", "volume", "filer", "s3"]
     ports = dict(zip([*names, *(f"{name}.grpc" for name in names)], _free_ports(8), strict=True))
     flags = [f"-{name}.port={ports[name]}" for name in names]
@@ -49,11 +66,19 @@ def seaweed(folder: Path) -> Iterator[StoreServer]:
     command = [
         *(_program("weed"), "-logtostderr", "server", f"-dir={folder}", "-ip=127.0.0.1"),
         *("-ip.bind=127.0.0.1", "-s3", "-filer", "-s3.iam=false", "-volume.max=20"),
-        *("-s3.port.iceberg=0", "-master.volumeSizeLimitMB=64", "-master.telemetry=false"),
-        *flags,
+        *("-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"),
+        *("-master.volumeSizeLimitMB=64", *flags),
     ]
-    with _served(command, folder / "log", ports["s3"]) as server:
-        yield server
+    with contextlib.ExitStack() as stack:
+        stack.callback(_remove_sockets, [*ports.values()])
+        yield stack.enter_context(_served(command, folder / "log", ports["s3"]))
+
+
+def _remove_sockets(ports: list[int]) -> None:
+    """Remove the Unix sockets that SeaweedFS makes beside its ports."""
+    for path in Path("/tmp").glob("seaweedfs-*.sock"):
+        if any(path.stem.endswith(f"-{port}") for port in ports):
+            path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

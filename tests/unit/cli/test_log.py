@@ -10,10 +10,11 @@ import httpx
 import pytest
 
 from engine_ext.cli.log import DAMAGED, INTERRUPTED, OK, USAGE, main
-from engine_ext.delta_log import FolderLog, Heartbeat, write_heartbeat
+from engine_ext.delta_log import FolderLog, Heartbeat, StoreLog, write_heartbeat
 from engine_ext.delta_log.catalog import DONE, list_log, route
 from engine_ext.delta_log.writer import LogWriter
-from tests.unit.delta_log.test_fold import apply, model, same, sparse, write
+from engine_ext.object_store import ObjectStore
+from tests.unit.delta_log.test_fold import apply, bodies, model, same, sparse, write
 
 
 @pytest.fixture
@@ -239,3 +240,39 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     shown = " ".join(capsys.readouterr().out.split())
     assert "--base-version" in shown
     assert "stays reachable" in shown
+
+
+def test_a_log_in_an_object_store(store_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every command does the same to it as to a folder."""
+    log = StoreLog(ObjectStore(store_url))
+    writer = log.writer()
+    for version in range(1, 5):
+        draft = writer.begin(version)
+        draft.add(*bodies(version, [sparse("a", {version: 7 * version, 0: version})]))
+        draft.finish()
+    abandoned = writer.begin(5)
+    abandoned.add(*bodies(5, [sparse("a", {0: 9})]))
+    assert main(["list", store_url, "--json"]) == OK
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["reached"], shown["newest"]) == (4, 4)
+    assert main(["verify", store_url]) == OK
+    assert "4 of 4 folder(s) are sound" in capsys.readouterr().out
+    assert main(["fold", store_url, "0", "4"]) == OK
+    assert "folded 4 version(s)" in capsys.readouterr().out
+    assert main(["prune", store_url, "--keep", "1"]) == OK
+    assert "3 of 5 version(s) deleted" in capsys.readouterr().out
+    found = [entry.folder.name for entry in log.listing().entries]
+    assert found == ["weight_v000004", "weight_v000004_from_v000000"]
+    assert main(["verify", store_url]) == OK
+    [name] = [one.name for one in log.store.list(found[0]) if one.name.endswith("tensors")]
+    log.store.put(name, b"damaged")
+    capsys.readouterr()
+    assert main(["verify", store_url]) == DAMAGED
+    assert "weight_v000004: version 4 of the delta log is damaged" in capsys.readouterr().out
+
+
+def test_a_url_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["list", "s3://key:secret@bucket/log"])
+    assert exit.value.code == USAGE
+    assert "credentials and endpoints are taken from" in " ".join(capsys.readouterr().err.split())

@@ -41,7 +41,7 @@ def dense(name: str, values: np.ndarray) -> ParamDelta:
     return ParamDelta(name, DTYPES[name][0], (SIZES[name],), None, values)
 
 
-def write(log: Path, version: int, *groups: list[ParamDelta], **metadata: Any) -> Path:
+def bodies(version: int, *groups: list[ParamDelta], **metadata: Any) -> list[bytes]:
     metadata = {
         "encoding": "deltas_zstd",
         "base_version": None if metadata.get("full") else version - 1,
@@ -49,10 +49,17 @@ def write(log: Path, version: int, *groups: list[ParamDelta], **metadata: Any) -
         "num_parts": len(groups),
         **metadata,
     }
+    return [
+        encode_part(group, current_version=version, part=number, **metadata)
+        for number, group in enumerate(groups)
+    ]
+
+
+def write(log: Path, version: int, *groups: list[ParamDelta], **metadata: Any) -> Path:
     with LogWriter(log) as writer:
         draft = writer.begin(version)
-        for number, group in enumerate(groups):
-            draft.add(encode_part(group, current_version=version, part=number, **metadata))
+        for body in bodies(version, *groups, **metadata):
+            draft.add(body)
         return draft.finish()
 
 

@@ -1,0 +1,95 @@
+"""Senders that publish in a delta log in a real object store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from delta_sender import LogSender
+from engine_ext.delta_log import open_log, route
+from tests.support.fake_engine import Engine, Model, model_of, train
+from tests.unit.sender.test_log_destination import copied
+from tests.unit.sender.test_multi_sender import sender_of, two
+
+
+def replayed(url: str, base: Model, version: int = 0) -> Engine:
+    """An engine that was started with the base and the log."""
+    engine, log = Engine.of(base, version=version), open_log(url)
+    for entry in route(log.listing().entries, version):
+        with log.fetched(entry), engine.client() as client:
+            for path in entry.paths:
+                answer = client.post("http://engine/", content=path.read_bytes())
+                assert answer.status_code == 200
+    return engine
+
+
+def chain(url: str) -> list[tuple[int | None, int]]:
+    return [(entry.base_version, entry.version) for entry in open_log(url).listing().entries]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+def test_engines_and_the_store_get_the_same(store_url: str, bucket_bytes: int) -> None:
+    model = model_of(torch.bfloat16, torch.float32, tensors=4)
+    base = copied(model)
+    a, b = two(model)
+    with sender_of(a, b, model, delta_log=store_url, bucket_bytes=bucket_bytes) as sender:
+        for step in range(3):
+            train(model, step)
+            (sender.sync_full if step == 1 else sender.sync)(model.items())
+    late = replayed(store_url, base)
+    assert late.holds(model)
+    assert a.holds(model)
+    assert b.holds(model)
+    assert chain(store_url) == [(0, 1), (None, 2), (2, 3)]
+
+
+def test_a_trainer_that_posts_to_no_engine(store_url: str) -> None:
+    model = model_of(torch.bfloat16)
+    base = copied(model)
+    with LogSender(store_url, model.items()) as sender:
+        train(model)
+        sender.sync(model.items())
+    # One that starts again goes on from there, and one from another model does not.
+    with LogSender(store_url, model.items()) as sender:
+        train(model, 1)
+        assert sender.sync(model.items()).version == 2
+    assert replayed(store_url, base).holds(model)
+
+
+def test_a_second_sender_takes_over(store_url: str) -> None:
+    """The first one's next version is refused, and its snapshot stays where the log is."""
+    model = model_of(torch.bfloat16)
+    base = copied(model)
+    with LogSender(store_url, model.items()) as first:
+        train(model)
+        first.sync(model.items())
+        taken = copied(model)
+        with LogSender(store_url, taken.items()) as second:
+            train(model, 1)
+            with pytest.raises(BlockingIOError, match="another sender"):
+                first.sync(model.items())
+            train(taken, 2)
+            second.sync(taken.items())
+    assert replayed(store_url, base).holds(taken)
+
+
+def test_a_store_that_cannot_be_reached(
+    store_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = model_of(torch.bfloat16)
+    base = copied(model)
+    with LogSender(store_url, model.items()) as sender:
+        train(model)
+        with monkeypatch.context() as patched:
+            patched.setattr("engine_ext.object_store.ObjectStore.put", _full)
+            with pytest.raises(OSError, match="no room"):
+                sender.sync(model.items())
+        assert chain(store_url) == []
+        sender.sync(model.items())
+    assert replayed(store_url, base).holds(model)
+
+
+def _full(store: object, name: str, data: bytes) -> None:
+    raise OSError(28, "no room", name)

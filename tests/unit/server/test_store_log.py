@@ -1,0 +1,129 @@
+"""Engines that replay and follow a delta log in a real object store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_ext.delta_log import StoreLog, live_heartbeats, open_log
+from tests.support.in_process_engine import (
+    VERSION,
+    Rig,
+    after,
+    assert_error,
+    delta_part,
+    fresh_weights,
+    same,
+)
+from tests.support.object_stores import StoreServer
+from tests.support.store_proxy import Fault, StoreProxy
+from tests.unit.server.test_log_follower import looked, until
+from tests.unit.server.test_log_replay import CATCH_UP, STEPS
+
+NEWEST = VERSION + len(STEPS)
+
+
+@pytest.fixture
+def log(store_url: str, tmp_path: Path) -> StoreLog:
+    """An empty log, past any proxy."""
+    opened = open_log(store_url, scratch=str(tmp_path))
+    assert isinstance(opened, StoreLog)
+    return opened
+
+
+@pytest.fixture
+def proxy(
+    store_server: StoreServer, log: StoreLog, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[StoreProxy]:
+    """A proxy between the store and the engines."""
+    with StoreProxy(store_server) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.server.endpoint)
+        yield proxy
+
+
+@pytest.fixture
+def started(tmp_path: Path, log: StoreLog, proxy: StoreProxy) -> Iterator[Callable[..., Rig]]:
+    """Starts engines of one host."""
+    rigs: list[Rig] = []
+
+    def start(**settings: Any) -> Rig:
+        given = {"log": log.location, "cache_dir": str(tmp_path / "cache"), **settings}
+        rigs.append(Rig(tmp_path / f"spool{len(rigs)}", **given))
+        return rigs[-1]
+
+    yield start
+    for rig in rigs:
+        rig.close()
+
+
+def write_steps(log: StoreLog, first: int = 0, last: int = len(STEPS)) -> None:
+    writer = log.writer()
+    for k in range(first, last):
+        draft = writer.begin(VERSION + k + 1)
+        draft.add(delta_part(STEPS[k], VERSION + k + 1, base_version=VERSION + k))
+        draft.finish()
+
+
+def test_an_engine_starts_at_the_newest_version(log: StoreLog, started: Callable[..., Rig]) -> None:
+    write_steps(log, last=2)
+    rig = started()
+    assert rig.status()["version"] == VERSION + 2
+    assert rig.status()["delta_log"]["folder"] == log.location
+    write_steps(log, first=2)
+    assert rig.post(CATCH_UP).json()["applied"] == [NEWEST]
+    assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
+    assert rig.spooled() == []
+
+
+def test_engines_of_a_host_fetch_each_part_once(
+    log: StoreLog, started: Callable[..., Rig], proxy: StoreProxy
+) -> None:
+    write_steps(log)
+    for _ in range(3):
+        assert started().status()["version"] == NEWEST
+    parts = {path: n for (_, path), n in proxy.requests.items() if path.endswith(".safetensors")}
+    assert [*parts.values()] == [1] * len(STEPS)
+
+
+def test_an_engine_follows(log: StoreLog, started: Callable[..., Rig]) -> None:
+    rig = started(follow=True, follow_interval=0.01)
+    until(rig, version=VERSION, failures=0)
+    write_steps(log)
+    until(rig, version=NEWEST, error=None)
+    looked(rig)
+    assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
+    [heartbeat] = live_heartbeats(log)
+    assert (heartbeat.version, heartbeat.state) == (NEWEST, "following")
+
+
+@pytest.mark.parametrize(
+    "fault", [Fault(status=403), Fault(status=404), Fault(flip=3)], ids=["denied", "gone", "bits"]
+)
+def test_what_cannot_be_fetched_leaves_the_engine_where_it_is(
+    log: StoreLog, started: Callable[..., Rig], proxy: StoreProxy, fault: Fault
+) -> None:
+    rig = started()
+    write_steps(log)
+    proxy.faults = lambda method, path, number: fault if "flush" in path else None
+    answer = rig.post(CATCH_UP)
+    kind = "PartUnavailable" if fault.status == 403 else "LogDamaged"
+    assert_error(answer, {"PartUnavailable": 502, "LogDamaged": 409}[kind], kind)
+    assert rig.status()["version"] == VERSION
+    assert same(rig.engine.weights, fresh_weights())
+    proxy.faults = lambda method, path, number: None
+    assert rig.post(CATCH_UP).json()["version"] == NEWEST
+
+
+def test_a_store_that_is_away_at_the_start(
+    log: StoreLog, started: Callable[..., Rig], proxy: StoreProxy
+) -> None:
+    write_steps(log)
+    proxy.faults = lambda method, path, number: Fault(status=403)
+    rig = started()
+    assert rig.status()["version"] == VERSION
+    assert rig.status()["delta_log"]["problem"]["type"] == "LogDamaged"
+    proxy.faults = lambda method, path, number: None
+    assert rig.post(CATCH_UP).json()["version"] == NEWEST
