@@ -24,7 +24,7 @@ class FolderLog:
         """The folder's path."""
         return str(self.folder)
 
-    def listing(self) -> Listing:
+    def listing(self, *, anew: bool = False) -> Listing:
         """List the content; see `list_log`."""
         return list_log(self.folder)
 

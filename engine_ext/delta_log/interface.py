@@ -73,8 +73,15 @@ class DeltaLog(Protocol):
         """The folder's path, or the URL."""
         ...
 
-    def listing(self) -> Listing:
-        """List the content, without reading the parts; LogDamaged if it is unreadable."""
+    def listing(self, *, anew: bool = False) -> Listing:
+        """List the content, without reading the parts.
+
+        Args:
+            anew: also read what is known from before, as after a damage, which may be mended.
+
+        Raises:
+            LogDamaged: it cannot be read.
+        """
         ...
 
     def fetched(self, entry: Entry) -> AbstractContextManager[None]:

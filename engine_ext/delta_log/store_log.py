@@ -75,12 +75,18 @@ class StoreLog:
         """The URL."""
         return self.store.url
 
-    def listing(self) -> Listing:
+    def listing(self, *, anew: bool = False) -> Listing:
         """List the content; a version without ``DONE`` is being written, and left out.
+
+        Args:
+            anew: read every ``DONE``, not only those that are new: bytes may have changed on the
+                way here.
 
         Raises:
             LogDamaged: the store cannot be read.
         """
+        if anew:
+            self._texts.clear()
         try:
             versions = self._versions()
             finished = {

@@ -152,9 +152,9 @@ class LogReplay:
     async def _run(self, options: Options, *, fold: bool = False) -> dict[str, Any]:
         applied: list[int] = []
         unusable: dict[str, DeltaError] = {}
-        start, is_look = time.monotonic(), fold
+        start, is_look, anew = time.monotonic(), fold, self._problem is not None
         while True:
-            listing = await asyncio.to_thread(self.log.listing)
+            listing = await asyncio.to_thread(self.log.listing, anew=anew)
             self.newest = listing.newest
             self._versions = sorted({entry.version for entry in listing.entries})
             if (last := self._limit.of(listing)) is not None:

@@ -20,27 +20,39 @@ from tests.support.plain_trainer import Trainer, container, model_digest, write_
 KINDS = ["vllm", "sglang"]
 
 
-# The short tests of SGLang's patched copy have its replay too.
+# The short tests of SGLang's patched copy replay a folder, too.
 @pytest.mark.versions
-@pytest.mark.parametrize("kind", ["vllm", pytest.param("sglang", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        ("vllm", "store"),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (("vllm", "folder"), ("sglang", "store"), ("sglang", "folder"))
+        ),
+    ],
+)
 def test_an_engine_starts_where_the_log_ends(
     kind: str,
+    where: str,
     checkpoint: Callable[[str], Path],
     start: Callable[..., EngineProcess],
+    store_url: str,
     tmp_path: Path,
 ) -> None:
-    log, base = tmp_path / "log", checkpoint("qwen3")
+    base = checkpoint("qwen3")
+    log = store_url if where == "store" else str(tmp_path / "log")
     trainer = Trainer(tiny_models.load_tensors(base))
     write_log(log, trainer, 3)
     fresh = start(kind, tiny_models.save_checkpoint(base, tmp_path / "final", trainer.tensors))
     expected = fingerprint(fresh)
     fresh.stop()
 
-    engine = start(kind, base, extra_args=["--delta-log", str(log)])
+    engine = start(kind, base, extra_args=["--delta-log", log])
     status = engine.delta_status()
     assert (status["version"], engine.weight_version()) == (3, "3")
     assert status["delta_log"] == {
-        "folder": str(log), "newest": 3, "problem": None, "follow": None
+        "folder": log, "newest": 3, "problem": None, "follow": None
     }  # fmt: skip
     assert status["staged"] is None
     assert fingerprint(engine) == expected

@@ -6,6 +6,7 @@ so that the engine's reader is not tested against the project's own writer.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import uuid
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ import xxhash
 import zstandard
 from safetensors.torch import save
 
-from engine_ext.delta_log.writer import LogWriter
+from engine_ext.delta_log import open_log
 from engine_ext.wire.digest import Digest, change_digest, tensor_digest
 from tests.support import independent_gap8
 
@@ -199,7 +200,7 @@ def bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def write_log(
-    log: Path,
+    log: str | Path,
     trainer: Trainer,
     versions: int,
     encodings: Sequence[str] = ("deltas_zstd", "gap8_ulp", "indices"),
@@ -210,7 +211,7 @@ def write_log(
         groups = split(trainer.step(), 2)
         metadata = {**trainer.metadata(), "num_parts": "2", "digest_before": before}
         metadata["digest_after"] = model_digest(trainer.tensors).hex()
-        with LogWriter(log) as writer:
+        with contextlib.closing(open_log(log).writer()) as writer:
             draft = writer.begin(trainer.version)
             for part, changed in enumerate(groups):
                 draft.add(

@@ -77,6 +77,10 @@ class StoreProxy(AbstractContextManager["StoreProxy"]):
         self._thread.start()
 
     def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop; connections that are open end with their requests."""
         self._http.shutdown()
         self._http.server_close()
 

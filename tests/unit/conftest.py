@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 from engine_ext.settings import API_KEY_ENVIRONMENT
 from engine_ext.wire.signature import HMAC_KEY_ENVIRONMENT
 from tests.support.in_process_engine import Rig
-from tests.support.object_stores import BUCKET, StoreServer, seaweed
 
 
 @pytest.fixture(autouse=True)
@@ -59,18 +57,3 @@ def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     slept: list[float] = []
     monkeypatch.setattr("tenacity.nap.time.sleep", slept.append)
     return slept
-
-
-@pytest.fixture(scope="session")
-def store_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreServer]:
-    """A real object store."""
-    with seaweed(tmp_path_factory.mktemp("seaweed")) as server:
-        yield server
-
-
-@pytest.fixture
-def store_url(store_server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The URL of an empty prefix in a real store, which the environment leads to."""
-    for name, value in store_server.environment.items():
-        monkeypatch.setenv(name, value)
-    return f"s3://{BUCKET}/{uuid.uuid4().hex}"

@@ -203,7 +203,7 @@ def test_its_own_errors_do_not_end_it(
     rig = started()
     until(rig, failures=0)
     with monkeypatch.context() as patched:
-        patched.setattr(FolderLog, "listing", lambda log: 1 / 0)
+        patched.setattr(FolderLog, "listing", lambda log, **options: 1 / 0)
         until(rig, failures=2)
     write_steps(log)
     assert until(rig, version=NEWEST, error=None)["failures"] >= 2
@@ -215,7 +215,7 @@ def test_a_call_that_is_cancelled_does_not_end_it(
     rig = started()
     until(rig, failures=0)
 
-    def cancelled(log: FolderLog) -> None:
+    def cancelled(log: FolderLog, **options: bool) -> None:
         raise asyncio.CancelledError
 
     with monkeypatch.context() as patched:

@@ -127,3 +127,15 @@ def test_a_store_that_is_away_at_the_start(
     assert rig.status()["delta_log"]["problem"]["type"] == "LogDamaged"
     proxy.faults = lambda method, path, number: None
     assert rig.post(CATCH_UP).json()["version"] == NEWEST
+
+
+def test_a_done_that_changed_on_the_way_is_read_again(
+    log: StoreLog, started: Callable[..., Rig], proxy: StoreProxy
+) -> None:
+    write_steps(log, last=1)
+    rig = started()
+    write_steps(log, first=1)
+    proxy.faults = lambda method, path, number: Fault(flip=12) if path.endswith("DONE") else None
+    assert_error(rig.post(CATCH_UP), 409, "LogDamaged")
+    proxy.faults = lambda method, path, number: None
+    assert rig.post(CATCH_UP).json()["version"] == NEWEST
