@@ -38,7 +38,7 @@ Modules, in the order of the data's way:
 
 The package needs no engine. Of this project it may import `engine_ext.wire`, `engine_ext.kernels`,
 `engine_ext.delta_log`, `engine_ext.errors`, `engine_ext.dtypes`, `engine_ext.cores`,
-`engine_ext.rate_limit` and `engine_ext.durable_files`.
+`engine_ext.object_store`, `engine_ext.rate_limit` and `engine_ext.durable_files`.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from delta_sender.sync_round import SyncRound
 from delta_sender.warm_up import warm_up
 from engine_ext.delta_log import open_log
 from engine_ext.dtypes import TORCH_DTYPE
+from engine_ext.object_store import is_store_url
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -110,6 +111,8 @@ class MultiSender(AbstractContextManager["MultiSender"]):
         check_values(options)
         if options["adapter"] is not None and delta_log is not None:
             raise ValueError("a delta log has versions of the model's weights, not of adapters")
+        if any(is_store_url(url) and not url.startswith("http") for url in urls):
+            raise ValueError("a delta log is no engine; LogSender(url, base) publishes in it")
         if not urls or len({url.rstrip("/") for url in urls}) < len(urls):
             raise ValueError("give every engine's url, each once")
         self._urls = list(urls)

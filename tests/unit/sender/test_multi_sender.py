@@ -281,6 +281,12 @@ def test_every_engine_is_named_once(urls: list[str]) -> None:
         MultiSender(urls, [])
 
 
+@pytest.mark.parametrize("url", ["s3://bucket/log", "gs://bucket"])
+def test_a_log_is_no_engine(url: str) -> None:
+    with pytest.raises(ValueError, match="LogSender"):
+        MultiSender([A, url], [])
+
+
 FAULTS = st.sampled_from(["none", "refuses", "loses", "restarts", "corrupts"])
 
 

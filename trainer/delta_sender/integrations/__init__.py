@@ -1,5 +1,5 @@
-"""Plug into trainers; each module imports its trainer.
+"""Plug into trainers and what they run on; each module imports it.
 
 `transformers_callback`, `trl_trainers`, `verl_checkpoint_engine`, and `vllm_transfer` with
-`transfer_destination`, which imports no engine.
+`transfer_destination`, which imports no engine. `ray_transport` reaches engines in a Ray cluster.
 """
