@@ -89,8 +89,8 @@ class DeltaLog(Protocol):
 
         Raises:
             LogDamaged: one of them is missing, or is not what the writer stored.
-            PartUnavailable: they cannot be read now.
-            OSError: they cannot be written on this host.
+            PartUnavailable: they cannot be read now, or not be kept on this host.
+            SpoolFull: the host's cache has no room.
         """
         ...
 
@@ -112,7 +112,7 @@ class DeltaLog(Protocol):
         ...
 
     def tidy(self, listing: Listing) -> None:
-        """Delete what no reader sees: refused numbers below the newest version, and remains."""
+        """Delete what no reader sees, of versions below the newest: refused ones, and remains."""
         ...
 
     def write_note(self, folder: str, name: str, content: bytes) -> None:

@@ -40,14 +40,15 @@ from engine_ext.delta_log.catalog import (
 )
 from engine_ext.delta_log.interface import Note
 from engine_ext.delta_log.store_fetch import fetch_object
-from engine_ext.delta_log.store_writer import CLAIMS, StoreDraft, StoreWriter
-from engine_ext.errors import ChecksumMismatch, LogDamaged, TooLarge
+from engine_ext.delta_log.store_writer import StoreDraft, StoreWriter
+from engine_ext.errors import ChecksumMismatch, LogDamaged, PartUnavailable, TooLarge
 from engine_ext.object_store import ObjectFacts, ObjectStore
 from engine_ext.remote_parts import LocalFolder, PartCache
 from engine_ext.version_folders import INDEX
 from engine_ext.wire import SIGNATURE_SUFFIX
 
 _AT_ONCE: Final = 8  # small objects
+_UNFINISHED_S: Final = 86400.0
 
 _Objects = Mapping[str, ObjectFacts]  # of one version, by file name
 
@@ -95,16 +96,19 @@ class StoreLog:
                 if DONE in objects or INDEX in objects or REFUSED in objects
             }
             texts = self._read_texts(finished)
+            local, listing = self._folder(), Listing()
         except OSError as error:
             raise LogDamaged(f"cannot read the delta log: {error.strerror}") from error
         self._listed = versions
-        local, listing = self._folder(), Listing()
         for folder, objects in finished.items():
+            marker = _marker(objects)
             if REFUSED in objects or _is_refused(texts.get(folder)):
                 listing.refused.append(local / folder)
-            elif folder in texts and (marker := _marker(objects)) is not None:
+            elif folder in texts and marker is not None:
                 files = _StoreFiles(objects, marker.name, texts[folder])
                 listing.add(local / folder, files, marker.written_at)
+            elif marker is not None and marker.size > MAX_DONE_BYTES:
+                listing.damaged[folder] = f"its {DONE} has over {MAX_DONE_BYTES} bytes"
         return listing.sorted()
 
     def _versions(self) -> dict[str, _Objects]:
@@ -119,7 +123,7 @@ class StoreLog:
     def _read_texts(self, versions: Mapping[str, _Objects]) -> dict[str, bytes]:
         """Return the content of each version's ``DONE``, or of its index; each is read once."""
         found = ((folder, _marker(objects)) for folder, objects in versions.items())
-        markers = {folder: marker for folder, marker in found if marker is not None}
+        markers = {k: one for k, one in found if one is not None and one.size <= MAX_DONE_BYTES}
 
         def read(marker: ObjectFacts) -> tuple[str, bytes] | None:
             known = self._texts.get(marker.name)
@@ -140,19 +144,23 @@ class StoreLog:
 
         Raises:
             LogDamaged: one of them is missing, or is not what ``DONE`` says.
-            PartUnavailable: the store cannot be read.
-            OSError: the files cannot be written.
+            PartUnavailable: the store cannot be read, or the files cannot be kept on this host.
+            SpoolFull: the cache has no room.
         """
         objects = self._listed.get(entry.folder.name, {})
         shutil.rmtree(entry.folder, ignore_errors=True)
-        entry.folder.mkdir()
         try:
             names = [*entry.files, *([INDEX] if entry.foreign else [])]
             names += [
                 name + SIGNATURE_SUFFIX for name in names if name + SIGNATURE_SUFFIX in objects
             ]
-            for name in names:
-                self._fetch(entry, name, objects)
+            try:
+                entry.folder.mkdir(parents=True)
+                for name in names:
+                    self._fetch(entry, name, objects)
+            except OSError as error:
+                why = f"{entry.folder.name} cannot be kept on this host: {error.strerror}"
+                raise PartUnavailable(why) from error
             yield
         finally:
             shutil.rmtree(entry.folder, ignore_errors=True)
@@ -185,18 +193,20 @@ class StoreLog:
         self.store.delete(sorted(names, key=lambda one: one != f"{name}/{DONE}"))
 
     def tidy(self, listing: Listing) -> None:
-        """Delete refused and unfinished versions below the newest one, and past claims."""
-        gone = {folder.name for folder in listing.refused}
-        gone |= {
-            folder
-            for folder, objects in self._listed.items()
-            if not {DONE, INDEX, REFUSED} & objects.keys()
-        }
-        for folder in sorted(gone):
-            if (version_of(folder) or 0) < (listing.newest or 0):
-                self.discard(folder)
-        claims = [found.name for found in self.store.list(CLAIMS)]
-        self.store.delete(claims[:-1])
+        """Delete what refused versions below the newest one have, and old unfinished ones.
+
+        The marks of refused ones stay: their senders may still live, and must not finish them.
+        Unfinished ones may be of a sender or a fold that is at work, so they stay for a day.
+        """
+        refused = {folder.name for folder in listing.refused}
+        old = time.time() - _UNFINISHED_S
+        for folder, files in self._listed.items():
+            if (version_of(folder) or 0) >= (listing.newest or 0):
+                continue
+            marks = {DONE, INDEX, REFUSED} & files.keys()
+            if folder in refused or not marks:
+                gone = [one for name, one in files.items() if name not in marks]
+                self.store.delete(one.name for one in gone if marks or one.written_at < old)
 
     def write_note(self, folder: str, name: str, content: bytes) -> None:
         """Write or replace a small object."""

@@ -32,7 +32,7 @@ from engine_ext.object_store import ObjectStore
 from engine_ext.version_folders import INDEX
 from engine_ext.wire import SIGNATURE_SUFFIX, Manifest
 
-CLAIMS: Final = "claims"
+_CLAIMS: Final = "claims"
 _SAFE: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _MAX_CLAIM_BYTES: Final = 1 << 12
 
@@ -116,7 +116,7 @@ class StoreWriter(AbstractContextManager["StoreWriter"]):
         return -1 if version is None else version
 
     def _claims(self) -> list[int]:
-        names = (found.name.partition("/")[2] for found in self._store.list(CLAIMS))
+        names = (found.name.partition("/")[2] for found in self._store.list(_CLAIMS))
         return sorted(int(name) for name in names if name.isdecimal())
 
     def _claim(self, version: int | None) -> None:
@@ -208,4 +208,4 @@ class StoreDraft:
 
 
 def _claim_name(turn: int) -> str:
-    return f"{CLAIMS}/{turn:020d}"
+    return f"{_CLAIMS}/{turn:020d}"

@@ -29,7 +29,7 @@ _ATTEMPTS: Final = 6
 _LONGEST_WAIT_S: Final = 4.0
 _LISTED_AT_ONCE: Final = 1000
 _MOST_MESSAGE: Final = 300
-# The client's own, of one request; a body that ends early is none of its concern.
+# The client's own, of one request. It goes on where a body has ended early, too.
 _RETRIES: Final[Any] = {"max_retries": 2, "retry_timeout": timedelta(seconds=20)}
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,11 @@ def test_a_fleet_follows_one_trainer(
     keys = [(kind, host) for host in HOSTS for kind in KINDS]
     late = ("sglang", "b")
     engines = {key: launch(*key) for key in keys if key != late}
-    with LogSender(store_url, base, encoding="auto") as sender, Load(engines) as load:
+    with (
+        ThreadPoolExecutor(2) as starts,
+        LogSender(store_url, base, encoding="auto") as sender,
+        Load(engines) as load,
+    ):
         for version in range(1, VERSIONS + 1):
             trainer.step()
             report = sender.sync(trainer.tensors.items())
@@ -133,21 +138,24 @@ def test_a_fleet_follows_one_trainer(
                 assert answer["status"] == "pinned"
             if version == 60:
                 engines["sglang", "a"].stop(grace_s=0)
-            if version == 100:
-                engines[late] = launch(*late)
-                engines["sglang", "a"] = launch("sglang", "a")
-                assert version_of(engines[late]) >= 1  # before it served
+            if version == 80:
+                late_starts = [starts.submit(launch, *key) for key in (late, ("sglang", "a"))]
             if version == 150:
                 assert version_of(pinned) == 50
                 assert pinned.post("/delta_pin").json()["status"] == "released"
-            time.sleep(0.1)
+            time.sleep(0.3)
+        for key, started in zip((late, ("sglang", "a")), late_starts, strict=True):
+            engines[key] = started.result()
+            assert version_of(engines[key]) >= 80  # before it served
         for host in hosts.values():
             host.proxy.faults = lambda method, path, number: None
         for engine in engines.values():
             reach(engine, VERSIONS)
     assert all(load.done[key] for key in keys if key != late), load.done
-    heartbeats = live_heartbeats(open_log(store_url))
-    assert sum(beat.version == VERSIONS for beat in heartbeats) == len(keys)
+    log, end = open_log(store_url), time.monotonic() + 60
+    while sum(beat.version == VERSIONS for beat in live_heartbeats(log)) < len(keys):
+        assert time.monotonic() < end, live_heartbeats(log)
+        time.sleep(0.5)
     expected = model_digest(trainer.tensors).hex()
     seen: dict[tuple[str, str], Any] = {}
     for key, engine in engines.items():

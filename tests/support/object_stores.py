@@ -94,9 +94,15 @@ def rclone_gateway(folder: Path) -> Iterator[StoreServer]:
 @contextlib.contextmanager
 def _served(command: list[str], log: Path, port: int) -> Iterator[StoreServer]:
     server = StoreServer(f"http://127.0.0.1:{port}")
+    # With credentials in its environment, SeaweedFS would want them of everybody.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("AWS_")}
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
         )
     try:
         _make_bucket(server, process, log)

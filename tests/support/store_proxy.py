@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 
 from tests.support.object_stores import StoreServer
 
+_SLOW_PIECES = 5
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -25,6 +27,7 @@ class Fault:
         cut_after: bytes of the body after which the connection ends.
         flip: index of a byte of the body that gets another bit.
         seconds: before the store is asked.
+        slow_s: between two pieces of the body.
         silent: the connection ends without an answer, after the store has done what was asked.
     """
 
@@ -32,6 +35,7 @@ class Fault:
     cut_after: int | None = None
     flip: int | None = None
     seconds: float = 0.0
+    slow_s: float = 0.0
     silent: bool = False
 
 
@@ -124,4 +128,7 @@ class StoreProxy(AbstractContextManager["StoreProxy"]):
             handler.wfile.write(content[: fault.cut_after])
             handler.close_connection = True
             return
-        handler.wfile.write(content)
+        piece = -(-len(content) // _SLOW_PIECES) or 1 if fault.slow_s else len(content) or 1
+        for begin in range(0, len(content), piece):
+            time.sleep(fault.slow_s)
+            handler.wfile.write(content[begin : begin + piece])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from engine_ext.delta_log import (
     verify_version,
     write_heartbeat,
 )
-from engine_ext.delta_log.catalog import DONE, REFUSED
+from engine_ext.delta_log.catalog import DONE, MAX_DONE_BYTES, REFUSED
 from engine_ext.errors import LogDamaged, PartUnavailable
 from engine_ext.object_store import ObjectStore
 from engine_ext.remote_parts import PartCache
@@ -95,11 +96,11 @@ def test_nothing_is_seen_before_the_end(log: StoreLog) -> None:
 def test_a_new_sender_keeps_the_old_one_out(log: StoreLog) -> None:
     """What that one has begun is never in the log, and its number is used up."""
     old = log.writer()
-    draft = old.begin(1)
-    draft.add(part(1, 0))
+    draft_of_old = old.begin(1)
+    draft_of_old.add(part(1, 0))
     new = log.writer()
     with pytest.raises(BlockingIOError, match="another sender"):
-        draft.finish()
+        draft_of_old.finish()
     with pytest.raises(BlockingIOError, match="another sender"):
         old.begin(2)
     with pytest.raises(BlockingIOError, match="another sender"):
@@ -111,7 +112,9 @@ def test_a_new_sender_keeps_the_old_one_out(log: StoreLog) -> None:
     draft.finish()
     assert versions(log) == [(0, 2)]
     log.tidy(log.listing())
-    assert {name.split("/")[0] for name in names(log)} == {"weight_v000002"}
+    assert [name for name in names(log) if "v000001" in name] == [f"weight_v000001/{DONE}"]
+    with pytest.raises(BlockingIOError, match="another sender"):
+        draft_of_old.finish()
     with pytest.raises(BlockingIOError, match="another sender"):
         old.begin(3)  # the claim that it asks for was deleted, and could be made again
     assert versions(log) == [(0, 2)]
@@ -161,7 +164,29 @@ def test_signatures_come_along(log: StoreLog, monkeypatch: pytest.MonkeyPatch) -
         read_version(entry)
 
 
-@pytest.mark.parametrize("damage", ["flip", "short", "gone", "done", "other"])
+def test_what_is_being_written_stays_for_a_day(
+    log: StoreLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fold has the number of a version that is there."""
+    write(log, 1)
+    write(log, 2)
+    draft = log.draft("weight_v000001_from_v000000")
+    draft.add(part(1, 0))
+    log.tidy(log.listing())
+    draft.finish()
+    [fold] = [entry for entry in log.listing().entries if "_from_" in entry.folder.name]
+    with log.fetched(fold):
+        read_version(fold)
+    log.discard(fold.folder.name)
+    draft = log.draft("weight_v000001_from_v000000")
+    draft.add(part(1, 0))
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 2 * 86400)
+    log.tidy(log.listing())
+    assert not any("_from_" in name for name in names(log))
+
+
+@pytest.mark.parametrize("damage", ["flip", "short", "gone", "done", "large", "other"])
 def test_damage_is_seen(log: StoreLog, damage: str) -> None:
     body = part(1, 0)
     write(log, 1, body)
@@ -173,7 +198,8 @@ def test_damage_is_seen(log: StoreLog, damage: str) -> None:
     elif damage == "gone":
         log.store.delete([name])
     else:
-        text = b"{" if damage == "done" else b'{"version":2,"base_version":1,"files":{}}'
+        wrong = {"done": b"{", "large": bytes(MAX_DONE_BYTES + 1)}
+        text = wrong.get(damage, b'{"version":2,"base_version":1,"files":{}}')
         log.store.put(f"weight_v000001/{DONE}", text)
         assert log.listing().entries == []
         assert "DONE" in log.listing().damaged["weight_v000001"]

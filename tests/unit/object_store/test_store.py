@@ -96,7 +96,14 @@ def test_a_store_that_creates_twice_is_refused(
 
 
 @pytest.mark.parametrize(
-    "fault", [Fault(status=503), Fault(status=500), Fault(cut_after=1000), Fault(seconds=0.2)]
+    "fault",
+    [
+        Fault(status=503),
+        Fault(status=500),
+        Fault(cut_after=1000),
+        Fault(seconds=0.2),
+        Fault(slow_s=0.05),
+    ],
 )
 def test_faults_that_pass_lose_nothing(
     store: ObjectStore, by_proxy: ObjectStore, proxy: StoreProxy, tmp_path: Path, fault: Fault
