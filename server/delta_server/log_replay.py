@@ -125,10 +125,13 @@ class LogReplay:
 
         A `DeltaError` of the replay is logged, not raised.
         """
+        # An engine that has served nothing has no KV to drop, which takes SGLang half a second of a
+        # core per version then. Other processes may be serving already.
+        options = Options(flush_cache=self._engine.shared)
         try:
             async with self._lock, self._lease():
                 await self._committer.publish()
-                await self._run(Options())
+                await self._run(options)
         except DeltaError as error:
             self._problem = self._problem or error.to_wire()
             message = "delta log: replay failed, the engine serves the version that it has: %s: %s"

@@ -69,7 +69,7 @@ class Load:
                 self.done[key] += 1
             except Exception:  # it was killed, and will be there again
                 self._stop.wait(1.0)
-            self._stop.wait(0.2)
+            self._stop.wait(0.5)
 
 
 @pytest.fixture

@@ -93,6 +93,18 @@ def test_an_engine_starts_at_the_newest_version(log: Path, started: Callable[...
     )
 
 
+def test_nothing_is_flushed_before_anything_was_served(
+    log: Path, started: Callable[..., Rig]
+) -> None:
+    write_steps(log, 2)
+    rig = started()
+    assert ("pause", "keep", False) in rig.engine.events
+    assert ("pause", "keep", True) not in rig.engine.events
+    write(log, delta_part(STEPS[2], VERSION + 3, base_version=VERSION + 2), number=VERSION + 3)
+    assert rig.post(CATCH_UP).json()["applied"] == [VERSION + 3]
+    assert ("pause", "keep", True) in rig.engine.events
+
+
 def test_versions_of_several_parts(log: Path, started: Callable[..., Rig]) -> None:
     numbers = {"sync_id": "one", "num_parts": 2}
     parts = [delta_part(STEPS[k], VERSION + 1, part=k, **numbers) for k in range(2)]
