@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -139,3 +140,32 @@ def test_a_done_that_changed_on_the_way_is_read_again(
     assert_error(rig.post(CATCH_UP), 409, "LogDamaged")
     proxy.faults = lambda method, path, number: None
     assert rig.post(CATCH_UP).json()["version"] == NEWEST
+
+
+def test_a_cache_without_room(log: StoreLog, started: Callable[..., Rig], tmp_path: Path) -> None:
+    """It goes on by itself once there is some."""
+    rig = started(follow=True, follow_interval=0.01, cache_bytes=10)
+    write_steps(log)
+    until(rig, version=VERSION)
+    while (found := looked(rig))["error"] is None:
+        assert found["version"] == VERSION
+    assert found["error"]["type"] == "SpoolFull"
+    rig.service.log_replay.log._cache._limit = 1 << 20
+    until(rig, version=NEWEST, error=None)
+    assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
+
+
+def test_clocks_that_jump(
+    log: StoreLog, started: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ages of heartbeats, and of what is in the cache, are no reason to stop or to delete."""
+    rig = started(follow=True, follow_interval=0.01)
+    until(rig, version=VERSION, failures=0)
+    real = time.time
+    for k, jump in enumerate((1e6, -1e6, 1e8)):
+        monkeypatch.setattr(time, "time", lambda jump=jump: real() + jump)
+        write_steps(log, first=k, last=k + 1)
+        until(rig, version=VERSION + k + 1, error=None)
+        looked(rig)
+        assert [beat.version for beat in live_heartbeats(log)] == [VERSION + k + 1]
+    assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
