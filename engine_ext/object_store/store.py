@@ -168,8 +168,12 @@ class ObjectStore:
 
         try:
             self._retrying(create)
-        except FileExistsError:
-            if self.read(name, max(len(data), 1 << 20)) != data:
+        except FileExistsError as exists:
+            try:
+                found = self.read(name, max(len(data), 1 << 20))
+            except FileNotFoundError:  # whoever had created it has deleted it since
+                raise exists from None
+            if found != data:
                 raise
 
     def delete(self, names: Iterable[str]) -> None:

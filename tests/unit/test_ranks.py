@@ -74,6 +74,7 @@ def gathered(rank: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_only_the_rank_that_is_named_gathers(tmp_path: Path) -> None:
     """As many bytes of each as it has."""
     whole = [[], [1], [2, 2]]

@@ -479,6 +479,7 @@ def test_a_worker_that_never_comes_is_not_waited_for(error: Exception | None, ma
     sender.close()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_a_worker_that_waits_for_its_trainer_may_exit() -> None:
     code = """

@@ -93,6 +93,7 @@ def shard(shape: tuple[int, ...], dtype: torch.dtype, dim: int, rank: int, ranks
     return Shard
 
 
+@pytest.mark.slow
 @settings(PROPERTY, max_examples=30)
 @given(
     data=st.data(),

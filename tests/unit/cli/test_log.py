@@ -242,6 +242,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "stays reachable" in shown
 
 
+@pytest.mark.slow
 def test_a_log_in_an_object_store(store_url: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Every command does the same to it as to a folder."""
     log = StoreLog(ObjectStore(store_url))

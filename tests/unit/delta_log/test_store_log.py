@@ -36,6 +36,8 @@ from tests.support.store_proxy import Fault, StoreProxy
 from tests.unit.delta_log.test_delta_log import part
 from tests.unit.delta_log.test_foreign import step
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def log(store_url: str, tmp_path: Path) -> StoreLog:

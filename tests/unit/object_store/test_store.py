@@ -15,6 +15,8 @@ from engine_ext.rate_limit import RateLimit
 from tests.support.object_stores import StoreServer, rclone_gateway
 from tests.support.store_proxy import Fault, StoreProxy
 
+pytestmark = pytest.mark.slow
+
 SIZE = 2 * RANGE_BYTES + 12345
 CONTENT = os.urandom(SIZE)
 

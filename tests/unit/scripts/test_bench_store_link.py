@@ -10,6 +10,8 @@ import pytest
 from engine_ext.object_store import ObjectStore
 from scripts.bench import store_link
 
+pytestmark = pytest.mark.slow
+
 
 def test_it_prints_the_share_of_the_link(
     store_url: str, capsys: pytest.CaptureFixture[str]

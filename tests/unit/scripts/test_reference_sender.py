@@ -230,6 +230,7 @@ def steps(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], dict[str, torch.Ten
     return base, new
 
 
+@pytest.mark.slow
 @PROPERTY
 @given(steps())
 def test_decoder_finds_exactly_the_changed_elements(

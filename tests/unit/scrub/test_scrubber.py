@@ -220,6 +220,7 @@ def wait_for(reached: Callable[[], bool]) -> None:
         time.sleep(1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hasty")
 def test_syncs_while_scrubbing_are_no_mismatch(tmp_path: Path) -> None:
     base = base_checkpoint(PlainCopy)

@@ -489,6 +489,7 @@ def test_usage(arguments: list[str], said: str, capsys: pytest.CaptureFixture[st
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_runs_as_a_program_and_imports_nothing_unasked(base: Path, target: Path) -> None:
     code = (
         "import runpy, sys\n"

@@ -86,6 +86,7 @@ def test_channels_equal_compressed_tensors(form: str, weight: torch.Tensor) -> N
     assert same(found["_scale"], stored["weight_scale"])
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(weight=weights())
 @example(weight=torch.zeros(3, 5, dtype=BF16))

@@ -18,6 +18,7 @@ from delta_sender.encoding_policy import AUTO
 from delta_sender.snapshot import Change, Snapshot
 from delta_sender.spill import Spill
 from engine_ext.wire.manifest import ENCODINGS
+from tests.support.descriptors import open_descriptors
 from tests.support.fake_engine import Engine, model_of, train
 
 ROOT = Path(__file__).parents[3]
@@ -85,15 +86,15 @@ def test_up_to_the_limit_all_stays_where_it_is() -> None:
 
 def test_no_file_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     maps = Path("/proc/self/maps")
     kept = keep_all(Spill(0), changes_of("gap8_exp", 0.05))
     assert maps.read_text().count(str(tmp_path)) == 1 < len(kept)
-    assert len(os.listdir("/proc/self/fd")) == before + 1
+    assert open_descriptors() == before + 1
     assert [*tmp_path.iterdir()] == []
     kept.clear()
     assert str(tmp_path) not in maps.read_text()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
 
 
 @pytest.mark.parametrize("encoding", [*ENCODINGS, AUTO])
@@ -119,12 +120,12 @@ def test_a_file_for_many_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     read = changes_of("gap8_exp", 0.5)
     sizes = [own_bytes(change) for _, change in read]
     monkeypatch.setattr(sender_spill, "_WINDOW", max(sizes) + 64)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     kept = keep_all(Spill(0), read)
-    assert 1 < len(os.listdir("/proc/self/fd")) - before < len(kept)
+    assert 1 < open_descriptors() - before < len(kept)
     monkeypatch.setattr(sender_spill, "_WINDOW", 1)
     kept = keep_all(Spill(0), kept)
-    assert len(os.listdir("/proc/self/fd")) - before == len(kept)
+    assert open_descriptors() - before == len(kept)
     for (_, change), (_, same) in zip(read, kept, strict=True):
         assert np.array_equal(change.new, same.new)
 

@@ -13,6 +13,8 @@ from tests.support.fake_engine import Engine, Model, model_of, train
 from tests.unit.sender.test_log_destination import copied
 from tests.unit.sender.test_multi_sender import sender_of, two
 
+pytestmark = pytest.mark.slow
+
 
 def replayed(url: str, base: Model, version: int = 0) -> Engine:
     """An engine that was started with the base and the log."""

@@ -332,6 +332,7 @@ def live(seed: int, state: Path) -> Counter[str]:
     return ends
 
 
+@pytest.mark.slow
 def test_whatever_happens_a_sync_that_returns_has_led_to_the_model(
     tmp_path: Path, naps: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from delta_server.disk_files import open_file, resolve_files
 from delta_server.request_options import DiskRequest
 from engine_ext.errors import DeltaError, MalformedPart, PathForbidden, TooLarge
 from engine_ext.wire import Limits
+from tests.support.descriptors import open_descriptors
 from tests.support.in_process_engine import DELTA, FROM_DISK, Rig, assert_error, delta_part
 
 # Which files ---------------------------------------------------------------------------------
@@ -180,14 +181,14 @@ def test_no_descriptor_is_left(root: Path) -> None:
     (root / "one" / "two").mkdir(parents=True)
     (root / "one" / "two" / "a").touch()
     (root / "link").symlink_to(root / "one")
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     open_file(root / "one" / "two" / "a", [str(root)]).close()
     for path in ("one/two", "one/absent/a", "one/two/a/b", "link/two/a", "link"):
         with pytest.raises(DeltaError):
             open_file(root / path, [str(root)])
     with pytest.raises(MalformedPart):
         resolve(root / "one", None, root)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
 
 
 def test_nothing_outside_is_opened(root: Path, outside: Path) -> None:

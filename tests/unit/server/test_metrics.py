@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, multiprocess
 
 from tests.support.in_process_engine import VERSION, Rig, delta_part, fresh_weights, full_part
@@ -28,6 +29,7 @@ metrics.count(sync, None)
 """
 
 
+@pytest.mark.slow
 def test_processes_are_added_up_and_the_last_version_counts(tmp_path: Path) -> None:
     environment = {
         **os.environ,
@@ -47,6 +49,7 @@ def test_processes_are_added_up_and_the_last_version_counts(tmp_path: Path) -> N
     assert registry.get_sample_value("delta_updates_version") == 5
 
 
+@pytest.mark.slow
 def test_failures_are_zero_before_the_first() -> None:
     """For Prometheus there is no increase from nothing to one."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

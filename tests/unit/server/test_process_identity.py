@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from delta_server.process_identity import is_alive, new_name
 
 NAMED = """
@@ -24,6 +26,7 @@ def test_this_process_lives() -> None:
     assert is_alive(other)
 
 
+@pytest.mark.slow
 def test_another_process_lives_until_it_is_killed() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = subprocess.Popen(

@@ -18,6 +18,7 @@ from delta_server import spool as spool_module
 from delta_server.spool import Spool
 from engine_ext.wire import Limits
 from engine_ext.wire.signature import HMAC_KEY_ENVIRONMENT
+from tests.support.descriptors import open_descriptors
 from tests.support.in_process_engine import (
     DELTA,
     FROM_DISK,
@@ -153,10 +154,10 @@ def test_a_full_spool(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_descriptor_is_left(rig: Rig) -> None:
     post(rig, GOOD, signed(b""))
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     for body, content in ((GOOD, b"x"), (b"", b""), (b"no part", b"no part")):
         assert post(rig, body, signed(content)).status_code in (400, 401)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
 
 
 def test_a_signed_part_needs_room_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

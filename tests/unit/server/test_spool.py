@@ -108,6 +108,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_what_a_killed_server_left_goes_when_the_next_one_starts(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", SERVERS, str(tmp_path)],

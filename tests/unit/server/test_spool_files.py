@@ -27,6 +27,7 @@ from engine_ext.errors import DeltaError, SpoolFull
 from engine_ext.receiver.mapped_part import map_part
 from engine_ext.wire import Limits, ParamDelta, Verifier, encode_part, part_identity, sign
 from engine_ext.wire.container import read_container
+from tests.support.descriptors import open_descriptors
 from tests.support.in_process_engine import (
     STEP,
     VERSION,
@@ -138,7 +139,7 @@ def test_a_refused_body_keeps_no_file(spool: Spool) -> None:
 
 @pytest.mark.parametrize("batches", [0, 1, 3])
 def test_a_body_given_up_while_it_is_written(spool: Spool, batches: int) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
 
     async def stalling() -> AsyncIterator[bytes]:
         for number in range(batches):
@@ -156,7 +157,7 @@ def test_a_body_given_up_while_it_is_written(spool: Spool, batches: int) -> None
         assert names(spool) == []
 
     asyncio.run(scenario())
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
 
 
 # Ranks that map a part -----------------------------------------------------------------------
@@ -171,6 +172,7 @@ sys.stdout.write(str(hash(bytes(data)) == hash(open(sys.argv[2], "rb").read())))
 """
 
 
+@pytest.mark.slow
 def test_a_file_that_a_process_maps_is_not_written(spool: Spool, tmp_path: Path) -> None:
     expected = tmp_path / "expected"
     expected.write_bytes(ONE)
@@ -192,6 +194,7 @@ def test_a_file_that_a_process_maps_is_not_written(spool: Spool, tmp_path: Path)
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_file_is_written_again_after_a_rank_was_killed(spool: Spool) -> None:
     async def scenario() -> None:
         first = await receive(spool, ONE)
@@ -348,7 +351,7 @@ def test_a_full_spool_without_unused_files(spool: Spool, monkeypatch: pytest.Mon
 
 
 def test_closing_frees_everything() -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
 
     async def scenario(spool: Spool) -> None:
         first, second = await receive(spool, ONE), await receive(spool, OTHER)
@@ -360,7 +363,7 @@ def test_closing_frees_everything() -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as parent:
         asyncio.run(scenario(Spool(parent, Limits())))
         assert os.listdir(parent) == []
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
 
 
 # Any chunks ----------------------------------------------------------------------------------
@@ -384,6 +387,7 @@ def bodies(draw: st.DrawFn) -> bytes:
     return {"whole": body, "cut": body[:at], "longer": body + b"\0" * (at % 9 + 1)}[kind]
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(bodies(), st.lists(st.integers(0, 3000), max_size=12), st.booleans(), st.booleans())
 def test_chunks_make_no_difference(

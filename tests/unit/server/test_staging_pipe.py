@@ -13,6 +13,7 @@ import pytest
 
 from delta_server.staging_pipe import StagingPipe
 from engine_ext.part_paths import staging_pipe
+from tests.support.descriptors import open_descriptors
 
 PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
 
@@ -89,7 +90,7 @@ def test_without_pipes_it_does_not_wait(
 
 def test_a_wait_that_is_cancelled_leaves_nothing(part: Path) -> None:
     async def run() -> None:
-        before = os.listdir("/proc/self/fd")
+        before = open_descriptors()
         with StagingPipe(part) as pipe:
             rank = begin(part)
             waiting = asyncio.create_task(pipe.wait(60))
@@ -98,7 +99,7 @@ def test_a_wait_that_is_cancelled_leaves_nothing(part: Path) -> None:
             with pytest.raises(asyncio.CancelledError):
                 await waiting
             os.close(rank)
-        assert os.listdir("/proc/self/fd") == before
+        assert open_descriptors() == before
 
     asyncio.run(run())
     assert os.listdir(part.parent) == []

@@ -25,6 +25,8 @@ from tests.support.in_process_engine import (
     same,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def store(store_url: str) -> ObjectStore:

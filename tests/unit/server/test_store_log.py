@@ -24,6 +24,8 @@ from tests.support.store_proxy import Fault, StoreProxy
 from tests.unit.server.test_log_follower import looked, until
 from tests.unit.server.test_log_replay import CATCH_UP, STEPS
 
+pytestmark = pytest.mark.slow
+
 NEWEST = VERSION + len(STEPS)
 
 
