@@ -188,7 +188,7 @@ def test_no_descriptor_is_left(root: Path) -> None:
             open_file(root / path, [str(root)])
     with pytest.raises(MalformedPart):
         resolve(root / "one", None, root)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_nothing_outside_is_opened(root: Path, outside: Path) -> None:

@@ -157,7 +157,7 @@ def test_no_descriptor_is_left(rig: Rig) -> None:
     before = open_descriptors()
     for body, content in ((GOOD, b"x"), (b"", b""), (b"no part", b"no part")):
         assert post(rig, body, signed(content)).status_code in (400, 401)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_a_signed_part_needs_room_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

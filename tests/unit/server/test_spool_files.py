@@ -157,7 +157,7 @@ def test_a_body_given_up_while_it_is_written(spool: Spool, batches: int) -> None
         assert names(spool) == []
 
     asyncio.run(scenario())
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 # Ranks that map a part -----------------------------------------------------------------------
@@ -363,7 +363,7 @@ def test_closing_frees_everything() -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as parent:
         asyncio.run(scenario(Spool(parent, Limits())))
         assert os.listdir(parent) == []
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 # Any chunks ----------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def test_a_wait_that_is_cancelled_leaves_nothing(part: Path) -> None:
             with pytest.raises(asyncio.CancelledError):
                 await waiting
             os.close(rank)
-        assert open_descriptors() == before
+        assert open_descriptors() <= before
 
     asyncio.run(run())
     assert os.listdir(part.parent) == []
