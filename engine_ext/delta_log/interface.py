@@ -33,8 +33,13 @@ class Draft(Protocol):
         """Publish the version once all of it is stored, and return the folder of its entry."""
         ...
 
+    @property
+    def may_be_visible(self) -> bool:
+        """Whether readers may see it: it is finished, or that was tried without an answer."""
+        ...
+
     def drop(self) -> None:
-        """Delete everything written so far."""
+        """Delete everything written so far, unless readers may see it."""
         ...
 
 

@@ -155,6 +155,9 @@ class StoreDraft:
         store: the log's objects.
         name: of the version's folder.
         folder: of this host; the version's entry has its own below it.
+
+    Attributes:
+        may_be_visible: whether readers may see it: it is finished, or the answer to that was lost.
     """
 
     def __init__(self, store: ObjectStore, name: str, folder: Path) -> None:
@@ -162,6 +165,7 @@ class StoreDraft:
         self._stem = uuid.uuid4().hex
         self._files: dict[str, FileFacts] = {}
         self._written: list[str] = []
+        self.may_be_visible = False
         self._manifest: Manifest | None = None
 
     def add(self, part: bytes, signature: str | None = None) -> None:
@@ -195,16 +199,19 @@ class StoreDraft:
         """
         assert self._manifest is not None
         done = done_of(self._manifest, self._files)
+        self.may_be_visible = True
         try:
             self._store.create(f"{self._name}/{DONE}", done)
         except FileExistsError:
+            self.may_be_visible = False
             conflict = f"another sender has settled {self._name} in {self._store.url}"
             raise BlockingIOError(conflict) from None
         return self._folder / self._name
 
     def drop(self) -> None:
-        """Delete everything written so far, as far as the store can be reached."""
-        self._store.delete(self._written)
+        """Delete everything written so far, unless readers may see it."""
+        if not self.may_be_visible:
+            self._store.delete(self._written)
 
 
 def _claim_name(turn: int) -> str:

@@ -107,8 +107,13 @@ class FolderDraft:
         sync_folder(self._final.parent)
         return self._final
 
+    @property
+    def may_be_visible(self) -> bool:
+        """Whether it has its name, and is seen."""
+        return self._final.exists()
+
     def drop(self) -> None:
-        """Delete everything written so far."""
+        """Delete everything written so far; what is finished stays."""
         shutil.rmtree(self._partial, ignore_errors=True)
 
 

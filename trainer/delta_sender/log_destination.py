@@ -34,6 +34,11 @@ class LogDestination(Destination):
         self._engines, self._hmac_key = engines, hmac_key
         self._draft: Draft | None = None
 
+    @property
+    def is_unsure(self) -> bool:
+        """Whether a version that could not be finished may be visible all the same."""
+        return self._draft is not None and self._draft.may_be_visible
+
     def continues_from(self, version: int) -> bool:
         """Return whether a delta from a version continues the log, or begins it."""
         entries = self.log.listing().entries
@@ -70,6 +75,7 @@ class LogDestination(Destination):
         if part == 0:
             if self._draft is not None:
                 self._draft.drop()
+                self._draft = None
             self._draft = self.writer.begin(version)
         assert self._draft is not None
         self._draft.add(body, None if self._hmac_key is None else sign(self._hmac_key, body))

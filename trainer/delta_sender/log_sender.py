@@ -149,7 +149,8 @@ class LogSender(AbstractContextManager["LogSender"]):
             tensors: The base's tensors, with their values now. None may change before this returns.
 
         Raises:
-            OSError: The version cannot be written. The log and the snapshot are as before.
+            OSError: The version cannot be written. The log and the snapshot are as before; if the
+                answer to the last write was lost, the version may be there, and the next is full.
             ValueError: Names, shapes or dtypes are not the base's. Likewise.
         """
         return self._sync(tensors, full=False)
@@ -174,7 +175,8 @@ class LogSender(AbstractContextManager["LogSender"]):
             committed = self._session.sync(sync_round)
             self._snapshot.advance(sync_round.changes)
         except BaseException:
-            if writer.last_number >= sync_round.version:  # it is there, the snapshot is not
+            # It is or may be there, and the snapshot is not.
+            if self._destination.is_unsure or writer.last_number >= sync_round.version:
                 state.lose_track()
             raise
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from delta_sender import LogSender
 from engine_ext.delta_log import open_log, route
+from engine_ext.object_store import ObjectStore
 from tests.support.fake_engine import Engine, Model, model_of, train
 from tests.unit.sender.test_log_destination import copied
 from tests.unit.sender.test_multi_sender import sender_of, two
@@ -90,6 +92,33 @@ def test_a_store_that_cannot_be_reached(
                 sender.sync(model.items())
         assert chain(store_url) == []
         sender.sync(model.items())
+    assert replayed(store_url, base).holds(model)
+
+
+def test_the_answer_to_the_last_write_is_lost(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version may be in the log: it stays whole, and a full one leads on from anywhere."""
+    model = model_of(torch.bfloat16)
+    base = copied(model)
+    create = ObjectStore.create
+
+    def loses(store: ObjectStore, name: str, data: bytes) -> None:
+        create(store, name, data)
+        if name.endswith("DONE"):
+            raise OSError(errno.EIO, "no answer", name)
+
+    with LogSender(store_url, model.items()) as sender:
+        train(model)
+        with monkeypatch.context() as patched:
+            patched.setattr(ObjectStore, "create", loses)
+            with pytest.raises(OSError, match="no answer"):
+                sender.sync(model.items())
+        at_one = copied(model)
+        train(model, 1)
+        assert sender.sync(model.items()).full
+    assert chain(store_url) == [(0, 1), (None, 2)]
+    assert replayed(store_url, at_one, 1).holds(model)
     assert replayed(store_url, base).holds(model)
 
 
