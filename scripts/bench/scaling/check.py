@@ -99,6 +99,12 @@ class Checked:
             found.append((f"{what}, peak memory", self._peak(names), before + grows))
         return found
 
+    @property
+    def others_share(self) -> float:
+        """Share of the machine's cores that other processes took in the sync that counts."""
+        best = min(self.syncs, key=lambda sync: sync.seconds)
+        return best.others / (best.seconds * self.setup.trainer_cores)
+
     def _least_cpu(self, names: Sequence[str]) -> float:
         """Return the least mean of some processes."""
         return min(sum(sync.cpu[name] for name in names) / len(names) for sync in self.syncs)
@@ -219,6 +225,7 @@ def _send(
         syncs=syncs,
         options=dict(options),
         watched=_watched(engine),
+        engine=engine.pids(),
     )
     process = subprocess.run(
         [sys.executable, "-m", "scripts.bench.scaling.sender_process"],

@@ -228,7 +228,9 @@ def test_measurements_on_little_data(monkeypatch: pytest.MonkeyPatch) -> None:
     old = synthetic_weights.make_weights(3 << 20, np.random.default_rng(0))
     new = synthetic_weights.change(old, 0.02, np.random.default_rng(1))
     found = {
-        **measure_sender.measure(old, new, 0.02, 1),
+        **measure_sender.encoding(old, new, 0.02, 1),
+        **measure_rank.decoding(old, new, 1),
+        **measure_sender.measure(old, new, 1),
         **measure.working_bytes(old, new),
         **measure_rank.measure(old, new, 1),
     }
@@ -305,6 +307,7 @@ def test_a_check_shows_both_figures() -> None:
         wire_bytes=7,
         digest=None,
         timings_ms={"pause_ms": 40.0},
+        others=0.5,
         cpu=dict.fromkeys(names, 0.5),
         resident=dict.fromkeys(names, 1 << 30),
         peak=dict.fromkeys(names, 1 << 20),
@@ -312,6 +315,7 @@ def test_a_check_shows_both_figures() -> None:
     checked = check.Checked(setup, 1 << 20, [sync], [])
     rows = {what: (measured, said) for what, measured, said in checked.rows(COSTS)}
     said = predict(setup, COSTS)
+    assert checked.others_share == 0.25
     assert rows["sync, s"] == (1.0, said.seconds)
     assert rows["generation paused, s"] == (0.04, said.pause_s)
     assert rows["rank staging, CPU s"] == (0.5, said.cpu["rank"])
