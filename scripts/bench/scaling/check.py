@@ -185,7 +185,7 @@ def check(
         rank_threads=1,
         bucket_bytes=BUCKET_BYTES,
         one_host=True,
-        spinning=ranks + 1,  # the ranks and vLLM's engine core, for a second after each call
+        waiting=ranks if ranks > 1 else 0,  # for a second after each call
     )
     return Checked(setup, base, measured, wrong)
 

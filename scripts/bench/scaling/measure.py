@@ -13,14 +13,22 @@ import numpy as np
 from delta_sender.diff_host import compare
 from engine_ext.wire import decode_part, encode_part
 from scripts.bench import synthetic_weights
-from scripts.bench.scaling import measure_http, measure_live, measure_rank, measure_sender
+from scripts.bench.scaling import (
+    measure_http,
+    measure_live,
+    measure_rank,
+    measure_sender,
+    measure_waiting,
+)
 from scripts.bench.scaling.constants import Constants
 from scripts.bench.scaling.timing import take_new_pages
 
 STEPS = (
-    "drawing weights", "encodings", "sender", "memory", "rank", "posts", "a live engine",
+    "drawing weights", "encodings", "sender", "memory",
+    "rank", "posts", "waiting threads", "a live engine",
 )  # fmt: skip
 _LIVE_REPEATS = 12
+_WAITING_REPEATS = 15
 DENSITY = 0.02
 
 
@@ -51,6 +59,8 @@ def measure(elements: int, repeats: int, folder: Path, step: Callable[[str], Non
     step(STEPS[5])
     found |= measure_http.measure(repeats)
     step(STEPS[6])
+    found |= measure_waiting.measure(DENSITY, _WAITING_REPEATS)
+    step(STEPS[7])
     found |= measure_live.measure(folder, _LIVE_REPEATS)
     return Constants(**found)
 

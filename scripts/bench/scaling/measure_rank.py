@@ -3,8 +3,8 @@
 The rank is a module in this process that holds a slice of each tensor, as tensor parallelism cuts
 them: two of three by rows, which are one run of memory, and one by columns. It is traced and
 certified as an engine's model is. Staging runs in one thread, while the other cores are busy. It is
-measured with half of every tensor and with an eighth, which tells an own element's cost from that of
-one on another rank.
+measured with half of every tensor and with an eighth, which tells an own element's cost from that
+of one on another rank.
 """
 
 from __future__ import annotations

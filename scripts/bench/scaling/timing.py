@@ -38,17 +38,28 @@ def take_new_pages() -> None:
     ctypes.CDLL(None).mallopt(threshold, 128 << 10)
 
 
-@contextlib.contextmanager
-def other_cores_busy() -> Iterator[None]:
+def other_cores_busy() -> contextlib.AbstractContextManager[None]:
     """Keep all cores but one busy inside the block, with processes that compare weights.
 
     In a sync the cores share caches and memory with the other stages.
     """
-    command = [sys.executable, "-m", "scripts.bench.scaling.busy_core"]
+    return beside("scripts.bench.scaling.busy_core", usable_cores() - 1)
+
+
+@contextlib.contextmanager
+def beside(module: str, count: int) -> Iterator[None]:
+    """Run a module in some processes inside the block.
+
+    Each writes a line to stdout when it has begun, and ends when its stdin is closed.
+
+    Raises:
+        OSError: One has ended too early.
+    """
+    command = [sys.executable, "-m", module]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with contextlib.ExitStack() as stack:
         processes = []
-        for _ in range(usable_cores() - 1):
+        for _ in range(count):
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
             )
@@ -57,7 +68,7 @@ def other_cores_busy() -> Iterator[None]:
         for process in processes:
             assert process.stdout is not None
             if not process.stdout.readline():
-                raise OSError("a process that keeps a core busy has ended")
+                raise OSError(f"{module} has ended")
         yield
 
 

@@ -21,6 +21,7 @@ from scripts.bench.scaling import (
     measure_http,
     measure_rank,
     measure_sender,
+    measure_waiting,
     report,
     timing,
 )
@@ -63,6 +64,7 @@ COSTS = Constants(
     sender_param_ns=4e4,
     rank_param_ns=4e4,
     commit_param_ns=7e3,
+    waiting_share=0.5,
     part_s=0.01,
     sync_s=0.05,
     change_bytes=9,
@@ -145,6 +147,21 @@ def test_work_on_one_host_takes_its_cores() -> None:
     assert found.bound == "cores"
     assert found.stages["link"] == 0
     assert work / 2 < found.seconds < work
+
+
+def test_threads_that_wait_take_their_share_of_the_cores() -> None:
+    setup = dataclasses.replace(SETUP, one_host=True, ranks=2, trainer_cores=2, rank_threads=1)
+    half = predict(dataclasses.replace(setup, waiting=1), COSTS)
+    whole = predict(dataclasses.replace(setup, waiting=2), COSTS)
+    assert half.seconds < whole.seconds < predict(setup, COSTS).seconds / COSTS.waiting_share
+    assert whole.stages["diff"] == predict(setup, COSTS).stages["diff"] / COSTS.waiting_share
+    assert whole.pause_s == half.pause_s
+
+
+def test_waiting_threads_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_waiting, "_TENSORS", 2)
+    [share] = measure_waiting.measure(0.02, 1).values()
+    assert 0 < share <= 1
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -240,7 +257,7 @@ def test_measurements_on_little_data(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {each.name for each in dataclasses.fields(Constants)}
     assert known - found.keys() == {
         *("machine", "density", "send_ns", "receive_ns", "hash_ns", "loopback_ns"),
-        *("part_s", "sync_s"),
+        *("part_s", "sync_s", "waiting_share"),
     }
     assert found.keys() <= known
 
