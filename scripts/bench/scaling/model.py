@@ -103,8 +103,8 @@ def refresh_cpu(setup: Setup, costs: Constants) -> float:
 
 def free_cores(setup: Setup, costs: Constants) -> float:
     """Return the cores of a trainer host that do a sync's work, beside threads that wait."""
-    shared = min(setup.waiting, setup.trainer_cores)
-    return setup.trainer_cores - shared * (1 - costs.waiting_share)
+    waiting = min(1.0, setup.waiting / setup.trainer_cores)
+    return (setup.trainer_cores - setup.taken) * (1 - waiting * (1 - costs.waiting_share))
 
 
 def trainer_cores(setup: Setup, costs: Constants) -> float:
@@ -137,7 +137,9 @@ def staging(setup: Setup, costs: Constants) -> float:
 def commit(setup: Setup, costs: Constants) -> float:
     """Return seconds of a commit without its fixed costs."""
     cpu = commit_cpu(setup, costs)
-    cores = setup.trainer_cores if setup.one_host else setup.engine_cores  # no rank waits
+    cores: float = setup.engine_cores
+    if setup.one_host:
+        cores = setup.trainer_cores - setup.taken  # no rank waits
     return max(cpu / setup.rank_threads, setup.ranks * cpu / cores)
 
 
@@ -209,7 +211,9 @@ def predict(setup: Setup, costs: Constants) -> Prediction:
     """
     times = part_times(setup, costs)
     transfer = max(times["send"], times["link"], times["receive"])
-    encode = encode_cpu(setup, costs) / min(2, trainer_cores(setup, costs))  # one part: two threads
+    # Nothing waits in a loop before the first post. One part is encoded by two threads.
+    awake = trainer_cores(replace(setup, waiting=0), costs)
+    first = diff_cpu(setup, costs) / awake + encode_cpu(setup, costs) / min(2, awake)
     post = transfer + times["stage"] + costs.part_s
     bounds = {
         **times,
@@ -218,7 +222,7 @@ def predict(setup: Setup, costs: Constants) -> Prediction:
     }
     bound = max(bounds, key=lambda name: bounds[name])
     step = bounds[bound]
-    parts = times["diff"] + encode + post + (setup.parts - 1) * step
+    parts = first + post + (setup.parts - 1) * step
     if setup.parts > 1:
         parts += max(0.0, post - step)  # of the last part, which is not overlapped
     fixed, paused = costs.sync_s, commit(setup, costs)
