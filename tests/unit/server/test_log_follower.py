@@ -13,7 +13,6 @@ import pytest
 from engine_ext.delta_log import FolderLog, read_heartbeats
 from engine_ext.delta_log.catalog import DONE
 from engine_ext.delta_log.followers import FOLDER
-from engine_ext.errors import DeltaError
 from tests.support.in_process_engine import (
     STATUS,
     VERSION,
@@ -248,14 +247,3 @@ def test_a_log_that_cannot_be_written_is_followed(log: Path, started: Callable[.
 def test_an_engine_that_does_not_follow_is_not_pinned(started: Callable[..., Rig]) -> None:
     rig = started(follow=False)
     assert_error(rig.post(PIN, params={"version": 9}), 409, "Conflict")
-
-
-def test_several_http_processes_do_not_start(log: Path, tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "spool", log=str(log))
-    rig.engine.shared = True
-    service = type(rig.service)(
-        rig.engine, type(rig.settings)(log=str(log), follow=True, spool_dir=str(tmp_path / "spool"))
-    )
-    with pytest.raises(DeltaError, match="one HTTP process"):
-        rig.run(service.start())
-    rig.close()
