@@ -224,6 +224,23 @@ def test_a_call_that_is_cancelled_does_not_end_it(
     until(rig, version=NEWEST, error=None)
 
 
+@pytest.mark.parametrize("operation", ["acquire_follow_lease", "share_following"])
+def test_ranks_that_do_not_answer_do_not_end_it(
+    log: Path, started: Callable[..., Rig], operation: str
+) -> None:
+    rig = started()
+    until(rig, failures=0)
+    rig.engine.fails[operation] = ConnectionError("lost")
+
+    async def asked() -> None:
+        while operation in rig.engine.fails:
+            await asyncio.sleep(0.005)
+
+    rig.run(asked())
+    write_steps(log)
+    until(rig, version=NEWEST, error=None)
+
+
 def test_weights_that_sleep_are_no_failure(log: Path, started: Callable[..., Rig]) -> None:
     rig = started()
     until(rig, failures=0)
