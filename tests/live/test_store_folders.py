@@ -12,7 +12,6 @@ from engine_ext.object_store import ObjectStore
 from engine_ext.version_folders import INDEX
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
-from tests.live.conftest import fingerprint
 from tests.live.test_version_folders import STEPS, ask, check, committed
 from tests.support.folder_writer import write_checkpoint, write_version
 from tests.support.plain_trainer import Trainer, container, split
@@ -71,6 +70,7 @@ def test_an_engine_takes_a_trainers_versions_from_a_store(
     tmp_path: Path,
 ) -> None:
     base, store = checkpoint("qwen3"), ObjectStore(store_url)
+    (tmp_path / "cache").mkdir(mode=0o700)
     arguments = ["--delta-root", store_url, "--delta-cache-dir", str(tmp_path / "cache")]
     engine = start(kind, base, tp=tp, extra_args=arguments)
     run = Published(engine, base, store, tmp_path / "drafts")
@@ -146,9 +146,4 @@ def test_an_engine_takes_a_trainers_versions_from_a_store(
     run.check()
     assert committed(ask(engine, run.folder()))
     run.check()
-    seen = fingerprint(engine)
     engine.stop()
-    target = tiny_models.save_checkpoint(base, tmp_path / "final", run.trainer.tensors)
-    fresh = start(kind, target, tp=tp)
-    assert fingerprint(fresh) == seen
-    fresh.stop()
