@@ -21,9 +21,11 @@ from engine_ext.wire.replies import (
     CommittedSync,
     Delivery,
     EngineLease,
+    Following,
     History,
     LeaseGrant,
     LoadedAdapter,
+    LogLook,
     PartBegun,
     PartProgress,
     PartSettled,
@@ -44,6 +46,7 @@ from engine_ext.wire.replies import (
 )
 
 __all__ = [
+    "AcquireFollowLease",
     "AcquireLease",
     "AcquireLogLease",
     "Admission",
@@ -55,6 +58,7 @@ __all__ = [
     "EngineLease",
     "FindPull",
     "FindUnseen",
+    "Following",
     "GetDigest",
     "GetHistory",
     "GetPlan",
@@ -63,6 +67,7 @@ __all__ = [
     "History",
     "LeaseGrant",
     "LoadedAdapter",
+    "LogLook",
     "Operation",
     "PartBegun",
     "PartProgress",
@@ -86,6 +91,7 @@ __all__ = [
     "ScrubFindings",
     "ScrubState",
     "SettlePart",
+    "ShareFollowing",
     "StagedSync",
     "SyncPrepared",
     "SyncRecord",
@@ -161,6 +167,24 @@ class ReleaseLogLease(Operation[Reply], frozen=True, kw_only=True, tag="release_
     """Return the lease of the delta log."""
 
     holder: str
+
+
+class AcquireFollowLease(
+    Operation[LeaseGrant], frozen=True, kw_only=True, tag="acquire_follow_lease"
+):
+    """Let one HTTP process follow the delta log, until it is dead."""
+
+    holder: str
+    instead_of: str | None
+
+
+class ShareFollowing(Operation[Following], frozen=True, kw_only=True, tag="share_following"):
+    """Read what the HTTP processes of an engine share that follows its log, and change some."""
+
+    follower: str  # the engine's name among the log's followers, if it has none yet
+    look: LogLook | None = None  # has just ended
+    pins: bool = False  # `pin` counts
+    pin: int | None = None
 
 
 class FindUnseen(Operation[Unseen], frozen=True, kw_only=True, tag="unseen"):
