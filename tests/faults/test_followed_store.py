@@ -10,11 +10,8 @@ import pytest
 
 from scripts.live_engine.process import EngineProcess
 from tests.faults.following import FollowHarness
-from tests.faults.host_faults import HOST
-from tests.faults.store_answers import ANSWERS
+from tests.faults.store import STORE
 from tests.faults.store_fault import StoreFault
-from tests.faults.store_objects import OBJECTS
-from tests.faults.store_writers import WRITERS
 from tests.support.object_stores import BUCKET, StoreServer
 
 pytestmark = pytest.mark.full
@@ -37,9 +34,7 @@ def harness(
         made.close()
 
 
-@pytest.mark.parametrize(
-    "fault", [*WRITERS, *ANSWERS, *OBJECTS, *HOST], ids=lambda fault: fault.name
-)
+@pytest.mark.parametrize("fault", STORE, ids=lambda fault: fault.name)
 def test_fault(harness: FollowHarness, fault: StoreFault) -> None:
     before = harness.newest
     with fault.lasts(harness):

@@ -144,6 +144,23 @@ def test_a_done_that_changed_on_the_way_is_read_again(
     assert rig.post(CATCH_UP).json()["version"] == NEWEST
 
 
+def test_a_done_that_the_store_has_lost(
+    log: StoreLog, started: Callable[..., Rig], proxy: StoreProxy
+) -> None:
+    """It is listed and not found, which is not as if there were no newer version."""
+    rig = started()
+    write_steps(log)
+    proxy.faults = lambda method, path, number: (
+        Fault(status=404) if path.endswith("DONE") and method == "GET" else None
+    )
+    assert_error(rig.post(CATCH_UP), 409, "LogDamaged")
+    status = rig.status()
+    assert (status["version"], status["delta_log"]["newest"]) == (VERSION, NEWEST)
+    assert "weight_v" in status["delta_log"]["problem"]["message"]
+    proxy.faults = lambda method, path, number: None
+    assert rig.post(CATCH_UP).json()["version"] == NEWEST
+
+
 def test_a_cache_without_room(log: StoreLog, started: Callable[..., Rig], tmp_path: Path) -> None:
     """It goes on by itself once there is some."""
     rig = started(follow=True, follow_interval=0.01, cache_bytes=10)
