@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 _JITTER: Final = 0.2  # of the interval, so that engines do not look all at once
 _LONGEST_WAIT_S: Final = 60.0  # after failures
 _BEATS_TO_EXPIRE: Final = 10
+_BEATS_OF_A_LOOK: Final = 4  # per expiry, while a look takes long
 _SHORTEST_EXPIRY_S: Final = 120.0
 _LONGEST_GOODBYE_S: Final = 5.0  # to remove the heartbeat, which expires anyway
 
@@ -57,6 +58,7 @@ class LogFollower:
         self._looked_at: float | None = None
         self._asleep = self._cannot_write = False
         self._wake = asyncio.Event()
+        self._beating = asyncio.Lock()
 
     def describe(self) -> dict[str, Any]:
         """Return how the engine follows, as JSON."""
@@ -72,12 +74,16 @@ class LogFollower:
 
     async def run(self) -> None:
         """Look at the log until cancelled; the heartbeat is removed then."""
+        beat_s = self._expires_s() / _BEATS_OF_A_LOOK
         try:
             while True:
                 self._wake.clear()
                 # A look is a task of its own: what cancels a call to the engine does not end this
                 # loop, and what ends this loop does not stop a commit half-way.
-                await asyncio.wait({asyncio.ensure_future(self.look())})
+                look = asyncio.ensure_future(self.look())
+                while not (await asyncio.wait({look}, timeout=beat_s))[0]:
+                    # A slow store must not make the engine look dead.
+                    await asyncio.wait({asyncio.ensure_future(self._beat())})
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), self._wait_s())
         finally:
@@ -143,8 +149,15 @@ class LogFollower:
         wait = min(self._interval * 2.0 ** min(self._in_a_row, 10), _LONGEST_WAIT_S)
         return max(wait, self._interval) * random.uniform(1 - _JITTER, 1 + _JITTER)
 
+    def _expires_s(self) -> float:
+        return max(_SHORTEST_EXPIRY_S, _BEATS_TO_EXPIRE * self._interval)
+
     async def _beat(self) -> None:
         """Write the heartbeat; a log that cannot be written is followed all the same."""
+        async with self._beating:
+            await self._write_beat()
+
+    async def _write_beat(self) -> None:
         try:
             version = await self._replay.version()
         except Exception:
@@ -164,7 +177,7 @@ class LogFollower:
             failures=self._failures,
             error=error,
             at=time.time(),
-            expires_s=max(_SHORTEST_EXPIRY_S, _BEATS_TO_EXPIRE * self._interval),
+            expires_s=self._expires_s(),
         )
         try:
             await asyncio.to_thread(write_heartbeat, self._replay.log, heartbeat)
