@@ -14,7 +14,7 @@ from tests.faults.store import STORE
 from tests.faults.store_fault import StoreFault
 from tests.support.object_stores import BUCKET, StoreServer
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module", params=["vllm", "sglang"])
