@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 _JITTER: Final = 0.2  # of the interval, so that engines do not look all at once
 _LONGEST_WAIT_S: Final = 60.0  # after failures
 _BEATS_TO_EXPIRE: Final = 10
+_BEATS_OF_A_LOOK: Final = 4  # per expiry, while a look takes long
 _SHORTEST_EXPIRY_S: Final = 120.0
 _LONGEST_GOODBYE_S: Final = 5.0  # to remove the heartbeat, which expires anyway
 
@@ -53,6 +54,7 @@ class LogFollower:
         self._in_a_row = 0
         self._cannot_write = False
         self._wake = asyncio.Event()
+        self._beating = asyncio.Lock()
 
     async def describe(self) -> dict[str, Any]:
         """Return how the engine follows, as JSON."""
@@ -73,13 +75,17 @@ class LogFollower:
 
         While another process follows, this one waits to take over.
         """
+        beat_s = self._expires_s() / _BEATS_OF_A_LOOK
         try:
             while True:
                 woken = self._wake.is_set()
                 self._wake.clear()
                 # A look is a task of its own: what cancels a call to the engine does not end this
                 # loop, and what ends this loop does not stop a commit half-way.
-                await asyncio.wait({asyncio.ensure_future(self._turn(woken))})
+                turn = asyncio.ensure_future(self._turn(woken))
+                while not (await asyncio.wait({turn}, timeout=beat_s))[0]:
+                    # A slow store must not make the engine look dead.
+                    await asyncio.wait({asyncio.ensure_future(self._beat_meanwhile())})
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), self._wait_s())
         finally:
@@ -147,6 +153,9 @@ class LogFollower:
         wait = min(self._interval * 2.0 ** min(self._in_a_row, 10), _LONGEST_WAIT_S)
         return max(wait, self._interval) * random.uniform(1 - _JITTER, 1 + _JITTER)
 
+    def _expires_s(self) -> float:
+        return max(_SHORTEST_EXPIRY_S, _BEATS_TO_EXPIRE * self._interval)
+
     async def _ended(self, error: Exception | None) -> None:
         """Tell the log and the other processes how a look has ended."""
         asleep = isinstance(error, WeightsAsleep)
@@ -155,21 +164,40 @@ class LogFollower:
         # Ranks that do not answer have ended the look; the next one finds out if they do.
         with contextlib.suppress(Exception):
             version = await self._replay.version()
-            look = LogLook(
-                at=time.time(),
-                newest=self._replay.newest,
-                behind=self._replay.behind(version),
-                problem=self._replay.problem,
-                error=wire,
-                asleep=asleep,
-            )
+            look = self._look(version, wire, asleep)
             metrics.BEHIND_LOG.set(look.behind)
-            await self._beat(version, look)
+            await self._beat(version, look, self._shared.known.failures + (wire is not None))
             self._in_a_row = (await self._shared.record(look)).in_a_row
 
-    async def _beat(self, version: int, look: LogLook) -> None:
+    async def _beat_meanwhile(self) -> None:
+        """Write the heartbeat during a look, with the error of the last one."""
+        if not self._shared.leads:
+            return
+        known = self._shared.known
+        error, asleep = (
+            (None, False) if known.look is None else (known.look.error, known.look.asleep)
+        )
+        with contextlib.suppress(Exception):  # ranks that do not answer: the look finds out
+            version = await self._replay.version()
+            await self._beat(version, self._look(version, error, asleep), known.failures)
+
+    def _look(self, version: int, error: dict[str, Any] | None, asleep: bool) -> LogLook:
+        return LogLook(
+            at=time.time(),
+            newest=self._replay.newest,
+            behind=self._replay.behind(version),
+            problem=self._replay.problem,
+            error=error,
+            asleep=asleep,
+        )
+
+    async def _beat(self, version: int, look: LogLook, failures: int) -> None:
         """Write the heartbeat; a log that cannot be written is followed all the same."""
-        error, known = look.error, self._shared.known
+        async with self._beating:
+            await self._write(version, look, failures)
+
+    async def _write(self, version: int, look: LogLook, failures: int) -> None:
+        error = look.error
         heartbeat = Heartbeat(
             name=self._shared.name,
             engine=self._engine.name,
@@ -177,10 +205,10 @@ class LogFollower:
             newest=look.newest,
             behind=look.behind,
             state=self._state(look),
-            failures=known.failures + (error is not None),
+            failures=failures,
             error=None if error is None else f"{error['type']}: {error['message']}",
             at=look.at,
-            expires_s=max(_SHORTEST_EXPIRY_S, _BEATS_TO_EXPIRE * self._interval),
+            expires_s=self._expires_s(),
         )
         try:
             await asyncio.to_thread(write_heartbeat, self._replay.log, heartbeat)
