@@ -19,7 +19,8 @@ class Applier(Protocol):
     `check_base`, `brief`, `agree` and `write`, then through `finish`, or through `undo` if some
     rank's write failed. Whatever a step before `write` raises refuses the sync and leaves the model
     unchanged, except a `TracingError` of `check_sync`: its dry run of the engine's loader has
-    changed the model.
+    changed the model. A BaseMismatch of `write` refuses it, too, once every rank has undone its
+    writes; the staged sync is of no use then.
 
     Attributes:
         name: the apply mode in answers and metrics.
@@ -59,7 +60,7 @@ class Applier(Protocol):
         """Check that the live tensors are still where they were at start-up."""
 
     def check_base(self, staged: Sequence[StagedPart]) -> None:
-        """Check that the old values read while staging are still in live memory."""
+        """Check old values read while staging, as far as `write` does not."""
 
     def brief(self, staged: Sequence[StagedPart]) -> dict[str, Any]:
         """Return what the other ranks need to know of this rank's share of a sync, as JSON."""
@@ -68,7 +69,11 @@ class Applier(Protocol):
         """Check a sync by the briefs of all ranks; every rank reaches the same result."""
 
     def write(self, staged: Sequence[StagedPart]) -> None:
-        """Write a sync. If it raises, some elements may have been written."""
+        """Write a sync. If it raises, some elements may have been written.
+
+        Raises:
+            BaseMismatch: an old value read while staging is not in live memory any more.
+        """
 
     def undo(self, staged: Sequence[StagedPart]) -> None:
         """Write the old values back after `write` succeeded or failed."""

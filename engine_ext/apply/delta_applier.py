@@ -17,7 +17,7 @@ import torch
 from engine_ext.apply import checks, consensus
 from engine_ext.apply.new_states import GatheredProof
 from engine_ext.apply.rebuilds import Rebuilds
-from engine_ext.apply.staged import StagedPart, UndoLog, Write
+from engine_ext.apply.staged import CHANGED, StagedPart, UndoLog, Write
 from engine_ext.apply.stager import stage_part
 from engine_ext.apply.thread_pool import ThreadPool
 from engine_ext.derived import Recomputed
@@ -34,10 +34,12 @@ class Writer(Protocol):
 
     Attributes:
         keeps_deltas: whether it writes from the params as they were sent.
+        checks_base: whether `write` compares old values that are known, see `Write.checks`.
     """
 
     name: str
     keeps_deltas: bool
+    checks_base: bool
 
     def refusal(self, delta: ParamDelta, placed: Placed, digested: bool) -> str | None:
         """Return why this mode cannot write a delta exactly, or None if it can.
@@ -50,7 +52,11 @@ class Writer(Protocol):
         """Raise NotUpdatable if this mode cannot write the sync as a whole."""
 
     def write(self, staged: Sequence[StagedPart], threads: ThreadPool) -> None:
-        """Write the new values. If it raises, some elements may have been written."""
+        """Write the new values. If it raises, some elements may have been written.
+
+        Raises:
+            BaseMismatch: a known old value was not in memory.
+        """
 
 
 class DeltaApplier:
@@ -64,6 +70,10 @@ class DeltaApplier:
         rebuilds: the modules that are computed from what is written to a twin, if `model` is one.
         certified: the digests that the certification gave.
         ranks: of the engine, this one among them.
+        checks_first: whether all old values are compared before anything is written, as they are
+            if there are `recomputed` ones; to be true if there are some on any rank. An undo
+            computes them again, and if something else had changed weights and not them, they would
+            not become what they were.
     """
 
     def __init__(
@@ -79,6 +89,7 @@ class DeltaApplier:
         rebuilds: Rebuilds | None = None,
         certified: Certified | None = None,
         ranks: Ranks | None = None,
+        checks_first: bool = False,
     ) -> None:
         self.name = writer.name
         self.plan = plan
@@ -91,6 +102,7 @@ class DeltaApplier:
         self._recomputed = recomputed
         self._rebuilds = rebuilds
         self._proof = GatheredProof(plan, ranks or SingleRank())
+        self._checks_while_writing = writer.checks_base and not (checks_first or recomputed)
         self._constants = self._unwritten_buffers()
         self._threads = ThreadPool(threads)
         devices = {entry.tensor.device for entry in index.entries}
@@ -219,13 +231,17 @@ class DeltaApplier:
     def check_base(self, staged: Sequence[StagedPart]) -> None:
         """Check that the old values read while staging are still in live memory.
 
+        Of those that `write` compares, in the pass that overwrites them, only a sample is: whatever
+        else updates the weights changes more than a few elements.
+
         Raises:
             BaseMismatch: one of them is not. Nothing was written.
         """
         self._synchronize()
         writes = [w for part in staged for w in part.writes if w.old is not None]
-        if not all(self._threads.map(Write.unchanged, writes)):
-            raise BaseMismatch("a weight changed between staging and commit; send the sync again")
+        unchanged = Write.seems_unchanged if self._checks_while_writing else Write.unchanged
+        if not all(self._threads.map(unchanged, writes)):
+            raise BaseMismatch(CHANGED)
 
     def brief(self, staged: Sequence[StagedPart]) -> dict[str, Any]:
         """See `engine_ext.apply.consensus.brief`."""
@@ -239,13 +255,16 @@ class DeltaApplier:
         """Write the new values and recompute the derived tensors that depend on them.
 
         Raises:
-            Exception: some elements may have been written; `undo` restores them.
+            BaseMismatch: an old value read while staging is not in live memory any more.
+            Exception: some elements may have been written; after each error `undo` restores them.
         """
         self._writer.write(staged, self._threads)
         self._after_write(self._written(staged))
 
     def undo(self, staged: Sequence[StagedPart]) -> None:
         """Restore the old values after `write` succeeded or failed, derived tensors too.
+
+        They are what `write` has found in live memory, also where that is not what was staged.
 
         Raises:
             RuntimeError: the old values were not kept.

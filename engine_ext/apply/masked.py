@@ -39,6 +39,7 @@ class MaskedWriter:
 
     name = "masked"
     keeps_deltas = True
+    checks_base = False
 
     def __init__(
         self,
@@ -90,6 +91,7 @@ class MaskedWriter:
         params = [param for part in staged for param in part.params]
         for write in (write for param in params for write in param.writes):
             write.read_old()
+            write.written = True
         apply_masked(self._load_weights, self._index, self._deltas(staged), self._chunk_bytes)
         for param in params:
             if not all(threads.map(Write.holds, param.writes)):

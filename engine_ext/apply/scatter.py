@@ -15,6 +15,7 @@ class ScatterWriter:
 
     name = "scatter"
     keeps_deltas = False
+    checks_base = True
 
     def refusal(self, delta: ParamDelta, placed: Placed, digested: bool) -> str | None:
         """Return why a delta cannot be scattered exactly, or None if it can."""
@@ -33,5 +34,5 @@ class ScatterWriter:
         """Accept every sync: a staged write does not depend on the others."""
 
     def write(self, staged: Sequence[StagedPart], threads: ThreadPool) -> None:
-        """Write the new values."""
+        """Write the new values; may raise BaseMismatch, see `Write.put`."""
         threads.map(Write.put, [write for part in staged for write in part.writes])

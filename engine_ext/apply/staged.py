@@ -11,10 +11,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
+from engine_ext.errors import BaseMismatch
 from engine_ext.placement import DeviceElements, HostElements, LiveElements
 from engine_ext.wire import Digest, Manifest, ParamDelta
+
+CHANGED: Final = "a weight changed between staging and commit; send the sync again"
 
 
 @dataclass(slots=True)
@@ -26,6 +29,7 @@ class Write:
         live: the live tensor's name; empty if the engine's own processing computes it.
         keep: whether the old bits are kept for an undo.
         old: the old bits, in host memory; None until `read_old` or `put`.
+        written: whether `put` has begun to write.
     """
 
     elements: LiveElements
@@ -33,6 +37,13 @@ class Write:
     live: str
     keep: bool = True
     old: Any = None
+    written: bool = False
+
+    @property
+    def checks(self) -> bool:
+        """Whether `put` compares the old bits in the pass that writes."""
+        known = self.old is not None and isinstance(self.elements, HostElements)
+        return known and bool(self.live)
 
     @property
     def undo_bytes(self) -> int:
@@ -48,23 +59,46 @@ class Write:
         """Return whether live memory still holds the old bits, as far as they are known."""
         return self.old is None or self.elements.holds(self.old)
 
+    def seems_unchanged(self) -> bool:
+        """Like `unchanged`, by a sample if `put` compares the old bits."""
+        if self.checks and isinstance(self.elements, HostElements):
+            return self.elements.seems_to_hold(self.old)
+        return self.unchanged()
+
     def holds(self) -> bool:
         """Return whether live memory holds the new bits."""
         return self.elements.holds(self.new)
 
     def put(self) -> None:
-        """Write the new bits; read the old ones first if they are to be kept."""
+        """Write the new bits; read the old ones first if they are to be kept.
+
+        Raises:
+            BaseMismatch: it `checks`, and other old bits were there. The new ones are written;
+                `undo` restores what was there.
+        """
         elements = self.elements
-        if self.keep and self.old is None and isinstance(elements, (HostElements, DeviceElements)):
+        if self.checks and isinstance(elements, HostElements):
+            self.written = True
+            if not elements.swap_checked(self.new, self.old):
+                raise BaseMismatch(CHANGED)
+            return
+        single = isinstance(elements, (HostElements, DeviceElements))
+        if single and self.keep and self.old is None:
             self.old = elements.swap(self.new)
+            self.written = True
         else:
             self.read_old()
+            self.written = True
             elements.put(self.new)
 
     def undo(self) -> None:
-        """Write the old bits back, if they are known: else `put` has not written either."""
-        if self.old is not None:
+        """Write the old bits back if any new ones were written.
+
+        What was not written may hold other bits than the old ones, which are not ours to restore.
+        """
+        if self.written:
             self.elements.put(self.old)
+            self.written = False
 
 
 @dataclass(slots=True)

@@ -3,6 +3,10 @@
 Every rank runs the same steps and exchanges votes three times: before the write, whether every rank
 can write; after it, whether every rank did; and if some rank did not, after the undo. An exception
 on one rank must not leave the others waiting, so each step turns what it raises into its vote.
+
+The pass that writes is also the one that compares old values with those that were staged. If they
+differ on some rank, every rank undoes what it wrote, and the sync is refused as it would have been
+before the write.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from typing import Any
 
 from engine_ext.apply.applier import Applier
 from engine_ext.apply.staged import StagedPart, UndoLog
-from engine_ext.errors import CommitFailed, WriteUndone, as_delta_error, from_wire
+from engine_ext.errors import BaseMismatch, CommitFailed, WriteUndone, as_delta_error, from_wire
 from engine_ext.model import TracingError
 from engine_ext.ranks import Ranks
 
@@ -68,15 +72,20 @@ class Transaction:
             What rolls the sync back later, or None if the old values were not kept.
 
         Raises:
+            BaseMismatch: some rank has found other old values than were staged, and none failed
+                otherwise; all ranks have again what they had.
             WriteUndone: some rank failed; all ranks have the old values again.
             CommitFailed: some rank failed, and some rank could not be restored. The engine is
                 uncertain.
             Exception: every rank has written, but this one could not record it.
         """
-        failures = self._vote(lambda: self._applier.write(staged))
-        if failures:
-            undo_failures = self._vote(lambda: self._applier.undo(staged))
+        votes = self._vote(lambda: self._applier.write(staged))
+        if votes:
+            failures = _texts(votes)
+            undo_failures = _texts(self._vote(lambda: self._applier.undo(staged)))
             if not undo_failures:
+                if all(vote["mismatch"] for vote in votes):
+                    raise from_wire(votes[0]["mismatch"])
                 raise WriteUndone(
                     f"the write failed, and every rank was restored: {failures[0]}", failed=failures
                 )
@@ -99,7 +108,7 @@ class Transaction:
             for log in reversed(logs):
                 self._applier.roll_back(log)
 
-        failures = self._vote(restore)
+        failures = _texts(self._vote(restore))
         if failures:
             raise CommitFailed(
                 f"the rollback failed, the weights are mixed: {failures[0]}; generation answers "
@@ -107,24 +116,32 @@ class Transaction:
                 failed=failures,
             )
 
-    def _vote(self, step: Callable[[], None]) -> list[str]:
+    def _vote(self, step: Callable[[], None]) -> list[dict[str, Any]]:
         """Run a step and return the failures of all ranks.
+
+        Each is its ``text``, and as ``mismatch`` the error if it is a BaseMismatch, else None.
 
         If the exchange fails, CommitFailed is raised: the other ranks may not have got this rank's
         vote either, so there is no further one.
         """
-        failure = None
+        failure: dict[str, Any] | None = None
         try:
             step()
         except Exception as error:
             logger.exception("a step of a commit failed")
-            failure = f"rank {self._ranks.rank}: {type(error).__name__}: {error}"
+            text = f"rank {self._ranks.rank}: {type(error).__name__}: {error}"
+            mismatch = error.to_wire() if isinstance(error, BaseMismatch) else None
+            failure = {"text": text, "mismatch": mismatch}
         try:
-            return [f for f in self._ranks.all_gather(failure) if f]
+            return [vote for vote in self._ranks.all_gather(failure) if vote]
         except Exception as error:
             logger.exception("a vote of a commit failed")
             raise CommitFailed(
                 f"rank {self._ranks.rank} did not get the votes of the other ranks: "
                 f"{type(error).__name__}: {error}",
-                failed=[failure] if failure else [],
+                failed=_texts([failure] if failure else []),
             ) from error
+
+
+def _texts(failures: Sequence[dict[str, Any]]) -> list[str]:
+    return [failure["text"] for failure in failures]

@@ -30,7 +30,8 @@ class _Loops(NamedTuple):
     gather: Callable[[Any, Any, Any], None]
     scatter: Callable[[Any, Any, Any], None]
     swap: Callable[[Any, Any, Any, Any], None]
-    differs: Callable[[Any, Any, Any], int]
+    swap_checked: Callable[[Any, Any, Any, Any], bool]
+    differs: Callable[[Any, Any, Any, Any], int]
 
 
 def _gather(live: Any, offsets: Any, out: Any) -> None:
@@ -56,10 +57,24 @@ def _swap(live: Any, offsets: Any, bits: Any, out: Any) -> None:
         live[where] = bits[k]
 
 
-def _differs(live: Any, offsets: Any, bits: Any) -> Any:
+def _swap_checked(live: Any, offsets: Any, bits: Any, old: Any) -> Any:
+    last = offsets.size - 1
+    changed = False
+    for k in range(offsets.size):
+        prefetch(live, offsets[min(k + AHEAD, last)])
+        where = offsets[k]
+        before = live[where]
+        if before != old[k]:
+            old[k] = before
+            changed = True
+        live[where] = bits[k]
+    return changed
+
+
+def _differs(live: Any, offsets: Any, bits: Any, step: Any) -> Any:
     last = offsets.size - 1
     found = bits.dtype.type(0)
-    for k in range(offsets.size):
+    for k in range(0, offsets.size, step):
         prefetch(live, offsets[min(k + AHEAD, last)])
         found |= live[offsets[k]] ^ bits[k]
     return found
@@ -75,7 +90,8 @@ def _loops(types: Any, width: int, index: int) -> _Loops:
         compile_loop(_gather, types.void(live, offsets, live)),
         compile_loop(_scatter, types.void(live, offsets, bits)),
         compile_loop(_swap, types.void(live, offsets, bits, live)),
-        compile_loop(_differs, live.dtype(live, offsets, bits)),
+        compile_loop(_swap_checked, types.boolean(live, offsets, bits, live)),
+        compile_loop(_differs, live.dtype(live, offsets, bits, types.int64)),
     )
 
 
@@ -119,12 +135,30 @@ def swap(live: Bits, offsets: Offsets, bits: Bits) -> Bits:
     return out
 
 
-def holds(live: Bits, offsets: Offsets, bits: Bits) -> bool:
-    """Return whether elements of live host memory equal `bits`; arguments as for `write`."""
+def swap_checked(live: Bits, offsets: Offsets, bits: Bits, old: Bits) -> bool:
+    """Write elements, and return whether `old` is what they were, in one pass; see `swap`.
+
+    If it is not, it becomes what they were, so that writing it restores them.
+    """
     loops = _loops(live.itemsize, offsets.itemsize)
     if loops is None:
-        return bool(np.array_equal(live[offsets], bits))
-    return not loops.differs(live, offsets, bits)
+        before = read(live, offsets)
+        unchanged = bool(np.array_equal(before, old))
+        old[:] = before
+        write(live, offsets, bits)
+        return unchanged
+    return not loops.swap_checked(live, offsets, bits, old)
+
+
+def holds(live: Bits, offsets: Offsets, bits: Bits, step: int = 1) -> bool:
+    """Return whether elements of live host memory equal `bits`; arguments as for `write`.
+
+    With a `step`, only the first of every so many elements is compared.
+    """
+    loops = _loops(live.itemsize, offsets.itemsize)
+    if loops is None:
+        return bool(np.array_equal(live[offsets[::step]], bits[::step]))
+    return not loops.differs(live, offsets, bits, step)
 
 
 def bits_of(live: torch.Tensor) -> torch.Tensor:

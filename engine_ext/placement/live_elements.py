@@ -12,6 +12,8 @@ from engine_ext.kernels import Bits, Offsets, bits_of, gather_scatter, host_bits
 from engine_ext.placement.repacked import flat_bits
 from engine_ext.placement.segments import Segment
 
+_SAMPLED = 256  # of so many elements one is compared before the write: a percent of its time
+
 
 class LiveElements(Protocol):
     """Some elements of live memory."""
@@ -52,12 +54,20 @@ class HostElements:
     def holds(self, bits: Bits) -> bool:
         return gather_scatter.holds(self.flat, self.offsets, bits)
 
+    def seems_to_hold(self, bits: Bits) -> bool:
+        """Return whether a sample of the bits is these."""
+        return gather_scatter.holds(self.flat, self.offsets, bits, _SAMPLED)
+
     def put(self, bits: Bits) -> None:
         gather_scatter.write(self.flat, self.offsets, bits)
 
     def swap(self, bits: Bits) -> Bits:
         """Overwrite them and return the old bits, in one pass that cannot fail in between."""
         return gather_scatter.swap(self.flat, self.offsets, bits)
+
+    def swap_checked(self, bits: Bits, old: Bits) -> bool:
+        """Overwrite them and return whether `old` are the old bits, as it is afterwards."""
+        return gather_scatter.swap_checked(self.flat, self.offsets, bits, old)
 
     def within(self, tensor: torch.Tensor) -> HostElements:
         """Return the same elements of another tensor in host memory, with the same layout."""

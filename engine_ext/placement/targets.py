@@ -26,7 +26,11 @@ from engine_ext.wire import Positions
 def make_targets(
     segments: Sequence[Segment], holders: dict[SourceBox, tuple[int, ...]]
 ) -> tuple[Target, ...]:
-    """Return the targets of a certified tensor, by its segments and the holders of each box."""
+    """Return the targets of a certified tensor, by its segments and the holders of each box.
+
+    A loader may copy a tensor to the same place twice; that makes one target.
+    """
+    segments = [one for number, one in enumerate(segments) if one not in segments[:number]]
     boxes = [box_of(segment) for segment in segments]
     targets = []
     for segment, box in zip(segments, boxes, strict=True):

@@ -339,6 +339,7 @@ def _delta_applier(loaded: LoadedModel, settings: Settings, traced: Traced) -> D
         rebuilds=rebuilds,
         certified=traced.certified,
         ranks=loaded.ranks,
+        checks_first=any(loaded.ranks.all_gather(bool(traced.recomputed))),
     )
 
 

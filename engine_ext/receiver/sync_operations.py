@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from engine_ext.apply import Applier, StagedPart, Transaction, UndoLog
-from engine_ext.errors import CommitFailed, Conflict, WriteUndone
+from engine_ext.errors import BaseMismatch, CommitFailed, Conflict, WriteUndone
 from engine_ext.ranks import Ranks, together
 from engine_ext.receiver.background_staging import BackgroundStaging
 from engine_ext.receiver.sync_state import Sync, SyncState
@@ -185,7 +185,7 @@ class SyncOperations:
             )
             proven = any(part.manifest.digest_after is not None for part in staged)
             self._sync_state.commit(_names(staged), proven=proven)
-        except WriteUndone:
+        except (BaseMismatch, WriteUndone):  # what was staged may be of other old values
             self._drop_staged()
             raise
         except Exception as error:

@@ -102,8 +102,69 @@ def test_a_weight_that_changes_after_staging_is_noticed() -> None:
     [part] = parts_of([delta_between("weight", base["weight"], target["weight"])])
     staged = [served.applier.stage(part)]
     served.model.weight.data.view(torch.int16).reshape(-1)[0] ^= 1
+    before = memory(served.model)
     with pytest.raises(BaseMismatch):
         served.applier.check_base(staged)
+    assert memory(served.model) == before
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("place", range(12))
+def test_what_the_sample_misses_the_write_finds(place: int, threads: int) -> None:
+    """Wherever it is: what was written is undone, and what was not is left as it is."""
+    base = base_checkpoint(PlainCopy)
+    served = serve(PlainCopy, base, apply="scatter", threads=threads)
+    target = {name: changed(tensor, 7, 1.0) for name, tensor in base.items()}
+    deltas = [delta_between(name, base[name], target[name]) for name in base]
+    flat = served.model.weight.data.view(torch.int16).reshape(-1)
+    with mock.patch("engine_ext.apply.stager._HOST_SPAN", 5):
+        staged = [served.applier.stage(part) for part in parts_of(deltas)]
+    flat[place] ^= 0x100
+    before = memory(served.model)
+    with mock.patch("engine_ext.placement.live_elements._SAMPLED", 1 << 20):
+        sampled = place % 5 == 0  # the first of each piece
+        try:
+            served.applier.check_base(staged)
+        except BaseMismatch:
+            assert sampled
+        else:
+            assert not sampled
+    with pytest.raises(BaseMismatch, match="between staging and commit"):
+        served.applier.write(staged)
+    served.applier.undo(staged)
+    assert memory(served.model) == before
+
+
+def test_what_nothing_was_written_to_is_not_undone() -> None:
+    base = base_checkpoint(PlainCopy)
+    served = serve(PlainCopy, base, apply="scatter")
+    target = target_checkpoint(base, ["weight"])
+    [part] = parts_of([delta_between("weight", base["weight"], target["weight"])])
+    staged = [served.applier.stage(part)]
+    served.model.weight.data.view(torch.int16).reshape(-1)[:] ^= 1
+    before = memory(served.model)
+    served.applier.undo(staged)
+    assert memory(served.model) == before
+
+
+class CopiedTwice(PlainCopy):
+    """Copies a tensor to the same place twice."""
+
+    def load_one(self, name: str, weight: torch.Tensor) -> None:
+        super().load_one(name, weight)
+        super().load_one(name, weight)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_tensor_that_is_copied_twice_is_written_once(full: bool) -> None:
+    base = base_checkpoint(CopiedTwice)
+    served = serve(CopiedTwice, base, apply="scatter")
+    target = target_checkpoint(base, list(base))
+    deltas = [
+        dense_delta(n, target[n]) if full else delta_between(n, base[n], target[n]) for n in base
+    ]
+    assert attempt(served, parts_of(deltas), full=full) is None
+    assert memory(served.model) == memory(load(CopiedTwice, target))
 
 
 @DENSE

@@ -11,8 +11,10 @@ import msgspec
 import pytest
 import torch
 
+from engine_ext.apply.staged import Write
 from engine_ext.errors import NotUpdatable
 from engine_ext.model import TracingError
+from engine_ext.placement import HostElements
 from engine_ext.receiver.receiver import Receiver
 from engine_ext.wire import ParamDelta
 from engine_ext.wire.digest import Digest, tensor_digest
@@ -22,6 +24,7 @@ from tests.support.receiver_harness import (
     RecordingApplier,
     base_checkpoint,
     bits,
+    changed,
     delta_between,
     dense_delta,
     errors_of,
@@ -290,9 +293,9 @@ class Sharded:
 
     models: tuple[type[ToyModel], ...] = (toy_models.RowShardFirst, toy_models.RowShard)
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, apply: str = "masked") -> None:
         self.base = base_checkpoint(toy_models.RowShard)
-        self.served = serve_ranks(self.models, self.base)
+        self.served = serve_ranks(self.models, self.base, apply=apply)
         self.engine = Engine([served.applier for served in self.served], folder)
 
     def memories(self) -> list[dict[str, bytes]]:
@@ -309,6 +312,11 @@ class Sharded:
 @pytest.fixture
 def sharded(tmp_path: Path) -> Sharded:
     return Sharded(tmp_path)
+
+
+@pytest.fixture
+def scattered(tmp_path: Path) -> Sharded:
+    return Sharded(tmp_path, "scatter")
 
 
 def test_shards_end_as_freshly_loaded(sharded: Sharded) -> None:
@@ -375,6 +383,78 @@ def test_a_write_that_fails_on_one_rank_is_undone_on_all(
     assert sharded.memories() == before
     errors_of(sharded.engine.apply(part_id(data), data), none=True)
     assert sharded.memories() == sharded.fresh(target)
+
+
+def corrupt(scattered: Sharded, rank: int, element: int) -> None:
+    live = next(iter(scattered.served[rank].applier.plan.targets["weight"])).segment.live_view()
+    live.view(torch.int16).reshape(-1)[element] ^= 0x100
+
+
+@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
+@pytest.mark.parametrize("element", [0, 5, 11])
+def test_a_weight_that_changes_after_staging_refuses_the_sync_on_all_ranks(
+    scattered: Sharded, ranks: list[int], element: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the pass that writes is the one that finds it: every rank has its bits again."""
+    target = {"weight": changed(scattered.base["weight"], 3, 1.0)}
+    data = scattered.sparse(target)
+    scattered.engine.stage(part_id(data), data)
+    for rank in ranks:
+        corrupt(scattered, rank, element)
+    before = scattered.memories()
+    monkeypatch.setattr(HostElements, "seems_to_hold", lambda self, bits: True)
+    for error in errors_of(scattered.engine.commit(part_id(data))):
+        assert (error["type"], error["engine_state"]) == ("BaseMismatch", "unchanged")
+        assert "between staging and commit" in error["message"]
+    assert scattered.memories() == before
+    states = {(s["version"], s["engine_state"], s["staged"]) for s in scattered.engine.status()}
+    assert states == {(0, "certain", None)}, "what was staged is of other old values"
+
+    for rank in ranks:
+        corrupt(scattered, rank, element)
+    errors_of(scattered.engine.apply(part_id(data), data), none=True)
+    assert scattered.memories() == scattered.fresh(target)
+    errors_of(scattered.engine.call("rollback"), none=True)
+    assert scattered.memories() == scattered.fresh(scattered.base)
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_a_changed_weight_that_the_sample_finds_is_refused_before_any_write(
+    scattered: Sharded, sampled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = {"weight": changed(scattered.base["weight"], 3, 1.0)}
+    data = scattered.sparse(target)
+    scattered.engine.stage(part_id(data), data)
+    corrupt(scattered, 1, 0)
+    puts = []
+    put = Write.put
+    monkeypatch.setattr(Write, "put", lambda self: (puts.append(self), put(self)))
+    if not sampled:
+        monkeypatch.setattr(HostElements, "seems_to_hold", lambda self, bits: True)
+    assert {e["type"] for e in errors_of(scattered.engine.commit(part_id(data)))} == {
+        "BaseMismatch"
+    }
+    assert bool(puts) is not sampled
+
+
+@pytest.mark.parametrize(
+    ("broken", "kind", "state"),
+    [("undo", "CommitFailed", "uncertain"), ("write", "WriteUndone", "unchanged")],
+)
+def test_a_changed_weight_and_another_failure(
+    scattered: Sharded, broken: str, kind: str, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If a rank cannot undo, the weights are mixed; if one could not write, that is the error."""
+    data = scattered.sparse({"weight": changed(scattered.base["weight"], 3, 1.0)})
+    scattered.engine.stage(part_id(data), data)
+    corrupt(scattered, 1, 5)
+    before = scattered.memories()
+    monkeypatch.setattr(HostElements, "seems_to_hold", lambda self, bits: True)
+    monkeypatch.setattr(scattered.served[0].applier, broken, fails)
+    for error in errors_of(scattered.engine.commit(part_id(data))):
+        assert (error["type"], error["engine_state"]) == (kind, state)
+        assert any("BaseMismatch" in text for text in error["failed"])
+    assert (scattered.memories() == before) is (broken == "write")
 
 
 def test_a_full_sync_heals_a_corrupted_weight(sharded: Sharded) -> None:

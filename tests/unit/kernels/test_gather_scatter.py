@@ -51,6 +51,53 @@ def test_elements_of_every_width(
 
 
 @BACKENDS
+@PROPERTY
+@given(
+    width=st.sampled_from([1, 2, 4, 8]),
+    index=st.sampled_from([np.int32, np.int64]),
+    chosen=st.sets(st.integers(0, 799), max_size=700),
+    foreign=st.sets(st.integers(0, 799), max_size=3),
+    seed=st.integers(0, 1 << 20),
+)
+def test_a_swap_that_is_checked(
+    compiled: bool, width: int, index: type, chosen: set[int], foreign: set[int], seed: int
+) -> None:
+    """It says whether the old bits were there; what it leaves of them restores memory."""
+    random = np.random.default_rng(seed)
+    dtype = np.dtype(f"u{width}")
+    live = random.integers(0, 1 << 8 * width, 800, dtype=dtype)
+    new = random.integers(0, 1 << 8 * width, len(chosen), dtype=dtype)
+    new.flags.writeable = False
+    offsets = np.array(sorted(chosen), index)
+    old = live[offsets]
+    live[list(foreign)] ^= dtype.type(1 << 8 * width - 1)
+    before, after = live.copy(), live.copy()
+    after[offsets] = new
+    loops = gather_scatter._loops if compiled else lambda width, index: None
+    with mock.patch.object(gather_scatter, "_loops", loops):
+        unchanged = gather_scatter.swap_checked(live, offsets, new, old)
+        assert unchanged == foreign.isdisjoint(chosen)
+        assert live.tolist() == after.tolist()
+        assert old.tolist() == before[offsets].tolist()
+        gather_scatter.write(live, offsets, old)
+    assert live.tolist() == before.tolist()
+
+
+@BACKENDS
+def test_a_sample_is_every_so_many_elements(compiled: bool) -> None:
+    live = np.arange(100, dtype=np.uint16)
+    offsets = np.arange(0, 100, 2, dtype=np.int32)
+    expected = live[offsets]
+    loops = gather_scatter._loops if compiled else lambda width, index: None
+    with mock.patch.object(gather_scatter, "_loops", loops):
+        for place in range(50):
+            live[2 * place] ^= 1
+            assert gather_scatter.holds(live, offsets, expected, 7) == (place % 7 != 0)
+            live[2 * place] ^= 1
+        assert gather_scatter.holds(live, offsets[:0], expected[:0], 7)
+
+
+@BACKENDS
 @pytest.mark.parametrize("place", range(5))
 def test_one_bit_of_one_element_is_seen(compiled: bool, place: int) -> None:
     live = np.arange(10, dtype=np.uint16)

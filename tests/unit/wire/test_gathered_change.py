@@ -27,6 +27,7 @@ BACKENDS = pytest.mark.parametrize("compiled", [True, False], ids=["numba", "num
     differences=st.booleans(),
     count=st.sampled_from([0, 1, 2, AHEAD - 1, AHEAD, AHEAD + 1, 1500]),
     shift=st.sampled_from([0, 1, 1023, 1024, 70_000]),
+    far=st.booleans(),
     seed=st.integers(0, 1 << 20),
 )
 def test_the_same_as_in_two_passes(
@@ -37,13 +38,17 @@ def test_the_same_as_in_two_passes(
     differences: bool,
     count: int,
     shift: int,
+    far: bool,
     seed: int,
 ) -> None:
     random = np.random.default_rng(seed)
     dtype = np.dtype(f"u{width}")
-    live = random.integers(0, 1 << 8 * width, 4000, dtype=dtype)
+    live = random.integers(0, 1 << 8 * width, 80_000 if far else 4000, dtype=dtype)
     new = random.integers(0, 1 << 8 * width, count, dtype=dtype)
     places = np.sort(random.choice(live.size, count, replace=False))
+    if far:  # fewer elements than blocks
+        places = places[places % 50 == 0]
+        count, new = places.size, new[: places.size]
     sent = new - live[places] if differences else new.copy()
     sent.flags.writeable = False
     indices = (places + shift).astype(index)
