@@ -459,7 +459,7 @@ class Rig:
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """The result of a coroutine, which must not hang."""
-        return self._loop.run_until_complete(asyncio.wait_for(work, timeout=10))
+        return self._loop.run_until_complete(asyncio.wait_for(work, timeout=30))
 
     async def request(
         self,
