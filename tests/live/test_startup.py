@@ -121,8 +121,12 @@ REPLICAS = (DELTAS, "--data-parallel-size", "2")
                 ([DELTAS, "--enable-elastic-ep"], "--enable-elastic-ep"),
                 ([DELTAS, "--headless"], "--headless"),
                 (
-                    [DELTAS, "--distributed-executor-backend", "ray"],
+                    [DELTAS, "--distributed-executor-backend", "external_launcher"],
                     "--distributed-executor-backend",
+                ),
+                (
+                    [DELTAS, "--distributed-executor-backend", "ray", "--enable-lora"],
+                    "Ray and --enable-lora",
                 ),
             )
         ),

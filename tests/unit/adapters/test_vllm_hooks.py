@@ -99,7 +99,7 @@ def test_every_replica_is_asked_and_answers(monkeypatch: pytest.MonkeyPatch) -> 
         pause_generation=None,
         resume_generation=None,
         vllm_config=SimpleNamespace(
-            parallel_config=SimpleNamespace(_api_process_count=1, nnodes=1)
+            parallel_config=SimpleNamespace(_api_process_count=1, nnodes=1, use_ray=False)
         ),
         engine_core=SimpleNamespace(call_utility_all_async=call_utility_all_async),
         errored=False,
@@ -131,7 +131,7 @@ def test_our_own_pauses_do_not_wait_for_our_commit(processes: int) -> None:
         raise AssertionError("the caller's")
 
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(_api_process_count=processes, nnodes=1)
+        parallel_config=SimpleNamespace(_api_process_count=processes, nnodes=1, use_ray=False)
     )
     client = SimpleNamespace(
         pause_generation=pause, resume_generation=resume, vllm_config=config, errored=False
@@ -165,7 +165,7 @@ def test_a_flush_drops_what_is_computed_from_weights_and_nothing_else(possible: 
         reset_prefix_cache=reset_prefix_cache,
         reset_encoder_cache=reset_encoder_cache,
         vllm_config=SimpleNamespace(
-            parallel_config=SimpleNamespace(_api_process_count=1, nnodes=1)
+            parallel_config=SimpleNamespace(_api_process_count=1, nnodes=1, use_ray=False)
         ),
         errored=False,
     )
