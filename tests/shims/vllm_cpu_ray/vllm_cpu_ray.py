@@ -15,6 +15,10 @@ def register() -> str:
 
 
 class RayCpuPlatform(CpuPlatform):
-    """vLLM's own platform for CPUs, and the resource."""
+    """vLLM's own platform for CPUs, with that resource, and a communicator for several hosts."""
 
     ray_device_key = "GPU"
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        return "vllm_cpu_ray_communicator.HostsCommunicator"
