@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -85,8 +86,10 @@ def two_nodes(folder: Path, python_path: Sequence[Path] = ()) -> Iterator[Nodes]
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, session, ignore_errors=True)
         first, second = stack.enter_context(two_hosts(folder))
-        address = f"{first.address}:6379"
-        head = ("--head", "--port", "6379", "--temp-dir", session, "--include-dashboard", "false")
+        with socket.create_server((first.address, 0)) as probe:
+            port = str(probe.getsockname()[1])
+        address = f"{first.address}:{port}"
+        head = ("--head", "--port", port, "--temp-dir", session, "--include-dashboard", "false")
         nodes = []
         for host, prefix, options in (
             (first, (), head),

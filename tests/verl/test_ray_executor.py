@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,13 +18,13 @@ import xxhash
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from scripts.live_engine.vllm import VllmProcess
-from tests.faults.harness import SHIMS
+from tests.faults.harness import OCTETS, SHIMS
 from tests.live.conftest import fingerprint
 from tests.live.test_hosts import bodies, contents, holds, post, send
 from tests.support.plain_trainer import Trainer
 from tests.support.ray_nodes import Node, Nodes, two_nodes
 
-pytestmark = [pytest.mark.engine, pytest.mark.full]
+pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(900)]
 
 PYTHON_PATH = [SHIMS / "vllm_cpu_ray", SHIMS / "vllm_cpu_pp"]
 STAGES = ("--pipeline-parallel-size", "2")
@@ -102,9 +101,10 @@ def test_both_hosts_are_bit_identical(
     fresh.stop()
 
 
-def test_an_engine_ends_with_a_worker_on_another_host(
+def test_nothing_is_served_after_a_worker_on_another_host_has_died(
     nodes: Nodes, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
+    """A call that is on its way then waits forever, with and without deltas."""
     base = checkpoint("qwen3")
     trainer = Trainer(tiny_models.load_tensors(base))
     with on(nodes, base, tmp_path / "engine.log") as engine:
@@ -113,18 +113,9 @@ def test_an_engine_ends_with_a_worker_on_another_host(
         assert post(engine, first).status_code == 200
         [worker] = nodes.second.workers(WORKER)
         os.kill(worker, signal.SIGKILL)
-        t = time.monotonic()
         for path, request in (
-            (
-                "/update_weights_delta",
-                {"content": second, "headers": {"Content-Type": "application/octet-stream"}},
-            ),
+            ("/update_weights_delta", {"content": second, "headers": OCTETS}),
             ("/v1/completions", {"json": {"prompt": "the quick", "max_tokens": 4}}),
-            ("/health", {}),
         ):
-            try:
-                a = engine.post(path, timeout=40.0, **request) if request else engine.get(path)
-                print("DEATH", path, a.status_code, a.text[:300], time.monotonic() - t)
-            except httpx.HTTPError as e:
-                print("DEATH", path, repr(e), time.monotonic() - t)
-        print("DEATH ends", engine.wait(20))
+            with pytest.raises(httpx.ReadTimeout):
+                engine.post(path, timeout=10.0, **request)

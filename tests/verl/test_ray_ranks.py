@@ -211,31 +211,18 @@ def parts(count: int) -> list[bytes]:
 
 
 def test_a_rank_that_dies_between_stage_and_commit(rig: RayRig) -> None:
-    before = survivors(rig)
-    first, second = parts(2)
+    before, (first, second) = survivors(rig), parts(2)
     assert rig.send(first).json()["status"] == "staged"
     ray.kill(rig.engine.actors[-1])
-    with pytest.raises(Exception) as raised:
-        print("DIED", rig.send(second).text)
-    print("DIED raised", repr(raised.value)[:300])
-    for one, other in zip(before, survivors(rig), strict=True):
-        assert same(one, other)
+    assert rig.send(second).status_code == 500
+    assert all(map(same, before, survivors(rig)))
 
 
-@pytest.mark.parametrize("vote", [1, 2, 3, 4])
-def test_a_rank_that_dies_in_the_commit(rig: RayRig, vote: int) -> None:
-    before = survivors(rig)
-    first, second = parts(2)
+@pytest.mark.parametrize("vote", [1, 2])
+def test_a_rank_that_dies_at_a_vote(rig: RayRig, vote: int) -> None:
+    """The others do not hear it, and take back what they may have written."""
+    before, (first, second) = survivors(rig), parts(2)
     assert rig.send(first).json()["status"] == "staged"
     ray.get(rig.engine.actors[-1].die_at_vote.remote(vote))
-    try:
-        print("DIED", vote, rig.send(second).text)
-    except Exception as error:
-        print("DIED raised", vote, repr(error)[:200])
-    found = survivors(rig)
-    print(
-        "DIED same",
-        vote,
-        [same(a, b) for a, b in zip(before, found, strict=True)],
-        [ray.get(a.handle.remote("state", {})) for a in rig.engine.actors[:-1]],
-    )
+    assert rig.send(second).status_code == 500
+    assert all(map(same, before, survivors(rig)))
