@@ -201,6 +201,9 @@ class PartSource(msgspec.Struct, frozen=True, kw_only=True):
     token: str  # bearer token of that URL
     size: int  # bytes
     content: str  # xxh3_128 of these, in hex
+    # Of the file, which another one at the same path on another host does not share.
+    inode: int
+    modified_ns: int
 
 
 class BeginPart(Operation[PartBegun], frozen=True, kw_only=True, tag="begin"):

@@ -441,11 +441,14 @@ class Rig:
             }
         )
         self._loop = asyncio.new_event_loop()
-        self.engine = Engine(self.settings)
+        self.engine = self.make_engine()
         self.service = DeltaService(self.engine, self.settings)
         self.app = app_of(self.service)
         self.run(self.service.start())
         self.engine.events.clear()
+
+    def make_engine(self) -> Engine:
+        return Engine(self.settings)
 
     def close(self) -> None:
         if (following := self.service._following) is not None:

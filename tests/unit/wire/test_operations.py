@@ -163,7 +163,7 @@ def vllm() -> Any:
             resume_generation=None,
             collective_rpc=collective_rpc,
             vllm_config=SimpleNamespace(
-                parallel_config=SimpleNamespace(_api_process_count=1, nnodes=1),
+                parallel_config=SimpleNamespace(_api_process_count=1, nnodes=1, use_ray=False),
             ),
         )
     )
