@@ -75,7 +75,8 @@ def two_nodes(folder: Path, python_path: Sequence[Path] = ()) -> Iterator[Nodes]
     first one shares the memory of this machine, as workers of vLLM do with the process that drives
     them.
     """
-    paths = [*map(str, python_path), os.environ.get("PYTHONPATH", "")]
+    root = Path(__file__).parents[2]
+    paths = [*map(str, python_path), str(root), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),

@@ -95,6 +95,7 @@ class Rank:
             checkpoint=lambda: iter(base.items()),
             reload=self._model.load_weights,
             ranks=self._ranks,
+            constants=lambda path, tensor: True,
             locate=locator(chosen, several_hosts=True),
         )
         self._receiver = make_receiver(loaded, chosen)
@@ -162,6 +163,8 @@ class RayEngine(in_process_engine.Engine):
 
 class RayRig(Rig):
     """The endpoints over such an engine; the server is this process, on the first host."""
+
+    engine: RayEngine
 
     def __init__(self, nodes: Nodes, port: int, spool_dir: Path, **settings: Any) -> None:
         self._nodes, self._port = nodes, port
