@@ -168,8 +168,8 @@ def run_check(options: argparse.Namespace, console: Console) -> int:
                 if checked.wrong:
                     exact = f"WRONG: {', '.join(checked.wrong)}"
                 console.print(
-                    f"{name}: {checked.setup.model.tensors} tensors, {exact}; other processes took "
-                    f"{checked.others_share:.0%} of the cores\n"
+                    f"{name}: {checked.setup.model.tensors} tensors, {exact}; other processes had "
+                    f"{checked.others:.2f} cores\n"
                 )
                 wrong |= bool(checked.wrong)
     return int(wrong)

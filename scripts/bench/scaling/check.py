@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -74,14 +74,16 @@ class Checked:
     def rows(self, costs: Constants) -> list[tuple[str, float, float]]:
         """Return what is compared, and its measured and predicted seconds or bytes.
 
-        Of times the least of all syncs counts, of memory the median.
+        Of times the least of all syncs counts, of memory the median. Of the time of the sync, the
+        model says what it takes with the cores that other processes left to it.
         """
         said, needed = predict(self.setup, costs), memory(self.setup, costs)
+        beside_others = predict(replace(self.setup, taken=self.others), costs)
         rank_names = [name for name in self.syncs[0].cpu if name.startswith("rank")]
         best = min(self.syncs, key=lambda sync: sync.seconds)
         pause = min(sync.timings_ms["pause_ms"] for sync in self.syncs)
         found = [
-            ("sync, s", best.seconds, said.seconds),
+            ("sync, s", best.seconds, beside_others.seconds),
             ("generation paused, s", pause / 1e3, said.pause_s),
             ("bytes sent", float(best.wire_bytes), said.wire_bytes),
             ("sender, CPU s", self._least_cpu(["sender"]), said.cpu["sender"]),
@@ -100,10 +102,10 @@ class Checked:
         return found
 
     @property
-    def others_share(self) -> float:
-        """Share of the machine's cores that other processes took in the sync that counts."""
+    def others(self) -> float:
+        """Cores that other processes had in the sync that counts."""
         best = min(self.syncs, key=lambda sync: sync.seconds)
-        return best.others / (best.seconds * self.setup.trainer_cores)
+        return max(0.0, best.others / best.seconds)
 
     def _least_cpu(self, names: Sequence[str]) -> float:
         """Return the least mean of some processes."""

@@ -103,8 +103,8 @@ def refresh_cpu(setup: Setup, costs: Constants) -> float:
 
 def free_cores(setup: Setup, costs: Constants) -> float:
     """Return the cores of a trainer host that do a sync's work, beside threads that wait."""
-    shared = min(setup.waiting, setup.trainer_cores)
-    return setup.trainer_cores - shared * (1 - costs.waiting_share)
+    waiting = min(1.0, setup.waiting / setup.trainer_cores)
+    return (setup.trainer_cores - setup.taken) * (1 - waiting * (1 - costs.waiting_share))
 
 
 def trainer_cores(setup: Setup, costs: Constants) -> float:
@@ -137,7 +137,9 @@ def staging(setup: Setup, costs: Constants) -> float:
 def commit(setup: Setup, costs: Constants) -> float:
     """Return seconds of a commit without its fixed costs."""
     cpu = commit_cpu(setup, costs)
-    cores = setup.trainer_cores if setup.one_host else setup.engine_cores  # no rank waits
+    cores = setup.engine_cores
+    if setup.one_host:
+        cores = setup.trainer_cores - setup.taken  # no rank waits
     return max(cpu / setup.rank_threads, setup.ranks * cpu / cores)
 
 

@@ -55,6 +55,7 @@ class Setup:
             interface; then there is one engine.
         waiting: threads of the engine on the trainer's cores that wait in a loop meanwhile and
             yield to others; with `one_host` only.
+        taken: of the trainer's cores, how many have other work; with `one_host` only.
     """
 
     model: Model
@@ -73,6 +74,7 @@ class Setup:
     bucket_bytes: int = 64 << 20
     one_host: bool = False
     waiting: int = 0
+    taken: float = 0.0
 
     @property
     def nnz(self) -> float:

@@ -332,8 +332,10 @@ def test_a_check_shows_both_figures() -> None:
     checked = check.Checked(setup, 1 << 20, [sync], [])
     rows = {what: (measured, said) for what, measured, said in checked.rows(COSTS)}
     said = predict(setup, COSTS)
-    assert checked.others_share == 0.25
-    assert rows["sync, s"] == (1.0, said.seconds)
+    assert checked.others == 0.5
+    beside_others = predict(dataclasses.replace(setup, taken=0.5), COSTS)
+    assert rows["sync, s"] == (1.0, beside_others.seconds)
+    assert beside_others.seconds > said.seconds
     assert rows["generation paused, s"] == (0.04, said.pause_s)
     assert rows["rank staging, CPU s"] == (0.5, said.cpu["rank"])
     assert rows["rank, peak memory"][0] == (1 << 30) + (1 << 20)
