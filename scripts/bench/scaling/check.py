@@ -74,20 +74,23 @@ class Checked:
     def rows(self, costs: Constants) -> list[tuple[str, float, float]]:
         """Return what is compared, and its measured and predicted seconds or bytes.
 
-        Of times the least of all syncs counts, of memory the median. Of the time of the sync, the
-        model says what it takes with the cores that other processes left to it.
+        Times are those of the fastest sync, memory is that of the middle one. The model has the
+        cores that other processes left to the fastest one.
         """
         said, needed = predict(self.setup, costs), memory(self.setup, costs)
         beside_others = predict(replace(self.setup, taken=self.others), costs)
         rank_names = [name for name in self.syncs[0].cpu if name.startswith("rank")]
-        best = min(self.syncs, key=lambda sync: sync.seconds)
-        pause = min(sync.timings_ms["pause_ms"] for sync in self.syncs)
+        best, pause = self.fastest, self.fastest.timings_ms["pause_ms"]
         found = [
             ("sync, s", best.seconds, beside_others.seconds),
             ("generation paused, s", pause / 1e3, said.pause_s),
             ("bytes sent", float(best.wire_bytes), said.wire_bytes),
-            ("sender, CPU s", self._least_cpu(["sender"]), said.cpu["sender"]),
-            ("rank staging, CPU s", self._least_cpu(rank_names), said.cpu["rank"]),
+            ("sender, CPU s", best.cpu["sender"], said.cpu["sender"]),
+            (
+                "rank staging, CPU s",
+                sum(best.cpu[name] for name in rank_names) / len(rank_names),
+                said.cpu["rank"],
+            ),
         ]
         weights = 2 * self.setup.model.nbytes  # the trainer's, and the snapshot
         growth = needed.changes + needed.parts
@@ -102,14 +105,14 @@ class Checked:
         return found
 
     @property
+    def fastest(self) -> Sync:
+        """The sync that counts."""
+        return min(self.syncs, key=lambda sync: sync.seconds)
+
+    @property
     def others(self) -> float:
         """Cores that other processes had in the sync that counts."""
-        best = min(self.syncs, key=lambda sync: sync.seconds)
-        return max(0.0, best.others / best.seconds)
-
-    def _least_cpu(self, names: Sequence[str]) -> float:
-        """Return the least mean of some processes."""
-        return min(sum(sync.cpu[name] for name in names) / len(names) for sync in self.syncs)
+        return max(0.0, self.fastest.others / self.fastest.seconds)
 
     def _resident(self, names: Sequence[str]) -> float:
         """Return the middle sync's mean of some processes, before it."""
