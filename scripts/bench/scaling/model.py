@@ -211,7 +211,9 @@ def predict(setup: Setup, costs: Constants) -> Prediction:
     """
     times = part_times(setup, costs)
     transfer = max(times["send"], times["link"], times["receive"])
-    encode = encode_cpu(setup, costs) / min(2, trainer_cores(setup, costs))  # one part: two threads
+    # Nothing waits in a loop before the first post. One part is encoded by two threads.
+    awake = trainer_cores(replace(setup, waiting=0), costs)
+    first = diff_cpu(setup, costs) / awake + encode_cpu(setup, costs) / min(2, awake)
     post = transfer + times["stage"] + costs.part_s
     bounds = {
         **times,
@@ -220,7 +222,7 @@ def predict(setup: Setup, costs: Constants) -> Prediction:
     }
     bound = max(bounds, key=lambda name: bounds[name])
     step = bounds[bound]
-    parts = times["diff"] + encode + post + (setup.parts - 1) * step
+    parts = first + post + (setup.parts - 1) * step
     if setup.parts > 1:
         parts += max(0.0, post - step)  # of the last part, which is not overlapped
     fixed, paused = costs.sync_s, commit(setup, costs)
