@@ -167,7 +167,10 @@ def run_check(options: argparse.Namespace, console: Console) -> int:
                 exact = "every live byte is the sender's"
                 if checked.wrong:
                     exact = f"WRONG: {', '.join(checked.wrong)}"
-                console.print(f"{name}: {checked.setup.model.tensors} tensors, {exact}\n")
+                console.print(
+                    f"{name}: {checked.setup.model.tensors} tensors, {exact}; other processes had "
+                    f"{checked.others:.2f} cores\n"
+                )
                 wrong |= bool(checked.wrong)
     return int(wrong)
 

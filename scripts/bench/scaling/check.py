@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -74,18 +74,23 @@ class Checked:
     def rows(self, costs: Constants) -> list[tuple[str, float, float]]:
         """Return what is compared, and its measured and predicted seconds or bytes.
 
-        Of times the least of all syncs counts, of memory the median.
+        Times are those of the fastest sync, memory is that of the middle one. The model has the
+        cores that other processes left to the fastest one.
         """
         said, needed = predict(self.setup, costs), memory(self.setup, costs)
+        beside_others = predict(replace(self.setup, taken=self.others), costs)
         rank_names = [name for name in self.syncs[0].cpu if name.startswith("rank")]
-        best = min(self.syncs, key=lambda sync: sync.seconds)
-        pause = min(sync.timings_ms["pause_ms"] for sync in self.syncs)
+        best, pause = self.fastest, self.fastest.timings_ms["pause_ms"]
         found = [
-            ("sync, s", best.seconds, said.seconds),
+            ("sync, s", best.seconds, beside_others.seconds),
             ("generation paused, s", pause / 1e3, said.pause_s),
             ("bytes sent", float(best.wire_bytes), said.wire_bytes),
-            ("sender, CPU s", self._least_cpu(["sender"]), said.cpu["sender"]),
-            ("rank staging, CPU s", self._least_cpu(rank_names), said.cpu["rank"]),
+            ("sender, CPU s", best.cpu["sender"], said.cpu["sender"]),
+            (
+                "rank staging, CPU s",
+                sum(best.cpu[name] for name in rank_names) / len(rank_names),
+                said.cpu["rank"],
+            ),
         ]
         weights = 2 * self.setup.model.nbytes  # the trainer's, and the snapshot
         growth = needed.changes + needed.parts
@@ -99,9 +104,15 @@ class Checked:
             found.append((f"{what}, peak memory", self._peak(names), before + grows))
         return found
 
-    def _least_cpu(self, names: Sequence[str]) -> float:
-        """Return the least mean of some processes."""
-        return min(sum(sync.cpu[name] for name in names) / len(names) for sync in self.syncs)
+    @property
+    def fastest(self) -> Sync:
+        """The sync that counts."""
+        return min(self.syncs, key=lambda sync: sync.seconds)
+
+    @property
+    def others(self) -> float:
+        """Cores that other processes had in the sync that counts."""
+        return max(0.0, self.fastest.others / self.fastest.seconds)
 
     def _resident(self, names: Sequence[str]) -> float:
         """Return the middle sync's mean of some processes, before it."""
@@ -179,7 +190,7 @@ def check(
         rank_threads=1,
         bucket_bytes=BUCKET_BYTES,
         one_host=True,
-        spinning=ranks + 1,  # the ranks and vLLM's engine core, for a second after each call
+        waiting=ranks if ranks > 1 else 0,  # for a second after each call
     )
     return Checked(setup, base, measured, wrong)
 
@@ -219,6 +230,7 @@ def _send(
         syncs=syncs,
         options=dict(options),
         watched=_watched(engine),
+        engine=engine.pids(),
     )
     process = subprocess.run(
         [sys.executable, "-m", "scripts.bench.scaling.sender_process"],

@@ -35,13 +35,15 @@ class Constants:
         stage_own_ns: staging what was decoded, per changed element that the rank holds.
         stage_other_ns: staging, per changed element of the part that other ranks hold.
         locate_own_ns, locate_other_ns, read_ns: what of it finds the elements, and reads old bits.
-        check_ns: reading old bits again in the commit, per own element.
-        scatter_ns: writing, per own element.
+        check_ns: what is compared in the commit before anything is written, per own element.
+        scatter_ns: comparing and writing, per own element.
         finish_ns: the rest of the commit, per own element.
 
         sender_param_ns: comparing and encoding a tensor, whatever its size.
         rank_param_ns: decoding and staging it, on each rank.
         commit_param_ns: checking and writing it, on each rank.
+        waiting_share: of the speed of a sync's work, what is left if as many threads as cores wait
+            in a loop and yield.
         part_s: wall seconds of one more part of an engine, besides its bytes and elements.
         sync_s: wall seconds of one sync of an engine, besides its parts: pause, votes, publishing.
 
@@ -78,6 +80,7 @@ class Constants:
     sender_param_ns: float
     rank_param_ns: float
     commit_param_ns: float
+    waiting_share: float
     part_s: float
     sync_s: float
 

@@ -13,12 +13,22 @@ import numpy as np
 from delta_sender.diff_host import compare
 from engine_ext.wire import decode_part, encode_part
 from scripts.bench import synthetic_weights
-from scripts.bench.scaling import measure_http, measure_live, measure_rank, measure_sender
+from scripts.bench.scaling import (
+    measure_http,
+    measure_live,
+    measure_rank,
+    measure_sender,
+    measure_waiting,
+)
 from scripts.bench.scaling.constants import Constants
 from scripts.bench.scaling.timing import take_new_pages
 
-STEPS = ("drawing weights", "sender", "memory", "rank", "posts", "a live engine")
+STEPS = (
+    "drawing weights", "encodings", "sender", "memory",
+    "rank", "posts", "waiting threads", "a live engine",
+)  # fmt: skip
 _LIVE_REPEATS = 12
+_WAITING_REPEATS = 15
 DENSITY = 0.02
 
 
@@ -33,18 +43,24 @@ def measure(elements: int, repeats: int, folder: Path, step: Callable[[str], Non
     step(STEPS[0])
     old = synthetic_weights.make_weights(elements, np.random.default_rng(0))
     new = synthetic_weights.change(old, DENSITY, np.random.default_rng(1))
-    step(STEPS[1])
-    take_new_pages()
     found: dict[str, Any] = {"machine": machine(), "density": DENSITY}
-    found |= measure_sender.measure(old, new, DENSITY, repeats)
+    step(STEPS[1])
+    # What a part needs only while it is encoded or decoded is given to the next one.
+    found |= measure_sender.encoding(old, new, DENSITY, repeats)
+    found |= measure_rank.decoding(old, new, repeats)
+    take_new_pages()
     step(STEPS[2])
-    found |= working_bytes(old, new)
+    found |= measure_sender.measure(old, new, repeats)
     step(STEPS[3])
+    found |= working_bytes(old, new)
+    step(STEPS[4])
     found |= measure_rank.measure(old, new, repeats)
     del old, new
-    step(STEPS[4])
-    found |= measure_http.measure(repeats)
     step(STEPS[5])
+    found |= measure_http.measure(repeats)
+    step(STEPS[6])
+    found |= measure_waiting.measure(DENSITY, _WAITING_REPEATS)
+    step(STEPS[7])
     found |= measure_live.measure(folder, _LIVE_REPEATS)
     return Constants(**found)
 

@@ -2,15 +2,17 @@
 
 The rank is a module in this process that holds a slice of each tensor, as tensor parallelism cuts
 them: two of three by rows, which are one run of memory, and one by columns. It is traced and
-certified as an engine's model is. Staging runs in one thread. It is measured with half of every
-tensor and with an eighth, which tells an own element's cost from that of one on another rank.
+certified as an engine's model is. Staging runs in one thread, while the other cores are busy. It is
+measured with half of every tensor and with an eighth, which tells an own element's cost from that
+of one on another rank.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,12 +40,13 @@ from engine_ext.wire import (
 from scripts.bench import synthetic_weights
 from scripts.bench.scaling.encodings import ENCODINGS
 from scripts.bench.scaling.measure_sender import SMALL, SMALLS, deltas_of
-from scripts.bench.scaling.timing import ColdCaches, fastest
+from scripts.bench.scaling.timing import ColdCaches, fastest, other_cores_busy
 from scripts.bench.synthetic_weights import Bits
 
 WIDTH = 4096  # of a tensor of `synthetic_weights.PARAM` elements
 _PIECE = 1 << 16  # elements that staging takes at a time
 _COLUMNS_EVERY = 3  # one tensor of three is cut by columns
+_STAGED = "gap8_ulp"  # staging takes as long with all encodings
 _SHARED_MEMORY = "/dev/shm"  # where an engine's spool is
 SHARES = (2, 8)  # of how many ranks it is one
 
@@ -163,9 +166,11 @@ class SpooledPart:
         return shared_decoding.read_part(str(self._path), self._identity, Limits(), shared=True)
 
 
-def measure(old: Bits, new: Bits, repeats: int) -> dict[str, Any]:
-    """Return the fields of `Constants` that concern a rank; `new` has the changes of a sync."""
-    cold = ColdCaches()
+@contextlib.contextmanager
+def _spooled(
+    old: Bits, new: Bits, encodings: Iterable[str]
+) -> Iterator[tuple[dict[str, SpooledPart], dict[str, torch.Tensor], int]]:
+    """Yield the changes in the spool, by encoding, the tensors that change, and how many do."""
     params = list(synthetic_weights.params(old))
     changed = [compare(old[p], new[p], streams=True) for p in params]
     shape = (synthetic_weights.PARAM // WIDTH, WIDTH)
@@ -182,18 +187,27 @@ def measure(old: Bits, new: Bits, repeats: int) -> dict[str, Any]:
             current_version=1,
             digest_part="0" * 32,
         )
-        for encoding in ENCODINGS
+        for encoding in encodings
     }
     nnz = sum(one.indices.size for one in changed)
     with tempfile.TemporaryDirectory(dir=_SHARED_MEMORY) as folder:
-        files = {
-            encoding: SpooledPart(Path(folder) / encoding, bodies[encoding])
-            for encoding in ENCODINGS
-        }
-        decodes = fastest({e: files[e].decode for e in ENCODINGS}, repeats, cold)
-        spooled = files["gap8_exp"]
+        yield {e: SpooledPart(Path(folder) / e, body) for e, body in bodies.items()}, tensors, nnz
+
+
+def decoding(old: Bits, new: Bits, repeats: int) -> dict[str, Any]:
+    """Return the fields of `Constants` that concern decoding; `new` has the changes of a sync."""
+    with _spooled(old, new, ENCODINGS) as (files, _, nnz), other_cores_busy():
+        calls = {encoding: file.decode for encoding, file in files.items()}
+        times = fastest(calls, repeats, ColdCaches())
+    return {"decode_ns": {encoding: times[encoding] / nnz * 1e9 for encoding in ENCODINGS}}
+
+
+def measure(old: Bits, new: Bits, repeats: int) -> dict[str, Any]:
+    """Return the other fields of `Constants` that concern a rank; `new` has a sync's changes."""
+    with _spooled(old, new, [_STAGED]) as (files, tensors, nnz), other_cores_busy():
+        cold, spooled = ColdCaches(), files[_STAGED]
         steps = {ranks: _steps(tensors, spooled, ranks, repeats, cold) for ranks in SHARES}
-    found: dict[str, Any] = {"decode_ns": {e: decodes[e] / nnz * 1e9 for e in ENCODINGS}}
+    found: dict[str, Any] = {}
     for what in ("stage", "locate"):
         own, other = _split({r: steps[r][what] / nnz * 1e9 for r in SHARES})
         found |= {f"{what}_own_ns": own, f"{what}_other_ns": other}

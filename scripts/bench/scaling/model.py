@@ -91,7 +91,7 @@ def rank_cpu(setup: Setup, costs: Constants) -> float:
 
 
 def commit_cpu(setup: Setup, costs: Constants) -> float:
-    """Return CPU seconds of one rank for the commit: read again, write, record."""
+    """Return CPU seconds of one rank for the commit: check, write, record."""
     own = setup.nnz / setup.ranks * (costs.check_ns + costs.scatter_ns + costs.finish_ns)
     return (own + setup.model.tensors * costs.commit_param_ns) * _NS
 
@@ -101,14 +101,20 @@ def refresh_cpu(setup: Setup, costs: Constants) -> float:
     return setup.nnz * costs.refresh_ns * _NS
 
 
-def trainer_cores(setup: Setup) -> float:
-    """Return the cores of all trainer hosts that a sync has."""
-    return setup.trainer_hosts * setup.free_cores
+def free_cores(setup: Setup, costs: Constants) -> float:
+    """Return the cores of a trainer host that do a sync's work, beside threads that wait."""
+    waiting = min(1.0, setup.waiting / setup.trainer_cores)
+    return (setup.trainer_cores - setup.taken) * (1 - waiting * (1 - costs.waiting_share))
 
 
-def engine_cores(setup: Setup) -> float:
+def trainer_cores(setup: Setup, costs: Constants) -> float:
+    """Return the cores of all trainer hosts that a sync has before its commit."""
+    return setup.trainer_hosts * free_cores(setup, costs)
+
+
+def engine_cores(setup: Setup, costs: Constants) -> float:
     """Return the cores of an engine's host that a sync has before its commit."""
-    return setup.free_cores if setup.one_host else setup.engine_cores
+    return free_cores(setup, costs) if setup.one_host else setup.engine_cores
 
 
 def link(setup: Setup, costs: Constants) -> float:
@@ -122,8 +128,8 @@ def link(setup: Setup, costs: Constants) -> float:
 
 def staging(setup: Setup, costs: Constants) -> float:
     """Return seconds of staging a part on all ranks of an engine, each with its threads."""
-    shared = setup.ranks * rank_cpu(setup, costs) / engine_cores(setup)
-    decode = decode_cpu(setup, costs) / min(setup.rank_threads, engine_cores(setup))
+    shared = setup.ranks * rank_cpu(setup, costs) / engine_cores(setup, costs)
+    decode = decode_cpu(setup, costs) / min(setup.rank_threads, engine_cores(setup, costs))
     place = place_cpu(setup, costs) / setup.rank_threads
     return max(shared, decode + place)
 
@@ -131,7 +137,9 @@ def staging(setup: Setup, costs: Constants) -> float:
 def commit(setup: Setup, costs: Constants) -> float:
     """Return seconds of a commit without its fixed costs."""
     cpu = commit_cpu(setup, costs)
-    cores = setup.trainer_cores if setup.one_host else setup.engine_cores  # no rank waits
+    cores = setup.engine_cores
+    if setup.one_host:
+        cores = setup.trainer_cores - setup.taken  # no rank waits
     return max(cpu / setup.rank_threads, setup.ranks * cpu / cores)
 
 
@@ -139,7 +147,7 @@ def busy_cores(setup: Setup, costs: Constants) -> float:
     """Return seconds that the cores of the busier host need for a part, if none is ever idle."""
     sender = sum(cpu(setup, costs) for cpu in (diff_cpu, encode_cpu, send_cpu))
     engine = receive_cpu(setup, costs) + setup.ranks * rank_cpu(setup, costs)
-    cores = trainer_cores(setup)
+    cores = trainer_cores(setup, costs)
     if setup.one_host:
         return (sender + engine) / cores
     return max(sender / cores, engine / setup.engine_cores)
@@ -151,7 +159,7 @@ def part_times(setup: Setup, costs: Constants) -> dict[str, float]:
     A post's bytes are sent and received at the same time, on one connection; the parts that are in
     flight share the link and the engine's HTTP process, which is one thread.
     """
-    cores = trainer_cores(setup)
+    cores = trainer_cores(setup, costs)
     encoders = min(setup.trainer_hosts * setup.encoders, cores)
     return {
         "diff": diff_cpu(setup, costs) / cores,
@@ -203,7 +211,9 @@ def predict(setup: Setup, costs: Constants) -> Prediction:
     """
     times = part_times(setup, costs)
     transfer = max(times["send"], times["link"], times["receive"])
-    encode = encode_cpu(setup, costs) / min(2, trainer_cores(setup))  # one part: two threads
+    # Nothing waits in a loop before the first post. One part is encoded by two threads.
+    awake = trainer_cores(replace(setup, waiting=0), costs)
+    first = diff_cpu(setup, costs) / awake + encode_cpu(setup, costs) / min(2, awake)
     post = transfer + times["stage"] + costs.part_s
     bounds = {
         **times,
@@ -212,11 +222,11 @@ def predict(setup: Setup, costs: Constants) -> Prediction:
     }
     bound = max(bounds, key=lambda name: bounds[name])
     step = bounds[bound]
-    parts = times["diff"] + encode + post + (setup.parts - 1) * step
+    parts = first + post + (setup.parts - 1) * step
     if setup.parts > 1:
         parts += max(0.0, post - step)  # of the last part, which is not overlapped
     fixed, paused = costs.sync_s, commit(setup, costs)
-    refresh = refresh_cpu(setup, costs) / trainer_cores(setup)
+    refresh = refresh_cpu(setup, costs) / trainer_cores(setup, costs)
     whole = {name: seconds * setup.parts for name, seconds in times.items()}
     sender = sum(cpu(setup, costs) for cpu in (diff_cpu, encode_cpu, send_cpu))
     return Prediction(

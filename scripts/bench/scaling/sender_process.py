@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ from engine_ext.wire import tensor_digest
 from scripts.bench import synthetic_weights
 from scripts.process_memory import peak_of, reset_peak, reset_peak_of
 
+_IDLE_WAIT_S = 15.0
+_IDLE_S, _IDLE_PERCENT = 0.3, 8.0
+
 
 class Task(msgspec.Struct, frozen=True):
     """What to send, and which processes to watch.
@@ -31,6 +34,7 @@ class Task(msgspec.Struct, frozen=True):
     Attributes:
         options: keyword arguments of `DeltaSender`.
         watched: process ids by name.
+        engine: process ids of the whole engine.
     """
 
     checkpoint: str
@@ -39,6 +43,7 @@ class Task(msgspec.Struct, frozen=True):
     syncs: int
     options: dict[str, Any]
     watched: dict[str, int]
+    engine: list[int]
 
 
 class Sync(msgspec.Struct, frozen=True):
@@ -47,6 +52,7 @@ class Sync(msgspec.Struct, frozen=True):
     Attributes:
         nnz, parts, wire_bytes, timings_ms: of its report.
         seconds: from the weights to the answer.
+        others: CPU seconds that processes which have no part in the sync took.
         cpu: CPU seconds, by process; of a rank without its main thread, in which the engine spins
             while it waits for a call.
         peak: bytes by which each process's resident memory grew at most, and `resident` before.
@@ -58,6 +64,7 @@ class Sync(msgspec.Struct, frozen=True):
     wire_bytes: int
     digest: str | None
     timings_ms: dict[str, float]
+    others: float
     cpu: dict[str, float]
     resident: dict[str, int]
     peak: dict[str, int]
@@ -72,11 +79,13 @@ def main() -> None:
     tensors = _load(Path(task.checkpoint))
     rng = np.random.default_rng(1)
     watched = {"sender": psutil.Process(), **_processes(task.watched)}
+    engine = [psutil.Process(pid) for pid in task.engine]
     with DeltaSender(task.url, tensors.items(), **task.options) as sender:
         sender.sync(tensors.items())  # gets the plan and digests every tensor
         for _ in range(task.syncs):
             _perturb(tensors, task.density, rng)
-            sync = _timed(sender, tensors, watched)
+            _wait_until_idle()
+            sync = _timed(sender, tensors, watched, engine)
             print(msgspec.json.encode(sync).decode(), flush=True)
     digests = {
         name: tensor_digest(name, _bits(tensor), threads=2).hex()
@@ -89,13 +98,14 @@ def _timed(
     sender: DeltaSender,
     tensors: Mapping[str, torch.Tensor],
     watched: Mapping[str, psutil.Process],
+    engine: Sequence[psutil.Process],
 ) -> Sync:
     resident = {name: reset_peak_of(process.pid) for name, process in watched.items()}
-    cpu = _cpu(watched)
+    cpu, others = _cpu(watched), _others(engine)
     start = time.perf_counter()
     report = sender.sync(tensors.items())
     seconds = time.perf_counter() - start
-    used = _cpu(watched)
+    used, others = _cpu(watched), _others(engine) - others
     return Sync(
         seconds=seconds,
         nnz=report.nnz,
@@ -103,10 +113,19 @@ def _timed(
         wire_bytes=report.wire_bytes,
         digest=report.digest,
         timings_ms=report.engine["timings_ms"],
+        others=others,
         cpu={name: used[name] - cpu[name] for name in watched},
         resident=resident,
         peak={name: peak_of(p.pid) - resident[name] for name, p in watched.items()},
     )
+
+
+def _wait_until_idle() -> None:
+    """Wait until the cores have nothing to do, but not for long: the engine's threads wait in a
+    loop after a sync, and others may use the machine."""
+    deadline = time.monotonic() + _IDLE_WAIT_S
+    while time.monotonic() < deadline and psutil.cpu_percent(_IDLE_S) > _IDLE_PERCENT:
+        pass
 
 
 def _load(folder: Path) -> dict[str, torch.Tensor]:
@@ -131,19 +150,39 @@ def _bits(tensor: torch.Tensor) -> synthetic_weights.Bits:
     return tensor.view(-1).view(torch.int16).numpy().view(np.uint16)
 
 
+def _others(engine: Sequence[psutil.Process]) -> float:
+    """Return CPU seconds of all processes of the machine but this one and the engine's."""
+    machine = psutil.cpu_times()
+    busy = machine.user + machine.nice + machine.system + machine.irq + machine.softirq
+    own = sum(sum(one.cpu_times()[:2]) for one in (psutil.Process(), *engine))
+    return float(busy - own)
+
+
 def _processes(pids: Mapping[str, int]) -> dict[str, psutil.Process]:
     return {name: psutil.Process(pid) for name, pid in pids.items()}
 
 
 def _cpu(watched: Mapping[str, psutil.Process]) -> dict[str, float]:
-    found = {}
+    """Return CPU seconds; of other processes those of the threads that they have now.
+
+    The system tells a process's time in hundredths, a thread's in nanoseconds.
+    """
+    found = {"sender": time.process_time()}
     for name, process in watched.items():
-        times = process.cpu_times()
-        found[name] = times.user + times.system
-        if name.startswith("rank"):  # threads that have ended are in the sum only
-            [main] = [each for each in process.threads() if each.id == process.pid]
-            found[name] -= main.user_time + main.system_time
+        if name != "sender":
+            threads = {each.id for each in process.threads()}
+            if name.startswith("rank"):
+                threads -= {process.pid}
+            found[name] = sum(_thread_seconds(process.pid, thread) for thread in threads)
     return found
+
+
+def _thread_seconds(process: int, thread: int) -> float:
+    try:
+        text = Path(f"/proc/{process}/task/{thread}/schedstat").read_text()
+    except FileNotFoundError:  # it has just ended
+        return 0.0
+    return int(text.split()[0]) / 1e9
 
 
 if __name__ == "__main__":

@@ -53,8 +53,9 @@ class Setup:
         bucket_bytes: most bytes of positions and values in a part, before compression.
         one_host: trainer and engine share the trainer's cores, and the link is the loopback
             interface; then there is one engine.
-        spinning: threads of the engine on the trainer's cores that wait in a loop meanwhile and
+        waiting: threads of the engine on the trainer's cores that wait in a loop meanwhile and
             yield to others; with `one_host` only.
+        taken: of the trainer's cores, how many have other work; with `one_host` only.
     """
 
     model: Model
@@ -72,7 +73,8 @@ class Setup:
     decode_once: bool = True
     bucket_bytes: int = 64 << 20
     one_host: bool = False
-    spinning: int = 0
+    waiting: int = 0
+    taken: float = 0.0
 
     @property
     def nnz(self) -> float:
@@ -94,15 +96,6 @@ class Setup:
     def part_tensors(self) -> float:
         """Tensors in one part; large ones are not split."""
         return self.model.tensors / self.parts
-
-    @property
-    def free_cores(self) -> float:
-        """Cores of a trainer host that do a sync's work.
-
-        A thread that waits in a loop takes a core as long as others are idle, and half of one that
-        it shares.
-        """
-        return max(self.trainer_cores - self.spinning, self.trainer_cores / 2)
 
     @property
     def bytes_per_s(self) -> float:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+
+from engine_ext.cores import usable_cores
 
 _LARGE = 384 << 20  # bytes; more than the caches of today's CPUs
 
@@ -30,6 +36,40 @@ def take_new_pages() -> None:
     """
     threshold = -3  # M_MMAP_THRESHOLD of glibc's malloc.h
     ctypes.CDLL(None).mallopt(threshold, 128 << 10)
+
+
+def other_cores_busy() -> contextlib.AbstractContextManager[None]:
+    """Keep all cores but one busy inside the block, with processes that compare weights.
+
+    In a sync the cores share caches and memory with the other stages.
+    """
+    return beside("scripts.bench.scaling.busy_core", usable_cores() - 1)
+
+
+@contextlib.contextmanager
+def beside(module: str, count: int) -> Iterator[None]:
+    """Run a module in some processes inside the block.
+
+    Each writes a line to stdout when it has begun, and ends when its stdin is closed.
+
+    Raises:
+        OSError: One has ended too early.
+    """
+    command = [sys.executable, "-m", module]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for _ in range(count):
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+            )
+            stack.enter_context(process)  # closes its stdin at the end, and waits
+            processes.append(process)
+        for process in processes:
+            assert process.stdout is not None
+            if not process.stdout.readline():
+                raise OSError(f"{module} has ended")
+        yield
 
 
 def fastest(

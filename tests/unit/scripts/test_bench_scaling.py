@@ -21,6 +21,7 @@ from scripts.bench.scaling import (
     measure_http,
     measure_rank,
     measure_sender,
+    measure_waiting,
     report,
     timing,
 )
@@ -63,6 +64,7 @@ COSTS = Constants(
     sender_param_ns=4e4,
     rank_param_ns=4e4,
     commit_param_ns=7e3,
+    waiting_share=0.5,
     part_s=0.01,
     sync_s=0.05,
     change_bytes=9,
@@ -147,6 +149,21 @@ def test_work_on_one_host_takes_its_cores() -> None:
     assert work / 2 < found.seconds < work
 
 
+def test_threads_that_wait_take_their_share_of_the_cores() -> None:
+    setup = dataclasses.replace(SETUP, one_host=True, ranks=2, trainer_cores=2, rank_threads=1)
+    half = predict(dataclasses.replace(setup, waiting=1), COSTS)
+    whole = predict(dataclasses.replace(setup, waiting=2), COSTS)
+    assert half.seconds < whole.seconds < predict(setup, COSTS).seconds / COSTS.waiting_share
+    assert whole.stages["diff"] == predict(setup, COSTS).stages["diff"] / COSTS.waiting_share
+    assert whole.pause_s == half.pause_s
+
+
+def test_waiting_threads_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_waiting, "_TENSORS", 2)
+    [share] = measure_waiting.measure(0.02, 1).values()
+    assert 0 < share <= 1
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_parts_fit_their_bucket(model: Model) -> None:
     setup = dataclasses.replace(SETUP, model=model)
@@ -228,7 +245,9 @@ def test_measurements_on_little_data(monkeypatch: pytest.MonkeyPatch) -> None:
     old = synthetic_weights.make_weights(3 << 20, np.random.default_rng(0))
     new = synthetic_weights.change(old, 0.02, np.random.default_rng(1))
     found = {
-        **measure_sender.measure(old, new, 0.02, 1),
+        **measure_sender.encoding(old, new, 0.02, 1),
+        **measure_rank.decoding(old, new, 1),
+        **measure_sender.measure(old, new, 1),
         **measure.working_bytes(old, new),
         **measure_rank.measure(old, new, 1),
     }
@@ -238,7 +257,7 @@ def test_measurements_on_little_data(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {each.name for each in dataclasses.fields(Constants)}
     assert known - found.keys() == {
         *("machine", "density", "send_ns", "receive_ns", "hash_ns", "loopback_ns"),
-        *("part_s", "sync_s"),
+        *("part_s", "sync_s", "waiting_share"),
     }
     assert found.keys() <= known
 
@@ -305,6 +324,7 @@ def test_a_check_shows_both_figures() -> None:
         wire_bytes=7,
         digest=None,
         timings_ms={"pause_ms": 40.0},
+        others=0.5,
         cpu=dict.fromkeys(names, 0.5),
         resident=dict.fromkeys(names, 1 << 30),
         peak=dict.fromkeys(names, 1 << 20),
@@ -312,7 +332,10 @@ def test_a_check_shows_both_figures() -> None:
     checked = check.Checked(setup, 1 << 20, [sync], [])
     rows = {what: (measured, said) for what, measured, said in checked.rows(COSTS)}
     said = predict(setup, COSTS)
-    assert rows["sync, s"] == (1.0, said.seconds)
+    assert checked.others == 0.5
+    beside_others = predict(dataclasses.replace(setup, taken=0.5), COSTS)
+    assert rows["sync, s"] == (1.0, beside_others.seconds)
+    assert beside_others.seconds > said.seconds
     assert rows["generation paused, s"] == (0.04, said.pause_s)
     assert rows["rank staging, CPU s"] == (0.5, said.cpu["rank"])
     assert rows["rank, peak memory"][0] == (1 << 30) + (1 << 20)
