@@ -82,8 +82,8 @@ class Write:
             if not elements.swap_checked(self.new, self.old):
                 raise BaseMismatch(CHANGED)
             return
-        single = isinstance(elements, (HostElements, DeviceElements))
-        if single and self.keep and self.old is None:
+        reads = self.keep and self.old is None
+        if reads and isinstance(elements, (HostElements, DeviceElements)):
             self.old = elements.swap(self.new)
             self.written = True
         else:

@@ -56,7 +56,7 @@ class FolderLog:
         """Write a small file; a reader sees the old one or the new one."""
         (self.folder / folder).mkdir(exist_ok=True)
         path = self.folder / folder / name
-        draft = path.with_suffix(".tmp")
+        draft = path.with_suffix(f".{os.getpid()}.tmp")  # another process may write it, too
         draft.write_bytes(content)
         draft.replace(path)
 

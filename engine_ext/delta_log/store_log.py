@@ -109,6 +109,9 @@ class StoreLog:
                 listing.add(local / folder, files, marker.written_at)
             elif marker is not None and marker.size > MAX_DONE_BYTES:
                 listing.damaged[folder] = f"its {DONE} has over {MAX_DONE_BYTES} bytes"
+            elif marker is not None:  # pruned meanwhile, or the store has lost it
+                file = marker.name.partition("/")[2]
+                listing.damaged[folder] = f"its {file} is listed, and cannot be found"
         return listing.sorted()
 
     def _versions(self) -> dict[str, _Objects]:
@@ -129,7 +132,7 @@ class StoreLog:
             known = self._texts.get(marker.name)
             if known is not None and known[0] == marker.tag:
                 return known
-            with contextlib.suppress(FileNotFoundError):  # pruned meanwhile
+            with contextlib.suppress(FileNotFoundError):
                 return marker.tag, self.store.read(marker.name, MAX_DONE_BYTES)
             return None
 

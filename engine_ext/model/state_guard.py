@@ -8,8 +8,9 @@ comparing objects and addresses, restores them, and can verify that every bit is
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ from engine_ext.model.storage_index import live_tensors
 
 _REGISTRIES: Final = ("_parameters", "_buffers")
 _DICTS: Final = (*_REGISTRIES, "_modules", "__dict__")
+_BATCH: Final = 4 << 20  # bytes that a thread hashes at a time, at least
 
 
 class TracingError(RuntimeError):
@@ -79,18 +81,20 @@ class ModelStateGuard:
     def __init__(self, model: torch.nn.Module, *, bits: bool) -> None:
         self._model = model
         modules = dict(model.named_modules(remove_duplicate=False))
-        containers = [getattr(m, name) for m in modules.values() for name in _DICTS]
-        containers += reachable_containers(model)
         self._tensors = _tensors_by_path(model)
         attached = list(attached_tensors(modules))
-        for tensor in {id(a.tensor): a.tensor for a in attached}.values():
-            containers += _nested(vars(tensor), set())  # loaders keep shards and counters there
-        self._containers = [(c, c.copy()) for c in containers]
         self.registered = [a for a in attached if a.registry in _REGISTRIES]
         self.attributes = [a for a in attached if a.registry not in _REGISTRIES]
-        self._identities = _identities(model)
-        self._writes = _writes(self._tensors)
-        self._hashes = self._hashed() if bits else {}
+        self._bits = bits
+        with _hashing(self._memory()) as hashes:
+            containers = [getattr(m, name) for m in modules.values() for name in _DICTS]
+            containers += reachable_containers(model)
+            for tensor in {id(a.tensor): a.tensor for a in attached}.values():
+                containers += _nested(vars(tensor), set())  # loaders keep shards and counters there
+            self._containers = [(c, c.copy()) for c in containers]
+            self._identities = _identities(model)
+            self._writes = _writes(self._tensors)
+        self._hashes = hashes
 
     def written(self) -> list[str]:
         """Return the paths of the tensors that were written to in place, as far as torch counts."""
@@ -124,21 +128,24 @@ class ModelStateGuard:
         Raises:
             TracingError: it is not. The model must not be served then.
         """
-        if _identities(self._model) != self._identities:
-            raise TracingError("tracing the loader replaced or moved tensors of the model")
-        now = _tensors_by_path(self._model)
-        paths = now.keys() | self._tensors.keys()
-        changed = sorted(p for p in paths if now.get(p) is not self._tensors.get(p))
-        if changed:
-            raise TracingError(f"tracing the loader left other tensors in {', '.join(changed)}")
-        if self._hashes and (hashes := self._hashed()) != self._hashes:
+        with _hashing(self._memory()) as hashes:
+            if _identities(self._model) != self._identities:
+                raise TracingError("tracing the loader replaced or moved tensors of the model")
+            now = _tensors_by_path(self._model)
+            paths = now.keys() | self._tensors.keys()
+            changed = sorted(p for p in paths if now.get(p) is not self._tensors.get(p))
+            if changed:
+                raise TracingError(f"tracing the loader left other tensors in {', '.join(changed)}")
+        if hashes != self._hashes:
             names = sorted(n for n, h in self._hashes.items() if hashes.get(n) != h)
             raise TracingError(
                 f"tracing the loader wrote to the model in a way that cannot be followed: {names}"
             )
 
-    def _hashed(self) -> dict[str, str]:
-        """Hash every distinct piece of memory but caches; the keys are the first path of each."""
+    def _memory(self) -> dict[str, torch.Tensor]:
+        """Return what is hashed: every distinct piece of memory but caches, by its first path."""
+        if not self._bits:
+            return {}
         found: dict[Any, tuple[str, torch.Tensor]] = {}
         known = [(attached.path, attached.memory) for attached in self.registered + self.attributes]
         # What modules keep in objects of theirs, too.
@@ -148,11 +155,44 @@ class ModelStateGuard:
             strided = memory.layout == torch.strided and not memory.is_meta
             if strided and key not in found and memory.numel():
                 found[key] = (path, memory)
-        # On a device, hashing needs much memory besides.
-        host = all(memory.device.type == "cpu" for _, memory in found.values())
-        with ThreadPoolExecutor(torch.get_num_threads() if host else 1) as pool:
-            hashes = pool.map(hash_memory, [memory for _, memory in found.values()])
-            return {path: one for (path, _), one in zip(found.values(), hashes, strict=True)}
+        return dict(found.values())
+
+
+@contextmanager
+def _hashing(memory: Mapping[str, torch.Tensor]) -> Iterator[dict[str, str]]:
+    """Hash pieces of memory while the block runs, which must not write to them.
+
+    What it gives holds the hashes, by path, once the block is left without an exception.
+    """
+    hashes: dict[str, str] = {}
+    if not memory:
+        yield hashes
+        return
+    # On a device, hashing needs much memory besides.
+    host = all(one.device.type == "cpu" for one in memory.values())
+    with ThreadPoolExecutor(torch.get_num_threads() if host else 1) as pool:
+        batches = pool.map(_hash_all, _batches(memory))
+        yield hashes
+        for batch in batches:
+            hashes.update(batch)
+
+
+def _hash_all(memory: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, str]]:
+    return [(path, hash_memory(one)) for path, one in memory]
+
+
+def _batches(memory: Mapping[str, torch.Tensor]) -> list[list[tuple[str, torch.Tensor]]]:
+    """Divide pieces of memory among threads: the largest first, many small ones together."""
+    largest_first = sorted(memory.items(), key=lambda item: -item[1].nbytes)
+    batches: list[list[tuple[str, torch.Tensor]]] = []
+    left = 0
+    for item in largest_first:
+        if left <= 0:
+            batches.append([])
+            left = _BATCH
+        batches[-1].append(item)
+        left -= item[1].nbytes
+    return batches
 
 
 def content_changed(container: Any, before: Any) -> bool:

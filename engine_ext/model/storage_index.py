@@ -97,7 +97,8 @@ class StorageIndex:
 
     def __init__(self, model: torch.nn.Module) -> None:
         by_range: dict[tuple[int, int], LiveTensor] = {}
-        for name, tensor in live_tensors(model):
+        tensors = list(live_tensors(model))
+        for name, tensor in tensors:
             start, end = address_range(tensor)
             known = by_range.get((start, end))
             if known is None:
@@ -110,7 +111,7 @@ class StorageIndex:
         self._starts = [entry.start for entry in self.entries]
         self._longest = max((e.end - e.start for e in self.entries), default=0)
         self.by_name = {entry.name: entry for entry in self.entries}
-        self._addresses = {name: tensor.data_ptr() for name, tensor in live_tensors(model)}
+        self._addresses = {name: tensor.data_ptr() for name, tensor in tensors}
         # Without names, so that the usual answer of `moved`, at every sync, is found quickly.
         self._registries = list(_registries(model))
 

@@ -12,7 +12,6 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import numpy as np
 import torch
 
 from engine_ext.dtypes import torch_bits_dtype
@@ -20,12 +19,12 @@ from engine_ext.kernels import Bits, bits_of, host_bits
 from engine_ext.placement.ownership import SourceBox, box_of
 from engine_ext.placement.repacked import gather_live
 from engine_ext.placement.segments import Placed, Placement, Segment, Status
-from engine_ext.wire import Digest, tensor_digest
+from engine_ext.wire import Digest, digest_if_equal
 
 Certified = dict[str, dict[SourceBox, Digest]]
 """The digests of certified elements, by checkpoint tensor and box."""
 
-_PIECE = 1 << 19  # elements that a thread compares and digests while they are in its core's cache
+_PIECE = 1 << 20  # elements that a thread compares and digests at a time
 _AHEAD = 64 << 20  # bytes of the checkpoint that may be read ahead of the oldest unjudged tensor
 
 
@@ -87,7 +86,8 @@ def uncertified(placement: Placement) -> dict[str, str]:
 
 
 _Pieces = list[Future[Digest | None]]
-_Compared = list[tuple[Segment, _Pieces]]
+# The last is whether the pieces are digested.
+_Compared = list[tuple[Segment, _Pieces, bool]]
 
 
 def _is_of(placed: Placed, tensor: torch.Tensor, moves_known: bool) -> bool:
@@ -109,29 +109,22 @@ def _compare(placed: Placed, source: torch.Tensor, pool: ThreadPoolExecutor) -> 
 
     A piece gives its digest, zero if it is not digested in this pass, or None if it differs.
     """
-    name = placed.spec.name
 
     def whole(segment: Segment) -> Digest | None:
         return Digest.ZERO if holds(segment, source) else None
-
-    def piece(live: Bits, expected: Bits, start: int) -> Digest | None:
-        if not _equal(live, expected):
-            return None
-        return tensor_digest(name, expected, start=start)
 
     compared: _Compared = []
     for segment in placed.segments:
         runs = _runs(segment, source)
         if runs is None:
-            compared.append((segment, [pool.submit(whole, segment)]))
+            compared.append((segment, [pool.submit(whole, segment)], False))
             continue
         live, expected = runs
-        first = segment.source_offset
-        pieces = [
-            pool.submit(piece, live[at : at + _PIECE], expected[at : at + _PIECE], first + at)
-            for at in range(0, live.size, _PIECE)
-        ]
-        compared.append((segment, pieces))
+        pieces = []
+        for at in range(0, live.size, _PIECE):
+            piece = live[at : at + _PIECE], expected[at : at + _PIECE], segment.source_offset + at
+            pieces.append(pool.submit(digest_if_equal, placed.spec.name, *piece))
+        compared.append((segment, pieces, True))
     return compared
 
 
@@ -146,17 +139,9 @@ def _runs(segment: Segment, source: torch.Tensor) -> tuple[Bits, Bits] | None:
     return host_bits(bits_of(live.view(-1))), host_bits(bits_of(expected.view(-1)))
 
 
-def _equal(live: Bits, expected: Bits) -> bool:
-    """Compare bits, in words of eight bytes as far as possible."""
-    words = live.nbytes // 8 * 8 // live.itemsize
-    if words and not np.array_equal(live[:words].view(np.uint64), expected[:words].view(np.uint64)):
-        return False
-    return bool(np.array_equal(live[words:], expected[words:]))
-
-
 def _judge(placed: Placed, source: torch.Tensor, compared: _Compared, certified: Certified) -> None:
     digests: dict[SourceBox, Digest] = {}
-    for segment, pieces in compared:
+    for segment, pieces, digested in compared:
         results = [piece.result() for piece in pieces]
         found = [one for one in results if one is not None]
         if len(found) < len(results):
@@ -165,7 +150,7 @@ def _judge(placed: Placed, source: torch.Tensor, compared: _Compared, certified:
                 "changed them after loading"
             )
             return
-        if _runs(segment, source) is not None:
+        if digested:
             digests[box_of(segment)] = sum(found, Digest.ZERO)
     if all(segment.live.tensor.dtype == source.dtype for segment in placed.segments):
         placed.status = Status.EXACT

@@ -30,7 +30,7 @@ def make_targets(
 
     A loader may copy a tensor to the same place twice; that makes one target.
     """
-    segments = [one for number, one in enumerate(segments) if one not in segments[:number]]
+    segments = list({_place(segment): segment for segment in segments}.values())
     boxes = [box_of(segment) for segment in segments]
     targets = []
     for segment, box in zip(segments, boxes, strict=True):
@@ -40,6 +40,12 @@ def make_targets(
         first, dtype = boxes.index(box), segment.live.tensor.dtype
         targets.append(Target(segment, Locator(segment), holders[box], first, dtype, flat, host))
     return tuple(targets)
+
+
+def _place(segment: Segment) -> tuple[Any, ...]:
+    """Return what two segments share only if they write the same elements to the same places."""
+    live = (segment.live.start, segment.live.tensor.dtype, segment.offset, segment.strides)
+    return *live, segment.sizes, segment.source_offset, segment.source_strides, segment.repack
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,6 +16,7 @@ from engine_ext.apply import Applier
 from engine_ext.errors import AdapterNotLoaded, WeightsAsleep
 from engine_ext.ranks import Ranks, together
 from engine_ext.receiver.background_staging import BackgroundStaging
+from engine_ext.receiver.following import SharedFollowing
 from engine_ext.receiver.lease import Lease
 from engine_ext.receiver.sync_history import SyncHistory
 from engine_ext.receiver.sync_operations import SyncOperations
@@ -66,6 +67,7 @@ class Receiver(SyncOperations):
         super().__init__(applier, ranks, sync_state, staging, undo_bytes=undo_bytes)
         self._lease = Lease()
         self._log_lease = Lease()
+        self._following = SharedFollowing()
         self._history = SyncHistory()
         self._pulled: dict[str, ops.Pulled] = {}
         self._scrubber = Scrubber(weakref.WeakMethod(self._scrubbed), ranks.rank)
@@ -172,6 +174,14 @@ class Receiver(SyncOperations):
         """Take the lease of the delta log back."""
         self._log_lease.release(request.holder, owed=False)
         return ops.Reply()
+
+    def acquire_follow_lease(self, request: ops.AcquireFollowLease) -> ops.LeaseGrant:
+        """Let one HTTP process follow the delta log, until it is dead."""
+        return self._following.acquire(request)
+
+    def share_following(self, request: ops.ShareFollowing) -> ops.Following:
+        """Record and return what all HTTP processes know of following the delta log."""
+        return self._following.share(request)
 
     def unseen(self, request: ops.FindUnseen) -> ops.Unseen:
         """Find which parts were not committed at this version."""

@@ -7,13 +7,10 @@ and the plan agreed with the other ranks. An adapter describes what its engine h
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -24,17 +21,15 @@ from engine_ext.apply import (
     InitialSyncApplier,
     MaskedWriter,
     Rebuilds,
-    Reload,
     ScatterWriter,
     Traced,
     Writer,
 )
-from engine_ext.derived import Recomputation, add_recomputed, find_derived, prove, refuse_derived
+from engine_ext.derived import add_recomputed, find_derived, prove, refuse_derived
 from engine_ext.kernels import warm_up
-from engine_ext.model import Known, ModelStateGuard, StorageIndex, is_constant
+from engine_ext.model import ModelStateGuard, StorageIndex
 from engine_ext.placement import (
     Certified,
-    Repack,
     Segment,
     TensorSpec,
     certify_placement,
@@ -42,11 +37,9 @@ from engine_ext.placement import (
     summary,
     uncertified,
 )
-from engine_ext.ranks import Ranks, cores_per_rank, ranks_of_host, together
+from engine_ext.ranks import cores_per_rank, ranks_of_host, together
 from engine_ext.rebuild import (
-    LoadingStates,
     ModuleRebuild,
-    Probe,
     Rebuild,
     load_again,
     make_twin,
@@ -55,72 +48,21 @@ from engine_ext.rebuild import (
     share_in_place,
     share_views,
 )
+from engine_ext.receiver.loaded_model import LoadedModel, Rebuilding
 from engine_ext.receiver.receiver import Receiver
-from engine_ext.remote_parts import Locate
 from engine_ext.repacks import compose
 from engine_ext.settings import Settings
-from engine_ext.tracing import LoadingTrace, LoadWeights, dropped_aliases, trace_placement
+from engine_ext.tracing import (
+    dropped_aliases,
+    trace_placement,
+    young_collections,
+)
 from engine_ext.wire import Limits, exponent_planes, gap_streams, ulp_differences
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rebuilding:
-    """How the engine's post-load processing is repeated on one rank.
-
-    Attributes:
-        states: the modules that need it, as they were before.
-        loader: returns the loader of a twin of the model (see `engine_ext.rebuild.make_twin`).
-        context: what the engine's processing runs in.
-        probe: see `engine_ext.rebuild.prove`.
-    """
-
-    states: LoadingStates
-    loader: Callable[[torch.nn.Module], LoadWeights]
-    context: Callable[[], contextlib.AbstractContextManager[Any]]
-    probe: Probe
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedModel:
-    """What an adapter knows about the model that one rank has loaded.
-
-    Attributes:
-        model: in serving state.
-        load_weights: its own loader; takes (name, tensor) pairs.
-        checkpoint: reads the loaded checkpoint again with each call: (name, tensor) pairs on the
-            CPU, in the engine's order. None if the weights are not a checkpoint's.
-        reload: the engine's own function that loads other weights into the running model.
-        repacks: moves of live tensors after loading, by the live tensor's name.
-        refusals: live tensors whose moves cannot be followed, with the reason.
-        learned: whether `repacks` and `refusals` include everything that the engine does to
-            weights after loading.
-        constants: returns whether a tensor that is not a weight is known not to be computed from
-            weights.
-        refuse_while: see `trace_placement`.
-        loading: what the loader did before post-load processing; None if nothing is processed.
-        rebuilding: None if the engine's processing cannot be repeated.
-        locate: finds parts on this rank's host, see `engine_ext.remote_parts`; None if the engine
-            has one host.
-    """
-
-    model: torch.nn.Module
-    load_weights: LoadWeights
-    checkpoint: CheckpointReader | None
-    reload: Reload
-    ranks: Ranks
-    repacks: Mapping[str, Repack] = field(default_factory=dict)
-    refusals: Mapping[str, str] = field(default_factory=dict)
-    learned: bool = True
-    constants: Known = is_constant
-    recomputations: Sequence[Recomputation] = ()
-    refuse_while: Callable[[torch.nn.Module], str | None] | None = None
-    loading: LoadingTrace | None = None
-    rebuilding: Rebuilding | None = None
-    locate: Locate | None = None
-
-
+@young_collections()
 def make_receiver(loaded: LoadedModel, settings: Settings) -> Receiver:
     """Trace and certify a model and make its receiver. All ranks must call it.
 

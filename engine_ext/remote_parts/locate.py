@@ -13,13 +13,16 @@ from engine_ext.wire.operations import PartSource
 Locate = Callable[[str, PartSource | None], str]
 
 
-def locator(hosts: int, settings: Settings) -> Locate | None:
+def locator(settings: Settings, *, several_hosts: bool) -> Locate | None:
     """Return what finds parts on this rank's host; None if the engine has one host.
+
+    Args:
+        several_hosts: whether ranks may be on other hosts than the server's process.
 
     Raises:
         PermissionError, OSError: see `PartCache`.
     """
-    if hosts == 1:
+    if not several_hosts:
         return None
     return PartLocator(PartCache(settings.cache_dir, settings.cache_bytes)).locate
 
@@ -41,10 +44,20 @@ class PartLocator:
             DeltaError: it cannot be fetched, see `PartCache.get` and `fetch_part`.
             OSError: the cache cannot be written.
         """
-        if source is None or os.path.exists(path):
+        if source is None or _is_the_servers(path, source):
             return path
         # Needs packages that an engine on one host can do without.
         from engine_ext.remote_parts.fetch import fetch_part
 
         fetch = functools.partial(fetch_part, source)
         return str(self._cache.get(source.content, source.size, fetch))
+
+
+def _is_the_servers(path: str, source: PartSource) -> bool:
+    """Return whether this host has the server's own file at a path, and not one of its own."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return False
+    expected = (source.size, source.inode, source.modified_ns)
+    return (found.st_size, found.st_ino, found.st_mtime_ns) == expected

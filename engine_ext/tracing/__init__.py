@@ -17,6 +17,7 @@ from engine_ext.tracing.trace import (
     rehearse,
     trace_placement,
     written_alone,
+    young_collections,
 )
 
 __all__ = [
@@ -27,4 +28,5 @@ __all__ = [
     "rehearse",
     "trace_placement",
     "written_alone",
+    "young_collections",
 ]

@@ -18,7 +18,7 @@ import torch
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Placement, Status, TensorSpec
 from engine_ext.tracing.dropped_aliases import dropped_aliases
-from engine_ext.tracing.trace import LoadWeights, trace_placement
+from engine_ext.tracing.trace import LoadWeights, trace_placement, young_collections
 
 _REPLACED = (
     "the engine loaded it, and post-load processing replaced what the loader would write to; "
@@ -68,6 +68,7 @@ class LoadingTrace:
         """The other names of tied tensors that the loader drops; none if there are two models."""
         return next(iter(self._models.values())).dropped if len(self._models) == 1 else {}
 
+    @young_collections()
     def trace(
         self,
         model: torch.nn.Module,
@@ -89,13 +90,13 @@ class LoadingTrace:
         """
         if path in self._models:
             return
+        index = StorageIndex(model)
         loaded = self._models[path] = _Loaded(
-            {_join(path, n): r for n, r in _ranges(model).items()}
+            {_join(path, n): r for n, r in _ranges(index).items()}
         )
         if checkpoint is None or (refuse_while is not None and refuse_while(model)):
             return
         specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in checkpoint()]
-        index = StorageIndex(model)
         placement = trace_placement(model, load_weights, specs, index)
         loaded.dropped = dropped_aliases(model, load_weights, placement, index)
         for name, placed in placement.items():
@@ -130,9 +131,10 @@ class LoadingTrace:
         do not in the model that is `traced` (`model` itself, or its twin).
         """
         known = {name for one in self._models.values() for name in one.ranges}
-        now = _ranges(model)
+        now = _ranges(StorageIndex(model))
         let_share = _overlapping(now, known) - self._shared(now.keys())
-        now = _ranges(traced)
+        if traced is not model:
+            now = _ranges(StorageIndex(traced))
         parted = self._shared(now.keys()) - _overlapping(now, known)
         reasons = {n: f"post-load processing parted it from {o}" for n, o in parted}
         return reasons | {n: "post-load processing let it share memory" for n, _ in let_share}
@@ -183,6 +185,5 @@ def _overlapping(ranges: Mapping[str, range], names: AbstractSet[str]) -> set[tu
     return found
 
 
-def _ranges(model: torch.nn.Module) -> dict[str, range]:
-    index = StorageIndex(model).entries
-    return {n: range(e.start, e.end) for e in index for n in (e.name, *e.aliases)}
+def _ranges(index: StorageIndex) -> dict[str, range]:
+    return {n: range(e.start, e.end) for e in index.entries for n in (e.name, *e.aliases)}

@@ -9,7 +9,6 @@ from typing import Final
 
 import torch
 
-from engine_ext.model import extent
 from engine_ext.placement import Placement, Segment, Status
 
 _FEW: Final = 16
@@ -36,10 +35,12 @@ class ByteRange:
 
     @classmethod
     def of(cls, segment: Segment, name: str | None, write: int) -> ByteRange:
-        """Return the range of a segment's live view."""
-        view = segment.live_view()
-        start = view.data_ptr()
-        return cls(start, start + extent(view) * view.element_size(), name, segment, write)
+        """Return the range of a segment's elements."""
+        width = segment.live.tensor.element_size()
+        start = segment.live.start + segment.offset * width
+        steps = zip(segment.sizes, segment.strides, strict=True)
+        elements = 0 if 0 in segment.sizes else 1 + sum((n - 1) * s for n, s in steps)
+        return cls(start, start + elements * width, name, segment, write)
 
     @property
     def dense(self) -> bool:

@@ -8,6 +8,7 @@ reason.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
@@ -30,7 +31,17 @@ from engine_ext.tracing.strided_boxes import ElementIds, StridedBox, find_boxes
 # Segments that one write may take; above the lower number a permutation is preferred.
 _MOST_SEGMENTS: Final = 1024
 _MANY_SEGMENTS: Final = 64
-_COPY: Final = torch.ops.aten.copy_.default
+_aten: Final = torch.ops.aten
+_COPY: Final = _aten.copy_.default
+# Operators that neither read elements nor write any, whatever their arguments; most of a loader's.
+_VIEWS: Final = frozenset(
+    {
+        *(_aten.alias.default, _aten.as_strided.default, _aten.detach.default),
+        *(_aten.expand.default, _aten.permute.default, _aten.select.int, _aten.slice.Tensor),
+        *(_aten.split.Tensor, _aten.split_with_sizes.default, _aten.squeeze.dim, _aten.t.default),
+        *(_aten.transpose.int, _aten.unbind.int, _aten.unsqueeze.default, _aten.view.default),
+    }
+)
 
 # A segment, and the number of the source that its elements come from; None if none.
 _Piece = tuple[int | None, Segment]
@@ -96,9 +107,16 @@ class Recorder:
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator of the loader and record it; writes to live memory are suppressed."""
-        names = [argument.name for argument in func._schema.arguments]
+        if func in _VIEWS:
+            return func(*args, **kwargs)
+        names, changed = _schema(func)
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-        written = _written(func, arguments)
+        written = [
+            t
+            for name in changed
+            for t in tree_leaves(arguments.get(name))
+            if isinstance(t, torch.Tensor)
+        ]
         inputs = [t for t in tree_leaves(arguments) if isinstance(t, torch.Tensor)]
         live = [(t, entry) for t in written if (entry := self._index.find(t)) is not None]
         read = frozenset(
@@ -291,14 +309,12 @@ def _offset(destination: torch.Tensor, entry: LiveTensor) -> int:
     return (destination.data_ptr() - entry.start) // destination.element_size()
 
 
-def _written(func: Any, arguments: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that the operator writes to, by its schema."""
-    written: list[torch.Tensor] = []
-    for argument in func._schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = arguments.get(argument.name)
-            written += [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
-    return written
+@functools.cache
+def _schema(func: Any) -> tuple[list[str], list[str]]:
+    """Return the names of the operator's arguments, and of those that it writes to."""
+    arguments = func._schema.arguments
+    written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [argument.name for argument in arguments], written
 
 
 def _written_result(func: Any, written: list[torch.Tensor]) -> Any:
@@ -311,7 +327,7 @@ def _written_result(func: Any, written: list[torch.Tensor]) -> Any:
 
 def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator some of whose tensors are on meta; all on meta if it takes no mixture."""
-    if func is torch.ops.aten._to_copy.default:
+    if func is _aten._to_copy.default:
         # A meta tensor cannot be moved to a device or pinned.
         kwargs = {k: v for k, v in kwargs.items() if k in ("dtype", "layout", "memory_format")}
     try:

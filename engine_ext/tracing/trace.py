@@ -32,6 +32,7 @@ __all__ = [
     "rehearse",
     "trace_placement",
     "written_alone",
+    "young_collections",
 ]
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
@@ -209,6 +210,22 @@ def _no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def young_collections() -> Iterator[None]:
+    """Let garbage collections leave out the objects that are there already.
+
+    Those of an engine are so many that a collection of all of them takes longer than a trace.
+    """
+    if gc.get_freeze_count():  # the engine has done so, and `unfreeze` would undo that
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _others(writes: Iterable[Write]) -> list[Segment]:

@@ -19,6 +19,7 @@ from engine_ext.wire.checksum import (
     verify_checksum,
     xxh3_checksum,
 )
+from engine_ext.wire.compared_digest import digest_if_equal
 from engine_ext.wire.container import (
     Header,
     PartGate,
@@ -92,6 +93,7 @@ __all__ = [
     "compress_frame",
     "decode_part",
     "decode_positions",
+    "digest_if_equal",
     "encode_part",
     "encode_positions",
     "gather_change",

@@ -28,6 +28,7 @@ from engine_ext.wire.digest import Digest, change_digest
 _BLOCK, _ONE = digest._BLOCK, digest._ONE
 _BLOCK_BITS = np.uint64(digest._BLOCK_SIZE.bit_length() - 1)
 _WITHIN = _BLOCK - _ONE
+_NONE, _AHEAD = np.uint64(0), np.uint64(AHEAD)
 _mix, _curve = digest._mix, digest._curve
 
 
@@ -155,11 +156,12 @@ def _close(
     for b in range(factors0.size):
         factors0[b] = _mix(seed0 + lowest + np.uint64(b)) | _ONE
         factors1[b] = _mix(seed1 + lowest + np.uint64(b)) | _ONE
-    ahead = max(0, places.size - AHEAD)
-    for begin, end in ((0, ahead), (ahead, places.size)):
+    size = np.uint64(places.size)
+    ahead = size - min(size, _AHEAD)
+    for begin, end in ((_NONE, ahead), (ahead, size)):
         for k in range(begin, end):
             if begin < ahead:
-                prefetch(live, places[k + AHEAD] - shift)
+                prefetch(live, np.uint64(places[k + _AHEAD]) - first)
             place = np.uint64(places[k])
             offset = place - first
             offsets[k] = offset

@@ -21,9 +21,11 @@ from engine_ext.wire.replies import (
     CommittedSync,
     Delivery,
     EngineLease,
+    Following,
     History,
     LeaseGrant,
     LoadedAdapter,
+    LogLook,
     PartBegun,
     PartProgress,
     PartSettled,
@@ -44,6 +46,7 @@ from engine_ext.wire.replies import (
 )
 
 __all__ = [
+    "AcquireFollowLease",
     "AcquireLease",
     "AcquireLogLease",
     "Admission",
@@ -55,6 +58,7 @@ __all__ = [
     "EngineLease",
     "FindPull",
     "FindUnseen",
+    "Following",
     "GetDigest",
     "GetHistory",
     "GetPlan",
@@ -63,6 +67,7 @@ __all__ = [
     "History",
     "LeaseGrant",
     "LoadedAdapter",
+    "LogLook",
     "Operation",
     "PartBegun",
     "PartProgress",
@@ -86,6 +91,7 @@ __all__ = [
     "ScrubFindings",
     "ScrubState",
     "SettlePart",
+    "ShareFollowing",
     "StagedSync",
     "SyncPrepared",
     "SyncRecord",
@@ -163,6 +169,24 @@ class ReleaseLogLease(Operation[Reply], frozen=True, kw_only=True, tag="release_
     holder: str
 
 
+class AcquireFollowLease(
+    Operation[LeaseGrant], frozen=True, kw_only=True, tag="acquire_follow_lease"
+):
+    """Let one HTTP process follow the delta log, until it is dead."""
+
+    holder: str
+    instead_of: str | None
+
+
+class ShareFollowing(Operation[Following], frozen=True, kw_only=True, tag="share_following"):
+    """Read what the HTTP processes of an engine share that follows its log, and change some."""
+
+    follower: str  # the engine's name among the log's followers, if it has none yet
+    look: LogLook | None = None  # has just ended
+    pins: bool = False  # `pin` counts
+    pin: int | None = None
+
+
 class FindUnseen(Operation[Unseen], frozen=True, kw_only=True, tag="unseen"):
     """Find which parts were not committed at this version."""
 
@@ -177,6 +201,9 @@ class PartSource(msgspec.Struct, frozen=True, kw_only=True):
     token: str  # bearer token of that URL
     size: int  # bytes
     content: str  # xxh3_128 of these, in hex
+    # Of the file, which another one at the same path on another host does not share.
+    inode: int
+    modified_ns: int
 
 
 class BeginPart(Operation[PartBegun], frozen=True, kw_only=True, tag="begin"):

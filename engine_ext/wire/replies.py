@@ -160,6 +160,28 @@ class Pulled(Reply, frozen=True, kw_only=True):
     sync_id: str | None = None  # of what was staged
 
 
+class LogLook(msgspec.Struct, frozen=True, kw_only=True):
+    """How a look at the delta log ended, of an engine that follows one."""
+
+    at: float  # Unix time of its end
+    newest: int | None  # version in the log; None if it has none, or was never read
+    behind: int  # versions in the log after that of the weights
+    problem: dict[str, Any] | None  # that keeps the engine from the newest version
+    error: dict[str, Any] | None  # that ended the look
+    asleep: bool  # the weights' memory was released
+
+
+class Following(Reply, frozen=True, kw_only=True):
+    """What all HTTP processes of an engine that follows its delta log must know."""
+
+    name: str | None = None  # the engine's, among the log's followers
+    process: str | None = None  # that looks at the log
+    pin: int | None = None  # a version that the engine does not go past
+    look: LogLook | None = None  # the last one, of any process
+    failures: int = 0  # looks that an error has ended
+    in_a_row: int = 0  # of these, since one ended well
+
+
 class RankPlan(Reply, frozen=True, kw_only=True):
     """One row per checkpoint tensor, or None if the engine has loaded no checkpoint yet."""
 

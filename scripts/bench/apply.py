@@ -15,7 +15,7 @@ ways:
   scatter               engine_ext's, staged and committed as an engine does, but with the digest
                         off: old values are only gathered for the undo, by the pass that writes
   scatter, with digest  as in an engine: old values are gathered and digested while staging,
-                        compared again at the commit, then overwritten
+                        compared again by the pass that overwrites them
   masked                engine_ext.apply.masked.apply_masked
   vLLM's own            load_checkpoint_weight_patches, with its defaults
 columns:

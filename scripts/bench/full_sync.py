@@ -84,7 +84,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     from engine_ext.settings import Settings
     from engine_ext.tracing import trace_placement
     from engine_ext.wire import Digest, ParamDelta, decode_part, encode_part, tensor_digest
-    from scripts.bench.startup import checkpoint_of, load_weights, make_model, reading_time
+    from scripts.bench.loaded_model import checkpoint_of, load_weights, make_model
+    from scripts.bench.startup import reading_time
 
     model = make_model(options.layers)
     torch.manual_seed(0)

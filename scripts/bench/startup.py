@@ -1,13 +1,15 @@
 """Time what delta updates add to the start of an engine, stage by stage.
 
-    python -m scripts.bench.startup
-    python -m scripts.bench.startup --layers 2 --runs 1      # to see whether it works
+    python -m scripts.bench.startup                          # 5 GB of memory
+    python -m scripts.bench.startup --base ../other-tree     # in turns with another source tree's
+    python -m scripts.bench.startup --layers 2 --turns 1     # to see whether it works
 
 Builds a random model of Qwen3's shape in bfloat16, writes it as a checkpoint into a temporary
 folder, and loads it as vLLM does: query, key and value projection fused into one parameter, gate
 and up projection into another, each shard copied by the loader of its parameter. No engine runs.
 Then the model is traced, certified and digested as a rank of an engine does it. The checkpoint is
-in the page cache. Every time is the shortest of --runs runs, each on a fresh model.
+in the page cache. Each turn is a process that has imported what the engines import, and starts up
+--runs times, each with a fresh model. Every time is the least of all runs.
 
 stages:
   load                  the engine's own: read the files and copy every tensor into the model
@@ -17,22 +19,27 @@ stages:
   certification         all bytes compared with the checkpoint's, and digested
   applier               the plan, and the digest of what certification has not digested
   kernels               compiled loops, loaded from numba's cache
+  all that is added     before processing to kernels, together in one run
 columns:
-  s, s per GB           seconds, and over the weights' size
+  s per GB              seconds over the weights' size
+  first                 the same of each process's first start-up, as an engine's is: with what is
+                        done once per process, such as loading compiled loops
   x load                over the load's time
-  CPU s per GB          of all threads, the least of the runs: what other work on the machine
-                        changes less
+  CPU s per GB          of all threads, which other work on the machine changes less
+  base, x base          --base's seconds per GB, and this tree's over them
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -42,21 +49,20 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts import command_line
+from scripts.bench.loaded_model import load_weights, make_model, read_checkpoint, write_checkpoint
 
 if TYPE_CHECKING:
     import torch
 
-_FUSED: Final = {
-    "q_proj": ("qkv_proj", 0),
-    "k_proj": ("qkv_proj", 1),
-    "v_proj": ("qkv_proj", 2),
-    "gate_proj": ("gate_up_proj", 0),
-    "up_proj": ("gate_up_proj", 1),
-}
 _WORDS: Final = 1 << 18  # that a thread reads at a time
+_TREE: Final = Path(__file__).parents[2]
+_IMPORTED: Final = ("numba", "torch._dynamo")  # by both engines, before they load a model
+_NOT_ADDED: Final = ("load", "reading, three times")
+_ALL: Final = "all that is added"
 _EPILOG: Final = """\
-With --json the last line on stdout is one JSON object: bytes, threads, seconds (by stage, on the
-clock and of all processors).
+With --json the last line on stdout is one JSON object: bytes, threads, and of this tree seconds
+(by stage, on the clock and of all processors), first (the same of first start-ups), base (the
+same as seconds, of the other tree, if any).
 
 exit status: 0 measured; 1 a tensor is not certified; 2 bad usage; 130 interrupted
 """
@@ -68,127 +74,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ["OMP_NUM_THREADS"] = str(options.threads)  # torch reads it when it is imported
 
     def program() -> int:
+        if options.measure is not None:
+            print(json.dumps(one_turn(options)), flush=True)
+            return 0
         with tempfile.TemporaryDirectory(prefix="delta-bench-") as folder:
             result = run(options, Path(folder))
         if options.json:
             print(json.dumps(result), flush=True)
         return 0
 
-    return command_line.run(program, (RuntimeError,), "interrupted; the checkpoint is deleted")
+    failures = (RuntimeError, subprocess.CalledProcessError)
+    return command_line.run(program, failures, "interrupted; the checkpoint is deleted")
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command_line.make_parser("scripts.bench.startup", __doc__, _EPILOG)
-    command_line.add_model_options(parser, runs=5, layers=35)
+    command_line.add_model_options(parser, runs=3, layers=35)
+    add = parser.add_argument
+    turns = command_line.at_least(1)
+    add("--turns", type=turns, metavar="N", default=3, help="processes of each tree (%(default)s)")
+    add("--base", type=Path, metavar="TREE", help="a source tree to compare with")
+    add("--measure", type=Path, help=argparse.SUPPRESS)  # of a turn's process: the checkpoint
     return parser.parse_args(arguments)
-
-
-def make_model(layers: int) -> torch.nn.Module:
-    """Return a model with the parameters of Qwen3 as an engine has them, without their values."""
-    import torch
-    from torch import nn
-
-    from scripts.bench.synthetic_weights import QWEN3_SIZES as sizes
-
-    hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
-    heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
-    width = sizes["head_dim"]
-
-    def weight(*shape: int) -> nn.Parameter:
-        return nn.Parameter(torch.empty(shape, dtype=torch.bfloat16), requires_grad=False)
-
-    def layer(*shards: int, columns: int) -> nn.Module:
-        module = nn.Module()
-        module.weight = weight(sum(shards), columns)
-        vars(module)["shards"] = shards
-        return module
-
-    def norm(length: int) -> nn.Module:
-        module = nn.Module()
-        module.weight = weight(length)
-        return module
-
-    def block() -> nn.Module:
-        block, attention, mlp = nn.Module(), nn.Module(), nn.Module()
-        queries, keys = heads * width, kv_heads * width
-        attention.qkv_proj = layer(queries, keys, keys, columns=hidden)
-        attention.o_proj = layer(hidden, columns=queries)
-        attention.q_norm, attention.k_norm = norm(width), norm(width)
-        mlp.gate_up_proj, mlp.down_proj = (
-            layer(inner, inner, columns=hidden),
-            layer(hidden, columns=inner),
-        )
-        block.self_attn, block.mlp = attention, mlp
-        block.input_layernorm, block.post_attention_layernorm = norm(hidden), norm(hidden)
-        return block
-
-    model = nn.Module()
-    model.model = nn.Module()
-    model.model.embed_tokens = layer(sizes["vocab_size"], columns=hidden)
-    model.model.layers = nn.ModuleList(block() for _ in range(layers))
-    model.model.norm = norm(hidden)
-    model.lm_head = layer(sizes["vocab_size"], columns=hidden)
-    return model
-
-
-def load_weights(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Copy a checkpoint's tensors into the model, as the loaders of vLLM's models do."""
-    import torch
-
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, tensor in weights:
-            *path, last, kind = name.split(".")
-            fused, shard = _FUSED.get(last, (last, 0))
-            target = ".".join([*path, fused, kind])
-            parameter = parameters[target]
-            shards = getattr(model.get_submodule(target.rpartition(".")[0]), "shards", None)
-            if shards is None:
-                parameter.data.copy_(tensor)
-            else:
-                parameter.data.narrow(0, sum(shards[:shard]), shards[shard]).copy_(tensor)
-
-
-def checkpoint_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield copies of the model's weights under the names and shapes that a checkpoint has."""
-    import torch
-
-    parts: Mapping[str, list[str]] = {
-        fused: [name for name, (other, _) in _FUSED.items() if other == fused]
-        for fused, _ in _FUSED.values()
-    }
-    for name, parameter in model.named_parameters():
-        *path, last, kind = name.split(".")
-        shards = getattr(model.get_submodule(name.rpartition(".")[0]), "shards", None)
-        sizes = [len(parameter)] if shards is None else list(shards)
-        pieces = torch.split(parameter.data, sizes)
-        for one, piece in zip(parts.get(last, [last]), pieces, strict=True):
-            yield ".".join([*path, one, kind]), piece.clone()
-
-
-def write_checkpoint(model: torch.nn.Module, folder: Path) -> None:
-    """Give the model random weights, and write them as a checkpoint of several files."""
-    import torch
-    from safetensors.torch import save_file
-
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        parameter.data.copy_(torch.randn(parameter.shape).mul_(0.02))
-    files: dict[str, dict[str, torch.Tensor]] = {}
-    for number, (name, tensor) in enumerate(checkpoint_of(model)):
-        files.setdefault(f"{number // 100:05}.safetensors", {})[name] = tensor
-    for file_name, tensors in files.items():
-        save_file(tensors, folder / file_name)
-
-
-def read_checkpoint(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a checkpoint's tensors, as vLLM's reader of safetensors does."""
-    from safetensors import safe_open
-
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118
-                yield name, opened.get_tensor(name)
 
 
 Times = dict[str, tuple[float, float]]  # seconds on the clock, and of all processors
@@ -271,33 +178,92 @@ def reading_time(model: torch.nn.Module, threads: int) -> float:
         return fastest(lambda: list(pool.map(lambda pair: loop(*pair), halves)), 3)
 
 
+def one_turn(options: argparse.Namespace) -> list[Times]:
+    """Start up again and again in this process; return the times of each run."""
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    times = []
+    for _ in range(options.runs):
+        found = measure(options.layers, options.measure, options.threads)
+        added = [one for stage, one in found.items() if stage not in _NOT_ADDED]
+        found[_ALL] = sum(one[0] for one in added), sum(one[1] for one in added)
+        times.append(found)
+    return times
+
+
+def turn_of(tree: Path, options: argparse.Namespace, folder: Path) -> list[Times]:
+    """Run `one_turn` of a source tree in a process of its own.
+
+    Raises:
+        subprocess.CalledProcessError: it failed.
+    """
+    numbers = {"--layers": options.layers, "--runs": options.runs, "--threads": options.threads}
+    arguments = [str(one) for pair in numbers.items() for one in pair]
+    with tempfile.TemporaryDirectory(prefix="delta-bench-") as root:
+        # This tree's scripts with the other tree's code.
+        (Path(root) / "engine_ext").symlink_to(tree / "engine_ext")
+        (Path(root) / "scripts").symlink_to(_TREE / "scripts")
+        command = [sys.executable, "-P", "-m", "scripts.bench.startup", "--measure", str(folder)]
+        done = subprocess.run(
+            [*command, *arguments],
+            env={**os.environ, "PYTHONPATH": root},
+            stdout=subprocess.PIPE,
+            check=True,
+            text=True,
+        )
+    times: list[Times] = json.loads(done.stdout.splitlines()[-1])
+    return times
+
+
+def least(runs: Iterable[Times]) -> Times:
+    """Return the least time of each stage, on the clock and of all processors."""
+    found = Times()
+    for times in runs:
+        for stage, (clock, processors) in times.items():
+            known = found.get(stage, (clock, processors))
+            found[stage] = min(clock, known[0]), min(processors, known[1])
+    return found
+
+
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Build, measure and print; return the JSON object."""
     model = make_model(options.layers)
     size = sum(one.nbytes for one in model.parameters())
     write_checkpoint(model, folder)
     del model
-    found = Times()
-    for _ in range(options.runs):
-        for stage, seconds in measure(options.layers, folder, options.threads).items():
-            clock, processors = found.get(stage, seconds)
-            found[stage] = min(clock, seconds[0]), min(processors, seconds[1])
+    trees = {"base": options.base, "this tree": _TREE}
+    turns: dict[str, list[list[Times]]] = {}
+    for _ in range(options.turns):
+        for name, tree in trees.items():
+            if tree is not None:
+                turns.setdefault(name, []).append(turn_of(tree.resolve(), options, folder))
+    found = {name: least(one for turn in of for one in turn) for name, of in turns.items()}
+    first = least(turn[0] for turn in turns["this tree"])
+    _print(options, size, found, first)
+    result = {"bytes": size, "threads": options.threads, "seconds": found["this tree"]}
+    return {**result, "first": first, "base": found.get("base")}
+
+
+def _print(options: argparse.Namespace, size: int, found: dict[str, Times], first: Times) -> None:
     console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 110)
     console.print(
-        f"{size / 1e9:.2f} GB of bfloat16 weights, {options.threads} threads, fastest of "
-        f"{options.runs} runs"
+        f"{size / 1e9:.2f} GB of bfloat16 weights, {options.threads} threads, least of "
+        f"{options.turns} processes with {options.runs} runs each"
     )
     table = Table(box=box.SIMPLE_HEAD)
-    for column in ("stage", "s", "s per GB", "x load", "CPU s per GB"):
+    columns = ["stage", "s per GB", "first", "x load", "CPU s per GB"]
+    for column in [*columns, "base", "x base"] if "base" in found else columns:
         table.add_column(column, justify="left" if column == "stage" else "right")
-    ours = [one for stage, one in found.items() if stage not in ("load", "reading, three times")]
-    found["all that is added"] = sum(one[0] for one in ours), sum(one[1] for one in ours)
-    for stage, (clock, processors) in found.items():
-        per_gb = 1e9 / size
-        cells = (clock, clock * per_gb, clock / found["load"][0], processors * per_gb)
+    per_gb = 1e9 / size
+    times = found["this tree"]
+    for stage, (clock, processors) in times.items():
+        cells = [clock * per_gb, first[stage][0] * per_gb, clock / times["load"][0]]
+        cells.append(processors * per_gb)
+        if "base" in found:
+            before = found["base"][stage][0]
+            cells += [before * per_gb, clock / before]
         table.add_row(stage, *(f"{cell:.2f}" for cell in cells))
     console.print(table)
-    return {"bytes": size, "threads": options.threads, "seconds": found}
 
 
 if __name__ == "__main__":

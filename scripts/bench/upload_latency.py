@@ -1,19 +1,22 @@
 """Time the tokens of a live vLLM with no upload, and while a large part is uploaded to it.
 
     python -m scripts.bench.upload_latency
+    python -m scripts.bench.upload_latency --base ../other-tree    # in turns with that one's
     python -m scripts.bench.upload_latency --layers 1 --runs 1      # to see whether it works
 
 Starts one server of a random Qwen3 with bf16 weights, of which clients stream completions without
-pause. In turns nothing else happens, and another process posts one part with nearly all weights,
-dense: the engine's HTTP process receives it while it sends tokens, and its rank checks and stages
-it while it generates. A turn's small second part completes the sync, outside the time that counts,
-as a commit pauses generation. The values are those that the engine has.
+pause; with --base one of each source tree, one after the other, --rounds times. In turns nothing
+else happens, and another process posts one part with nearly all weights, dense: the engine's HTTP
+process receives it while it sends tokens, and its rank checks and stages it while it generates. A
+turn's small second part completes the sync, outside the time that counts, as a commit pauses
+generation. The values are those that the engine has.
 
 columns:
+  tree        of the engine's source: this one, or that of --base
   tokens      that arrived in these times, of all clients
   p50, p99    milliseconds from a token to the next one of the same request
   max         the longest of them
-  x none      over those without an upload
+  x none      over those without an upload, in the same tree
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ _TOKENS: Final = 200  # of each request
 _ROUTE: Final = "/update_weights_delta"
 _OCTETS: Final = {"Content-Type": "application/octet-stream"}
 _FIGURES: Final = ("p50", "p99", "max")
+_TREE: Final = Path(__file__).resolve().parents[2]
 
 Gap = tuple[float, float]
 """When a token came, by `time.monotonic`, and how many seconds after the one before."""
@@ -63,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--runs", type=positive, metavar="N", default=8, help="turns of each (%(default)s)")
     add("--layers", type=positive, metavar="N", default=8, help="of the model (%(default)s)")
     add("--clients", type=positive, metavar="N", default=2, help="at once (%(default)s)")
+    add("--base", type=Path, metavar="TREE", help="a source tree to compare with")
+    add("--rounds", type=positive, metavar="N", default=2, help="with --base (%(default)s)")
     add("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args(arguments)
 
@@ -77,34 +83,69 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return command_line.run(program, failures, "interrupted; the engine is stopped")
 
 
-def run(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, float]]:
-    """Build, start, measure and print; return the figures with and without an upload.
+def run(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, dict[str, float]]]:
+    """Build, start, measure and print; return each tree's figures with and without an upload.
 
     Raises:
-        RuntimeError: the engine refused a part, or a client failed.
+        RuntimeError: an engine refused a part, or a client failed.
     """
     sizes = {**QWEN3_SIZES, "num_hidden_layers": options.layers}
     model = build("qwen3", folder / "model", **sizes)
+    trees = {"base": options.base.resolve()} if options.base else {}
+    trees["this tree"] = _TREE
+    rounds = options.rounds if options.base else 1
+    measured = {name: Measured() for name in trees}
+    for name in track(list(trees) * rounds, "measuring", console=Console(stderr=True)):
+        measure(trees[name], model, folder, options, measured[name])
+    found = {name: measured[name].figures() for name in trees}
+    _print(found, options, (folder / "0").stat().st_size)
+    return found
+
+
+def measure(
+    tree: Path, model: Path, folder: Path, options: argparse.Namespace, measured: Measured
+) -> None:
+    """Start the engine of a source tree, and upload to it `options.runs` times."""
     context = multiprocessing.get_context("spawn")
-    windows: dict[str, list[Gap]] = {way: [] for way in _WAYS}
+    engine = VllmProcess(
+        model,
+        enable_delta=True,
+        python_path=[tree, tree / "server", tree / "trainer"],
+        # Python looks in the working folder first.
+        command_prefix=["env", f"--chdir={tree}"],
+    )
     with (
-        VllmProcess(model, enable_delta=True) as engine,
+        engine,
         ProcessPoolExecutor(1, context) as uploader,
-        Clients(engine.url, options.clients) as clients,
+        Clients(engine.url, options.clients, measured.gaps) as clients,
     ):
-        for turn in track(range(options.runs + 1), "uploading", console=Console(stderr=True)):
+        for turn in range(options.runs + 1):
             uploader.submit(write_parts, model, folder, turn).result()
             begin, end = uploader.submit(post, engine.port, folder / "0").result()
             uploader.submit(post, engine.port, folder / "1").result()
             settled = time.monotonic()
             time.sleep(end - begin)
+            clients.check()
             if turn:  # the first one warms up
-                windows["a part"].append((begin, end))
-                windows["none"].append((settled, time.monotonic()))
-    nbytes = (folder / "0").stat().st_size
-    found = {way: _figures(clients.gaps, windows[way]) for way in _WAYS}
-    _print(found, options, nbytes)
-    return found
+                measured.windows["a part"].append((begin, end))
+                measured.windows["none"].append((settled, time.monotonic()))
+
+
+class Measured:
+    """What the clients of one tree's engines saw.
+
+    Attributes:
+        gaps: of all tokens but the first one of each request.
+        windows: when, by way, the times were that count.
+    """
+
+    def __init__(self) -> None:
+        self.gaps: list[Gap] = []
+        self.windows: dict[str, list[Gap]] = {way: [] for way in _WAYS}
+
+    def figures(self) -> dict[str, dict[str, float]]:
+        """Return the figures by way."""
+        return {way: _figures(self.gaps, self.windows[way]) for way in _WAYS}
 
 
 def write_parts(model: Path, folder: Path, version: int) -> None:
@@ -143,12 +184,12 @@ def post(port: int, file: Path) -> tuple[float, float]:
 class Clients:
     """Clients that stream completions without pause, each in a thread, while in the context.
 
-    Attributes:
-        gaps: of all tokens but the first one of each request; complete after the context.
+    Args:
+        gaps: receives those of all tokens but the first one of each request.
     """
 
-    def __init__(self, url: str, count: int) -> None:
-        self.gaps: list[Gap] = []
+    def __init__(self, url: str, count: int, gaps: list[Gap]) -> None:
+        self._gaps = gaps
         self._url = url
         self._ends = threading.Event()
         self._failed: list[Exception] = []
@@ -163,7 +204,12 @@ class Clients:
         self._ends.set()
         for thread in self._threads:
             thread.join()
-        if self._failed and exception[0] is None:
+        if exception[0] is None:
+            self.check()
+
+    def check(self) -> None:
+        """Raise RuntimeError if a client failed."""
+        if self._failed:
             raise RuntimeError(f"a client failed: {self._failed[0]!r}")
 
     def _work(self, number: int) -> None:
@@ -185,7 +231,7 @@ class Clients:
                 continue
             now = time.monotonic()
             if last is not None:
-                self.gaps.append((now, now - last))
+                self._gaps.append((now, now - last))
             last = now
 
 
@@ -198,18 +244,21 @@ def _figures(gaps: Sequence[Gap], windows: Sequence[Gap]) -> dict[str, float]:
     return {"tokens": len(within), "p50": p50, "p99": p99, "max": max(within) * 1e3}
 
 
-def _print(found: dict[str, dict[str, float]], options: argparse.Namespace, nbytes: int) -> None:
+def _print(
+    found: dict[str, dict[str, dict[str, float]]], options: argparse.Namespace, nbytes: int
+) -> None:
     console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 110)
     console.print(
         f"parts of {nbytes / 1e6:.0f} MB; {options.clients} clients; {options.runs} turns"
     )
     table = Table(box=box.MARKDOWN)
-    for column in ("upload", "tokens", "p50, ms", "p99, ms", "max, ms", "x none"):
+    for column in ("tree", "upload", "tokens", "p50, ms", "p99, ms", "max, ms", "x none"):
         table.add_column(column, justify="right")
-    for way, figures in found.items():
-        cells = [f"{figures[name]:.1f}" for name in _FIGURES]
-        ratios = [f"{figures[name] / found['none'][name]:.2f}" for name in _FIGURES]
-        table.add_row(way, f"{figures['tokens']:,.0f}", *cells, " ".join(ratios))
+    for tree, ways in found.items():
+        for way, figures in ways.items():
+            cells = [f"{figures[name]:.1f}" for name in _FIGURES]
+            ratios = [f"{figures[name] / ways['none'][name]:.2f}" for name in _FIGURES]
+            table.add_row(tree, way, f"{figures['tokens']:,.0f}", *cells, " ".join(ratios))
     console.print(table)
 
 

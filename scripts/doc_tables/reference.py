@@ -24,6 +24,10 @@ _SURVIVED: Final = {
     "either": "one of the two",
     "uncertain": "uncertain: 503 until a full sync, which the sender sends",
 }
+_FOLLOWED: Final = {
+    "old": "old version; by itself the newest one, {}",
+    "new": "new version",
+}
 _RESTARTED: Final = {
     "old": "nothing; after a restart: old version",
     "new": "nothing; after a restart: new version",
@@ -120,6 +124,7 @@ def fault_table() -> str:
     rebuilding = importlib.import_module("tests.faults.rebuilding")
     hanging = importlib.import_module("tests.faults.hanging")
     in_flight = importlib.import_module("tests.faults.in_flight")
+    store = importlib.import_module("tests.faults.store")
     survived = [
         *faults.FAULTS,
         *in_flight.IN_FLIGHT,
@@ -132,4 +137,9 @@ def fault_table() -> str:
         (death.what, death.told, _RESTARTED[death.ends])
         for death in (*deaths.DEATHS, *rebuilding.REBUILD_DEATHS)
     ]
-    return table(["fault", "answer to the sender", "the engine holds"], dict.fromkeys(rows))
+    rows += [
+        (fault.what, fault.told, _FOLLOWED[fault.meanwhile].format(fault.until))
+        for fault in store.STORE
+    ]
+    header = ["fault", "answer to the sender, or the follower's error", "the engine holds"]
+    return table(header, dict.fromkeys(rows))

@@ -3,6 +3,9 @@
 An engine that follows is at a version of its log, and moves on only by it. What keeps it from a
 version (damage, a full disk, weights that sleep) is in the status, the log and the heartbeat; it
 stays at its version and looks again, so that it goes on by itself once the cause is gone.
+
+If several HTTP processes serve the engine, one of them follows, see `delta_server.follow_state`;
+each can look, pin and tell.
 """
 
 from __future__ import annotations
@@ -10,27 +13,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import random
-import re
-import socket
 import time
-import uuid
 from typing import Any, Final
 
 from delta_server import metrics
 from delta_server.engine import Engine
-from delta_server.follow_limit import FollowLimit
+from delta_server.follow_state import FollowState
 from delta_server.log_replay import LogReplay
 from delta_server.request_options import Options
 from engine_ext.delta_log import FollowerState, Heartbeat, remove_heartbeat, write_heartbeat
 from engine_ext.errors import Conflict, DeltaError, VersionConflict, WeightsAsleep
+from engine_ext.wire.operations import LogLook
 
 logger = logging.getLogger(__name__)
 
 _JITTER: Final = 0.2  # of the interval, so that engines do not look all at once
 _LONGEST_WAIT_S: Final = 60.0  # after failures
 _BEATS_TO_EXPIRE: Final = 10
+_BEATS_OF_A_LOOK: Final = 4  # per expiry, while a look takes long
 _SHORTEST_EXPIRY_S: Final = 120.0
 _LONGEST_GOODBYE_S: Final = 5.0  # to remove the heartbeat, which expires anyway
 
@@ -42,48 +43,65 @@ class LogFollower:
         replay: replays the log.
         engine: its name is in the heartbeat.
         interval: seconds between two looks.
-        limit: of `replay`, too.
+        state: what this process shares with others; of `replay`, too.
     """
 
     def __init__(
-        self, replay: LogReplay, engine: Engine, interval: float, limit: FollowLimit
+        self, replay: LogReplay, engine: Engine, interval: float, state: FollowState
     ) -> None:
         self._replay, self._engine = replay, engine
-        self._interval, self._limit = interval, limit
-        host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())
-        self._name = f"{host}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._failures = self._in_a_row = 0
-        self._error: dict[str, Any] | None = None
-        self._looked_at: float | None = None
-        self._asleep = self._cannot_write = False
+        self._interval, self._shared = interval, state
+        self._in_a_row = 0
+        self._cannot_write = False
         self._wake = asyncio.Event()
+        self._beating = asyncio.Lock()
 
-    def describe(self) -> dict[str, Any]:
+    async def describe(self) -> dict[str, Any]:
         """Return how the engine follows, as JSON."""
+        known = await self._shared.read()
         return {
-            "name": self._name,
+            "name": self._shared.name,
+            "pid": self._shared.pid,
             "interval": self._interval,
-            "hold": self._limit.hold,
-            "pinned": self._limit.pin,
-            "looked_at": self._looked_at,
-            "failures": self._failures,
-            "error": self._error,
+            "hold": self._shared.hold,
+            "pinned": known.pin,
+            "looked_at": None if known.look is None else known.look.at,
+            "failures": known.failures,
+            "error": None if known.look is None else known.look.error,
         }
 
     async def run(self) -> None:
-        """Look at the log until cancelled; the heartbeat is removed then."""
+        """Look at the log until cancelled; the heartbeat is removed then.
+
+        While another process follows, this one waits to take over.
+        """
+        beat_s = self._expires_s() / _BEATS_OF_A_LOOK
         try:
             while True:
+                woken = self._wake.is_set()
                 self._wake.clear()
                 # A look is a task of its own: what cancels a call to the engine does not end this
                 # loop, and what ends this loop does not stop a commit half-way.
-                await asyncio.wait({asyncio.ensure_future(self.look())})
+                turn = asyncio.ensure_future(self._turn(woken))
+                while not (await asyncio.wait({turn}, timeout=beat_s))[0]:
+                    # A slow store must not make the engine look dead.
+                    await asyncio.wait({asyncio.ensure_future(self._beat_meanwhile())})
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), self._wait_s())
         finally:
-            gone = asyncio.to_thread(remove_heartbeat, self._replay.log, self._name)
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(gone, _LONGEST_GOODBYE_S)
+            if self._shared.leads:
+                gone = asyncio.to_thread(remove_heartbeat, self._replay.log, self._shared.name)
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(gone, _LONGEST_GOODBYE_S)
+
+    async def _turn(self, woken: bool) -> None:
+        """Look at the log if this process follows, or was asked to."""
+        try:
+            looks = woken or await self._shared.lead()
+        except Exception:
+            looks = True  # which reports why the ranks do not answer
+        if looks:
+            await self.look()
 
     async def look(self) -> None:
         """Apply what the log has; whatever keeps the engine from it is kept for the status."""
@@ -99,24 +117,16 @@ class LogFollower:
 
     async def catch_up(self, options: Options) -> dict[str, Any]:
         """Look at once; see `LogReplay.run` for what it returns and raises."""
-        self._asleep = False
+        error: Exception | None = None
         try:
-            found = await self._replay.run(options, fold=True)
-        except WeightsAsleep:
-            self._asleep = True
+            return await self._replay.run(options, fold=True)
+        except Exception as failed:
+            error = failed
+            if not isinstance(error, WeightsAsleep):
+                metrics.FOLLOW_FAILURES.inc()
             raise
-        except Exception as error:
-            self._failures += 1
-            self._in_a_row += 1
-            metrics.FOLLOW_FAILURES.inc()
-            self._error = as_wire(error)
-            raise
-        else:
-            self._in_a_row, self._error = 0, None
-            return found
         finally:
-            await self._beat()
-            self._looked_at = time.time()
+            await self._ended(error)
 
     async def pin(self, version: int | None) -> dict[str, Any]:
         """Hold the engine at a version, or let it go on; return the result as JSON.
@@ -134,7 +144,7 @@ class LogFollower:
                     expected=version,
                     actual=current,
                 )
-            self._limit.pin = version
+            await self._shared.pin(version)
         self._wake.set()
         status = "released" if version is None else "pinned"
         return {"status": status, "pinned": version, "version": current}
@@ -143,28 +153,62 @@ class LogFollower:
         wait = min(self._interval * 2.0 ** min(self._in_a_row, 10), _LONGEST_WAIT_S)
         return max(wait, self._interval) * random.uniform(1 - _JITTER, 1 + _JITTER)
 
-    async def _beat(self) -> None:
-        """Write the heartbeat; a log that cannot be written is followed all the same."""
-        try:
+    def _expires_s(self) -> float:
+        return max(_SHORTEST_EXPIRY_S, _BEATS_TO_EXPIRE * self._interval)
+
+    async def _ended(self, error: Exception | None) -> None:
+        """Tell the log and the other processes how a look has ended."""
+        asleep = isinstance(error, WeightsAsleep)
+        wire = None if error is None or asleep else as_wire(error)
+        self._in_a_row = self._in_a_row + 1 if wire else 0
+        # Ranks that do not answer have ended the look; the next one finds out if they do.
+        with contextlib.suppress(Exception):
             version = await self._replay.version()
-        except Exception:
+            look = self._look(version, wire, asleep)
+            metrics.BEHIND_LOG.set(look.behind)
+            await self._beat(version, look, self._shared.known.failures + (wire is not None))
+            self._in_a_row = (await self._shared.record(look)).in_a_row
+
+    async def _beat_meanwhile(self) -> None:
+        """Write the heartbeat during a look, with the error of the last one."""
+        if not self._shared.leads:
             return
-        behind = self._replay.behind(version)
-        metrics.BEHIND_LOG.set(behind)
-        error = None
-        if self._error is not None:
-            error = f"{self._error['type']}: {self._error['message']}"
+        known = self._shared.known
+        error, asleep = (
+            (None, False) if known.look is None else (known.look.error, known.look.asleep)
+        )
+        with contextlib.suppress(Exception):  # ranks that do not answer: the look finds out
+            version = await self._replay.version()
+            await self._beat(version, self._look(version, error, asleep), known.failures)
+
+    def _look(self, version: int, error: dict[str, Any] | None, asleep: bool) -> LogLook:
+        return LogLook(
+            at=time.time(),
+            newest=self._replay.newest,
+            behind=self._replay.behind(version),
+            problem=self._replay.problem,
+            error=error,
+            asleep=asleep,
+        )
+
+    async def _beat(self, version: int, look: LogLook, failures: int) -> None:
+        """Write the heartbeat; a log that cannot be written is followed all the same."""
+        async with self._beating:
+            await self._write(version, look, failures)
+
+    async def _write(self, version: int, look: LogLook, failures: int) -> None:
+        error = look.error
         heartbeat = Heartbeat(
-            name=self._name,
+            name=self._shared.name,
             engine=self._engine.name,
             version=version,
-            newest=self._replay.newest,
-            behind=behind,
-            state=self._state(),
-            failures=self._failures,
-            error=error,
-            at=time.time(),
-            expires_s=max(_SHORTEST_EXPIRY_S, _BEATS_TO_EXPIRE * self._interval),
+            newest=look.newest,
+            behind=look.behind,
+            state=self._state(look),
+            failures=failures,
+            error=None if error is None else f"{error['type']}: {error['message']}",
+            at=look.at,
+            expires_s=self._expires_s(),
         )
         try:
             await asyncio.to_thread(write_heartbeat, self._replay.log, heartbeat)
@@ -175,14 +219,14 @@ class LogFollower:
                 logger.warning("%sengine: %s", message, failure)
             self._cannot_write = True
 
-    def _state(self) -> FollowerState:
-        if self._asleep:
+    def _state(self, look: LogLook) -> FollowerState:
+        if look.asleep:
             return "asleep"
-        if self._error is not None:
+        if look.error is not None:
             return "failing"
-        if self._limit.pin is not None:
+        if self._shared.known.pin is not None:
             return "pinned"
-        return "held" if self._limit.hold else "following"
+        return "held" if self._shared.hold else "following"
 
 
 def as_wire(error: Exception) -> dict[str, Any]:

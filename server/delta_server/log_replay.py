@@ -22,8 +22,9 @@ import msgspec
 
 from delta_server.commit import EngineCommitter, call
 from delta_server.engine import Engine
-from delta_server.follow_limit import FollowLimit
-from delta_server.process_identity import is_alive, new_name
+from delta_server.follow_state import FollowState
+from delta_server.leases import acquire
+from delta_server.process_identity import new_name
 from delta_server.request_options import Options
 from delta_server.request_record import RequestRecord
 from engine_ext.delta_log import (
@@ -74,7 +75,7 @@ class LogReplay:
         apply_files: see `delta_server.service.DeltaService.apply_files`.
         engine: the engine's adapter.
         log: the log.
-        limit: how far versions are applied.
+        following: how far versions are applied; None applies all.
         scratch: folder for folded versions; the temporary folder if None.
 
     Attributes:
@@ -87,23 +88,33 @@ class LogReplay:
         apply_files: ApplyFiles,
         engine: Engine,
         log: DeltaLog,
-        limit: FollowLimit | None = None,
+        following: FollowState | None = None,
         scratch: str | None = None,
     ) -> None:
         self._committer, self._apply_files, self._engine = committer, apply_files, engine
         self.log = log
-        self._limit, self._scratch = limit or FollowLimit(), scratch
+        self._following, self._scratch = following, scratch
         self._name = new_name()
         self._lock = asyncio.Lock()
         self.newest: int | None = None
         self._versions: list[int] = []
         self._problem: dict[str, Any] | None = None
 
+    @property
+    def problem(self) -> dict[str, Any] | None:
+        """What kept the engine from the log's newest version when it was replayed last."""
+        return self._problem
+
     def describe(self, version: int) -> dict[str, Any]:
         """Return the log's newest version, and the problem that keeps an older engine from it."""
-        reached = self.newest is not None and version >= self.newest
-        problem = None if reached else self._problem
-        return {"folder": self.log.location, "newest": self.newest, "problem": problem}
+        newest, problem = self.newest, self._problem
+        if self._following is not None and (look := self._following.known.look) is not None:
+            # Another process may have looked since this one did.
+            newest = max((n for n in (newest, look.newest) if n is not None), default=None)
+            problem = look.problem
+        reached = newest is not None and version >= newest
+        problem = None if reached else problem
+        return {"folder": self.log.location, "newest": newest, "problem": problem}
 
     def behind(self, version: int) -> int:
         """Return how many versions the log had after this one when it was read last."""
@@ -116,8 +127,8 @@ class LogReplay:
 
     @contextlib.asynccontextmanager
     async def idle(self) -> AsyncIterator[None]:
-        """Wait for a replay of this process, and keep others from beginning."""
-        async with self._lock:
+        """Wait for the replay of any process, and keep others from beginning."""
+        async with self._lock, self._lease():
             yield
 
     async def at_start(self) -> None:
@@ -129,7 +140,7 @@ class LogReplay:
         # core per version then. Other processes may be serving already.
         options = Options(flush_cache=self._engine.shared)
         try:
-            async with self._lock, self._lease():
+            async with self.idle():
                 await self._committer.publish()
                 await self._run(options)
         except DeltaError as error:
@@ -149,18 +160,21 @@ class LogReplay:
                 the last good version.
             DeltaError: the engine could not take a version, whatever its route.
         """
-        async with self._lock, self._lease():
+        async with self.idle():
             return await self._run(options, fold=fold)
 
     async def _run(self, options: Options, *, fold: bool = False) -> dict[str, Any]:
         applied: list[int] = []
         unusable: dict[str, DeltaError] = {}
         start, is_look, anew = time.monotonic(), fold, self._problem is not None
+        if self._following is not None:
+            await self._following.read()  # no process pins the engine while this one replays
         while True:
             listing = await asyncio.to_thread(self.log.listing, anew=anew)
             self.newest = listing.newest
             self._versions = sorted({entry.version for entry in listing.entries})
-            if (last := self._limit.of(listing)) is not None:
+            following = self._following
+            if following is not None and (last := following.last_version(listing)) is not None:
                 listing = listing.up_to(last)
             version, known = await self._version()
             usable = [entry for entry in listing.entries if entry.folder.name not in unusable]
@@ -275,15 +289,12 @@ class LogReplay:
     @contextlib.asynccontextmanager
     async def _lease(self) -> AsyncIterator[None]:
         """Hold the lease of the delta log: no other process of this engine replays it."""
-        dead: str | None = None
-        while True:
-            request = AcquireLogLease(holder=self._name, instead_of=dead)
-            [grant, *_] = await call(self._engine, request)
-            if grant.granted:
-                break
-            assert grant.holder is not None
-            dead = None if is_alive(grant.holder) else grant.holder
-            await asyncio.sleep(0 if dead else _POLL_S)
+
+        def request(dead: str | None) -> AcquireLogLease:
+            return AcquireLogLease(holder=self._name, instead_of=dead)
+
+        while not await acquire(self._engine, request):
+            await asyncio.sleep(_POLL_S)
         try:
             yield
         finally:

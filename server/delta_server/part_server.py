@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import itertools
+import os
 import secrets
 import socket
 import threading
@@ -67,11 +68,17 @@ class PartServer:
         with open(path, "rb", buffering=0) as file:
             for chunk in iter(lambda: file.read(_READ_BYTES), b""):
                 digest.update(chunk)
-            size = file.tell()
+            read = os.fstat(file.fileno())
         content = digest.hexdigest()
         name = f"{content}-{next(self._numbers)}"
-        url = f"{self.url}/{name}"
-        source = PartSource(url=url, token=self._token, size=size, content=content)
+        source = PartSource(
+            url=f"{self.url}/{name}",
+            token=self._token,
+            size=read.st_size,
+            content=content,
+            inode=read.st_ino,
+            modified_ns=read.st_mtime_ns,
+        )
         return self._offered(name, path, source)
 
     @contextlib.contextmanager

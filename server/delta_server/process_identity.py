@@ -23,6 +23,11 @@ def is_alive(name: str) -> bool:
     return _start_time(int(pid)) == start_time
 
 
+def pid_of(name: str) -> int:
+    """Return the id of the process that made this name with `new_name`."""
+    return int(name.partition(":")[0])
+
+
 def _start_time(pid: int) -> str | None:
     """Return a process's start in clock ticks since boot; None if it is dead or a zombie.
 

@@ -6,13 +6,13 @@ The folder of version 12 is called ``weight_v000012``, and the others are beside
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final
 
 from delta_server.disk_files import list_names
 from delta_server.version_folders import read_version
-from engine_ext.errors import DeltaError
+from engine_ext.errors import DeltaError, PartUnavailable
 from engine_ext.version_folders import INDEX
 from engine_ext.wire import signing_key
 from engine_ext.wire.operations import Delivery
@@ -59,32 +59,59 @@ def holds_nothing(folder: Path, roots: Sequence[str]) -> bool:
     return one_step and not version.index.files
 
 
-def gap_is_empty(folder: Path, first: int, last: int, roots: Sequence[str]) -> bool:
-    """Return whether the folders beside one show that the versions of a range hold nothing."""
+def gap_is_empty(
+    folder: Path,
+    first: int,
+    last: int,
+    roots: Sequence[str],
+    bring: Callable[[Path], object] | None = None,
+) -> bool:
+    """Return whether the folders beside one show that the versions of a range hold nothing.
+
+    Args:
+        bring: brings what a folder has to show to this host, if it is elsewhere.
+    """
     if last - first >= _MAX_GAP:
         return False
-    return all(holds_nothing(beside(folder, v), roots) for v in range(first, last + 1))
+    for version in range(first, last + 1):
+        other = beside(folder, version)
+        if bring is not None:
+            bring(other)
+        if not holds_nothing(other, roots):
+            return False
+    return True
 
 
-def not_applied(delivery: Delivery, roots: Sequence[str]) -> list[str]:
+def not_applied(delivery: Delivery, list_folder: Callable[[str], Collection[str]]) -> list[str]:
     """Return the files of the version's folder that have not arrived, sorted.
 
     They are none if nothing can show any: the folder is gone, or not known.
+
+    Args:
+        list_folder: returns the names in a folder, given as it is in the delivery.
+
+    Raises:
+        PartUnavailable: the folder is in a store that cannot be read now.
     """
     if delivery.complete or delivery.folder is None:
         return []
     try:
-        names = list_names(Path(delivery.folder), roots)
+        names = list_folder(delivery.folder)
+    except PartUnavailable:
+        raise
     except DeltaError:
         return []
     return sorted({n for n in names if n.endswith(_SUFFIX)} - {*delivery.files})
 
 
 def completeness(delivery: Delivery, roots: Sequence[str]) -> str:
-    """Return ``yes``, ``no`` or ``unknown``: whether all of a version has arrived."""
+    """Return ``yes``, ``no`` or ``unknown``: whether all of a version has arrived.
+
+    A folder in a store is not asked.
+    """
     if delivery.complete:
         return "yes"
-    if not_applied(delivery, roots):
+    if not_applied(delivery, lambda folder: list_names(Path(folder), roots)):
         return "no"
     if delivery.folder is not None and (Path(delivery.folder) / _DONE).exists():
         return "yes"  # the folder was settled, and all of its files have arrived

@@ -9,20 +9,16 @@ names.
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
 from delta_server.commit import call
-from delta_server.disk_files import list_names, resolve_files
 from delta_server.empty_syncs import advance
-from delta_server.published import folder_of, holds_nothing
+from delta_server.pull_source import PullSource
 from delta_server.request_options import DiskRequest, Options, PullRequest
 from delta_server.request_record import RequestRecord
-from engine_ext.errors import BaseMismatch, MalformedPart, PathForbidden, VersionConflict
+from engine_ext.errors import BaseMismatch, MalformedPart, VersionConflict
 from engine_ext.wire import PartId
 from engine_ext.wire.operations import FindPull, GetState, Pulled, RankState, RecordPull
 
@@ -39,9 +35,7 @@ async def pull(service: DeltaService, wanted: PullRequest, record: RequestRecord
         DeltaError: a version is missing, or refused, or the engine is already past the target. The
             engine is unchanged.
     """
-    roots, source = service.settings.folders, os.path.realpath(wanted.source_dir)
-    if not roots:
-        raise PathForbidden("pulls are refused: the engine has no --delta-root")
+    source = await _source(service, wanted.source_dir)
     state = await _state(service)
     if state.version > wanted.target_version:
         raise VersionConflict(
@@ -49,22 +43,20 @@ async def pull(service: DeltaService, wanted: PullRequest, record: RequestRecord
             expected=wanted.target_version,
             actual=state.version,
         )
-    following = await asyncio.to_thread(
-        _following, source, state.version, wanted.target_version, roots
-    )
+    following = await asyncio.to_thread(source.following, state.version, wanted.target_version)
     sync_id = None
     if following:
-        paths = await asyncio.to_thread(_files, following[0], roots)
-        options = Options(weight_version=_version(following[0]))
+        options = Options(weight_version=following[0])
         record.commits = False
-        answer = await service.apply_files(paths, options, record)
+        async with source.resolved(following[0]) as files:
+            answer = await service.apply_resolved(files, options, record)
         sync_id = record.parts[0].sync_id
         version = record.parts[0].version
         if answer["status"] == "staged" and await _staged(service, version, sync_id) is None:
             await _refuse_incomplete(service, record)
     request = RecordPull(
         checkpoint=wanted.local_checkpoint_dir,
-        pulled=Pulled(source=source, target=wanted.target_version, sync_id=sync_id),
+        pulled=Pulled(source=source.location, target=wanted.target_version, sync_id=sync_id),
     )
     await call(service.engine, request)
     found = f"{len(following)} versions to apply" if following else "nothing to apply"
@@ -98,21 +90,20 @@ async def commit_pulled(
             actual=pulled.target,
         )
     options = msgspec.structs.replace(options, base_version=None)
-    state, roots = await _state(service), service.settings.folders
-    following = await asyncio.to_thread(_following, pulled.source, state.version, target, roots)
-    for folder in following:
-        version = _version(folder)
+    state, source = await _state(service), await _source(service, pulled.source)
+    following = await asyncio.to_thread(source.following, state.version, target)
+    for version in following:
         # Each version is reported; the request's own record is for the last one.
-        own_record = record if folder is following[-1] else RequestRecord()
+        own_record = record if version == following[-1] else RequestRecord()
         # Without an id, a staged sync of this version may be another's.
         named = pulled.sync_id is not None
         staged = await _staged(service, version, pulled.sync_id) if named else None
         if staged is not None:
             answer = await service.commit_staged(staged, options, own_record)
         else:  # not staged, or dropped since, or not known to be this one
-            paths = await asyncio.to_thread(_files, folder, roots)
             own = msgspec.structs.replace(options, weight_version=version)
-            answer = await service.apply_files(paths, own, own_record)
+            async with source.resolved(version) as files:
+                answer = await service.apply_resolved(files, own, own_record)
         if answer["status"] == "staged":
             await _refuse_incomplete(service, own_record)
         if version == target:
@@ -157,24 +148,6 @@ async def _find(service: DeltaService, checkpoint: str) -> Pulled | None:
     return found if found.source else None
 
 
-def _following(source: str, current: int, target: int, roots: Sequence[str]) -> list[Path]:
-    """Return the folders of the versions after `current`, of those that hold something.
-
-    Raises:
-        PathForbidden, MalformedPart: one cannot be listed.
-    """
-    folders = []
-    for version in range(current + 1, target + 1):
-        folder = folder_of(Path(source), version)
-        list_names(folder, roots)
-        if not holds_nothing(folder, roots):
-            folders.append(folder)
-    return folders
-
-
-def _files(folder: Path, roots: Sequence[str]) -> list[Path]:
-    return resolve_files(DiskRequest(model_path=str(folder)), roots)
-
-
-def _version(folder: Path) -> int:
-    return int(folder.name.removeprefix("weight_v"))
+async def _source(service: DeltaService, location: str) -> PullSource:
+    folders = service.settings.folders
+    return await asyncio.to_thread(PullSource, location, folders, service.store_files)

@@ -23,7 +23,7 @@ from delta_server.adapter_engine import AdapterEngine
 from delta_server.commit import EngineCommitter, call, total_digest
 from delta_server.digests import describe_digests
 from delta_server.engine import Engine
-from delta_server.follow_limit import FollowLimit
+from delta_server.follow_state import FollowState
 from delta_server.log_follower import LogFollower
 from delta_server.log_replay import LogReplay
 from delta_server.part_server import PartServer
@@ -34,7 +34,7 @@ from delta_server.request_record import RequestRecord
 from delta_server.scrubbing import combined, count_findings
 from delta_server.spool import Spool, Spooled
 from delta_server.staging import Staging
-from delta_server.store_files import StoreFiles
+from delta_server.store_files import ResolvedFiles, StoreFiles, StoreFolder
 from delta_server.transactions import after_gap, as_transaction, located
 from delta_server.upload_limits import MinimumRate, UploadSlots
 from delta_server.version_folders import spool_request
@@ -70,6 +70,11 @@ class DeltaService:
         # The delta log's folders, too: what a replay has left incomplete shows there.
         logs = [] if settings.log is None or is_store_url(settings.log) else [settings.log]
         self._folders = [*settings.folders, *logs]
+        rate = None if settings.fetch_rate is None else RateLimit(settings.fetch_rate)
+        cache: PartCache | None = None
+        if any(is_store_url(location) for location in (settings.log, *settings.roots)):
+            cache = PartCache(settings.cache_dir, settings.cache_bytes)
+        self.store_files = StoreFiles(settings, self._folders, rate, cache)
         self._part_server: PartServer | None = None
         if engine.address is not None:
             self._part_server = PartServer(engine.address, settings.part_port)
@@ -79,19 +84,14 @@ class DeltaService:
         self.upload_slots = UploadSlots(settings.max_uploads)
         self.log_replay: LogReplay | None = None
         self.follower: LogFollower | None = None
-        rate = None if settings.fetch_rate is None else RateLimit(settings.fetch_rate)
-        cache: PartCache | None = None
-        if any(is_store_url(location) for location in (settings.log, *settings.roots)):
-            cache = PartCache(settings.cache_dir, settings.cache_bytes)
-        self._store_files = StoreFiles(settings, rate, cache)
         if settings.log is not None:
-            limit = FollowLimit(settings.follow_hold)
+            following = FollowState(engine, settings.follow_hold) if settings.follow else None
             log = open_log(settings.log, cache=cache, streams=settings.streams, limit=rate)
             self.log_replay = replay = LogReplay(
-                *(self.committer, self.apply_files, engine, log), limit, settings.spool_dir
+                *(self.committer, self.apply_files, engine, log), following, settings.spool_dir
             )
-            if settings.follow:
-                self.follower = LogFollower(replay, engine, settings.follow_interval, limit)
+            if following is not None:
+                self.follower = LogFollower(replay, engine, settings.follow_interval, following)
         self._part_locks = weakref.WeakValueDictionary[str, asyncio.Lock]()
         self._scrubbing: asyncio.Task[None] | None = None
         self._following: asyncio.Task[None] | None = None
@@ -114,7 +114,7 @@ class DeltaService:
 
     def _make_staging(self) -> Staging:
         workers = self.settings.read_workers
-        return Staging(self._engine, workers, self._folders, self._part_server)
+        return Staging(self._engine, workers, self.store_files.list_names, self._part_server)
 
     async def start(self) -> None:
         """Check that every rank has a receiver, publish the base version, replay the log.
@@ -123,11 +123,9 @@ class DeltaService:
         serves the last good version then.
 
         Raises:
-            DeltaError: some rank has no receiver, the ranks are at different versions, or several
-                HTTP processes would follow the log. The server must not start.
+            DeltaError: some rank has no receiver, or the ranks are at different versions. The
+                server must not start.
         """
-        if self.follower is not None and self._engine.shared:
-            raise DeltaError("--delta-follow needs one HTTP process; start the engine with one")
         versions = [reply.version for reply in await call(self._engine, GetStatus())]
         if len(set(versions)) != 1:
             raise DeltaError(f"the ranks are at different versions: {versions}")
@@ -145,7 +143,7 @@ class DeltaService:
     async def status(self) -> dict[str, Any]:
         """Return the state of the engine's receivers, as JSON."""
         replies, replay = await self.committer.status(self._engine), self.log_replay
-        following = None if self.follower is None else self.follower.describe()
+        following = None if self.follower is None else await self.follower.describe()
         log = None if replay is None else replay.describe(replies[0].version)
         named = {} if self.adapter is None else {"adapter": self.adapter}
         complete = await asyncio.to_thread(completeness, replies[0].delivery, self._folders)
@@ -239,8 +237,18 @@ class DeltaService:
         Raises:
             DeltaError: each class fixes the state that the engine is in then.
         """
-        async with self._store_files.resolved(request) as (paths, roots):
-            return await self.apply_files(paths, options, record, roots)
+        async with self.store_files.resolved(request) as files:
+            return await self.apply_resolved(files, options, record)
+
+    async def apply_resolved(
+        self, files: ResolvedFiles, options: Options, record: RequestRecord
+    ) -> dict[str, Any]:
+        """Apply files; see `apply_files`.
+
+        Raises:
+            DeltaError: each class fixes the state that the engine is in then.
+        """
+        return await self.apply_files(files.paths, options, record, files.roots, files.source)
 
     async def apply_files(
         self,
@@ -248,6 +256,7 @@ class DeltaService:
         options: Options,
         record: RequestRecord,
         roots: Sequence[str] | None = None,
+        source: StoreFolder | None = None,
     ) -> dict[str, Any]:
         """Stage the parts in some files, and commit if they complete their sync.
 
@@ -258,6 +267,7 @@ class DeltaService:
         Args:
             paths: real paths, below `roots`, of files or of one folder of a version.
             roots: folders below which files may be read; ``--delta-root`` if None.
+            source: where they were fetched from; None if they were not.
 
         Raises:
             DeltaError: each class fixes the state that the engine is in then.
@@ -270,7 +280,15 @@ class DeltaService:
                 spooled = await spool_request(self.spool, paths, allowed, at_once, self._engine)
                 record.set_parts([], spooled)
                 record.timings["receive_ms"] = (time.perf_counter() - start) * 1e3
-                return await self._apply_spooled(spooled, paths, allowed, options, record)
+                parts = [part_id(s.header.manifest, s.identity, options) for s in spooled]
+                record.set_parts(parts, spooled)
+                url, bring = (source.url, source.bring_index) if source else (None, None)
+                parts = located(parts, paths, url)
+                versions = sorted({part.version for part in parts})
+                if len(versions) > 1:
+                    raise MalformedPart(f"the files of one request lead to versions {versions}")
+                parts = await after_gap(self._engine, parts, paths[0], allowed, bring)
+                return await self._apply_spooled(spooled, parts, options, record)
         finally:
             for part_file in record.spooled:
                 part_file.remove()
@@ -297,17 +315,10 @@ class DeltaService:
     async def _apply_spooled(
         self,
         spooled: list[Spooled],
-        paths: Sequence[Path],
-        roots: Sequence[str],
+        parts: list[PartId],
         options: Options,
         record: RequestRecord,
     ) -> dict[str, Any]:
-        parts = [part_id(s.header.manifest, s.identity, options) for s in spooled]
-        record.set_parts(parts, spooled)
-        versions = sorted({part.version for part in parts})
-        if len(versions) > 1:
-            raise MalformedPart(f"the files of one request lead to versions {versions}")
-        parts = await after_gap(self._engine, located(parts, paths), paths[0], roots)
         whole = all(s.header.manifest.part is None for s in spooled)
         async with self._part_lock(spooled):
             if whole:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from delta_server.commit import call
@@ -57,7 +57,7 @@ class Staging:
 
     Args:
         at_once: how many parts of one request the ranks stage side by side.
-        roots: folders below which the files of earlier versions may be.
+        list_folder: returns the names in the folder of an earlier version.
         part_server: serves parts to other hosts; None if the engine has one host.
     """
 
@@ -65,10 +65,10 @@ class Staging:
         self,
         engine: Engine,
         at_once: int,
-        roots: Sequence[str],
+        list_folder: Callable[[str], Collection[str]],
         part_server: PartServer | None = None,
     ) -> None:
-        self._engine, self._at_once, self._roots = engine, at_once, roots
+        self._engine, self._at_once, self._list_folder = engine, at_once, list_folder
         self._part_server = part_server
 
     async def stage(
@@ -161,7 +161,9 @@ class Staging:
 
     async def _check_base(self, base: Delivery | None) -> None:
         """Refuse a sync that would be written over a version that is known to be incomplete."""
-        missing = [] if base is None else await asyncio.to_thread(not_applied, base, self._roots)
+        if base is None:
+            return
+        missing = await asyncio.to_thread(not_applied, base, self._list_folder)
         if missing:
             raise Conflict(
                 f"the engine's version is incomplete: {len(missing)} files of its folder were not "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -51,16 +51,17 @@ def _is_counted(manifest: Manifest) -> bool:
     return manifest.full or manifest.proves_states
 
 
-def located(parts: Sequence[PartId], paths: Sequence[Path]) -> list[PartId]:
+def located(parts: Sequence[PartId], paths: Sequence[Path], url: str | None = None) -> list[PartId]:
     """Return the parts with the folders of their version that they are from.
 
     Args:
         paths: of the parts, or one folder that all are from.
+        url: what their folder is a copy of, if they were fetched.
     """
     if len(paths) != len(parts) or os.path.isdir(paths[0]):
         return list(parts)
     return [
-        msgspec.structs.replace(part, folder=str(path.parent), file=path.name)
+        msgspec.structs.replace(part, folder=url or str(path.parent), file=path.name)
         if version_of(path.parent) == part.version
         else part
         for part, path in zip(parts, paths, strict=True)
@@ -68,7 +69,11 @@ def located(parts: Sequence[PartId], paths: Sequence[Path]) -> list[PartId]:
 
 
 async def after_gap(
-    engine: Engine, parts: Sequence[PartId], path: Path, roots: Sequence[str]
+    engine: Engine,
+    parts: Sequence[PartId],
+    path: Path,
+    roots: Sequence[str],
+    bring: Callable[[Path], object] | None = None,
 ) -> list[PartId]:
     """Return the parts of a delta as starting from the engine's version, if that is shown.
 
@@ -78,6 +83,7 @@ async def after_gap(
 
     Args:
         path: of the first part, or the folder that all are from.
+        bring: see `gap_is_empty`.
     """
     first = parts[0]
     folder = path if os.path.isdir(path) else path.parent
@@ -87,6 +93,6 @@ async def after_gap(
     current, base = state.version, first.base_version
     if base <= current or any(part.base_version != base for part in parts):
         return list(parts)
-    if not await asyncio.to_thread(gap_is_empty, folder, current + 1, base, roots):
+    if not await asyncio.to_thread(gap_is_empty, folder, current + 1, base, roots, bring):
         return list(parts)
     return [msgspec.structs.replace(part, base_version=current) for part in parts]

@@ -24,8 +24,9 @@ from engine_ext.derived.recompute import Recomputation
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
 from engine_ext.model.constants import Constants, is_constant
 from engine_ext.rebuild import LoadingStates, make_twin
+from engine_ext.receiver.loaded_model import LoadedModel, Rebuilding
 from engine_ext.receiver.receiver import Receiver
-from engine_ext.receiver.startup import LoadedModel, Rebuilding, make_receiver
+from engine_ext.receiver.startup import make_receiver
 from engine_ext.repacks import Processing, RepackLearner
 from engine_ext.settings import Settings
 from engine_ext.tracing import LoadingTrace

@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from tests.faults.harness import Harness, wait_until
+from tests.faults.harness import Harness
+from tests.faults.observed import wait_until
 from tests.faults.survivable import rows
 
 HANGS = 1  # the replica

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import socket
 import struct
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,49 +17,14 @@ import torch
 from delta_sender import DeltaSender, SyncReport
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import HOST, EngineProcess
-from tests.support.plain_trainer import BITS, Trainer, container, model_digest, split
+from tests.faults.observed import FIRST, KINDS, PLUGIN, Kind, ObservedEngine, wait_until
+from tests.support.plain_trainer import BITS, Trainer, container, split
 
 ROUTE = "/update_weights_delta"
-SHIMS = Path(__file__).parents[1] / "shims"
-PLUGIN = SHIMS / "faults"
 OCTETS = {"Content-Type": "application/octet-stream"}
-RANKS = 2
-FIRST = 5  # version of the checkpoint
 STAGE_TIMEOUT = 2
 PART_BYTES = 4 << 10  # a step of all tensors makes several parts, one of the norms a single one
 SPOOL = 2 << 20
-
-
-@dataclass(frozen=True)
-class Kind:
-    """An engine of the matrix, with two ranks."""
-
-    engine: str
-    arguments: tuple[str, ...] = ()
-    tp: int = RANKS
-    replicas: int = 1
-    python_path: tuple[Path, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-
-KINDS = {
-    "vllm": Kind("vllm"),
-    "sglang": Kind("sglang"),
-    # Its modules are rebuilt when weights change.
-    "vllm-rebuilt": Kind("vllm", ("--quantization", "fp8_per_channel")),
-    # The ranks are pipeline stages.
-    "vllm-stages": Kind(
-        "vllm", ("--pipeline-parallel-size", "2"), 1, python_path=(SHIMS / "vllm_cpu_pp",)
-    ),
-    "sglang-stages": Kind(
-        "sglang", ("--pp-size", "2"), 1, environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    ),
-    # Each rank is a replica with the whole model.
-    "vllm-replicas": Kind("vllm", ("--data-parallel-size", "2"), 1, 2),
-    "sglang-replicas": Kind(
-        "sglang", ("--dp-size", "2"), 1, 2, environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    ),
-}
 
 # A sender in a process of its own: it sends, may read the answer, and waits to be killed.
 CHILD = """
@@ -77,7 +38,7 @@ time.sleep(600)
 """
 
 
-class Harness:
+class Harness(ObservedEngine):
     """One engine with its trainer and sender, which knows only what the engine acknowledged.
 
     Args:
@@ -103,8 +64,7 @@ class Harness:
         spool: Path,
         **options: Any,
     ) -> None:
-        self.engine, self.kind = engine, kind
-        self.folder = folder
+        super().__init__(engine, kind, folder)
         self.trainer = Trainer(tiny_models.load_tensors(base), version=FIRST)
         self.sender = DeltaSender(
             engine.url,
@@ -210,10 +170,6 @@ class Harness:
 
     # What goes wrong -------------------------------------------------------------------------
 
-    def arm(self, fault: str, rank: int, text: str = "") -> None:
-        """Arm a fault in a rank; see ``tests/shims/faults``."""
-        (self.folder / f"{fault}-{rank}").write_text(text)
-
     def sleep(self) -> None:
         """Release the memory of the weights, with the engine's own route."""
         if self.engine.name == "vLLM":
@@ -237,26 +193,6 @@ class Harness:
 
     # What is there ---------------------------------------------------------------------------
 
-    def version(self) -> int:
-        return int(self.engine.delta_status()["version"])
-
-    def prints(self) -> dict[str, Any]:
-        """Return the engine's own checksums, and those of the whole model on every rank."""
-        for rank in range(RANKS):
-            self.arm("hash_model", rank)
-        self.engine.delta_status()
-        hashed = [self.folder / f"hashed-{rank}" for rank in range(RANKS)]
-        return {
-            "engine": self.engine.checksums(),
-            "buffers": self.engine.buffer_checksums(),
-            "model": [json.loads(file.read_text()) for file in hashed],
-        }
-
-    def holds(self, tensors: dict[str, torch.Tensor]) -> bool:
-        """Return whether the digest of live memory is that of `tensors`."""
-        found = self.engine.get("/delta_digest", params={"scan": "true"}).json()
-        return (found["digest"], found["corrupted"]) == (model_digest(tensors).hex(), [])
-
     def check_weights(self, before: object, *, new: bool) -> object:
         """Check that every rank holds the new or the old weights, bit by bit, and generates.
 
@@ -278,17 +214,6 @@ class Harness:
             assert self.engine.post("/delta_rollback").json()["status"] == "rolled_back"
             assert self.prints() == before
         return found
-
-    def generates(self) -> int:
-        """Return the HTTP status of a small completion; of several replicas the highest."""
-        return max(map(self.generates_on, range(self.kind.replicas)))
-
-    def generates_on(self, replica: int, timeout: float = 60) -> int:
-        """Return the HTTP status of a small completion by one replica."""
-        request = {"prompt": "a", "max_tokens": 2}
-        chosen = {"X-data-parallel-rank": str(replica)} if self.kind.replicas > 1 else {}
-        answer = self.engine.post("/v1/completions", json=request, headers=chosen, timeout=timeout)
-        return answer.status_code
 
     def next_sync(self) -> SyncReport:
         """Sync another step with the sender, without help, and check the engine."""
@@ -333,22 +258,3 @@ def launch(
         ],
     )
     return Harness(engine, chosen, base, folder, spool)
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    """Wait until a condition holds."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition never held"
-        time.sleep(0.05)
-
-
-def fill(folder: Path) -> Path:
-    """Fill a file system; return the file that does."""
-    file = folder / "filler"
-    with file.open("wb", buffering=0) as out:
-        try:
-            while True:
-                out.write(os.urandom(1 << 16))
-        except OSError:
-            return file

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from tests.faults.harness import RANKS, wait_until
+from tests.faults.observed import RANKS, wait_until
 from tests.faults.restarts import DEATH_S, RestartHarness
 from tests.faults.survivable import staged
 

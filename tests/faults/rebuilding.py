@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from tests.faults.harness import RANKS, Harness
+from tests.faults.harness import Harness
+from tests.faults.observed import RANKS
 from tests.faults.process_deaths import Death, rank_while_it
 from tests.faults.survivable import rows
 

@@ -20,15 +20,8 @@ import psutil
 from delta_sender import SyncError, SyncReport
 from engine_ext.delta_log.catalog import Listing, list_log
 from scripts.live_engine.process import EngineProcess
-from tests.faults.harness import (
-    FIRST,
-    KINDS,
-    PART_BYTES,
-    PLUGIN,
-    STAGE_TIMEOUT,
-    Harness,
-    wait_until,
-)
+from tests.faults.harness import PART_BYTES, STAGE_TIMEOUT, Harness
+from tests.faults.observed import FIRST, KINDS, PLUGIN, wait_until
 
 SHARED_MEMORY = Path("/dev/shm")
 ANSWER_S = 15

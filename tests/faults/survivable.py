@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeAlias
 
-from tests.faults.harness import RANKS, STAGE_TIMEOUT, Harness, fill
+from tests.faults.harness import STAGE_TIMEOUT, Harness
+from tests.faults.observed import RANKS, fill
 from tests.support.plain_trainer import edited
 
 Ends: TypeAlias = Literal["old", "new", "either", "uncertain"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scripts.live_engine.process import EngineProcess
-from tests.faults.harness import wait_until
+from tests.faults.observed import wait_until
 from tests.faults.process_deaths import HTTP, RESPAWNS, Death
 from tests.faults.restarts import RestartHarness
 from tests.faults.test_process_deaths import check_version

@@ -10,8 +10,9 @@ import pytest
 
 from scripts.live_engine.process import EngineProcess
 from tests.faults.hanging import HANGING
-from tests.faults.harness import Harness, launch, wait_until
+from tests.faults.harness import Harness, launch
 from tests.faults.in_flight import IN_FLIGHT
+from tests.faults.observed import wait_until
 from tests.faults.rebuilding import REBUILD_FAULTS
 from tests.faults.survivable import FAULTS, Fault
 

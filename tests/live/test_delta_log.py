@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from delta_sender import DeltaSender, LogSender, SyncError
+from delta_sender import DeltaSender, SyncError, cli
 from engine_ext.delta_log import FolderLog, live_heartbeats
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
@@ -196,7 +196,7 @@ def test_a_trainer_that_posts_to_no_engine(
     follow = ["--delta-log", str(log), "--delta-follow", "--delta-follow-interval", "600"]
     engine = start("vllm", base, extra_args=follow)
     urls = [engine.url, "http://127.0.0.1:9"]  # the second is down
-    with LogSender(log, base, notify=urls, encoding="gap8_ulp") as sender:
+    with DeltaSender(f"file://{log}", base, notify=urls, encoding="gap8_ulp") as sender:
         for version in (1, 2, 3):
             trainer.step()
             report = sender.sync(trainer.tensors.items())
@@ -205,6 +205,13 @@ def test_a_trainer_that_posts_to_no_engine(
             assert told[engine.url] == version, told
             assert isinstance(told[urls[1]], SyncError)
             assert report.digest == engine.delta_status()["digest"]
+    # By the command, from the checkpoint of the last version to the next one.
+    before = tiny_models.save_checkpoint(base, tmp_path / "before", trainer.tensors)
+    trainer.step()
+    after = tiny_models.save_checkpoint(base, tmp_path / "after", trainer.tensors)
+    arguments = ["--base", str(before), "--target", str(after), "--base-version", "3"]
+    assert cli.main([*arguments, "--url", f"file://{log}", "--notify", engine.url]) == 0
+    assert engine.delta_status()["version"] == 4
     scan = engine.get("/delta_digest", params={"scan": "true"}).json()
     assert (scan["digest"], scan["corrupted"]) == (model_digest(trainer.tensors).hex(), [])
     seen = fingerprint(engine)

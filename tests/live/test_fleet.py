@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from delta_sender import LogSender
+from delta_sender import DeltaSender
 from engine_ext.delta_log import live_heartbeats, open_log
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
@@ -122,7 +122,7 @@ def test_a_fleet_follows_one_trainer(
     engines = {key: launch(*key) for key in keys if key != late}
     with (
         ThreadPoolExecutor(2) as starts,
-        LogSender(store_url, base, encoding="auto") as sender,
+        DeltaSender(store_url, base, encoding="auto") as sender,
         Load(engines) as load,
     ):
         for version in range(1, VERSIONS + 1):

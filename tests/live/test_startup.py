@@ -103,6 +103,16 @@ DELTAS = "--enable-delta-updates"
 REPLICAS = (DELTAS, "--data-parallel-size", "2")
 
 
+def parsed_by_vllm(*arguments: str) -> None:
+    """Parse a command line with vLLM's own parser and config, without starting a process."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", "m", *arguments])
+    AsyncEngineArgs.from_cli_args(args)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -121,22 +131,26 @@ REPLICAS = (DELTAS, "--data-parallel-size", "2")
                 ([DELTAS, "--enable-elastic-ep"], "--enable-elastic-ep"),
                 ([DELTAS, "--headless"], "--headless"),
                 (
-                    [DELTAS, "--distributed-executor-backend", "ray"],
+                    [DELTAS, "--distributed-executor-backend", "external_launcher"],
                     "--distributed-executor-backend",
+                ),
+                (
+                    [DELTAS, "--distributed-executor-backend", "ray", "--enable-lora"],
+                    "Ray and --enable-lora",
                 ),
             )
         ),
     ],
 )
 def test_vllm_refuses_arguments(arguments: list[str], message: str) -> None:
-    """The same checks in vLLM's own parser and config, without starting a process for each."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", "m", *arguments])
     with pytest.raises(ValueError, match=message):
-        AsyncEngineArgs.from_cli_args(args)
+        parsed_by_vllm(*arguments)
+
+
+def test_vllm_refuses_its_older_executor_for_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+    with pytest.raises(ValueError, match="VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0"):
+        parsed_by_vllm(DELTAS, "--distributed-executor-backend", "ray")
 
 
 # SGLang's own parser and config, without starting a process for each.

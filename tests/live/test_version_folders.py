@@ -23,8 +23,8 @@ STEPS: list[dict[str, Any]] = [
 ]
 
 
-def ask(engine: EngineProcess, folder: Path) -> Any:
-    """Send the disk request for a folder."""
+def ask(engine: EngineProcess, folder: Path | str) -> Any:
+    """Send the disk request for a folder, or a URL."""
     body = {"model_path": str(folder), "load_format": "delta"}
     return engine.post("/update_weights_from_disk", json=body)
 

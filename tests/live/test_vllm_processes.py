@@ -15,7 +15,8 @@ import pytest
 from delta_sender import DeltaSender
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
-from tests.faults.harness import OCTETS, PLUGIN
+from tests.faults.harness import OCTETS
+from tests.faults.observed import PLUGIN
 from tests.live.conftest import fingerprint
 from tests.live.vllm_serve import VllmServe, distribution
 from tests.patches.http_processes import committed, one_client_each, shown_by_top

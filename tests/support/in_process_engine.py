@@ -441,11 +441,14 @@ class Rig:
             }
         )
         self._loop = asyncio.new_event_loop()
-        self.engine = Engine(self.settings)
+        self.engine = self.make_engine()
         self.service = DeltaService(self.engine, self.settings)
         self.app = app_of(self.service)
         self.run(self.service.start())
         self.engine.events.clear()
+
+    def make_engine(self) -> Engine:
+        return Engine(self.settings)
 
     def close(self) -> None:
         if (following := self.service._following) is not None:
@@ -459,7 +462,7 @@ class Rig:
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """The result of a coroutine, which must not hang."""
-        return self._loop.run_until_complete(asyncio.wait_for(work, timeout=10))
+        return self._loop.run_until_complete(asyncio.wait_for(work, timeout=30))
 
     async def request(
         self,

@@ -128,7 +128,9 @@ def _make_bucket(server: StoreServer, process: subprocess.Popen[bytes], log: Pat
 
 def _program(name: str) -> str:
     """Return the path of a program that the environment's packages have installed."""
-    found = shutil.which(name, path=sysconfig.get_path("scripts")) or shutil.which(name)
+    # The environments that see .venv have its packages, but not its programs.
+    folders = [sysconfig.get_path("scripts"), str(Path(__file__).parents[2] / ".venv" / "bin")]
+    found = shutil.which(name, path=os.pathsep.join(folders)) or shutil.which(name)
     assert found, f"{name} is not installed"
     return found
 

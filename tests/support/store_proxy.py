@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import http.client
+import socket
+import struct
 import threading
 import time
 from collections import Counter
@@ -16,6 +18,7 @@ from urllib.parse import urlsplit
 from tests.support.object_stores import StoreServer
 
 _SLOW_PIECES = 5
+_AT_ONCE = struct.pack("ii", 1, 0)  # on and 0 s: closing a connection resets it
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,8 @@ class Fault:
         seconds: before the store is asked.
         slow_s: between two pieces of the body.
         silent: the connection ends without an answer, after the store has done what was asked.
+        reset: the connection is reset in place of an answer; the store is not asked.
+        then: is called once the store has done what was asked, before its answer is passed on.
     """
 
     status: int | None = None
@@ -37,6 +42,8 @@ class Fault:
     seconds: float = 0.0
     slow_s: float = 0.0
     silent: bool = False
+    reset: bool = False
+    then: Callable[[], None] | None = None
 
 
 Faults = Callable[[str, str, int], Fault | None]  # of a method, a path and its number
@@ -102,6 +109,10 @@ class StoreProxy(AbstractContextManager["StoreProxy"]):
         fault = self.faults(handler.command, path, number) or Fault()
         body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
         time.sleep(fault.seconds)
+        if fault.reset:
+            handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
+            handler.close_connection = True
+            return
         if fault.status is not None:
             handler.send_response(fault.status)
             handler.send_header("Content-Length", "0")
@@ -112,6 +123,8 @@ class StoreProxy(AbstractContextManager["StoreProxy"]):
         answer = target.getresponse()
         content = bytearray(answer.read())
         target.close()
+        if fault.then is not None:
+            fault.then()
         if fault.silent:
             handler.close_connection = True
             return

@@ -22,7 +22,8 @@ from engine_ext.derived import Recomputation
 from engine_ext.model.constants import Constants, is_constant
 from engine_ext.model.module_walk import reachable_tensors
 from engine_ext.rebuild import LoadingStates, make_twin
-from engine_ext.receiver.startup import LoadedModel, Rebuilding, make_receiver
+from engine_ext.receiver.loaded_model import LoadedModel, Rebuilding
+from engine_ext.receiver.startup import make_receiver
 from engine_ext.repacks.load_hook import Processing, RepackLearner
 from engine_ext.settings import Settings
 from engine_ext.tracing import LoadingTrace

@@ -11,9 +11,9 @@
     (3, '6.2% of the elements')
 
 `MultiSender` keeps several engines, of either kind, at one version; `ShardedSender` sends from
-every rank of a trainer; `LogSender` publishes for engines that follow a delta log. The command
-``delta-send`` (``python -m delta_sender``) sends the difference between two Hugging Face
-checkpoints.
+every rank of a trainer; `LogSender`, or `DeltaSender` with a log's url, publishes for engines that
+follow a delta log. The command ``delta-send`` (``python -m delta_sender``) sends the difference
+between two Hugging Face checkpoints.
 
 The one rule: the snapshot is what the engine holds. It advances only once the engine has answered
 that it committed, and by exactly the bytes sent. Whatever fails, the next sync sends all of it.

@@ -18,9 +18,10 @@ from delta_sender.bandwidth import LinkSpeed
 from delta_sender.checkpoint import checkpoint_entries, read_entries
 from delta_sender.destination import Destination
 from delta_sender.http_client import EngineClient
-from delta_sender.log_destination import LogDestination
+from delta_sender.log_destination import LogDestination, log_location
 from delta_sender.multi_sender import MultiSender
-from delta_sender.options import MultiOptions, Option, declared
+from delta_sender.notify import Notifier
+from delta_sender.options import MultiOptions, Option, declared, with_defaults
 from delta_sender.results import PartialSyncError, SyncError, SyncReport
 from delta_sender.snapshot import MappedSnapshot, NamedTensors
 from engine_ext.delta_log import open_log
@@ -36,6 +37,7 @@ examples:
   delta-send --base CHECKPOINT --target NEXT --url http://engine:8000
   delta-send --base CHECKPOINT --target NEXT --dry-run --encoding auto
   delta-send --target NEXT --full --url http://engine:8000 --base-version 7
+  delta-send --base CHECKPOINT --target NEXT --url s3://BUCKET/RUN --notify http://engine:8000
   delta-send --base FP8_CHECKPOINT --target NEXT --quantize fp8_block --url http://engine:8000
 
 environment:
@@ -73,12 +75,7 @@ def open_sender(arguments: argparse.Namespace, base: NamedTensors) -> MultiSende
 
     The engines hold `base`.
     """
-    given = {name: getattr(arguments, name) for name in declared(MultiOptions) if name in arguments}
-    options = cast(MultiOptions, given)
-    options["api_key"] = arguments.api_key or os.environ.get("DELTA_API_KEY")
-    options["hmac_key"] = os.environ.get(HMAC_KEY_ENVIRONMENT)
-    if arguments.dry_run:
-        options["delta_log"] = options["state"] = None
+    options = options_of(arguments)
 
     def connect(url: str, options: MultiOptions) -> Destination:
         engine = EngineClient(url, options) if url else None
@@ -86,11 +83,41 @@ def open_sender(arguments: argparse.Namespace, base: NamedTensors) -> MultiSende
             return DryRunDestination(engine)
         if arguments.save is not None:
             asked = [] if engine is None else [engine]
+            asked += [EngineClient(one, options) for one in arguments.notify or ()]
             return LogDestination(open_log(arguments.save), asked, options["hmac_key"])
         return EngineClient(url, options)
 
     urls = arguments.url or [""]
     return MultiSender(urls, base, connect=connect, snapshot_type=MappedSnapshot, **options)
+
+
+def options_of(arguments: argparse.Namespace) -> MultiOptions:
+    """Return the senders' options that the command line's arguments and the environment give."""
+    given = {name: getattr(arguments, name) for name in declared(MultiOptions) if name in arguments}
+    options = cast(MultiOptions, given)
+    options["api_key"] = arguments.api_key or os.environ.get("DELTA_API_KEY")
+    options["hmac_key"] = os.environ.get(HMAC_KEY_ENVIRONMENT)
+    if arguments.dry_run:
+        options["delta_log"] = options["state"] = None
+    return options
+
+
+def tell(arguments: argparse.Namespace, version: int, console: Console) -> None:
+    """Ask the engines of ``--notify`` to look at the log, and print what they answer."""
+    options = with_defaults(options_of(arguments))
+    notifier = Notifier(arguments.notify, options)
+    try:
+        notifier.poke(version)
+        told = notifier.wait(options["lag_limit"])
+    finally:
+        notifier.close()
+    for url in arguments.notify:
+        answer = told.get(url)
+        if isinstance(answer, int):
+            console.print(f"{url}: at version {answer}")
+        else:
+            why = "no answer within the lag limit" if answer is None else answer
+            console.print(f"{url}: {why}; it finds the version at its next look")
 
 
 def read_checkpoint(folder: Path, progress: Progress) -> Iterator[tuple[str, torch.Tensor]]:
@@ -108,7 +135,10 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--base", type=Path, metavar="DIR", help="checkpoint that the engines hold now")
     add("--target", type=Path, metavar="DIR", required=True, help="checkpoint to send")
-    url_help = "root of an engine's server, http://host:port; repeatable, for several engines"
+    url_help = (
+        "root of an engine's server, http://host:port; repeatable, for several engines; or a delta "
+        "log that engines follow (s3://BUCKET/PREFIX, file:///PATH), as --save"
+    )
     add("--url", action="append", help=url_help)
     add("--full", action="store_true", help="send all of --target, dense; needs no --base")
     save_help = (
@@ -117,6 +147,11 @@ def make_parser() -> argparse.ArgumentParser:
         "digest covers"
     )
     add("--save", metavar="LOG", help=save_help)
+    notify_help = (
+        "root of an engine that follows the log of --save, or of --url: it is asked to look there "
+        "at once, and what --save says of an engine's --url; repeatable"
+    )
+    add("--notify", action="append", metavar="URL", help=notify_help)
     add("--dry-run", action="store_true", help="print what would be sent; post and write nothing")
     group = parser.add_argument_group("sync options")
     for name, option in declared(MultiOptions).items():
@@ -144,6 +179,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.base = options.target
     elif options.base is None:
         parser.error("--base is needed, except with --full and without --quantize")
+    _take_log(parser, options)
     if options.url is None and options.save is None and not options.dry_run:
         parser.error("--url is needed, except with --save or --dry-run")
     if options.save is not None and (options.delta_log or options.state) is not None:
@@ -151,6 +187,20 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.save is not None and options.url is not None and len(options.url) > 1:
         parser.error("--save writes for one engine: give one --url at most")
     return options
+
+
+def _take_log(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Take a log that is given as --url as --save."""
+    try:
+        logs = [log for url in options.url or () if (log := log_location(url)) is not None]
+    except ValueError as error:
+        parser.error(str(error))
+    if logs and (len(options.url) > 1 or options.save is not None):
+        parser.error("a delta log is the only --url, and not with --save; engines go to --notify")
+    if logs:
+        [options.save], options.url = logs, None
+    if options.notify is not None and options.save is None:
+        parser.error("--notify is for engines that follow a log: give --save, or a log's --url")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -183,6 +233,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(f"{url}: version {outcome.version}: committed late")
         else:
             failures[url] = outcome
+    if options.notify is not None and not options.dry_run:
+        tell(options, max(report.version for report in reports.values()), console)
     for url, failed in failures.items():
         console.print(f"{url}: failed: {failed}" if several else f"failed: {failed}")
     return 1 if failures else 0

@@ -3,13 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
 
 from delta_sender.bandwidth import LinkSpeed
 from delta_sender.destination import Destination
 from delta_sender.results import SyncError
 from engine_ext.delta_log import DeltaLog, Draft
+from engine_ext.object_store import is_store_url
 from engine_ext.wire import sign
+
+_FOLDERS: Final = ("/", "./", "../")  # starts of paths; no engine's root looks like that
+
+
+def log_location(url: str | Path) -> str | Path | None:
+    """Return the folder, or the URL in an object store, of the delta log that a sender's url names.
+
+    A folder is a `Path`, a ``file://`` URL, or a path that starts with ``/``, ``./`` or ``../``.
+    None if the url is an engine's.
+
+    Raises:
+        ValueError: A ``file://`` URL names another host, or no folder.
+    """
+    if isinstance(url, Path) or url.startswith(_FOLDERS):
+        return Path(url)
+    parts = urlsplit(url)
+    if parts.scheme == "file":
+        if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+            raise ValueError(f"{url!r} names no folder of this host; file:///PATH does")
+        return Path(unquote(parts.path))
+    return url if is_store_url(url) and parts.scheme not in ("http", "https") else None
 
 
 class LogDestination(Destination):

@@ -15,7 +15,7 @@ from delta_sender.checkpoint import Base, tensors_of
 from delta_sender.destination import Destination
 from delta_sender.encoding_policy import EncodingPolicy, sparse_encoding
 from delta_sender.http_client import EngineClient
-from delta_sender.log_destination import LogDestination
+from delta_sender.log_destination import LogDestination, log_location
 from delta_sender.options import MultiOptions, check_values, takes_options, with_defaults
 from delta_sender.quantize import Quantizer
 from delta_sender.results import PartialSyncError, SyncReport
@@ -28,7 +28,6 @@ from delta_sender.sync_round import SyncRound
 from delta_sender.warm_up import warm_up
 from engine_ext.delta_log import open_log
 from engine_ext.dtypes import TORCH_DTYPE
-from engine_ext.object_store import is_store_url
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -111,8 +110,8 @@ class MultiSender(AbstractContextManager["MultiSender"]):
         check_values(options)
         if options["adapter"] is not None and delta_log is not None:
             raise ValueError("a delta log has versions of the model's weights, not of adapters")
-        if any(is_store_url(url) and not url.startswith("http") for url in urls):
-            raise ValueError("a delta log is no engine; LogSender(url, base) publishes in it")
+        if any(log_location(url) is not None for url in urls):
+            raise ValueError("a delta log is no engine; DeltaSender(url, base) publishes in it")
         if not urls or len({url.rstrip("/") for url in urls}) < len(urls):
             raise ValueError("give every engine's url, each once")
         self._urls = list(urls)

@@ -1,13 +1,25 @@
-"""Send to one engine: the class `DeltaSender`."""
+"""Send to one engine, or publish for engines that follow a log: the class `DeltaSender`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from delta_sender.checkpoint import Base
+from delta_sender.log_destination import log_location
+from delta_sender.log_sender import LogSender
 from delta_sender.multi_sender import MultiSender
-from delta_sender.options import Options, takes_options, with_defaults
+from delta_sender.notify import Told
+from delta_sender.options import (
+    LogOptions,
+    MultiOptions,
+    Options,
+    declared,
+    takes_options,
+    with_defaults,
+)
 from delta_sender.results import PartialSyncError, SyncReport
 from delta_sender.snapshot import NamedTensors
 
@@ -17,7 +29,12 @@ if TYPE_CHECKING:
 
 @takes_options(Options)
 class DeltaSender(AbstractContextManager["DeltaSender"]):
-    """Keep an engine's weights equal to a trainer's. Not thread-safe.
+    """Keep the weights of an engine, or of all that follow a delta log, equal to a trainer's.
+
+    Not thread-safe.
+
+    If `url` names a delta log, versions are published there, and posted to no engine: the work and
+    the bytes do not grow with the number of engines. `LogSender` is the same by itself.
 
     Tensors are given as (name, tensor) in checkpoint coordinates: unsharded, with the names,
     shapes and dtypes of the Hugging Face checkpoint; every dtype is sent bit by bit. They are
@@ -58,30 +75,69 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
         ...     print(error.status, error.error["type"], sender.version)
         507 SpoolFull 0
 
+        For engines that follow a log, however many:
+
+        >>> import tempfile
+        >>> with DeltaSender(f"file://{tempfile.mkdtemp()}", weights.items()) as sender:
+        ...     weights["lm_head.weight"][7] += 0.5
+        ...     report = sender.sync(weights.items())
+        >>> report.version, report.nnz
+        (1, 4)
+
     Args:
-        url: The engine's root, ``http://host:port``.
-        base: What the engine holds now, as (name, tensor), or the folder of a checkpoint; copied.
-        **options: See `Options`.
+        url: The engine's root, ``http://host:port``; or a delta log that engines follow: its URL in
+            an object store (``s3://BUCKET/PREFIX``), or its folder as a `Path`, a ``file://`` URL
+            or a path that starts with ``/``, ``./`` or ``../``.
+        base: What the engine holds now, or what the log's newest version leads to, as (name,
+            tensor), or the folder of a checkpoint; copied.
+        notify: Roots of engines that are asked to look at the log after each version; see
+            `LogSender`.
+        **options: See `Options`. With a log, those of `LogOptions`.
 
     Raises:
-        ValueError: An option has an unknown value, or the state file is not one.
+        ValueError: An option has an unknown value, or is not for this kind of url; or the state
+            file is not one. With a log also: the base is not what it leads to.
         BlockingIOError: Another sender writes into the log, or uses the state file.
+        LogDamaged, PartUnavailable: The log's newest version cannot be read.
+        SyncError: No engine of `notify` has answered.
     """
 
-    def __init__(self, url: str, base: Base, **options: Unpack[Options]) -> None:
-        self._url = url
-        self._sender = MultiSender([url], base, **with_defaults(options, Options))
+    def __init__(
+        self,
+        url: str | Path,
+        base: Base,
+        *,
+        notify: Sequence[str] = (),
+        **options: Unpack[Options],
+    ) -> None:
+        given, log = with_defaults(options, Options), log_location(url)
+        self._sender: LogSender | _EngineSender
+        if log is not None:
+            self._sender = LogSender(log, base, notify=notify, **_for_log(given))
+        elif notify:
+            raise ValueError("notify= is for engines that follow a delta log; give the log's url")
+        else:
+            self._sender = _EngineSender(str(url), base, given)
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     @property
     def version(self) -> int:
-        """The version that the engine acknowledged last."""
-        return self._sender.versions[self._url]
+        """The version that the engine acknowledged last, or the log's newest one."""
+        return self._sender.version
+
+    @property
+    def told(self) -> Mapping[str, Told]:
+        """By url of `notify` what the engines have answered; see `LogSender.told`."""
+        return self._sender.told
+
+    def wait(self, timeout: float | None = None) -> Mapping[str, Told]:
+        """Wait until every engine of `notify` has answered, or some seconds; return `told`."""
+        return self._sender.wait(timeout)
 
     def close(self) -> None:
-        """Close the own HTTP client, the log and the state file."""
+        """Close the own HTTP clients, the log and the state file."""
         self._sender.close()
 
     def sync(self, tensors: NamedTensors) -> SyncReport:
@@ -97,14 +153,57 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
         Raises:
             SyncError: The engine refused, could not be reached, or holds other bytes afterwards.
                 See `SyncError` for its state then.
+            OSError: The version cannot be written into the log; see `LogSender.sync`.
             ValueError: Names, shapes or dtypes are not the base's, or a weight to quantise is not
                 finite. The engine commits nothing. Nothing was sent if `tensors` is a collection
                 and not an iterator, and `quantize` is not set.
         """
-        return self._only(tensors, full=False)
+        return self._sender.sync(tensors)
 
     def sync_full(self, tensors: NamedTensors) -> SyncReport:
         """Send every tensor dense, whatever the engine holds. Raises what `sync` raises."""
+        return self._sender.sync_full(tensors)
+
+
+def _for_log(options: MultiOptions) -> LogOptions:
+    """Return the options that a log has.
+
+    Raises:
+        ValueError: Another one is not at its default.
+    """
+    known = declared(LogOptions)
+    others = {name: option.default for name, option in declared(Options).items()}.items()
+    wrong = [name for name, default in others if name not in known and options[name] != default]  # type: ignore[literal-required]
+    if wrong:
+        raise ValueError(f"not with a delta log that engines follow: {', '.join(sorted(wrong))}")
+    return cast(LogOptions, {name: options[name] for name in known})  # type: ignore[literal-required]
+
+
+class _EngineSender:
+    """Sends to one engine; the same interface as `LogSender`."""
+
+    def __init__(self, url: str, base: Base, options: MultiOptions) -> None:
+        self._url = url
+        self._sender = MultiSender([url], base, **options)
+
+    @property
+    def version(self) -> int:
+        return self._sender.versions[self._url]
+
+    @property
+    def told(self) -> Mapping[str, Told]:
+        return {}
+
+    def wait(self, timeout: float | None = None) -> Mapping[str, Told]:
+        return self.told
+
+    def close(self) -> None:
+        self._sender.close()
+
+    def sync(self, tensors: NamedTensors) -> SyncReport:
+        return self._only(tensors, full=False)
+
+    def sync_full(self, tensors: NamedTensors) -> SyncReport:
         return self._only(tensors, full=True)
 
     def _only(self, tensors: NamedTensors, *, full: bool) -> SyncReport:

@@ -114,7 +114,7 @@ def build_receiver(
             context=lambda: processing_context(runner.model_config.dtype),
             probe=probe,
         ),
-        locate=locator(get_parallel().nnodes, chosen),
+        locate=locator(chosen, several_hosts=get_parallel().nnodes > 1),
     )
     return make_receiver(loaded, chosen)
 

@@ -7,6 +7,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from engine_ext import replicas
+from engine_ext.adapters.vllm.features import may_span_hosts
 from engine_ext.errors import DeltaError
 from engine_ext.wire.operations import Operation, ReplyT, decode_answers, encode_request
 
@@ -29,7 +30,7 @@ class VllmEngine:
         self._pause, self._resume = client.pause_generation, client.resume_generation
         parallel = client.vllm_config.parallel_config
         self.shared = parallel._api_process_count > 1
-        self.address = _own_address() if parallel.nnodes > 1 else None
+        self.address = _own_address() if may_span_hosts(parallel) else None
 
     async def call(
         self, request: Operation[ReplyT], method: str = "delta_updates"

@@ -5,7 +5,7 @@ Code that needs one of these features asks for it here, and not for a version.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from engine_ext.adapters.versions import Feature, Versions
 
@@ -54,6 +54,14 @@ def require_supported_version() -> None:
 def replicas_answer_together() -> bool:
     """Return whether what all data parallel replicas answer can be known."""
     return REPLIES_OF_ALL.offered() and CONSENSUS.offered()
+
+
+def may_span_hosts(parallel: Any) -> bool:
+    """Return whether workers may be on other hosts than the server, by its `ParallelConfig`.
+
+    Where Ray puts them is known when they are there.
+    """
+    return bool(parallel.nnodes > 1 or parallel.use_ray)
 
 
 def weight_changes(*, own_transfer: bool = False) -> tuple[str, ...]:

@@ -132,4 +132,5 @@ def _set_up(args: Any) -> Any:
         replicas_elsewhere=local not in (None, args.data_parallel_size),
         one_replica_answers=(args.data_parallel_size or 1) > 1 and not replicas_answer_together(),
         rust_frontend=getattr(envs, "VLLM_USE_RUST_FRONTEND", False),
+        ray_executor_v1=not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND,
     )

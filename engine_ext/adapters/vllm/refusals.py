@@ -9,6 +9,7 @@ from engine_ext.adapters.refusals import (
     Refusal,
     above_one,
     enabled,
+    equal,
     given,
     other_than,
 )
@@ -21,6 +22,7 @@ _SEPARATE: Final = (
 _MOVING: Final = "experts move between the ranks"
 _NO_ENDPOINTS: Final = "it has no delta endpoints; use the Python HTTP server"
 _HOSTS: Final = above_one("nnodes")
+_RAY: Final = equal("distributed_executor_backend", "ray")
 _ONE_HOST: Final = "replicas vote by a store on the host that they share"
 _UNTESTED: Final = "they are not tested together"
 
@@ -69,21 +71,26 @@ ARGUMENTS: Final = (
     ),
     Refusal("--enable-eplb", _MOVING, (enabled("enable_eplb"),)),
     Refusal("--enable-elastic-ep", _MOVING, (enabled("enable_elastic_ep"),)),
-    Refusal("several hosts and --data-parallel-size", _ONE_HOST, (_HOSTS, _REPLICAS)),
-    Refusal(
-        "several hosts and several API servers", _UNTESTED, (_HOSTS, above_one("api_server_count"))
+    *(
+        Refusal(f"{hosts} and {option}", why, (spans_hosts, condition))
+        for hosts, spans_hosts in (("several hosts", _HOSTS), ("Ray", _RAY))
+        for option, why, condition in (
+            ("--data-parallel-size", _ONE_HOST, _REPLICAS),
+            ("several API servers", _UNTESTED, above_one("api_server_count")),
+            ("--enable-lora", _UNTESTED, enabled("enable_lora")),
+            ("--weight-transfer-config", _UNTESTED, given("weight_transfer_config")),
+        )
     ),
-    Refusal("several hosts and --enable-lora", _UNTESTED, (_HOSTS, enabled("enable_lora"))),
     Refusal(
-        "several hosts and --weight-transfer-config",
-        _UNTESTED,
-        (_HOSTS, given("weight_transfer_config")),
+        "Ray and VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0",
+        "only vLLM's newer executor for Ray, its default, is tested",
+        (_RAY, enabled("ray_executor_v1")),
     ),
     Refusal("--headless on one host", _NO_ENDPOINTS, (enabled("headless_alone"),)),
     Refusal(
         "this --distributed-executor-backend",
-        "only mp and uni are tested",
-        (Condition("distributed_executor_backend", lambda v: v not in (None, "mp", "uni"), "ray"),),
+        "only mp, ray and uni are tested",
+        (other_than("distributed_executor_backend", "mp", "ray", "uni"),),
     ),
     Refusal(
         "--ec-transfer-config",

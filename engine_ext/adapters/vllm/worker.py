@@ -15,7 +15,7 @@ from engine_ext.adapters.target_and_draft import TargetAndDraft, outside, read
 from engine_ext.adapters.vllm import refusals
 from engine_ext.adapters.vllm.buffer_checksums import buffer_checksums
 from engine_ext.adapters.vllm.draft import Part, always_shares, around_load, parts
-from engine_ext.adapters.vllm.features import weight_changes
+from engine_ext.adapters.vllm.features import may_span_hosts, weight_changes
 from engine_ext.adapters.vllm.layerwise_reload import active_wrapper
 from engine_ext.adapters.vllm.lora import without_lora
 from engine_ext.adapters.vllm.lora_adapters import LoadedAdapters
@@ -238,7 +238,7 @@ def build_receiver(
             context=lambda: processing_context(config, worker.device),
             probe=probe,
         ),
-        locate=locator(parallel.nnodes, chosen),
+        locate=locator(chosen, several_hosts=may_span_hosts(parallel)),
     )
     receiver = make_receiver(loaded, chosen)
     # Replicas load adapters each on its own, and with stages adapters are not tested.

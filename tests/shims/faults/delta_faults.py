@@ -21,6 +21,9 @@ rank is asked next takes the file away. Faults:
   `_memory`.
 - ``hash_model``: no fault. A file ``hashed-RANK`` gets a hash of every tensor that hangs on the
   model, also of those that no checksum of the engine's covers, as JSON by path; KV apart.
+
+The file that ``DELTA_FAULTS_CLOCK`` names, if any, has the seconds by which the wall clock of every
+process of the engine is wrong, as Python's code sees it. It may change.
 """
 
 from __future__ import annotations
@@ -43,6 +46,8 @@ def register() -> None:
     original = Receiver.execute
     if hasattr(original, "faulty"):
         return
+    if "DELTA_FAULTS_CLOCK" in os.environ:
+        _set_clock(Path(os.environ["DELTA_FAULTS_CLOCK"]))
 
     def execute(receiver: Receiver, request: Any) -> Any:
         _arm(receiver)
@@ -50,6 +55,21 @@ def register() -> None:
 
     execute.faulty = True  # type: ignore[attr-defined]
     Receiver.execute = execute  # type: ignore[method-assign]
+
+
+def _set_clock(file: Path) -> None:
+    """Let `time.time` and `time.time_ns` be wrong by what the file has, which is read at times."""
+    real, real_ns = time.time, time.time_ns
+    read_at, wrong_by = 0.0, 0.0
+
+    def offset() -> float:
+        nonlocal read_at, wrong_by
+        if time.monotonic() > read_at + 0.1:
+            read_at, wrong_by = time.monotonic(), float(file.read_text()) if file.exists() else 0.0
+        return wrong_by
+
+    time.time = lambda: real() + offset()
+    time.time_ns = lambda: real_ns() + int(offset() * 1e9)
 
 
 def _arm(receiver: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine_ext import replicas, settings
-from engine_ext.adapters.vllm import hooks
+from engine_ext.adapters.vllm import engine, hooks
 from engine_ext.adapters.vllm.engine import VllmEngine
 from engine_ext.wire import operations
 
@@ -99,7 +99,7 @@ def test_every_replica_is_asked_and_answers(monkeypatch: pytest.MonkeyPatch) -> 
         pause_generation=None,
         resume_generation=None,
         vllm_config=SimpleNamespace(
-            parallel_config=SimpleNamespace(_api_process_count=1, nnodes=1)
+            parallel_config=SimpleNamespace(_api_process_count=1, nnodes=1, use_ray=False)
         ),
         engine_core=SimpleNamespace(call_utility_all_async=call_utility_all_async),
         errored=False,
@@ -131,7 +131,7 @@ def test_our_own_pauses_do_not_wait_for_our_commit(processes: int) -> None:
         raise AssertionError("the caller's")
 
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(_api_process_count=processes, nnodes=1)
+        parallel_config=SimpleNamespace(_api_process_count=processes, nnodes=1, use_ray=False)
     )
     client = SimpleNamespace(
         pause_generation=pause, resume_generation=resume, vllm_config=config, errored=False
@@ -142,6 +142,23 @@ def test_our_own_pauses_do_not_wait_for_our_commit(processes: int) -> None:
     asyncio.run(engine.resume())
     assert asked == [{"mode": "keep", "clear_cache": False}, "resume"]
     assert engine.shared == (processes > 1)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ray", "address"), [(1, False, None), (2, False, "10.0.0.1"), (1, True, "10.0.0.1")]
+)
+def test_other_hosts_reach_this_one_if_there_may_be_some(
+    nodes: int, ray: bool, address: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray may place a worker on any host of its cluster."""
+    monkeypatch.setattr(engine, "_own_address", lambda: "10.0.0.1")
+    parallel = SimpleNamespace(_api_process_count=1, nnodes=nodes, use_ray=ray)
+    client = SimpleNamespace(
+        pause_generation=None,
+        resume_generation=None,
+        vllm_config=SimpleNamespace(parallel_config=parallel),
+    )
+    assert VllmEngine(client).address == address
 
 
 @pytest.mark.parametrize("possible", [True, False])
@@ -165,7 +182,7 @@ def test_a_flush_drops_what_is_computed_from_weights_and_nothing_else(possible: 
         reset_prefix_cache=reset_prefix_cache,
         reset_encoder_cache=reset_encoder_cache,
         vllm_config=SimpleNamespace(
-            parallel_config=SimpleNamespace(_api_process_count=1, nnodes=1)
+            parallel_config=SimpleNamespace(_api_process_count=1, nnodes=1, use_ray=False)
         ),
         errored=False,
     )

@@ -12,7 +12,8 @@ import torch
 
 from engine_ext.model.constants import is_constant
 from engine_ext.ranks import SingleRank
-from engine_ext.receiver.startup import LoadedModel, make_receiver
+from engine_ext.receiver.loaded_model import LoadedModel
+from engine_ext.receiver.startup import make_receiver
 from engine_ext.settings import Settings
 from engine_ext.wire.digest import Digest, tensor_digest
 from tests.support.receiver_harness import (

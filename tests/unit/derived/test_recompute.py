@@ -14,7 +14,8 @@ from torch import nn
 
 from engine_ext.derived.recompute import Recomputation
 from engine_ext.model.constants import is_constant
-from engine_ext.receiver.startup import LoadedModel, make_receiver
+from engine_ext.receiver.loaded_model import LoadedModel
+from engine_ext.receiver.startup import make_receiver
 from engine_ext.settings import Settings
 from tests.support.receiver_harness import (
     Engine,

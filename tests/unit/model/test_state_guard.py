@@ -2,10 +2,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from engine_ext.model.state_guard import ModelStateGuard
+from engine_ext.model import state_guard
+from engine_ext.model.state_guard import ModelStateGuard, TracingError
 
 
 def test_what_a_loader_keeps_on_a_tensor_is_restored_though_it_is_cyclic() -> None:
@@ -19,3 +21,17 @@ def test_what_a_loader_keeps_on_a_tensor_is_restored_though_it_is_cyclic() -> No
     guard.restore()
     assert kept == {"shards": [1], "up": kept["up"]}
     guard.verify()
+
+
+@pytest.mark.parametrize("batch", [1, 30, 1 << 20], ids=["each alone", "a few", "all together"])
+@pytest.mark.parametrize("name", ["0.weight", "0.bias", "1.weight", "1.bias"])
+def test_a_write_to_any_tensor_is_found(
+    name: str, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_guard, "_BATCH", batch)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))
+    guard = ModelStateGuard(model, bits=True)
+    guard.verify()
+    dict(model.named_parameters())[name].data.view(-1)[-1] += 1
+    with pytest.raises(TracingError, match=rf"\['{name}'\]"):
+        guard.verify()

@@ -84,12 +84,13 @@ def test_another_token_gets_nothing(
         fetched(msgspec.structs.replace(source, token=token), tmp_path)
 
 
-def test_a_host_that_is_not_reached(tmp_path: Path) -> None:
+def test_a_host_that_is_not_reached(server: PartServer, part: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    source = PartSource(url=f"http://127.0.0.1:{port}/parts/x", token="t", size=1, content="x")
+    with server.offer(part) as source:
+        nowhere = msgspec.structs.replace(source, url=f"http://127.0.0.1:{port}/parts/x")
     with pytest.raises(PartUnavailable, match="cannot be fetched"):
-        fetched(source, tmp_path)
+        fetched(nowhere, tmp_path)
 
 
 class Cutting:
@@ -133,11 +134,26 @@ def test_a_cut_transfer_goes_on_where_it_stopped(
     assert 900_000 < begins[1] < begins[2] <= 2 << 20
 
 
-def test_a_rank_beside_the_spool_reads_it_there(part: Path, tmp_path: Path) -> None:
+def test_a_rank_beside_the_spool_reads_it_there(
+    server: PartServer, part: Path, tmp_path: Path
+) -> None:
     locator = PartLocator(PartCache(str(tmp_path / "cache"), 1 << 30))
     assert locator.locate(str(part), None) == str(part)
-    nowhere = PartSource(url="http://127.0.0.1:9/", token="t", size=1, content="x")
-    assert locator.locate(str(part), nowhere) == str(part)
+    with server.offer(part) as source:
+        pass
+    assert locator.locate(str(part), source) == str(part)
+
+
+def test_a_file_of_another_hosts_own_at_that_path_is_not_read(
+    server: PartServer, part: Path, tmp_path: Path
+) -> None:
+    locator = PartLocator(PartCache(str(tmp_path / "cache"), 1 << 30))
+    own = tmp_path / "its own"
+    own.write_bytes(DATA[::-1])
+    with server.offer(part) as source:
+        found = Path(locator.locate(str(own), source))
+    assert found.parent == tmp_path / "cache"
+    assert found.read_bytes() == DATA
 
 
 def test_a_rank_elsewhere_gets_a_copy(server: PartServer, part: Path, tmp_path: Path) -> None:

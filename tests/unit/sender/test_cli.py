@@ -456,6 +456,41 @@ def test_save_asks_an_engine_that_is_named(
     assert requests == []
 
 
+@pytest.mark.parametrize("given", ["--url", "--save"])
+def test_engines_that_follow_the_log_are_told(
+    base: Path,
+    target: Path,
+    tmp_path: Path,
+    serve: Callable[..., list[httpx.Request]],
+    capsys: pytest.CaptureFixture[str],
+    given: str,
+) -> None:
+    """One that is down stops nothing."""
+
+    def look(request: httpx.Request) -> httpx.Response:
+        if request.url.host == "down":
+            raise httpx.ConnectError("down")
+        return httpx.Response(200, json={"status": "caught_up", "version": 1})
+
+    requests = serve(look, plan(ignored="c.scale"))
+    log = tmp_path / "log"
+    arguments = ["--base", str(base), "--target", str(target), given, f"file://{log}"]
+    if given == "--save":
+        arguments[-1] = str(log)
+    told = ["--notify", URL, "--notify", "http://down:8000"]
+    assert cli.main([*arguments, *told]) == 0
+    assert {request.url.path for request in requests} == {"/delta_catch_up"}
+    (file,) = (log / "weight_v000001").glob("*.safetensors")
+    part = decoded(file.read_bytes())
+    assert [delta.name for delta in part.deltas] == ["a.weight"]
+    assert part.manifest.digest_before == digest_of(tensors(), "c.scale")
+    printed = capsys.readouterr()
+    assert f"saved in {log}/weight_v000001" in printed.out
+    assert f"{URL}: at version 1" in printed.err
+    assert "http://down:8000: " in printed.err
+    assert "finds the version at its next look" in printed.err
+
+
 def test_unlike_or_unreadable_checkpoints(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -480,6 +515,11 @@ def test_unlike_or_unreadable_checkpoints(
         (["--base", "b", "--target", "t"], "--url is needed"),
         (["--target", "t", "--full", "--encoding", "bitmap"], "bitmap"),
         (["--target", "t", "--full", "--save", "s", "--url", URL, "--url", "u"], "one --url"),
+        (["--target", "t", "--full", "--url", "/log", "--url", URL], "the only --url"),
+        (["--target", "t", "--full", "--url", "file:///log", "--save", "s"], "not with --save"),
+        (["--target", "t", "--full", "--url", "file://host/log"], "no folder of this host"),
+        (["--target", "t", "--full", "--url", URL, "--notify", "u"], "--notify is for engines"),
+        (["--target", "t", "--full", "--url", "s3://b/log", "--state", "s"], "--state"),
     ],
 )
 def test_usage(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -156,7 +156,7 @@ def sender_of(engine: Engine, base: Model, **options: object) -> DeltaSender:
 
 
 def set_speed(sender: DeltaSender, speed: float) -> None:
-    sender._sender._sessions[0].destination.speed.measured = speed
+    sender._sender._sender._sessions[0].destination.speed.measured = speed
 
 
 def encodings(engine: Engine) -> set[str]:
@@ -247,7 +247,7 @@ def test_posts_are_measured(naps: list[float]) -> None:
     engine.faults[0] = fails
     train(model)
     report = sender.sync(model.items())
-    measured = sender._sender._sessions[0].destination.speed.measured
+    measured = sender._sender._sender._sessions[0].destination.speed.measured
     assert measured is not None
     assert report.link_bytes_per_s == measured
     # Of the request that was answered, not of the wait before it.

@@ -11,7 +11,8 @@ import httpx
 import pytest
 import torch
 
-from delta_sender import LogSender, SyncError
+from delta_sender import DeltaSender, LogSender, SyncError
+from delta_sender.log_destination import log_location
 from engine_ext.delta_log import list_log
 from tests.support.fake_engine import Engine, Model, model_of, train
 from tests.unit.sender.test_log_destination import chain, replayed
@@ -171,3 +172,75 @@ def test_one_sender_at_a_time(tmp_path: Path) -> None:
     with sender_of(tmp_path, model), pytest.raises(BlockingIOError):
         sender_of(tmp_path, model)
     sender_of(tmp_path, model).close()
+
+
+# By DeltaSender ------------------------------------------------------------------------------
+
+
+def test_delta_sender_takes_a_log(tmp_path: Path) -> None:
+    model = model_of()
+    base = {name: tensor.clone() for name, tensor in model.items()}
+    followers, version = Followers(tmp_path, base), 0
+    for url in (tmp_path, str(tmp_path), f"file://{tmp_path}"):
+        with DeltaSender(
+            url, model.items(), notify=NOTIFY, client=followers.client(), encoding="gap8_ulp"
+        ) as sender:
+            assert sender.version == version
+            train(model, version)
+            report = sender.sync(model.items())
+            version += 1
+            assert (report.version, report.full, sender.version) == (version, False, version)
+            assert sender.wait(10) == sender.told == dict.fromkeys(NOTIFY, version)
+    with DeltaSender(tmp_path, model.items(), client=followers.client()) as sender:
+        assert sender.sync_full(model.items()).full
+        with pytest.raises(BlockingIOError):
+            DeltaSender(tmp_path, model.items())
+    assert replayed(tmp_path, base).holds(model)
+
+
+def test_delta_sender_refuses_what_is_not_for_its_url(tmp_path: Path) -> None:
+    model = model_of()
+    for options in ({"state": tmp_path / "state"}, {"delta_log": tmp_path}, {"adapter": "a"}):
+        with pytest.raises(ValueError, match=f"not with a delta log.*: {next(iter(options))}"):
+            DeltaSender(tmp_path / "log", model.items(), **options)
+    with pytest.raises(ValueError, match="notify="):
+        DeltaSender("http://one", model.items(), notify=NOTIFY)
+    with pytest.raises(ValueError, match="not the URL of an object store"):
+        DeltaSender("ftp://host/log", model.items())
+    with pytest.raises(ValueError, match="credentials"):
+        DeltaSender("s3://key:secret@bucket/log", model.items())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_engines_sender_has_told_nobody() -> None:
+    sender = DeltaSender("http://one", model_of().items())
+    assert (sender.told, sender.wait(1)) == ({}, {})
+    sender.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "log"),
+    [
+        ("http://engine:8000", None),
+        ("https://engine/path", None),
+        ("engine:8000", None),
+        ("folder/log", None),
+        ("/folder/log", Path("/folder/log")),
+        ("./log", Path("log")),
+        ("../log", Path("../log")),
+        (Path("log"), Path("log")),
+        ("file:///a%20folder", Path("/a folder")),
+        ("file://localhost/log", Path("/log")),
+        ("s3://bucket/log", "s3://bucket/log"),
+        ("gs://bucket", "gs://bucket"),
+        ("az://container/log", "az://container/log"),
+    ],
+)
+def test_what_a_url_names(url: str | Path, log: str | Path | None) -> None:
+    assert log_location(url) == log
+
+
+@pytest.mark.parametrize("url", ["file://host/log", "file://", "file:log"])
+def test_no_folder_of_this_host(url: str) -> None:
+    with pytest.raises(ValueError, match="no folder of this host"):
+        log_location(url)

@@ -281,9 +281,9 @@ def test_every_engine_is_named_once(urls: list[str]) -> None:
         MultiSender(urls, [])
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/log", "gs://bucket"])
+@pytest.mark.parametrize("url", ["s3://bucket/log", "gs://bucket", "file:///log", "/log"])
 def test_a_log_is_no_engine(url: str) -> None:
-    with pytest.raises(ValueError, match="LogSender"):
+    with pytest.raises(ValueError, match="DeltaSender"):
         MultiSender([A, url], [])
 
 

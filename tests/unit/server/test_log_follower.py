@@ -13,7 +13,6 @@ import pytest
 from engine_ext.delta_log import FolderLog, read_heartbeats
 from engine_ext.delta_log.catalog import DONE
 from engine_ext.delta_log.followers import FOLDER
-from engine_ext.errors import DeltaError
 from tests.support.in_process_engine import (
     STATUS,
     VERSION,
@@ -225,6 +224,23 @@ def test_a_call_that_is_cancelled_does_not_end_it(
     until(rig, version=NEWEST, error=None)
 
 
+@pytest.mark.parametrize("operation", ["acquire_follow_lease", "share_following"])
+def test_ranks_that_do_not_answer_do_not_end_it(
+    log: Path, started: Callable[..., Rig], operation: str
+) -> None:
+    rig = started()
+    until(rig, failures=0)
+    rig.engine.fails[operation] = ConnectionError("lost")
+
+    async def asked() -> None:
+        while operation in rig.engine.fails:
+            await asyncio.sleep(0.005)
+
+    rig.run(asked())
+    write_steps(log)
+    until(rig, version=NEWEST, error=None)
+
+
 def test_weights_that_sleep_are_no_failure(log: Path, started: Callable[..., Rig]) -> None:
     rig = started()
     until(rig, failures=0)
@@ -248,14 +264,3 @@ def test_a_log_that_cannot_be_written_is_followed(log: Path, started: Callable[.
 def test_an_engine_that_does_not_follow_is_not_pinned(started: Callable[..., Rig]) -> None:
     rig = started(follow=False)
     assert_error(rig.post(PIN, params={"version": 9}), 409, "Conflict")
-
-
-def test_several_http_processes_do_not_start(log: Path, tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "spool", log=str(log))
-    rig.engine.shared = True
-    service = type(rig.service)(
-        rig.engine, type(rig.settings)(log=str(log), follow=True, spool_dir=str(tmp_path / "spool"))
-    )
-    with pytest.raises(DeltaError, match="one HTTP process"):
-        rig.run(service.start())
-    rig.close()

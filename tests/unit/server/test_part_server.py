@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from engine_ext.remote_parts import PartCache, PartLocator
@@ -83,7 +84,7 @@ def test_a_rank_that_gets_no_part_refuses_the_sync(
 ) -> None:
     def unreachable(path: str, source: PartSource) -> str:
         with open(os.devnull, "w+b") as file:
-            fetch_part(PartSource(url="http://127.0.0.1:9/x", token="t", size=1, content="c"), file)
+            fetch_part(msgspec.structs.replace(source, url="http://127.0.0.1:9/x"), file)
         raise AssertionError
 
     monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: None)

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from delta_server.process_identity import is_alive, new_name
+from delta_server.process_identity import is_alive, new_name, pid_of
 
 NAMED = """
 import sys
@@ -24,6 +24,7 @@ def test_this_process_lives() -> None:
     assert one != other
     assert is_alive(one)
     assert is_alive(other)
+    assert pid_of(one) == pid_of(other) == os.getpid()
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from delta_server import log_follower
 from engine_ext.delta_log import StoreLog, live_heartbeats, open_log
 from tests.support.in_process_engine import (
     VERSION,
@@ -142,6 +144,51 @@ def test_a_done_that_changed_on_the_way_is_read_again(
     assert_error(rig.post(CATCH_UP), 409, "LogDamaged")
     proxy.faults = lambda method, path, number: None
     assert rig.post(CATCH_UP).json()["version"] == NEWEST
+
+
+def test_a_done_that_the_store_has_lost(
+    log: StoreLog, started: Callable[..., Rig], proxy: StoreProxy
+) -> None:
+    """It is listed and not found, which is not as if there were no newer version."""
+    rig = started()
+    write_steps(log)
+    proxy.faults = lambda method, path, number: (
+        Fault(status=404) if path.endswith("DONE") and method == "GET" else None
+    )
+    assert_error(rig.post(CATCH_UP), 409, "LogDamaged")
+    status = rig.status()
+    assert (status["version"], status["delta_log"]["newest"]) == (VERSION, NEWEST)
+    assert "weight_v" in status["delta_log"]["problem"]["message"]
+    proxy.faults = lambda method, path, number: None
+    assert rig.post(CATCH_UP).json()["version"] == NEWEST
+
+
+def test_heartbeats_go_on_while_a_store_is_slow(
+    log: StoreLog,
+    started: Callable[..., Rig],
+    proxy: StoreProxy,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else what the engine reads could be pruned meanwhile."""
+    monkeypatch.setattr(log_follower, "_SHORTEST_EXPIRY_S", 2.0)
+    rig = started(follow=True, follow_interval=0.01)
+    until(rig, version=VERSION, failures=0)
+    asked, released = threading.Event(), threading.Event()
+
+    def hold(method: str, path: str, number: int) -> None:
+        if "flush" in path:
+            asked.set()
+            released.wait(25)
+
+    proxy.faults = hold
+    write_steps(log)
+    beats = set()
+    while len(beats) < 4:
+        assert rig.status()["version"] == VERSION
+        if asked.is_set():
+            beats |= {beat.at for beat in live_heartbeats(log)}
+    released.set()
+    until(rig, version=NEWEST, error=None)
 
 
 def test_a_cache_without_room(log: StoreLog, started: Callable[..., Rig], tmp_path: Path) -> None:

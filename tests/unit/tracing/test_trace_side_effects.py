@@ -17,7 +17,12 @@ from torch.utils._pytree import tree_leaves
 from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.segments import Status
 from engine_ext.tracing import thread_propagation
-from engine_ext.tracing.trace import TracingError, rehearse, trace_placement
+from engine_ext.tracing.trace import (
+    TracingError,
+    rehearse,
+    trace_placement,
+    young_collections,
+)
 from tests.support import toy_models
 from tests.support.receiver_harness import base_checkpoint, memory, serve
 from tests.support.toy_models import ToyModel, Weights, parameter
@@ -242,3 +247,23 @@ def test_no_collection_begins_in_a_trace(enabled: bool, fails: bool) -> None:
     finally:
         (gc.enable if before else gc.disable)()
     assert not any(seen)
+
+
+def test_collections_leave_out_what_is_there_already() -> None:
+    assert gc.get_freeze_count() == 0
+    with young_collections():
+        assert gc.get_freeze_count() > 0
+        with young_collections():
+            pass
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_the_engine_has_frozen_stays_so() -> None:
+    gc.freeze()
+    try:
+        with young_collections():
+            pass
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()

@@ -34,6 +34,7 @@ STATUS = ops.RankStatus(
     scrub=ops.ScrubState(passes=2, passed_at=1.5, mismatched=["w"], error=None),
 )  # fmt: skip
 RECORD = ops.SyncRecord(at=1.5, outcome="committed", version=2, timings_ms={"stage_ms": 0.5})
+LOOK = ops.LogLook(at=1.5, newest=3, behind=1, problem=None, error={"type": "E"}, asleep=False)
 
 # Each operation with one of its replies.
 EXAMPLES: list[tuple[ops.Operation[Any], ops.Reply]] = [
@@ -46,6 +47,11 @@ EXAMPLES: list[tuple[ops.Operation[Any], ops.Reply]] = [
     (ops.ReleaseLease(holder="h", owed=True), ops.Reply()),
     (ops.AcquireLogLease(holder="h", instead_of="d"), GRANT),
     (ops.ReleaseLogLease(holder="h"), ops.Reply()),
+    (ops.AcquireFollowLease(holder="h", instead_of="d"), GRANT),
+    (
+        ops.ShareFollowing(follower="n", look=LOOK, pins=True, pin=3),
+        ops.Following(name="n", process="p", pin=3, look=LOOK, failures=2, in_a_row=1),
+    ),
     (ops.FindUnseen(version=1, identities=["a", "b"]), ops.Unseen(unseen=["b"])),
     (
         ops.BeginPart(part=PART, path="/spool/part", now=1.5),
@@ -157,7 +163,7 @@ def vllm() -> Any:
             resume_generation=None,
             collective_rpc=collective_rpc,
             vllm_config=SimpleNamespace(
-                parallel_config=SimpleNamespace(_api_process_count=1, nnodes=1),
+                parallel_config=SimpleNamespace(_api_process_count=1, nnodes=1, use_ray=False),
             ),
         )
     )

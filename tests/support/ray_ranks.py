@@ -1,0 +1,177 @@
+"""An engine whose ranks are Ray actors: real receivers of a toy model, and votes over gloo."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+import ray
+import torch
+import torch.distributed as dist
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from engine_ext.errors import DeltaError
+from engine_ext.ranks import GroupRanks
+from engine_ext.receiver import LoadedModel, make_receiver
+from engine_ext.remote_parts import locator
+from engine_ext.settings import Settings
+from engine_ext.wire.operations import Operation, ReplyT, decode_answers, encode_request
+from tests.support import in_process_engine
+from tests.support.in_process_engine import SHAPES, Rig, Weights, fresh_weights
+from tests.support.ray_nodes import Nodes
+from tests.support.receiver_harness import bits, load
+from tests.support.toy_models import Checkpoint, ToyModel, parameter
+
+RANKS = 4  # two on each host
+_TIMEOUT_S = 30.0
+
+
+def share_of(rank: int) -> type[ToyModel]:
+    """Return the toy model of one rank, which holds an equal share of every tensor's elements."""
+
+    class Share(ToyModel):
+        shapes: ClassVar = SHAPES
+
+        def build(self) -> None:
+            for name, shape in self.shapes.items():
+                begin, end = span(rank, shape)
+                setattr(self, name.replace(".", "_"), parameter(end - begin))
+
+        def load_one(self, name: str, weight: torch.Tensor) -> None:
+            begin, end = span(rank, self.shapes[name])
+            getattr(self, name.replace(".", "_")).copy_(weight.reshape(-1)[begin:end])
+
+    return Share
+
+
+def span(rank: int, shape: tuple[int, ...]) -> tuple[int, int]:
+    numel = int(np.prod(shape))
+    return numel * rank // RANKS, numel * (rank + 1) // RANKS
+
+
+def base_checkpoint() -> Checkpoint:
+    return {
+        name: torch.from_numpy(values.view(np.int16)).view(torch.bfloat16).reshape(SHAPES[name])
+        for name, values in fresh_weights().items()
+    }
+
+
+class MortalRanks(GroupRanks):
+    """Ranks of which this one can be told at which of its next votes to die; 0 is never."""
+
+    dies_at = 0
+
+    def all_gather(self, value: Any) -> list[Any]:
+        self.dies_at -= 1
+        if self.dies_at == 0:
+            os._exit(1)
+        return super().all_gather(value)
+
+
+class Rank:
+    """The process of one rank."""
+
+    def __init__(self, rank: int, store: str, settings: bytes) -> None:
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo",
+            init_method=store,
+            rank=rank,
+            world_size=RANKS,
+            timeout=timedelta(seconds=_TIMEOUT_S),
+        )
+        chosen = msgspec.json.decode(settings, type=Settings)
+        base = base_checkpoint()
+        self._model = load(share_of(rank), base)
+        self._ranks = MortalRanks(dist.group.WORLD)
+        loaded = LoadedModel(
+            model=self._model,
+            load_weights=self._model.load_weights,
+            checkpoint=lambda: iter(base.items()),
+            reload=self._model.load_weights,
+            ranks=self._ranks,
+            constants=lambda path, tensor: True,
+            locate=locator(chosen, several_hosts=True),
+        )
+        self._receiver = make_receiver(loaded, chosen)
+
+    def handle(self, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        return self._receiver.handle(operation, arguments)
+
+    def bits(self) -> Weights:
+        return {name: bits(getattr(self._model, name.replace(".", "_"))) for name in SHAPES}
+
+    def die_at_vote(self, number: int) -> None:
+        self._ranks.dies_at = number
+
+    def write_file(self, path: str, content: bytes) -> None:
+        """Write a file on this rank's host."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_bytes(content)
+
+
+class RayEngine(in_process_engine.Engine):
+    """Calls its ranks as vLLM calls its workers: all at once, and answers come in rank order.
+
+    Args:
+        nodes: of the cluster that this process is a driver of.
+        port: free TCP port on the first host, for the ranks' rendezvous.
+    """
+
+    def __init__(self, settings: Settings, nodes: Nodes, port: int) -> None:
+        hosts = [nodes.first.host.address, nodes.second.host.address]
+        ids = {one["NodeManagerAddress"]: one["NodeID"] for one in ray.nodes() if one["Alive"]}
+        # A host's cache is where its ranks find the temporary folder.
+        sent = msgspec.json.encode(msgspec.structs.replace(settings, cache_dir=None))
+        self.address = hosts[0]
+        self.actors = [
+            ray.remote(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, False))(
+                Rank
+            ).remote(rank, f"tcp://{hosts[0]}:{port}", sent)
+            for rank in range(RANKS)
+            for node in [ids[hosts[rank * len(hosts) // RANKS]]]
+        ]
+        self.events: list[tuple[Any, ...]] = []
+        self.fails: dict[str, Exception] = {}
+        self.paused, self.weight_version = False, "default"
+
+    def close(self) -> None:
+        for actor in self.actors:
+            ray.kill(actor)
+
+    async def call(self, request: Operation[ReplyT]) -> list[ReplyT | DeltaError]:
+        sent = encode_request(request)
+        answers = await asyncio.gather(*(actor.handle.remote(*sent) for actor in self.actors))
+        return decode_answers(request, answers)
+
+    def bits_of(self, ranks: range) -> list[Weights]:
+        """The live bits of some ranks."""
+        found: list[Weights] = ray.get([self.actors[rank].bits.remote() for rank in ranks])
+        return found
+
+    @property
+    def weights(self) -> Weights:
+        """The live bits of every tensor, from all ranks."""
+        shares = self.bits_of(range(RANKS))
+        return {name: np.concatenate([share[name] for share in shares]) for name in SHAPES}
+
+
+class RayRig(Rig):
+    """The endpoints over such an engine; the server is this process, on the first host."""
+
+    engine: RayEngine
+
+    def __init__(self, nodes: Nodes, port: int, spool_dir: Path, **settings: Any) -> None:
+        self._nodes, self._port = nodes, port
+        super().__init__(spool_dir, **settings)
+
+    def make_engine(self) -> RayEngine:
+        return RayEngine(self.settings, self._nodes, self._port)
+
+    def run(self, work: Any) -> Any:
+        return self._loop.run_until_complete(asyncio.wait_for(work, timeout=2 * _TIMEOUT_S))

@@ -1,0 +1,53 @@
+"""What one process knows of following a log, and the leases that the ranks give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from delta_server import leases
+from delta_server.follow_state import FollowState
+from engine_ext.delta_log import Entry, Listing
+from tests.support.in_process_engine import Rig
+
+
+def listing(*versions: int) -> Listing:
+    folder = Path("log")
+    return Listing([Entry(folder / str(v), v, v - 1, {}, 1) for v in versions])
+
+
+@pytest.mark.parametrize(
+    ("hold", "pin", "last"),
+    [(0, None, None), (1, None, 8), (2, None, 7), (3, None, -1), (0, 8, 8), (2, 8, 7), (1, 7, 7)],
+)
+def test_the_last_version(rig: Rig, hold: int, pin: int | None, last: int | None) -> None:
+    state = FollowState(rig.engine, hold)
+    rig.run(state.pin(pin))
+    assert state.last_version(listing(7, 8, 9)) == last
+
+
+def test_two_processes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = FollowState(rig.engine, 0), FollowState(rig.engine, 0)
+    assert one.name != other.name
+    assert (one.pid, one.leads) == (None, False)
+    assert rig.run(one.lead())
+    assert rig.run(one.lead())
+    assert not rig.run(other.lead())
+    rig.run(one.pin(9))
+    assert rig.run(other.read()).pin == 9
+    assert (one.leads, other.leads) == (True, False)
+    assert (other.name, other.pid) == (one.name, one.pid)
+    dead = one._process
+    monkeypatch.setattr(leases, "is_alive", lambda process: process != dead)
+    assert rig.run(other.lead())
+    assert rig.run(other.read()).pin == 9
+    assert other.leads
+
+
+def test_ranks_that_do_not_answer(rig: Rig) -> None:
+    state = FollowState(rig.engine, 0)
+    rig.engine.fails["acquire_follow_lease"] = ConnectionError("lost")
+    with pytest.raises(ConnectionError):
+        rig.run(state.lead())
+    assert rig.run(state.lead())

@@ -1,0 +1,233 @@
+"""Ranks in a Ray cluster of two hosts: how parts reach them, and what their failures leave."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import ray
+import xxhash
+from starlette.requests import Request
+from starlette.responses import Response
+
+from delta_server.part_server import PartServer
+from engine_ext.object_store import ObjectStore
+from tests.support.in_process_engine import (
+    OTHER_STEP,
+    STEP,
+    VERSION,
+    Changes,
+    Weights,
+    after,
+    assert_error,
+    delta_part,
+    fresh_weights,
+    full_part,
+    same,
+)
+from tests.support.ray_nodes import Nodes, two_nodes
+from tests.support.ray_ranks import RANKS, RayRig
+
+pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(600)]
+
+ENCODINGS = ("gap8_exp", "deltas", "indices")
+NEXT = after(fresh_weights(), STEP)
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    with two_nodes(tmp_path_factory.mktemp("nodes")) as nodes:
+        ray.init(address=nodes.address, _node_ip_address=nodes.first.host.address)
+        yield nodes
+        ray.shutdown()
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder in the first host's shared memory, which the second host does not see."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def rig(nodes: Nodes, memory: Path) -> Iterator[RayRig]:
+    with running(nodes, memory) as rig:
+        yield rig
+
+
+@contextlib.contextmanager
+def running(nodes: Nodes, memory: Path, **settings: Any) -> Iterator[RayRig]:
+    for node in (nodes.first, nodes.second):
+        shutil.rmtree(cache_of(node), ignore_errors=True)
+    with socket.create_server((nodes.first.host.address, 0)) as probe:
+        port = probe.getsockname()[1]
+    rig = RayRig(nodes, port, memory / "spool", cache_dir=str(memory / "cache"), **settings)
+    yield rig
+    rig.service._part_server.close()
+    rig.close()
+
+
+def cache_of(node: Any) -> Path:
+    return node.temporary / f"delta-updates-cache-{os.geteuid()}"
+
+
+def fetched_on(node: Any) -> set[str]:
+    return {path.stem for path in cache_of(node).glob("*.part")}
+
+
+def changes(version: int) -> Changes:
+    """One element of every tensor, each on another rank."""
+    return {
+        name: {(5 * version + 7 * number) % values.size: version + 1}
+        for number, (name, values) in enumerate(fresh_weights().items())
+    }
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often the first host has served each part, by its content."""
+    counts, serve = Counter[str](), PartServer._serve
+
+    async def counting(server: PartServer, request: Request) -> Response:
+        counts[request.path_params["name"].partition("-")[0]] += 1
+        return await serve(server, request)
+
+    monkeypatch.setattr(PartServer, "_serve", counting)
+    return counts
+
+
+def test_each_part_is_fetched_once_per_host(
+    served: Counter[str], nodes: Nodes, rig: RayRig
+) -> None:
+    weights, sent = fresh_weights(), list[bytes]()
+    for version, encoding in enumerate(ENCODINGS, VERSION + 1):
+        step = changes(version)
+        parts = [
+            delta_part(
+                {name: step[name]},
+                version,
+                encoding=encoding,
+                sync_id=encoding,
+                part=number,
+                num_parts=len(step),
+            )
+            for number, name in enumerate(step)
+        ]
+        answers = [rig.send(part) for part in parts]
+        weights = after(weights, step)
+        assert [answer.json()["status"] for answer in answers[:-1]] == ["staged"] * 2
+        rig.assert_committed(answers[-1], weights, version)
+        sent += parts
+    assert rig.status()["ranks"] == RANKS
+    assert rig.status()["digest"] == rig.digest_of(weights)
+    contents = set(map(xxhash.xxh3_128_hexdigest, sent))
+    assert served == dict.fromkeys(contents, 1)
+    assert fetched_on(nodes.second) == contents
+    assert fetched_on(nodes.first) == set()
+
+    version = rig.status()["version"]
+    rig.assert_committed(
+        rig.send(full_part(NEXT, version + 1)),
+        NEXT,
+        version + 1,
+    )
+    assert rig.post("/delta_rollback").status_code == 200
+    assert same(rig.engine.weights, weights)
+
+
+def test_an_object_of_a_store(
+    served: Counter[str], nodes: Nodes, memory: Path, store_url: str
+) -> None:
+    body = delta_part()
+    ObjectStore(store_url).put("step/part.safetensors", body)
+    with running(nodes, memory, roots=(store_url,)) as rig:
+        rig.assert_committed(rig.disk(f"{store_url}/step", "part.safetensors"), NEXT, VERSION + 1)
+        assert served == {xxhash.xxh3_128_hexdigest(body): 1}
+        assert fetched_on(nodes.second) == set(served)
+
+
+def test_a_file_of_another_host_at_the_same_path(nodes: Nodes, memory: Path) -> None:
+    """It would be a part of the same sync, with other values."""
+    path = memory / "published" / "part.safetensors"
+    path.parent.mkdir()
+    path.write_bytes(delta_part(STEP, sync_id="one"))
+    with running(nodes, memory, roots=(str(path.parent),)) as rig:
+        others = {name: dict.fromkeys(at, 0x2222) for name, at in STEP.items()}
+        other = delta_part(others, sync_id="one")
+        assert len(other) == path.stat().st_size
+        ray.get(rig.engine.actors[-1].write_file.remote(str(path), other))
+        rig.assert_committed(rig.disk(path.parent, path.name), NEXT, VERSION + 1)
+
+
+def refused(rig: RayRig, answer: httpx.Response, status: int, kind: str) -> None:
+    """Nothing has been written on any rank, and the next sync commits."""
+    assert_error(answer, status, kind)
+    assert same(rig.engine.weights, fresh_weights())
+    assert rig.status()["versions"] == [VERSION] * RANKS
+    rig.assert_committed(
+        rig.send(delta_part(OTHER_STEP, sync_id="next")),
+        after(fresh_weights(), OTHER_STEP),
+        VERSION + 1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("answered", "status", "kind"),
+    [(404, 502, "PartUnavailable"), (401, 502, "PartUnavailable"), (200, 400, "ChecksumMismatch")],
+)
+def test_a_host_that_does_not_get_a_part(
+    nodes: Nodes,
+    memory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    answered: int,
+    status: int,
+    kind: str,
+) -> None:
+    """Its ranks refuse the sync, also if they get another part of the same size."""
+    body, other, serve = delta_part(), delta_part(OTHER_STEP, sync_id="another"), PartServer._serve
+    answers = [Response(other[: len(body)].ljust(len(body)), status_code=answered)]
+
+    async def serve_another(server: PartServer, request: Request) -> Response:
+        return answers.pop() if answers else await serve(server, request)
+
+    monkeypatch.setattr(PartServer, "_serve", serve_another)
+    with running(nodes, memory) as rig:
+        refused(rig, rig.send(body), status, kind)
+
+
+def survivors(rig: RayRig) -> list[Weights]:
+    return rig.engine.bits_of(range(RANKS - 1))
+
+
+def parts(count: int) -> list[bytes]:
+    return [
+        delta_part({name: at}, sync_id="one", part=number, num_parts=count)
+        for number, (name, at) in enumerate(STEP.items())
+    ]
+
+
+def test_a_rank_that_dies_between_stage_and_commit(rig: RayRig) -> None:
+    before, (first, second) = survivors(rig), parts(2)
+    assert rig.send(first).json()["status"] == "staged"
+    ray.kill(rig.engine.actors[-1])
+    assert rig.send(second).status_code == 500
+    assert all(map(same, before, survivors(rig)))
+
+
+@pytest.mark.parametrize("vote", [1, 2])
+def test_a_rank_that_dies_at_a_vote(rig: RayRig, vote: int) -> None:
+    """The others do not hear it, and take back what they may have written."""
+    before, (first, second) = survivors(rig), parts(2)
+    assert rig.send(first).json()["status"] == "staged"
+    ray.get(rig.engine.actors[-1].die_at_vote.remote(vote))
+    assert rig.send(second).status_code == 500
+    assert all(map(same, before, survivors(rig)))
