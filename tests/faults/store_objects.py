@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -20,7 +21,7 @@ def bit(data: bytes) -> bytes:
 
 
 def shorter(data: bytes) -> bytes:
-    return data[:-1]
+    return data[: len(data) // 2]
 
 
 def empty(data: bytes) -> bytes:
@@ -32,12 +33,17 @@ def gone(data: bytes) -> None:
 
 
 def other_base(data: bytes) -> bytes:
-    return data.replace(b'"base_version":', b'"base_version":1')
+    return re.sub(rb'("base_version": ?)', rb"\g<1>1", data)
 
 
 def other_hash(data: bytes) -> bytes:
-    at = data.index(b'"xxh3_128":"') + len(b'"xxh3_128":"')
-    return data[:at] + (b"1" if data[at : at + 1] == b"0" else b"0") + data[at + 1 :]
+    return re.sub(
+        rb'("xxh3_128": ?".*?)([0-9a-f])"', lambda m: m[1] + other_digit(m[2]) + b'"', data
+    )
+
+
+def other_digit(digit: bytes) -> bytes:
+    return b"1" if digit == b"0" else b"0"
 
 
 def spoilt(harness: FollowHarness, end: str, spoil: Spoil, *, repaired: bool) -> Iterator[None]:
