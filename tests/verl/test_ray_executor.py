@@ -18,7 +18,8 @@ import xxhash
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from scripts.live_engine.vllm import VllmProcess
-from tests.faults.harness import OCTETS, SHIMS
+from tests.faults.harness import OCTETS
+from tests.faults.observed import SHIMS
 from tests.live.conftest import fingerprint
 from tests.live.test_hosts import bodies, contents, holds, post, send
 from tests.support.plain_trainer import Trainer
