@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,8 @@ import psutil
 
 from tests.support.hosts import Host, two_hosts
 
-_START_S = 90.0
+_START_S = 240.0
+_ATTEMPTS = 3  # Ray has deadlines of its own, which a busy machine misses
 _SMALL = ("--num-cpus", "2", "--num-gpus", "1", "--object-store-memory", str(256 << 20))
 
 
@@ -99,27 +100,38 @@ def two_nodes(folder: Path, python_path: Sequence[Path] = ()) -> Iterator[Nodes]
             scratch = host.folder / "tmp"
             scratch.mkdir()
             command = ("-m", "ray.scripts.scripts", "start", "--block", *options, *_SMALL)
-            log = stack.enter_context(open(host.folder / "ray.log", "wb"))
-            process = subprocess.Popen(
+            log = host.folder / "ray.log"
+            process = _started(
                 [*prefix, sys.executable, *command, "--node-ip-address", host.address],
-                env={**environment, **host.environment, "TMPDIR": str(scratch)},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+                {**environment, **host.environment, "TMPDIR": str(scratch)},
+                log,
             )
             stack.callback(_stop, process)
             nodes.append(Node(host, process, scratch))
-            _wait_until_started(nodes[-1])
         yield Nodes(address, *nodes)
 
 
-def _wait_until_started(node: Node) -> None:
-    log, give_up = node.host.folder / "ray.log", time.monotonic() + _START_S
-    while b"Ray runtime started" not in log.read_bytes():
-        if node.process.poll() is not None or time.monotonic() > give_up:
-            raise RuntimeError(f"Ray did not start: {log.read_text()}")
-        time.sleep(0.1)
+def _started(
+    command: Sequence[str], environment: Mapping[str, str], log: Path
+) -> subprocess.Popen[bytes]:
+    """Return the process of a node once the node is up."""
+    give_up = time.monotonic() + _START_S
+    for _ in range(_ATTEMPTS):
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        while process.poll() is None and time.monotonic() < give_up:
+            if b"Ray runtime started" in log.read_bytes():
+                return process
+            time.sleep(0.1)
+        _stop(process)
+    raise RuntimeError(f"Ray did not start: {log.read_text()}")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,7 +29,8 @@ from tests.support.receiver_harness import bits, load
 from tests.support.toy_models import Checkpoint, ToyModel, parameter
 
 RANKS = 4  # two on each host
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 240.0  # starting takes long on a busy machine
+_VOTE_TIMEOUT_S = 20.0
 
 
 def share_of(rank: int) -> type[ToyModel]:
@@ -76,8 +78,9 @@ class MortalRanks(GroupRanks):
 class Rank:
     """The process of one rank."""
 
-    def __init__(self, rank: int, store: str, settings: bytes) -> None:
+    def __init__(self, rank: int, store: str) -> None:
         torch.set_num_threads(1)
+        self._rank = rank
         dist.init_process_group(
             "gloo",
             init_method=store,
@@ -85,10 +88,14 @@ class Rank:
             world_size=RANKS,
             timeout=timedelta(seconds=_TIMEOUT_S),
         )
-        chosen = msgspec.json.decode(settings, type=Settings)
-        base = base_checkpoint()
-        self._model = load(share_of(rank), base)
-        self._ranks = MortalRanks(dist.group.WORLD)
+        # Ranks that exchange nothing with one that dies wait as long as this.
+        self._group = dist.new_group(timeout=timedelta(seconds=_VOTE_TIMEOUT_S))
+
+    def load(self, settings: bytes) -> None:
+        """Load the model, and make its receiver; all ranks must be called."""
+        chosen, base = msgspec.json.decode(settings, type=Settings), base_checkpoint()
+        self._model = load(share_of(self._rank), base)
+        self._ranks = MortalRanks(self._group)
         loaded = LoadedModel(
             model=self._model,
             load_weights=self._model.load_weights,
@@ -115,34 +122,50 @@ class Rank:
         Path(path).write_bytes(content)
 
 
-class RayEngine(in_process_engine.Engine):
-    """Calls its ranks as vLLM calls its workers: all at once, and answers come in rank order.
+class RankProcesses:
+    """The processes of all ranks: for one engine after the other, until one has died.
 
     Args:
         nodes: of the cluster that this process is a driver of.
-        port: free TCP port on the first host, for the ranks' rendezvous.
     """
 
-    def __init__(self, settings: Settings, nodes: Nodes, port: int) -> None:
-        hosts = [nodes.first.host.address, nodes.second.host.address]
+    def __init__(self, nodes: Nodes) -> None:
+        self.nodes = nodes
+        self.actors: list[Any] = []
+
+    def start(self) -> None:
+        if self.actors:
+            return
+        hosts = [self.nodes.first.host.address, self.nodes.second.host.address]
         ids = {one["NodeManagerAddress"]: one["NodeID"] for one in ray.nodes() if one["Alive"]}
+        with socket.create_server((hosts[0], 0)) as probe:
+            store = f"tcp://{hosts[0]}:{probe.getsockname()[1]}"
+        for rank in range(RANKS):
+            on = NodeAffinitySchedulingStrategy(ids[hosts[rank * len(hosts) // RANKS]], soft=False)
+            actor = ray.remote(num_cpus=0, scheduling_strategy=on)(Rank).remote(rank, store)
+            self.actors.append(actor)
+
+    def stop(self) -> None:
+        while self.actors:
+            ray.kill(self.actors.pop())
+
+
+class RayEngine(in_process_engine.Engine):
+    """Calls its ranks as vLLM calls its workers: all at once, and answers come in rank order."""
+
+    def __init__(self, settings: Settings, processes: RankProcesses) -> None:
+        processes.start()
+        self.actors = list(processes.actors)
+        self.address = processes.nodes.first.host.address
         # A host's cache is where its ranks find the temporary folder.
         sent = msgspec.json.encode(msgspec.structs.replace(settings, cache_dir=None))
-        self.address = hosts[0]
-        self.actors = [
-            ray.remote(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, False))(
-                Rank
-            ).remote(rank, f"tcp://{hosts[0]}:{port}", sent)
-            for rank in range(RANKS)
-            for node in [ids[hosts[rank * len(hosts) // RANKS]]]
-        ]
+        ray.get([actor.load.remote(sent) for actor in self.actors], timeout=_TIMEOUT_S)
         self.events: list[tuple[Any, ...]] = []
         self.fails: dict[str, Exception] = {}
         self.paused, self.weight_version = False, "default"
 
     def close(self) -> None:
-        for actor in self.actors:
-            ray.kill(actor)
+        """The processes are used again."""
 
     async def call(self, request: Operation[ReplyT]) -> list[ReplyT | DeltaError]:
         sent = encode_request(request)
@@ -166,12 +189,12 @@ class RayRig(Rig):
 
     engine: RayEngine
 
-    def __init__(self, nodes: Nodes, port: int, spool_dir: Path, **settings: Any) -> None:
-        self._nodes, self._port = nodes, port
+    def __init__(self, processes: RankProcesses, spool_dir: Path, **settings: Any) -> None:
+        self._processes = processes
         super().__init__(spool_dir, **settings)
 
     def make_engine(self) -> RayEngine:
-        return RayEngine(self.settings, self._nodes, self._port)
+        return RayEngine(self.settings, self._processes)
 
     def run(self, work: Any) -> Any:
-        return self._loop.run_until_complete(asyncio.wait_for(work, timeout=2 * _TIMEOUT_S))
+        return self._loop.run_until_complete(asyncio.wait_for(work, timeout=_TIMEOUT_S))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -35,7 +34,7 @@ from tests.support.in_process_engine import (
     same,
 )
 from tests.support.ray_nodes import Nodes, two_nodes
-from tests.support.ray_ranks import RANKS, RayRig
+from tests.support.ray_ranks import RANKS, RankProcesses, RayRig
 
 pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(600)]
 
@@ -44,11 +43,16 @@ NEXT = after(fresh_weights(), STEP)
 
 
 @pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
     with two_nodes(tmp_path_factory.mktemp("nodes")) as nodes:
         ray.init(address=nodes.address, _node_ip_address=nodes.first.host.address)
-        yield nodes
+        yield RankProcesses(nodes)
         ray.shutdown()
+
+
+@pytest.fixture
+def nodes(processes: RankProcesses) -> Nodes:
+    return processes.nodes
 
 
 @pytest.fixture
@@ -59,18 +63,23 @@ def memory() -> Iterator[Path]:
 
 
 @pytest.fixture
-def rig(nodes: Nodes, memory: Path) -> Iterator[RayRig]:
-    with running(nodes, memory) as rig:
+def rig(processes: RankProcesses, memory: Path) -> Iterator[RayRig]:
+    with running(processes, memory) as rig:
         yield rig
 
 
+@pytest.fixture
+def mortal(processes: RankProcesses, rig: RayRig) -> Iterator[RayRig]:
+    """A rig that loses a rank."""
+    yield rig
+    processes.stop()
+
+
 @contextlib.contextmanager
-def running(nodes: Nodes, memory: Path, **settings: Any) -> Iterator[RayRig]:
-    for node in (nodes.first, nodes.second):
+def running(processes: RankProcesses, memory: Path, **settings: Any) -> Iterator[RayRig]:
+    for node in (processes.nodes.first, processes.nodes.second):
         shutil.rmtree(cache_of(node), ignore_errors=True)
-    with socket.create_server((nodes.first.host.address, 0)) as probe:
-        port = probe.getsockname()[1]
-    rig = RayRig(nodes, port, memory / "spool", cache_dir=str(memory / "cache"), **settings)
+    rig = RayRig(processes, memory / "spool", cache_dir=str(memory / "cache"), **settings)
     yield rig
     rig.service._part_server.close()
     rig.close()
@@ -145,22 +154,22 @@ def test_each_part_is_fetched_once_per_host(
 
 
 def test_an_object_of_a_store(
-    served: Counter[str], nodes: Nodes, memory: Path, store_url: str
+    served: Counter[str], processes: RankProcesses, memory: Path, store_url: str
 ) -> None:
     body = delta_part()
     ObjectStore(store_url).put("step/part.safetensors", body)
-    with running(nodes, memory, roots=(store_url,)) as rig:
+    with running(processes, memory, roots=(store_url,)) as rig:
         rig.assert_committed(rig.disk(f"{store_url}/step", "part.safetensors"), NEXT, VERSION + 1)
         assert served == {xxhash.xxh3_128_hexdigest(body): 1}
-        assert fetched_on(nodes.second) == set(served)
+        assert fetched_on(processes.nodes.second) == set(served)
 
 
-def test_a_file_of_another_host_at_the_same_path(nodes: Nodes, memory: Path) -> None:
+def test_a_file_of_another_host_at_the_same_path(processes: RankProcesses, memory: Path) -> None:
     """It would be a part of the same sync, with other values."""
     path = memory / "published" / "part.safetensors"
     path.parent.mkdir()
     path.write_bytes(delta_part(STEP, sync_id="one"))
-    with running(nodes, memory, roots=(str(path.parent),)) as rig:
+    with running(processes, memory, roots=(str(path.parent),)) as rig:
         others = {name: dict.fromkeys(at, 0x2222) for name, at in STEP.items()}
         other = delta_part(others, sync_id="one")
         assert len(other) == path.stat().st_size
@@ -185,7 +194,7 @@ def refused(rig: RayRig, answer: httpx.Response, status: int, kind: str) -> None
     [(404, 502, "PartUnavailable"), (401, 502, "PartUnavailable"), (200, 400, "ChecksumMismatch")],
 )
 def test_a_host_that_does_not_get_a_part(
-    nodes: Nodes,
+    processes: RankProcesses,
     memory: Path,
     monkeypatch: pytest.MonkeyPatch,
     answered: int,
@@ -200,7 +209,7 @@ def test_a_host_that_does_not_get_a_part(
         return answers.pop() if answers else await serve(server, request)
 
     monkeypatch.setattr(PartServer, "_serve", serve_another)
-    with running(nodes, memory) as rig:
+    with running(processes, memory) as rig:
         refused(rig, rig.send(body), status, kind)
 
 
@@ -215,19 +224,19 @@ def parts(count: int) -> list[bytes]:
     ]
 
 
-def test_a_rank_that_dies_between_stage_and_commit(rig: RayRig) -> None:
-    before, (first, second) = survivors(rig), parts(2)
-    assert rig.send(first).json()["status"] == "staged"
-    ray.kill(rig.engine.actors[-1])
-    assert rig.send(second).status_code == 500
-    assert all(map(same, before, survivors(rig)))
+def test_a_rank_that_dies_between_stage_and_commit(mortal: RayRig) -> None:
+    before, (first, second) = survivors(mortal), parts(2)
+    assert mortal.send(first).json()["status"] == "staged"
+    ray.kill(mortal.engine.actors[-1])
+    assert mortal.send(second).status_code == 500
+    assert all(map(same, before, survivors(mortal)))
 
 
 @pytest.mark.parametrize("vote", [1, 2])
-def test_a_rank_that_dies_at_a_vote(rig: RayRig, vote: int) -> None:
+def test_a_rank_that_dies_at_a_vote(mortal: RayRig, vote: int) -> None:
     """The others do not hear it, and take back what they may have written."""
-    before, (first, second) = survivors(rig), parts(2)
-    assert rig.send(first).json()["status"] == "staged"
-    ray.get(rig.engine.actors[-1].die_at_vote.remote(vote))
-    assert rig.send(second).status_code == 500
-    assert all(map(same, before, survivors(rig)))
+    before, (first, second) = survivors(mortal), parts(2)
+    assert mortal.send(first).json()["status"] == "staged"
+    ray.get(mortal.engine.actors[-1].die_at_vote.remote(vote))
+    assert mortal.send(second).status_code == 500
+    assert all(map(same, before, survivors(mortal)))
