@@ -153,7 +153,7 @@ def sglang(
     engine = SglangProcess(
         checkpoint("qwen3"),
         enable_delta=True,
-        extra_args=["--tokenizer-worker-num", str(PROCESSES), *follow(log)],
+        extra_args=["--tokenizer-worker-num", str(PROCESSES), "--enable-metrics", *follow(log)],
         python_path=[PLUGIN, patched_copy("sglang")],
         extra_env={"SGLANG_PLUGINS": "delta_faults", "DELTA_FAULTS": str(tmp_path / "faults")},
         log_path=tmp_path / "engine.log",
