@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import engine_ext
 from engine_ext.receiver import shared_decoding
 from engine_ext.wire import ParamDelta, decode_part, encode_part
 from tests.support.receiver_harness import (
@@ -69,16 +70,21 @@ def a_part(encoding: str) -> bytes:
 
 
 def allocated(make: Callable[[], Any]) -> tuple[Any, int]:
-    """Return what a function returns, and the bytes that stay allocated with it."""
+    """Return what a function returns, and the bytes that stay allocated with it.
+
+    Only what it or a thread of the engine allocates: a thread of pytest-xdist may do so, too.
+    """
     gc.collect()
-    tracemalloc.start()
+    tracemalloc.start(100)
     try:
-        before = tracemalloc.get_traced_memory()[0]
         made = make()
         gc.collect()
-        return made, tracemalloc.get_traced_memory()[0] - before
+        kept = tracemalloc.take_snapshot()
     finally:
         tracemalloc.stop()
+    places = [__file__, str(Path(engine_ext.__file__).parent / "*")]
+    ours = [tracemalloc.Filter(True, place, all_frames=True) for place in places]
+    return made, sum(trace.size for trace in kept.filter_traces(ours).traces)
 
 
 @pytest.mark.parametrize("encoding", ["indices", "deltas", "gap8_exp"])
