@@ -1,8 +1,8 @@
 """The applier of a certified model: everything but the write itself, which a `Writer` does.
 
 Staging does the work in advance: it locates, casts, reads old values and digests the change. The
-commit then checks that the old values are unchanged, writes, and recomputes the derived tensors
-that depend on what was written.
+commit then checks that the old values are unchanged, by a sample if the pass that writes compares
+all of them, writes, and recomputes the derived tensors that depend on what was written.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Writer(Protocol):
 
     Attributes:
         keeps_deltas: whether it writes from the params as they were sent.
-        checks_base: whether `write` compares old values that are known, see `Write.checks`.
+        checks_base: whether `write` can compare old values that are known, see `Write.put`.
     """
 
     name: str
@@ -51,11 +51,14 @@ class Writer(Protocol):
     def check(self, staged: Sequence[StagedPart]) -> None:
         """Raise NotUpdatable if this mode cannot write the sync as a whole."""
 
-    def write(self, staged: Sequence[StagedPart], threads: ThreadPool) -> None:
+    def write(self, staged: Sequence[StagedPart], threads: ThreadPool, *, compares: bool) -> None:
         """Write the new values. If it raises, some elements may have been written.
 
+        Args:
+            compares: whether old values are compared that are known, if it can.
+
         Raises:
-            BaseMismatch: a known old value was not in memory.
+            BaseMismatch: one of them was not in memory.
         """
 
 
@@ -239,7 +242,8 @@ class DeltaApplier:
         """
         self._synchronize()
         writes = [w for part in staged for w in part.writes if w.old is not None]
-        unchanged = Write.seems_unchanged if self._checks_while_writing else Write.unchanged
+        sampled = self._compares_while_writing(staged)
+        unchanged = Write.seems_unchanged if sampled else Write.unchanged
         if not all(self._threads.map(unchanged, writes)):
             raise BaseMismatch(CHANGED)
 
@@ -258,8 +262,19 @@ class DeltaApplier:
             BaseMismatch: an old value read while staging is not in live memory any more.
             Exception: some elements may have been written; after each error `undo` restores them.
         """
-        self._writer.write(staged, self._threads)
+        compares = self._compares_while_writing(staged)
+        self._writer.write(staged, self._threads, compares=compares)
         self._after_write(self._written(staged))
+
+    def _compares_while_writing(self, staged: Sequence[StagedPart]) -> bool:
+        """Return whether the pass that writes compares the old values, and not `check_base`.
+
+        Not in a full sync, whose old values another rank may not keep for an undo. Not with rebuilt
+        modules: what the engine's processing computes may be a view of a weight, which is written
+        twice then, and the second pass would not find the old values.
+        """
+        plain = not any(part.manifest.full or part.rebuilt.modules for part in staged)
+        return self._checks_while_writing and plain
 
     def undo(self, staged: Sequence[StagedPart]) -> None:
         """Restore the old values after `write` succeeded or failed, derived tensors too.

@@ -81,7 +81,7 @@ class MaskedWriter:
                 )
         self._rehearsed = calls
 
-    def write(self, staged: Sequence[StagedPart], threads: ThreadPool) -> None:
+    def write(self, staged: Sequence[StagedPart], threads: ThreadPool, *, compares: bool) -> None:
         """Write the new values and read them back.
 
         Raises:

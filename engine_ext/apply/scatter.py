@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine_ext.apply.staged import StagedPart, Write
+from engine_ext.apply.staged import StagedPart
 from engine_ext.apply.thread_pool import ThreadPool
 from engine_ext.placement import Placed, has_nan
 from engine_ext.wire import ParamDelta
@@ -33,6 +33,7 @@ class ScatterWriter:
     def check(self, staged: Sequence[StagedPart]) -> None:
         """Accept every sync: a staged write does not depend on the others."""
 
-    def write(self, staged: Sequence[StagedPart], threads: ThreadPool) -> None:
+    def write(self, staged: Sequence[StagedPart], threads: ThreadPool, *, compares: bool) -> None:
         """Write the new values; may raise BaseMismatch, see `Write.put`."""
-        threads.map(Write.put, [write for part in staged for write in part.writes])
+        writes = [write for part in staged for write in part.writes]
+        threads.map(lambda write: write.put(compares), writes)

@@ -29,7 +29,7 @@ class Write:
         live: the live tensor's name; empty if the engine's own processing computes it.
         keep: whether the old bits are kept for an undo.
         old: the old bits, in host memory; None until `read_old` or `put`.
-        written: whether `put` has begun to write.
+        written: whether `undo` must restore the old bits.
     """
 
     elements: LiveElements
@@ -40,8 +40,8 @@ class Write:
     written: bool = False
 
     @property
-    def checks(self) -> bool:
-        """Whether `put` compares the old bits in the pass that writes."""
+    def comparable(self) -> bool:
+        """Whether `put` can compare the old bits in the pass that writes."""
         known = self.old is not None and isinstance(self.elements, HostElements)
         return known and bool(self.live)
 
@@ -60,8 +60,8 @@ class Write:
         return self.old is None or self.elements.holds(self.old)
 
     def seems_unchanged(self) -> bool:
-        """Like `unchanged`, by a sample if `put` compares the old bits."""
-        if self.checks and isinstance(self.elements, HostElements):
+        """Like `unchanged`, by a sample if `put` can compare the old bits."""
+        if self.comparable and isinstance(self.elements, HostElements):
             return self.elements.seems_to_hold(self.old)
         return self.unchanged()
 
@@ -69,15 +69,19 @@ class Write:
         """Return whether live memory holds the new bits."""
         return self.elements.holds(self.new)
 
-    def put(self) -> None:
+    def put(self, compares: bool = False) -> None:
         """Write the new bits; read the old ones first if they are to be kept.
 
+        Args:
+            compares: whether known old bits are compared with those that are overwritten, if they
+                are `comparable`. No other write of the sync may be to the same memory then.
+
         Raises:
-            BaseMismatch: it `checks`, and other old bits were there. The new ones are written;
-                `undo` restores what was there.
+            BaseMismatch: other old bits were there. The new ones are written; `undo` restores what
+                was there.
         """
         elements = self.elements
-        if self.checks and isinstance(elements, HostElements):
+        if compares and self.comparable and isinstance(elements, HostElements):
             self.written = True
             if not elements.swap_checked(self.new, self.old):
                 raise BaseMismatch(CHANGED)

@@ -317,6 +317,6 @@ class _Stager:
         if not self.whole:
             bits = bits.clone()  # a view would keep the other ranks' shares alive
         write = Write(WholeBox(segment), bits, segment.live.name, self.undo)
-        if not self.full:  # nothing checks those of a full sync; the write itself reads them
+        if not self.full:  # nothing checks this box's in a full sync; the write itself reads them
             write.read_old()
         return write

@@ -45,6 +45,6 @@ class ThreadPool:
             work()
         finally:
             wait(futures)
-        for future in futures:
-            future.result()
+        while futures:  # no variable holds one: its error has this frame, and so all items
+            futures.pop().result()
         return [results[number] for number in range(len(items))]

@@ -379,7 +379,7 @@ class DeltaService:
         except CommitFailed:
             raise
         except Exception:
-            # Nothing was written. A sync that stays staged would keep the next one out.
+            # Every rank is as it was. A sync that stays staged would keep the next one out.
             with contextlib.suppress(Exception):
                 await self._staging.drop(part)
             raise

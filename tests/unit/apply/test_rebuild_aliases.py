@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.receiver_harness import changed, errors_of
+from tests.support.receiver_harness import changed, delta_between, errors_of, one_part, part_id
 from tests.support.toy_quantised import (
     OUT,
     Attribute,
@@ -402,3 +402,59 @@ def test_parameters_without_elements(tmp_path: Path, shape: tuple[int, ...]) -> 
             layer.none = parameter(layer.none.float())
 
     assert_exact(Serving(one_layer(Empty), tmp_path))
+
+
+# --- another tensor over the memory of a weight that processing leaves in place ---
+
+
+class ViewBeside(Method):
+    """Keeps another view of the weight, and computes something besides."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        layer.view = layer.weight.data.t()
+        layer.scale = layer.weight.float() * 2
+
+
+class ParameterBeside(ViewBeside):
+    """The same, registered."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        layer.again = parameter(layer.weight.data)
+        layer.scale = layer.weight.float().sum()
+
+
+@pytest.mark.parametrize("method", [ViewBeside, ParameterBeside])
+@pytest.mark.parametrize("first", ["lin.bias", "lin.weight"])
+def test_memory_that_two_writes_share_is_written_exactly(
+    tmp_path: Path, method: type[Method], first: str
+) -> None:
+    """What the module computes is written with the first part, before or after the weight."""
+    serving = Serving(one_layer(method), tmp_path)
+    before = serving.served()
+    names = sorted(serving.current, key=lambda name: name != first)
+    target = {name: changed(serving.current[name], seed) for seed, name in enumerate(names)}
+    parts = [
+        one_part(
+            [delta_between(name, serving.current[name], target[name])],
+            **{"current_version": 1, "num_parts": len(names), "sync_id": "a", "part": number},
+        )
+        for number, name in enumerate(names)
+    ]
+    for part in parts:
+        errors_of(serving.stage(part), none=True)
+    errors_of(serving.engine.commit(part_id(parts[0])), none=True)
+    serving.current |= target
+    serving.assert_fresh()
+    errors_of(serving.engine.call("rollback"), none=True)
+    assert serving.served() == before
+
+
+@pytest.mark.parametrize("method", [ViewBeside, ParameterBeside])
+def test_memory_that_two_threads_write_is_written_exactly(
+    tmp_path: Path, method: type[Method]
+) -> None:
+    serving = Serving(one_layer(method), tmp_path)
+    for seed in range(20):
+        target = {"lin.weight": changed(serving.current["lin.weight"], seed)}
+        errors_of(serving.sync(target), none=True)
+    serving.assert_fresh()

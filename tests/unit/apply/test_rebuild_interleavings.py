@@ -192,10 +192,10 @@ class Run:
             left.update({id(one): number >= writes for number, one in enumerate(own)})
             write(staged)
 
-        def put_or_fail(one: Write) -> None:
+        def put_or_fail(one: Write, compares: bool) -> None:
             if left.get(id(one)):
                 raise OSError("no more")
-            put(one)
+            put(one, compares)
 
         def undo_or_fail(staged: Sequence[StagedPart]) -> None:
             if undo_fails:

@@ -177,10 +177,10 @@ def test_a_write_that_fails_half_way_is_undone(
     serving = Serving(Everything, tmp_path)
     before, put, calls = serving.served(), Write.put, count()
 
-    def put_or_fail(self: Write) -> None:
+    def put_or_fail(self: Write, compares: bool) -> None:
         if not self.live and next(calls) == number:
             raise OSError("no more")
-        put(self)
+        put(self, compares)
 
     with monkeypatch.context() as patch:
         patch.setattr(Write, "put", put_or_fail)

@@ -428,7 +428,9 @@ def test_a_changed_weight_that_the_sample_finds_is_refused_before_any_write(
     corrupt(scattered, 1, 0)
     puts = []
     put = Write.put
-    monkeypatch.setattr(Write, "put", lambda self: (puts.append(self), put(self)))
+    monkeypatch.setattr(
+        Write, "put", lambda self, compares: (puts.append(self), put(self, compares))
+    )
     if not sampled:
         monkeypatch.setattr(HostElements, "seems_to_hold", lambda self, bits: True)
     assert {e["type"] for e in errors_of(scattered.engine.commit(part_id(data)))} == {

@@ -1,0 +1,70 @@
+"""Threads that share work: all of it in order, or the error, and nothing that runs on."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from engine_ext.apply.thread_pool import ThreadPool
+
+THREADS = 3
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Item:
+    pass
+
+
+@pytest.mark.parametrize("threads", [1, THREADS])
+@pytest.mark.parametrize("size", [0, 1, 50])
+def test_results_are_in_order(threads: int, size: int) -> None:
+    assert ThreadPool(threads).map(lambda n: n * n, range(size)) == [n * n for n in range(size)]
+
+
+def test_nothing_runs_after_an_error() -> None:
+    running: set[int] = set()
+    done: list[int] = []
+
+    def work(number: int) -> None:
+        running.add(number)
+        time.sleep(0.002)
+        if number == 5:
+            running.discard(number)
+            raise ValueError(number)
+        done.append(number)
+        running.discard(number)
+
+    with pytest.raises(ValueError, match="5"):
+        ThreadPool(THREADS).map(work, range(100))
+    assert not running
+    assert len(done) < 5 + THREADS
+
+
+@pytest.mark.usefixtures("no_collection")
+@pytest.mark.parametrize("in_caller", [True, False])
+def test_an_error_keeps_no_item_alive(in_caller: bool) -> None:
+    caller = threading.current_thread()
+
+    def work(item: Item) -> None:
+        time.sleep(0.001)
+        if (threading.current_thread() is caller) is in_caller:
+            raise ValueError
+
+    items = [Item() for _ in range(20)]
+    known = [weakref.ref(item) for item in items]
+    with pytest.raises(ValueError) as raised:
+        ThreadPool(THREADS).map(work, items)
+    del raised, items
+    assert not any(one() for one in known)
