@@ -23,13 +23,14 @@ bytes are the sender's, is checked when they are applied, by the code that also 
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Final, Protocol
+from typing import Annotated, BinaryIO, Final, Protocol
 
 import msgspec
 
@@ -42,14 +43,15 @@ REFUSED: Final = "REFUSED"
 PART_SUFFIX: Final = ".safetensors"
 MAX_DONE_BYTES: Final = 16 << 20
 
+_GONE: Final = (errno.ENOENT, errno.ESTALE)  # pruned meanwhile, by another host too
 _FOLDER: Final = re.compile(r"weight_v([0-9]{1,19})(?:_from_v([0-9]{1,19}))?")
 
 
 class FileFacts(msgspec.Struct, frozen=True):
     """A part's entry in ``DONE``: its length in bytes, and the xxh3_128 of these in hex."""
 
-    bytes: int
-    xxh3_128: str
+    bytes: Annotated[int, msgspec.Meta(ge=0)]
+    xxh3_128: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -100,7 +102,7 @@ class FolderFiles:
 class Entry:
     """A delta in the log.
 
-    `folder` holds the files while they are on this host, see `engine_ext.delta_log.logs.DeltaLog`.
+    `folder` holds the files while they are on this host, see `engine_ext.delta_log.DeltaLog`.
     """
 
     folder: Path
@@ -195,14 +197,15 @@ def list_log(folder: Path) -> Listing:
     except OSError as error:
         raise LogDamaged(f"cannot read the delta log: {error.strerror}") from error
     for name in (name for name in names if version_of(name) is not None):
-        if (folder / name / REFUSED).exists():
-            listing.refused.append(folder / name)
-            continue
         try:
+            if (folder / name / REFUSED).exists():
+                listing.refused.append(folder / name)
+                continue
             written_at = (folder / name).stat().st_mtime
             listing.add(folder / name, FolderFiles(folder / name), written_at)
-        except FileNotFoundError:
-            continue  # pruned meanwhile
+        except OSError as error:
+            if error.errno not in _GONE:
+                listing.damaged[name] = f"it cannot be read: {error.strerror}"
     return listing.sorted()
 
 
@@ -286,7 +289,7 @@ def _read_entry(folder: Path, files: VersionFiles, written_at: float) -> Entry:
     base = done.base_version
     if done.version != version or version > MAX_VERSION or (base is not None and base >= version):
         raise LogDamaged(f"its {DONE} declares that it leads from {base} to {done.version}")
-    if any(Path(name).name != name for name in done.files):
+    if any(name in ("", "..") or "\0" in name or Path(name).name != name for name in done.files):
         raise LogDamaged(f"its {DONE} names a file outside the folder")
     nbytes = sum(facts.bytes for facts in done.files.values())
     return Entry(folder, version, base, {**done.files}, nbytes, written_at=written_at)

@@ -60,7 +60,11 @@ def fetch_object(
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             if cache is not None and facts is not None:
-                os.link(cache.get(facts.xxh3_128, facts.bytes, get), path)
+                cached = cache.get(facts.xxh3_128, facts.bytes, get)
+                try:
+                    os.link(cached, path)
+                except FileNotFoundError as error:
+                    raise PartUnavailable(f"{cached} was removed from the cache") from error
             else:
                 _write(path, get, facts)
             return

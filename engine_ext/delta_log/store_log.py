@@ -191,9 +191,10 @@ class StoreLog:
         return StoreDraft(self.store, name, self._folder())
 
     def discard(self, name: str) -> None:
-        """Delete a version, ``DONE`` first."""
+        """Delete a version, first what makes it visible."""
         names = [found.name for found in self.store.list(name)]
-        self.store.delete(sorted(names, key=lambda one: one != f"{name}/{DONE}"))
+        visible = [f"{name}/{DONE}", f"{name}/{INDEX}"]
+        self.store.delete(sorted(names, key=lambda one: one not in visible))
 
     def tidy(self, listing: Listing) -> None:
         """Delete what refused versions below the newest one have, and old unfinished ones.

@@ -42,6 +42,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
     writer: str  # unique
     version: int | None  # that is written; None when the log was opened
+    refuses: bool = False  # the version is in the log, and is marked: no engine took it
 
 
 class StoreWriter(AbstractContextManager["StoreWriter"]):
@@ -101,8 +102,12 @@ class StoreWriter(AbstractContextManager["StoreWriter"]):
             BlockingIOError: another sender writes into the log, and may have gone on from it.
             OSError: the store cannot be written.
         """
-        if self._claims()[-1] != self._turn:
-            raise BlockingIOError(self._conflict)
+        turn = self._turn
+        self._claim(version, refuses=True)  # whoever takes over now goes on from what it leaves
+        self._store.delete([_claim_name(turn)])
+        self._mark_refused(version)
+
+    def _mark_refused(self, version: int) -> None:
         name = folder_name(version)
         self._store.put(f"{name}/{REFUSED}", b"{}")
         objects = [found.name for found in self._store.list(name)]
@@ -119,10 +124,10 @@ class StoreWriter(AbstractContextManager["StoreWriter"]):
         names = (found.name.partition("/")[2] for found in self._store.list(_CLAIMS))
         return sorted(int(name) for name in names if name.isdecimal())
 
-    def _claim(self, version: int | None) -> None:
+    def _claim(self, version: int | None, *, refuses: bool = False) -> None:
         """Take the next claim; BlockingIOError if another writer has one."""
         turn = self._turn + 1
-        content = msgspec.json.encode(Claim(writer=self._id, version=version))
+        content = msgspec.json.encode(Claim(writer=self._id, version=version, refuses=refuses))
         try:
             self._store.create(_claim_name(turn), content)
         except FileExistsError:
@@ -133,13 +138,17 @@ class StoreWriter(AbstractContextManager["StoreWriter"]):
         self._turn = turn
 
     def _settle(self, turn: int) -> None:
-        """Refuse the version that was claimed, unless it is in the log."""
+        """Refuse the version that was claimed, unless it is in the log and was to stay there."""
         try:
             text = self._store.read(_claim_name(turn), _MAX_CLAIM_BYTES)
         except FileNotFoundError:  # its writer has gone on before this one came
             return
-        version = msgspec.json.decode(text, type=Claim).version
+        claim = msgspec.json.decode(text, type=Claim)
+        version = claim.version
         if version is None:
+            return
+        if claim.refuses:
+            self._mark_refused(version)
             return
         refused = Done(version=version, base_version=None, files={}, refused=True)
         try:

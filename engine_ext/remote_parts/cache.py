@@ -88,8 +88,7 @@ class PartCache:
         with _locked(path.with_suffix(_LOCK)):
             with contextlib.suppress(FileNotFoundError):
                 if _is_whole(path, content, size):
-                    # By their modification times ranks know what was decoded from which file.
-                    os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+                    _mark_read(path)
                     return path
                 logger.warning("delta updates: %s was damaged, and is fetched again", path)
                 _remove(path)
@@ -101,6 +100,7 @@ class PartCache:
                     fetch(file)
                 if not _is_whole(unfinished, content, size):
                     raise ChecksumMismatch("a part changed on its way here")
+                _mark_read(unfinished)
                 unfinished.replace(path)
             except OSError as error:
                 raise self._full() if error.errno in _NO_ROOM else error from error
@@ -163,6 +163,12 @@ def _remove_unused(path: Path) -> bool:
 def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
     remove_beside(path)
+
+
+def _mark_read(path: Path) -> None:
+    """Set the time of the last access, which some file systems do not."""
+    # By their modification times ranks know what was decoded from which file.
+    os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
 
 def _read_at(path: Path) -> float:

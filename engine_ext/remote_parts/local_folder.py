@@ -46,5 +46,6 @@ def _remove_stale(parent: Path) -> None:
     for folder in parent.glob(_PREFIX + "*"):
         with contextlib.suppress(OSError):  # BlockingIOError: it is in use
             if time.time() - folder.stat().st_mtime > _STALE_S:
-                with FileLock(folder, os.O_RDONLY | os.O_DIRECTORY, "in use"):
-                    shutil.rmtree(folder, ignore_errors=True)
+                with FileLock(folder, os.O_RDONLY | os.O_DIRECTORY, "in use") as lock:
+                    if lock.is_enforced:
+                        shutil.rmtree(folder, ignore_errors=True)

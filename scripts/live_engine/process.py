@@ -113,7 +113,11 @@ class EngineProcess(abc.ABC):
         self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._scratch: Path | None = None
-        self._client = httpx.Client(base_url=self.url, timeout=_REQUEST_TIMEOUT_S, trust_env=False)
+        # The engines close an idle connection after 5 s, as httpx does: it could be just now.
+        limits = httpx.Limits(keepalive_expiry=2.0)
+        self._client = httpx.Client(
+            base_url=self.url, timeout=_REQUEST_TIMEOUT_S, limits=limits, trust_env=False
+        )
 
     def __enter__(self) -> EngineProcess:
         """Start the server and return when it is healthy.

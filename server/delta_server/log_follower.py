@@ -52,7 +52,7 @@ class LogFollower:
         self._replay, self._engine = replay, engine
         self._interval, self._shared = interval, state
         self._in_a_row = 0
-        self._cannot_write = False
+        self._cannot_write = self._is_over = False
         self._wake = asyncio.Event()
         self._beating = asyncio.Lock()
 
@@ -70,12 +70,24 @@ class LogFollower:
             "error": None if known.look is None else known.look.error,
         }
 
+    async def at_start(self) -> None:
+        """Replay the log before the engine serves; pruning sees the engine from here on."""
+        with contextlib.suppress(Exception):  # ranks that do not answer: the replay finds out
+            await self._shared.lead()
+            await self._shared.read()
+        await self._beat_meanwhile()
+        replay = asyncio.ensure_future(self._replay.at_start())
+        try:
+            await self._beat_until(replay)
+            await replay
+        finally:
+            replay.cancel()
+
     async def run(self) -> None:
         """Look at the log until cancelled; the heartbeat is removed then.
 
         While another process follows, this one waits to take over.
         """
-        beat_s = self._expires_s() / _BEATS_OF_A_LOOK
         try:
             while True:
                 woken = self._wake.is_set()
@@ -83,16 +95,21 @@ class LogFollower:
                 # A look is a task of its own: what cancels a call to the engine does not end this
                 # loop, and what ends this loop does not stop a commit half-way.
                 turn = asyncio.ensure_future(self._turn(woken))
-                while not (await asyncio.wait({turn}, timeout=beat_s))[0]:
-                    # A slow store must not make the engine look dead.
-                    await asyncio.wait({asyncio.ensure_future(self._beat_meanwhile())})
+                await self._beat_until(turn)
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), self._wait_s())
         finally:
+            self._is_over = True
             if self._shared.leads:
                 gone = asyncio.to_thread(remove_heartbeat, self._replay.log, self._shared.name)
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(gone, _LONGEST_GOODBYE_S)
+
+    async def _beat_until(self, task: asyncio.Future[None]) -> None:
+        """Wait for a task; a slow store or a long log must not make the engine look dead."""
+        beat_s = self._expires_s() / _BEATS_OF_A_LOOK
+        while not (await asyncio.wait({task}, timeout=beat_s))[0]:
+            await asyncio.wait({asyncio.ensure_future(self._beat_meanwhile())})
 
     async def _turn(self, woken: bool) -> None:
         """Look at the log if this process follows, or was asked to."""
@@ -117,10 +134,10 @@ class LogFollower:
 
     async def catch_up(self, options: Options) -> dict[str, Any]:
         """Look at once; see `LogReplay.run` for what it returns and raises."""
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             return await self._replay.run(options, fold=True)
-        except Exception as failed:
+        except BaseException as failed:  # a call that is cancelled, too
             error = failed
             if not isinstance(error, WeightsAsleep):
                 metrics.FOLLOW_FAILURES.inc()
@@ -156,7 +173,7 @@ class LogFollower:
     def _expires_s(self) -> float:
         return max(_SHORTEST_EXPIRY_S, _BEATS_TO_EXPIRE * self._interval)
 
-    async def _ended(self, error: Exception | None) -> None:
+    async def _ended(self, error: BaseException | None) -> None:
         """Tell the log and the other processes how a look has ended."""
         asleep = isinstance(error, WeightsAsleep)
         wire = None if error is None or asleep else as_wire(error)
@@ -194,6 +211,8 @@ class LogFollower:
     async def _beat(self, version: int, look: LogLook, failures: int) -> None:
         """Write the heartbeat; a log that cannot be written is followed all the same."""
         async with self._beating:
+            if self._is_over:  # a look that is still under way; the heartbeat is removed
+                return
             await self._write(version, look, failures)
 
     async def _write(self, version: int, look: LogLook, failures: int) -> None:
@@ -229,7 +248,7 @@ class LogFollower:
         return "held" if self._shared.hold else "following"
 
 
-def as_wire(error: Exception) -> dict[str, Any]:
+def as_wire(error: BaseException) -> dict[str, Any]:
     """Return an error as the status has it."""
     if isinstance(error, DeltaError):
         return error.to_wire()

@@ -272,7 +272,16 @@ class LogReplay:
             await asyncio.to_thread(entry.require_files)
             real = [Path(os.path.realpath(path)) for path in entry.paths]
             root = os.path.realpath(entry.folder.parent)
-            answer = await self._apply_files(real, at, RequestRecord(), [root])
+            record = RequestRecord()
+            try:
+                answer = await self._apply_files(real, at, record, [root])
+            except DeltaError:
+                # Other parts of it that stay staged would keep out what leads around it.
+                for part in record.parts[:1]:
+                    drop = DropSync(version=part.version, sync_id=part.sync_id)
+                    with contextlib.suppress(Exception):
+                        await call(self._engine, drop)
+                raise
         if answer["status"] != "committed":
             if answer["status"] == "staged":
                 await call(self._engine, DropSync())
@@ -298,7 +307,11 @@ class LogReplay:
         try:
             yield
         finally:
-            await call(self._engine, ReleaseLogLease(holder=self._name))
+            try:
+                await call(self._engine, ReleaseLogLease(holder=self._name))
+            except Exception:
+                # This process may acquire it again, and others if this one is dead.
+                logger.exception("the lease of the delta log could not be released")
 
 
 def _foldable(entries: Sequence[Entry]) -> list[Entry]:

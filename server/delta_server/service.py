@@ -133,7 +133,7 @@ class DeltaService:
         if self.log_replay is None:
             await self._engine.set_weight_version(str(versions[0]))
         else:  # another process may be replaying, which changes the version
-            await self.log_replay.at_start()
+            await (self.follower or self.log_replay).at_start()
         interval = self.settings.scrub_interval
         if interval is not None:
             self._scrubbing = asyncio.ensure_future(count_findings(self._engine, interval))

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
@@ -14,6 +19,8 @@ from engine_ext.delta_log import DeltaLog, Draft
 from engine_ext.object_store import is_store_url
 from engine_ext.wire import sign
 
+_PLAN_S: Final = 30.0  # to wait for a plan
+_NEXT_S: Final = 2.0  # until one more engine is asked for it
 _FOLDERS: Final = ("/", "./", "../")  # starts of paths; no engine's root looks like that
 
 
@@ -56,6 +63,7 @@ class LogDestination(Destination):
         self.highest_posted = 0
         self.log, self.writer = log, log.writer()
         self._engines, self._hmac_key = engines, hmac_key
+        self._plan: Any = None
         self._draft: Draft | None = None
 
     @property
@@ -75,20 +83,32 @@ class LogDestination(Destination):
         self.writer.close()
 
     def plan(self) -> Any:
-        """Return the plan of the first engine that answers.
+        """Return the plan of an engine: the first one's, or another's if it does not answer soon.
+
+        If none does, it is the plan that an engine had before: the log needs none of them.
 
         Raises:
-            SyncError: None does.
+            SyncError: None does, and none has before.
         """
-        failure: SyncError | None = None
-        for engine in self._engines:
-            try:
-                return engine.plan()
-            except SyncError as failed:
-                failure = failed
-        if failure is not None:
+        answers: SimpleQueue[Any] = SimpleQueue()
+        failure = SyncError(f"no engine that is to be told has answered in {_PLAN_S:.0f} s")
+        end = time.monotonic() + _PLAN_S
+        left, todo, asked = _PLAN_S, deque(self._engines), 0
+        while (todo or asked) and left > 0:
+            if todo:
+                engine = todo.popleft()
+                Thread(target=_ask, args=(engine, answers), name="delta-plan", daemon=True).start()
+                asked += 1
+            with contextlib.suppress(Empty):
+                answer = answers.get(timeout=min(left, _NEXT_S) if todo else left)
+                if not isinstance(answer, SyncError):
+                    self._plan = answer
+                    return answer
+                asked, failure = asked - 1, answer
+            left = end - time.monotonic()
+        if self._engines and self._plan is None:
             raise failure
-        return None
+        return self._plan
 
     def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:
         """Write one part; the last one makes the version visible.
@@ -108,3 +128,11 @@ class LogDestination(Destination):
         folder, self._draft = self._draft.finish(), None
         self.highest_posted = version
         return {"status": f"saved in {self.log.location}/{folder.name}"}
+
+
+def _ask(engine: Destination, answers: SimpleQueue[Any]) -> None:
+    try:
+        answers.put(engine.plan())
+    except Exception as error:
+        failed = error if isinstance(error, SyncError) else SyncError(str(error))
+        answers.put(failed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -64,7 +65,7 @@ class LogSender(AbstractContextManager["LogSender"]):
         ValueError: An option has an unknown value, or the base is not what the log's newest version
             leads to. If no digest shows whether it is, the first version is a full one.
         LogDamaged, PartUnavailable: The log's newest version cannot be read.
-        SyncError: No engine of `notify` has answered.
+        SyncError: The log has versions, and no engine of `notify` has answered in 30 seconds.
         BlockingIOError: Another sender writes into the log.
     """
 
@@ -152,6 +153,7 @@ class LogSender(AbstractContextManager["LogSender"]):
             OSError: The version cannot be written. The log and the snapshot are as before; if the
                 answer to the last write was lost, the version may be there, and the next is full.
             ValueError: Names, shapes or dtypes are not the base's. Likewise.
+            SyncError: No engine of `notify` has ever answered. Likewise.
         """
         return self._sync(tensors, full=False)
 
@@ -176,7 +178,11 @@ class LogSender(AbstractContextManager["LogSender"]):
             self._snapshot.advance(sync_round.changes)
         except BaseException:
             # It is or may be there, and the snapshot is not.
-            if self._destination.is_unsure or writer.last_number >= sync_round.version:
+            may_be_there = True
+            with contextlib.suppress(OSError):
+                unsure = self._destination.is_unsure
+                may_be_there = unsure or writer.last_number >= sync_round.version
+            if may_be_there:
                 state.lose_track()
             raise
         finally:

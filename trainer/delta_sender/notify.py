@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final, Union
 
 from delta_sender.http_client import EngineClient
@@ -31,11 +31,10 @@ class Notifier:
         self._clients = {url: EngineClient(url, options) for url in urls}
         self._lock = threading.Condition()
         self._wanted: dict[str, int] = {}
-        self._asked: dict[str, int] = {}
         self._busy: set[str] = set()
+        self._queue: deque[str] = deque()
+        self._threads = 0
         self.told: dict[str, Told] = {}
-        workers = max(1, min(len(urls), _MOST_AT_ONCE))
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="delta-notify")
 
     @property
     def clients(self) -> list[EngineClient]:
@@ -49,7 +48,11 @@ class Notifier:
                 self._wanted[url] = version
                 if url not in self._busy:
                     self._busy.add(url)
-                    self._pool.submit(self._ask, url)
+                    self._queue.append(url)
+            while self._threads < min(len(self._busy), _MOST_AT_ONCE):
+                self._threads += 1
+                # A program that ends does not wait for engines that do not answer.
+                threading.Thread(target=self._run, name="delta-notify", daemon=True).start()
 
     def wait(self, timeout: float | None = None) -> Mapping[str, Told]:
         """Wait until nobody is being asked, or some seconds; return a copy of `told`."""
@@ -64,9 +67,21 @@ class Notifier:
 
     def close(self) -> None:
         """Close the clients; requests that have begun end on their own."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._busy.difference_update(self._queue)
+            self._queue.clear()
+            self._lock.notify_all()
         for client in self._clients.values():
             client.close()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._threads -= 1
+                    return
+                url = self._queue.popleft()
+            self._ask(url)
 
     def _ask(self, url: str) -> None:
         while True:

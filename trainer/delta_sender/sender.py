@@ -99,7 +99,7 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
             file is not one. With a log also: the base is not what it leads to.
         BlockingIOError: Another sender writes into the log, or uses the state file.
         LogDamaged, PartUnavailable: The log's newest version cannot be read.
-        SyncError: No engine of `notify` has answered.
+        SyncError: The log has versions, and no engine of `notify` has answered in 30 seconds.
     """
 
     def __init__(

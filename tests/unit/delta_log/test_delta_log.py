@@ -167,13 +167,23 @@ def test_a_log_that_is_not_there(tmp_path: Path) -> None:
         list_log(tmp_path / "log")
 
 
+HASH = "0123456789abcdef" * 2
+
+
+def done_of_file(name: str, size: int, content: str) -> str:
+    files = {name: {"bytes": size, "xxh3_128": content}}
+    return json.dumps({"version": 1, "base_version": 0, "files": files})
+
+
 @pytest.mark.parametrize(
     "done",
     [
         "{", "[]", '{"version": 1}', '{"a":' * 20_000,
         '{"version": 2, "base_version": 0, "files": {}}',
         '{"version": 1, "base_version": 1, "files": {}}',
-        '{"version": 1, "base_version": 0, "files": {"../x": {"bytes": 1, "xxh3_128": ""}}}',
+        *(done_of_file(name, 1, HASH) for name in ("../x", "..", ".", "", "a\0", "/x")),
+        *(done_of_file("x", 1, bad) for bad in ("", "../x", HASH.upper(), HASH + "\n", HASH + "0")),
+        done_of_file("x", -1, HASH),
     ],
     ids=lambda done: done[:30],
 )  # fmt: skip

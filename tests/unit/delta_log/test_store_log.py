@@ -29,6 +29,7 @@ from engine_ext.delta_log.catalog import DONE, MAX_DONE_BYTES, REFUSED
 from engine_ext.errors import LogDamaged, PartUnavailable
 from engine_ext.object_store import ObjectStore
 from engine_ext.remote_parts import PartCache
+from engine_ext.version_folders import INDEX
 from engine_ext.wire import HMAC_KEY_ENVIRONMENT, SIGNATURE_SUFFIX, sign
 from tests.support.folder_writer import write_checkpoint, write_version
 from tests.support.object_stores import StoreServer
@@ -148,6 +149,39 @@ def test_discarding_leaves_nothing(log: StoreLog) -> None:
     log.discard("weight_v000001")
     assert versions(log) == [(1, 2)]
     assert all(name.startswith("weight_v000002/") for name in names(log))
+
+
+def test_a_refusal_that_was_cut_off_is_finished(
+    log: StoreLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the next sender, before it looks which version is the newest."""
+    writer = log.writer()
+    draft = writer.begin(1)
+    draft.add(part(1, 0))
+    draft.finish()
+
+    def killed(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ObjectStore, "put", killed)
+        with pytest.raises(KeyboardInterrupt):
+            writer.refuse(1)
+    assert log.writer().last_number == 1
+    assert names(log) == [f"weight_v000001/{REFUSED}"]
+    with pytest.raises(BlockingIOError):
+        writer.refuse(1)
+
+
+def test_a_folder_of_another_trainer_is_discarded_index_first(
+    log: StoreLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("model-00001.safetensors", INDEX):
+        log.store.put(f"weight_v000001/{name}", b"{}")
+    deleted: list[str] = []
+    monkeypatch.setattr(ObjectStore, "delete", lambda self, names: deleted.extend(names))
+    log.discard("weight_v000001")
+    assert deleted[0] == f"weight_v000001/{INDEX}"
 
 
 def test_signatures_come_along(log: StoreLog, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,6 +148,21 @@ def test_a_part_that_was_just_given_out_stays(cache: PartCache) -> None:
         second.get(cache)
 
 
+def test_a_part_that_took_long_to_fetch_stays(cache: PartCache) -> None:
+    """On a file system that keeps no times of access, too."""
+    second = Origin(b"2" * 6000)
+
+    class Slow(Origin):
+        def __call__(self, file: BinaryIO) -> None:
+            super().__call__(file)
+            os.utime(file.name, (0, time.time()))
+
+    path = Slow(b"1" * 6000).get(cache)
+    with pytest.raises(SpoolFull):
+        second.get(cache)
+    assert path.exists()
+
+
 def test_a_full_disk_is_named(cache: PartCache) -> None:
     def fill(file: BinaryIO) -> None:
         raise OSError(errno.ENOSPC, "no space")

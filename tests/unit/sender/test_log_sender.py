@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import httpx
 import pytest
 import torch
 
-from delta_sender import DeltaSender, LogSender, SyncError
+from delta_sender import DeltaSender, LogSender, SyncError, log_destination
 from delta_sender.log_destination import log_location
 from engine_ext.delta_log import list_log
 from tests.support.fake_engine import Engine, Model, model_of, train
@@ -26,6 +27,7 @@ class Followers:
     def __init__(self, log: Path, base: Model) -> None:
         self.log, self.base, self.asked = log, {n: t.clone() for n, t in base.items()}, list[str]()
         self.down: set[str] = set()
+        self.hangs: set[str] = set()
         self.hold = threading.Event()
         self.hold.set()
 
@@ -37,6 +39,8 @@ class Followers:
         if host in self.down:
             raise httpx.ConnectError("down")
         if request.method == "GET":
+            if host in self.hangs:
+                time.sleep(1.0)
             return Engine.of(self.base).status()
         assert request.url.path == "/delta_catch_up"
         self.asked.append(host)
@@ -106,6 +110,48 @@ def test_engines_that_are_down_do_not_stop_it(tmp_path: Path) -> None:
         train(model, 2)
         sender.sync(model.items())
         assert sender.wait(10) == dict.fromkeys(NOTIFY, 2)
+
+
+def test_an_engine_that_hangs_does_not_keep_the_plan_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one is asked; if none answers, the first one's last plan is good enough."""
+    monkeypatch.setattr(log_destination, "_NEXT_S", 0.05)
+    monkeypatch.setattr(log_destination, "_PLAN_S", 0.5)
+    model = model_of()
+    followers = Followers(tmp_path, model)
+    with sender_of(tmp_path, model, notify=NOTIFY, client=followers.client()) as sender:
+        followers.hangs = {"one"}
+        train(model)
+        assert sender.sync(model.items()).digest is not None
+        followers.hangs = {"one", "two"}
+        train(model, 2)
+        assert sender.sync_full(model.items()).digest is not None
+    assert replayed(tmp_path, followers.base).holds(model)
+
+
+def test_the_first_plan_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_destination, "_PLAN_S", 0.2)
+    model = model_of()
+    followers = Followers(tmp_path, model)
+    followers.hangs = {"one"}
+    sender = sender_of(tmp_path, model, notify=NOTIFY[:1], client=followers.client())
+    with sender, pytest.raises(SyncError, match="has answered"):
+        sender.sync(model.items())
+
+
+def test_closing_waits_for_nobody(tmp_path: Path) -> None:
+    """Engines that were not asked yet are not asked any more."""
+    model = model_of()
+    followers = Followers(tmp_path, model)
+    urls = [f"http://{number}" for number in range(40)]
+    sender = sender_of(tmp_path, model, notify=urls, client=followers.client())
+    followers.hold.clear()
+    train(model)
+    sender.sync(model.items())
+    sender.close()
+    followers.hold.set()
+    assert sender.wait(10).keys() < set(urls)
 
 
 def test_slow_engines_are_not_waited_for(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from delta_server.log_replay import LogReplay
 from engine_ext.delta_log import FolderLog, read_heartbeats
 from engine_ext.delta_log.catalog import DONE
 from engine_ext.delta_log.followers import FOLDER
@@ -99,6 +100,22 @@ def test_versions_that_wait_are_one_pause(log: Path, started: Callable[..., Rig]
     assert (heartbeat.version, heartbeat.state, heartbeat.behind) == (NEWEST, "following", 0)
     assert age < heartbeat.expires_s
     assert heartbeat.name == found["name"]
+
+
+def test_pruning_sees_an_engine_that_starts(
+    log: Path, started: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_steps(log)
+    seen: list[tuple[int, str]] = []
+    replay = LogReplay.at_start
+
+    async def at_start(self: LogReplay) -> None:
+        seen.extend((beat.version, beat.name) for beat, _ in read_heartbeats(FolderLog(log)))
+        await replay(self)
+
+    monkeypatch.setattr(LogReplay, "at_start", at_start)
+    rig = started()
+    assert seen == [(VERSION, until(rig, version=NEWEST)["name"])]
 
 
 def test_a_hold_keeps_behind_the_newest(log: Path, started: Callable[..., Rig]) -> None:

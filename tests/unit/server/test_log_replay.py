@@ -198,6 +198,27 @@ def test_a_missing_part_keeps_nobody_out(log: Path, started: Callable[..., Rig])
     rig.assert_untouched()
 
 
+def test_a_damaged_part_keeps_no_other_route_out(log: Path, started: Callable[..., Rig]) -> None:
+    """What was staged of the version before its damaged part is dropped."""
+    numbers = {"sync_id": "one", "num_parts": 2}
+    parts = [delta_part(STEPS[k], VERSION + 1, part=k, **numbers) for k in range(2)]
+    flip(write(log, *parts, number=VERSION + 1) / "rank0_flush001.safetensors")
+    target = after(fresh_weights(), *STEPS)
+    write(log, full_part(target, VERSION + 2), number=VERSION + 2)
+    rig = started()
+    assert (rig.status()["version"], rig.status()["staged"]) == (VERSION + 2, None)
+    assert same(rig.engine.weights, target)
+
+
+def test_a_folder_that_cannot_be_read_is_damaged(log: Path, started: Callable[..., Rig]) -> None:
+    write_steps(log)
+    loop = log / folder_name(VERSION + 9)
+    loop.symlink_to(loop)
+    rig = started()
+    assert rig.status()["version"] == VERSION + 3
+    assert list(problem(rig)["damaged"]) == [loop.name]
+
+
 def test_what_leads_from_other_weights_is_refused(log: Path, started: Callable[..., Rig]) -> None:
     """`DONE` says that it leads on from here, and the part says otherwise."""
     folder = write(log, delta_part(STEP, VERSION + 5, base_version=VERSION + 4), number=VERSION + 5)
