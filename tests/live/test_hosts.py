@@ -18,6 +18,7 @@ from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from scripts.live_engine.sglang import SglangProcess
 from tests.faults.harness import OCTETS
+from tests.faults.observed import SHIMS
 from tests.live.conftest import fingerprint
 from tests.live.vllm_serve import VllmServe, distribution
 from tests.support.hosts import Host, two_hosts
@@ -30,6 +31,11 @@ PARTS = 3
 VLLM_STAGES = ("--pipeline-parallel-size", "2")
 SGLANG_STAGES = ("--pp-size", "2")
 CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+
+
+def shims(kind: str, layout: tuple[str, ...]) -> list[Path]:
+    """Return what vLLM lacks to generate with pipeline stages on CPU."""
+    return [SHIMS / "vllm_cpu_pp"] if kind == "vllm" and layout else []
 
 
 class VllmWorkers(VllmServe):
@@ -69,7 +75,7 @@ class Cluster:
         options = {
             "tp": 1 if layout else 2,
             "enable_delta": True,
-            "python_path": [distribution(folder / "path")],
+            "python_path": [distribution(folder / "path"), *shims(kind, layout)],
         }
         environment: dict[str, str] = {}
         if kind == "vllm":
@@ -192,7 +198,14 @@ def test_both_hosts_are_bit_identical(
         assert engine.complete("the quick", max_tokens=8)
         live = fingerprint(engine)
     target = tiny_models.save_checkpoint(base, tmp_path / "target", trainer.tensors)
-    fresh = start(kind, target, tp=1 if layout else 2, extra_args=layout, extra_env=CORES)
+    fresh = start(
+        kind,
+        target,
+        tp=1 if layout else 2,
+        extra_args=layout,
+        extra_env=CORES,
+        python_path=shims(kind, layout),
+    )
     assert fingerprint(fresh) == live
 
 
