@@ -160,7 +160,7 @@ class TooManyUploads(DeltaError):
 
 
 class PartUnavailable(DeltaError):
-    """A rank on another host could not get the part from the host that has it; send it again."""
+    """A part could not be had from the engine's first host, or from a store; send it again."""
 
     status = 502
 

@@ -313,7 +313,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--delta-cache-bytes BYTES",
-        f"Bytes that this folder may have (default: {defaults.cache_bytes >> 30}G).",
+        f"Bytes of parts that are kept in this folder (default: {defaults.cache_bytes >> 30}G).",
         type=parse_size,
     )
     add(

@@ -15,7 +15,7 @@ from engine_ext.object_store import ObjectFacts, ObjectStore
 from engine_ext.remote_parts import PartCache
 from engine_ext.wire import Limits
 
-_ATTEMPTS: Final = 2  # at a file whose bytes are not those that were written
+_ATTEMPTS: Final = 2  # at a file that is not found, or whose bytes are not those that were written
 _READ_BYTES: Final = 1 << 20
 
 
@@ -68,7 +68,7 @@ def fetch_object(
             else:
                 _write(path, get, facts)
             return
-        except ChecksumMismatch:
+        except (ChecksumMismatch, FileNotFoundError):
             if attempt == _ATTEMPTS:
                 raise
 

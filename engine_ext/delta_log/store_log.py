@@ -49,6 +49,7 @@ from engine_ext.wire import SIGNATURE_SUFFIX
 
 _AT_ONCE: Final = 8  # small objects
 _UNFINISHED_S: Final = 86400.0
+_READS: Final = 2  # of an object that is listed, and was not found
 
 _Objects = Mapping[str, ObjectFacts]  # of one version, by file name
 
@@ -132,8 +133,9 @@ class StoreLog:
             known = self._texts.get(marker.name)
             if known is not None and known[0] == marker.tag:
                 return known
-            with contextlib.suppress(FileNotFoundError):
-                return marker.tag, self.store.read(marker.name, MAX_DONE_BYTES)
+            for _ in range(_READS):
+                with contextlib.suppress(FileNotFoundError):
+                    return marker.tag, self.store.read(marker.name, MAX_DONE_BYTES)
             return None
 
         with ThreadPoolExecutor(_AT_ONCE, "delta-list") as pool:

@@ -220,7 +220,7 @@ class ObjectStore:
             raise FileExistsError(errno.EEXIST, "there is such an object", path) from error
         except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
             raise PermissionError(errno.EACCES, _brief(error), path) from error
-        except exceptions.BaseError as error:
+        except (exceptions.BaseError, ValueError) as error:  # ValueError: a name that none can have
             raise OSError(errno.EIO, _brief(error), path) from error
 
 

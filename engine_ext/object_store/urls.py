@@ -27,9 +27,12 @@ def store_url(text: str) -> str:
     match = _URL.fullmatch(text)
     if match is None or match[1] not in _SCHEMES:
         schemes = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
+        shown = text.rpartition("@")[2]  # without credentials
         raise ValueError(
-            f"not the URL of an object store: {text!r} (BUCKET/PREFIX after {schemes})"
+            f"not the URL of an object store: {shown!r} (BUCKET/PREFIX after {schemes})"
         )
+    if not text.isprintable():
+        raise ValueError(f"{text!r} has characters that cannot be printed")
     names = match[3].split("/")[1:]
     if any(one in match[2] for one in "@:?#") or any(one in match[3] for one in "?#\0"):
         raise ValueError(

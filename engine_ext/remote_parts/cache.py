@@ -59,6 +59,15 @@ class PartCache:
         default = Path(tempfile.gettempdir()) / f"delta-updates-cache-{os.geteuid()}"
         self.folder = default if folder is None else Path(folder)
         self._limit = limit
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Make the folder if it is missing, also when something has removed it since.
+
+        Raises:
+            PermissionError: the folder is another user's, or others may write into it.
+            OSError: it cannot be made.
+        """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = os.lstat(self.folder)
         mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
@@ -85,6 +94,7 @@ class PartCache:
             OSError: the folder cannot be written.
         """
         path = self.folder / (content + _PART)
+        self.prepare()
         with _locked(path.with_suffix(_LOCK)):
             with contextlib.suppress(FileNotFoundError):
                 if _is_whole(path, content, size):
@@ -110,12 +120,15 @@ class PartCache:
 
     def _make_room(self, size: int) -> None:
         """Remove the parts that were not read for the longest time until one more fits."""
+        if size > self._limit:
+            raise self._full()
+        _remove_unfinished(self.folder)
         used = {path: _bytes_of(path) for path in self.folder.glob("*" + _PART)}
         left = self._limit - size - sum(used.values())
         for path in sorted(used, key=_read_at):
             if left >= 0:
                 return
-            if time.time() - _read_at(path) > _GRACE_S and _remove_unused(path):
+            if _remove_unused(path):
                 left += used[path]
         if left < 0:
             raise self._full()
@@ -153,11 +166,23 @@ def _is_whole(path: Path, content: str, size: int) -> bool:
 
 
 def _remove_unused(path: Path) -> bool:
-    """Remove a part unless a rank maps it; return whether it is gone."""
+    """Remove a part unless a rank maps it, or will; return whether it is gone."""
     with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _remove(path)
+        if time.time() - _read_at(path) > _GRACE_S:
+            _remove(path)
     return not path.exists()
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove what ranks that died have fetched in part."""
+    for unfinished in folder.glob("*" + _UNFINISHED):
+        with contextlib.suppress(OSError):  # BlockingIOError: it is being fetched
+            path = unfinished.with_suffix(_LOCK)
+            with FileLock(path, os.O_RDWR | os.O_CREAT, "it is being fetched") as lock:
+                if lock.is_enforced:
+                    unfinished.unlink(missing_ok=True)
+                    path.unlink(missing_ok=True)
 
 
 def _remove(path: Path) -> None:

@@ -30,6 +30,7 @@ class LocalFolder(contextlib.AbstractContextManager["LocalFolder"]):
 
     def __init__(self, cache: PartCache | None, scratch: str | None = None) -> None:
         if cache is not None:
+            cache.prepare()
             _remove_stale(cache.folder)
         parent = scratch if cache is None else cache.folder
         self._folder = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent)

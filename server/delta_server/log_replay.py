@@ -49,6 +49,7 @@ from engine_ext.errors import (
     WeightsAsleep,
     WriteUndone,
 )
+from engine_ext.object_store import is_store_url
 from engine_ext.wire.operations import AcquireLogLease, DropSync, ReleaseLogLease
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ ApplyFiles = Callable[
 
 _PROGRESS_EVERY_S = 2.0
 _POLL_S = 0.2
+_WAITS_S = (1.0, 2.0, 4.0)  # before a store is read again at start-up
 _MOST_FOLDED_BYTES = 256 << 20  # of several versions that are folded; ten times that is decoded
 # Errors that another version, or another route to this one, would not avoid.
 _ENGINE_ERRORS = (
@@ -134,7 +136,8 @@ class LogReplay:
     async def at_start(self) -> None:
         """Publish the engine's version and replay the log, before the engine serves.
 
-        A `DeltaError` of the replay is logged, not raised.
+        A `DeltaError` of the replay is logged, not raised; before that, what a store has is read a
+        few times more, as it may have failed in passing.
         """
         # An engine that has served nothing has no KV to drop, which takes SGLang half a second of a
         # core per version then. Other processes may be serving already.
@@ -142,11 +145,24 @@ class LogReplay:
         try:
             async with self.idle():
                 await self._committer.publish()
-                await self._run(options)
+                await self._run_again(options)
         except DeltaError as error:
             self._problem = self._problem or error.to_wire()
             message = "delta log: replay failed, the engine serves the version that it has: %s: %s"
             logger.error(message, type(error).__name__, error.message)
+
+    async def _run_again(self, options: Options) -> None:
+        waits = iter(_WAITS_S if is_store_url(self.log.location) else ())
+        while True:
+            try:
+                await self._run(options)
+                return
+            except (LogDamaged, PartUnavailable) as error:
+                wait = next(waits, None)
+                if wait is None:
+                    raise
+                logger.warning("delta log: read again in %.0f s: %s", wait, error.message)
+                await asyncio.sleep(wait)
 
     async def run(self, options: Options, *, fold: bool = False) -> dict[str, Any]:
         """Replay the versions that the engine lacks, and return the result as JSON.

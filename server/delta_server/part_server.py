@@ -50,7 +50,8 @@ class PartServer:
         host = f"[{address}]" if ":" in address else address
         self.url = f"http://{host}:{listening.getsockname()[1]}/parts"
         app = Starlette(routes=[Route("/parts/{name}", self._serve)])
-        config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")
+        # Its loggers are the engine's own server's, too, and stay as they are.
+        config = uvicorn.Config(app, log_config=None, lifespan="off")
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
             target=self._server.run, args=([listening],), name="delta-parts", daemon=True

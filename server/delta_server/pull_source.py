@@ -26,13 +26,15 @@ class PullSource:
 
     Raises:
         PathForbidden: no folder is allowed, or it is a URL that is not.
-        MalformedPart, PartUnavailable: see `StoreFiles.allowed`.
+        MalformedPart, PartUnavailable: it is no path; see `StoreFiles.allowed`.
     """
 
     def __init__(self, location: str, folders: tuple[str, ...], files: StoreFiles) -> None:
         self._in_store = is_store_url(location)
         if not self._in_store and not folders:
             raise PathForbidden("pulls are refused: the engine has no --delta-root")
+        if "\0" in location:
+            raise MalformedPart("a path contains a NUL character")
         self.location = files.allowed(location) if self._in_store else os.path.realpath(location)
         self._folders, self._files = folders, files
 
@@ -47,7 +49,7 @@ class PullSource:
             return self._following_in_store(current, target)
         found = []
         for version in range(current + 1, target + 1):
-            folder = folder_of(Path(self.location), version)
+            folder = Path(os.path.realpath(folder_of(Path(self.location), version)))
             list_names(folder, self._folders)
             if not holds_nothing(folder, self._folders):
                 found.append(version)

@@ -101,7 +101,7 @@ class StoreFiles:
             folders = self._settings.folders
             yield ResolvedFiles(resolve_files(request, folders), folders)
             return
-        with LocalFolder(self._cache) as scratch:
+        with self.scratch() as scratch:
             folder, url = await asyncio.to_thread(self._fetch, request, scratch.path)
             local = msgspec.structs.replace(request, model_path=str(folder))
             roots = [str(scratch.path)]
@@ -119,8 +119,13 @@ class StoreFiles:
             return f"{store.url}/{prefix}".rstrip("/")
 
     def scratch(self) -> LocalFolder:
-        """Return a new folder for what is fetched."""
-        return LocalFolder(self._cache)
+        """Return a new folder for what is fetched.
+
+        Raises:
+            PartUnavailable, SpoolFull: it cannot be made.
+        """
+        with _reported():
+            return LocalFolder(self._cache)
 
     def list_names(self, folder: str) -> list[str]:
         """Return the names in a folder, or directly below a URL; none if the URL has nothing.
@@ -171,6 +176,8 @@ class StoreFiles:
                 names += [name for name in (INDEX,) if name in listed]
             if len(names) > _MAX_FILES:
                 raise TooLarge(f"{len(names)} files in one request", limit=_MAX_FILES)
+            if len(set(names)) < len(names):
+                raise MalformedPart("a file is named twice")
             url = f"{store.url}/{prefix}".rstrip("/")
             folder = scratch / url.rpartition("/")[2]
             folder.mkdir()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import sys
 from typing import Any
 
 from engine_ext import replicas, settings
@@ -132,5 +133,21 @@ def _set_up(args: Any) -> Any:
         replicas_elsewhere=local not in (None, args.data_parallel_size),
         one_replica_answers=(args.data_parallel_size or 1) > 1 and not replicas_answer_together(),
         rust_frontend=getattr(envs, "VLLM_USE_RUST_FRONTEND", False),
+        on_ray=_is_on_ray(args),
         ray_executor_v1=not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND,
     )
+
+
+def _is_on_ray(args: Any) -> bool:
+    """Return whether vLLM's ranks are workers of Ray, which vLLM chooses by itself in two cases."""
+    executor = getattr(args, "distributed_executor_backend", None)
+    if executor is not None:
+        return str(executor).lower() == "ray"
+    if str(getattr(args, "data_parallel_backend", "")).lower() == "ray":
+        return True
+    ray = sys.modules.get("ray")  # a server in a Ray actor has imported it
+    if ray is None or not ray.is_initialized():
+        return False
+    from ray.util import get_current_placement_group
+
+    return get_current_placement_group() is not None

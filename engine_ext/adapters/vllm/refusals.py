@@ -9,7 +9,6 @@ from engine_ext.adapters.refusals import (
     Refusal,
     above_one,
     enabled,
-    equal,
     given,
     other_than,
 )
@@ -22,7 +21,7 @@ _SEPARATE: Final = (
 _MOVING: Final = "experts move between the ranks"
 _NO_ENDPOINTS: Final = "it has no delta endpoints; use the Python HTTP server"
 _HOSTS: Final = above_one("nnodes")
-_RAY: Final = equal("distributed_executor_backend", "ray")
+_RAY: Final = enabled("on_ray")
 _ONE_HOST: Final = "replicas vote by a store on the host that they share"
 _UNTESTED: Final = "they are not tested together"
 

@@ -49,6 +49,34 @@ def test_nothing_happens_where_nobody_asks() -> None:
     assert vars(bare) == before
 
 
+@pytest.mark.parametrize(
+    ("executor", "data_parallel", "group", "on_ray"),
+    [
+        ("ray", "mp", None, True),
+        (None, "ray", None, True),
+        (None, "mp", "a group", True),
+        (None, "mp", None, False),
+        ("mp", "ray", "a group", False),
+    ],
+)
+def test_ray_is_seen_when_vllm_chooses_it(
+    executor: str | None,
+    data_parallel: str,
+    group: str | None,
+    on_ray: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With data parallelism by Ray, and in an actor that has a placement group."""
+    util = SimpleNamespace(get_current_placement_group=lambda: group)
+    ray = SimpleNamespace(is_initialized=lambda: True, util=util)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.util", util)
+    args = argparse.Namespace(
+        distributed_executor_backend=executor, data_parallel_backend=data_parallel
+    )
+    assert hooks._is_on_ray(args) is on_ray
+
+
 def test_the_endpoints_are_there_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(settings.ENVIRONMENT, "{}")
     handler = logging.NullHandler()

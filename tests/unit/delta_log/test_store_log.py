@@ -351,22 +351,31 @@ def test_a_cached_part_that_was_tampered_with_is_fetched_again(
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_bytes_that_changed_on_the_way_are_asked_for_again(
-    log: StoreLog, proxy: StoreProxy, tmp_path: Path, cached: bool
+@pytest.mark.parametrize("fault", [Fault(flip=7), Fault(status=404)], ids=["flip", "404"])
+def test_what_changed_on_the_way_or_was_not_found_is_asked_for_again(
+    log: StoreLog, proxy: StoreProxy, tmp_path: Path, cached: bool, fault: Fault
 ) -> None:
     body = part(1, 0)
     write(log, 1, body)
     one = reader(log, PartCache(str(tmp_path / "cache"), 1 << 20) if cached else None)
     [entry] = one.listing().entries
-    flip = Fault(flip=7)
-    proxy.faults = lambda method, path, number: flip if "flush" in path and not number else None
+    proxy.faults = lambda method, path, number: fault if "flush" in path and not number else None
     with one.fetched(entry):
         assert entry.paths[0].read_bytes() == body
-    proxy.faults = lambda method, path, number: flip if "flush" in path else None
+    proxy.faults = lambda method, path, number: fault if "flush" in path else None
     for kept in (tmp_path / "cache").glob("*.part"):
         kept.unlink()
     with pytest.raises(LogDamaged, match="flush0000"), one.fetched(entry):
         pass
+
+
+def test_a_done_that_was_not_found_is_asked_for_again(log: StoreLog, proxy: StoreProxy) -> None:
+    write(log, 1)
+    gone = Fault(status=404)
+    proxy.faults = lambda method, path, number: gone if DONE in path and not number else None
+    assert versions(reader(log, None)) == [(0, 1)]
+    proxy.faults = lambda method, path, number: gone if DONE in path else None
+    assert "cannot be found" in reader(log, None).listing().damaged["weight_v000001"]
 
 
 def test_a_store_that_is_away(log: StoreLog, proxy: StoreProxy) -> None:

@@ -33,6 +33,7 @@ def test_a_url_is_normalised(given: str, found: str) -> None:
         ("s3://", "not the URL of an object store"),
         ("s3:///x", "not the URL of an object store"),
         ("s3://bucket//x", "not the URL of an object store"),
+        ("s3://bucket/a\nb", "cannot be printed"),
         ("s3://key:secret@bucket/x", "credentials and endpoints"),
         ("s3://host:9000/x", "credentials and endpoints"),
         ("s3://bucket/x?versionId=1", "credentials and endpoints"),
@@ -62,3 +63,10 @@ def test_what_is_below_a_url() -> None:
     assert is_within("s3://b/log/weight_v000001", "s3://b/log")
     assert not is_within("s3://b/log-2", "s3://b/log")
     assert not is_within("s3://b", "s3://b/log")
+
+
+@pytest.mark.parametrize("url", ["https://user:secret@host/x", "s3://key:secret@bucket//x"])
+def test_credentials_are_not_shown(url: str) -> None:
+    with pytest.raises(ValueError, match="not the URL") as raised:
+        store_url(url)
+    assert "secret" not in str(raised.value)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pytest
 import xxhash
 
+from engine_ext.durable_files import FileLock
 from engine_ext.errors import ChecksumMismatch, PartUnavailable, SpoolFull
 from engine_ext.part_paths import decoded_path
 from engine_ext.receiver.mapped_part import map_part
-from engine_ext.remote_parts import PartCache
+from engine_ext.remote_parts import LocalFolder, PartCache
 
 LIMIT = 10_000
 
@@ -161,6 +164,51 @@ def test_a_part_that_took_long_to_fetch_stays(cache: PartCache) -> None:
     with pytest.raises(SpoolFull):
         second.get(cache)
     assert path.exists()
+
+
+def test_a_part_that_another_rank_is_given_meanwhile_stays(
+    cache: PartCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = Origin(b"1" * 6000), Origin(b"2" * 6000)
+    path = first.get(cache)
+    age(path, 100)
+    flock = fcntl.flock
+
+    def given_out(file: Any, operation: int) -> None:
+        if operation & fcntl.LOCK_NB and getattr(file, "name", None) == str(path):
+            age(path, -100)
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", given_out)
+    with pytest.raises(SpoolFull):
+        second.get(cache)
+    assert path.exists()
+
+
+def test_a_part_that_cannot_fit_removes_nothing(cache: PartCache) -> None:
+    first = Origin(b"1" * 6000)
+    age(first.get(cache), 100)
+    with pytest.raises(SpoolFull):
+        Origin(b"2" * (LIMIT + 1)).get(cache)
+    assert (cache.folder / f"{first.content}.part").exists()
+
+
+def test_what_killed_ranks_left_is_removed(cache: PartCache) -> None:
+    left = cache.folder / f"{'0' * 32}.fetching"
+    left.write_bytes(b"1" * 100)
+    lock, busy = (cache.folder / f"{'1' * 32}{end}" for end in (".fetch", ".fetching"))
+    busy.write_bytes(b"2" * 100)
+    with FileLock(lock, os.O_RDWR | os.O_CREAT, None):
+        Origin(b"a part").get(cache)
+        assert (left.exists(), busy.exists()) == (False, True)
+
+
+def test_a_folder_that_was_removed_is_made_again(cache: PartCache) -> None:
+    shutil.rmtree(cache.folder)
+    assert Origin(b"a part").get(cache).read_bytes() == b"a part"
+    shutil.rmtree(cache.folder)
+    with LocalFolder(cache) as folder:
+        assert folder.path.is_dir()
 
 
 def test_a_full_disk_is_named(cache: PartCache) -> None:

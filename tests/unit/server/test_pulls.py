@@ -152,6 +152,18 @@ def test_without_an_id_what_is_staged_may_be_of_another_pull(rig: Rig, root: Pat
     assert rig.status()["version"] == 7
 
 
+def test_a_version_behind_a_link(rig: Rig, root: Path) -> None:
+    publish(root, 8, delta_part())
+    (root / "weight_v000008").rename(root / "elsewhere")
+    (root / "weight_v000008").symlink_to(root / "elsewhere")
+    assert pull(rig, root, 8).json()["success"] is True
+    rig.assert_committed(load(rig, 8), NEXT, 8)
+
+
+def test_a_folder_that_is_no_path(rig: Rig) -> None:
+    assert_error(pull(rig, Path("/a\0b"), 8), 400, "MalformedPart")
+
+
 def test_pulls_that_are_refused(rig: Rig, root: Path, tmp_path: Path) -> None:
     publish(root, 9, delta_part())
     assert pull(rig, root, 9).json()["error"]["type"] == "MalformedPart"  # 8 is missing

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from delta_server import log_follower
+from delta_server import log_follower, log_replay
 from engine_ext.delta_log import StoreLog, live_heartbeats, open_log
 from tests.support.in_process_engine import (
     VERSION,
@@ -70,6 +70,30 @@ def write_steps(log: StoreLog, first: int = 0, last: int = len(STEPS)) -> None:
         draft = writer.begin(VERSION + k + 1)
         draft.add(delta_part(STEPS[k], VERSION + k + 1, base_version=VERSION + k))
         draft.finish()
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_a_store_that_fails_for_a_while_is_read_again_at_start_up(
+    log: StoreLog,
+    proxy: StoreProxy,
+    started: Callable[..., Rig],
+    monkeypatch: pytest.MonkeyPatch,
+    follow: bool,
+) -> None:
+    monkeypatch.setattr(log_replay, "_WAITS_S", (0.01, 0.01))
+    write_steps(log)
+    flipped: list[str] = []
+
+    def faults(method: str, path: str, number: int) -> Fault | None:
+        if "flush" not in path or len(flipped) == 4:
+            return None
+        flipped.append(path)
+        return Fault(flip=7)
+
+    proxy.faults = faults
+    rig = started(follow=follow, follow_interval=60.0)
+    assert (rig.status()["version"], len(flipped)) == (NEWEST, 4)
+    assert rig.status()["delta_log"]["problem"] is None
 
 
 def test_an_engine_starts_at_the_newest_version(log: StoreLog, started: Callable[..., Rig]) -> None:

@@ -6,7 +6,7 @@ else is the sender's: transactions, digests, retries, outcomes.
 Example::
 
     relays = {url: relay_on(node_id, url) for node_id, url in engines}
-    with httpx.Client(transport=RayTransport(relays)) as client:
+    with httpx.Client(transport=RayTransport(relays), timeout=600) as client:
         sender = MultiSender([*relays], base, client=client)
 """
 
@@ -100,16 +100,17 @@ class RayTransport(httpx.BaseTransport):
             raise httpx.UnsupportedProtocol(f"no relay for {request.url}", request=request)
         body = request.read()
         timeout = request.extensions.get("timeout", {})
-        call = relay.request.remote(
-            request.method,
-            request.url.raw_path.decode(),
-            _end_to_end(request.headers),
-            self._reference(body) if body else None,
-            timeout,
-        )
-        waits = [seconds for seconds in timeout.values() if seconds is not None]
+        limited = timeout and None not in timeout.values()
         try:
-            status, headers, content = ray.get(call, timeout=sum(waits) if waits else None)
+            call = relay.request.remote(
+                request.method,
+                request.url.raw_path.decode(),
+                _end_to_end(request.headers),
+                self._reference(body) if body else None,
+                timeout,
+            )
+            wait = sum(timeout.values()) if limited else None
+            status, headers, content = ray.get(call, timeout=wait)
         except ray.exceptions.GetTimeoutError as error:
             raise httpx.ReadTimeout("the relay did not answer", request=request) from error
         except ray.exceptions.RayTaskError as error:
