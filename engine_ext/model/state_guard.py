@@ -105,6 +105,10 @@ class ModelStateGuard:
         """Return whether a dict or list, or the attributes of an object, hold something else."""
         return any(content_changed(one, before) for one, before in self._containers)
 
+    def known_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of before, wherever they are reached from, with their paths."""
+        yield from self._tensors.items()
+
     def new_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors at paths that had no tensor or another one, with their paths."""
         for path, tensor in _tensors_by_path(self._model).items():

@@ -140,6 +140,8 @@ def _runs(segment: Segment, source: torch.Tensor) -> tuple[Bits, Bits] | None:
 
 
 def _judge(placed: Placed, source: torch.Tensor, compared: _Compared, certified: Certified) -> None:
+    if placed.status is not Status.UNJUDGED:  # the checkpoint has the name twice
+        return
     digests: dict[SourceBox, Digest] = {}
     for segment, pieces, digested in compared:
         results = [piece.result() for piece in pieces]

@@ -231,7 +231,7 @@ def _signature(steps: list[Step], storages: list[TrackedStorage]) -> Hashable | 
         if isinstance(leaf, torch.Tensor):
             if leaf.numel() > _MAX_COMPARED:
                 raise ValueError
-            return (str(leaf.dtype), tuple(leaf.shape), tuple(leaf.view(-1).tolist()))
+            return (str(leaf.dtype), tuple(leaf.shape), tuple(leaf.reshape(-1).tolist()))
         return leaf if isinstance(leaf, UntrackedTensor) else repr(leaf)
 
     kinds = tuple((s.elements, s.dtype, s.source is None) for s in storages)

@@ -159,11 +159,16 @@ class Recorder:
         storages = self._tracker.find_all(inputs)
         for source in read.union(*(storage.live for storage in storages)):
             self._read_back.append((source, entry.name))
-        if func is _COPY and storages:
+        copied = self._tracker.find(arguments["src"]) if func is _COPY else None
+        if copied is not None:
+            # A view over several live tensors was written before, which is followed no further.
+            for storage in storages:
+                if storage is not copied:
+                    self._refuse(storage, f"the loader also writes it over {entry.name}")
             try:
-                write = self._copied(destination, entry, arguments["src"], storages[0])
+                write = self._copied(destination, entry, arguments["src"], copied)
             except UntraceableError as error:
-                self._refuse(storages[0], f"{error} before it is copied to {entry.name}")
+                self._refuse(copied, f"{error} before it is copied to {entry.name}")
             else:
                 self.writes.append(write)
                 for name, segment in write:

@@ -15,6 +15,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -81,6 +82,7 @@ def trace_placement(
             for spec in specs:
                 placement[spec.name] = Placed(spec)
                 writes += _explain(guard, load_weights, spec, index, placement, failure)
+                gc.collect(0)  # of each call some cycles are left, as large as the model's walk
     for placed in placement.values():
         if placed.status is Status.UNJUDGED and not placed.segments:
             placed.status = Status.NOT_ON_RANK
@@ -114,7 +116,7 @@ def rehearse(
     with _dry_run(model, bits=False) as guard:
         failure, writes = _run(guard, load_weights, [p.spec for p in trial.values()], index, trial)
     if failure is not None:
-        reason = f"the loader fails without the other tensors: {_brief(failure)}"
+        reason = f"the loader fails without the other tensors: {failure}"
         return dict.fromkeys(names, reason)
     different = {
         name: "the loader treats it differently without the other tensors"
@@ -240,8 +242,8 @@ def _run(
     index: StorageIndex,
     placement: Placement,
     other: list[str] | None = None,
-) -> tuple[Exception | None, list[Write]]:
-    """Call the loader; return what it raised, and everything that it wrote to live memory.
+) -> tuple[str | None, list[Write]]:
+    """Call the loader; return what it raised, briefly, and everything that it wrote to live memory.
 
     The paths of the parameters and buffers that it replaced, and of other tensors that it keeps
     elements in, are added to `other`.
@@ -255,7 +257,8 @@ def _run(
     except TracingError:
         raise
     except Exception as error:
-        failure = error
+        # Its frames hold all that the loader had, and this one: a cycle for each tensor of a trace.
+        failure = _brief(error)
     finally:
         replaced = [attached.path for attached in guard.registered if attached.changed]
         _refuse_changes(guard, recorder)
@@ -274,7 +277,7 @@ def _refuse_changes(guard: ModelStateGuard, recorder: Recorder) -> None:
     for attached in guard.attributes:
         current = [] if attached.current is None else [attached.current]
         recorder.refuse_kept([attached.memory, *current], attached.path)
-    for path, tensor in guard.new_tensors():
+    for path, tensor in chain(guard.known_tensors(), guard.new_tensors()):
         recorder.refuse_kept([tensor], path)
 
 
@@ -284,15 +287,15 @@ def _explain(
     spec: TensorSpec,
     index: StorageIndex,
     placement: Placement,
-    joint: Exception,
+    joint: str,
 ) -> list[Write]:
     """Trace one tensor alone, after the loader failed on all of them together."""
     placed = placement[spec.name]
     failure, writes = _run(guard, load_weights, [spec], index, placement)
     if failure is not None:
-        placed.refuse(f"the loader fails on a tensor without data: {_brief(failure)}")
+        placed.refuse(f"the loader fails on a tensor without data: {failure}")
     elif not placed.segments:
-        placed.refuse(f"the loader copies nothing from it alone, and all fail: {_brief(joint)}")
+        placed.refuse(f"the loader copies nothing from it alone, and all fail: {joint}")
     return writes
 
 

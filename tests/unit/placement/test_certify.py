@@ -138,6 +138,13 @@ def test_a_judgement_stands(status: Status) -> None:
     assert (tensor.status, tensor.reason) == (status, "before")
 
 
+def test_a_name_that_comes_twice_is_judged_once() -> None:
+    source = torch.ones(3, 4)
+    tensor = placed(torch.zeros(3, 4), source)
+    judged(tensor, ("w", source), ("w", torch.zeros(3, 4)))
+    assert tensor.status is Status.UNCERTIFIED
+
+
 def test_the_first_reason_stands() -> None:
     tensor = placed(torch.ones(3, 4), torch.ones(3, 4))
     tensor.refuse("first")

@@ -80,6 +80,76 @@ def test_the_reason_says_what_the_loader_does(
     assert fragment in placed.reason
 
 
+class KeepsInList(toy_models.KeepsReference):
+    """Writes a tensor of its own that no module has as an attribute, and that seems constant."""
+
+    shapes: ClassVar = {"weight": (1,)}
+    dtypes: ClassVar = {"weight": torch.float32}
+
+    def build(self) -> None:
+        ToyModel.build(self)
+        self.held = [torch.ones(1)]
+
+    def load_one(self, name: str, weight: torch.Tensor) -> None:
+        ToyModel.load_one(self, name, weight)
+        self.held[0].copy_(weight)
+
+
+class WritesAcross(ToyModel):
+    """Writes two parameters by one view over both, and then one of them again."""
+
+    shapes: ClassVar = {"both": (16,), "first": (8,)}
+    dtypes: ClassVar = {"both": torch.float32, "first": torch.float32}
+    doubles: ClassVar = False
+
+    def build(self) -> None:
+        memory = torch.zeros(16)
+        self.first = torch.nn.Parameter(memory[:8], requires_grad=False)
+        self.second = torch.nn.Parameter(memory[8:], requires_grad=False)
+
+    def load_one(self, name: str, weight: torch.Tensor) -> None:
+        if name == "first":
+            self.first.data.copy_(weight)
+        else:
+            across = self.first.data.as_strided((16,), (1,), 0)
+            across.copy_(weight * 2 if self.doubles else weight)
+
+
+class WritesDoubleAcross(WritesAcross):
+    shapes: ClassVar = WritesAcross.shapes
+    doubles: ClassVar = True
+
+
+def test_what_is_written_into_a_list_is_refused() -> None:
+    placed = trace(loaded(KeepsInList))["weight"]
+    assert placed.status is Status.UNCERTIFIED
+    assert "held[0]" in placed.reason
+
+
+@pytest.mark.parametrize("model", [WritesAcross, WritesDoubleAcross])
+def test_what_is_written_over_another_tensor_hides_neither(model: type[ToyModel]) -> None:
+    """The one that is written as the loader should write it is not taken for ignored."""
+    placement = trace(loaded(model))
+    assert placement["both"].status is Status.UNCERTIFIED
+    assert placement["both"].reason == "the loader also writes it over first"
+    assert boxes(placement["first"]) == [("first", 0, (8,), (1,), 0, (1,))]
+
+
+def test_elements_may_be_taken_by_a_transposed_index() -> None:
+    class Takes(ToyModel):
+        shapes: ClassVar = {"weight": (12,)}
+
+        def build(self) -> None:
+            self.weight = toy_models.parameter(3, 4)
+
+        def load_one(self, name: str, weight: torch.Tensor) -> None:
+            self.weight.copy_(weight.take(torch.arange(12).reshape(4, 3).t()))
+
+    placed = trace(loaded(Takes))["weight"]
+    assert (placed.status, placed.reason) == (Status.UNJUDGED, "")
+    assert placed.segments
+
+
 def boxes(placed: Placed) -> list[tuple[Any, ...]]:
     return [
         (s.live.name, s.offset, s.sizes, s.strides, s.source_offset, s.source_strides)
