@@ -81,7 +81,7 @@ class Recorder:
 
     def refuse_kept(self, tensors: Iterable[torch.Tensor], path: str) -> None:
         """Refuse the checkpoint tensors whose elements the loader keeps in tensors at `path`."""
-        for storage in self._tracker.find_all(tensors):
+        for storage in self._tracker.find_all(t for t in tensors if t.numel()):
             self.kept.append(path)
             self._refuse(storage, f"the loader also keeps it in {path}, which is no parameter")
 
