@@ -63,7 +63,7 @@ class LogDestination(Destination):
         self.highest_posted = 0
         self.log, self.writer = log, log.writer()
         self._engines, self._hmac_key = engines, hmac_key
-        self._plan: Any = None
+        self._plans: list[Any] = []  # the last one; an engine may answer that it has none
         self._draft: Draft | None = None
 
     @property
@@ -102,13 +102,13 @@ class LogDestination(Destination):
             with contextlib.suppress(Empty):
                 answer = answers.get(timeout=min(left, _NEXT_S) if todo else left)
                 if not isinstance(answer, SyncError):
-                    self._plan = answer
+                    self._plans = [answer]
                     return answer
                 asked, failure = asked - 1, answer
             left = end - time.monotonic()
-        if self._engines and self._plan is None:
+        if self._engines and not self._plans:
             raise failure
-        return self._plan
+        return self._plans[0] if self._plans else None
 
     def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:
         """Write one part; the last one makes the version visible.
