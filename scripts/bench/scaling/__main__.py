@@ -6,12 +6,12 @@
     python -m scripts.bench.scaling check --constants constants.json --sizes 1.5B
 
 measure  times each step of a sync by itself: CPU time of one core, the least of some runs in turn;
-         fixed costs are those of a small live vLLM on two ranks
+         fixed costs are those of a small live vLLM on two ranks, and of one on one
 model    composes them to whole syncs (`scripts/bench/scaling/model.py` has the formulas), for three
          sizes of models, and prints the tables of docs/scaling.md
-check    syncs models of up to 1.5 billion parameters to a live vLLM on two ranks, on this machine,
-         and prints what was measured beside what the model says; every live byte must be the
-         sender's. A ratio does not change the exit status: other work on the machine does.
+check    syncs models of up to 1.5 billion parameters to a live vLLM on this machine, on two ranks or
+         on one, and prints what was measured beside what the model says; every live byte must be
+         the sender's. A ratio does not change the exit status: other work on the machine does.
 """
 
 from __future__ import annotations

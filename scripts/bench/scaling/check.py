@@ -1,4 +1,4 @@
-"""Compare the model with real syncs: a live vLLM on two ranks and a sender, all on this machine."""
+"""Compare the model with real syncs: a live vLLM and a sender, both on this machine."""
 
 from __future__ import annotations
 
@@ -52,9 +52,8 @@ NEEDED: Final = {"0.1B": 5, "0.5B": 7, "1.5B": 13}
 # A cache of 16 blocks is enough, as nothing is generated; vLLM would take 1 GiB on each rank.
 _SMALL_CACHE: Final = ("--num-gpu-blocks-override", "16")
 BUCKET_BYTES: Final = 8 << 20
-# In the titles of vLLM's processes that hold weights: with several ranks, and with one.
+# In the titles of vLLM's processes that hold weights. On CPU there is one for a single rank, too.
 _WORKER: Final = "Worker"
-_CORE: Final = "EngineCore"
 
 
 @dataclass(frozen=True)
@@ -187,10 +186,10 @@ def check(
         encoders=8,
         trainer_cores=usable_cores(),
         ranks=ranks,
-        rank_threads=1,
+        rank_threads=max(1, usable_cores() // ranks),
         bucket_bytes=BUCKET_BYTES,
         one_host=True,
-        waiting=ranks if ranks > 1 else 0,  # for a second after each call
+        waiting=ranks,  # for a second after each call
     )
     return Checked(setup, base, measured, wrong)
 
@@ -253,8 +252,7 @@ def _watched(engine: EngineProcess) -> dict[str, int]:
     """Return the engine's ranks, and its HTTP process, which is the first of all."""
     pids = sorted(engine.pids(), key=lambda pid: float(psutil.Process(pid).create_time()))
     titles = {pid: " ".join(psutil.Process(pid).cmdline()) for pid in pids}
-    title = _WORKER if engine.tp > 1 else _CORE
-    ranks = sorted(pid for pid in pids if title in titles[pid])
+    ranks = sorted(pid for pid in pids if _WORKER in titles[pid])
     if len(ranks) != engine.tp:
         raise EngineError(f"not {engine.tp} ranks among the engine's processes: {titles}")
     return {"server": pids[0], **{f"rank {number}": pid for number, pid in enumerate(ranks)}}

@@ -31,6 +31,8 @@ class Constants:
         loopback_ns: wall time of a post on the loopback interface, per byte; what its two ends take
             above is part of it.
 
+        alone_ns: verifying, decoding and staging on an engine of one rank, which shares nothing and
+            has every tensor in one run of memory; per changed element. The others are of several.
         decode_ns: verifying and decoding, and leaving that to all ranks, per changed element.
         stage_own_ns: staging what was decoded, per changed element that the rank holds.
         stage_other_ns: staging, per changed element of the part that other ranks hold.
@@ -46,6 +48,7 @@ class Constants:
             in a loop and yield.
         part_s: wall seconds of one more part of an engine, besides its bytes and elements.
         sync_s: wall seconds of one sync of an engine, besides its parts: pause, votes, publishing.
+        alone_part_s, alone_sync_s: the same of an engine of one rank.
 
         change_bytes: that the sender keeps until the commit, per changed element.
         encode_bytes: that are needed while a part is encoded, per changed element of it.
@@ -83,6 +86,8 @@ class Constants:
     waiting_share: float
     part_s: float
     sync_s: float
+    alone_part_s: float
+    alone_sync_s: float
 
     change_bytes: float
     encode_bytes: float
@@ -91,6 +96,7 @@ class Constants:
     undo_bytes: float
 
     encode_ns: dict[str, float] = field(default_factory=dict)
+    alone_ns: dict[str, float] = field(default_factory=dict)
     decode_ns: dict[str, float] = field(default_factory=dict)
     value_bytes: dict[str, float] = field(default_factory=dict)
 

@@ -55,6 +55,7 @@ def measure(elements: int, repeats: int, folder: Path, step: Callable[[str], Non
     found |= working_bytes(old, new)
     step(STEPS[4])
     found |= measure_rank.measure(old, new, repeats)
+    found |= measure_rank.alone(old, new, repeats)
     del old, new
     step(STEPS[5])
     found |= measure_http.measure(repeats)

@@ -1,7 +1,7 @@
 """Measure what a sync costs an engine by itself, without elements to speak of.
 
-A small vLLM on two ranks gets syncs of one element, of one element in each tensor, and of the same
-in one part for each tensor.
+A small vLLM, on two ranks and on one, gets syncs of one element, of one element in each tensor, and
+of the same in one part for each tensor.
 """
 
 from __future__ import annotations
@@ -20,17 +20,29 @@ _WARM = 2  # syncs that do not count
 
 
 def measure(folder: Path, repeats: int, engine: str = "vllm") -> dict[str, float]:
-    """Start the engine in `folder`, and return the fields of `Constants` that concern it.
+    """Start the engines in `folder`, and return the fields of `Constants` that concern them.
 
     Raises:
         EngineError: It did not start.
         SyncError: It refused a sync.
     """
     path = build("qwen3", folder / "small", num_hidden_layers=_LAYERS)
+    part_s, sync_s = _measure(engine, path, 2, repeats)
+    alone_part_s, alone_sync_s = _measure(engine, path, 1, repeats)
+    return {
+        "part_s": part_s,
+        "sync_s": sync_s,
+        "alone_part_s": alone_part_s,
+        "alone_sync_s": alone_sync_s,
+    }
+
+
+def _measure(engine: str, path: Path, ranks: int, repeats: int) -> tuple[float, float]:
+    """Return wall seconds of one more part, and of a sync besides its parts."""
     tensors = {name: tensor.clone() for name, tensor in load_tensors(path).items()}
-    log = folder / "small.log"
+    log = path.with_suffix(f".{ranks}.log")
     version, least = 0, dict.fromkeys(("one", "all", "parts"), float("inf"))
-    with ENGINES[engine](path, tp=2, enable_delta=True, log_path=log) as process:
+    with ENGINES[engine](path, tp=ranks, enable_delta=True, log_path=log) as process:
         for way in least:
             changed = list(tensors.values())[: 1 if way == "one" else None]
             with DeltaSender(
@@ -50,4 +62,4 @@ def measure(folder: Path, repeats: int, engine: str = "vllm") -> dict[str, float
                         least[way] = min(least[way], time.perf_counter() - start)
                 version = sender.version
     part = max(least["parts"] - least["all"], 0.0) / (len(tensors) - 1)
-    return {"part_s": part, "sync_s": max(least["one"] - part, 0.0)}
+    return part, max(least["one"] - part, 0.0)

@@ -161,9 +161,13 @@ class SpooledPart:
         remove_beside(self._path)
         self.read()
 
-    def read(self) -> Part:
-        """Return it decoded, in new mappings; as another rank does if it was decoded."""
-        return shared_decoding.read_part(str(self._path), self._identity, Limits(), shared=True)
+    def read(self, *, shared: bool = True) -> Part:
+        """Return it decoded, in new mappings; as another rank does if it was decoded.
+
+        Args:
+            shared: whether there are other ranks.
+        """
+        return shared_decoding.read_part(str(self._path), self._identity, Limits(), shared=shared)
 
 
 @contextlib.contextmanager
@@ -200,6 +204,19 @@ def decoding(old: Bits, new: Bits, repeats: int) -> dict[str, Any]:
         calls = {encoding: file.decode for encoding, file in files.items()}
         times = fastest(calls, repeats, ColdCaches())
     return {"decode_ns": {encoding: times[encoding] / nnz * 1e9 for encoding in ENCODINGS}}
+
+
+def alone(old: Bits, new: Bits, repeats: int) -> dict[str, Any]:
+    """Return the field of `Constants` for an engine of one rank; `new` has a sync's changes."""
+    with _spooled(old, new, ENCODINGS) as (files, tensors, nnz), other_cores_busy():
+        applier = Rank.of(tensors, 1).applier
+
+        def staging(file: SpooledPart) -> Callable[[], StagedPart]:
+            return lambda: applier.stage(file.read(shared=False))
+
+        calls = {encoding: staging(file) for encoding, file in files.items()}
+        times = fastest(calls, repeats, ColdCaches())
+    return {"alone_ns": {encoding: times[encoding] / nnz * 1e9 for encoding in ENCODINGS}}
 
 
 def measure(old: Bits, new: Bits, repeats: int) -> dict[str, Any]:

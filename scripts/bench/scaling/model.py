@@ -86,6 +86,9 @@ def place_cpu(setup: Setup, costs: Constants) -> float:
 
 def rank_cpu(setup: Setup, costs: Constants) -> float:
     """Return CPU seconds of one rank for staging a part; its share if it is decoded once."""
+    if setup.ranks == 1:
+        elements = setup.part_nnz * costs.alone_ns[setup.encoding]
+        return (elements + setup.part_tensors * costs.rank_param_ns) * _NS
     decoders = setup.ranks if setup.decode_once else 1
     return decode_cpu(setup, costs) / decoders + place_cpu(setup, costs)
 
@@ -129,6 +132,8 @@ def link(setup: Setup, costs: Constants) -> float:
 def staging(setup: Setup, costs: Constants) -> float:
     """Return seconds of staging a part on all ranks of an engine, each with its threads."""
     shared = setup.ranks * rank_cpu(setup, costs) / engine_cores(setup, costs)
+    if setup.ranks == 1:
+        return max(shared, rank_cpu(setup, costs))  # one thread takes a part
     decode = decode_cpu(setup, costs) / min(setup.rank_threads, engine_cores(setup, costs))
     place = place_cpu(setup, costs) / setup.rank_threads
     return max(shared, decode + place)
@@ -141,6 +146,16 @@ def commit(setup: Setup, costs: Constants) -> float:
     if setup.one_host:
         cores = setup.trainer_cores - setup.taken  # no rank waits
     return max(cpu / setup.rank_threads, setup.ranks * cpu / cores)
+
+
+def part_s(setup: Setup, costs: Constants) -> float:
+    """Return the fixed seconds of a part."""
+    return costs.alone_part_s if setup.ranks == 1 else costs.part_s
+
+
+def sync_s(setup: Setup, costs: Constants) -> float:
+    """Return the fixed seconds of a sync, for which generation is paused."""
+    return costs.alone_sync_s if setup.ranks == 1 else costs.sync_s
 
 
 def busy_cores(setup: Setup, costs: Constants) -> float:
@@ -198,7 +213,7 @@ def follow(setup: Setup, costs: Constants) -> Followed:
     publish = [times[name] for name in ("diff", "encode", "link")]
     take = [times[name] for name in ("link", "receive", "stage")]
     published = sum(publish) + more * max(publish)
-    followed = sum(take) + more * max(take) + costs.sync_s + commit(one, costs)
+    followed = sum(take) + more * max(take) + sync_s(one, costs) + commit(one, costs)
     return Followed(published, followed, part_bytes(one, costs) * one.parts)
 
 
@@ -214,7 +229,7 @@ def predict(setup: Setup, costs: Constants) -> Prediction:
     # Nothing waits in a loop before the first post. One part is encoded by two threads.
     awake = trainer_cores(replace(setup, waiting=0), costs)
     first = diff_cpu(setup, costs) / awake + encode_cpu(setup, costs) / min(2, awake)
-    post = transfer + times["stage"] + costs.part_s
+    post = transfer + times["stage"] + part_s(setup, costs)
     bounds = {
         **times,
         "cores": busy_cores(setup, costs),
@@ -225,7 +240,7 @@ def predict(setup: Setup, costs: Constants) -> Prediction:
     parts = first + post + (setup.parts - 1) * step
     if setup.parts > 1:
         parts += max(0.0, post - step)  # of the last part, which is not overlapped
-    fixed, paused = costs.sync_s, commit(setup, costs)
+    fixed, paused = sync_s(setup, costs), commit(setup, costs)
     refresh = refresh_cpu(setup, costs) / trainer_cores(setup, costs)
     whole = {name: seconds * setup.parts for name, seconds in times.items()}
     sender = sum(cpu(setup, costs) for cpu in (diff_cpu, encode_cpu, send_cpu))

@@ -67,12 +67,15 @@ COSTS = Constants(
     waiting_share=0.5,
     part_s=0.01,
     sync_s=0.05,
+    alone_part_s=0.008,
+    alone_sync_s=0.04,
     change_bytes=9,
     encode_bytes=7,
     decode_bytes=13,
     staged_bytes=8,
     undo_bytes=6,
     encode_ns={"gap8_exp": 6.5, "gap8_ulp": 6},
+    alone_ns={"gap8_exp": 13, "gap8_ulp": 12},
     decode_ns={"gap8_exp": 4, "gap8_ulp": 3.8},
     value_bytes={"gap8_exp": 1.33, "gap8_ulp": 0.23},
 )
@@ -164,6 +167,16 @@ def test_waiting_threads_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < share <= 1
 
 
+def test_one_rank_has_costs_of_its_own() -> None:
+    setup = dataclasses.replace(SETUP, ranks=1)
+    found = predict(setup, COSTS)
+    elements = setup.nnz * COSTS.alone_ns["gap8_ulp"]
+    assert found.cpu["rank"] == pytest.approx(
+        (elements + setup.model.tensors * COSTS.rank_param_ns) * 1e-9
+    )
+    assert found.pause_s == COSTS.alone_sync_s + found.stages["commit"]
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_parts_fit_their_bucket(model: Model) -> None:
     setup = dataclasses.replace(SETUP, model=model)
@@ -250,6 +263,7 @@ def test_measurements_on_little_data(monkeypatch: pytest.MonkeyPatch) -> None:
         **measure_sender.measure(old, new, 1),
         **measure.working_bytes(old, new),
         **measure_rank.measure(old, new, 1),
+        **measure_rank.alone(old, new, 1),
     }
     assert found["change_bytes"] == pytest.approx(COSTS.change_bytes, rel=0.01)
     assert found["staged_bytes"] == COSTS.staged_bytes
@@ -257,7 +271,7 @@ def test_measurements_on_little_data(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {each.name for each in dataclasses.fields(Constants)}
     assert known - found.keys() == {
         *("machine", "density", "send_ns", "receive_ns", "hash_ns", "loopback_ns"),
-        *("part_s", "sync_s", "waiting_share"),
+        *("part_s", "sync_s", "alone_part_s", "alone_sync_s", "waiting_share"),
     }
     assert found.keys() <= known
 
