@@ -251,11 +251,14 @@ class _Stager:
     ) -> _Found:
         """Find single elements, and add the write of them unless a box writes them."""
         copies = target.locator.copies
-        indices: NDArray[np.int64]
+        indices: NDArray[Any]
         if delta.indices is None:
             indices = np.arange(start, stop)
         else:
-            indices = delta.indices[start:stop].astype(np.int64, copy=False)
+            indices = delta.indices[start:stop]
+            # The digest takes wide ones, and so do offsets that int32 may not hold.
+            if digested or not (target.is_run and target.locator.offset_dtype is np.int32):
+                indices = indices.astype(np.int64, copy=False)
         values = delta.values[start:stop]
         sent = delta.positions if stop - start == delta.nnz else None
         boxed = delta.indices is None and target.segment.repack is None

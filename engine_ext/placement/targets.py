@@ -74,12 +74,13 @@ class Target:
         return self.host is not None and self.locator.shift is not None
 
     def find(
-        self, indices: NDArray[np.int64], sent: Positions | None = None
+        self, indices: NDArray[Any], sent: Positions | None = None
     ) -> tuple[Any, HostElements | DeviceElements]:
         """Find the elements of a delta that are in this segment.
 
         Args:
-            indices: ascending flat checkpoint indices, int64 [n].
+            indices: ascending flat checkpoint indices, int64 [n]; int32 if the segment is one run,
+                and its offsets are int32.
             sent: the positions that all of `indices` were decoded from, if known.
 
         Returns:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from engine_ext.dtypes import bits_dtype
 from engine_ext.wire.container import Header, read_container
+from engine_ext.wire.gap_streams import index_dtype
 from engine_ext.wire.manifest import BIT_CHANGES, PACKED_ENCODINGS, Limits, ParamEntry
 from engine_ext.wire.part import Part, make_delta, plain_values
 from engine_ext.wire.positions import Positions
@@ -64,7 +65,7 @@ def is_decoded(decoded: Buffer, key: str) -> bool:
 def read_decoded(container: Buffer, decoded: Buffer, limits: Limits) -> Part:
     """Return the same as `decode_part` of a container that has been decoded and verified.
 
-    The deltas keep views of both buffers, and indices may be int32.
+    The deltas keep views of both buffers.
 
     Args:
         decoded: what was written for this very container, see `is_decoded`.
@@ -103,7 +104,7 @@ def _arrays(entry: ParamEntry, encoding: str) -> list[_Array]:
     packed = encoding in PACKED_ENCODINGS
     arrays: list[_Array] = []
     if not entry.is_dense:
-        arrays.append((np.dtype(np.int32 if entry.numel <= 1 << 31 else np.int64), entry.nnz))
+        arrays.append((index_dtype(entry.numel), entry.nnz))
         if packed:
             arrays.append((np.dtype(np.uint8), entry.pos_end - entry.pos_start))
     if packed:

@@ -34,7 +34,12 @@ _NOT_ASCENDING: Final = "indices are negative or not ascending"
 
 class _Loops(NamedTuple):
     write: Callable[[Any, int, int, Any], int]
-    read: Callable[[Any, int, Any], int]
+    read: Callable[[Any, int, Any], tuple[int, int]]
+
+
+def index_dtype(numel: int) -> np.dtype[Any]:
+    """Return the dtype of the decoded indices of a tensor: int32 if all of them fit, else int64."""
+    return np.dtype(np.int32 if numel <= 1 << 31 else np.int64)
 
 
 def stream_bytes(indices: NDArray[np.int64]) -> int:
@@ -151,8 +156,8 @@ def unpack_streams(
         yield stream
 
 
-def decode_gaps(stream: NDArray[np.uint8], width: int, numel: int) -> NDArray[np.int64]:
-    """Decode a gap stream to int64 [nnz], ascending, unique, in [0, numel).
+def decode_gaps(stream: NDArray[np.uint8], width: int, numel: int) -> NDArray[Any]:
+    """Decode a gap stream to `index_dtype` [nnz], ascending, unique, in [0, numel).
 
     The inverse of `encode_gaps`; `width`, the bytes of a symbol, divides the stream's length.
 
@@ -160,18 +165,22 @@ def decode_gaps(stream: NDArray[np.uint8], width: int, numel: int) -> NDArray[np
         MalformedPart: The last gap does not end.
         NotUpdatable: The gaps run past the tensor.
     """
+    dtype = index_dtype(numel)
     if not stream.size:
-        return np.empty(0, np.int64)
+        return np.empty(0, dtype)
     symbols, skip = join_planes(stream, width), skip_symbol(width)
     if symbols[-1] == skip:
         raise MalformedPart("the gap stream ends within a gap")
-    loops = _loops(width)
+    loops = _loops(width, dtype.itemsize)
     if loops is None:
         indices = _read_by_numpy(symbols, skip)
+        end = int(indices[-1]) + 1
+        indices = indices.astype(dtype, copy=False)
     else:
-        out = np.empty(symbols.size, np.int64)  # what stays unwritten takes no memory
-        indices = out[: loops.read(symbols, skip, out)]
-    if indices[-1] >= numel:
+        out = np.empty(symbols.size, dtype)  # what stays unwritten takes no memory
+        count, end = loops.read(symbols, skip, out)
+        indices = out[:count]
+    if end > numel:
         raise NotUpdatable("the gaps run past the tensor", numel=numel)
     return indices
 
@@ -202,7 +211,7 @@ def _bytes_suffice(nnz: int, end: int) -> bool:
 
 def _symbols(indices: NDArray[np.int64], width: int, largest: int, start: int = 0) -> NDArray[Any]:
     skip = skip_symbol(width)
-    loops = _loops(width)
+    loops = _loops(width, 4)
     if loops is None:
         return _write_by_numpy(indices, start, skip).astype(_SYMBOLS[width])
     # Enough symbols as long as no gap is negative, and the loop stops at a negative one.
@@ -254,7 +263,10 @@ def _write_loop(indices: Any, following: Any, skip: Any, out: Any) -> Any:
 
 
 def _read_loop(symbols: Any, skip: Any, out: Any) -> Any:
-    """Compiled: decode the symbols; the last one ends a gap, so `out` is never overrun."""
+    """Compiled: decode the symbols; return how many indices there are, and one more than the last.
+
+    The last symbol ends a gap, so `out` is never overrun. Indices that do not fit it are wrong.
+    """
     count: Any = 0
     index: Any = 0
     for k in range(symbols.size):
@@ -264,7 +276,7 @@ def _read_loop(symbols: Any, skip: Any, out: Any) -> Any:
         ends = np.int64(symbol != skip)
         count += ends
         index += ends
-    return count
+    return count, index
 
 
 def _match_loop(stream: Any, indices: Any) -> Any:
@@ -289,18 +301,21 @@ def _match(types: Any, width: int) -> Callable[[Any, Any], bool]:
 
 
 @made_with_numba
-def _loops(types: Any, width: int) -> _Loops:
-    """Compile the loops for symbols of `width` bytes; None without numba."""
+def _loops(types: Any, width: int, index: int) -> _Loops:
+    """Compile the loops for symbols of `width` bytes, and decoded indices of `index` bytes.
+
+    None without numba.
+    """
     word, unsigned, symbol = types.int64, types.uint64, f"uint{8 * width}"
-    indices, out = array(types, "int64"), array(types, "int64", readonly=False)
+    indices, out = array(types, "int64"), array(types, f"int{8 * index}", readonly=False)
     symbols, written = array(types, symbol), array(types, symbol, readonly=False)
     return _Loops(
         compile_loop(_write_loop, word(indices, unsigned, unsigned, written)),
-        compile_loop(_read_loop, word(symbols, word, out)),
+        compile_loop(_read_loop, types.UniTuple(word, 2)(symbols, word, out)),
     )
 
 
 def warm_up() -> None:
     """Compile the loops now, so that the first sync does not wait for the compiler."""
     for width in _SYMBOLS:
-        _loops(width)
+        _loops(width, 4)

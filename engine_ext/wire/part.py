@@ -45,7 +45,7 @@ _DEFAULT_LIMITS: Final = Limits()
 _WORTH_THREADS = 1 << 19  # bytes that take far longer to pack or unpack than threads take to start
 _SHARE = 1 << 20  # bytes of gap streams that are worth a thread of their own
 
-_Place = tuple[NDArray[np.int64] | None, Positions | None]
+_Place = tuple[NDArray[Any] | None, Positions | None]
 _Own = tuple[NDArray[Any], NDArray[Any] | None]  # values, and the bits cleared before
 
 
@@ -78,7 +78,7 @@ def decode_part(buffer: Buffer, limits: Limits = _DEFAULT_LIMITS) -> Part:
         >>> delta = ParamDelta("w", "bfloat16", (4,), np.array([2]), np.array([0x3F80], np.uint16))
         >>> raw = encode_part([delta], encoding="deltas", current_version=1)
         >>> decode_part(raw).deltas[0].indices
-        array([2])
+        array([2], dtype=int32)
     """
     header, positions, values = read_container(buffer, limits)
     manifest = header.manifest
@@ -99,7 +99,7 @@ def decode_part(buffer: Buffer, limits: Limits = _DEFAULT_LIMITS) -> Part:
 def make_delta(
     encoding: str,
     entry: ParamEntry,
-    indices: NDArray[np.int64] | None,
+    indices: NDArray[Any] | None,
     sent: Positions | None,
     values: NDArray[Any],
     cleared: NDArray[Any] | None,
@@ -165,7 +165,7 @@ def _places(
     ]
 
 
-def _indices(entry: ParamEntry, encoding: str, raw: NDArray[np.uint8]) -> NDArray[np.int64]:
+def _indices(entry: ParamEntry, encoding: str, raw: NDArray[np.uint8]) -> NDArray[Any]:
     try:
         indices = decode_positions(encoding, raw, entry.pos_width, entry.numel)
         if indices.size != entry.nnz:

@@ -16,7 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_ext.errors import MalformedPart, NotUpdatable
-from engine_ext.wire.gap_streams import decode_gaps, encode_gaps, join_planes, stream_bytes
+from engine_ext.wire.gap_streams import (
+    decode_gaps,
+    encode_gaps,
+    index_dtype,
+    join_planes,
+    stream_bytes,
+)
 from engine_ext.wire.manifest import ENCODINGS, PACKED_ENCODINGS, POSITION_WIDTHS, skip_symbol
 
 __all__ = ["ENCODINGS", "Positions", "decode_positions", "encode_positions", "position_bytes"]
@@ -87,8 +93,8 @@ def encode_positions(
 
 def decode_positions(
     encoding: str, raw: NDArray[np.uint8], pos_width: int, numel: int
-) -> NDArray[np.int64]:
-    """Decode one param's positions to int64 [nnz], ascending, unique, in [0, numel).
+) -> NDArray[Any]:
+    """Decode one param's positions to `index_dtype` [nnz], ascending, unique, in [0, numel).
 
     `raw` is uint8 [nnz * pos_width], or a decompressed gap stream; any alignment.
 
@@ -103,12 +109,12 @@ def decode_positions(
         return decode_gaps(raw, pos_width, numel)
     nnz = raw.size // pos_width
     if nnz == 0:
-        return np.empty(0, np.int64)
+        return np.empty(0, index_dtype(numel))
     bad_index = NotUpdatable("index out of range or not ascending", numel=numel)
     if nnz > min(numel, _MAX_POSITIONS):
         raise bad_index
     if encoding == "indices":
-        indices = raw.view("<i4").astype(np.int64)
+        indices: NDArray[Any] = raw.view("<i4").astype(np.int32)
         if indices[0] < 0 or not (indices[1:] > indices[:-1]).all():
             raise bad_index
     else:
@@ -118,7 +124,7 @@ def decode_positions(
         indices -= 1
     if indices[-1] >= numel:
         raise bad_index
-    return indices
+    return indices.astype(index_dtype(numel), copy=False)
 
 
 def position_bytes(encoding: str, indices: NDArray[np.int64]) -> int:

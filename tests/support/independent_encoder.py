@@ -158,7 +158,7 @@ def assert_well_formed(part: Part) -> None:
         if delta.indices is None:
             assert delta.values.shape == (delta.numel,)
         else:
-            assert delta.indices.dtype == np.int64
+            assert delta.indices.dtype == (np.int32 if delta.numel <= 2**31 else np.int64)
             assert delta.values.shape == delta.indices.shape == (delta.nnz,)
             assert (np.diff(delta.indices, prepend=-1) > 0).all()
             assert (delta.indices < delta.numel).all()

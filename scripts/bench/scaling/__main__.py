@@ -9,8 +9,8 @@ measure  times each step of a sync by itself: CPU time of one core, the least of
          fixed costs are those of a small live vLLM on two ranks, and of one on one
 model    composes them to whole syncs (`scripts/bench/scaling/model.py` has the formulas), for three
          sizes of models, and prints the tables of docs/scaling.md
-check    syncs models of up to 1.5 billion parameters to a live vLLM on this machine, on two ranks or
-         on one, and prints what was measured beside what the model says; every live byte must be
+check    syncs models of up to 1.5 billion parameters to a live vLLM on this machine, with two ranks
+         or one, and prints what was measured beside what the model says; every live byte must be
          the sender's. A ratio does not change the exit status: other work on the machine does.
 """
 

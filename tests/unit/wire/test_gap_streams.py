@@ -44,7 +44,7 @@ SPARSE = [
 def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways to do it; the tests run with numba installed."""
     if request.param == "numpy":
-        monkeypatch.setattr(gap_streams, "_loops", lambda width: None)
+        monkeypatch.setattr(gap_streams, "_loops", lambda width, index: None)
         monkeypatch.setattr(gap_streams, "_match", lambda width: None)
 
 
@@ -128,6 +128,21 @@ def test_past_the_tensor(stream: str, width: int, numel: int) -> None:
     decode_gaps(raw, width, numel + 1)
     with pytest.raises(NotUpdatable, match="past the tensor"):
         decode_gaps(raw, width, numel)
+
+
+@pytest.mark.parametrize("last", [2**31 - 2, 2**31 - 1, 2**31])
+@pytest.mark.usefixtures("loops")
+def test_indices_are_narrow_if_they_fit(last: int) -> None:
+    """One that does not fit is not taken for the negative one that it would wrap to."""
+    raw, width = encode_gaps(indices_of([7, last]))
+    for numel in (2**31, 2**31 + 1):
+        if last >= numel:
+            with pytest.raises(NotUpdatable, match="past the tensor"):
+                decode_gaps(raw, width, numel)
+            continue
+        decoded = decode_gaps(raw, width, numel)
+        assert decoded.tolist() == [7, last]
+        assert decoded.dtype == (np.int32 if numel == 2**31 else np.int64)
 
 
 @PROPERTY

@@ -39,6 +39,13 @@ def test_golden(encoding: str, indices: list[int], raw: str, width: int) -> None
     decoded = decode_positions(encoding, encoded, width, 2**40)
     assert decoded.tolist() == indices
     assert decoded.dtype == np.int64
+    if max(indices, default=0) < 2**31:
+        narrow = decode_positions(encoding, encoded, width, 2**31)
+        assert narrow.tolist() == indices
+        assert narrow.dtype == np.int32
+    else:
+        with pytest.raises(NotUpdatable, match=r"out of range|past the tensor"):
+            decode_positions(encoding, encoded, width, 2**31)
 
 
 @pytest.mark.parametrize(
