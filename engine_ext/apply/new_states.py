@@ -11,6 +11,7 @@ The commit checks that the elements which it changes are still what they were wh
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Final
@@ -183,7 +184,8 @@ class _NewState:
         for first, lengths, values in runs:
             bits[_positions(first, lengths)] = values
             self._missing -= values.size
-        begin, end = map(int, np.searchsorted(delta.indices, (start, stop)))
+        # np.searchsorted would copy int32 indices to the int64 of what is searched.
+        begin, end = (bisect_left(delta.indices, place) for place in (start, stop))
         changed = delta.indices[begin:end] - start
         bits[changed] = delta.new_bits(bits[changed], begin, end, slice(None))
         self._hash.update(bits.view(np.uint8).data)
