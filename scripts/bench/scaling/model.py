@@ -130,10 +130,16 @@ def link(setup: Setup, costs: Constants) -> float:
 
 
 def staging(setup: Setup, costs: Constants) -> float:
-    """Return seconds of staging a part on all ranks of an engine, each with its threads."""
-    shared = setup.ranks * rank_cpu(setup, costs) / engine_cores(setup, costs)
+    """Return seconds per part on all ranks of an engine, each with its threads, side by side."""
+    cpu = rank_cpu(setup, costs)
+    return max(setup.ranks * cpu / engine_cores(setup, costs), cpu / setup.rank_threads)
+
+
+def staging_alone(setup: Setup, costs: Constants) -> float:
+    """Return seconds of one part by itself: it is decoded before any rank can place it."""
     if setup.ranks == 1:
-        return max(shared, rank_cpu(setup, costs))  # one thread takes a part
+        return staging(setup, costs)
+    shared = setup.ranks * rank_cpu(setup, costs) / engine_cores(setup, costs)
     decode = decode_cpu(setup, costs) / min(setup.rank_threads, engine_cores(setup, costs))
     place = place_cpu(setup, costs) / setup.rank_threads
     return max(shared, decode + place)
@@ -169,7 +175,7 @@ def busy_cores(setup: Setup, costs: Constants) -> float:
 
 
 def part_times(setup: Setup, costs: Constants) -> dict[str, float]:
-    """Return the wall seconds of one part in each stage, if the stage has the machine to itself.
+    """Return the wall seconds per part in each stage, if the stage has the machine to itself.
 
     A post's bytes are sent and received at the same time, on one connection; the parts that are in
     flight share the link and the engine's HTTP process, which is one thread.
@@ -213,7 +219,8 @@ def follow(setup: Setup, costs: Constants) -> Followed:
     publish = [times[name] for name in ("diff", "encode", "link")]
     take = [times[name] for name in ("link", "receive", "stage")]
     published = sum(publish) + more * max(publish)
-    followed = sum(take) + more * max(take) + sync_s(one, costs) + commit(one, costs)
+    first = times["link"] + times["receive"] + staging_alone(one, costs)
+    followed = first + more * max(take) + sync_s(one, costs) + commit(one, costs)
     return Followed(published, followed, part_bytes(one, costs) * one.parts)
 
 
@@ -229,7 +236,7 @@ def predict(setup: Setup, costs: Constants) -> Prediction:
     # Nothing waits in a loop before the first post. One part is encoded by two threads.
     awake = trainer_cores(replace(setup, waiting=0), costs)
     first = diff_cpu(setup, costs) / awake + encode_cpu(setup, costs) / min(2, awake)
-    post = transfer + times["stage"] + part_s(setup, costs)
+    post = transfer + staging_alone(setup, costs) + part_s(setup, costs)
     bounds = {
         **times,
         "cores": busy_cores(setup, costs),

@@ -35,6 +35,7 @@ from scripts.bench.scaling.model import (
     part_bytes,
     part_times,
     predict,
+    staging_alone,
 )
 from scripts.bench.scaling.sender_process import Sync
 from scripts.bench.scaling.setups import MODELS, Model, Setup
@@ -127,7 +128,7 @@ def test_one_post_in_flight_is_the_serial_formula() -> None:
     setup = dataclasses.replace(SETUP, posts_in_flight=1, trainer_cores=10**6, engine_cores=10**6)
     times, found = part_times(setup, COSTS), predict(setup, COSTS)
     transfer = max(times["send"], times["link"], times["receive"])
-    post = transfer + times["stage"] + COSTS.part_s
+    post = transfer + staging_alone(setup, COSTS) + COSTS.part_s
     tail = COSTS.sync_s + found.stages["commit"] + found.stages["refresh"]
     first = times["diff"] + encode_cpu(setup, COSTS) / 2
     assert found.bound == "posts"
@@ -137,7 +138,7 @@ def test_one_post_in_flight_is_the_serial_formula() -> None:
 def test_the_last_part_is_posted_alone() -> None:
     setup = dataclasses.replace(SETUP, posts_in_flight=64)
     found = predict(setup, COSTS)
-    alone = part_times(setup, COSTS)["stage"] + COSTS.part_s
+    alone = staging_alone(setup, COSTS) + COSTS.part_s
     assert found.seconds > found.stages[found.bound] + alone
 
 
