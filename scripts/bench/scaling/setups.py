@@ -69,7 +69,7 @@ class Setup:
     posts_in_flight: int = 4
     ranks: int = 8
     engine_cores: int = 48
-    rank_threads: int = 4
+    rank_threads: int = 6
     decode_once: bool = True
     bucket_bytes: int = 64 << 20
     one_host: bool = False
