@@ -103,8 +103,8 @@ def tensor_digest(
     Args:
         values: Bit patterns, unsigned ints as wide as the checkpoint dtype, [n]; read-only,
             unaligned and strided memory is fine.
-        indices: Flat indices of the values, int64 [n], from 0, each element once. None if the
-            values are dense, at `start`, `start` + 1, ...
+        indices: Flat indices of the values, int32 or int64 [n], from 0, each element once. None if
+            the values are dense, at `start`, `start` + 1, ...
         start: Flat index of the first of dense values.
         threads: How many threads share the work, at most.
 
@@ -138,8 +138,10 @@ def _array_digest(
         raise TypeError(f"bit patterns are unsigned ints of the machine, not {values.dtype}")
     if old is not None and (old.dtype, old.shape) != (values.dtype, values.shape):
         raise ValueError("old and new values are not of one dtype and shape")
+    if indices is not None and indices.dtype == np.int32:
+        indices = indices.astype(np.int64)
     if indices is not None and indices.dtype != np.int64:
-        raise TypeError(f"indices are int64, not {indices.dtype}")
+        raise TypeError(f"indices are int32 or int64, not {indices.dtype}")
     if values.ndim != 1 or (indices is not None and indices.shape != values.shape):
         raise ValueError("values and indices are 1-d, and of one length")
     if start < 0 or (start and indices is not None):

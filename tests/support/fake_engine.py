@@ -190,8 +190,7 @@ class Engine:
             for delta in part.deltas:
                 if delta.name in self.digested:
                     old = self.weights[delta.name][self.where(delta)]
-                    wide = None if delta.indices is None else delta.indices.astype(np.int64)
-                    change += change_digest(delta.name, wide, old, self.new(delta))
+                    change += change_digest(delta.name, delta.indices, old, self.new(delta))
             after += change
             wrong |= part.manifest.digest_part not in (None, change.hex())
             wrong |= part.manifest.digest_before not in (None, before.hex())

@@ -387,13 +387,22 @@ def test_other_text_is_no_digest(text):
         Digest.parse(text)
 
 
+def test_narrow_indices_are_the_same() -> None:
+    values, indices = np.array([1, 2, 3], np.uint16), np.array([0, 5, 2**31 - 1])
+    narrow = indices.astype(np.int32)
+    assert tensor_digest(NAME, values, narrow) == tensor_digest(NAME, values, indices)
+    assert change_digest(NAME, narrow, values, values[::-1]) == change_digest(
+        NAME, indices, values, values[::-1]
+    )
+
+
 def test_wrong_dtypes():
     values, indices = np.zeros(3, np.uint16), np.arange(3)
     for bad in (np.int16, np.float16, ">u2"):
         with pytest.raises(TypeError):
             tensor_digest(NAME, values.astype(bad))
     with pytest.raises(TypeError):
-        tensor_digest(NAME, values, indices.astype(np.int32))
+        tensor_digest(NAME, values, indices.astype(np.uint32))
     with pytest.raises(ValueError):
         change_digest(NAME, indices, values, values.astype(np.uint8))
 
