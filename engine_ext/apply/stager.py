@@ -256,8 +256,8 @@ class _Stager:
             indices = np.arange(start, stop)
         else:
             indices = delta.indices[start:stop]
-            # The digest takes wide ones, and so do offsets that int32 may not hold.
-            if digested or not (target.is_run and target.locator.offset_dtype is np.int32):
+            # `Target.find` takes narrow ones only where no sum can pass what int32 holds.
+            if not (target.is_run and target.locator.offset_dtype is np.int32):
                 indices = indices.astype(np.int64, copy=False)
         values = delta.values[start:stop]
         sent = delta.positions if stop - start == delta.nnz else None

@@ -34,7 +34,7 @@ _NOT_ASCENDING: Final = "indices are negative or not ascending"
 
 class _Loops(NamedTuple):
     write: Callable[[Any, int, int, Any], int]
-    read: Callable[[Any, int, Any], tuple[int, int]]
+    read: dict[int, Callable[[Any, int, Any], tuple[int, int]]]  # by the bytes of an index
 
 
 def index_dtype(numel: int) -> np.dtype[Any]:
@@ -171,14 +171,14 @@ def decode_gaps(stream: NDArray[np.uint8], width: int, numel: int) -> NDArray[An
     symbols, skip = join_planes(stream, width), skip_symbol(width)
     if symbols[-1] == skip:
         raise MalformedPart("the gap stream ends within a gap")
-    loops = _loops(width, dtype.itemsize)
+    loops = _loops(width)
     if loops is None:
         indices = _read_by_numpy(symbols, skip)
         end = int(indices[-1]) + 1
         indices = indices.astype(dtype, copy=False)
     else:
         out = np.empty(symbols.size, dtype)  # what stays unwritten takes no memory
-        count, end = loops.read(symbols, skip, out)
+        count, end = loops.read[dtype.itemsize](symbols, skip, out)
         indices = out[:count]
     if end > numel:
         raise NotUpdatable("the gaps run past the tensor", numel=numel)
@@ -211,7 +211,7 @@ def _bytes_suffice(nnz: int, end: int) -> bool:
 
 def _symbols(indices: NDArray[np.int64], width: int, largest: int, start: int = 0) -> NDArray[Any]:
     skip = skip_symbol(width)
-    loops = _loops(width, 4)
+    loops = _loops(width)
     if loops is None:
         return _write_by_numpy(indices, start, skip).astype(_SYMBOLS[width])
     # Enough symbols as long as no gap is negative, and the loop stops at a negative one.
@@ -301,21 +301,21 @@ def _match(types: Any, width: int) -> Callable[[Any, Any], bool]:
 
 
 @made_with_numba
-def _loops(types: Any, width: int, index: int) -> _Loops:
-    """Compile the loops for symbols of `width` bytes, and decoded indices of `index` bytes.
-
-    None without numba.
-    """
+def _loops(types: Any, width: int) -> _Loops:
+    """Compile the loops for symbols of `width` bytes; None without numba."""
     word, unsigned, symbol = types.int64, types.uint64, f"uint{8 * width}"
-    indices, out = array(types, "int64"), array(types, f"int{8 * index}", readonly=False)
     symbols, written = array(types, symbol), array(types, symbol, readonly=False)
+    pair, found = types.UniTuple(word, 2), [(4, "int32"), (8, "int64")]
     return _Loops(
-        compile_loop(_write_loop, word(indices, unsigned, unsigned, written)),
-        compile_loop(_read_loop, types.UniTuple(word, 2)(symbols, word, out)),
+        compile_loop(_write_loop, word(array(types, "int64"), unsigned, unsigned, written)),
+        {
+            size: compile_loop(_read_loop, pair(symbols, word, array(types, name, readonly=False)))
+            for size, name in found
+        },
     )
 
 
 def warm_up() -> None:
     """Compile the loops now, so that the first sync does not wait for the compiler."""
     for width in _SYMBOLS:
-        _loops(width, 4)
+        _loops(width)

@@ -14,7 +14,7 @@ def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if request.param == "threads":
         monkeypatch.setattr(part, "_WORTH_THREADS", 0)
     if request.param == "numpy":
-        monkeypatch.setattr(gap_streams, "_loops", lambda width, index: None)
+        monkeypatch.setattr(gap_streams, "_loops", lambda width: None)
         monkeypatch.setattr(gap_streams, "_match", lambda width: None)
         monkeypatch.setattr(ulp_differences, "_loops", lambda width: None)
         monkeypatch.setattr(exponent_planes, "_loops", lambda: None)

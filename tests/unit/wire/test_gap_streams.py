@@ -44,7 +44,7 @@ SPARSE = [
 def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways to do it; the tests run with numba installed."""
     if request.param == "numpy":
-        monkeypatch.setattr(gap_streams, "_loops", lambda width, index: None)
+        monkeypatch.setattr(gap_streams, "_loops", lambda width: None)
         monkeypatch.setattr(gap_streams, "_match", lambda width: None)
 
 
