@@ -172,7 +172,10 @@ class SpoolFull(DeltaError):
 
 
 class WriteUndone(DeltaError):
-    """The write failed on some rank and was undone on every rank."""
+    """The write failed on some rank and was undone on every rank.
+
+    If the sync was a full one, the engine can no more be rolled back to the version before its own.
+    """
 
 
 class PublishFailed(DeltaError):

@@ -68,8 +68,11 @@ class Applier(Protocol):
     def agree(self, staged: Sequence[StagedPart], briefs: Sequence[dict[str, Any]]) -> None:
         """Check a sync by the briefs of all ranks; every rank reaches the same result."""
 
-    def write(self, staged: Sequence[StagedPart]) -> None:
+    def write(self, staged: Sequence[StagedPart], given_up: Sequence[UndoLog] = ()) -> None:
         """Write a sync. If it raises, some elements may have been written.
+
+        Args:
+            given_up: undo logs that are of no use any more; it may keep old values in their memory.
 
         Raises:
             BaseMismatch: an old value read while staging is not in live memory any more.

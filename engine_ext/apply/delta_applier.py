@@ -24,7 +24,7 @@ from engine_ext.derived import Recomputed
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
 from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.model import StorageIndex
-from engine_ext.placement import Certified, Placed, Plan, summary, uncertified
+from engine_ext.placement import Certified, Placed, Plan, WholeBox, summary, uncertified
 from engine_ext.ranks import Ranks, SingleRank
 from engine_ext.wire import Digest, ParamDelta, Part, change_digest, warm_up_gathering
 
@@ -255,13 +255,26 @@ class DeltaApplier:
         """See `engine_ext.apply.consensus.agree`."""
         consensus.agree(staged, briefs)
 
-    def write(self, staged: Sequence[StagedPart]) -> None:
+    def write(self, staged: Sequence[StagedPart], given_up: Sequence[UndoLog] = ()) -> None:
         """Write the new values and recompute the derived tensors that depend on them.
+
+        The old values of whole tensors take the memory of the logs that are `given_up`: otherwise a
+        full sync would have two logs as large as the weights while it writes, and memory from the
+        system is cleared first, which takes as long as the copy.
 
         Raises:
             BaseMismatch: an old value read while staging is not in live memory any more.
             Exception: some elements may have been written; after each error `undo` restores them.
         """
+        memory = {
+            id(elements.segment): old
+            for log in given_up
+            for elements, old in log.writes
+            if isinstance(elements, WholeBox)
+        }
+        for write in (write for part in staged for write in part.writes):
+            if isinstance(write.elements, WholeBox):
+                write.memory = memory.pop(id(write.elements.segment), None)
         compares = self._compares_while_writing(staged)
         self._writer.write(staged, self._threads, compares=compares)
         self._after_write(self._written(staged))

@@ -207,7 +207,7 @@ class InitialSyncApplier:
                     actual=after.hex(),
                 )
 
-    def write(self, staged: Sequence[StagedPart]) -> None:
+    def write(self, staged: Sequence[StagedPart], given_up: Sequence[UndoLog] = ()) -> None:
         """Load the engine's weights from the sync, and certify the result.
 
         Raises:

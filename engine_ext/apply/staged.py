@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from engine_ext.errors import BaseMismatch
-from engine_ext.placement import DeviceElements, HostElements, LiveElements
+from engine_ext.placement import DeviceElements, HostElements, LiveElements, WholeBox
 from engine_ext.wire import Digest, Manifest, ParamDelta
 
 CHANGED: Final = "a weight changed between staging and commit; send the sync again"
@@ -29,6 +29,7 @@ class Write:
         live: the live tensor's name; empty if the engine's own processing computes it.
         keep: whether the old bits are kept for an undo.
         old: the old bits, in host memory; None until `read_old` or `put`.
+        memory: where `put` may keep the old bits of a box.
         written: whether `undo` must restore the old bits.
     """
 
@@ -37,6 +38,7 @@ class Write:
     live: str
     keep: bool = True
     old: Any = None
+    memory: Any = None
     written: bool = False
 
     @property
@@ -87,13 +89,20 @@ class Write:
                 raise BaseMismatch(CHANGED)
             return
         reads = self.keep and self.old is None
+        memory, self.memory = self.memory, None
         if reads and isinstance(elements, (HostElements, DeviceElements)):
             self.old = elements.swap(self.new)
             self.written = True
-        else:
-            self.read_old()
-            self.written = True
-            elements.put(self.new)
+            return
+        if reads and isinstance(elements, WholeBox):
+            if elements.swaps(self.new):
+                self.old = elements.swap(self.new, memory)
+                self.written = True
+                return
+            self.old = elements.read(memory)
+        self.read_old()
+        self.written = True
+        elements.put(self.new)
 
     def undo(self) -> None:
         """Write the old bits back if any new ones were written.

@@ -65,8 +65,13 @@ class Transaction:
         self._applier.agree(staged, [v["brief"] for v in votes])
         return staged
 
-    def write(self, staged: Sequence[StagedPart]) -> UndoLog | None:
+    def write(
+        self, staged: Sequence[StagedPart], given_up: Sequence[UndoLog] = ()
+    ) -> UndoLog | None:
         """Write on every rank, or restore every rank.
+
+        Args:
+            given_up: undo logs of this rank that can not be used any more, see `Applier.write`.
 
         Returns:
             What rolls the sync back later, or None if the old values were not kept.
@@ -79,7 +84,7 @@ class Transaction:
                 uncertain.
             Exception: every rank has written, but this one could not record it.
         """
-        votes = self._vote(lambda: self._applier.write(staged))
+        votes = self._vote(lambda: self._applier.write(staged, given_up))
         if votes:
             failures = _texts(votes)
             undo_failures = _texts(self._vote(lambda: self._applier.undo(staged)))

@@ -26,6 +26,9 @@ Offsets = NDArray[Any]  # int32 or int64 [n]
 AHEAD = 256  # elements to prefetch; shorter distances are slower where few elements change
 
 
+Swap = Callable[[Bits, Bits, Bits], None]
+
+
 class _Loops(NamedTuple):
     gather: Callable[[Any, Any, Any], None]
     scatter: Callable[[Any, Any, Any], None]
@@ -78,6 +81,20 @@ def _differs(live: Any, offsets: Any, bits: Any, step: Any) -> Any:
         prefetch(live, offsets[min(k + AHEAD, last)])
         found |= live[offsets[k]] ^ bits[k]
     return found
+
+
+def _swap_all(live: Any, bits: Any, old: Any) -> None:
+    for k in range(live.size):
+        before = live[k]
+        live[k] = bits[k]
+        old[k] = before
+
+
+@made_with_numba
+def _loop_of_all(types: Any) -> Swap:
+    """Compile the loop that replaces all bytes of an array; None without numba."""
+    live = array(types, "uint8", readonly=False)
+    return compile_loop(_swap_all, types.void(live, array(types, "uint8"), live))
 
 
 @made_with_numba
@@ -148,6 +165,19 @@ def swap_checked(live: Bits, offsets: Offsets, bits: Bits, old: Bits) -> bool:
         write(live, offsets, bits)
         return unchanged
     return not loops.swap_checked(live, offsets, bits, old)
+
+
+def swap_all(live: torch.Tensor, bits: torch.Tensor, old: torch.Tensor) -> None:
+    """Copy contiguous host memory to `old` and overwrite it, in one pass; see `swap`.
+
+    The three are integer tensors of one shape and dtype, contiguous, and do not overlap.
+    """
+    loop = _loop_of_all()
+    if loop is None:
+        old.copy_(live)
+        live.copy_(bits)
+    else:
+        loop(*(host_bits(tensor.view(-1)).view(np.uint8) for tensor in (live, bits, old)))
 
 
 def holds(live: Bits, offsets: Offsets, bits: Bits, step: int = 1) -> bool:
@@ -227,6 +257,7 @@ def exchange(flat: torch.Tensor, offsets: torch.Tensor, bits: torch.Tensor) -> t
 
 def warm_up() -> None:
     """Compile the loops now, so that the first sync does not wait for the compiler."""
+    _loop_of_all()
     for width in (1, 2, 4, 8):
         for index in (4, 8):
             _loops(width, index)

@@ -119,12 +119,30 @@ class WholeBox:
     def _box(self) -> torch.Tensor:
         return bits_of(self.segment.live_view())
 
-    def read(self) -> torch.Tensor:
+    def read(self, memory: torch.Tensor | None = None) -> torch.Tensor:
+        """Return their bits, in `memory` if it is what `read` has returned for the same segment."""
         box = self._box()
+        return self._memory(box, memory).copy_(box)
+
+    def swaps(self, bits: torch.Tensor) -> bool:
+        """Return whether `swap` can overwrite them by these bits."""
+        box = self._box()
+        return box.device.type == "cpu" and box.is_contiguous() and bits.is_contiguous()
+
+    def swap(self, bits: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
+        """Overwrite them and return the old bits, in one pass that cannot fail in between."""
+        box = self._box()
+        old = self._memory(box, memory)
+        gather_scatter.swap_all(box, bits, old)
+        return old
+
+    @staticmethod
+    def _memory(box: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:
+        if memory is not None:
+            return memory
         # Allocated by numpy, which asks for huge pages: without them, page faults take twice as
         # long as the copy.
-        old = gather_scatter.signed(np.empty(box.shape, f"u{box.itemsize}"))
-        return old.copy_(box)
+        return gather_scatter.signed(np.empty(box.shape, f"u{box.itemsize}"))
 
     def holds(self, bits: torch.Tensor) -> bool:
         return torch.equal(self._box(), bits.to(self.segment.live.tensor.device))

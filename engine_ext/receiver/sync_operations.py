@@ -160,7 +160,12 @@ class SyncOperations:
         base, apply = self._sync_state.version, self._applier.name
         start = time.perf_counter()
         try:
-            log = self._transaction.write(staged)
+            given_up: list[UndoLog] = []
+            if sync.full and not _continued(sync, base):
+                # No more going back to the version before, also if the write is undone.
+                given_up, self._undo = self._undo, []
+            log = self._transaction.write(staged, given_up)
+            del given_up
             commit_ms = _ms_since(start)
             self._keep_undo(sync, base, log)
             skipped = Counter[str]()
@@ -274,7 +279,7 @@ class SyncOperations:
         """Keep the old values of a sync that was just written, if they can be restored later."""
         if self._sync_state.uncertain or self._sync_state.foreign is not None:
             log = None  # it is not known of which version the old values were
-        continued = sync.continues and sync.version == base
+        continued = _continued(sync, base)
         earlier = self._undo if continued else []
         kept = [*earlier, log] if log is not None and (earlier or not continued) else []
         self._undo = kept if sum(one.nbytes for one in kept) <= self._undo_bytes else []
@@ -282,6 +287,11 @@ class SyncOperations:
 
 def _names(staged: Sequence[StagedPart]) -> set[str]:
     return {entry.name for part in staged for entry in part.manifest.params}
+
+
+def _continued(sync: Sync, base: int) -> bool:
+    """Return whether a sync goes on with the version that the engine has."""
+    return sync.continues and sync.version == base
 
 
 def _ms_since(start: float) -> float:

@@ -4,16 +4,16 @@
     python -m scripts.bench.full_sync --layers 2 --runs 1      # to see whether it works
 
 Builds the model of `scripts.bench.startup` with random weights and applies full syncs of other
-random weights, each in one part: decoded from memory, staged, and committed as a rank of an engine
-does it, without an engine, HTTP or a link. Every time is the shortest of --runs runs; reads of the
-weights take turns with the syncs. A full sync takes its old values into the undo log, as engines do
-whose weights fit into it.
+random weights, in parts of 64 MiB: decoded from memory, staged, and committed as a rank of an
+engine does it, without an engine, HTTP or a link. Every time is the shortest of --runs runs; reads
+of the weights take turns with the syncs. A full sync takes its old values into the undo log, as
+engines do whose weights fit into it; all but the first one use the memory of the log before.
 
 stages:
   read, three times     of all weights, by as many threads
-  decode                verify the part's checksum and its header
-  stage                 find the places, digest the new values (and, if the part says what it
-                        changes, the old ones)
+  decode                verify the parts' checksums and headers, several parts at once
+  stage                 find the places, digest the new values (and, if the parts say what they
+                        change, the old ones)
   commit                checks, old values into the undo log, new ones into memory
 columns:
   ms, x read            milliseconds, and over three reads
@@ -28,6 +28,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from rich import box
@@ -37,6 +38,7 @@ from rich.table import Table
 from scripts import command_line
 
 _READ: Final = "read, three times"
+_PART_BYTES: Final = 64 << 20  # a sender's default; a larger tensor is a part of its own
 _EPILOG: Final = """\
 With --json the last line on stdout is one JSON object: bytes, threads, seconds (by stage, on the
 clock and of all processors), ratio (of decode, stage and commit to three reads).
@@ -63,9 +65,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command_line.make_parser("scripts.bench.full_sync", __doc__, _EPILOG)
     command_line.add_model_options(parser, runs=7, layers=8)
-    change_help = "the part has the digest of its change"
+    change_help = "the parts have the digests of their changes"
     parser.add_argument("--change", action="store_true", help=change_help)
     return parser.parse_args(arguments)
+
+
+def _parts(nbytes: dict[str, int]) -> list[list[str]]:
+    """Divide tensors, by name with their bytes, into the parts that a sender makes of them."""
+    parts: list[list[str]] = []
+    free = 0
+    for name, size in nbytes.items():
+        if size > free:
+            parts.append([])
+            free = _PART_BYTES
+        parts[-1].append(name)
+        free -= size
+    return parts
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -76,7 +91,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """
     import torch
 
-    from engine_ext.apply import DeltaApplier, ScatterWriter
+    from engine_ext.apply import DeltaApplier, ScatterWriter, UndoLog
     from engine_ext.kernels import bits_of, host_bits, warm_up
     from engine_ext.model import StorageIndex
     from engine_ext.placement import TensorSpec, certify_placement, make_plan
@@ -109,25 +124,32 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     def digest() -> Digest:
         return sum(applier.plan.scan(options.threads).values(), Digest.ZERO)
 
-    bodies = []
+    digests = dict(applier.digests)
+    groups = _parts({name: tensor.nbytes for name, tensor in base.items()})
+    syncs: list[list[bytearray]] = []
     sent = []
     for flipped in (1, 0):
-        deltas = [
-            ParamDelta(
-                n, "bfloat16", tuple(t.shape), None, host_bits(bits_of(t.view(-1))) ^ flipped
-            )
-            for n, t in base.items()
-        ]
-        digests = (tensor_digest(d.name, d.values, threads=options.threads) for d in deltas)
-        sent.append(sum(digests, Digest.ZERO))
-        before = sent[-2] if len(sent) > 1 else digest()
-        change = {"digest_part": (sent[-1] - before).hex()} if options.change else {}
-        metadata: Any = {"current_version": 1, "full": "true", **change}
-        # Memory that could be written to, like the spool file that an engine maps.
-        bodies.append(bytearray(encode_part(deltas, encoding="indices", **metadata)))
+        bodies = []
+        for number, names in enumerate(groups):
+            deltas, change = [], Digest.ZERO
+            for name in names:
+                values = host_bits(bits_of(base[name].view(-1))) ^ flipped
+                shape = tuple(base[name].shape)
+                deltas.append(ParamDelta(name, "bfloat16", shape, None, values))
+                after = tensor_digest(name, values, threads=options.threads)
+                change, digests[name] = change + after - digests[name], after
+            metadata: Any = {"current_version": 1, "full": True}
+            metadata |= {"part": number, "num_parts": len(groups)}
+            if options.change:
+                metadata["digest_part"] = change.hex()
+            # Memory that could be written to, like the spool file that an engine maps.
+            bodies.append(bytearray(encode_part(deltas, encoding="indices", **metadata)))
+        syncs.append(bodies)
+        sent.append(sum(digests.values(), Digest.ZERO))
     del base
 
     seconds: dict[str, tuple[float, float]] = {}
+    logs: list[UndoLog] = []
 
     def keep(stage: str, clock: float, processors: float) -> None:
         known = seconds.get(stage, (clock, processors))
@@ -136,25 +158,27 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     def now() -> tuple[float, float]:
         return time.perf_counter(), time.process_time()
 
+    pool = ThreadPoolExecutor(options.threads)
     for number in range(2 * options.runs):
         reading = 3 * reading_time(model, options.threads)
         keep(_READ, reading, reading * options.threads)
         times = [now()]
-        part = decode_part(bodies[number % 2])
+        parts = list(pool.map(decode_part, syncs[number % 2]))
         times.append(now())
-        staged = [applier.stage(part)]
+        staged = [applier.stage(part) for part in parts]
         times.append(now())
         applier.check_sync(staged, full=True)
         applier.check_base(staged)
         applier.agree(staged, [applier.brief(staged)])
-        applier.write(staged)
-        applier.finish(staged)
+        applier.write(staged, logs)
+        log = applier.finish(staged)
+        logs = [] if log is None else [log]
         times.append(now())
         for stage, start, end in zip(("decode", "stage", "commit"), times, times[1:], strict=False):
             keep(stage, end[0] - start[0], end[1] - start[1])
         if digest() != sent[number % 2]:
             raise RuntimeError("live memory is not what was sent")
-        del part, staged
+        del parts, staged
 
     ours = [seconds[stage] for stage in ("decode", "stage", "commit")]
     seconds["full sync"] = sum(one[0] for one in ours), sum(one[1] for one in ours)

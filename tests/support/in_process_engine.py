@@ -238,7 +238,7 @@ class Shard:
             if part.manifest.digest_part not in (None, change):
                 raise BaseMismatch("other old values", found=change)
 
-    def write(self, staged: Sequence[StagedPart]) -> None:
+    def write(self, staged: Sequence[StagedPart], given_up: Sequence[UndoLog] = ()) -> None:
         self.writes += 1
         self._before = {name: bits.copy() for name, bits in self.bits.items()}
         for delta in (param.delta for part in staged for param in part.params):

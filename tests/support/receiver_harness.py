@@ -323,7 +323,9 @@ def attempt(served: Served, parts: list[Part], *, full: bool = False) -> NotUpda
     applier.roll_back(log)
     assert memory(served.model) == before, "a rollback does not restore the model"
     assert applier.digests == digests
-    applier.write(staged)
+    if full:  # its old values take the log's memory
+        staged = stage(served, parts, full=True)
+    applier.write(staged, [log])
     applier.undo(staged)
     assert memory(served.model) == before, "an undo does not restore the model"
     applier.write(staged)
@@ -392,6 +394,7 @@ class RecordingApplier:
     Attributes:
         undoes: whether a write that failed can be taken back.
         log: what takes a sync back.
+        given_up: the logs of which it could use the memory.
     """
 
     name = "recording"
@@ -403,6 +406,7 @@ class RecordingApplier:
         self.before_check: Callable[[], object] = lambda: None
         self.undoes = False
         self.log = UndoLog([], {})
+        self.given_up: list[UndoLog] = []
 
     def _step(self, name: str) -> None:
         if name in self.fail:
@@ -439,7 +443,8 @@ class RecordingApplier:
     def agree(self, staged: Sequence[StagedPart], briefs: Sequence[dict[str, Any]]) -> None:
         self._step("agree")
 
-    def write(self, staged: Sequence[StagedPart]) -> None:
+    def write(self, staged: Sequence[StagedPart], given_up: Sequence[UndoLog] = ()) -> None:
+        self.given_up += given_up
         self.committed.append([param.delta.name for part in staged for param in part.params])
         self._step("commit")
 

@@ -84,6 +84,27 @@ def test_a_swap_that_is_checked(
 
 
 @BACKENDS
+@PROPERTY
+@given(
+    dtype=st.sampled_from([torch.uint8, torch.int16, torch.int32, torch.int64]),
+    shape=st.lists(st.integers(0, 40), min_size=1, max_size=3),
+    seed=st.integers(0, 1 << 20),
+)
+def test_all_elements_swapped(
+    compiled: bool, dtype: torch.dtype, shape: list[int], seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    live, new, old = (torch.randint(0, 256, shape, generator=generator).to(dtype) for _ in range(3))
+    before, after = live.clone(), new.clone()
+    loop = gather_scatter._loop_of_all if compiled else lambda: None
+    with mock.patch.object(gather_scatter, "_loop_of_all", loop):
+        gather_scatter.swap_all(live, new, old)
+    assert torch.equal(live, after)
+    assert torch.equal(new, after)
+    assert torch.equal(old, before)
+
+
+@BACKENDS
 def test_a_sample_is_every_so_many_elements(compiled: bool) -> None:
     live = np.arange(100, dtype=np.uint16)
     offsets = np.arange(0, 100, 2, dtype=np.int32)

@@ -305,6 +305,33 @@ def test_continuations_keep_no_more_old_values_than_they_may(tmp_path: Path) -> 
     assert {status["can_roll_back"] for status in ranks.engine.status()} == {True}
 
 
+def test_a_full_sync_gives_up_the_undo_log_before(ranks: Ranks) -> None:
+    """It takes its memory; a sync that goes on with the version, or a delta, leaves it."""
+
+    def given_up() -> list[int]:
+        return [len(applier.given_up) for applier in ranks.appliers]
+
+    for number, (version, metadata, expected) in enumerate(
+        [(1, {}, 0), (2, {}, 0), (2, {"continues": True}, 0), (3, {}, 2), (4, {}, 3)]
+    ):
+        data = body(version, value=number, full=number > 1, sync_id=str(number))
+        errors_of(ranks.engine.apply(part_id(data, **metadata), data), none=True)
+        assert given_up() == [expected] * 3
+        assert {status["can_roll_back"] for status in ranks.engine.status()} == {True}
+
+
+def test_after_a_full_sync_that_was_undone_there_is_no_going_back(ranks: Ranks) -> None:
+    first, second = body(1), body(2, full=True)
+    errors_of(ranks.engine.apply(part_id(first), first), none=True)
+    for applier in ranks.appliers:
+        applier.undoes = True
+    ranks.appliers[1].fail["commit"] = OSError("a cable is loose")
+    errors = errors_of(ranks.engine.apply(part_id(second), second))
+    assert {error["type"] for error in errors} == {"WriteUndone"}
+    assert ranks.states() == {(1, "certain")}
+    assert {status["can_roll_back"] for status in ranks.engine.status()} == {False}
+
+
 # --- what staging refuses ---
 
 
