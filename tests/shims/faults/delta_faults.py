@@ -223,10 +223,10 @@ def _late(applier: Any, method: str, first: Callable[[], None]) -> None:
     """Let this come before the next call of a method."""
     original = getattr(applier, method)
 
-    def call(argument: Any) -> Any:
+    def call(*arguments: Any) -> Any:
         setattr(applier, method, original)
         first()
-        return original(argument)
+        return original(*arguments)
 
     setattr(applier, method, call)
 
@@ -239,11 +239,11 @@ def _once(applier: Any, method: str, then: Callable[[], None]) -> None:
     original = getattr(applier, method)
     left = [None]
 
-    def call(staged: Any, **options: Any) -> Any:
+    def call(staged: Any, *others: Any, **options: Any) -> Any:
         try:
             left.pop()
         except IndexError:
-            return original(staged, **options)
+            return original(staged, *others, **options)
         setattr(applier, method, original)
         if method == "write":
             # A pipeline stage holds nothing of some parts.

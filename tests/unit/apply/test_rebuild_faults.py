@@ -345,8 +345,8 @@ def test_after_a_failed_undo_a_full_sync_is_not_held_to_the_old_weights(
     applier = serving.applier(ranks - 1)
     write = applier.write
 
-    def write_and_fail(staged: Any) -> None:
-        write(staged)
+    def write_and_fail(staged: Any, given_up: Any) -> None:
+        write(staged, given_up)
         raise OSError("no more")
 
     def fail(staged: Any) -> None:

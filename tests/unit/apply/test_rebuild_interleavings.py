@@ -187,10 +187,10 @@ class Run:
         write, undo = applier.write, applier.undo
         left: dict[int, bool] = {}  # by the ids of the writes of this rank: whether it fails
 
-        def write_or_fail(staged: Sequence[StagedPart]) -> None:
+        def write_or_fail(staged: Sequence[StagedPart], given_up: Any) -> None:
             own = [one for part in staged for one in part.writes]
             left.update({id(one): number >= writes for number, one in enumerate(own)})
-            write(staged)
+            write(staged, given_up)
 
         def put_or_fail(one: Write, compares: bool) -> None:
             if left.get(id(one)):

@@ -157,13 +157,15 @@ def test_a_failed_write_on_one_rank_is_undone_on_all(
     before, applier = serving.served(), serving.applier(ranks - 1)
     write = applier.write
 
-    def write_and_fail(staged: Any) -> None:
-        write(staged)
+    def write_and_fail(staged: Any, given_up: Any) -> None:
+        write(staged, given_up)
         raise OSError("no more")
 
     with monkeypatch.context() as patch:
         patch.setattr(applier, "write", write_and_fail)
-        assert "every rank was restored" in refusal(serving.sync(target_of(serving)))
+        refused = refusal(serving.sync(target_of(serving)))
+    assert "every rank was restored" in refused
+    assert "no more" in refused
     assert serving.served() == before
     serving.assert_fresh()
     errors_of(serving.sync(target_of(serving, seed=7)), none=True)

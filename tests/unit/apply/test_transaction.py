@@ -365,7 +365,7 @@ def test_mixed_weights_are_healed_by_a_full_sync(
     assert [s["engine_state"] for s in sharded.engine.status()] == ["certain"] * 2
 
 
-def fails(staged: object) -> None:
+def fails(*arguments: object) -> None:
     raise RuntimeError("the loader broke")
 
 
@@ -380,6 +380,7 @@ def test_a_write_that_fails_on_one_rank_is_undone_on_all(
         broken.setattr(sharded.served[1].applier, "write", fails)
         for error in errors_of(sharded.engine.commit(part_id(data))):
             assert (error["type"], error["engine_state"]) == ("WriteUndone", "unchanged")
+            assert "the loader broke" in error["message"]
     assert sharded.memories() == before
     errors_of(sharded.engine.apply(part_id(data), data), none=True)
     assert sharded.memories() == sharded.fresh(target)

@@ -193,7 +193,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 def slowly(applier: Any) -> None:
     """Let every step of a commit take a while, and the write have a middle."""
 
-    def write(staged: Sequence[Any]) -> None:
+    def write(staged: Sequence[Any], given_up: Any) -> None:
         for part in staged:
             for one in part.writes:
                 one.put()
@@ -242,8 +242,10 @@ def test_syncs_while_scrubbing_are_no_mismatch(tmp_path: Path) -> None:
         broken = version % 5 == 0
         if broken:  # the write fails in the middle, and is undone
 
-            def fail(staged: Sequence[Any], write: Any = served.applier.write) -> None:
-                write(staged[:1])
+            def fail(
+                staged: Sequence[Any], given_up: Any, write: Any = served.applier.write
+            ) -> None:
+                write(staged[:1], given_up)
                 served.applier.write = write
                 raise OSError("the memory went away")
 

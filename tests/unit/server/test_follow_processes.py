@@ -105,16 +105,26 @@ def started(tmp_path: Path, log: Path) -> Iterator[Callable[..., Processes]]:
         processes.close()
 
 
-def looks(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that gets the number of the process at each look from now on."""
-    seen: list[int] = []
+class Looks(list[int]):
+    """The number of the process of each look that began; `running` counts those not at an end."""
+
+    running = 0
+
+
+def looks(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> Looks:
+    """Return what gets the number of the process at each look from now on."""
+    seen = Looks()
     for number, service in enumerate(processes.services):
         follower = service.follower
         assert follower is not None
 
         async def look(number: int = number, look: Any = follower.look) -> None:
             seen.append(number)
-            await look()
+            seen.running += 1
+            try:
+                await look()
+            finally:
+                seen.running -= 1
 
         monkeypatch.setattr(follower, "look", look)
     return seen
@@ -150,9 +160,21 @@ def test_another_process_takes_over(
     other = 1 - first
     states = [service.follower._shared for service in processes.services]  # type: ignore[union-attr]
     dead = states[first]._process
+    hangs = asyncio.Event()
+
+    async def hang() -> bool:
+        hangs.set()
+        await asyncio.sleep(LONG)
+        return False
+
+    async def last_looks_end() -> None:
+        await hangs.wait()
+        while other not in seen or seen.running:  # a pin lets the process that was asked look once
+            await asyncio.sleep(0.005)
+
     processes.post(other, PIN, params={"version": VERSION + 1})
-    monkeypatch.setattr(states[first], "lead", _never)
-    processes.rig.run(asyncio.sleep(0.2))  # its last look ends
+    monkeypatch.setattr(states[first], "lead", hang)
+    processes.rig.run(last_looks_end())
     monkeypatch.setattr(leases, "is_alive", lambda process: process != dead)
     write_steps(log)
     seen.clear()
@@ -162,11 +184,6 @@ def test_another_process_takes_over(
     assert (found["name"], found["pinned"]) == (name, VERSION + 1)
     [(heartbeat, _)] = read_heartbeats(FolderLog(log))
     assert (heartbeat.name, heartbeat.state) == (name, "pinned")
-
-
-async def _never() -> bool:
-    await asyncio.sleep(LONG)
-    return False
 
 
 def test_every_process_pins_and_catches_up(log: Path, started: Callable[..., Processes]) -> None:
