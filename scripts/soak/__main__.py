@@ -11,7 +11,8 @@ versions. At the end a fresh engine is started on the trainer's checkpoint: the 
 parameter and buffer, and greedy answers with their log probabilities, must be equal.
 
 The soak fails if a sync fails, a digest or version differs, a request does not finish (except when
-a sync with pause mode abort ends it), or a process of the engine grows.
+a sync with pause mode abort ends it), or a process of the engine grows by more than under load
+alone: engines keep some memory of every request, which is measured before the first sync.
 
 rows of the first table:
   by kind                         number of syncs by encoding, pause mode, flush, full and empty
@@ -25,6 +26,7 @@ samples after the warm-up:
   memory, MiB                     anonymous and shared memory, swapped or not; mapped files are left
                                   out, as their pages depend on what else runs on the machine
   bytes per sync                  growth of it
+  load alone, bytes per second    growth of it before the first sync, if that was a minute or more
   open files, threads             number of them
 """
 
@@ -54,7 +56,7 @@ from scripts.live_engine.process import EngineError, EngineProcess
 from scripts.live_engine.registry import ENGINES
 from scripts.live_engine.tiny_models import build, load_tensors, save_checkpoint
 from scripts.soak.load import Counts, Load
-from scripts.soak.memory import grown, names_of, spooled
+from scripts.soak.memory import Sample, grown, growth_under_load, names_of, spooled
 from scripts.soak.report import Figures, show
 from scripts.soak.syncs import PAUSE_MODES, Record, SoakFailed, Syncs, Trainer
 
@@ -93,7 +95,8 @@ def soak(
         syncs: number of syncs, 20 or more.
         clients: number of clients that send requests.
         pause_modes: used in turn.
-        quiet_s: seconds of load without syncs before the first one.
+        quiet_s: seconds of load without syncs before the first one. From 60 on, growth of memory
+            in their second half is taken as the load's own.
         seed: of the clients' requests.
         done: called after every sync.
 
@@ -105,17 +108,36 @@ def soak(
         compile_for(trainer.dtypes, encoding)
     with Load(engine.url, clients, seed) as load:
         task = Syncs(engine, trainer, load, spool, pause_modes)
-        time.sleep(quiet_s)
+        without = _wait(quiet_s, engine, spool)
         quiet = load.tally.counts
         record = task.run(syncs, lambda record: done(record, load.tally.counts))
         names = names_of(engine.pids())
     task.check()
     tally = load.tally
-    found = Figures(record, names, warm_up, tally.counts, quiet, quiet_s, tally.seconds, [])
+    found = Figures(
+        record=record,
+        names=names,
+        warm_up=warm_up,
+        load=tally.counts,
+        quiet=quiet,
+        quiet_s=quiet_s,
+        under_load=growth_under_load(without),
+        request_s=tally.seconds,
+        problems=[],
+    )
     found.problems += [f"a request failed: {problem}" for problem in tally.problems]
-    found.problems += grown(found.judged(), names)
+    found.problems += grown(found.judged(), names, found.under_load)
     found.problems += [f"left in the spool: {file}" for file in spooled(spool)]
     return found
+
+
+def _wait(seconds: float, engine: EngineProcess, spool: Path) -> list[Sample]:
+    """Let the clients ask for some time; return samples of what the engine uses meanwhile."""
+    end, samples = time.monotonic() + seconds, []
+    while (left := end - time.monotonic()) > 0:
+        samples.append(Sample.take(0, engine.pids(), spool))
+        time.sleep(min(left, 1.0))
+    return samples
 
 
 def run(options: argparse.Namespace, folder: Path, console: Console) -> Figures:
@@ -131,6 +153,7 @@ def run(options: argparse.Namespace, folder: Path, console: Console) -> Figures:
     log, spooling = folder / "live-engine.log", ["--delta-spool-dir", str(spool)]
     with start(base, extra_args=[*arguments, *spooling], log_path=log) as engine:
         before = fingerprint(engine)
+        console.print(f"{options.quiet_seconds} s of load alone, then {options.syncs:,} syncs")
         with _progress(options.syncs, console) as done:
             found = soak(
                 engine,
@@ -202,8 +225,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--clients", type=at_least(1), metavar="N", default=4, help=clients_help)
     mode_help = "what a sync does to requests in flight; all: in turn (%(default)s)"
     add("--pause-mode", choices=(*PAUSE_MODES, "all"), default="all", help=mode_help)
-    quiet_help = "seconds of load without syncs before the first one (%(default)s)"
-    add("--quiet-seconds", type=at_least(1), metavar="N", default=15, help=quiet_help)
+    quiet_help = (
+        "seconds of load without syncs before the first one; from 60 on they tell how much memory "
+        "the engine keeps of the load alone (%(default)s)"
+    )
+    add("--quiet-seconds", type=at_least(1), metavar="N", default=240, help=quiet_help)
     add("--seed", type=int, metavar="N", default=0, help="of changes and prompts (%(default)s)")
     add("--json", action="store_true", help="end with one line of JSON")
     return parser.parse_args(arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from rich import box
 from rich.console import Console
@@ -14,6 +14,8 @@ from rich.table import Table
 from scripts.soak.load import Counts
 from scripts.soak.memory import MEMORY, Sample, trends
 from scripts.soak.syncs import Record
+
+_ALONE: Final = "load alone, bytes per second"
 
 
 @dataclass
@@ -25,6 +27,8 @@ class Figures:
         warm_up: number of syncs after which growth is judged.
         load, quiet: outcomes of all requests, and of those before the first sync.
         quiet_s: seconds before the first sync.
+        under_load: growth of memory in those, in bytes per second by process id; empty if they were
+            too few.
         request_s: seconds of every request.
         problems: why the soak failed; empty if it passed.
     """
@@ -35,6 +39,7 @@ class Figures:
     load: Counts
     quiet: Counts
     quiet_s: float
+    under_load: dict[int, float]
     request_s: list[float]
     problems: list[str]
 
@@ -68,10 +73,13 @@ class Figures:
             "warm_up": self.warm_up,
             "processes": {
                 name(pid): {
-                    what: [trend.first, trend.last, round(trend.per_sync, 1)]
+                    what: [trend.first, trend.last, round(trend.slope, 1)]
                     for what, trend in of_process.items()
                 }
-                for pid, of_process in trends(self.judged()).items()
+                for pid, of_process in trends(self.judged(), self.under_load).items()
+            },
+            "load_alone_bytes_per_s": {
+                name(pid): round(rate, 1) for pid, rate in self.under_load.items()
             },
             "memory_samples": [
                 [sample.syncs, {name(pid): usage.memory for pid, usage in sample.processes.items()}]
@@ -107,13 +115,14 @@ def show(found: Figures, console: Console) -> None:
         table.add_row(*row)
     console.print(table)
     process = f"process, after {found.warm_up} syncs"
-    columns = (process, "memory, MiB", "bytes per sync", "open files", "threads")
-    memory = Table(*columns, box=box.MARKDOWN)
+    columns = (process, "memory, MiB", "bytes per sync", _ALONE, "open files", "threads")
+    memory, alone = Table(*columns, box=box.MARKDOWN), figures["load_alone_bytes_per_s"]
     for name, of_process in figures["processes"].items():
         first, last, per_sync = of_process[MEMORY]
         others = [f"{a:g} -> {b:g}" for what, (a, b, _) in of_process.items() if what != MEMORY]
         sizes = f"{first / 2**20:.1f} -> {last / 2**20:.1f}"
-        memory.add_row(name, sizes, f"{per_sync:,.0f}", *others)
+        rate = f"{alone[name]:,.0f}" if name in alone else "-"
+        memory.add_row(name, sizes, f"{per_sync:,.0f}", rate, *others)
     console.print(memory)
 
 

@@ -17,7 +17,15 @@ import torch
 from delta_sender.encoding_policy import CHOICES
 from scripts.soak import __main__ as soak
 from scripts.soak.load import AbortPolicy, Counts, Load, Tally, asks, read_stream
-from scripts.soak.memory import Sample, Trend, Usage, grown, names_of, spooled
+from scripts.soak.memory import (
+    Sample,
+    Trend,
+    Usage,
+    grown,
+    growth_under_load,
+    names_of,
+    spooled,
+)
 from scripts.soak.syncs import PAUSE_MODES, Trainer, ways
 
 MIB = 1 << 20
@@ -195,11 +203,45 @@ def test_what_each_sync_keeps_is_growth() -> None:
     assert "14,000.0 per sync" in problem
 
 
+def quiet(memory: list[int], seconds_each: float = 1.0) -> list[Sample]:
+    """Samples of process 7 before the first sync."""
+    return [Sample(0, {7: Usage(m, 10, 3)}, 0, n * seconds_each) for n, m in enumerate(memory)]
+
+
+def test_the_loads_own_growth_is_measured_after_a_warm_up() -> None:
+    settling = [100 * MIB + 100_000 * n for n in range(60)]
+    steady = [settling[-1] + 10_000 * n for n in range(60)]
+    assert growth_under_load(quiet(settling + steady)) == {7: pytest.approx(10_000)}
+    assert growth_under_load(quiet(steady[::-1] * 2)) == {7: 0.0}
+
+
+def test_the_loads_own_growth_takes_a_minute_to_see() -> None:
+    growing = [100 * MIB + 10_000 * n for n in range(50)]
+    assert growth_under_load(quiet(growing)) == {}
+    assert growth_under_load([]) == {}
+    assert set(growth_under_load(quiet(growing, seconds_each=2.0))) == {7}
+
+
+@pytest.mark.parametrize(
+    ("under_load", "problems"),
+    [(None, 1), ({}, 1), ({8: 1e6}, 1), ({7: 5_000.0}, 1), ({7: 10_000.0}, 0)],
+)
+def test_the_loads_own_growth_is_none_of_the_syncs(
+    under_load: dict[int, float] | None, problems: int
+) -> None:
+    """A thousand syncs of a second, and 15 MB: 10 kB of a second would leave 7.5 of them."""
+    during = [Sample(n, {7: Usage(MIB + 20_000 * n, 10, 3)}, 0, 1e5 + n) for n in range(0, 1000, 5)]
+    found = grown(during, {7: "rank"}, under_load)
+    assert len(found) == problems
+    if problems and under_load == {7: 5_000.0}:
+        assert f"the bound is {8 * MIB + 5_000 * 750:,.0f} in all" in found[0]
+
+
 def test_a_trend_is_that_of_the_quarters() -> None:
     trend = Trend.of([(n, 10.0 * n) for n in range(8)], bound=60.0)
     assert trend == Trend(5.0, 65.0, 6.0, 60.0)
     assert trend.is_flat
-    assert trend.per_sync == 10.0
+    assert trend.slope == 10.0
     assert not Trend(5.0, 65.1, 6.0, 60.0).is_flat
     assert Trend(65.0, 5.0, 6.0, 0.0).is_flat
 
