@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from delta_server.routes import attach
 from delta_server.service import DeltaService
+from delta_server.spool_files import SUFFIX
 from engine_ext.apply.staged import StagedParam, StagedPart, UndoLog
 from engine_ext.errors import BaseMismatch, DeltaError, NotUpdatable
 from engine_ext.receiver.receiver import Receiver
@@ -509,8 +511,18 @@ class Rig:
         return sum(shares, start=Digest.ZERO).hex()
 
     def spooled(self) -> list[str]:
-        """The files in the spool."""
-        return sorted(path.name for path in self.service.spool.directory.iterdir())
+        """The files in the spool.
+
+        What lies beside a part that was removed is waited for, a while: a rank that still decodes
+        the part removes what it makes.
+        """
+        deadline = time.monotonic() + 10
+        while True:
+            files = sorted(self.service.spool.directory.iterdir())
+            beside = [file for file in files if file.stem.endswith(SUFFIX)]
+            if all(file.with_suffix("") in files for file in beside) or time.monotonic() > deadline:
+                return [file.name for file in files]
+            time.sleep(0.01)
 
     def fail_commit(self, version: int = VERSION + 1) -> httpx.Response:
         """Send a delta whose write fails on rank 1, half-way."""
