@@ -23,15 +23,8 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from delta_server.routes import attach
 from engine_ext.settings import API_KEY_ENVIRONMENT
 from tests.live.conftest import checkpoint, start
-from tests.support.in_process_engine import (
-    OTHER_STEP,
-    STATUS,
-    VERSION,
-    Rig,
-    delta_part,
-    fresh_weights,
-    full_part,
-)
+from tests.support.delta_bodies import OTHER_STEP, VERSION, delta_part, fresh_weights, full_part
+from tests.support.endpoint_rig import STATUS, Rig
 
 __all__ = ["checkpoint", "start"]
 

@@ -7,7 +7,8 @@ import json
 from hypothesis import strategies as st
 
 from tests.fuzz.bodies import TEXTS, any_json, bodies, good
-from tests.support.in_process_engine import DELTA, FROM_DISK, SHAPES, STATUS
+from tests.support.delta_bodies import SHAPES
+from tests.support.endpoint_rig import DELTA, FROM_DISK, STATUS
 
 QUERY = st.dictionaries(
     st.sampled_from(["weight_version", "base_version", "pause_mode", "flush_cache", "plan"]),

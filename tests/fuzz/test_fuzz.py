@@ -23,16 +23,8 @@ from engine_ext.wire.operations import DropSync
 from tests.fuzz.bodies import TEXTS, any_json, bodies, chunks, good
 from tests.fuzz.requests import REQUESTS
 from tests.fuzz.time_boxed import SECONDS, check_for
-from tests.support.in_process_engine import (
-    DELTA,
-    FROM_DISK,
-    SHAPES,
-    Rig,
-    Weights,
-    after,
-    delta_part,
-    same,
-)
+from tests.support.delta_bodies import SHAPES, Weights, after, delta_part, same
+from tests.support.endpoint_rig import DELTA, FROM_DISK, Rig
 from tests.support.independent_encoder import assert_well_formed, header_of, unwrap
 
 LIMITS = Limits(max_part_bytes=1 << 18, max_header_bytes=1 << 20)

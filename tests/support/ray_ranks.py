@@ -23,7 +23,8 @@ from engine_ext.remote_parts import locator
 from engine_ext.settings import Settings
 from engine_ext.wire.operations import Operation, ReplyT, decode_answers, encode_request
 from tests.support import in_process_engine
-from tests.support.in_process_engine import SHAPES, Rig, Weights, fresh_weights
+from tests.support.delta_bodies import SHAPES, Weights, fresh_weights
+from tests.support.endpoint_rig import Rig
 from tests.support.ray_nodes import Nodes
 from tests.support.receiver_harness import bits, load
 from tests.support.toy_models import Checkpoint, ToyModel, parameter

@@ -8,7 +8,7 @@ import torch
 
 from engine_ext.errors import AdapterNotLoaded
 from engine_ext.receiver import AdapterReceivers, AdapterStore
-from tests.support.in_process_engine import Rig
+from tests.support.endpoint_rig import Rig
 
 Tensors = dict[str, torch.Tensor]
 

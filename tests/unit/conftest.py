@@ -8,7 +8,7 @@ import pytest
 
 from engine_ext.settings import API_KEY_ENVIRONMENT
 from engine_ext.wire.signature import HMAC_KEY_ENVIRONMENT
-from tests.support.in_process_engine import Rig
+from tests.support.endpoint_rig import Rig
 
 
 @pytest.fixture(autouse=True)

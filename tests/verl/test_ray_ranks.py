@@ -20,19 +20,19 @@ from starlette.responses import Response
 
 from delta_server.part_server import PartServer
 from engine_ext.object_store import ObjectStore
-from tests.support.in_process_engine import (
+from tests.support.delta_bodies import (
     OTHER_STEP,
     STEP,
     VERSION,
     Changes,
     Weights,
     after,
-    assert_error,
     delta_part,
     fresh_weights,
     full_part,
     same,
 )
+from tests.support.endpoint_rig import assert_error
 from tests.support.ray_nodes import Nodes, two_nodes
 from tests.support.ray_ranks import RANKS, RankProcesses, RayRig
 

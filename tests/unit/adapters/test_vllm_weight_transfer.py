@@ -34,14 +34,12 @@ from engine_ext.errors import DeltaError
 from engine_ext.settings import API_KEY_ENVIRONMENT
 from engine_ext.wire.operations import Operation, decode_answers, encode_request
 from engine_ext.wire.signature import HMAC_KEY_ENVIRONMENT
-from tests.support.in_process_engine import (
+from tests.support.delta_bodies import (
     OTHER_STEP,
     STEP,
     VERSION,
     Changes,
-    Rig,
     after,
-    assert_error,
     delta_part,
     fresh_weights,
     full_part,
@@ -49,6 +47,7 @@ from tests.support.in_process_engine import (
     same,
     sparse,
 )
+from tests.support.endpoint_rig import Rig, assert_error
 
 BASE = fresh_weights()
 NEXT = after(BASE, STEP)

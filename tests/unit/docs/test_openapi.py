@@ -12,7 +12,8 @@ from jsonschema import Draft202012Validator
 from delta_server.request_options import DiskRequest, Options
 from delta_server.routes import attach
 from scripts.doc_tables.__main__ import DOCS
-from tests.support.in_process_engine import Rig, delta_part
+from tests.support.delta_bodies import delta_part
+from tests.support.endpoint_rig import Rig
 
 DOCUMENT: dict[str, Any] = json.loads((DOCS / "openapi.json").read_text())
 

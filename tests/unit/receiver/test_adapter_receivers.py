@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from engine_ext.wire import operations as ops
-from tests.support.in_process_engine import RANKS, VERSION, Rig, delta_part, full_part
+from tests.support.delta_bodies import VERSION, delta_part, full_part
+from tests.support.endpoint_rig import Rig
+from tests.support.in_process_engine import RANKS
 from tests.support.receiver_harness import delta_between, dense_delta, one_part
 from tests.support.toy_adapters import (
     A,

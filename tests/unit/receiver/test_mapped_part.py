@@ -16,7 +16,7 @@ from engine_ext.receiver import mapped_part
 from engine_ext.receiver.background_staging import BackgroundStaging
 from engine_ext.receiver.mapped_part import map_part
 from engine_ext.wire import Limits, PartId, decode_part, part_identity
-from tests.support.in_process_engine import OTHER_STEP, delta_part
+from tests.support.delta_bodies import OTHER_STEP, delta_part
 
 BODY, OTHER = delta_part(), delta_part(OTHER_STEP)
 

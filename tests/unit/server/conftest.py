@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from delta_server import commit as commits_module
-from tests.support.in_process_engine import Rig
+from tests.support.endpoint_rig import Rig
 from tests.unit.server.other_process import Process
 
 

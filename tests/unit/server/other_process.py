@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 
 from delta_server.service import DeltaService
-from tests.support.in_process_engine import COMPLETIONS, DELTA, Rig, app_of
+from tests.support.endpoint_rig import COMPLETIONS, DELTA, Rig, app_of
 
 
 class Process:

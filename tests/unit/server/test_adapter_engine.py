@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from tests.support.in_process_engine import DELTA, FROM_DISK, STATUS, VERSION, Rig, delta_part
+from tests.support.delta_bodies import VERSION, delta_part
+from tests.support.endpoint_rig import DELTA, FROM_DISK, STATUS, Rig
 from tests.support.receiver_harness import delta_between, one_part
 from tests.support.toy_adapters import A, ToyAdapters, fresh_adapter, same_adapter, with_adapters
 

@@ -18,15 +18,8 @@ from delta_server.auth import check_client, check_token
 from delta_server.routes import attach
 from engine_ext.errors import LoopbackOnly, Unauthorized
 from engine_ext.settings import API_KEY_ENVIRONMENT
-from tests.support.in_process_engine import (
-    COMPLETIONS,
-    DELTA,
-    FROM_DISK,
-    STATUS,
-    Rig,
-    assert_error,
-    delta_part,
-)
+from tests.support.delta_bodies import delta_part
+from tests.support.endpoint_rig import COMPLETIONS, DELTA, FROM_DISK, STATUS, Rig, assert_error
 
 DISK = json.dumps({"model_path": "/", "load_format": "delta"}).encode()
 PULL = b'{"local_checkpoint_dir": "/c", "source_dir": "/", "target_version": 7}'

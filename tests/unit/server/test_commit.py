@@ -12,20 +12,17 @@ import pytest
 
 from delta_server.commit import EngineCommitter, serialize_with_commits
 from delta_server.service import DeltaService
-from tests.support.in_process_engine import (
-    COMPLETIONS,
-    DELTA,
+from tests.support.delta_bodies import (
     OTHER_STEP,
     STEP,
     VERSION,
-    Rig,
     after,
-    assert_error,
     delta_part,
     fresh_weights,
     full_part,
     same,
 )
+from tests.support.endpoint_rig import COMPLETIONS, DELTA, Rig, assert_error
 from tests.unit.server.other_process import Process, resume_owed
 from tests.unit.server.test_service import split_parts
 

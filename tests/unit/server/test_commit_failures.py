@@ -9,19 +9,16 @@ import pytest
 from delta_server.service import DeltaService
 from engine_ext.errors import Conflict
 from engine_ext.wire.operations import Operation
-from tests.support.in_process_engine import (
-    COMPLETIONS,
+from tests.support.delta_bodies import (
     OTHER_STEP,
     STEP,
-    Rig,
     after,
-    app_of,
-    assert_error,
     delta_part,
     fresh_weights,
     full_part,
     same,
 )
+from tests.support.endpoint_rig import COMPLETIONS, Rig, app_of, assert_error
 from tests.unit.server.test_service import assert_already_applied
 
 BASE = fresh_weights()

@@ -12,18 +12,16 @@ from delta_server import commit as commits_module
 from engine_ext.errors import Conflict
 from engine_ext.model import TracingError
 from engine_ext.wire.operations import Operation
-from tests.support.in_process_engine import (
-    COMPLETIONS,
+from tests.support.delta_bodies import (
     OTHER_STEP,
     STEP,
-    Rig,
     after,
-    assert_error,
     delta_part,
     fresh_weights,
     full_part,
     same,
 )
+from tests.support.endpoint_rig import COMPLETIONS, Rig, assert_error
 from tests.unit.server.other_process import Process, resume_owed
 
 BASE = fresh_weights()

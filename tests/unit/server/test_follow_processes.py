@@ -14,16 +14,8 @@ from delta_server import leases
 from delta_server.service import DeltaService
 from engine_ext.delta_log import FolderLog, read_heartbeats
 from engine_ext.delta_log.catalog import DONE
-from tests.support.in_process_engine import (
-    STATUS,
-    VERSION,
-    Rig,
-    after,
-    app_of,
-    assert_error,
-    fresh_weights,
-    same,
-)
+from tests.support.delta_bodies import VERSION, after, fresh_weights, same
+from tests.support.endpoint_rig import STATUS, Rig, app_of, assert_error
 from tests.unit.server.test_log_follower import NEWEST, PIN
 from tests.unit.server.test_log_replay import CATCH_UP, STEPS, write_steps
 

@@ -9,7 +9,7 @@ import pytest
 from delta_server import leases
 from delta_server.follow_state import FollowState
 from engine_ext.delta_log import Entry, Listing
-from tests.support.in_process_engine import Rig
+from tests.support.endpoint_rig import Rig
 
 
 def listing(*versions: int) -> Listing:

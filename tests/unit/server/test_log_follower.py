@@ -14,16 +14,8 @@ from delta_server.log_replay import LogReplay
 from engine_ext.delta_log import FolderLog, read_heartbeats
 from engine_ext.delta_log.catalog import DONE
 from engine_ext.delta_log.followers import FOLDER
-from tests.support.in_process_engine import (
-    STATUS,
-    VERSION,
-    Rig,
-    after,
-    assert_error,
-    delta_part,
-    fresh_weights,
-    same,
-)
+from tests.support.delta_bodies import VERSION, after, delta_part, fresh_weights, same
+from tests.support.endpoint_rig import STATUS, Rig, assert_error
 from tests.unit.server.test_log_replay import CATCH_UP, STEPS, write, write_steps
 
 PIN = "/delta_pin"

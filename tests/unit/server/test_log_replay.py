@@ -14,19 +14,18 @@ from engine_ext.delta_log.catalog import DONE, folder_name
 from engine_ext.delta_log.writer import LogWriter
 from engine_ext.wire.operations import AcquireLogLease
 from engine_ext.wire.signature import SIGNATURE_SUFFIX, sign
-from tests.support.in_process_engine import (
+from tests.support.delta_bodies import (
     OTHER_STEP,
     STEP,
     VERSION,
-    Engine,
-    Rig,
     after,
-    assert_error,
     delta_part,
     fresh_weights,
     full_part,
     same,
 )
+from tests.support.endpoint_rig import Rig, assert_error
+from tests.support.in_process_engine import Engine
 
 CATCH_UP = "/delta_catch_up"
 THIRD_STEP = {"norm.weight": {0: 0x7777, 7: 0x8888}}

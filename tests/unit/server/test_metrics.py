@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, multiprocess
 
-from tests.support.in_process_engine import VERSION, Rig, delta_part, fresh_weights, full_part
+from tests.support.delta_bodies import VERSION, delta_part, fresh_weights, full_part
+from tests.support.endpoint_rig import Rig
 
 SHOWS = """
 from prometheus_client import generate_latest

@@ -12,15 +12,9 @@ import pytest
 from engine_ext.remote_parts import PartCache, PartLocator
 from engine_ext.remote_parts.fetch import fetch_part
 from engine_ext.wire.operations import PartSource
-from tests.support.in_process_engine import (
-    STEP,
-    Engine,
-    Rig,
-    after,
-    assert_error,
-    delta_part,
-    fresh_weights,
-)
+from tests.support.delta_bodies import STEP, after, delta_part, fresh_weights
+from tests.support.endpoint_rig import Rig, assert_error
+from tests.support.in_process_engine import Engine
 
 NEXT = after(fresh_weights(), STEP)
 

@@ -13,20 +13,18 @@ import pytest
 from delta_server.disk_files import list_names
 from delta_server.published import beside, completeness, gap_is_empty, not_applied, version_of
 from engine_ext.wire.operations import Delivery
-from tests.support.folder_writer import write_version
-from tests.support.in_process_engine import (
-    FROM_DISK,
+from tests.support.delta_bodies import (
     OTHER_STEP,
     STEP,
-    Rig,
     after,
-    assert_error,
     bare,
     delta_part,
     fresh_weights,
     full_part,
     same,
 )
+from tests.support.endpoint_rig import FROM_DISK, Rig, assert_error
+from tests.support.folder_writer import write_version
 
 BASE = fresh_weights()
 NEXT = after(BASE, STEP)

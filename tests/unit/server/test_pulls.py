@@ -11,22 +11,19 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from delta_server.routes import attach
-from tests.support.folder_writer import write_version
-from tests.support.in_process_engine import (
-    FROM_DISK,
+from tests.support.delta_bodies import (
     OTHER_STEP,
-    STATUS,
     STEP,
     Changes,
-    Rig,
     after,
-    assert_error,
     bare,
     delta_part,
     forged,
     fresh_weights,
     same,
 )
+from tests.support.endpoint_rig import FROM_DISK, STATUS, Rig, assert_error
+from tests.support.folder_writer import write_version
 
 CHECKPOINT = "/local/checkpoint"  # never there
 BASE = fresh_weights()

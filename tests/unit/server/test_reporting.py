@@ -15,17 +15,15 @@ from prometheus_client import REGISTRY
 from delta_server import reporting
 from engine_ext.errors import BaseMismatch
 from engine_ext.settings import API_KEY_ENVIRONMENT
-from tests.support.in_process_engine import (
-    DELTA,
+from tests.support.delta_bodies import (
     OTHER_STEP,
-    STATUS,
     VERSION,
-    Rig,
     delta_part,
     forged,
     fresh_weights,
     full_part,
 )
+from tests.support.endpoint_rig import DELTA, STATUS, Rig
 
 
 class Samples:

@@ -12,22 +12,17 @@ import pytest
 import zstandard
 
 from delta_server import spool_files
-from tests.support.in_process_engine import (
-    DELTA,
-    FROM_DISK,
-    MAX_BODY_BYTES,
-    STATUS,
+from tests.support.delta_bodies import (
     STEP,
     VERSION,
-    Rig,
     after,
-    assert_error,
     bare,
     delta_part,
     fresh_weights,
     pieces,
     same,
 )
+from tests.support.endpoint_rig import DELTA, FROM_DISK, MAX_BODY_BYTES, STATUS, Rig, assert_error
 
 OCTETS = {"Content-Type": "application/octet-stream"}
 GOOD = delta_part()

@@ -11,7 +11,8 @@ import pytest
 from starlette.responses import PlainTextResponse
 
 from delta_server.routes import UncertainGuard
-from tests.support.in_process_engine import COMPLETIONS, STATUS, Rig, assert_error, delta_part
+from tests.support.delta_bodies import delta_part
+from tests.support.endpoint_rig import COMPLETIONS, STATUS, Rig, assert_error
 
 
 @pytest.fixture

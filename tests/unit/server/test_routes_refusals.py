@@ -11,10 +11,7 @@ import zstandard
 
 from engine_ext.errors import BaseMismatch, DeltaError, MalformedPart, NotUpdatable
 from engine_ext.wire import xxh3_checksum
-from tests.support.in_process_engine import (
-    MAX_BODY_BYTES,
-    Rig,
-    assert_error,
+from tests.support.delta_bodies import (
     bare,
     delta_part,
     forged,
@@ -25,6 +22,7 @@ from tests.support.in_process_engine import (
     sparse,
     zstd_declaring,
 )
+from tests.support.endpoint_rig import MAX_BODY_BYTES, Rig, assert_error
 from tests.unit.wire.test_packed import BROKEN, BROKEN_ULP, packed, ulp
 
 

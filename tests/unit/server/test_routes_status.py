@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.in_process_engine import SHAPES, STATUS, Rig, assert_error, delta_part
+from tests.support.delta_bodies import SHAPES, delta_part
+from tests.support.endpoint_rig import STATUS, Rig, assert_error
 
 
 def test_status(rig: Rig) -> None:

@@ -10,7 +10,7 @@ import pytest
 from delta_server import metrics, scrubbing
 from engine_ext.errors import DeltaError
 from engine_ext.wire.operations import ScrubFindings, ScrubState
-from tests.support.in_process_engine import Rig
+from tests.support.endpoint_rig import Rig
 
 
 def state(**facts: Any) -> ScrubState:

@@ -15,18 +15,13 @@ from delta_server.commit import total_digest
 from engine_ext.errors import DeltaError
 from engine_ext.receiver.sync_state import SyncState
 from engine_ext.wire.operations import GetStatus
-from tests.support.in_process_engine import (
-    COMPLETIONS,
-    DELTA,
-    FROM_DISK,
+from tests.support.delta_bodies import (
     OTHER_STEP,
     SHAPES,
     STEP,
     VERSION,
     Changes,
-    Rig,
     after,
-    assert_error,
     bare,
     delta_part,
     forged,
@@ -36,6 +31,7 @@ from tests.support.in_process_engine import (
     same,
     sparse,
 )
+from tests.support.endpoint_rig import COMPLETIONS, DELTA, FROM_DISK, Rig, assert_error
 
 BASE = fresh_weights()
 NEXT = after(BASE, STEP)

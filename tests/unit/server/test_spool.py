@@ -25,7 +25,7 @@ from delta_server.upload_limits import MinimumRate
 from engine_ext import durable_files
 from engine_ext.errors import DeltaError, MalformedPart, SpoolFull, TooLarge, UploadTooSlow
 from engine_ext.wire import Limits, decode_part
-from tests.support.in_process_engine import STEP, delta_part, pieces, zstd_declaring
+from tests.support.delta_bodies import STEP, delta_part, pieces, zstd_declaring
 
 LIMITS = Limits(max_part_bytes=4096)
 PLAIN = delta_part(STEP, encoding="deltas")

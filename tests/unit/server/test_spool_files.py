@@ -27,17 +27,9 @@ from engine_ext.errors import DeltaError, SpoolFull
 from engine_ext.receiver.mapped_part import map_part
 from engine_ext.wire import Limits, ParamDelta, Verifier, encode_part, part_identity, sign
 from engine_ext.wire.container import read_container
+from tests.support.delta_bodies import STEP, VERSION, after, delta_part, fresh_weights, pieces, same
 from tests.support.descriptors import open_descriptors
-from tests.support.in_process_engine import (
-    STEP,
-    VERSION,
-    Rig,
-    after,
-    delta_part,
-    fresh_weights,
-    pieces,
-    same,
-)
+from tests.support.endpoint_rig import Rig
 
 RATE = MinimumRate(5, 1)
 KEY = "a key of both"

@@ -12,18 +12,16 @@ import pytest
 from engine_ext.delta_log import open_log
 from engine_ext.object_store import ObjectStore
 from engine_ext.version_folders import INDEX
-from tests.support.in_process_engine import (
-    FROM_DISK,
+from tests.support.delta_bodies import (
     OTHER_STEP,
     STEP,
     VERSION,
-    Rig,
     after,
-    assert_error,
     delta_part,
     fresh_weights,
     same,
 )
+from tests.support.endpoint_rig import FROM_DISK, Rig, assert_error
 
 pytestmark = pytest.mark.slow
 

@@ -12,15 +12,8 @@ import pytest
 
 from delta_server import log_follower, log_replay
 from engine_ext.delta_log import StoreLog, live_heartbeats, open_log
-from tests.support.in_process_engine import (
-    VERSION,
-    Rig,
-    after,
-    assert_error,
-    delta_part,
-    fresh_weights,
-    same,
-)
+from tests.support.delta_bodies import VERSION, after, delta_part, fresh_weights, same
+from tests.support.endpoint_rig import Rig, assert_error
 from tests.support.object_stores import StoreServer
 from tests.support.store_proxy import Fault, StoreProxy
 from tests.unit.server.test_log_follower import looked, until

@@ -11,21 +11,19 @@ import pytest
 
 from engine_ext.object_store import ObjectStore
 from engine_ext.version_folders import INDEX
-from tests.support.folder_writer import write_version
-from tests.support.in_process_engine import (
-    FROM_DISK,
+from tests.support.delta_bodies import (
     OTHER_STEP,
     STEP,
     VERSION,
     Changes,
-    Rig,
     after,
-    assert_error,
     bare,
     delta_part,
     fresh_weights,
     same,
 )
+from tests.support.endpoint_rig import FROM_DISK, Rig, assert_error
+from tests.support.folder_writer import write_version
 from tests.support.store_folders import upload
 from tests.unit.server.test_pulls import load
 

@@ -15,18 +15,8 @@ import pytest
 from delta_server import upload_limits
 from delta_server.upload_limits import MinimumRate, UploadSlots, receive_body
 from engine_ext.errors import TooManyUploads, UploadTooSlow
-from tests.support.in_process_engine import (
-    DELTA,
-    FROM_DISK,
-    OTHER_STEP,
-    STATUS,
-    STEP,
-    Rig,
-    after,
-    assert_error,
-    delta_part,
-    fresh_weights,
-)
+from tests.support.delta_bodies import OTHER_STEP, STEP, after, delta_part, fresh_weights
+from tests.support.endpoint_rig import DELTA, FROM_DISK, STATUS, Rig, assert_error
 
 OCTETS = {"Content-Type": "application/octet-stream"}
 

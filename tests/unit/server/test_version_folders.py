@@ -20,8 +20,9 @@ import zstandard
 from delta_server.log_replay import LogReplay
 from engine_ext.delta_log import FolderLog
 from engine_ext.wire import encode_part
+from tests.support.delta_bodies import VERSION
+from tests.support.endpoint_rig import Rig, assert_error
 from tests.support.folder_writer import INDEX, write_checkpoint, write_index, write_version
-from tests.support.in_process_engine import VERSION, Rig, assert_error
 from tests.support.receiver_harness import (
     Served,
     base_checkpoint,

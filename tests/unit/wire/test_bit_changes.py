@@ -12,7 +12,7 @@ from engine_ext.errors import MalformedPart
 from engine_ext.wire import ParamDelta, decode_part, encode_part, xxh3_checksum
 from engine_ext.wire.container import write_container
 from engine_ext.wire.zstd_frames import compress_frame
-from tests.support.in_process_engine import forged
+from tests.support.delta_bodies import forged
 
 CHECKSUM = "adler32:0000000a"
 FLIPPED, CLEARED = b"\x01\x00\x34\x12", b"\xff\x00\xff\xff"

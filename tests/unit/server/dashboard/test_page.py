@@ -14,7 +14,8 @@ import pytest
 
 from engine_ext.settings import API_KEY_ENVIRONMENT
 from engine_ext.wire.operations import RankStatus, SyncRecord
-from tests.support.in_process_engine import Rig, assert_error, delta_part
+from tests.support.delta_bodies import delta_part
+from tests.support.endpoint_rig import Rig, assert_error
 
 PAGE = "/delta_dashboard"
 BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
