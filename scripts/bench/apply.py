@@ -24,6 +24,11 @@ columns:
   x masked, x vLLM      how many times faster than these ways
   wanted                the target for "x masked"
 lines below the table:
+  reading               reading the old values alone, once they are found, over the whole scatter.
+                        An engine refuses a sync before the first byte is written, so it reads them
+                        in a pass of its own. If nothing else took time, that pass and a scatter
+                        would have "at most" this share of the scatter's speed; after it, the share
+                        of "scatter, with digest"
   doubling              commit of the same delta (with digest) in the model with twice the layers,
                         over that in the model
   extra memory          the peak above the model's memory, over nnz: decoded indices and undo log
@@ -58,8 +63,9 @@ _PHASES: Final = ("total", "stage", "commit")
 _COMPARED: Final = ("masked", "vLLM's own")
 _EPILOG: Final = """\
 With --json the last line on stdout is one JSON object: scatter_vs_masked, scatter_vs_vllm,
-served_vs_masked, served_vs_vllm and served_vs_scatter (density to how many times faster the first
-is; "served" is with digest), doubling, extra_bytes_per_nnz.
+served_vs_masked, served_vs_vllm, served_vs_scatter and two_passes_vs_scatter (density to how many
+times faster the first is; "served" is with digest, "two_passes" reading alone, then scatter),
+doubling, extra_bytes_per_nnz.
 
 exit status: 0 measured and verified; 1 a way left other weights than a load, or vLLM failed;
 2 bad usage; 130 interrupted
@@ -174,12 +180,19 @@ def report(
             table.add_row(*cells, str(_WANTED.get(density, "")) if name == "scatter" else "")
     console.print(table)
     doubling = commits[1] / commits[0]
+    bare = {density: found["scatter"]["total"] for density, found in times.items()}
+    two_passes = {d: seconds / (seconds + bench.reading[d]) for d, seconds in bare.items()}
     for density, found in times.items():
         with_digest, without = found["scatter, with digest"], found["scatter"]
         share = 1 - without["stage"] / with_digest["stage"]
         console.print(
             f"{density:.1%}: commit {with_digest['commit'] / bench.nnz[density] * 1e9:.1f} ns per "
             f"element; gathering and digesting old values is {share:.0%} of staging"
+        )
+        console.print(
+            f"{density:.1%}: reading takes {bench.reading[density] / without['total']:.2f} of a "
+            f"scatter, so at most {two_passes[density]:.2f} of its speed; served "
+            f"{without['total'] / with_digest['total']:.2f}"
         )
     console.print(
         f"doubling: commit {commits[0] * 1e3:.1f} ms, with twice the layers "
@@ -201,6 +214,7 @@ def report(
                     str(density): round(found[other]["total"] / found[way]["total"], 2)
                     for density, found in times.items()
                 }
+    result["two_passes_vs_scatter"] = {str(d): round(ratio, 2) for d, ratio in two_passes.items()}
     result["doubling"] = round(doubling, 3)
     return {**result, "extra_bytes_per_nnz": round(max(extra.values()), 1)}
 
