@@ -36,7 +36,7 @@ from tests.support.receiver_harness import (
     target_checkpoint,
 )
 from tests.support.toy_models import ToyModel
-from tests.unit.receiver.test_receiver import Ranks, body
+from tests.unit.receiver.recorded_ranks import Ranks, body
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from tests.support.delta_bodies import (
 )
 from tests.support.endpoint_rig import COMPLETIONS, DELTA, Rig, assert_error
 from tests.unit.server.other_process import Process, resume_owed
-from tests.unit.server.test_service import split_parts
+from tests.unit.server.service_parts import split_parts
 
 BASE = fresh_weights()
 NEXT = after(BASE, STEP)

@@ -19,7 +19,7 @@ from tests.support.delta_bodies import (
     same,
 )
 from tests.support.endpoint_rig import COMPLETIONS, Rig, app_of, assert_error
-from tests.unit.server.test_service import assert_already_applied
+from tests.unit.server.service_parts import assert_already_applied
 
 BASE = fresh_weights()
 NEXT = after(BASE, STEP)

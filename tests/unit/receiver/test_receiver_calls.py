@@ -1,0 +1,85 @@
+"""`Receiver.handle` answers whatever it is told, and raises nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_ext.receiver.receiver import Receiver
+from engine_ext.wire import Limits
+from tests.support.receiver_harness import (
+    PROPERTY,
+    RecordingApplier,
+    part_id,
+)
+from tests.unit.receiver.recorded_ranks import Ranks, body
+
+
+@pytest.mark.parametrize(
+    ("operation", "arguments"),
+    [
+        ("explode", {}),
+        ("__init__", {}),
+        ("begin", {}),
+        ("begin", {"part": {}, "path": "x", "now": 0.0}),
+        ("begin", {"part": None, "path": None, "now": None}),
+        ("begin", {"part": {"version": "1"}, "path": "x", "now": 0.0}),
+        ("poll", {"part": 0}),
+        ("poll", {"part": []}),
+        ("settle", {}),
+        ("commit", {}),
+        ("commit", {"version": 1, "sync_id": None}),
+        ("unseen", {"version": 1, "identities": None}),
+        ("status", {"extra": 1}),
+        ("status", None),
+        ("status", []),
+        (None, {}),
+        ([], {}),
+    ],
+)
+def test_handle_never_raises(tmp_path: Path, operation: Any, arguments: Any) -> None:
+    ranks = Ranks(tmp_path, 1)
+    answer = ranks.engine.receivers[0].handle(operation, arguments)
+    assert set(answer) == {"error"}
+    assert answer["error"]["engine_state"] == "unchanged"
+    assert answer["error"]["message"]
+    json.dumps(answer)
+    ranks.engine.apply(part_id(body()), body())  # and it still works
+
+
+@PROPERTY
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["begin", "poll", "settle", "commit", "drop", "unseen", "status"]),
+            st.dictionaries(
+                st.sampled_from(
+                    ["part", "path", "now", "staged", "version", "sync_id", "identities"]
+                ),
+                st.none()
+                | st.booleans()
+                | st.integers(-1, 2)
+                | st.just("/dev/null")
+                | st.just(msgspec.to_builtins(part_id(body()))),
+            ),
+        ),
+        max_size=8,
+    )
+)
+def test_handle_never_raises_whatever_it_is_told(calls: list[tuple[str, dict[str, Any]]]) -> None:
+    applier = RecordingApplier()
+    alone = type("Alone", (), {"rank": 0, "all_gather": lambda self, value: [value]})()
+    receiver = Receiver(
+        applier, alone, base_version=0, stage_timeout=60, read_workers=1, limits=Limits()
+    )
+    for operation, arguments in calls:
+        answer = receiver.handle(operation, arguments)
+        assert set(answer) in ({"ok"}, {"error"})
+        json.dumps(answer)
+    assert applier.committed == []

@@ -1,0 +1,67 @@
+"""Parts of syncs for a service, and what their answers are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+
+from delta_server.commit import total_digest
+from engine_ext.wire.operations import GetStatus
+from tests.support.delta_bodies import (
+    OTHER_STEP,
+    STEP,
+    Changes,
+    after,
+    delta_part,
+    fresh_weights,
+)
+from tests.support.endpoint_rig import Rig
+
+BASE = fresh_weights()
+NEXT = after(BASE, STEP)
+RESYNCED = after(BASE, OTHER_STEP)
+
+# Three parts of one sync; embed.weight is in two of them.
+SPLIT: list[Changes] = [
+    {"embed.weight": {0: 0x1111}},
+    {"embed.weight": {13: 0x7FC1}},
+    {"norm.weight": {7: 0x3333}},
+]
+
+# The same of different tensors.
+APART: list[Changes] = [{name: elements} for name, elements in STEP.items()]
+
+
+def split_parts(**metadata: Any) -> list[bytes]:
+    return [
+        delta_part(changes, **{"part": number, "num_parts": len(SPLIT), "sync_id": "s", **metadata})
+        for number, changes in enumerate(SPLIT)
+    ]
+
+
+def statuses(responses: Sequence[httpx.Response]) -> list[str]:
+    assert all(response.status_code == 200 for response in responses), [r.text for r in responses]
+    return [response.json()["status"] for response in responses]
+
+
+def together(rig: Rig, *bodies: bytes) -> list[httpx.Response]:
+    """The answers to several bodies that are sent at once."""
+
+    async def send() -> list[httpx.Response]:
+        return list(await asyncio.gather(*map(rig.sending, bodies)))
+
+    return list(rig.run(send()))
+
+
+def assert_already_applied(rig: Rig, response: httpx.Response, version: int = 8) -> None:
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    assert (answer["status"], answer["version"]) == ("already_applied", version)
+    statuses = rig.run(rig.engine.call(GetStatus()))
+    assert answer["digest"] == total_digest(status.digest for status in statuses)
+    assert not {event[0] for event in rig.engine.events} - {"set_weight_version"}
+    assert rig.engine.weight_version == str(version)
+    assert rig.spooled() == []
