@@ -18,7 +18,7 @@ from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import check_steps
 from tests.live.lora import ADAPTER, generated, make_adapter, seen_from
 from tests.support import quantised_checkpoints
-from tests.support.receiver_harness import delta_between, one_part
+from tests.support.served_models import delta_between, one_part
 
 OTHER = "other"
 Tensors = Mapping[str, torch.Tensor]

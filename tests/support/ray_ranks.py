@@ -26,7 +26,7 @@ from tests.support import in_process_engine
 from tests.support.delta_bodies import SHAPES, Weights, fresh_weights
 from tests.support.endpoint_rig import Rig
 from tests.support.ray_nodes import Nodes
-from tests.support.receiver_harness import bits, load
+from tests.support.served_models import bits, load
 from tests.support.toy_models import Checkpoint, ToyModel, parameter
 
 RANKS = 4  # two on each host

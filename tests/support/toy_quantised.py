@@ -28,17 +28,9 @@ from engine_ext.repacks.load_hook import Processing, RepackLearner
 from engine_ext.settings import Settings
 from engine_ext.tracing import LoadingTrace
 from engine_ext.wire import ParamDelta
-from tests.support.receiver_harness import (
-    Engine,
-    Group,
-    ThreadRanks,
-    bits,
-    delta_between,
-    dense_delta,
-    one_part,
-    part_id,
-    random_tensor,
-)
+from tests.support.rank_engine import Engine, part_id
+from tests.support.served_models import bits, delta_between, dense_delta, one_part, random_tensor
+from tests.support.thread_group import Group, ThreadRanks
 from tests.support.toy_models import Checkpoint, Weights
 
 IN, OUT = 6, 8

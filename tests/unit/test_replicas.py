@@ -12,7 +12,7 @@ import pytest
 from engine_ext import replicas
 from engine_ext.ranks import Ranks, SingleRank
 from engine_ext.replicas import ReplicaRanks
-from tests.support.receiver_harness import Group, ThreadRanks
+from tests.support.thread_group import Group, ThreadRanks
 
 REPLICAS = 2
 

@@ -21,7 +21,7 @@ from engine_ext.settings import (
     from_namespace,
     parse_size,
 )
-from tests.support.receiver_harness import PROPERTY
+from tests.support.served_models import PROPERTY
 
 
 @pytest.fixture(autouse=True)

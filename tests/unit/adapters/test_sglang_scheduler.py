@@ -16,7 +16,7 @@ from engine_ext.adapters.sglang import scheduler
 from engine_ext.adapters.sglang.rpc import Call
 from engine_ext.errors import DeltaError
 from engine_ext.wire import operations
-from tests.support.receiver_harness import Group, ThreadRanks
+from tests.support.thread_group import Group, ThreadRanks
 
 COMMIT = Call(call="c", operation="commit", arguments={"version": 1, "sync_id": None})
 

@@ -14,7 +14,7 @@ from engine_ext.model import StorageIndex
 from engine_ext.placement import Status, TensorSpec, certify_placement, make_plan
 from engine_ext.ranks import SingleRank
 from engine_ext.tracing import LoadingTrace, trace_placement
-from tests.support.receiver_harness import (
+from tests.support.served_models import (
     APPLIES,
     Served,
     attempt,

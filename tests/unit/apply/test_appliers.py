@@ -13,7 +13,7 @@ import torch
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.wire import ParamDelta
 from tests.support import toy_models
-from tests.support.receiver_harness import (
+from tests.support.served_models import (
     APPLIES,
     Served,
     attempt,

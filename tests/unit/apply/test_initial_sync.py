@@ -16,8 +16,8 @@ from engine_ext.receiver.loaded_model import LoadedModel
 from engine_ext.receiver.startup import make_receiver
 from engine_ext.settings import Settings
 from engine_ext.wire.digest import Digest, tensor_digest
-from tests.support.receiver_harness import (
-    Engine,
+from tests.support.rank_engine import Engine, part_id
+from tests.support.served_models import (
     base_checkpoint,
     bits,
     delta_between,
@@ -25,7 +25,6 @@ from tests.support.receiver_harness import (
     load,
     memory,
     one_part,
-    part_id,
     target_checkpoint,
 )
 from tests.support.toy_models import (

@@ -12,7 +12,8 @@ import torch
 
 from engine_ext.rebuild import ModuleRebuild
 from engine_ext.receiver import startup
-from tests.support.receiver_harness import changed, errors_of
+from tests.support.rank_engine import errors_of
+from tests.support.served_models import changed
 from tests.support.toy_quantised import (
     OUT,
     Attribute,

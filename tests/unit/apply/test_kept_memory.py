@@ -15,14 +15,8 @@ import torch
 import engine_ext
 from engine_ext.receiver import shared_decoding
 from engine_ext.wire import ParamDelta, decode_part, encode_part
-from tests.support.receiver_harness import (
-    Engine,
-    Served,
-    dense_delta,
-    errors_of,
-    part_id,
-    serve_ranks,
-)
+from tests.support.rank_engine import Engine, errors_of, part_id
+from tests.support.served_models import Served, dense_delta, serve_ranks
 from tests.support.toy_models import ToyModel
 
 pytestmark = pytest.mark.slow

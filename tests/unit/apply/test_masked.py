@@ -23,7 +23,7 @@ from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.segments import Placed, Status
 from engine_ext.wire import ParamDelta
-from tests.support.receiver_harness import (
+from tests.support.served_models import (
     PROPERTY,
     Served,
     base_checkpoint,

@@ -23,24 +23,21 @@ from engine_ext.replicas import ReplicaRanks
 from engine_ext.version_folders import find_change
 from engine_ext.wire import Limits, ParamDelta, Part, decode_part, encode_part
 from tests.support.folder_writer import checksum, payload, raw_bytes
-from tests.support.receiver_harness import (
+from tests.support.rank_engine import Engine, errors_of, part_id
+from tests.support.served_models import (
     PROPERTY,
-    Engine,
-    Group,
     Served,
-    ThreadRanks,
     attempt,
     base_checkpoint,
     changed,
-    errors_of,
     load,
     memory,
     named_in,
-    part_id,
     random_tensor,
     serve,
     serve_ranks,
 )
+from tests.support.thread_group import Group, ThreadRanks
 from tests.support.toy_models import (
     Broadcast,
     Checkpoint,

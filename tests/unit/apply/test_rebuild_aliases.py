@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.receiver_harness import changed, delta_between, errors_of, one_part, part_id
+from tests.support.rank_engine import errors_of, part_id
+from tests.support.served_models import changed, delta_between, one_part
 from tests.support.toy_quantised import (
     OUT,
     Attribute,

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from engine_ext.repacks.load_hook import LearningError
-from tests.support.receiver_harness import changed, errors_of
+from tests.support.rank_engine import errors_of
+from tests.support.served_models import changed
 from tests.support.toy_quantised import Int8, Method, Serving, one_layer, parameter, refusal
 
 

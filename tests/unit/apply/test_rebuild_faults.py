@@ -13,7 +13,7 @@ from torch import nn
 from engine_ext.apply import rebuilds
 from engine_ext.derived import Recomputation
 from engine_ext.kernels import bits_of
-from tests.support.receiver_harness import errors_of, part_id
+from tests.support.rank_engine import errors_of, part_id
 from tests.support.toy_collective import Meeting, OneScale, Together, all_ranks
 from tests.support.toy_models import Weights
 from tests.support.toy_quantised import (

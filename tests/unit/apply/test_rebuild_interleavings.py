@@ -20,14 +20,8 @@ from engine_ext.apply import rebuilds
 from engine_ext.apply.staged import StagedPart, Write
 from engine_ext.wire import ParamDelta
 from engine_ext.wire.identity import PartId
-from tests.support.receiver_harness import (
-    PROPERTY,
-    changed,
-    delta_between,
-    dense_delta,
-    one_part,
-    part_id,
-)
+from tests.support.rank_engine import part_id
+from tests.support.served_models import PROPERTY, changed, delta_between, dense_delta, one_part
 from tests.support.toy_quantised import (
     OUT,
     Int8,

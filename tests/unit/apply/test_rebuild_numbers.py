@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from engine_ext.repacks.load_hook import LearningError
-from tests.support.receiver_harness import changed, errors_of
+from tests.support.rank_engine import errors_of
+from tests.support.served_models import changed
 from tests.support.toy_quantised import (
     OUT,
     Layer,

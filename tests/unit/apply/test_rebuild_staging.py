@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import pytest
 
 from engine_ext.wire.identity import PartId
-from tests.support.receiver_harness import delta_between, errors_of, one_part, part_id
+from tests.support.rank_engine import errors_of, part_id
+from tests.support.served_models import delta_between, one_part
 from tests.support.toy_quantised import (
     Everything,
     Int8,

@@ -12,7 +12,8 @@ import torch
 
 from engine_ext.apply import rebuilds
 from engine_ext.apply.staged import Write
-from tests.support.receiver_harness import changed, errors_of, part_id
+from tests.support.rank_engine import errors_of, part_id
+from tests.support.served_models import changed
 from tests.support.toy_quantised import (
     IN,
     OUT,

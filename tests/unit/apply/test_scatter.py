@@ -23,7 +23,7 @@ from engine_ext.placement.plan import make_plan
 from engine_ext.placement.segments import Placed, Repack, Segment, Status, TensorSpec
 from engine_ext.ranks import SingleRank
 from engine_ext.wire.digest import tensor_digest
-from tests.support.receiver_harness import (
+from tests.support.served_models import (
     PROPERTY,
     attempt,
     base_checkpoint,

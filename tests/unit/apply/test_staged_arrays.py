@@ -7,7 +7,7 @@ import torch
 
 from engine_ext.apply.staged_arrays import StagedArrays, allocate
 from engine_ext.wire import ParamDelta
-from tests.support.receiver_harness import base_checkpoint, serve
+from tests.support.served_models import base_checkpoint, serve
 from tests.support.toy_models import ToyModel
 
 

@@ -19,19 +19,16 @@ from engine_ext.receiver.receiver import Receiver
 from engine_ext.wire import ParamDelta
 from engine_ext.wire.digest import Digest, tensor_digest
 from tests.support import toy_models
-from tests.support.receiver_harness import (
-    Engine,
-    RecordingApplier,
+from tests.support.rank_engine import Engine, RecordingApplier, errors_of, part_id
+from tests.support.served_models import (
     base_checkpoint,
     bits,
     changed,
     delta_between,
     dense_delta,
-    errors_of,
     load,
     memory,
     one_part,
-    part_id,
     serve_ranks,
     target_checkpoint,
 )

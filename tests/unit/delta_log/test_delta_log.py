@@ -26,7 +26,7 @@ from engine_ext.delta_log.catalog import (
 from engine_ext.delta_log.writer import LogWriter, discard, manifest_of
 from engine_ext.errors import LogDamaged, MalformedPart
 from engine_ext.wire import ParamDelta, encode_part
-from tests.support.receiver_harness import PROPERTY
+from tests.support.served_models import PROPERTY
 
 
 def part(version: int, base: int | None = None, **metadata: Any) -> bytes:

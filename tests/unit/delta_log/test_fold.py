@@ -19,7 +19,7 @@ from engine_ext.errors import LogDamaged
 from engine_ext.wire import ParamDelta, encode_part
 from engine_ext.wire.digest import Digest, change_digest
 from engine_ext.wire.signature import SIGNATURE_SUFFIX, sign
-from tests.support.receiver_harness import PROPERTY
+from tests.support.served_models import PROPERTY
 
 SIZES = {"a": 12, "b": 5, "c": 300}
 DTYPES = {"a": ("bfloat16", np.uint16), "b": ("float32", np.uint32), "c": ("bfloat16", np.uint16)}

@@ -17,7 +17,7 @@ from obstore.store import MemoryStore
 
 from engine_ext.delta_log import StoreLog, StoreWriter, read_version
 from engine_ext.object_store import ObjectFacts, ObjectStore
-from tests.support.receiver_harness import PROPERTY
+from tests.support.served_models import PROPERTY
 from tests.unit.delta_log.test_delta_log import part
 
 PARTS = 2

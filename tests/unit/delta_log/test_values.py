@@ -23,7 +23,7 @@ from engine_ext.delta_log import (
     route,
 )
 from engine_ext.wire import Digest, ParamDelta, change_digest, encode_part
-from tests.support.receiver_harness import PROPERTY
+from tests.support.served_models import PROPERTY
 from tests.unit.delta_log.test_fold import (
     DTYPES,
     SIZES,

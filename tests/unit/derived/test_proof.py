@@ -16,7 +16,8 @@ from torch import nn
 from engine_ext.derived.proof import _MANTISSA, varied
 from engine_ext.derived.recompute import Recomputation
 from engine_ext.model.state_guard import TracingError
-from tests.support.receiver_harness import PROPERTY, errors_of, random_tensor
+from tests.support.rank_engine import errors_of
+from tests.support.served_models import PROPERTY, random_tensor
 from tests.support.toy_models import parameter
 from tests.unit.derived.test_recompute import KV, Attention, Latent, Service, _raise, each
 

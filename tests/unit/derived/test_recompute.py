@@ -17,21 +17,18 @@ from engine_ext.model.constants import is_constant
 from engine_ext.receiver.loaded_model import LoadedModel
 from engine_ext.receiver.startup import make_receiver
 from engine_ext.settings import Settings
-from tests.support.receiver_harness import (
-    Engine,
-    Group,
-    ThreadRanks,
+from tests.support.rank_engine import Engine, errors_of, part_id
+from tests.support.served_models import (
     base_checkpoint,
     delta_between,
     dense_delta,
-    errors_of,
     load,
     memory,
     one_part,
-    part_id,
     random_tensor,
     target_checkpoint,
 )
+from tests.support.thread_group import Group, ThreadRanks
 from tests.support.toy_models import UNTOUCHED, Checkpoint, ToyModel, Weights, parameter
 
 KV = ("layers.0.kv_b_proj", "layers.1.kv_b_proj")

@@ -31,7 +31,7 @@ from engine_ext.placement import targets
 from engine_ext.wire import decode_part, encode_part
 from engine_ext.wire.gap_streams import encode_gaps
 from engine_ext.wire.positions import Positions, decode_positions, encode_positions
-from tests.support.receiver_harness import (
+from tests.support.served_models import (
     attempt,
     base_checkpoint,
     changed,

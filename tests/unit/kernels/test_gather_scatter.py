@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine_ext.kernels import gather_scatter
 from engine_ext.placement.live_elements import DeviceElements
-from tests.support.receiver_harness import PROPERTY
+from tests.support.served_models import PROPERTY
 
 BACKENDS = pytest.mark.parametrize("compiled", [True, False], ids=["numba", "numpy"])
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from engine_ext.model.storage_index import StorageIndex, extent
-from tests.support.receiver_harness import PROPERTY
+from tests.support.served_models import PROPERTY
 from tests.support.toy_models import (
     PlainCopy,
     StridedParameter,

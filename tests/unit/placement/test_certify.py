@@ -12,13 +12,7 @@ from engine_ext.placement.plan import make_plan
 from engine_ext.placement.segments import Placed, Segment, Status, TensorSpec
 from engine_ext.ranks import SingleRank
 from engine_ext.tracing.trace import trace_placement
-from tests.support.receiver_harness import (
-    base_checkpoint,
-    load,
-    memory,
-    random_tensor,
-    serve,
-)
+from tests.support.served_models import base_checkpoint, load, memory, random_tensor, serve
 from tests.support.toy_models import PlainCopy, RowByRow, Skipped, ToyModel, Widened, every_model
 
 

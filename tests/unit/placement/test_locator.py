@@ -23,7 +23,7 @@ from engine_ext.placement.segments import (
     Status,
     TensorSpec,
 )
-from tests.support.receiver_harness import PROPERTY
+from tests.support.served_models import PROPERTY
 
 LIVE = 4096
 

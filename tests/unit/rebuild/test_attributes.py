@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.support.receiver_harness import target_checkpoint
+from tests.support.served_models import target_checkpoint
 from tests.support.toy_quantised import Int8, Layer, Serving, Transpose, one_layer, refusal
 
 

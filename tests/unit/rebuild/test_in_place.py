@@ -11,7 +11,8 @@ import torch
 from engine_ext.model import StorageIndex
 from engine_ext.rebuild import ModuleRebuild, share_in_place
 from engine_ext.rebuild.compare import RebuildError
-from tests.support.receiver_harness import changed, errors_of
+from tests.support.rank_engine import errors_of
+from tests.support.served_models import changed
 from tests.support.toy_quantised import (
     IN,
     OUT,

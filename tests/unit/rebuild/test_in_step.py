@@ -14,7 +14,7 @@ from torch import nn
 from engine_ext.errors import NotUpdatable
 from engine_ext.ranks import SingleRank
 from engine_ext.rebuild import InStep, RebuildError
-from tests.support.receiver_harness import Group, ThreadRanks
+from tests.support.thread_group import Group, ThreadRanks
 from tests.support.toy_collective import all_ranks, all_reduce_max_
 
 RANKS = 3

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.receiver_harness import changed, errors_of
+from tests.support.rank_engine import errors_of
+from tests.support.served_models import changed
 from tests.support.toy_quantised import (
     OUT,
     Int8,

@@ -7,14 +7,8 @@ from typing import Any
 
 import torch
 
-from tests.support.receiver_harness import (
-    Engine,
-    RecordingApplier,
-    dense_delta,
-    errors_of,
-    one_part,
-    part_id,
-)
+from tests.support.rank_engine import Engine, RecordingApplier, errors_of, part_id
+from tests.support.served_models import dense_delta, one_part
 
 ONES = torch.ones(6, dtype=torch.bfloat16)
 

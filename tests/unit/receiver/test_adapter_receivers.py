@@ -11,7 +11,7 @@ from engine_ext.wire import operations as ops
 from tests.support.delta_bodies import VERSION, delta_part, full_part
 from tests.support.endpoint_rig import Rig
 from tests.support.in_process_engine import RANKS
-from tests.support.receiver_harness import delta_between, dense_delta, one_part
+from tests.support.served_models import delta_between, dense_delta, one_part
 from tests.support.toy_adapters import (
     A,
     B,

@@ -12,10 +12,7 @@ import numpy as np
 import pytest
 
 from engine_ext.apply.staged import UndoLog
-from tests.support.receiver_harness import (
-    errors_of,
-    part_id,
-)
+from tests.support.rank_engine import errors_of, part_id
 from tests.unit.receiver.recorded_ranks import (
     Ranks,
     begin_another,

@@ -13,11 +13,8 @@ from hypothesis import strategies as st
 
 from engine_ext.receiver.receiver import Receiver
 from engine_ext.wire import Limits
-from tests.support.receiver_harness import (
-    PROPERTY,
-    RecordingApplier,
-    part_id,
-)
+from tests.support.rank_engine import RecordingApplier, part_id
+from tests.support.served_models import PROPERTY
 from tests.unit.receiver.recorded_ranks import Ranks, body
 
 

@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 
 from engine_ext.errors import NotUpdatable
-from tests.support.receiver_harness import (
-    errors_of,
-    part_id,
-)
+from tests.support.rank_engine import errors_of, part_id
 from tests.unit.receiver.recorded_ranks import (
     Ranks,
     begin_another,

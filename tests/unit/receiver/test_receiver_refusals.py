@@ -9,10 +9,7 @@ import msgspec
 import pytest
 
 from engine_ext.errors import NotUpdatable
-from tests.support.receiver_harness import (
-    errors_of,
-    part_id,
-)
+from tests.support.rank_engine import errors_of, part_id
 from tests.unit.receiver.recorded_ranks import Ranks, body
 
 

@@ -6,10 +6,7 @@ import threading
 
 import pytest
 
-from tests.support.receiver_harness import (
-    errors_of,
-    part_id,
-)
+from tests.support.rank_engine import errors_of, part_id
 from tests.unit.receiver.recorded_ranks import Ranks, body
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from engine_ext.errors import Conflict, SyncInProgress, VersionConflict
 from engine_ext.receiver.sync_state import SyncState
 from engine_ext.wire.identity import PartId
-from tests.support.receiver_harness import PROPERTY
+from tests.support.served_models import PROPERTY
 from tests.unit.receiver.sync_parts import commit, full, part, refused
 
 # --- one sync, from its parts to its commit ---

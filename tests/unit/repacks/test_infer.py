@@ -17,7 +17,7 @@ from engine_ext.placement.repacked import gather_live
 from engine_ext.placement.segments import Placed, Repack, Segment, Status, TensorSpec
 from engine_ext.repacks import index_probe
 from engine_ext.repacks.infer import InferredRepacks, compose, infer_repacks
-from tests.support.receiver_harness import PROPERTY, random_tensor
+from tests.support.served_models import PROPERTY, random_tensor
 
 Tensors = dict[str, torch.Tensor]
 Change = Callable[[torch.Tensor], torch.Tensor]

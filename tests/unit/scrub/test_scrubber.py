@@ -20,17 +20,15 @@ from engine_ext.placement import plan as plan_module
 from engine_ext.placement.plan import Plan
 from engine_ext.scrub import scrubber as module
 from engine_ext.scrub.scrubber import Scrubber
-from tests.support.receiver_harness import (
-    Engine,
+from tests.support.rank_engine import Engine, errors_of, part_id
+from tests.support.served_models import (
     Served,
     attempt,
     base_checkpoint,
     bits,
     delta_between,
     dense_delta,
-    errors_of,
     one_part,
-    part_id,
     parts_of,
     serve,
     serve_ranks,

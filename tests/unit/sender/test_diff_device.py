@@ -19,7 +19,7 @@ from delta_sender import snapshot as sender_snapshot
 from delta_sender.diff_device import SNAPSHOT_ON, DeviceSide
 from delta_sender.snapshot import Change, Snapshot
 from engine_ext.kernels import gather_scatter
-from tests.support.receiver_harness import changed, random_tensor
+from tests.support.served_models import changed, random_tensor
 
 Tensors = dict[str, torch.Tensor]
 DTYPES = [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.bool]

@@ -13,7 +13,7 @@ from delta_sender.diff_host import begin_compare
 from delta_sender.diff_host import compare as compared
 from engine_ext.wire.digest import change_digest
 from engine_ext.wire.gap_streams import encode_gaps
-from tests.support.receiver_harness import PROPERTY
+from tests.support.served_models import PROPERTY
 
 
 @PROPERTY

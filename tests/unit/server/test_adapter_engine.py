@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY
 
 from tests.support.delta_bodies import VERSION, delta_part
 from tests.support.endpoint_rig import DELTA, FROM_DISK, STATUS, Rig
-from tests.support.receiver_harness import delta_between, one_part
+from tests.support.served_models import delta_between, one_part
 from tests.support.toy_adapters import A, ToyAdapters, fresh_adapter, same_adapter, with_adapters
 
 BASE = fresh_adapter()

@@ -23,7 +23,7 @@ from engine_ext.wire import encode_part
 from tests.support.delta_bodies import VERSION
 from tests.support.endpoint_rig import Rig, assert_error
 from tests.support.folder_writer import INDEX, write_checkpoint, write_index, write_version
-from tests.support.receiver_harness import (
+from tests.support.served_models import (
     Served,
     base_checkpoint,
     delta_between,

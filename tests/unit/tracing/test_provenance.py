@@ -20,7 +20,7 @@ from engine_ext.tracing import index_replay, recorder, strided_boxes
 from engine_ext.tracing.permutations import find_permutation
 from engine_ext.tracing.strided_boxes import ElementIds, find_boxes
 from engine_ext.tracing.trace import trace_placement
-from tests.support.receiver_harness import (
+from tests.support.served_models import (
     PROPERTY,
     attempt,
     base_checkpoint,

@@ -13,7 +13,7 @@ from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.segments import TensorSpec
 from engine_ext.tracing.trace import rehearse, written_alone
 from tests.support import toy_models
-from tests.support.receiver_harness import base_checkpoint, memory, serve
+from tests.support.served_models import base_checkpoint, memory, serve
 from tests.support.toy_models import ToyModel, every_model, parameter
 from tests.unit.tracing.traced import identities, loaded
 

@@ -24,7 +24,7 @@ from engine_ext.tracing.trace import (
     young_collections,
 )
 from tests.support import toy_models
-from tests.support.receiver_harness import base_checkpoint, memory, serve
+from tests.support.served_models import base_checkpoint, memory, serve
 from tests.support.toy_models import ToyModel, Weights, parameter
 from tests.unit.tracing.traced import COPY, MODELS, Calls, identities, loaded, trace
 

@@ -10,7 +10,7 @@ import torch
 from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.segments import Placement, TensorSpec
 from engine_ext.tracing.trace import trace_placement
-from tests.support.receiver_harness import base_checkpoint, load
+from tests.support.served_models import base_checkpoint, load
 from tests.support.toy_models import ToyModel, Weights, every_model
 
 COPY = torch.Tensor.copy_

@@ -17,7 +17,7 @@ from engine_ext.version_folders import check_change, find_change
 from engine_ext.wire import Limits, ParamDelta, decode_part, encode_part, read_decoded
 from engine_ext.wire.decoded_part import write_decoded
 from tests.support.folder_writer import checksum, payload
-from tests.support.receiver_harness import PROPERTY
+from tests.support.served_models import PROPERTY
 
 FORMATS = ("xxh3-128", "blake3", "adler32")
 ENCODINGS = ("xor", "overwrite")

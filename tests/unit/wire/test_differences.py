@@ -16,19 +16,17 @@ from engine_ext.errors import BaseMismatch
 from engine_ext.wire import decode_part, encode_part
 from engine_ext.wire.digest import Digest, change_digest
 from tests.support import toy_models
-from tests.support.receiver_harness import (
+from tests.support.rank_engine import Engine, errors_of, part_id
+from tests.support.served_models import (
     PROPERTY,
-    Engine,
     attempt,
     base_checkpoint,
     bits,
     changed,
     delta_between,
-    errors_of,
     load,
     memory,
     named_in,
-    part_id,
     serve,
     serve_ranks,
     target_checkpoint,

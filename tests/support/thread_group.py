@@ -1,0 +1,34 @@
+"""Ranks of an engine, in threads of this process."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+
+class Group:
+    """An all-gather over threads, as the ranks of an engine have over processes."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size, timeout=5)
+        self._values: list[Any] = [None] * size
+
+    def all_gather(self, rank: int, value: Any) -> list[Any]:
+        self._values[rank] = value
+        self._barrier.wait()
+        values = list(self._values)
+        self._barrier.wait()
+        return values
+
+
+@dataclass
+class ThreadRanks:
+    """One rank's place in a `Group`."""
+
+    group: Group
+    rank: int
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return self.group.all_gather(self.rank, value)

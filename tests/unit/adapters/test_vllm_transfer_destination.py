@@ -1,0 +1,196 @@
+"""A trainer that sends through vLLM's weight-transfer routes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from delta_sender.integrations.transfer_destination import (
+    Channel,
+    HttpSyncClient,
+    TransferDestination,
+)
+from delta_sender.options import with_defaults
+from delta_sender.results import SyncError
+from engine_ext.adapters.vllm import transfer_frontend
+from engine_ext.errors import DeltaError
+from engine_ext.settings import API_KEY_ENVIRONMENT
+from engine_ext.wire.signature import HMAC_KEY_ENVIRONMENT
+from tests.support.delta_bodies import (
+    OTHER_STEP,
+    after,
+    delta_part,
+    same,
+)
+from tests.support.endpoint_rig import assert_error
+from tests.unit.adapters.transfer_api import (
+    BASE,
+    NEXT,
+    START,
+    Api,
+    assert_ended,
+    inline,
+    parts,
+)
+
+
+def destination(api: Api, channel: Channel, **options: Any) -> TransferDestination:
+    def answer(request: httpx.Request) -> httpx.Response:
+        answer = api.rig.get(request.url.path, params=dict(request.url.params))
+        return httpx.Response(answer.status_code, content=answer.content)
+
+    client = httpx.Client(transport=httpx.MockTransport(answer))
+    return TransferDestination(
+        "http://engine", with_defaults({"client": client, **options}), api, channel
+    )
+
+
+CHANNELS: Sequence[dict[str, Any]] = [
+    {"kind": "inline"},
+    {"kind": "disk", "inline_bytes": 0},
+    {"kind": "collective", "inline_bytes": 0, "timeout": 60.0},
+]
+
+
+@pytest.mark.parametrize("channel", CHANNELS, ids=lambda channel: channel["kind"])
+@pytest.mark.parametrize("key", [None, "key"])
+def test_every_channel(
+    api: Api, root: Path, channel: dict[str, Any], key: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if key is not None:
+        monkeypatch.setenv(HMAC_KEY_ENVIRONMENT, key)
+    sender = destination(api, Channel(folder=root, **channel), hmac_key=key)
+    first, second = parts()
+    assert sender.deliver(first, 8, 0, False)["status"] == "staged"
+    assert same(api.rig.engine.weights, BASE)
+    answer = sender.deliver(second, 8, 1, True)
+    assert (answer["status"], answer["digest"]) == ("committed", api.rig.digest_of(NEXT))
+    assert same(api.rig.engine.weights, NEXT)
+    assert list(root.iterdir()) == []
+    assert api.rig.spooled() == []
+    # A refusal does not keep the next sync out.
+    with pytest.raises(SyncError) as refused:
+        sender.deliver(delta_part(version=20), 20, 0, True)
+    assert (refused.value.status, refused.value.is_refusal) == (409, True)
+    body = delta_part(OTHER_STEP, 9)
+    assert sender.deliver(body, 9, 0, True)["status"] == "committed"
+    assert same(api.rig.engine.weights, after(NEXT, OTHER_STEP))
+    sender.close()
+
+
+def test_a_broadcast_that_the_engine_does_not_take(api: Api) -> None:
+    """The trainer is told at once, and the next broadcast arrives."""
+    sender = destination(api, Channel(kind="collective", inline_bytes=0, timeout=60.0))
+    with pytest.raises(SyncError) as refused:
+        sender.deliver(bytes(1 << 15), 8, 0, True)
+    assert refused.value.error["type"] == "TooLarge"
+    assert sender.deliver(delta_part(), 8, 0, True)["status"] == "committed"
+    sender.close()
+
+
+def test_a_trainer_that_leaves_in_mid_broadcast(api: Api) -> None:
+    sender = destination(api, Channel(kind="collective", inline_bytes=0, timeout=60.0))
+    sender._group = sender._join()
+    api.post(START)
+    sender._group = None
+    assert_error(api.update({"broadcast_bytes": 1 << 10}), 408, "UploadTooSlow")
+    assert_ended(api)
+    sender.close()
+
+
+class NoWorker:
+    """A client of an engine none of whose workers comes; the first call is that without a group."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self._error, self._calls = error, 0
+
+    def init_weight_transfer_engine(self, init_info: Any) -> None:
+        self._calls += 1
+        if self._calls > 1 and self._error is not None:
+            raise self._error
+
+    def start_weight_update(self) -> None:
+        pass
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("error", "match"), [(ConnectionError("gone"), "gone"), (None, "none of its workers")]
+)
+def test_a_worker_that_never_comes_is_not_waited_for(error: Exception | None, match: str) -> None:
+    channel = Channel(kind="collective", inline_bytes=0, timeout=3600.0)
+    sender = TransferDestination("http://engine", with_defaults({}), NoWorker(error), channel)  # type: ignore[arg-type]
+    with pytest.raises((SyncError, RuntimeError), match=match):
+        sender.deliver(bytes(1 << 10), 8, 0, True)
+    sender.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_a_worker_that_waits_for_its_trainer_may_exit() -> None:
+    code = """
+import torch
+from engine_ext.adapters.vllm.transfer_group import JoinGroup, TransferGroup
+from engine_ext.wire.operations import encode_request
+
+group = TransferGroup(torch.device("cpu"), receives=True)
+join = JoinGroup(master_address="127.0.0.1", master_port=1, backend="gloo", timeout=3600.0)
+group.handle(*encode_request(join))
+group.close()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        check=False,
+    )
+    assert done.returncode == 0
+
+
+def test_a_lost_answer_is_no_refusal() -> None:
+    class Gone:
+        def init_weight_transfer_engine(self, init_info: Any) -> None:
+            raise ConnectionError("gone")
+
+    with pytest.raises(SyncError, match="gone") as lost:
+        TransferDestination("http://engine", with_defaults({}), Gone(), Channel())  # type: ignore[arg-type]
+    assert (lost.value.status, lost.value.is_refusal) == (None, False)
+
+
+def test_a_client_with_a_token(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(API_KEY_ENVIRONMENT, "secret")
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        options = {"content": request.read(), "headers": dict(request.headers)}
+        answer = api.post(request.url.path, **options)
+        return httpx.Response(answer.status_code, content=answer.content)
+
+    def client(**options: Any) -> HttpSyncClient:
+        made = HttpSyncClient("http://engine/", **options)
+        made._client._transport = httpx.MockTransport(answer)
+        return made
+
+    with pytest.raises(httpx.HTTPStatusError, match="401"):
+        client(api_key="wrong").start_weight_update()
+    right = client()  # by the environment
+    right.init_weight_transfer_engine({})
+    right.start_weight_update()
+    right.update_weights(inline(delta_part()))
+    right.finish_weight_update("8")
+    right.close()
+    assert same(api.rig.engine.weights, NEXT)
+
+
+def test_errors_that_are_bugs_are_answered_like_errors(api: Api) -> None:
+    async def broken() -> None:
+        raise KeyError("bug")
+
+    with pytest.raises(DeltaError, match="KeyError"):
+        asyncio.run(transfer_frontend._completing(broken)())
