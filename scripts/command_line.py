@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from engine_ext.cores import usable_cores
+from engine_ext.resources import usable_cores
 
 _INTERRUPTED = 128 + signal.SIGINT
 

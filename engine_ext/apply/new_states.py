@@ -25,8 +25,7 @@ from engine_ext.dtypes import bits_dtype
 from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.kernels import Bits
 from engine_ext.placement import Plan, as_host, checkpoint_bits
-from engine_ext.ranks import Bytes, Ranks, gather_bytes, together
-from engine_ext.replicas import ReplicaRanks
+from engine_ext.ranks import Bytes, Ranks, ReplicaRanks, gather_bytes, together
 from engine_ext.wire import ParamDelta, Part, state_hash
 
 _CHUNK: Final = 1 << 22  # elements that are gathered and hashed at a time

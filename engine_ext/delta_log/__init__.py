@@ -7,8 +7,7 @@ into values on the way. `followers` has the heartbeats of the engines that follo
 far they are behind it.
 
 Imports: `engine_ext.remote_parts`, `engine_ext.object_store`, `engine_ext.version_folders`,
-`engine_ext.wire`, `engine_ext.durable_files`, `engine_ext.checkpoint_files`,
-`engine_ext.rate_limit`, `engine_ext.errors`.
+`engine_ext.wire`, `engine_ext.files`, `engine_ext.resources`, `engine_ext.errors`.
 """
 
 from engine_ext.delta_log.catalog import (

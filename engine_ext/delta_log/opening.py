@@ -8,8 +8,8 @@ from engine_ext.delta_log.folder_log import FolderLog
 from engine_ext.delta_log.interface import DeltaLog
 from engine_ext.delta_log.store_log import StoreLog
 from engine_ext.object_store import STREAMS, ObjectStore, is_store_url, store_url
-from engine_ext.rate_limit import RateLimit
 from engine_ext.remote_parts import PartCache
+from engine_ext.resources import RateLimit
 
 
 def open_log(

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from engine_ext.checkpoint_files import checkpoint_entries
+from engine_ext.files import checkpoint_entries
 from engine_ext.wire import Digest, ParamDelta, Part, change_digest
 
 _BITS: Final = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}

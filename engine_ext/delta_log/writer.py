@@ -19,7 +19,7 @@ from engine_ext.delta_log.catalog import (
     folder_name,
     version_of,
 )
-from engine_ext.durable_files import FileLock, sync_folder, write_file
+from engine_ext.files import FileLock, sync_folder, write_file
 from engine_ext.wire import SIGNATURE_SUFFIX, FrameReader, Limits, Manifest, PartGate
 
 _HEADER_CHUNK = 1 << 16

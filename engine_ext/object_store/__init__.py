@@ -4,7 +4,7 @@
 only where a URL is named; credentials and endpoints come from its own environment variables and
 configuration.
 
-Imports: `engine_ext.rate_limit`.
+Imports: `engine_ext.resources`.
 """
 
 from engine_ext.object_store.store import STREAMS, ObjectFacts, ObjectStore

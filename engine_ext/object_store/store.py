@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
-from engine_ext.rate_limit import RateLimit
+from engine_ext.resources import RateLimit
 
 if TYPE_CHECKING:
     from obstore import Bytes

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from engine_ext.apply import StagedPart
-from engine_ext.part_paths import staging_pipe
+from engine_ext.files import staging_pipe
 from engine_ext.receiver.shared_decoding import read_part
 from engine_ext.remote_parts import Locate
 from engine_ext.wire import Limits, Part, PartId

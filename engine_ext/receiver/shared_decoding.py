@@ -17,9 +17,8 @@ from typing import BinaryIO
 
 import xxhash
 
-from engine_ext.durable_files import FileLock
 from engine_ext.errors import MalformedPart
-from engine_ext.part_paths import decoded_path, lock_path, remove_beside, unfinished_path
+from engine_ext.files import FileLock, decoded_path, lock_path, remove_beside, unfinished_path
 from engine_ext.receiver.mapped_part import map_part
 from engine_ext.wire import (
     Limits,

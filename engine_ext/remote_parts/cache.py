@@ -3,7 +3,7 @@
 ::
 
     CACHE/3f…a0.part            a part, as another host's spool or an object store has it
-    CACHE/3f…a0.part.decoded    what lies beside it, see `engine_ext.part_paths`
+    CACHE/3f…a0.part.decoded    what lies beside it, see `engine_ext.files.part_paths`
     CACHE/3f…a0.fetch           locked by the rank that fetches it, or removes it
 
 A part gets its name once it is whole and verified, and every rank that gets it verifies it again.
@@ -27,9 +27,8 @@ from typing import BinaryIO, Final
 
 import xxhash
 
-from engine_ext.durable_files import FileLock
 from engine_ext.errors import ChecksumMismatch, SpoolFull
-from engine_ext.part_paths import remove_beside
+from engine_ext.files import FileLock, remove_beside
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from engine_ext.durable_files import FileLock
+from engine_ext.files import FileLock
 from engine_ext.remote_parts.cache import PartCache
 
 _PREFIX: Final = "log-"

@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.cores import usable_cores
 from engine_ext.dtypes import TORCH_DTYPE, bits_dtype
 from engine_ext.errors import DeltaError, MalformedPart
+from engine_ext.resources import usable_cores
 from engine_ext.wire.bit_changes import decode_changes, encode_changes
 from engine_ext.wire.checksum import verify_checksum, xxh3_checksum
 from engine_ext.wire.container import Header, read_container, write_container

@@ -51,8 +51,8 @@ from rich.console import Console
 from rich.table import Table
 
 from delta_sender.diff_host import compare
-from engine_ext.cores import usable_cores
 from engine_ext.kernels import gather_scatter
+from engine_ext.resources import usable_cores
 from engine_ext.wire import ENCODINGS, FrameReader, ParamDelta, Part, decode_part, encode_part
 from scripts import command_line
 from scripts.bench.memory_read import fastest, read_time

@@ -42,7 +42,7 @@ from rich.progress import track
 from rich.table import Table
 
 from delta_sender import DeltaSender, SyncError, SyncReport
-from engine_ext.cores import usable_cores
+from engine_ext.resources import usable_cores
 from scripts import command_line
 from scripts.bench import synthetic_weights
 from scripts.bench.sender import LINKS, SENT_AS

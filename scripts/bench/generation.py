@@ -34,7 +34,7 @@ from rich.progress import track
 from rich.table import Table
 
 from delta_sender import DeltaSender, SyncError
-from engine_ext.cores import usable_cores
+from engine_ext.resources import usable_cores
 from scripts import command_line
 from scripts.bench.end_to_end import Tensors, change
 from scripts.bench.synthetic_weights import QWEN3_SIZES

@@ -34,8 +34,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from engine_ext.cores import usable_cores
 from engine_ext.delta_log import LogWriter
+from engine_ext.resources import usable_cores
 from engine_ext.wire import DIFFERENCES, Digest, ParamDelta, change_digest, encode_part
 from scripts import command_line
 from scripts.bench.synthetic_weights import (

@@ -48,7 +48,7 @@ from delta_sender.part_builder import PartBuilder
 from delta_sender.results import SyncReport
 from delta_sender.snapshot import Snapshot
 from delta_sender.sync_round import Attempt, SyncRound
-from engine_ext.cores import usable_cores
+from engine_ext.resources import usable_cores
 from engine_ext.wire import ENCODINGS
 from scripts import command_line
 from scripts.bench import pipeline_link, pipeline_receiver, synthetic_weights

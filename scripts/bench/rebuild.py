@@ -40,7 +40,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from engine_ext.cores import usable_cores
+from engine_ext.resources import usable_cores
 from scripts import command_line
 
 _FORMS: Final = {"packed": [], "fp8_per_channel": ["--quantization", "fp8_per_channel"]}

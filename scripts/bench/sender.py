@@ -48,8 +48,8 @@ from delta_sender.diff_device import SNAPSHOT_ON
 from delta_sender.diff_host import Difference, begin_compare
 from delta_sender.multi_sender import MultiSender
 from delta_sender.results import SyncReport
-from engine_ext.cores import usable_cores
 from engine_ext.kernels import gather_scatter
+from engine_ext.resources import usable_cores
 from scripts import command_line
 from scripts.bench import sender_device, synthetic_weights
 from scripts.bench.memory_read import fastest, read_time

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from delta_server.spool_files import SpoolFile, SpoolFiles
 from engine_ext.errors import TooLarge
-from engine_ext.part_paths import remove_beside
+from engine_ext.files import remove_beside
 from engine_ext.wire import (
     ZSTD_MAGIC,
     FrameReader,

@@ -41,8 +41,8 @@ from delta_server.version_folders import spool_request
 from engine_ext.delta_log import open_log
 from engine_ext.errors import CommitFailed, Conflict, DeltaError, EngineUncertain, MalformedPart
 from engine_ext.object_store import is_store_url
-from engine_ext.rate_limit import RateLimit
 from engine_ext.remote_parts import PartCache
+from engine_ext.resources import RateLimit
 from engine_ext.settings import Settings
 from engine_ext.wire import DIGEST_ALGORITHM, Limits, PartId
 from engine_ext.wire.operations import (

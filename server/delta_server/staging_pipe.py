@@ -12,7 +12,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from engine_ext.part_paths import staging_pipe
+from engine_ext.files import staging_pipe
 
 
 class StagingPipe(contextlib.AbstractContextManager["StagingPipe"]):

@@ -37,8 +37,8 @@ Modules, in the order of the data's way:
   `cli`: the public interface.
 
 The package needs no engine. Of this project it may import `engine_ext.wire`, `engine_ext.kernels`,
-`engine_ext.delta_log`, `engine_ext.errors`, `engine_ext.dtypes`, `engine_ext.cores`,
-`engine_ext.object_store`, `engine_ext.rate_limit` and `engine_ext.durable_files`.
+`engine_ext.delta_log`, `engine_ext.errors`, `engine_ext.dtypes`, `engine_ext.files`,
+`engine_ext.object_store` and `engine_ext.resources`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from delta_sender.results import PartialSyncError, RankError, ShardedReport, Syn
 from delta_sender.sender import DeltaSender
 from delta_sender.sharded import Shard, ShardedSender, model_shards
 from delta_sender.snapshot import NamedTensors
-from engine_ext.rate_limit import RateLimit
+from engine_ext.resources import RateLimit
 
 __all__ = [
     "DeltaSender",

@@ -11,7 +11,7 @@ import numpy as np
 
 from delta_sender.diff_host import Bits
 from delta_sender.snapshot import Changes, Snapshot
-from engine_ext.cores import usable_cores
+from engine_ext.resources import usable_cores
 from engine_ext.wire import Digest, tensor_digest
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from delta_sender.snapshot import NamedTensors
-from engine_ext.checkpoint_files import checkpoint_entries, read_checkpoint, read_entries
+from engine_ext.files import checkpoint_entries, read_checkpoint, read_entries
 
 __all__ = ["Base", "checkpoint_entries", "read_checkpoint", "read_entries", "tensors_of"]
 

@@ -14,7 +14,7 @@ from tenacity.wait import wait_random_exponential
 from delta_sender.bandwidth import LinkSpeed
 from delta_sender.options import MultiOptions
 from delta_sender.results import SyncError
-from engine_ext.rate_limit import RateLimit
+from engine_ext.resources import RateLimit
 from engine_ext.wire import SIGNATURE_HEADER, sign
 
 _CONNECT_S: Final = 10.0

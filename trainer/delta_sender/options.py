@@ -22,7 +22,7 @@ import httpx
 from delta_sender.diff_device import SNAPSHOT_ON
 from delta_sender.encoding_policy import CHOICES
 from delta_sender.quantize import FORMS
-from engine_ext.rate_limit import RateLimit
+from engine_ext.resources import RateLimit
 
 _Class = TypeVar("_Class", bound=type)
 

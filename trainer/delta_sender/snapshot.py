@@ -17,10 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from delta_sender.diff_device import DeviceSide, is_on_device
 from delta_sender.diff_host import Bits, Change, Difference, begin_compare, compare
-from engine_ext.cores import usable_cores
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
 from engine_ext.kernels import gather_scatter
 from engine_ext.kernels.triton import runs_kernels
+from engine_ext.resources import usable_cores
 from engine_ext.wire import PACKED_ENCODINGS, Digest, ParamDelta, tensor_digest
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]

@@ -11,7 +11,7 @@ import msgspec
 
 from delta_sender.snapshot import Snapshot
 from delta_sender.sync_round import SyncRound
-from engine_ext.durable_files import FileLock, sync_folder, write_file
+from engine_ext.files import FileLock, sync_folder, write_file
 from engine_ext.wire import Digest
 
 

@@ -17,7 +17,7 @@ from delta_sender.diff_host import Change
 from delta_sender.encoding_policy import EncodingPolicy
 from delta_sender.results import SyncError
 from delta_sender.snapshot import Changes
-from engine_ext.cores import usable_cores
+from engine_ext.resources import usable_cores
 
 # Each takes the memory of a part that is being encoded. So many fill a link of 30 Gbit/s.
 MOST_ENCODERS = 8

@@ -12,11 +12,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
-from engine_ext import replicas
 from engine_ext.adapters.refusals import Refusal
 from engine_ext.adapters.sglang import refusals
 from engine_ext.adapters.sglang.loading import Observed, checkpoint
 from engine_ext.adapters.target_and_draft import DRAFT, PREFIX, TARGET, Part
+from engine_ext.ranks import replicas
 from engine_ext.rebuild import LoadingStates
 from engine_ext.tracing import LoadingTrace
 

@@ -14,11 +14,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from engine_ext import replicas, settings
+from engine_ext import settings
 from engine_ext.adapters.refusals import refuse
 from engine_ext.adapters.sglang.features import require_supported_version
 from engine_ext.adapters.sglang.names import LOAD_FORMAT, NAME
 from engine_ext.adapters.sglang.refusals import ARGUMENTS
+from engine_ext.ranks import replicas
 
 # The modules of SGLang that the patches let import this one.
 _PATCHED = (

@@ -19,9 +19,9 @@ from typing import Any
 import msgspec
 import psutil
 
-from engine_ext import replicas
 from engine_ext.adapters.sglang.names import LOAD_FORMAT
 from engine_ext.errors import DeltaError
+from engine_ext.ranks import replicas
 from engine_ext.wire import operations as ops
 
 logger = logging.getLogger(__name__)

@@ -9,11 +9,11 @@ from typing import Any, Final
 
 import torch
 
-from engine_ext import replicas
 from engine_ext.adapters import target_and_draft
 from engine_ext.adapters.refusals import Refusal
 from engine_ext.adapters.target_and_draft import DRAFT, PREFIX, TARGET
 from engine_ext.adapters.vllm import refusals
+from engine_ext.ranks import replicas
 
 _NO_WEIGHTS: Final = ("ngram", "ngram_gpu", "suffix")
 _FOLLOWED: Final = ("draft_model", "eagle", "mtp")

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from engine_ext import replicas
 from engine_ext.adapters.vllm.features import may_span_hosts
 from engine_ext.errors import DeltaError
+from engine_ext.ranks import replicas
 from engine_ext.wire.operations import Operation, ReplyT, decode_answers, encode_request
 
 _DEATH_POLL_S = 0.5

@@ -13,10 +13,11 @@ import logging
 import sys
 from typing import Any
 
-from engine_ext import replicas, settings
+from engine_ext import settings
 from engine_ext.adapters.refusals import refuse
 from engine_ext.adapters.vllm.features import replicas_answer_together, require_supported_version
 from engine_ext.adapters.vllm.refusals import ARGUMENTS
+from engine_ext.ranks import replicas
 
 NAME = "delta_hooks"
 LOAD_FORMAT = "delta"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from engine_ext import replicas, settings
+from engine_ext import settings
 from engine_ext.adapters.target_and_draft import TargetAndDraft, outside, read
 from engine_ext.adapters.vllm import refusals
 from engine_ext.adapters.vllm.buffer_checksums import buffer_checksums
@@ -31,7 +31,7 @@ from engine_ext.adapters.vllm.postload import (
 from engine_ext.adapters.vllm.transfer_frontend import is_chosen, register_backend
 from engine_ext.model import ConstantsWatch
 from engine_ext.placement import Repack
-from engine_ext.ranks import GroupRanks, Ranks
+from engine_ext.ranks import GroupRanks, Ranks, among_replicas, replicas
 from engine_ext.rebuild import LoadingStates, make_twin
 from engine_ext.receiver import (
     AdapterReceivers,
@@ -41,7 +41,6 @@ from engine_ext.receiver import (
     make_receiver,
 )
 from engine_ext.remote_parts import locator
-from engine_ext.replicas import among_replicas
 from engine_ext.tracing import LoadingTrace, LoadWeights
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 import psutil
 
-from engine_ext.cores import usable_cores
+from engine_ext.resources import usable_cores
 from scripts.bench.scaling.constants import Constants
 from scripts.bench.scaling.memory import memory
 from scripts.bench.scaling.model import predict

@@ -23,8 +23,8 @@ from torch import nn
 
 from delta_sender.diff_host import compare
 from engine_ext.apply import DeltaApplier, ScatterWriter, StagedPart
+from engine_ext.files import remove_beside
 from engine_ext.model import StorageIndex
-from engine_ext.part_paths import remove_beside
 from engine_ext.placement import Plan, TensorSpec, certify_placement, make_plan
 from engine_ext.receiver import shared_decoding
 from engine_ext.settings import Settings

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from delta_sender.diff_host import Difference, compare
-from engine_ext.cores import usable_cores
 from engine_ext.kernels import gather_scatter
+from engine_ext.resources import usable_cores
 from engine_ext.wire import ParamDelta, change_digest, encode_part, tensor_digest
 from scripts.bench import synthetic_weights
 from scripts.bench.scaling.encodings import ENCODINGS, gap_bytes

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from delta_sender.snapshot import Snapshot
-from engine_ext.cores import usable_cores
+from engine_ext.resources import usable_cores
 from scripts.bench import synthetic_weights
 from scripts.bench.scaling.timing import beside
 

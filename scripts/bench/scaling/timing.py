@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from engine_ext.cores import usable_cores
+from engine_ext.resources import usable_cores
 
 _LARGE = 384 << 20  # bytes; more than the caches of today's CPUs
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from engine_ext import replicas
 from engine_ext.adapters.refusals import Refusal
 from engine_ext.adapters.sglang import draft, refusals
 from engine_ext.adapters.target_and_draft import Part
+from engine_ext.ranks import replicas
 from engine_ext.rebuild import LoadingStates
 from engine_ext.tracing import LoadingTrace
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from engine_ext import replicas
 from engine_ext.adapters.refusals import Refusal
 from engine_ext.adapters.target_and_draft import TargetAndDraft
 from engine_ext.adapters.vllm import draft, refusals
 from engine_ext.adapters.vllm.draft import Part
 from engine_ext.adapters.vllm.layerwise_reload import active_wrapper
+from engine_ext.ranks import replicas
 
 
 def config(**fields: Any) -> Any:

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from engine_ext import replicas, settings
+from engine_ext import settings
 from engine_ext.adapters.vllm import engine, hooks
 from engine_ext.adapters.vllm.engine import VllmEngine
+from engine_ext.ranks import replicas
 from engine_ext.wire import operations
 
 

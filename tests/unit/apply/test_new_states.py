@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from engine_ext.apply import new_states
 from engine_ext.apply.new_states import GatheredProof
 from engine_ext.dtypes import NAME_OF_TORCH
-from engine_ext.replicas import ReplicaRanks
+from engine_ext.ranks import ReplicaRanks
 from engine_ext.version_folders import find_change
 from engine_ext.wire import Limits, ParamDelta, Part, decode_part, encode_part
 from tests.support.folder_writer import checksum, payload, raw_bytes

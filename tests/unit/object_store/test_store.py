@@ -11,7 +11,7 @@ import pytest
 
 from engine_ext.object_store import ObjectStore
 from engine_ext.object_store.store import RANGE_BYTES
-from engine_ext.rate_limit import RateLimit
+from engine_ext.resources import RateLimit
 from tests.support.object_stores import StoreServer, rclone_gateway
 from tests.support.store_proxy import Fault, StoreProxy
 

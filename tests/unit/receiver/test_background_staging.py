@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from engine_ext.errors import NotUpdatable
-from engine_ext.part_paths import staging_pipe
+from engine_ext.files import staging_pipe
 from engine_ext.receiver.background_staging import BackgroundStaging
 from engine_ext.wire import Limits, ParamDelta, Part, PartId, decode_part, encode_part
 from engine_ext.wire.identity import part_identity

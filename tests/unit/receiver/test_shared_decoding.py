@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine_ext import durable_files
 from engine_ext.errors import ChecksumMismatch, DeltaError, MalformedPart
-from engine_ext.part_paths import decoded_path, lock_path, remove_beside, unfinished_path
+from engine_ext.files import decoded_path, durable_files, lock_path, remove_beside, unfinished_path
 from engine_ext.receiver import shared_decoding
 from engine_ext.receiver.shared_decoding import read_part
 from engine_ext.wire import Limits, ParamDelta, Part, decode_part, encode_part, part_identity

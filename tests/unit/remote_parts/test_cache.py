@@ -14,9 +14,8 @@ from typing import Any, BinaryIO
 import pytest
 import xxhash
 
-from engine_ext.durable_files import FileLock
 from engine_ext.errors import ChecksumMismatch, PartUnavailable, SpoolFull
-from engine_ext.part_paths import decoded_path
+from engine_ext.files import FileLock, decoded_path
 from engine_ext.receiver.mapped_part import map_part
 from engine_ext.remote_parts import LocalFolder, PartCache
 

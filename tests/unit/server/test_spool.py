@@ -22,8 +22,8 @@ from delta_server import spool as spool_module
 from delta_server import spool_files
 from delta_server.spool import Spool, Spooled
 from delta_server.upload_limits import MinimumRate
-from engine_ext import durable_files
 from engine_ext.errors import DeltaError, MalformedPart, SpoolFull, TooLarge, UploadTooSlow
+from engine_ext.files import durable_files
 from engine_ext.wire import Limits, decode_part
 from tests.support.delta_bodies import STEP, delta_part, pieces, zstd_declaring
 

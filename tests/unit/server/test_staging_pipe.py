@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from delta_server.staging_pipe import StagingPipe
-from engine_ext.part_paths import staging_pipe
+from engine_ext.files import staging_pipe
 from tests.support.descriptors import open_descriptors
 
 PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

@@ -22,7 +22,7 @@ CALLS = {"eval", "exec", "compile", "__import__"}
 METHODS = {("torch", "load"), ("torch", "package"), ("jit", "load"), ("np", "load"),
            ("numpy", "load"), ("np", "fromfile"), ("np", "lib")}  # fmt: skip
 # The engine's own processes among themselves: what a rank says to the others (docs/security.md).
-BETWEEN_RANKS = {"engine_ext/ranks.py"}
+BETWEEN_RANKS = {"engine_ext/ranks/group.py"}
 
 
 def suspicious(path: Path) -> Iterator[str]:

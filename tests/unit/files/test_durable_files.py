@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_ext import durable_files
-from engine_ext.durable_files import FileLock
+from engine_ext.files import FileLock, durable_files
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY
 
@@ -124,7 +123,7 @@ def test_a_lock_is_held_until_the_process_ends(tmp_path: Path) -> None:
     """Threads may still write while exit handlers run."""
     code = (
         "import atexit, os, sys\n"
-        "from engine_ext.durable_files import FileLock\n"
+        "from engine_ext.files import FileLock\n"
         "folder, flags = sys.argv[1], os.O_RDONLY | os.O_DIRECTORY\n"
         "def take():\n"
         "    try: FileLock(folder, flags, 'taken')\n"

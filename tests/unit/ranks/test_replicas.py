@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext import replicas
-from engine_ext.ranks import Ranks, SingleRank
-from engine_ext.replicas import ReplicaRanks
+from engine_ext.ranks import Ranks, ReplicaRanks, SingleRank, replicas
 from tests.support.thread_group import Group, ThreadRanks
 
 REPLICAS = 2

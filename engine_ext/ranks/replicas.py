@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import msgspec
 
-from engine_ext.ranks import Ranks
+from engine_ext.ranks.group import Ranks
 
 ENVIRONMENT: Final = "DELTA_UPDATES_REPLICAS"
 
