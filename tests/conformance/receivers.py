@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +33,7 @@ from engine_ext.wire import ParamDelta, decode_part, encode_part
 from engine_ext.wire.identity import PartId, part_identity
 from tests.conformance.subject import Delta, Rank
 from tests.conformance.syncs import bits
+from tests.support.thread_group import Group, ThreadRanks
 from tests.support.toy_models import ToyModel
 
 _SYNC_ID = "conformance"
@@ -52,9 +52,9 @@ class Project:
         self._receivers: list[Receiver] = []
 
     def serve(self, ranks: Sequence[Rank]) -> None:
-        meeting = _Meeting(len(ranks))
+        group = Group(len(ranks), timeout_s=10)
         settings = Settings(apply=self.name, undo_bytes=1 << 24, read_workers=1)
-        loaded = [_load(rank, meeting.place(number)) for number, rank in enumerate(ranks)]
+        loaded = [_load(rank, ThreadRanks(group, number)) for number, rank in enumerate(ranks)]
         self._receivers = _everywhere(lambda model: make_receiver(model, settings), loaded)
 
     def apply(self, deltas: Sequence[Delta]) -> None:
@@ -102,35 +102,6 @@ def masked() -> Project:
     return Project("masked")
 
 
-class _Meeting:
-    """An all-gather over threads, as the ranks of an engine have over processes."""
-
-    def __init__(self, size: int) -> None:
-        self._barrier = threading.Barrier(size, timeout=10)
-        self._values: list[Any] = [None] * size
-
-    def place(self, rank: int) -> _Place:
-        return _Place(self, rank)
-
-    def all_gather(self, rank: int, value: Any) -> list[Any]:
-        self._values[rank] = value
-        self._barrier.wait()
-        values = list(self._values)
-        self._barrier.wait()
-        return values
-
-
-class _Place:
-    """One rank's place in it."""
-
-    def __init__(self, meeting: _Meeting, rank: int) -> None:
-        self.rank = rank
-        self._meeting = meeting
-
-    def all_gather(self, value: Any) -> list[Any]:
-        return self._meeting.all_gather(self.rank, value)
-
-
 def _everywhere(do: Callable[[Any], Any], ranks: Sequence[Any]) -> list[Any]:
     """What every rank makes of it, in rank order; all ranks run at once."""
     if len(ranks) == 1:
@@ -139,7 +110,7 @@ def _everywhere(do: Callable[[Any], Any], ranks: Sequence[Any]) -> list[Any]:
         return list(threads.map(do, ranks))
 
 
-def _load(rank: Rank, place: _Place) -> LoadedModel:
+def _load(rank: Rank, place: ThreadRanks) -> LoadedModel:
     """Start one rank's engine, and see what an adapter sees meanwhile."""
     model: Any = rank.model
     constants, states, loading = Constants(model), LoadingStates(_SHADOW_BYTES), LoadingTrace()

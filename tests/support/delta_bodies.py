@@ -40,6 +40,12 @@ def after(weights: Weights, *steps: Changes) -> Weights:
     return result
 
 
+# What an engine has loaded, and what it holds after one of the steps. Only compared, never changed.
+BASE = fresh_weights()
+NEXT = after(BASE, STEP)
+RESYNCED = after(BASE, OTHER_STEP)
+
+
 def same(one: Weights, other: Weights) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[n], other[n]) for n in one)
 

@@ -10,9 +10,8 @@ from typing import Any
 class Group:
     """An all-gather over threads, as the ranks of an engine have over processes."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._barrier = threading.Barrier(size, timeout=5)
+    def __init__(self, size: int, timeout_s: float = 5) -> None:
+        self._barrier = threading.Barrier(size, timeout=timeout_s)
         self._values: list[Any] = [None] * size
 
     def all_gather(self, rank: int, value: Any) -> list[Any]:

@@ -21,6 +21,7 @@ from starlette.responses import Response
 from delta_server.part_server import PartServer
 from engine_ext.object_store import ObjectStore
 from tests.support.delta_bodies import (
+    NEXT,
     OTHER_STEP,
     STEP,
     VERSION,
@@ -39,7 +40,6 @@ from tests.support.ray_ranks import RANKS, RankProcesses, RayRig
 pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(600)]
 
 ENCODINGS = ("gap8_exp", "deltas", "indices")
-NEXT = after(fresh_weights(), STEP)
 
 
 @pytest.fixture(scope="module")

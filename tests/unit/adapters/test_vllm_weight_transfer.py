@@ -18,6 +18,8 @@ from engine_ext.adapters.vllm.frontend import DeltaEndpoints
 from engine_ext.settings import API_KEY_ENVIRONMENT
 from engine_ext.wire.signature import HMAC_KEY_ENVIRONMENT
 from tests.support.delta_bodies import (
+    BASE,
+    NEXT,
     OTHER_STEP,
     VERSION,
     after,
@@ -29,9 +31,7 @@ from tests.support.delta_bodies import (
 )
 from tests.support.endpoint_rig import Rig, assert_error
 from tests.unit.adapters.transfer_api import (
-    BASE,
     FINISH,
-    NEXT,
     SAME,
     START,
     UPDATE,

@@ -14,17 +14,9 @@ from engine_ext.adapters.vllm import transfer_frontend
 from engine_ext.adapters.vllm.frontend import DeltaEndpoints
 from engine_ext.adapters.vllm.transfer_group import TransferGroup
 from engine_ext.wire.operations import Operation, decode_answers, encode_request
-from tests.support.delta_bodies import (
-    STEP,
-    Changes,
-    after,
-    delta_part,
-    fresh_weights,
-)
+from tests.support.delta_bodies import Changes, delta_part
 from tests.support.endpoint_rig import Rig, assert_error
 
-BASE = fresh_weights()
-NEXT = after(BASE, STEP)
 SPLIT: list[Changes] = [
     {"embed.weight": {0: 0x1111, 13: 0x7FC1}},
     {"norm.weight": {7: 0x3333}},

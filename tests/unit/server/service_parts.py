@@ -11,18 +11,11 @@ import httpx
 from delta_server.commit import total_digest
 from engine_ext.wire.operations import GetStatus
 from tests.support.delta_bodies import (
-    OTHER_STEP,
     STEP,
     Changes,
-    after,
     delta_part,
-    fresh_weights,
 )
 from tests.support.endpoint_rig import Rig
-
-BASE = fresh_weights()
-NEXT = after(BASE, STEP)
-RESYNCED = after(BASE, OTHER_STEP)
 
 # Three parts of one sync; embed.weight is in two of them.
 SPLIT: list[Changes] = [

@@ -13,12 +13,12 @@ import pytest
 from delta_server.commit import EngineCommitter, serialize_with_commits
 from delta_server.service import DeltaService
 from tests.support.delta_bodies import (
+    BASE,
+    NEXT,
     OTHER_STEP,
-    STEP,
+    RESYNCED,
     VERSION,
-    after,
     delta_part,
-    fresh_weights,
     full_part,
     same,
 )
@@ -26,9 +26,6 @@ from tests.support.endpoint_rig import COMPLETIONS, DELTA, Rig, assert_error
 from tests.unit.server.other_process import Process, resume_owed
 from tests.unit.server.service_parts import split_parts
 
-BASE = fresh_weights()
-NEXT = after(BASE, STEP)
-RESYNCED = after(BASE, OTHER_STEP)
 PAUSED = ("pause", "keep", True)
 COMMITTED = [("commit",), ("set_weight_version", "8")]
 

@@ -10,7 +10,9 @@ from delta_server.service import DeltaService
 from engine_ext.errors import Conflict
 from engine_ext.wire.operations import Operation
 from tests.support.delta_bodies import (
+    NEXT,
     OTHER_STEP,
+    RESYNCED,
     STEP,
     after,
     delta_part,
@@ -21,9 +23,6 @@ from tests.support.delta_bodies import (
 from tests.support.endpoint_rig import COMPLETIONS, Rig, app_of, assert_error
 from tests.unit.server.service_parts import assert_already_applied
 
-BASE = fresh_weights()
-NEXT = after(BASE, STEP)
-RESYNCED = after(BASE, OTHER_STEP)
 OTHER = {"layer.weight": {2: 0x1234}}
 PAUSED = ("pause", "keep", True)
 COMMITTED = [("commit",), ("set_weight_version", "8")]

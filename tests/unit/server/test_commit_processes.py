@@ -13,20 +13,19 @@ from engine_ext.errors import Conflict
 from engine_ext.model import TracingError
 from engine_ext.wire.operations import Operation
 from tests.support.delta_bodies import (
+    BASE,
+    NEXT,
     OTHER_STEP,
+    RESYNCED,
     STEP,
     after,
     delta_part,
-    fresh_weights,
     full_part,
     same,
 )
 from tests.support.endpoint_rig import COMPLETIONS, Rig, assert_error
 from tests.unit.server.other_process import Process, resume_owed
 
-BASE = fresh_weights()
-NEXT = after(BASE, STEP)
-RESYNCED = after(BASE, OTHER_STEP)
 OTHER = {"layer.weight": {2: 0x1234}}
 COMMITTED = [("commit",), ("set_weight_version", "8")]
 

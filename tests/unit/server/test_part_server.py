@@ -12,11 +12,9 @@ import pytest
 from engine_ext.remote_parts import PartCache, PartLocator
 from engine_ext.remote_parts.fetch import fetch_part
 from engine_ext.wire.operations import PartSource
-from tests.support.delta_bodies import STEP, after, delta_part, fresh_weights
+from tests.support.delta_bodies import NEXT, delta_part
 from tests.support.endpoint_rig import Rig, assert_error
 from tests.support.in_process_engine import Engine
-
-NEXT = after(fresh_weights(), STEP)
 
 
 class Elsewhere:

@@ -14,20 +14,19 @@ from delta_server.disk_files import list_names
 from delta_server.published import beside, completeness, gap_is_empty, not_applied, version_of
 from engine_ext.wire.operations import Delivery
 from tests.support.delta_bodies import (
+    BASE,
+    NEXT,
     OTHER_STEP,
     STEP,
     after,
     bare,
     delta_part,
-    fresh_weights,
     full_part,
     same,
 )
 from tests.support.endpoint_rig import FROM_DISK, Rig, assert_error
 from tests.support.folder_writer import write_version
 
-BASE = fresh_weights()
-NEXT = after(BASE, STEP)
 LATER = after(BASE, STEP, OTHER_STEP)
 INDEX = "model.safetensors.index.json"
 FILES = [{name: elements} for name, elements in STEP.items()]

@@ -12,6 +12,8 @@ from fastapi.responses import JSONResponse
 
 from delta_server.routes import attach
 from tests.support.delta_bodies import (
+    BASE,
+    NEXT,
     OTHER_STEP,
     STEP,
     Changes,
@@ -19,15 +21,12 @@ from tests.support.delta_bodies import (
     bare,
     delta_part,
     forged,
-    fresh_weights,
     same,
 )
 from tests.support.endpoint_rig import FROM_DISK, STATUS, Rig, assert_error
 from tests.support.folder_writer import write_version
 
 CHECKPOINT = "/local/checkpoint"  # never there
-BASE = fresh_weights()
-NEXT = after(BASE, STEP)
 LATER = after(BASE, STEP, OTHER_STEP)
 
 

@@ -13,7 +13,7 @@ import zstandard
 
 from delta_server import spool_files
 from tests.support.delta_bodies import (
-    STEP,
+    NEXT,
     VERSION,
     after,
     bare,
@@ -26,7 +26,6 @@ from tests.support.endpoint_rig import DELTA, FROM_DISK, MAX_BODY_BYTES, STATUS,
 
 OCTETS = {"Content-Type": "application/octet-stream"}
 GOOD = delta_part()
-NEXT = after(fresh_weights(), STEP)
 
 MakeRig = Callable[..., Rig]
 

@@ -10,11 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.delta_bodies import STEP, after, bare, delta_part, fresh_weights
+from tests.support.delta_bodies import NEXT, bare, delta_part
 from tests.support.endpoint_rig import DELTA, FROM_DISK, MAX_BODY_BYTES, Rig, assert_error
 
 GOOD = delta_part()
-NEXT = after(fresh_weights(), STEP)
 
 MakeRig = Callable[..., Rig]
 

@@ -9,7 +9,10 @@ import pytest
 
 from engine_ext.errors import DeltaError
 from tests.support.delta_bodies import (
+    BASE,
+    NEXT,
     OTHER_STEP,
+    RESYNCED,
     SHAPES,
     STEP,
     after,
@@ -20,14 +23,7 @@ from tests.support.delta_bodies import (
     same,
 )
 from tests.support.endpoint_rig import Rig, assert_error
-from tests.unit.server.service_parts import (
-    BASE,
-    NEXT,
-    RESYNCED,
-    split_parts,
-    statuses,
-    together,
-)
+from tests.unit.server.service_parts import split_parts, statuses, together
 
 MakeRig = Callable[..., Rig]
 

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from tests.support.delta_bodies import (
+    BASE,
+    NEXT,
     OTHER_STEP,
+    RESYNCED,
     after,
     bare,
     delta_part,
@@ -21,9 +24,6 @@ from tests.support.delta_bodies import (
 from tests.support.endpoint_rig import COMPLETIONS, DELTA, FROM_DISK, Rig, assert_error
 from tests.unit.server.service_parts import (
     APART,
-    BASE,
-    NEXT,
-    RESYNCED,
     SPLIT,
     assert_already_applied,
     split_parts,

@@ -8,7 +8,10 @@ import pytest
 
 from engine_ext.receiver.sync_state import SyncState
 from tests.support.delta_bodies import (
+    BASE,
+    NEXT,
     OTHER_STEP,
+    RESYNCED,
     VERSION,
     after,
     delta_part,
@@ -16,15 +19,7 @@ from tests.support.delta_bodies import (
     same,
 )
 from tests.support.endpoint_rig import Rig, assert_error
-from tests.unit.server.service_parts import (
-    BASE,
-    NEXT,
-    RESYNCED,
-    assert_already_applied,
-    split_parts,
-    statuses,
-    together,
-)
+from tests.unit.server.service_parts import assert_already_applied, split_parts, statuses, together
 
 
 @pytest.mark.parametrize("number", range(3))

@@ -18,12 +18,11 @@ from delta_server import spool as spool_module
 from delta_server.spool import Spool
 from engine_ext.wire import Limits
 from engine_ext.wire.signature import HMAC_KEY_ENVIRONMENT
-from tests.support.delta_bodies import STEP, after, delta_part, fresh_weights, pieces
+from tests.support.delta_bodies import NEXT, delta_part, pieces
 from tests.support.descriptors import open_descriptors
 from tests.support.endpoint_rig import DELTA, FROM_DISK, MAX_BODY_BYTES, STATUS, Rig, assert_error
 
 KEY = "a key of both"
-NEXT = after(fresh_weights(), STEP)
 BODIES = {
     "plain": delta_part(encoding="deltas"),
     "zstd": delta_part(encoding="deltas_zstd"),

@@ -12,6 +12,8 @@ import pytest
 from engine_ext.object_store import ObjectStore
 from engine_ext.version_folders import INDEX
 from tests.support.delta_bodies import (
+    BASE,
+    NEXT,
     OTHER_STEP,
     STEP,
     VERSION,
@@ -19,7 +21,6 @@ from tests.support.delta_bodies import (
     after,
     bare,
     delta_part,
-    fresh_weights,
     same,
 )
 from tests.support.endpoint_rig import FROM_DISK, Rig, assert_error
@@ -29,8 +30,6 @@ from tests.unit.server.test_pulls import load
 
 pytestmark = pytest.mark.slow
 
-BASE = fresh_weights()
-NEXT = after(BASE, STEP)
 LATER = after(BASE, STEP, OTHER_STEP)
 CHECKPOINT = "/local/checkpoint"
 FIRST = "rank0_flush000.safetensors"
