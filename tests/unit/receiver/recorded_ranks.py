@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from engine_ext.receiver.receiver import Receiver
 from tests.support.rank_engine import Engine, RecordingApplier, errors_of, part_id
 from tests.support.served_models import dense_delta, one_part
 
@@ -49,3 +50,7 @@ def begin_another(ranks: Ranks) -> None:
     ranks.engine.now += 60
     other = body(value=3, part=0, num_parts=2, sync_id="other")
     errors_of(ranks.engine.stage(part_id(other), other), none=True)
+
+
+def lose_sync(receiver: Receiver) -> None:
+    receiver.handle("drop", {})
