@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from engine_ext.model import PLAIN, hash_memory, layout, leaves_of, same_leaf, walk
+from engine_ext.model import PLAIN, hash_memory, is_cache, layout, leaves_of, same_leaf, walk
 from engine_ext.repacks import PROCESSING
 
 _REGISTRIES: Final = ("_parameters", "_buffers", "_modules")
@@ -114,6 +114,8 @@ def pairs(live: torch.nn.Module, new: torch.nn.Module) -> Iterator[Pair]:
 
     def visit(path: str, way: _Way, container: Any, key: Any, live: Any, new: Any) -> None:
         inside = (*way, (container, key, live))
+        if is_cache(path):  # the engine makes it once the model is loaded
+            return
         if isinstance(live, torch.Tensor) or isinstance(new, torch.Tensor):
             if live is new:
                 return

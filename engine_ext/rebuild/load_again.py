@@ -15,7 +15,7 @@ from engine_ext.model import PLAIN
 from engine_ext.rebuild.loading_states import LoadingState, loaded_tensors
 from engine_ext.rebuild.module_rebuild import Context, tensor_differences
 from engine_ext.rebuild.prove import Rebuild
-from engine_ext.rebuild.twin import with_modules
+from engine_ext.rebuild.twin import with_modules, with_parts
 from engine_ext.repacks import ModuleCopy
 from engine_ext.tracing import LoadWeights
 
@@ -42,9 +42,9 @@ def load_again(
     """
     states = list(states)
     copies = {id(one.module): ModuleCopy(one.before, {}) for one in states if one.moves}
-    twins = {
-        id(one.module): copies[id(one.module)].root if one.moves else one.before for one in states
-    }
+    twins = with_parts(
+        [(one.module, copies[id(one.module)].root if one.moves else one.before) for one in states]
+    )
     known = {id(part): {*vars(part)} for twin in twins.values() for part in twin.modules()}
     with torch.no_grad(), context():
         loader(with_modules(model, twins))(checkpoint)

@@ -6,7 +6,7 @@ that are rebuilt. The live model is not touched, so the loader can be traced on 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -19,21 +19,38 @@ from engine_ext.rebuild.loading_states import LoadingState, loaded_tensors, stor
 from engine_ext.rebuild.module_rebuild import ModuleRebuild
 
 
-def make_twin(model: torch.nn.Module, states: Iterable[LoadingState]) -> torch.nn.Module:
+def make_twin(model: torch.nn.Module, states: Sequence[LoadingState]) -> torch.nn.Module:
     """Return a copy of a processed model with the modules in `states` as they were before.
 
     A parameter that processing only moves has the memory of the live one, and so has a buffer. If
     the live module has none like it, it has no data, and the loader is not seen to write to it.
     """
-    twins: dict[int, torch.nn.Module] = {}
+    twins = with_parts([(state.module, state.before) for state in states])
     for state in states:
-        twins[id(state.module)] = state.before
         if state.moves:
             _share_memory(state)
     root = with_modules(model, twins)
     for state in states:
         _bind_loaders(state.before, twins)
     return root
+
+
+def with_parts(
+    copies: Sequence[tuple[torch.nn.Module, torch.nn.Module]],
+) -> dict[int, torch.nn.Module]:
+    """Return what replaces modules, given each with its copy, and the modules in them.
+
+    Such a part may be found elsewhere in the model, too: attention has a projection of its block.
+    If it has a copy of its own, that replaces it.
+
+    Returns:
+        The copies by the `id` of the original.
+    """
+    found = {id(module): copy for module, copy in copies}
+    for module, copy in copies:
+        for path, part in module.named_modules():
+            found.setdefault(id(part), copy.get_submodule(path))
+    return found
 
 
 def with_modules(module: torch.nn.Module, replaced: dict[int, torch.nn.Module]) -> torch.nn.Module:

@@ -1,8 +1,9 @@
-"""vLLM's own function recomputes MLA's absorbed projections inside the commit.
+"""MLA's absorbed projections follow inside the commit, in every way in which vLLM keeps them.
 
 vLLM keeps views of a `kv_b_proj` that is not quantised; with `tests.live.mla_copies` it keeps
-copies, as it does of one that it has to dequantise. In one process each engine runs in a process of
-its own; this file is its script too, and writes what it finds as JSON.
+copies, as it does of one that it has to dequantise. On a CPU with AMX it packs both halves, and
+drops the weight; the other ways are those of the backend for all CPUs. In one process each engine
+runs in a process of its own; this file is its script too, and writes what it finds as JSON.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
@@ -24,11 +26,14 @@ from tests.support.plain_trainer import Trainer, container
 
 # What each sync changes: parts of the names; and how many derived tensors are copies.
 SYNCS = ("", "kv_b_proj", "q_a_proj")
-DERIVED = {"--views": 0, "--copies": 4}
+DERIVED = {"--views": 0, "--copies": 4, "--packed": 0}
+ABSORBED = ("W_UV", "W_UK_T", "impl._w_uv_packed", "impl._w_uk_packed")
+BACKEND = "CPU_MLA"
+NEEDS_AMX = pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="a CPU without AMX")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kept", ["--copies", "--views"])
+@pytest.mark.parametrize("kept", ["--copies", "--views", pytest.param("--packed", marks=NEEDS_AMX)])
 def test_syncs_lead_where_a_fresh_engine_is(
     kept: str, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -45,10 +50,13 @@ def test_syncs_lead_where_a_fresh_engine_is(
     updated = run(__file__, base, tmp_path / "updated.json", kept, *map(str, parts))
     assert updated["uncertified"] == {}
     assert len(updated["recomputed"]) == DERIVED[kept]
+    assert bool(updated["rebuilt"]) == (kept == "--packed")
+    assert len(updated["states"][0]["bits"]["absorbed"]) == 4
     assert len({json.dumps(state["places"]) for state in updated["states"]}) == 1
     *states, rolled_back = (state["bits"] for state in updated["states"])
     assert rolled_back == states[-2]
-    assert len({json.dumps(state["parameters"]) for state in states}) == len(states)
+    weights = [(state["parameters"], state["absorbed"]) for state in states]
+    assert len({json.dumps(each) for each in weights}) == len(states)
     for number, target in enumerate(targets, start=1):
         fresh = run(__file__, target, tmp_path / f"fresh{number}.json", kept)
         assert fresh["states"][0]["bits"] == states[number]
@@ -61,7 +69,10 @@ def test_served_on_two_ranks(
     base = checkpoint("deepseek_v3")
     options: dict[str, Any] = {
         "tp": 2,
-        "extra_args": ["--worker-extension-cls", "tests.live.mla_copies.Copies"],
+        "extra_args": [
+            *("--worker-extension-cls", "tests.live.mla_copies.Copies"),
+            *("--attention-backend", BACKEND),
+        ],
         "python_path": [Path(__file__).parents[2]],
     }
     engine = start("vllm", base, **options)
@@ -96,7 +107,14 @@ def main(model: str, out: str, kept: str, *parts: str) -> None:
     plugin.install_workers()
     if kept == "--copies":
         importlib.import_module("tests.live.mla_copies")
-    llm: Any = LLM(model, dtype="bfloat16", enforce_eager=True, max_model_len=256)
+    backend = None if kept == "--packed" else BACKEND
+    llm: Any = LLM(
+        model,
+        dtype="bfloat16",
+        enforce_eager=True,
+        max_model_len=256,
+        attention_backend=backend,
+    )
     worker = llm.llm_engine.model_executor.driver_worker.worker
     states = [_state(llm, worker)]
     for version, part in enumerate(parts, start=1):
@@ -109,6 +127,7 @@ def main(model: str, out: str, kept: str, *parts: str) -> None:
     found = {
         "uncertified": _ok(worker, "status")["uncertified"],
         "recomputed": sorted({path for row in rows for path in row["recomputed"]}),
+        "rebuilt": [r["name"] for r in rows if r["status"] == "rebuilt" and "kv_b" in r["name"]],
         "states": states,
     }
     Path(out).write_text(json.dumps(found))
@@ -132,7 +151,7 @@ def _state(llm: Any, worker: Any) -> dict[str, Any]:
             "absorbed": {
                 f"{path}.{name}": hash_tensor(tensor)
                 for path, _, name, tensor in reachable_tensors(model)
-                if name in ("W_UV", "W_UK_T")
+                if name in ABSORBED
             },
             "tokens": list(answer.outputs[0].token_ids),
         },
@@ -160,7 +179,9 @@ def _apply(worker: Any, version: int, path: str) -> None:
     _ok(worker, "begin", part=sent, path=path, now=0.0)
     while not _ok(worker, "poll", part=sent)["done"]:
         pass
-    _ok(worker, "settle", part=sent, staged=True)
+    done = _ok(worker, "settle", part=sent, staged=True)["prepared"]
+    while not done:
+        done = _ok(worker, "prepare", part=sent)["done"]
     _ok(worker, "commit", version=version, sync_id=part.manifest.sync_id)
 
 

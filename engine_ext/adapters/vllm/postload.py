@@ -151,13 +151,18 @@ def _processings(
     model: torch.nn.Module, model_config: Any, *args: Any, **kwargs: Any
 ) -> Iterator[Processing]:
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
-    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
+    packed = {
+        id(part) for module in model.modules() if _packs_parts(module) for part in module.modules()
+    }
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if isinstance(method, QuantizeMethodBase):
-            yield Processing(module, method, _process_copy)
-        if is_deferred_attention_layer(module):
+        if _has_method(module) and id(module) not in packed:
+            yield Processing(module, module.quant_method, _process_copy)
+        if _packs_parts(module):
+            yield Processing(
+                module, module, functools.partial(_process_whole, dtype=model_config.dtype)
+            )
+        elif is_deferred_attention_layer(module):
             # What an attention layer makes for itself may be recomputed, see `recomputations`.
             yield Processing(
                 module,
@@ -167,8 +172,30 @@ def _processings(
             )
 
 
+def _has_method(module: Any) -> bool:
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+    return isinstance(getattr(module, "quant_method", None), QuantizeMethodBase)
+
+
+def _packs_parts(module: torch.nn.Module) -> bool:
+    """Return whether a layer packs the weights of the layers in it, and drops them.
+
+    MLA does, for CPUs with AMX; elsewhere it leaves the weights, and may keep what it made of them.
+    """
+    return bool(getattr(module, "is_amx_bmm_enabled", False))
+
+
 def _process_copy(copy: Any) -> None:
     copy.quant_method.process_weights_after_loading(copy)
+
+
+def _process_whole(copy: Any, *, dtype: torch.dtype) -> None:
+    """Process the layers in an attention layer, and then itself, as vLLM's loader does."""
+    for part in copy.modules():
+        if _has_method(part):
+            _process_copy(part)
+    copy.process_weights_after_loading(dtype)
 
 
 def _process(layer: Any, config: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from engine_ext.adapters.vllm.lora import without_lora
-from engine_ext.adapters.vllm.postload import copied_on_first_use
+from engine_ext.adapters.vllm.postload import _processings, copied_on_first_use
 
 
 class Wrapper(nn.Module):
@@ -31,6 +31,24 @@ class Attention(nn.Module):
         self.projection = projection
 
 
+class Method:
+    """A quant method that counts how often it has processed a layer."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        layer.processed = getattr(layer, "processed", 0) + 1
+
+
+class PackingAttention(Attention):
+    """One that packs the weight of its projection, and drops it."""
+
+    is_amx_bmm_enabled = True
+
+    def process_weights_after_loading(self, dtype: torch.dtype) -> None:
+        projection: Any = self.projection
+        self.packed = (projection.weight.detach() * projection.processed).to(dtype)
+        projection.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+
+
 class Block(nn.Module):
     def __init__(self, attention: nn.Module) -> None:
         super().__init__()
@@ -48,6 +66,9 @@ def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         "vllm.lora.layers": SimpleNamespace(BaseLayerWithLoRA=Wrapper),
         "vllm.model_executor.layers.attention": SimpleNamespace(
             is_deferred_attention_layer=is_deferred
+        ),
+        "vllm.model_executor.layers.quantization.base_config": SimpleNamespace(
+            QuantizeMethodBase=Method
         ),
     }
     for name, module in found.items():
@@ -105,3 +126,27 @@ def test_gates_that_vllm_copies_when_it_first_generates_are_refused() -> None:
         runner._fse_fuse_gate = fused
         model.add_module(name, runner)
     assert [*copied_on_first_use(model)] == ["fused.gate.weight", "fused.shared_expert_gate.weight"]
+
+
+def test_attention_that_packs_its_projection_is_processed_as_a_whole() -> None:
+    """First the projection, then the layer; the projection has no processing of its own."""
+    projection, linear = nn.Linear(2, 2), nn.Linear(2, 2)
+    for part in (projection, linear):
+        part.quant_method = Method()  # type: ignore[assignment]
+    layer = PackingAttention(projection)
+    model = nn.ModuleDict({"projection": projection, "attention": layer, "linear": linear})
+    found = {p.module: p for p in _processings(model, SimpleNamespace(dtype=torch.bfloat16))}
+    assert [*found] == [layer, linear]
+    assert not found[layer].recomputed
+    weight = projection.weight.detach()
+    found[layer].call(layer)
+    assert torch.equal(layer.packed, weight.bfloat16())
+    assert projection.weight.numel() == 0
+
+
+def test_attention_that_leaves_its_projection_may_be_recomputed() -> None:
+    projection = nn.Linear(2, 2)
+    projection.quant_method = Method()  # type: ignore[assignment]
+    layer = Attention(projection)
+    found = _processings(nn.ModuleDict({"attention": layer}), SimpleNamespace(dtype=torch.float32))
+    assert [(p.module, p.recomputed) for p in found] == [(layer, True), (projection, False)]

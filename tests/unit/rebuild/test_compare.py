@@ -124,3 +124,12 @@ def test_a_place_is_lost_with_its_container_its_tensor_or_its_memory() -> None:
     assert not place.unchanged()
     held.clear()
     assert not place.unchanged()
+
+
+def test_a_cache_that_the_engine_makes_later_is_left_out() -> None:
+    live, new = module(kv_cache=ones(4, 2)), module(kv_cache=ones(0))
+    assert not found(live, new)
+    live.kv_cache, new.kv_cache = [ones(4)], [ones(0)]
+    assert not found(live, new)
+    with pytest.raises(RebuildError, match="cached comes out as"):
+        found(module(cached=ones(4, 2)), module(cached=ones(0)))

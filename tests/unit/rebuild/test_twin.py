@@ -90,6 +90,23 @@ def test_a_module_with_two_parents_has_one_twin() -> None:
     assert twin.one is not root.one
 
 
+def test_a_part_that_is_elsewhere_in_the_model_too_is_that_of_the_kept_module() -> None:
+    """So the loader finds it as it was, under any name; a part that is kept itself is that."""
+    root: Any = nn.Module()
+    root.outer = Layer(Int8())
+    root.outer.plain, root.outer.inner = Layer(Method()), Layer(Int8())
+    root.plain, root.inner = root.outer.plain, root.outer.inner
+    states = LoadingStates(1 << 20)
+    for layer in (root.outer, root.inner):
+        states.keep(processing(layer), False)
+    outer, inner = (state.before for state in states.states)
+    twin: Any = make_twin(root, states.states)
+    assert twin.outer is outer
+    assert twin.inner is inner
+    assert twin.plain is outer.plain
+    assert twin.plain.weight.weight_loader.__self__ is twin.plain
+
+
 def test_a_live_view_of_what_was_loaded_is_its_shadow() -> None:
     """Also one that begins within its storage, where other elements have the same bits."""
     root: Any = nn.Module()
