@@ -45,7 +45,7 @@ from rich.table import Table
 from delta_sender.bandwidth import LinkSpeed
 from delta_sender.destination import Destination
 from delta_sender.diff_device import SNAPSHOT_ON
-from delta_sender.diff_host import Difference, begin_compare
+from delta_sender.diff_host import Comparisons, Difference
 from delta_sender.multi_sender import MultiSender
 from delta_sender.results import SyncReport
 from engine_ext.kernels import gather_scatter
@@ -91,8 +91,9 @@ def simulated_sender(base: _Tensors, bytes_per_s: float, **options: Any) -> Mult
 
 def diff(old: _Bits, new: _Bits, pool: ThreadPoolExecutor) -> list[Difference]:
     """Find the changes as a sync does."""
+    comparisons = Comparisons(pool, streams=True)
     begun = [
-        begin_compare(old[param], new[param], f"model.layers.{number}.weight", pool, streams=True)
+        comparisons.begin(old[param], new[param], f"model.layers.{number}.weight")
         for number, param in enumerate(synthetic_weights.params(old))
     ]
     return [wait() for wait in begun]

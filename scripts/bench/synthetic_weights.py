@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from delta_sender.diff_host import begin_compare
+from delta_sender.diff_host import Comparisons
 from engine_ext.wire import ParamDelta
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -66,9 +66,8 @@ def change(weights: Bits, density: float, rng: np.random.Generator) -> Bits:
 def deltas_of(old: Bits, new: Bits, threads: int, dtype: str = "bfloat16") -> list[ParamDelta]:
     """Compare two copies of the weights as a sender does."""
     with ThreadPoolExecutor(threads) as pool:
-        begun = [
-            begin_compare(old[param], new[param], None, pool, streams=True) for param in params(old)
-        ]
+        comparisons = Comparisons(pool, streams=True)
+        begun = [comparisons.begin(old[param], new[param], None) for param in params(old)]
         found = [wait() for wait in begun]
     names = (f"model.layers.{number}.weight" for number in range(len(found)))
     return [

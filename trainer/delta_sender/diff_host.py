@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,7 @@ _CHUNK: Final = 1 << 21  # elements that a thread compares at a time; a multiple
 _AHEAD: Final = 64  # lines to prefetch; the hardware's own prefetch is shorter
 
 Bits = NDArray[Any]  # unsigned ints [n]
+_Pair: TypeAlias = tuple[Bits, Bits, str | None]  # old, new, name
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,21 +90,72 @@ class Difference(NamedTuple):
     stream: NDArray[np.uint8] | None
 
 
-def begin_compare(
-    old: Bits, new: Bits, name: str | None, pool: Executor, *, streams: bool = False
-) -> Callable[[], Difference]:
-    """Begin to compare two tensors in a pool; return a function that waits for the result.
+class Comparisons:
+    """Compares tensors in a pool: large ones in chunks, several small ones at a time.
+
+    A thread that handed over each small tensor by itself would mostly wait for the interpreter
+    lock. To be used by one thread.
 
     Args:
-        old, new: Bit patterns, unsigned ints of one width, contiguous [n]. They must not change
-            until the result has been asked for.
-        name: The tensor's name, if the change of its digest is wanted.
-        streams: Whether the gap stream is wanted.
-
-    Raises:
-        ValueError: The tensors differ in dtype or shape.
+        pool: Its threads compare.
+        streams: Whether gap streams are wanted.
     """
-    _check(old, new)
+
+    def __init__(self, pool: Executor, *, streams: bool = False) -> None:
+        self._pool, self._streams = pool, streams
+        self._batch = _Batch()
+
+    def begin(self, old: Bits, new: Bits, name: str | None) -> Callable[[], Difference]:
+        """Begin to compare two tensors, or soon; return a function that waits for the result.
+
+        Args:
+            old, new: Bit patterns, unsigned ints of one width, contiguous [n]. They must not
+                change until the result has been asked for.
+            name: The tensor's name, if the change of its digest is wanted.
+
+        Raises:
+            ValueError: The tensors differ in dtype or shape.
+        """
+        _check(old, new)
+        if old.size >= _CHUNK:
+            return _begin_large(old, new, name, self._pool, self._streams)
+        batch, number = self._batch, len(self._batch.pairs)
+        batch.pairs.append((old, new, name))
+        batch.elements += old.size
+        if batch.elements >= _CHUNK:
+            self._submit()
+
+        def wait() -> Difference:
+            if batch is self._batch:
+                self._submit()
+            assert batch.future is not None
+            return batch.future.result()[number]
+
+        return wait
+
+    def _submit(self) -> None:
+        batch, self._batch = self._batch, _Batch()
+        batch.future = self._pool.submit(self._compare_all, batch.pairs)
+
+    def _compare_all(self, pairs: list[_Pair]) -> list[Difference]:
+        found = [compare(old, new, name, streams=self._streams) for old, new, name in pairs]
+        pairs.clear()  # the caller may free them before it asks for all results
+        return found
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Small tensors that one thread compares."""
+
+    pairs: list[_Pair] = field(default_factory=list)
+    elements: int = 0
+    future: Future[list[Difference]] | None = None
+
+
+def _begin_large(
+    old: Bits, new: Bits, name: str | None, pool: Executor, streams: bool
+) -> Callable[[], Difference]:
+    """Begin to compare two tensors chunk by chunk; see `Comparisons.begin`."""
     starts = range(0, old.size, _CHUNK)
     found: dict[int, Difference] = {}
     ending = threading.Lock()
@@ -128,10 +180,10 @@ def begin_compare(
 def compare(
     old: Bits, new: Bits, name: str | None = None, threads: int = 1, *, streams: bool = False
 ) -> Difference:
-    """Compare two tensors, in `threads` threads (1: the caller's); see `begin_compare`."""
+    """Compare two tensors, in `threads` threads (1: the caller's); see `Comparisons.begin`."""
     if threads > 1 and old.size > _CHUNK:
         with ThreadPoolExecutor(threads) as pool:
-            return begin_compare(old, new, name, pool, streams=streams)()
+            return Comparisons(pool, streams=streams).begin(old, new, name)()
     _check(old, new)
     starts = range(0, old.size, _CHUNK)
     found = [_compare_chunk(old, new, start, name, streams) for start in starts]

@@ -6,7 +6,7 @@ Tensors in host memory are compared with `diff_host`, those on an accelerator wi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Final
@@ -16,7 +16,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from delta_sender.diff_device import DeviceSide, is_on_device
-from delta_sender.diff_host import Bits, Change, Difference, begin_compare, compare
+from delta_sender.diff_host import Bits, Change, Comparisons, Difference, compare
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
 from engine_ext.kernels import gather_scatter
 from engine_ext.kernels.triton import runs_kernels
@@ -29,6 +29,8 @@ Keep = Callable[[Change], Change]
 
 # Most bytes of tensors that are being compared while an earlier one is waited for.
 _AHEAD: Final = 128 << 20
+# Elements that a thread writes at a time, at least.
+_WRITTEN: Final = 1 << 16
 
 
 class Snapshot:
@@ -103,12 +105,16 @@ class Snapshot:
     def _read(
         self, tensors: NamedTensors, pool: Executor, digests: bool, keep: Keep
     ) -> Iterator[tuple[str, Change | None]]:
+        comparisons = Comparisons(pool, streams=self._streams)
         changes: dict[str, Change | None] = {}
         begun: deque[tuple[str, int, Callable[[], Difference]]] = deque()
         seen: set[str] = set()
+        ahead = 0  # bytes of what is begun
 
         def finish() -> tuple[str, Change | None]:
-            key, _, wait = begun.popleft()
+            nonlocal ahead
+            key, nbytes, wait = begun.popleft()
+            ahead -= nbytes
             change = self._change(self._dense[key], wait())
             changes[key] = None if change is None else keep(change)
             return key, changes[key]
@@ -123,22 +129,28 @@ class Snapshot:
                     raise ValueError(f"{name}: differs from {key}, which it is tied to or repeats")
                 continue
             seen.add(key)
-            wait = self._begin(key, name, tensor, key if digests else None, pool)
+            wait = self._begin(key, name, tensor, key if digests else None, comparisons)
             begun.append((key, tensor.nbytes, wait))
-            while sum(nbytes for _, nbytes, _ in begun) > _AHEAD:
+            ahead += tensor.nbytes
+            while ahead > _AHEAD:
                 yield finish()
         while begun:
             yield finish()
         self._refuse_missing(seen)
 
     def _begin(
-        self, key: str, name: str, tensor: torch.Tensor, digested: str | None, pool: Executor
+        self,
+        key: str,
+        name: str,
+        tensor: torch.Tensor,
+        digested: str | None,
+        comparisons: Comparisons,
     ) -> Callable[[], Difference]:
         """Begin to compare a tensor, in the memory that it is in."""
         old = self._dense[key]
         if not is_on_device(tensor):
             new = _to_bits(name, tensor).values
-            return begin_compare(old.values, new, digested, pool, streams=self._streams)
+            return comparisons.begin(old.values, new, digested)
         bits = self._devices.prepare(key, old.values, tensor.device, self.nbytes)
         if bits is not old.values:
             self._dense[key] = replace(old, values=bits)
@@ -197,15 +209,16 @@ class Snapshot:
     def advance(self, changes: Changes) -> None:
         """Apply the committed `changes`."""
         with self._devices.following(changes), ThreadPoolExecutor(self._threads) as pool:
-            for _ in pool.map(self._apply, changes.items()):
+            for _ in pool.map(self._apply, _batches(changes)):
                 pass
 
-    def _apply(self, item: tuple[str, Change]) -> None:
-        values, change = self._dense[item[0]].values, item[1]
-        if change.indices is None:
-            values[:] = change.new
-        else:
-            gather_scatter.write(values, change.indices, change.new)
+    def _apply(self, changes: Sequence[tuple[str, Change]]) -> None:
+        for key, change in changes:
+            values = self._dense[key].values
+            if change.indices is None:
+                values[:] = change.new
+            else:
+                gather_scatter.write(values, change.indices, change.new)
 
     def _keep(self, dense: ParamDelta) -> ParamDelta:
         return replace(dense, values=dense.values.copy())
@@ -232,6 +245,20 @@ class MappedSnapshot(Snapshot):
 
     def _keep(self, dense: ParamDelta) -> ParamDelta:
         return dense
+
+
+def _batches(changes: Changes) -> Iterator[list[tuple[str, Change]]]:
+    """Yield the changes, so many at a time that a thread has work for longer than it is woken."""
+    batch: list[tuple[str, Change]] = []
+    elements = 0
+    for item in changes.items():
+        batch.append(item)
+        elements += item[1].new.size
+        if elements >= _WRITTEN:
+            yield batch
+            batch, elements = [], 0
+    if batch:
+        yield batch
 
 
 def _with_ties(tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor, str | None]]:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import operator
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delta_sender import diff_host
-from delta_sender.diff_host import begin_compare
+from delta_sender.diff_host import Comparisons
 from delta_sender.diff_host import compare as compared
 from engine_ext.wire.digest import change_digest
 from engine_ext.wire.gap_streams import encode_gaps
@@ -72,10 +74,64 @@ def test_chunks_and_threads(threads: int, compiled: bool, monkeypatch: pytest.Mo
     assert near.stream.tobytes() == encode_gaps(near.indices.astype(np.int64))[0].tobytes()
     new[::200] ^= 1
     with ThreadPoolExecutor(2) as pool:
-        pending = [begin_compare(old, new, name, pool) for name in ("w", "v", "")]
+        comparisons = Comparisons(pool)
+        pending = [comparisons.begin(old, new, name) for name in ("w", "v", "")]
     changes = [wait().change for wait in pending]
     assert changes[0] == found.change
     assert len(set(changes)) == 3
+
+
+def test_small_tensors_are_compared_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The results may be asked for in any order, also before there are enough for a thread."""
+    monkeypatch.setattr(diff_host, "_CHUNK", 128)
+    rng = np.random.default_rng(0)
+    pairs = []
+    for number, size in enumerate([0, 5, 60, 70, 300, 1, 127, 128, 129, 2, 3]):
+        old = rng.integers(0, 1 << 16, size, np.uint16)
+        new = np.where(rng.random(size) < 0.3, old ^ np.uint16(1), old)
+        pairs.append((old, new, f"tensor {number}"))
+    expected = [compared(*pair, streams=True) for pair in pairs]
+    for order in (range(len(pairs)), reversed(range(len(pairs))), rng.permutation(len(pairs))):
+        with ThreadPoolExecutor(2) as pool:
+            comparisons = Comparisons(pool, streams=True)
+            waits = [comparisons.begin(*pair) for pair in pairs]
+            for number in order:
+                found, right = waits[number](), expected[number]
+                for one, other in zip(found, right, strict=True):
+                    same = np.array_equal if isinstance(one, np.ndarray) else operator.eq
+                    assert same(one, other)  # type: ignore[arg-type, operator]
+
+
+def test_a_thread_gets_a_chunk_of_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diff_host, "_CHUNK", 100)
+    handed = []
+
+    class Pool(ThreadPoolExecutor):
+        def submit(self, work: Any, *arguments: Any, **options: Any) -> Any:
+            handed.append(arguments)
+            return super().submit(work, *arguments, **options)
+
+    with Pool(1) as pool:
+        comparisons = Comparisons(pool)
+        tensors = [np.zeros(30, np.uint16) for _ in range(9)]
+        waits = [comparisons.begin(tensor, tensor, None) for tensor in tensors]
+        assert len(handed) == 2
+        waits[3]()
+        assert len(handed) == 2
+        waits[8]()
+        assert len(handed) == 3
+        with pytest.raises(ValueError, match="one dtype and shape"):
+            comparisons.begin(tensors[0], tensors[0][1:], None)
+
+
+def test_small_tensors_that_were_compared_are_let_go() -> None:
+    tensor = np.zeros(30, np.uint16)
+    with ThreadPoolExecutor(1) as pool:
+        comparisons = Comparisons(pool)
+        waits = [comparisons.begin(tensor, tensor, None) for _ in range(3)]
+        kept = sys.getrefcount(tensor)
+        waits[0]()
+    assert sys.getrefcount(tensor) <= kept - 6
 
 
 def test_what_was_found_is_kept() -> None:

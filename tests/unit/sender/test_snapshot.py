@@ -1,0 +1,58 @@
+"""The sender's copy of the weights: what differs from it, and how it follows commits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from delta_sender import diff_host, snapshot
+from delta_sender.snapshot import Changes, Snapshot
+
+
+def model(tensors: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
+    sizes = rng.integers(1, 300, tensors)
+    bits = (rng.integers(-(1 << 15), 1 << 15, size, np.int16) for size in sizes)
+    return {f"layers.{n}": torch.from_numpy(one).view(torch.bfloat16) for n, one in enumerate(bits)}
+
+
+def changes(kept: Snapshot, tensors: dict[str, torch.Tensor]) -> Changes:
+    return {key: change for key, change in kept.read(tensors.items()) if change is not None}
+
+
+@pytest.mark.parametrize("ahead", [1, 1000, 1 << 20])
+@pytest.mark.parametrize("together", [1, 700, 1 << 20])
+def test_many_small_tensors_are_compared_and_written(
+    ahead: int, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many a thread gets at a time, and however far the comparison is ahead."""
+    monkeypatch.setattr(snapshot, "_AHEAD", ahead)
+    monkeypatch.setattr(snapshot, "_WRITTEN", together)
+    monkeypatch.setattr(diff_host, "_CHUNK", together)
+    rng = np.random.default_rng(0)
+    tensors = model(60, rng)
+    kept = Snapshot(tensors.items(), "gap8_ulp")
+    assert changes(kept, tensors) == {}
+    for _ in range(2):
+        others = {}
+        for name in sorted(tensors)[::2]:
+            bits = tensors[name].view(torch.int16)
+            others[name] = sorted(set(rng.integers(0, bits.numel(), 9).tolist()))
+            bits[others[name]] ^= 1
+        found = changes(kept, tensors)
+        assert {key: one.nnz for key, one in found.items()} == {
+            k: len(v) for k, v in others.items()
+        }
+        kept.advance(found)
+        assert changes(kept, tensors) == {}
+        for name, tensor in tensors.items():
+            assert kept.image(name).values.tobytes() == tensor.view(torch.int16).numpy().tobytes()
+
+
+def test_a_change_that_is_not_committed_is_found_again() -> None:
+    tensors = model(3, np.random.default_rng(1))
+    kept = Snapshot(tensors.items(), "gap8_ulp")
+    tensors["layers.1"].view(torch.int16)[0] ^= 1
+    first, second = changes(kept, tensors), changes(kept, tensors)
+    assert first.keys() == second.keys() == {"layers.1"}
+    assert first["layers.1"].digest == second["layers.1"].digest
