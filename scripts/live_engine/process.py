@@ -71,9 +71,13 @@ class EngineProcess(abc.ABC):
 
     Attributes:
         name: Display name of the engine.
+        rank_title: In the titles of its processes that hold weights, and of no others.
+        waits_in_loop: Whether its ranks' main threads use a core for a second after each call.
     """
 
     name: ClassVar[str]
+    rank_title: ClassVar[str]
+    waits_in_loop: ClassVar[bool]
     _python_path: ClassVar[Sequence[Path]] = ()
 
     def __init__(

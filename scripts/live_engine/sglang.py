@@ -21,6 +21,8 @@ class SglangProcess(EngineProcess):
     """One SGLang server; see `EngineProcess` for the arguments."""
 
     name = "SGLang"
+    rank_title = "sglang::scheduler"
+    waits_in_loop = False  # with --sleep-on-idle
     # The wheels for CPU-only machines lack modules that SGLang imports all the same.
     _python_path = (_ROOT / "tests" / "shims" / "sglang_cpu",)
 

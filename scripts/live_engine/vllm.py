@@ -27,6 +27,8 @@ class VllmProcess(EngineProcess):
     """One vLLM server with its development routes; see `EngineProcess` for the arguments."""
 
     name = "vLLM"
+    rank_title = "Worker"  # there is one for a single rank, too
+    waits_in_loop = True  # vllm.distributed.device_communicators.shm_broadcast.SpinCondition
 
     @classmethod
     def interpreter(cls) -> Path:

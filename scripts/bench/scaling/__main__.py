@@ -6,12 +6,13 @@
     python -m scripts.bench.scaling check --constants constants.json --sizes 1.5B
 
 measure  times each step of a sync by itself: CPU time of one core, the least of some runs in turn;
-         fixed costs are those of a small live vLLM on two ranks, and of one on one
+         fixed costs are those of a small live engine on two ranks, and of one on one
 model    composes them to whole syncs (`scripts/bench/scaling/model.py` has the formulas), for three
          sizes of models, and prints the tables of docs/scaling.md
-check    syncs models of up to 1.5 billion parameters to a live vLLM on this machine, with two ranks
-         or one, and prints what was measured beside what the model says; every live byte must be
-         the sender's. A ratio does not change the exit status: other work on the machine does.
+check    syncs models of up to 1.5 billion parameters to a live engine on this machine, of the kind
+         that the constants are of, with two ranks or one, and prints what was measured beside what
+         the model says; every live byte must be the sender's. A ratio does not change the exit
+         status: other work on the machine does.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from scripts.bench.scaling.measure import DENSITY, STEPS, measure
 from scripts.bench.scaling.setups import MODELS, Setup
 from scripts.bench.synthetic_weights import PARAM
 from scripts.live_engine.process import EngineError
+from scripts.live_engine.registry import ENGINES
 
 _CHECK_STEPS = 4
 _FAILURES = (
@@ -55,6 +57,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = commands.add_parser("measure", help="measure the constants").add_argument
     add("--json", type=Path, metavar="FILE", required=True, help="write them to this file")
     params_help = "tensors of 16.8 million elements each (default: %(default)s)"
+    engine_help = "whose fixed costs are measured, and which check starts (%(default)s)"
+    add("--engine", choices=ENGINES, default="vllm", help=engine_help)
     add("--params", type=positive, metavar="N", default=12, help=params_help)
     add("--repeats", type=positive, metavar="N", default=7, help="of each (%(default)s)")
 
@@ -117,7 +121,9 @@ def run_measure(options: argparse.Namespace, console: Console) -> int:
     """Measure the constants, write and print them."""
     with tempfile.TemporaryDirectory(prefix="delta-scaling-") as scratch:
         with progress(len(STEPS)) as step:
-            costs = measure(options.params * PARAM, options.repeats, Path(scratch), step)
+            costs = measure(
+                options.params * PARAM, options.repeats, Path(scratch), step, options.engine
+            )
     costs.save(options.json)
     console.print(report.constants_table(costs))
     return 0
@@ -156,6 +162,7 @@ def run_check(options: argparse.Namespace, console: Console) -> int:
                 checked = check(
                     name,
                     Path(scratch),
+                    engine=costs.engine,
                     density=options.density,
                     syncs=options.syncs,
                     ranks=options.ranks,

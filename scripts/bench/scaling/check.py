@@ -1,4 +1,4 @@
-"""Compare the model with real syncs: a live vLLM and a sender, both on this machine."""
+"""Compare the model with real syncs: a live engine and a sender, both on this machine."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from engine_ext.resources import usable_cores
 from scripts.bench.scaling.constants import Constants
 from scripts.bench.scaling.memory import memory
 from scripts.bench.scaling.model import predict
+from scripts.bench.scaling.processes import roles
 from scripts.bench.scaling.sender_process import Sync, Task
 from scripts.bench.scaling.setups import Model, Setup
 from scripts.live_engine.process import EngineError, EngineProcess
@@ -50,10 +51,8 @@ SIZES: Final[dict[str, dict[str, int]]] = {
 # GiB that must be free: model and snapshot, the ranks' shards, their caches, and the processes.
 NEEDED: Final = {"0.1B": 5, "0.5B": 7, "1.5B": 13}
 # A cache of 16 blocks is enough, as nothing is generated; vLLM would take 1 GiB on each rank.
-_SMALL_CACHE: Final = ("--num-gpu-blocks-override", "16")
+_SMALL_CACHE: Final = {"vllm": ("--num-gpu-blocks-override", "16"), "sglang": ()}
 BUCKET_BYTES: Final = 8 << 20
-# In the titles of vLLM's processes that hold weights. On CPU there is one for a single rank, too.
-_WORKER: Final = "Worker"
 
 
 @dataclass(frozen=True)
@@ -134,6 +133,7 @@ def check(
     name: str,
     scratch: Path,
     *,
+    engine: str,
     density: float,
     syncs: int,
     ranks: int,
@@ -144,6 +144,7 @@ def check(
     """Sync one of `SIZES` several times, and compare all live bytes with the sender's.
 
     Args:
+        engine: of `scripts.live_engine.registry`.
         ranks, posts_in_flight, encoding: see `Setup`.
         step: called before each step, with what it does.
 
@@ -154,24 +155,24 @@ def check(
     if (free := free_gib()) < NEEDED[name]:
         raise MemoryError(f"{name} needs {NEEDED[name]} GiB of free memory, {free:.1f} are free")
     step(f"{name}: writing the checkpoint")
+    kind = ENGINES[engine]
     folder = scratch / name
     _write(name, folder)
     try:
         step(f"{name}: starting the engine")
         log = scratch / f"{name}.log"
-        kind = ENGINES["vllm"]
         with kind(
-            folder, tp=ranks, enable_delta=True, extra_args=_SMALL_CACHE, log_path=log
-        ) as engine:
+            folder, tp=ranks, enable_delta=True, extra_args=_SMALL_CACHE[engine], log_path=log
+        ) as process:
             step(f"{name}: {syncs} syncs")
             options = {
                 "encoding": encoding,
                 "bucket_bytes": BUCKET_BYTES,
                 "posts_in_flight": posts_in_flight,
             }
-            base, measured, digests = _send(engine, folder, density, syncs, options)
+            base, measured, digests = _send(process, folder, density, syncs, options)
             step(f"{name}: comparing all live bytes")
-            live = engine.get("/delta_digest", params={"scan": "true"}).json()
+            live = process.get("/delta_digest", params={"scan": "true"}).json()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     found = live["tensors"]
@@ -189,7 +190,7 @@ def check(
         rank_threads=max(1, usable_cores() // ranks),
         bucket_bytes=BUCKET_BYTES,
         one_host=True,
-        waiting=ranks,  # for a second after each call
+        waiting=ranks if kind.waits_in_loop else 0,
     )
     return Checked(setup, base, measured, wrong)
 
@@ -228,7 +229,7 @@ def _send(
         density=density,
         syncs=syncs,
         options=dict(options),
-        watched=_watched(engine),
+        watched=roles(engine),
         engine=engine.pids(),
     )
     process = subprocess.run(
@@ -246,16 +247,6 @@ def _send(
         [msgspec.json.decode(line, type=Sync) for line in lines],
         json.loads(digests),
     )
-
-
-def _watched(engine: EngineProcess) -> dict[str, int]:
-    """Return the engine's ranks, and its HTTP process, which is the first of all."""
-    pids = sorted(engine.pids(), key=lambda pid: float(psutil.Process(pid).create_time()))
-    titles = {pid: " ".join(psutil.Process(pid).cmdline()) for pid in pids}
-    ranks = sorted(pid for pid in pids if _WORKER in titles[pid])
-    if len(ranks) != engine.tp:
-        raise EngineError(f"not {engine.tp} ranks among the engine's processes: {titles}")
-    return {"server": pids[0], **{f"rank {number}": pid for number, pid in enumerate(ranks)}}
 
 
 def _environment() -> dict[str, str]:

@@ -11,10 +11,12 @@ from pathlib import Path
 class Constants:
     """Costs on one machine; `scripts.bench.scaling.measure` measures them.
 
-    Names that end in ``_ns`` are nanoseconds of one core. Those with a dict are by encoding.
+    Names that end in ``_ns`` are nanoseconds of one core. Those with a dict are by encoding,
+    unless they say otherwise.
 
     Attributes:
         machine: what they were measured on.
+        engine: whose fixed costs they are, by its name in `scripts.live_engine.registry`.
         density: share of elements that changed in the measurements.
 
         diff_ns: comparing, per element of the model; this and the next with all cores busy.
@@ -41,7 +43,8 @@ class Constants:
         scatter_ns: comparing and writing, per own element.
         finish_ns: the rest of the commit, per own element.
 
-        sender_param_ns: comparing and encoding a tensor, whatever its size.
+        sender_param_ns: a tensor in a sync of the sender, whatever its size; wall time, as its
+            threads take turns under the interpreter's lock.
         rank_param_ns: decoding and staging it, on each rank.
         commit_param_ns: checking and writing it, on each rank.
         waiting_share: of the speed of a sync's work, what is left if as many threads as cores wait
@@ -49,6 +52,9 @@ class Constants:
         part_s: wall seconds of one more part of an engine, besides its bytes and elements.
         sync_s: wall seconds of one sync of an engine, besides its parts: pause, votes, publishing.
         alone_part_s, alone_sync_s: the same of an engine of one rank.
+        part_cpu: CPU seconds of one more part, besides its bytes and elements, of the ``sender``,
+            the HTTP ``server``, and the threads of each ``rank``.
+        alone_part_cpu: the same of an engine of one rank.
 
         change_bytes: that the sender keeps until the commit, per changed element.
         encode_bytes: that are needed while a part is encoded, per changed element of it.
@@ -58,6 +64,7 @@ class Constants:
     """
 
     machine: str
+    engine: str
     density: float
 
     diff_ns: float
@@ -99,6 +106,8 @@ class Constants:
     alone_ns: dict[str, float] = field(default_factory=dict)
     decode_ns: dict[str, float] = field(default_factory=dict)
     value_bytes: dict[str, float] = field(default_factory=dict)
+    part_cpu: dict[str, float] = field(default_factory=dict)
+    alone_part_cpu: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: Path) -> Constants:

@@ -32,18 +32,21 @@ _WAITING_REPEATS = 15
 DENSITY = 0.02
 
 
-def measure(elements: int, repeats: int, folder: Path, step: Callable[[str], None]) -> Constants:
+def measure(
+    elements: int, repeats: int, folder: Path, step: Callable[[str], None], engine: str
+) -> Constants:
     """Measure everything; takes about a minute, and 12 bytes of memory per element.
 
     Args:
         elements: of the synthetic weights; a multiple of `synthetic_weights.PARAM`.
         folder: for the live engine.
         step: called before each of `STEPS`.
+        engine: of `scripts.live_engine.registry`.
     """
     step(STEPS[0])
     old = synthetic_weights.make_weights(elements, np.random.default_rng(0))
     new = synthetic_weights.change(old, DENSITY, np.random.default_rng(1))
-    found: dict[str, Any] = {"machine": machine(), "density": DENSITY}
+    found: dict[str, Any] = {"machine": machine(), "engine": engine, "density": DENSITY}
     step(STEPS[1])
     # What a part needs only while it is encoded or decoded is given to the next one.
     found |= measure_sender.encoding(old, new, DENSITY, repeats)
@@ -62,7 +65,7 @@ def measure(elements: int, repeats: int, folder: Path, step: Callable[[str], Non
     step(STEPS[6])
     found |= measure_waiting.measure(DENSITY, _WAITING_REPEATS)
     step(STEPS[7])
-    found |= measure_live.measure(folder, _LIVE_REPEATS)
+    found |= measure_live.measure(folder, _LIVE_REPEATS, engine)
     return Constants(**found)
 
 

@@ -1,17 +1,19 @@
 """Measure what a sync costs an engine by itself, without elements to speak of.
 
-A small vLLM, on two ranks and on one, gets syncs of one element, of one element in each tensor, and
-of the same in one part for each tensor.
+A small engine, on two ranks and on one, gets syncs of one element, of one element in each tensor,
+and of the same in one part for each tensor.
 """
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from delta_sender import DeltaSender
+from scripts.bench.scaling.processes import cpu_seconds, roles
 from scripts.live_engine.registry import ENGINES
 from scripts.live_engine.tiny_models import build, load_tensors
 
@@ -19,7 +21,7 @@ _LAYERS = 4
 _WARM = 2  # syncs that do not count
 
 
-def measure(folder: Path, repeats: int, engine: str = "vllm") -> dict[str, float]:
+def measure(folder: Path, repeats: int, engine: str) -> dict[str, Any]:
     """Start the engines in `folder`, and return the fields of `Constants` that concern them.
 
     Raises:
@@ -27,22 +29,28 @@ def measure(folder: Path, repeats: int, engine: str = "vllm") -> dict[str, float
         SyncError: It refused a sync.
     """
     path = build("qwen3", folder / "small", num_hidden_layers=_LAYERS)
-    part_s, sync_s = _measure(engine, path, 2, repeats)
-    alone_part_s, alone_sync_s = _measure(engine, path, 1, repeats)
+    part_s, sync_s, part_cpu = _measure(engine, path, 2, repeats)
+    alone_part_s, alone_sync_s, alone_part_cpu = _measure(engine, path, 1, repeats)
     return {
         "part_s": part_s,
         "sync_s": sync_s,
+        "part_cpu": part_cpu,
         "alone_part_s": alone_part_s,
         "alone_sync_s": alone_sync_s,
+        "alone_part_cpu": alone_part_cpu,
     }
 
 
-def _measure(engine: str, path: Path, ranks: int, repeats: int) -> tuple[float, float]:
-    """Return wall seconds of one more part, and of a sync besides its parts."""
+def _measure(
+    engine: str, path: Path, ranks: int, repeats: int
+) -> tuple[float, float, dict[str, float]]:
+    """Return wall seconds of one more part and of a sync besides its parts, and CPU of the part."""
     tensors = {name: tensor.clone() for name, tensor in load_tensors(path).items()}
     log = path.with_suffix(f".{ranks}.log")
     version, least = 0, dict.fromkeys(("one", "all", "parts"), float("inf"))
+    cpu: dict[str, dict[str, float]] = {way: {} for way in least}
     with ENGINES[engine](path, tp=ranks, enable_delta=True, log_path=log) as process:
+        watched = roles(process)
         for way in least:
             changed = list(tensors.values())[: 1 if way == "one" else None]
             with DeltaSender(
@@ -56,10 +64,18 @@ def _measure(engine: str, path: Path, ranks: int, repeats: int) -> tuple[float, 
                 for number in range(repeats + _WARM):
                     for tensor in changed:
                         tensor.view(-1)[number].view(torch.int16).bitwise_xor_(1)
-                    start = time.perf_counter()
+                    before, start = cpu_seconds(watched), time.perf_counter()
                     sender.sync(tensors.items())
+                    seconds, after = time.perf_counter() - start, cpu_seconds(watched)
                     if number >= _WARM:
-                        least[way] = min(least[way], time.perf_counter() - start)
+                        least[way] = min(least[way], seconds)
+                        for name in after:
+                            used = after[name] - before[name]
+                            cpu[way][name] = min(cpu[way].get(name, used), used)
                 version = sender.version
-    part = max(least["parts"] - least["all"], 0.0) / (len(tensors) - 1)
-    return part, max(least["one"] - part, 0.0)
+    more = len(tensors) - 1
+    part = max(least["parts"] - least["all"], 0.0) / more
+    by_process = {n: max(cpu["parts"][n] - cpu["all"][n], 0.0) / more for n in cpu["all"]}
+    on_ranks = [by_process.pop(f"rank {number}") for number in range(ranks)]
+    part_cpu = {**by_process, "rank": sum(on_ranks) / ranks}
+    return part, max(least["one"] - part, 0.0), part_cpu

@@ -55,18 +55,36 @@ def diff_cpu(setup: Setup, costs: Constants) -> float:
 
 def encode_cpu(setup: Setup, costs: Constants) -> float:
     """Return CPU seconds of encoding a part; see `engine_ext.wire.encode_part`."""
-    elements = setup.part_nnz * costs.encode_ns[setup.encoding]
-    return (elements + setup.part_tensors * costs.sender_param_ns) * _NS
+    return setup.part_nnz * costs.encode_ns[setup.encoding] * _NS
+
+
+def tensors_cpu(setup: Setup, costs: Constants) -> float:
+    """Return CPU seconds of a part's tensors in the sender, whatever their sizes.
+
+    The sender's threads take turns in it, under the interpreter's lock.
+    """
+    return setup.part_tensors * costs.sender_param_ns * _NS
+
+
+def fixed_cpu(setup: Setup, costs: Constants) -> dict[str, float]:
+    """Return CPU seconds of a part besides its bytes and elements, by process."""
+    return costs.alone_part_cpu if setup.ranks == 1 else costs.part_cpu
 
 
 def send_cpu(setup: Setup, costs: Constants) -> float:
     """Return CPU seconds of posting a part to all engines; it is encoded once."""
-    return part_bytes(setup, costs) * setup.engines * costs.send_ns * _NS
+    post = part_bytes(setup, costs) * costs.send_ns * _NS + fixed_cpu(setup, costs)["sender"]
+    return post * setup.engines
+
+
+def sender_cpu(setup: Setup, costs: Constants) -> float:
+    """Return CPU seconds of the sender for a part."""
+    return sum(cpu(setup, costs) for cpu in (diff_cpu, tensors_cpu, encode_cpu, send_cpu))
 
 
 def receive_cpu(setup: Setup, costs: Constants) -> float:
     """Return CPU seconds of an engine's HTTP process for a part: receive, check, spool, hash."""
-    return part_bytes(setup, costs) * costs.receive_ns * _NS
+    return part_bytes(setup, costs) * costs.receive_ns * _NS + fixed_cpu(setup, costs)["server"]
 
 
 def decode_cpu(setup: Setup, costs: Constants) -> float:
@@ -86,11 +104,12 @@ def place_cpu(setup: Setup, costs: Constants) -> float:
 
 def rank_cpu(setup: Setup, costs: Constants) -> float:
     """Return CPU seconds of one rank for staging a part; its share if it is decoded once."""
+    fixed = fixed_cpu(setup, costs)["rank"]
     if setup.ranks == 1:
         elements = setup.part_nnz * costs.alone_ns[setup.encoding]
-        return (elements + setup.part_tensors * costs.rank_param_ns) * _NS
+        return (elements + setup.part_tensors * costs.rank_param_ns) * _NS + fixed
     decoders = setup.ranks if setup.decode_once else 1
-    return decode_cpu(setup, costs) / decoders + place_cpu(setup, costs)
+    return decode_cpu(setup, costs) / decoders + place_cpu(setup, costs) + fixed
 
 
 def commit_cpu(setup: Setup, costs: Constants) -> float:
@@ -166,7 +185,7 @@ def sync_s(setup: Setup, costs: Constants) -> float:
 
 def busy_cores(setup: Setup, costs: Constants) -> float:
     """Return seconds that the cores of the busier host need for a part, if none is ever idle."""
-    sender = sum(cpu(setup, costs) for cpu in (diff_cpu, encode_cpu, send_cpu))
+    sender = sender_cpu(setup, costs)
     engine = receive_cpu(setup, costs) + setup.ranks * rank_cpu(setup, costs)
     cores = trainer_cores(setup, costs)
     if setup.one_host:
@@ -184,6 +203,7 @@ def part_times(setup: Setup, costs: Constants) -> dict[str, float]:
     encoders = min(setup.trainer_hosts * setup.encoders, cores)
     return {
         "diff": diff_cpu(setup, costs) / cores,
+        "tensors": tensors_cpu(setup, costs) / setup.trainer_hosts,
         "encode": encode_cpu(setup, costs) / encoders,
         "send": send_cpu(setup, costs) / min(setup.engines * setup.trainer_hosts, cores),
         "link": link(setup, costs),
@@ -216,7 +236,7 @@ def follow(setup: Setup, costs: Constants) -> Followed:
     one = replace(setup, engines=1)
     times = part_times(one, costs)
     more = one.parts - 1
-    publish = [times[name] for name in ("diff", "encode", "link")]
+    publish = [times[name] for name in ("diff", "tensors", "encode", "link")]
     take = [times[name] for name in ("link", "receive", "stage")]
     published = sum(publish) + more * max(publish)
     first = times["link"] + times["receive"] + staging_alone(one, costs)
@@ -235,7 +255,8 @@ def predict(setup: Setup, costs: Constants) -> Prediction:
     transfer = max(times["send"], times["link"], times["receive"])
     # Nothing waits in a loop before the first post. One part is encoded by two threads.
     awake = trainer_cores(replace(setup, waiting=0), costs)
-    first = diff_cpu(setup, costs) / awake + encode_cpu(setup, costs) / min(2, awake)
+    first = diff_cpu(setup, costs) / awake + times["tensors"]
+    first += encode_cpu(setup, costs) / min(2, awake)
     post = transfer + staging_alone(setup, costs) + part_s(setup, costs)
     bounds = {
         **times,
@@ -250,7 +271,7 @@ def predict(setup: Setup, costs: Constants) -> Prediction:
     fixed, paused = sync_s(setup, costs), commit(setup, costs)
     refresh = refresh_cpu(setup, costs) / trainer_cores(setup, costs)
     whole = {name: seconds * setup.parts for name, seconds in times.items()}
-    sender = sum(cpu(setup, costs) for cpu in (diff_cpu, encode_cpu, send_cpu))
+    sender = sender_cpu(setup, costs)
     return Prediction(
         stages={**whole, "commit": paused, "refresh": refresh},
         bound=bound,

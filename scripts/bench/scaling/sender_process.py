@@ -7,6 +7,7 @@ weights, each sync, and the digests of its weights after the last one.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from safetensors import safe_open
 from delta_sender import DeltaSender
 from engine_ext.wire import tensor_digest
 from scripts.bench import synthetic_weights
+from scripts.bench.scaling.processes import cpu_seconds
 from scripts.process_memory import peak_of, reset_peak, reset_peak_of
 
 _IDLE_WAIT_S = 15.0
@@ -78,14 +80,14 @@ def main() -> None:
     print(json.dumps(reset_peak()), flush=True)
     tensors = _load(Path(task.checkpoint))
     rng = np.random.default_rng(1)
-    watched = {"sender": psutil.Process(), **_processes(task.watched)}
+    pids = {"sender": os.getpid(), **task.watched}
     engine = [psutil.Process(pid) for pid in task.engine]
     with DeltaSender(task.url, tensors.items(), **task.options) as sender:
         sender.sync(tensors.items())  # gets the plan and digests every tensor
         for _ in range(task.syncs):
             _perturb(tensors, task.density, rng)
             _wait_until_idle()
-            sync = _timed(sender, tensors, watched, engine)
+            sync = _timed(sender, tensors, pids, engine)
             print(msgspec.json.encode(sync).decode(), flush=True)
     digests = {
         name: tensor_digest(name, _bits(tensor), threads=2).hex()
@@ -97,15 +99,16 @@ def main() -> None:
 def _timed(
     sender: DeltaSender,
     tensors: Mapping[str, torch.Tensor],
-    watched: Mapping[str, psutil.Process],
+    pids: Mapping[str, int],
     engine: Sequence[psutil.Process],
 ) -> Sync:
-    resident = {name: reset_peak_of(process.pid) for name, process in watched.items()}
-    cpu, others = _cpu(watched), _others(engine)
+    resident = {name: reset_peak_of(pid) for name, pid in pids.items()}
+    watched = {name: pid for name, pid in pids.items() if name != "sender"}
+    cpu, others = cpu_seconds(watched), _others(engine)
     start = time.perf_counter()
     report = sender.sync(tensors.items())
     seconds = time.perf_counter() - start
-    used, others = _cpu(watched), _others(engine) - others
+    used, others = cpu_seconds(watched), _others(engine) - others
     return Sync(
         seconds=seconds,
         nnz=report.nnz,
@@ -114,9 +117,9 @@ def _timed(
         digest=report.digest,
         timings_ms=report.engine["timings_ms"],
         others=others,
-        cpu={name: used[name] - cpu[name] for name in watched},
+        cpu={name: used[name] - cpu[name] for name in used},
         resident=resident,
-        peak={name: peak_of(p.pid) - resident[name] for name, p in watched.items()},
+        peak={name: peak_of(pid) - resident[name] for name, pid in pids.items()},
     )
 
 
@@ -156,33 +159,6 @@ def _others(engine: Sequence[psutil.Process]) -> float:
     busy = machine.user + machine.nice + machine.system + machine.irq + machine.softirq
     own = sum(sum(one.cpu_times()[:2]) for one in (psutil.Process(), *engine))
     return float(busy - own)
-
-
-def _processes(pids: Mapping[str, int]) -> dict[str, psutil.Process]:
-    return {name: psutil.Process(pid) for name, pid in pids.items()}
-
-
-def _cpu(watched: Mapping[str, psutil.Process]) -> dict[str, float]:
-    """Return CPU seconds; of other processes those of the threads that they have now.
-
-    The system tells a process's time in hundredths, a thread's in nanoseconds.
-    """
-    found = {"sender": time.process_time()}
-    for name, process in watched.items():
-        if name != "sender":
-            threads = {each.id for each in process.threads()}
-            if name.startswith("rank"):
-                threads -= {process.pid}
-            found[name] = sum(_thread_seconds(process.pid, thread) for thread in threads)
-    return found
-
-
-def _thread_seconds(process: int, thread: int) -> float:
-    try:
-        text = Path(f"/proc/{process}/task/{thread}/schedstat").read_text()
-    except FileNotFoundError:  # it has just ended
-        return 0.0
-    return int(text.split()[0]) / 1e9
 
 
 if __name__ == "__main__":

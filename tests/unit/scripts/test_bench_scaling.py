@@ -44,6 +44,7 @@ pytestmark = pytest.mark.slow
 
 COSTS = Constants(
     machine="a CPU",
+    engine="vllm",
     density=0.02,
     diff_ns=0.3,
     change_ns=6,
@@ -79,6 +80,8 @@ COSTS = Constants(
     alone_ns={"gap8_exp": 13, "gap8_ulp": 12},
     decode_ns={"gap8_exp": 4, "gap8_ulp": 3.8},
     value_bytes={"gap8_exp": 1.33, "gap8_ulp": 0.23},
+    part_cpu={"sender": 0.002, "server": 0.003, "rank": 0.004},
+    alone_part_cpu={"sender": 0.002, "server": 0.002, "rank": 0.001},
 )
 SETUP = Setup(MODELS[0], 0.02, "gap8_ulp")
 
@@ -130,7 +133,7 @@ def test_one_post_in_flight_is_the_serial_formula() -> None:
     transfer = max(times["send"], times["link"], times["receive"])
     post = transfer + staging_alone(setup, COSTS) + COSTS.part_s
     tail = COSTS.sync_s + found.stages["commit"] + found.stages["refresh"]
-    first = times["diff"] + encode_cpu(setup, COSTS) / 2
+    first = times["diff"] + times["tensors"] + encode_cpu(setup, COSTS) / 2
     assert found.bound == "posts"
     assert found.seconds == pytest.approx(first + setup.parts * post + tail)
 
@@ -174,6 +177,7 @@ def test_one_rank_has_costs_of_its_own() -> None:
     elements = setup.nnz * COSTS.alone_ns["gap8_ulp"]
     assert found.cpu["rank"] == pytest.approx(
         (elements + setup.model.tensors * COSTS.rank_param_ns) * 1e-9
+        + setup.parts * COSTS.alone_part_cpu["rank"]
     )
     assert found.pause_s == COSTS.alone_sync_s + found.stages["commit"]
 
@@ -271,8 +275,9 @@ def test_measurements_on_little_data(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["undo_bytes"] == COSTS.undo_bytes
     known = {each.name for each in dataclasses.fields(Constants)}
     assert known - found.keys() == {
-        *("machine", "density", "send_ns", "receive_ns", "hash_ns", "loopback_ns"),
+        *("machine", "engine", "density", "send_ns", "receive_ns", "hash_ns", "loopback_ns"),
         *("part_s", "sync_s", "alone_part_s", "alone_sync_s", "waiting_share"),
+        *("part_cpu", "alone_part_cpu"),
     }
     assert found.keys() <= known
 
@@ -320,6 +325,7 @@ def test_a_check_without_memory_is_refused(tmp_path: Path, monkeypatch: pytest.M
         check.check(
             "1.5B",
             tmp_path,
+            engine="vllm",
             density=0.02,
             syncs=1,
             ranks=2,
