@@ -132,7 +132,7 @@ def _small_tensors(repeats: int) -> float:
         for number in range(SMALLS)
     }
     times = []
-    with simulated_sender(tensors, math.inf, encoding="gap8_exp") as sender:
+    with simulated_sender(tensors, math.inf, encoding="gap8_ulp") as sender:
         for number in range(repeats + 1):  # the first one digests every tensor
             for tensor in tensors.values():
                 tensor.view(torch.int16)[number % SMALL] ^= 1
