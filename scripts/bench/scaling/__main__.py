@@ -56,9 +56,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     positive = command_line.at_least(1)
     add = commands.add_parser("measure", help="measure the constants").add_argument
     add("--json", type=Path, metavar="FILE", required=True, help="write them to this file")
-    params_help = "tensors of 16.8 million elements each (default: %(default)s)"
     engine_help = "whose fixed costs are measured, and which check starts (%(default)s)"
     add("--engine", choices=ENGINES, default="vllm", help=engine_help)
+    params_help = "tensors of 16.8 million elements each (default: %(default)s)"
     add("--params", type=positive, metavar="N", default=12, help=params_help)
     add("--repeats", type=positive, metavar="N", default=7, help="of each (%(default)s)")
 
