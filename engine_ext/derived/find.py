@@ -9,6 +9,7 @@ the weights of its module are uncertified.
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
@@ -66,13 +67,13 @@ def find_derived(
         for each such module. Also the Python numbers that a module keeps of a weight for kernels
         that take no tensor, such as ``k_scale_float`` of ``k_scale``.
     """
-    index = StorageIndex(model)
+    index, whole = StorageIndex(model), _modules_in(model, rebuilt)
     segments = [segment for placed in placement.values() for segment in placed.segments]
     covered = {(segment.live.start, segment.live.end) for segment in segments}
     covered |= {(e.start, e.end) for e in index.entries if _top(e.name, rebuilt) is not None}
     found = []
     for path, module, attribute, tensor in reachable_tensors(model):
-        if _top(f"{path}.{attribute}", rebuilt) is not None:
+        if id(module) in whole or _top(f"{path}.{attribute}", rebuilt) is not None:
             continue
         # Any entry counts: a registered view of a weight has an entry of its own.
         if any((entry.start, entry.end) in covered for entry in index.holding(tensor)):
@@ -90,6 +91,18 @@ def find_derived(
 def _top(name: str, paths: Iterable[str]) -> str | None:
     """Return which of some modules or tensors a tensor is in, or None."""
     return next((p for p in paths if not p or f"{name}.".startswith(f"{p}.")), None)
+
+
+def _modules_in(model: torch.nn.Module, paths: Iterable[str]) -> set[int]:
+    """Return the `id` of all modules on or below some paths, under whichever path they are met.
+
+    Paths of tensors have none.
+    """
+    found: set[int] = set()
+    for path in paths:
+        with contextlib.suppress(AttributeError):
+            found |= {id(part) for part in model.get_submodule(path).modules()}
+    return found
 
 
 def refuse_derived(
