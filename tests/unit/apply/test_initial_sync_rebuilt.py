@@ -12,6 +12,7 @@ import torch
 
 from engine_ext.rebuild import ModuleRebuild
 from engine_ext.receiver import startup
+from tests.support.quantised_engine import Serving, refusal
 from tests.support.rank_engine import errors_of
 from tests.support.served_models import changed
 from tests.support.toy_quantised import (
@@ -25,14 +26,12 @@ from tests.support.toy_quantised import (
     Packed,
     PackedAway,
     SecondCopy,
-    Serving,
     Transpose,
     ZeroPoints,
     empty,
     linear_shapes,
     one_layer,
     parameter,
-    refusal,
 )
 
 METHODS = [Method, Int8, Transpose, Packed, PackedAway, SecondCopy, Attribute, ZeroPoints]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.quantised_engine import Serving
 from tests.support.rank_engine import errors_of, part_id
 from tests.support.served_models import changed, delta_between, one_part
 from tests.support.toy_quantised import (
@@ -24,7 +25,6 @@ from tests.support.toy_quantised import (
     Packed,
     PackedAway,
     SecondCopy,
-    Serving,
     Transpose,
     empty,
     linear_shapes,

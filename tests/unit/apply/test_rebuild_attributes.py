@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from engine_ext.repacks.load_hook import LearningError
+from tests.support.quantised_engine import Serving, refusal
 from tests.support.rank_engine import errors_of
 from tests.support.served_models import changed
-from tests.support.toy_quantised import Int8, Method, Serving, one_layer, parameter, refusal
+from tests.support.toy_quantised import Int8, Method, one_layer, parameter
 
 
 class ScaleOnParameter(Int8):

@@ -13,6 +13,7 @@ from torch import nn
 from engine_ext.apply import rebuilds
 from engine_ext.derived import Recomputation
 from engine_ext.kernels import bits_of
+from tests.support.quantised_engine import Serving, refusal
 from tests.support.rank_engine import errors_of, part_id
 from tests.support.toy_collective import Meeting, OneScale, Together, all_ranks
 from tests.support.toy_models import Weights
@@ -25,11 +26,9 @@ from tests.support.toy_quantised import (
     Method,
     Model,
     Packed,
-    Serving,
     linear_shapes,
     one_layer,
     parameter,
-    refusal,
 )
 from tests.unit.apply.test_rebuilds import target_of
 

@@ -20,6 +20,7 @@ from engine_ext.apply import rebuilds
 from engine_ext.apply.staged import StagedPart, Write
 from engine_ext.wire import ParamDelta
 from engine_ext.wire.identity import PartId
+from tests.support.quantised_engine import Serving, loaded, served
 from tests.support.rank_engine import part_id
 from tests.support.served_models import PROPERTY, changed, delta_between, dense_delta, one_part
 from tests.support.toy_quantised import (
@@ -31,10 +32,7 @@ from tests.support.toy_quantised import (
     Model,
     Packed,
     SecondCopy,
-    Serving,
     linear_shapes,
-    loaded,
-    served,
 )
 
 RANKS = 2

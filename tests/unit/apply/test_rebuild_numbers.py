@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from engine_ext.repacks.load_hook import LearningError
+from tests.support.quantised_engine import Serving
 from tests.support.rank_engine import errors_of
 from tests.support.served_models import changed
 from tests.support.toy_quantised import (
@@ -18,7 +19,6 @@ from tests.support.toy_quantised import (
     Layer,
     Method,
     Model,
-    Serving,
     empty,
     linear_shapes,
     one_layer,

@@ -9,18 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.quantised_engine import Serving
 from tests.support.rank_engine import errors_of
 from tests.support.served_models import changed
-from tests.support.toy_quantised import (
-    IN,
-    OUT,
-    Layer,
-    Method,
-    Model,
-    Serving,
-    empty,
-    parameter,
-)
+from tests.support.toy_quantised import IN, OUT, Layer, Method, Model, empty, parameter
 
 
 class PackPart(Method):

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from engine_ext.wire.identity import PartId
+from tests.support.quantised_engine import Serving, refusal
 from tests.support.rank_engine import errors_of, part_id
 from tests.support.served_models import delta_between, one_part
 from tests.support.toy_quantised import (
@@ -19,10 +20,8 @@ from tests.support.toy_quantised import (
     Layer,
     Model,
     Packed,
-    Serving,
     linear_shapes,
     one_layer,
-    refusal,
 )
 from tests.unit.apply.test_rebuild_faults import Drifting
 from tests.unit.apply.test_rebuilds import target_of

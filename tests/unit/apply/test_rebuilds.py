@@ -12,6 +12,7 @@ import torch
 
 from engine_ext.apply import rebuilds
 from engine_ext.apply.staged import Write
+from tests.support.quantised_engine import Serving, refusal
 from tests.support.rank_engine import errors_of, part_id
 from tests.support.served_models import changed
 from tests.support.toy_quantised import (
@@ -27,13 +28,11 @@ from tests.support.toy_quantised import (
     Packed,
     PackedAway,
     SecondCopy,
-    Serving,
     Transpose,
     ZeroPoints,
     linear_shapes,
     one_layer,
     parameter,
-    refusal,
 )
 
 METHODS = [Method, Int8, Transpose, Packed, PackedAway, SecondCopy, Attribute, ZeroPoints]

@@ -19,7 +19,7 @@ from engine_ext.model.state_guard import TracingError
 from tests.support.rank_engine import errors_of
 from tests.support.served_models import PROPERTY, random_tensor
 from tests.support.toy_models import parameter
-from tests.unit.derived.test_recompute import KV, Attention, Latent, Service, _raise, each
+from tests.unit.derived.latent_attention import KV, Attention, Latent, Service, each, fail_with
 
 # --- functions that are not believed ---
 
@@ -194,7 +194,7 @@ def test_without_a_function_they_are_refused(tmp_path: Path) -> None:
 
 def test_functions_without_derived_tensors_are_not_run(tmp_path: Path) -> None:
     def functions(model: Latent) -> list[Recomputation]:
-        return [*each(model), Recomputation(("layers.0.q_proj",), partial(_raise, OSError()))]
+        return [*each(model), Recomputation(("layers.0.q_proj",), partial(fail_with, OSError()))]
 
     assert Service(tmp_path, functions=functions).refusals() == {}
 

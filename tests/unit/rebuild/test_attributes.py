@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from tests.support.quantised_engine import Serving, refusal
 from tests.support.served_models import target_checkpoint
-from tests.support.toy_quantised import Int8, Layer, Serving, Transpose, one_layer, refusal
+from tests.support.toy_quantised import Int8, Layer, Transpose, one_layer
 
 
 class FlagOnParameter(Transpose):

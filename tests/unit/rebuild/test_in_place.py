@@ -11,6 +11,7 @@ import torch
 from engine_ext.model import StorageIndex
 from engine_ext.rebuild import ModuleRebuild, share_in_place
 from engine_ext.rebuild.compare import RebuildError
+from tests.support.quantised_engine import Serving, refusal
 from tests.support.rank_engine import errors_of
 from tests.support.served_models import changed
 from tests.support.toy_quantised import (
@@ -22,11 +23,9 @@ from tests.support.toy_quantised import (
     Model,
     Packed,
     SecondCopy,
-    Serving,
     linear_shapes,
     one_layer,
     parameter,
-    refusal,
 )
 from tests.unit.rebuild.test_module_rebuild import Change, loaded, rebuild_of
 

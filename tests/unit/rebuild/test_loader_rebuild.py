@@ -9,19 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.quantised_engine import Serving, refusal
 from tests.support.rank_engine import errors_of
 from tests.support.served_models import changed
-from tests.support.toy_quantised import (
-    OUT,
-    Int8,
-    Layer,
-    Mixer,
-    Model,
-    Serving,
-    empty,
-    linear_shapes,
-    refusal,
-)
+from tests.support.toy_quantised import OUT, Int8, Layer, Mixer, Model, empty, linear_shapes
 
 
 class Mamba(Model):

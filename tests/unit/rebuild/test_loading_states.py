@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from engine_ext.rebuild import LoadingStates
-from tests.support.toy_quantised import IN, OUT, Int8, Layer, parameter, processing
+from tests.support.quantised_engine import processing
+from tests.support.toy_quantised import IN, OUT, Int8, Layer, parameter
 
 SIZE = 2 * (OUT * IN + OUT)
 

@@ -17,19 +17,9 @@ from engine_ext.rebuild import LoadingStates, ModuleRebuild
 from engine_ext.rebuild.compare import RebuildError
 from engine_ext.rebuild.elements import Replacement
 from engine_ext.rebuild.module_rebuild import tensor_differences
+from tests.support.quantised_engine import probe, processing, served
 from tests.support.served_models import bits, random_tensor
-from tests.support.toy_quantised import (
-    IN,
-    OUT,
-    Int8,
-    Layer,
-    Method,
-    Packed,
-    SecondCopy,
-    probe,
-    processing,
-    served,
-)
+from tests.support.toy_quantised import IN, OUT, Int8, Layer, Method, Packed, SecondCopy
 
 
 @dataclass

@@ -14,7 +14,8 @@ from engine_ext.model import StorageIndex
 from engine_ext.placement import Placement, Status, TensorSpec, certify_placement
 from engine_ext.rebuild import LoadingStates, ModuleRebuild, make_twin, prove_rebuilds
 from engine_ext.tracing import trace_placement
-from tests.support import toy_quantised
+from tests.support import quantised_engine, toy_quantised
+from tests.support.quantised_engine import copied, process, processing, served
 from tests.support.toy_quantised import (
     Int8,
     Layer,
@@ -23,16 +24,12 @@ from tests.support.toy_quantised import (
     Packed,
     SecondCopy,
     ZeroPoints,
-    copied,
     one_layer,
-    process,
-    processing,
-    served,
 )
 
 
 def proven(
-    kind: type[Model], probe: Callable[[nn.Module], torch.Tensor | None] = toy_quantised.probe
+    kind: type[Model], probe: Callable[[nn.Module], torch.Tensor | None] = quantised_engine.probe
 ) -> tuple[Placement, int]:
     """The placement after the proof, and how many modules are rebuilt."""
     checkpoint, model = kind.checkpoint(), kind()

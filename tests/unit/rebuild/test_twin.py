@@ -9,16 +9,8 @@ from torch import nn
 
 from engine_ext.rebuild import LoadingStates, make_twin, share_views
 from engine_ext.rebuild.twin import with_modules
-from tests.support.toy_quantised import (
-    Everything,
-    Int8,
-    Layer,
-    Method,
-    Transpose,
-    copied,
-    process,
-    processing,
-)
+from tests.support.quantised_engine import copied, process, processing
+from tests.support.toy_quantised import Everything, Int8, Layer, Method, Transpose
 
 
 def processed(kind: type[Method]) -> tuple[Any, Any]:
