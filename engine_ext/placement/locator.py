@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from engine_ext.kernels import array, compile_loop, made_once
@@ -64,6 +65,11 @@ class Locator:
         """The box's first index, and one more than its last."""
         return self._start, self._end
 
+    @property
+    def is_box(self) -> bool:
+        """Whether no repack moves the offsets, so that `elements_in` has them."""
+        return self._repack is None
+
     def within(self, indices: NDArray[Any]) -> slice:
         """Return which of the ascending indices, int32 or int64 [n], are between the box's ends."""
         if self._empty or not indices.size:
@@ -79,6 +85,39 @@ class Locator:
             return start, start
         first = min(max(start, self._start), stop)
         return first, max(first, min(stop, self._end))
+
+    def elements_in(
+        self, start: int, stop: int, device: torch.device, copy: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """List the box's elements from index `start` to below `stop`, computed on a device.
+
+        Args:
+            copy: which of the `copies` of each element. The segment has no repack.
+
+        Returns:
+            Their flat checkpoint indices, ascending, and their offsets in `segment.live.flat()`;
+            int64 [n] each.
+        """
+        first, last = (0, 0) if self._empty else (self._count_below(at) for at in (start, stop))
+        number = torch.arange(first, last, device=device)
+        indices = torch.full_like(number, self._start)
+        offsets = torch.full_like(
+            number, self._offset + (0 if self._copies is None else int(self._copies[copy]))
+        )
+        for size, source, live in self._dims[::-1].tolist():
+            position, number = number % size, number // size
+            indices += position * source
+            offsets += position * live
+        return indices, offsets
+
+    def _count_below(self, index: int) -> int:
+        """Return how many of the box's elements have a smaller index."""
+        rest, count, inside = max(index - self._start, 0), 0, True
+        for size, source, _ in self._dims.tolist():
+            position, rest = divmod(rest, source)
+            count = count * size + (min(position, size) if inside else 0)
+            inside &= position < size
+        return count + bool(rest and inside)
 
     def __call__(self, indices: _Int64s) -> tuple[slice | _Int64s, Offsets]:
         """Find which of the ascending flat checkpoint indices, int64 [n], are in the box.

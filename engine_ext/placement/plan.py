@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine_ext.dtypes import NAME_OF_TORCH
+from engine_ext.dtypes import NAME_OF_TORCH, TORCH_DTYPE
 from engine_ext.kernels import Bits
 from engine_ext.placement.casts import appended_bits, as_host, checkpoint_bits
 from engine_ext.placement.certify import Certified
@@ -23,9 +23,12 @@ from engine_ext.placement.ownership import box_of, boxes, resolve
 from engine_ext.placement.segments import Placed, Placement, Status, TensorSpec
 from engine_ext.placement.targets import Target, make_targets
 from engine_ext.ranks import Ranks
-from engine_ext.wire import Digest, change_digest, tensor_digest
+from engine_ext.wire import Digest, change_digest, device_digest, tensor_digest
 
 _SCAN_ELEMENTS = 1 << 20
+_DEVICE_SCAN_ELEMENTS = (
+    1 << 24
+)  # on a device, where a piece costs a launch; 11 us of an H100's time
 _SCAN_INDICES = 1 << 15  # if indices are needed, too: their temporaries stay in a core's cache
 # The loader reads the tensor, but no copy of it was found on the rank.
 _UNSEEN = "unseen"
@@ -119,14 +122,19 @@ class Plan:
                 continue
             box = box_of(target.segment)  # an empty one has one piece, too
             for copy in range(target.locator.copies if copies else 1):
-                for start in range(box.start, max(box.end, box.start + 1), _SCAN_ELEMENTS):
+                for start in range(box.start, max(box.end, box.start + 1), _step(target)):
                     yield number, start, copy
 
     def piece_digest(self, name: str, number: int, start: int, copy: int = 0) -> Digest:
         """Return the digest of one of `pieces` from live memory."""
         target, dtype = self.targets[name][number], NAME_OF_TORCH[self.placement[name].spec.dtype]
-        stop = max(start, min(start + _SCAN_ELEMENTS, box_of(target.segment).end))
+        stop = max(start, min(start + _step(target), box_of(target.segment).end))
         shift = target.locator.shift
+        if _is_digested_on_device(target, dtype):
+            if shift is not None:
+                return device_digest(name, target.flat[start - shift : stop - shift], start=start)
+            places, offsets = target.locator.elements_in(start, stop, target.flat.device, copy)
+            return device_digest(name, target.flat[offsets], places)
         if shift is not None:
             memory = as_host(target.flat[start - shift : stop - shift].cpu())
             return _live_digest(name, memory, target.dtype, dtype, None, start)
@@ -139,6 +147,16 @@ class Plan:
             memory = as_host(elements.read())[once]
             total += _live_digest(name, memory, target.dtype, dtype, indices[chosen][once])
         return total
+
+
+def _step(target: Target) -> int:
+    return _SCAN_ELEMENTS if target.host is not None else _DEVICE_SCAN_ELEMENTS
+
+
+def _is_digested_on_device(target: Target, dtype: str) -> bool:
+    """Whether live memory on a device has the checkpoint's bits in the order of the checkpoint."""
+    unchanged = target.dtype == TORCH_DTYPE[dtype] and target.locator.is_box
+    return target.host is None and unchanged
 
 
 def _live_digest(

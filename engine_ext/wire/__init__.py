@@ -31,6 +31,7 @@ from engine_ext.wire.container import (
 from engine_ext.wire.decoded_part import is_decoded, read_decoded, write_decoded
 from engine_ext.wire.digest import ALGORITHM as DIGEST_ALGORITHM
 from engine_ext.wire.digest import Digest, change_digest, tensor_digest
+from engine_ext.wire.digest_on_device import device_digest
 from engine_ext.wire.gap_streams import byte_stream, join_streams
 from engine_ext.wire.gathered_change import gather_change
 from engine_ext.wire.gathered_change import warm_up as warm_up_gathering
@@ -93,6 +94,7 @@ __all__ = [
     "compress_frame",
     "decode_part",
     "decode_positions",
+    "device_digest",
     "digest_if_equal",
     "encode_part",
     "encode_positions",

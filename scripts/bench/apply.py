@@ -2,6 +2,7 @@
 
     python -m scripts.bench.apply
     python -m scripts.bench.apply --layers 1 --runs 1      # to see whether it works
+    python -m scripts.bench.apply --without-engine --device cuda
 
 Builds a random Qwen3 with bf16 weights (and one with twice the layers) in a temporary folder,
 loads both with vLLM in this process, traces and certifies them as the plugin does, and applies
@@ -17,7 +18,7 @@ ways:
   scatter, with digest  as in an engine: old values are gathered and digested while staging,
                         compared again by the pass that overwrites them
   masked                engine_ext.apply.masked.apply_masked
-  vLLM's own            load_checkpoint_weight_patches, with its defaults
+  vLLM's own            load_checkpoint_weight_patches, with its defaults; not --without-engine
 columns:
   density, nnz          changed elements / elements, and changed elements
   ms, stage, commit     milliseconds of the whole apply and of its two phases
@@ -101,6 +102,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     command_line.add_model_options(parser, runs=9, layers=13)
     add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], default="cpu", help="of the model (%(default)s)")
+    without_help = "load the models by a plain loop instead of vLLM, which need not be installed"
+    add("--without-engine", action="store_true", help=without_help)
     add("--seed", type=int, metavar="N", default=0, help="of weights and deltas (%(default)s)")
     return parser.parse_args(arguments)
 
@@ -127,13 +130,21 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def _bench(options: argparse.Namespace, folder: Path, step: Callable[[str], None]) -> Bench:
     import torch
 
-    from scripts.bench.live_vllm import Bench, make_live_model, start
+    from scripts.bench.live_vllm import Bench, make_live_model, make_plain_model, start
     from scripts.bench.sender_device import missing_device
     from scripts.bench.synthetic_weights import QWEN3_SIZES
     from scripts.live_engine import tiny_models
 
     if missing := missing_device(options.device):
         raise RuntimeError(missing)
+    if options.without_engine:
+        torch.set_num_threads(options.threads)
+        plain = []
+        for layers in (options.layers, 2 * options.layers):
+            step(f"building a model of {layers} layers")
+            plain.append(make_plain_model(layers, options.device, options.seed, options.threads))
+        step("building the deltas")
+        return Bench(plain, options.runs, options.seed, step)
     if options.device == "cpu" and torch.cuda.is_available():
         raise RuntimeError(
             "--device cpu, but vLLM would use this machine's CUDA device: measure it with "
@@ -176,7 +187,9 @@ def report(
         for name, phases in found.items():
             cells = [f"{density:.1%}", f"{bench.nnz[density]:,}", name]
             cells += [f"{phases[p] * 1e3:.1f}" if p in phases else "" for p in _PHASES]
-            cells += [f"{found[way]['total'] / phases['total']:.1f}" for way in _COMPARED]
+            for way in _COMPARED:
+                faster = found[way]["total"] / phases["total"] if way in found else None
+                cells.append("" if faster is None else f"{faster:.1f}")
             table.add_row(*cells, str(_WANTED.get(density, "")) if name == "scatter" else "")
     console.print(table)
     doubling = commits[1] / commits[0]
@@ -209,7 +222,7 @@ def report(
     for short, way in ways.items():
         others = {"masked": "masked", "vllm": "vLLM's own"}
         for name, other in (others if short == "scatter" else {**others, **ways}).items():
-            if other != way:
+            if other != way and all(other in found for found in times.values()):
                 result[f"{short}_vs_{name}"] = {
                     str(density): round(found[other]["total"] / found[way]["total"], 2)
                     for density, found in times.items()

@@ -1,4 +1,5 @@
-"""The measurements of `scripts.bench.apply`: a live vLLM in this process, and the ways to apply."""
+"""The measurements of `scripts.bench.apply`: a model that vLLM has loaded in this process, or one
+that no engine has, and the ways to apply."""
 
 from __future__ import annotations
 
@@ -34,10 +35,10 @@ Timings = dict[str, float]
 
 @dataclass(frozen=True)
 class LiveModel:
-    """A model that vLLM has loaded, with its appliers.
+    """A loaded model, with its appliers.
 
     Attributes:
-        llm: keeps the model alive.
+        llm: vLLM's ``LLM``, which keeps the model alive; None if no engine has loaded it.
         base: the checkpoint's tensors.
         scatter: the applier of an engine.
         plain: the same without digests: old values are kept, but neither compared nor hashed.
@@ -110,14 +111,41 @@ def make_live_model(llm: Any, learner: Any, threads: int) -> LiveModel:
     worker: Any = llm.llm_engine.model_executor.driver_worker.worker
     model, config = worker.model_runner.get_model(), worker.vllm_config
     base = dict(adapter.checkpoint(model, config))
+    return _certified(llm, model, adapter._loader(model, config), base, learner, threads)
+
+
+def make_plain_model(layers: int, device: str, seed: int, threads: int) -> LiveModel:
+    """Build a random model of Qwen3's shape on a device; trace and certify it.
+
+    Raises:
+        RuntimeError: A tensor is not certified.
+    """
+    from scripts.bench.loaded_model import checkpoint_of, load_weights, make_model
+
+    model = make_model(layers)
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape).mul_(0.02).bfloat16().to(device)
+    base = {name: tensor.cpu() for name, tensor in checkpoint_of(model)}
+    return _certified(None, model, lambda given: load_weights(model, given), base, None, threads)
+
+
+def _certified(
+    llm: Any,
+    model: Any,
+    load_weights: Callable[[Any], object],
+    base: dict[str, torch.Tensor],
+    learner: Any,
+    threads: int,
+) -> LiveModel:
     specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in base.items()]
     begin = time.perf_counter()
     index = StorageIndex(model)
-    load_weights = adapter._loader(model, config)
     placement = trace_placement(model, load_weights, specs, index)
-    compose(placement, learner.repacks, learner.refusals)
+    if learner is not None:
+        compose(placement, learner.repacks, learner.refusals)
     traced = time.perf_counter()
-    certify_placement(placement, base.items())
+    known = certify_placement(placement, base.items())
     certified = time.perf_counter()
     wrong = [name for name, placed in placement.items() if placed.status is not Status.EXACT]
     if wrong:
@@ -128,7 +156,9 @@ def make_live_model(llm: Any, learner: Any, threads: int) -> LiveModel:
 
     def applier(plan: Plan) -> DeltaApplier:
         writer = ScatterWriter()
-        return DeltaApplier(model, index, plan, writer, undo_bytes=undo_bytes, threads=threads)
+        return DeltaApplier(
+            model, index, plan, writer, undo_bytes=undo_bytes, threads=threads, certified=known
+        )
 
     ready = time.perf_counter()
     scatter = applier(plan)
@@ -200,20 +230,6 @@ def ways(
     live: LiveModel, part: Part, deltas: Sequence[ParamDelta]
 ) -> Iterator[tuple[str, Callable[[], Timings]]]:
     """Yield the name of every way to apply the delta, with a function that times it."""
-    from vllm.model_executor.model_loader import checkpoint_weight_patch as own
-
-    model, device = live.model, next(live.model.parameters()).device
-    # vLLM's way takes tensors on the device, where its own transfer delivers them.
-    patches = [
-        own.CheckpointWeightPatch(
-            delta.name,
-            delta.shape,
-            TORCH_DTYPE[delta.dtype],
-            torch.from_numpy(delta.values.view(np.int16)).view(torch.bfloat16).to(device),
-            torch.from_numpy(delta.indices).to(device),
-        )
-        for delta in deltas
-    ]
 
     def timed(do: Callable[[], object]) -> Timings:
         start = time.perf_counter()
@@ -227,7 +243,27 @@ def ways(
     yield "scatter", lambda: scatter_apply(live.plain, part)
     yield "scatter, with digest", lambda: scatter_apply(live.scatter, part)
     yield "masked", lambda: timed(masked)
-    yield "vLLM's own", lambda: timed(lambda: own.load_checkpoint_weight_patches(model, patches))
+    if live.llm is not None:
+        patch = _own_way(live.model, deltas)
+        yield "vLLM's own", lambda: timed(patch)
+
+
+def _own_way(model: Any, deltas: Sequence[ParamDelta]) -> Callable[[], object]:
+    from vllm.model_executor.model_loader import checkpoint_weight_patch as own
+
+    # It takes tensors on the device, where vLLM's own transfer delivers them.
+    device = next(model.parameters()).device
+    patches = [
+        own.CheckpointWeightPatch(
+            delta.name,
+            delta.shape,
+            TORCH_DTYPE[delta.dtype],
+            torch.from_numpy(delta.values.view(np.int16)).view(torch.bfloat16).to(device),
+            torch.from_numpy(delta.indices).to(device),
+        )
+        for delta in deltas
+    ]
+    return lambda: own.load_checkpoint_weight_patches(model, patches)
 
 
 class Bench:

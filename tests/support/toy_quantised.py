@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from tests.support.device import DEVICE
 from tests.support.served_models import random_tensor
 from tests.support.toy_models import Checkpoint, Weights
 
@@ -18,7 +19,7 @@ IN, OUT = 6, 8
 
 
 def parameter(tensor: torch.Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor, requires_grad=False)
+    return nn.Parameter(tensor.to(DEVICE), requires_grad=False)
 
 
 def empty(*shape: int) -> nn.Parameter:

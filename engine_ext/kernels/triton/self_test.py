@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from engine_ext.kernels.triton import compact, gap_decode, gather_scatter
+from engine_ext.kernels.triton import block_sums, compact, gap_decode, gather_scatter
 
 _SIZE = 3000  # elements; crosses two block borders
 
@@ -34,6 +34,8 @@ def wrong(device: torch.device) -> list[str]:
                 found.append(f"compare of {case}")
             if not _exchanges(old.to(device), new, places):
                 found.append(f"exchange of {case}")
+        if not _digests(old.to(device)):
+            found.append(f"digest of {dtype}")
     for where in (torch.int32, torch.int64):
         found += [
             f"decode of {w} byte(s) to {where}" for w in (1, 2, 4) if not _decodes(w, where, device)
@@ -55,6 +57,33 @@ def _exchanges(live: torch.Tensor, new: torch.Tensor, places: torch.Tensor) -> b
     gather_scatter.put(live, places.to(device), old)
     found = after, old.cpu(), live.cpu()
     return all(map(torch.equal, found, (new, before[at], before)))
+
+
+def _digests(values: torch.Tensor) -> bool:
+    """Compare with Python's own numbers; with factors and seeds of which all bits are used."""
+    device, start = values.device, 1000  # in the middle of a block
+    numbers = np.random.default_rng(1).integers(0, 1 << 63, 2 * block_sums.BLOCK + 2, np.uint64)
+    numbers = numbers * 2 + 1
+    given = torch.from_numpy(numbers.view(np.int64)).to(device)
+    found = block_sums.dense(values, start, given[-2:], given[:-2])
+    factors, seeds = numbers[:-2].reshape(2, -1).tolist(), numbers[-2:].tolist()
+    bits = values.cpu().numpy().view(f"u{values.itemsize}").tolist()
+    expected = [0, 0]
+    for place, element in enumerate(bits, start):
+        block, within = divmod(place, block_sums.BLOCK)
+        narrow = values.itemsize <= 2
+        curve = element * (element + 1) // 2 + 1 if narrow else _mix(element + 0x9E3779B97F4A7C15)
+        for lane in (0, 1):
+            factor = factors[lane][within] * (_mix(seeds[lane] + block) | 1)
+            expected[lane] += factor * curve
+    return [one % (1 << 64) for one in found.tolist()] == [one % (1 << 64) for one in expected]
+
+
+def _mix(x: int) -> int:
+    x %= 1 << 64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % (1 << 64)
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % (1 << 64)
+    return x ^ x >> 31
 
 
 def _decodes(width: int, dtype: torch.dtype, device: torch.device) -> bool:

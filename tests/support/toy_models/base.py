@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from engine_ext.placement.segments import TensorSpec
+from tests.support.device import DEVICE
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 Checkpoint = dict[str, torch.Tensor]
@@ -19,7 +20,7 @@ GARBAGE = 7.0
 
 def parameter(*shape: int, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
     """Memory that no loader has written to yet."""
-    return nn.Parameter(torch.full(shape, GARBAGE).to(dtype), requires_grad=False)
+    return nn.Parameter(torch.full(shape, GARBAGE, device=DEVICE).to(dtype), requires_grad=False)
 
 
 class ToyModel(nn.Module):
@@ -33,7 +34,7 @@ class ToyModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer(UNTOUCHED, torch.zeros(5))
+        self.register_buffer(UNTOUCHED, torch.zeros(5, device=DEVICE))
         self.build()
 
     @classmethod

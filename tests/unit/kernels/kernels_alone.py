@@ -5,7 +5,6 @@ Under Triton's interpreter on the CPU (``TRITON_INTERPRET=1``), else on the CUDA
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,11 +25,18 @@ from delta_sender.snapshot import Snapshot
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.kernels import gather_scatter as host_gather_scatter
 from engine_ext.kernels import triton as device
-from engine_ext.kernels.triton import compact, gap_decode, gather_scatter, self_test
+from engine_ext.kernels.triton import block_sums, compact, gap_decode, gather_scatter, self_test
 from engine_ext.placement import targets
-from engine_ext.wire import decode_part, encode_part
+from engine_ext.wire import (
+    decode_part,
+    device_digest,
+    digest_on_device,
+    encode_part,
+    tensor_digest,
+)
 from engine_ext.wire.gap_streams import encode_gaps
 from engine_ext.wire.positions import Positions, decode_positions, encode_positions
+from tests.support.device import DEVICE
 from tests.support.served_models import (
     attempt,
     base_checkpoint,
@@ -42,8 +48,6 @@ from tests.support.served_models import (
 )
 from tests.support.toy_models import ColumnShard, FusedQkv, RowShard, ToyModel
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda:0")
 BLOCK = 16
 QUICK = settings(deadline=None, database=None, max_examples=10)
 BITS = [torch.uint8, torch.int16, torch.int32, torch.int64]
@@ -59,7 +63,7 @@ def _small_blocks() -> Iterator[None]:
         patch.setitem(sys.modules, "numba", None)
         for module in (compact, gap_decode, gather_scatter):
             patch.setattr(module, "BLOCK", BLOCK)
-        for module in (device, diff_device, host_gather_scatter, targets):
+        for module in (device, diff_device, host_gather_scatter, targets, digest_on_device):
             patch.setattr(module, "runs_kernels", lambda device: True)
         yield
 
@@ -231,6 +235,29 @@ def test_symbols_of_four_bytes_have_no_sign() -> None:
     assert gap_decode.decode(symbols, skip, slice(0, 3), 0, torch.int64, DEVICE).tolist() == far
 
 
+# --- digests ---
+
+
+@QUICK
+@given(
+    dtype=st.sampled_from(BITS),
+    size=st.sampled_from([0, 1, 1000, 1024, 1025, 3000, 9000]),
+    start=st.sampled_from([0, 1, 1023, 1024, (1 << 33) + 1000]),
+    kernels=st.booleans(),
+    seed=st.integers(0, 1 << 20),
+)
+@example(dtype=torch.int16, size=40_000, start=7, kernels=True, seed=0)
+@example(dtype=torch.int16, size=40_000, start=7, kernels=False, seed=0)
+def test_a_device_digests_what_the_host_does(
+    dtype: torch.dtype, size: int, start: int, kernels: bool, seed: int
+) -> None:
+    values = random_bits(size + 1, dtype, seed)[1:]
+    with mock.patch.object(digest_on_device, "runs_kernels", return_value=kernels):
+        found = device_digest("größe.重み", values, start=start)
+    expected = tensor_digest("größe.重み", host_gather_scatter.host_bits(values.cpu()), start=start)
+    assert found == expected
+
+
 # --- the trial ---
 
 
@@ -246,6 +273,7 @@ def test_the_trial_is_passed(monkeypatch: pytest.MonkeyPatch) -> None:
         (compact, "write", "compare of"),
         (gather_scatter, "swap", "exchange of"),
         (gap_decode, "decode", "decode"),
+        (block_sums, "dense", "digest"),
     ],
 )
 def test_the_trial_sees_what_is_wrong(

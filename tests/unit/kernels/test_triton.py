@@ -18,6 +18,7 @@ import torch
 
 from engine_ext.kernels import triton
 from engine_ext.kernels.triton import (
+    block_sums,
     compact,
     gap_decode,
     gather_scatter,
@@ -34,7 +35,9 @@ BITS = ("*u8", "*i16", "*i32", "*i64")
 
 @pytest.mark.parametrize("place", PLACES)
 def test_the_kernels_do_what_the_operators_do(place: str) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1" if place == "interpreter" else "0"}
+    interpreted = place == "interpreter"
+    environment = {**os.environ, "TRITON_INTERPRET": "1" if interpreted else "0"}
+    environment["DELTA_TEST_DEVICE"] = "cpu" if interpreted else "cuda:0"
     options = "-q", "-p", "no:cacheprovider", "-W", "ignore"
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "tests/unit/kernels/kernels_alone.py"],
@@ -68,6 +71,11 @@ def variants() -> list[Any]:
             rest.append((*exchange, {"KEEP": False, **block}))
         counts = {"old": bits, "new": bits, "size": "i64", "counts": "*i32"}
         (quick if bits == "*i16" else rest).append((compact.count_differing, counts, block))
+        numbers = {"size": "i64", "block": "i64", "lead": "i64"}
+        numbers |= dict.fromkeys(("seeds", "table", "sums"), "*i64")
+        shape = {"WIDTH": 1 << BITS.index(bits), "ROWS": 8, "STEPS": 4, **block}
+        summed = block_sums.sum_terms, {"values": bits, **numbers}, shape
+        (quick if bits == "*i16" else rest).append(summed)
     for width, symbols in zip((1, 2, 4), BITS, strict=False):
         common = {"symbols": symbols, "skip": "i32", "size": "i64", "moves": "*i64", "ends": "*i64"}
         wide = {"WIDTH": width, **block}

@@ -72,9 +72,23 @@ def located(seg: Segment, indices: np.ndarray) -> list[tuple[int, int]]:
     return sorted(zip(indices[chosen].tolist(), offsets.tolist(), strict=True))
 
 
+def listed(seg: Segment, start: int, stop: int) -> list[tuple[int, int]]:
+    """All elements from one index to another, in the order that a device would list them in."""
+    locator, found = Locator(seg), []
+    for copy in range(locator.copies):
+        indices, offsets = locator.elements_in(start, stop, torch.device("cpu"), copy)
+        assert indices.tolist() == sorted(set(indices.tolist()))
+        found += zip(indices.tolist(), offsets.tolist(), strict=True)
+    return sorted(found)
+
+
 def check(seg: Segment, indices: np.ndarray) -> None:
     given_ = set(indices.tolist())
     assert located(seg, indices) == [pair for pair in pairs(seg) if pair[0] in given_]
+    if seg.repack is None:
+        for start, stop in ((0, LIVE * LIVE), *((i, i + 7) for i in indices[:20].tolist())):
+            expected = [pair for pair in pairs(seg) if start <= pair[0] < stop]
+            assert listed(seg, start, stop) == expected
 
 
 PERMUTED = Repack(np.random.default_rng(0).permutation(16).astype(np.int32))

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,16 @@ def flip(target: Any, element: int) -> None:
     view = bits_of(target.segment.live.flat())
     offset = int(target.locator(np.arange(target.segment.live.tensor.numel() * 64))[1][element])
     view[offset] ^= 1
+    if view.is_cuda:
+        torch.cuda.synchronize()  # a scrubber reads in a stream of its own
+
+
+def as_on_a_device(served: Served) -> None:
+    """Let the applier take its weights for those of a device, where operators digest them."""
+    plan = served.applier.plan
+    targets = {n: tuple(replace(t, host=None) for t in ts) for n, ts in plan.targets.items()}
+    served.applier.plan = replace(plan, targets=targets)
+    served.applier.digests = served.applier.plan.scan()
 
 
 def targets(plan: Plan) -> Iterator[tuple[str, Any]]:
@@ -92,11 +103,19 @@ def targets(plan: Plan) -> Iterator[tuple[str, Any]]:
                 yield name, target
 
 
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("model", every_model(), ids=lambda m: m.__name__)
-def test_every_flipped_bit_is_named(model: type[ToyModel], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_flipped_bit_is_named(
+    model: type[ToyModel], on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In each segment, first and last element, copies on the same rank too; and it can heal."""
     monkeypatch.setattr(plan_module, "_SCAN_ELEMENTS", 5)
+    monkeypatch.setattr(plan_module, "_DEVICE_SCAN_ELEMENTS", 5)
     served = serve(model, base_checkpoint(model))
+    if on_device:
+        before = dict(served.applier.digests)
+        as_on_a_device(served)
+        assert served.applier.digests == before
     owner = Owner(served)
     assert owner.passed() == []
     for name, target in targets(served.applier.plan):
@@ -110,8 +129,11 @@ def test_every_flipped_bit_is_named(model: type[ToyModel], monkeypatch: pytest.M
             assert owner.passed() == []
 
 
-def test_copies_in_one_segment_are_read_too() -> None:
+@pytest.mark.parametrize("on_device", [False, True])
+def test_copies_in_one_segment_are_read_too(on_device: bool) -> None:
     served = serve(Broadcast, base_checkpoint(Broadcast))
+    if on_device:
+        as_on_a_device(served)
     owner = Owner(served)
     copied = [(n, t) for n, t in targets(served.applier.plan) if t.locator.copies > 1]
     assert copied
