@@ -3,6 +3,7 @@ PYTHON ?= python3.11
 ENGINE ?= vllm
 DEMO_ARGS ?=
 SOAK_ARGS ?=
+GPU_PYTHON ?= python3
 VERSIONS ?= vllm vllm-0.31 sglang sglang-0.5.22
 PYTEST_ARGS ?=
 FUZZ_SECONDS ?= 600
@@ -27,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-sglang setup-trainers setup-verl setup-dashboard demo soak test test-fast test-slow test-all test-dashboard test-versions fuzz lint format docs package clean clean-all
+.PHONY: help setup setup-sglang setup-trainers setup-verl setup-dashboard demo soak test test-fast test-slow test-all test-dashboard test-gpu test-versions fuzz lint format docs package clean clean-all
 
 ifneq ($(filter demo soak,$(MAKECMDGOALS)),)
 ifeq ($(filter $(ENGINES),$(ENGINE)),)
@@ -96,6 +97,11 @@ test-all: setup setup-sglang setup-trainers setup-verl setup-dashboard lint test
 test-dashboard: setup-dashboard ## the status page in Chromium, dashboard and alerts in Prometheus
 	@echo "test-dashboard: the tests that need a browser and a Prometheus"
 	@$(DASHBOARD)/python -m pytest tests/dashboard $(PYTEST_ARGS)
+
+test-gpu: ## the receiver's tests with their models on a CUDA device, by an interpreter that has its packages: GPU_PYTHON=python3
+	@echo "test-gpu: placement, apply, rebuild, scrub and kernels on cuda:0"
+	@DELTA_TEST_DEVICE=cuda:0 OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -m "not engine and not full" -n 8 \
+		$(addprefix tests/unit/,apply derived kernels model placement rebuild repacks scrub tracing) $(PYTEST_ARGS)
 
 test-versions: setup ## the basics on every supported version of both engines
 	@set -e; for name in $(VERSIONS); do \

@@ -22,7 +22,6 @@ from engine_ext.placement import (
     Plan,
     Status,
     TensorSpec,
-    as_host,
 )
 from engine_ext.wire import ParamDelta
 
@@ -93,8 +92,10 @@ def _overlap(params: Sequence[StagedParam]) -> bool:
     """Return whether sparse params of one tensor write to the same element."""
     by_live: dict[str, list[Any]] = defaultdict(list)
     for write in (write for param in params for write in param.writes):
-        if isinstance(write.elements, (HostElements, DeviceElements)):
-            by_live[write.live].append(as_host(write.elements.offsets))
+        if isinstance(write.elements, HostElements):
+            by_live[write.live].append(write.elements.offsets)
+        elif isinstance(write.elements, DeviceElements):
+            by_live[write.live].append(write.elements.offsets.cpu().numpy())
     return any(
         len(np.unique(np.concatenate(found))) < sum(map(len, found)) for found in by_live.values()
     )

@@ -17,9 +17,10 @@ import torch
 from engine_ext.apply import checks, consensus
 from engine_ext.apply.new_states import GatheredProof
 from engine_ext.apply.rebuilds import Rebuilds
-from engine_ext.apply.staged import CHANGED, StagedPart, UndoLog, Write
+from engine_ext.apply.staged import CHANGED, StagedPart, UndoLog
 from engine_ext.apply.stager import stage_part
 from engine_ext.apply.thread_pool import ThreadPool
+from engine_ext.apply.writes import are_unchanged, restore, undo_all
 from engine_ext.derived import Recomputed
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
 from engine_ext.errors import BaseMismatch, NotUpdatable
@@ -241,10 +242,9 @@ class DeltaApplier:
             BaseMismatch: one of them is not. Nothing was written.
         """
         self._synchronize()
-        writes = [w for part in staged for w in part.writes if w.old is not None]
+        writes = [w for part in staged for w in part.writes]
         sampled = self._compares_while_writing(staged)
-        unchanged = Write.seems_unchanged if sampled else Write.unchanged
-        if not all(self._threads.map(unchanged, writes)):
+        if not are_unchanged(writes, self._threads, sampled=sampled):
             raise BaseMismatch(CHANGED)
 
     def brief(self, staged: Sequence[StagedPart]) -> dict[str, Any]:
@@ -301,7 +301,7 @@ class DeltaApplier:
         writes = [write for part in staged for write in part.writes]
         if not all(write.keep for write in writes):
             raise RuntimeError("the old values were not kept: they do not fit the undo log")
-        self._threads.map(Write.undo, writes)
+        undo_all(writes, self._threads)
         self._after_write(self._written(staged))
 
     def finish(self, staged: Sequence[StagedPart]) -> UndoLog | None:
@@ -336,7 +336,7 @@ class DeltaApplier:
         Raises:
             Exception: some elements may have been restored.
         """
-        self._threads.map(lambda write: write[0].put(write[1]), log.writes)
+        restore(log.writes, self._threads)
         self._after_write(log.live_names)
         for name, change in log.changes.items():
             self.digests[name] -= change

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from engine_ext.apply.staged import StagedPart
 from engine_ext.apply.thread_pool import ThreadPool
+from engine_ext.apply.writes import put_all
 from engine_ext.placement import Placed, has_nan
 from engine_ext.wire import ParamDelta
 
@@ -34,6 +35,5 @@ class ScatterWriter:
         """Accept every sync: a staged write does not depend on the others."""
 
     def write(self, staged: Sequence[StagedPart], threads: ThreadPool, *, compares: bool) -> None:
-        """Write the new values; may raise BaseMismatch, see `Write.put`."""
-        writes = [write for part in staged for write in part.writes]
-        threads.map(lambda write: write.put(compares), writes)
+        """Write the new values; may raise BaseMismatch, see `put_all`."""
+        put_all([w for part in staged for w in part.writes], threads, compares=compares)

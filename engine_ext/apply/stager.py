@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_ext.apply.device_staging import Located, Wanted, locate, upload_new
 from engine_ext.apply.new_states import prove_here
+from engine_ext.apply.pieces import holds_all, spans
 from engine_ext.apply.staged import StagedParam, StagedPart, Write
 from engine_ext.apply.staged_arrays import StagedArrays, allocate
 from engine_ext.apply.thread_pool import ThreadPool
@@ -23,8 +24,8 @@ from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.kernels import Bits, bits_of, typed
 from engine_ext.placement import (
-    DeviceElements,
     HostElements,
+    LiveElements,
     Plan,
     Target,
     WholeBox,
@@ -42,14 +43,8 @@ from engine_ext.wire import (
     tensor_digest,
 )
 
-# Elements of one piece. On the CPU the temporaries of a piece stay in a core's cache, and the
-# threads get equal shares; on a device each piece costs several kernel launches.
-_HOST_SPAN = 1 << 16
-_DEVICE_SPAN = 1 << 22
-# A dense param that is one contiguous run in live memory needs no temporaries.
-_RUN_SPAN = 1 << 20
-
 _Piece = tuple[ParamDelta, tuple[Target, ...], bool, Mapping[int, StagedArrays], int, int]
+_OnDevices = Mapping[int, Located]  # by the number of the target
 
 
 def stage_part(
@@ -72,24 +67,60 @@ def stage_part(
         NotUpdatable: a cast would change the bits of a new value.
     """
     manifest = part.manifest
-    own = all(_holds_all(delta, plan.targets.get(delta.name, ())) for delta in part.deltas)
+    own = all(holds_all(delta, plan.targets.get(delta.name, ())) for delta in part.deltas)
     stager = _Stager(plan.rank, manifest.full, undo, manifest.digest_part is not None, own)
     arrays = _arrays(part, plan)
     pieces: list[_Piece] = []
     counts = []
     for delta, own_arrays in zip(part.deltas, arrays, strict=True):
         targets, digested = plan.targets.get(delta.name, ()), delta.name in plan.digested
-        found = _spans(delta, targets)
+        found = spans(delta, targets)
         counts.append(len(found))
         pieces += [(delta, targets, digested, own_arrays, start, stop) for start, stop in found]
-    staged = iter(threads.map(lambda piece: stager.stage(*piece), pieces))
+    on_devices = _on_devices(pieces, stager, threads)
+    todo = [*zip(pieces, on_devices, strict=True)]
+    staged = iter(threads.map(lambda one: stager.stage(*one[0], one[1]), todo))
     params = []
     for delta, count in zip(part.deltas, counts, strict=True):
         param = StagedParam.of(delta, keep=keep)
         for _ in range(count):
             param.absorb(next(staged))
         params.append(param)
+    upload_new([write for param in params for write in param.writes])
     return StagedPart(manifest, params, unproven=prove_here(part, plan, threads))
+
+
+def _on_devices(
+    pieces: Sequence[_Piece], stager: _Stager, threads: ThreadPool
+) -> list[dict[int, Located]]:
+    """Locate the single elements of each piece on devices, by the number of the target.
+
+    Those of a dense param are located piece by piece: all at once would take more memory of a
+    device than the weights.
+    """
+    wanted = [
+        (piece, number, Wanted(target, delta.indices[start:stop], reads))
+        for piece, (delta, targets, digested, _, start, stop) in enumerate(pieces)
+        for reads in (delta.needs_old or stager.needs_old(digested),)
+        for number, target in enumerate(targets)
+        if target.host is None and delta.indices is not None
+    ]
+    located = locate([one for *_, one in wanted], threads)
+    found: list[dict[int, Located]] = [{} for _ in pieces]
+    for (piece, number, _), one in zip(wanted, located, strict=True):
+        found[piece][number] = one
+    return found
+
+
+def _indices(delta: ParamDelta, target: Target, start: int, stop: int) -> NDArray[Any]:
+    """Return the flat indices of a piece, as `Target.find` takes them."""
+    if delta.indices is None:
+        return np.arange(start, stop)
+    indices = delta.indices[start:stop]
+    # It takes narrow ones only where no sum can pass what int32 holds.
+    if not (target.is_run and target.locator.offset_dtype is np.int32):
+        indices = indices.astype(np.int64, copy=False)
+    return indices
 
 
 def _arrays(part: Part, plan: Plan) -> list[dict[int, StagedArrays]]:
@@ -105,28 +136,6 @@ def _arrays(part: Part, plan: Plan) -> list[dict[int, StagedArrays]]:
     for (number, which, *_), one in zip(runs, allocate([run[2:] for run in runs]), strict=True):
         found[number][which] = one
     return found
-
-
-def _spans(delta: ParamDelta, targets: Sequence[Target]) -> list[tuple[int, int]]:
-    """Return the pieces of a param that may be on this rank, as ranges of its values."""
-    if not targets:
-        return []
-    step = _DEVICE_SPAN if targets[0].host is None else _HOST_SPAN
-    if delta.indices is None and all(target.is_run for target in targets):
-        step = _RUN_SPAN
-    spans = [(start, min(start + step, delta.nnz)) for start in range(0, delta.nnz, step)]
-    if delta.indices is None:
-        return spans
-    ends = [target.locator.ends for target in targets]
-    first, end = min(first for first, _ in ends), max(end for _, end in ends)
-    indices = delta.indices
-    return [span for span in spans if indices[span[0]] < end and indices[span[1] - 1] >= first]
-
-
-def _holds_all(delta: ParamDelta, targets: Sequence[Target]) -> bool:
-    """Return whether all elements of a tensor are on this rank."""
-    own = [target for number, target in enumerate(targets) if target.first == number]
-    return delta.numel <= sum(prod(t.segment.sizes) // t.locator.copies for t in own)
 
 
 def _is_gathered(delta: ParamDelta, target: Target) -> bool:
@@ -168,10 +177,12 @@ class _Stager:
         arrays: Mapping[int, StagedArrays],
         start: int,
         stop: int,
+        on_devices: _OnDevices,
     ) -> StagedParam:
         """Stage the piece of a param from value `start` to `stop`; may raise BaseMismatch.
 
-        `arrays` has those of the targets whose elements one loop finds, by number.
+        `arrays` has those of the targets whose elements one loop finds, by number, and `on_devices`
+        what is located already.
         """
         staged = StagedParam.of(delta, keep=False)
         if delta.indices is None and start == 0:
@@ -184,7 +195,8 @@ class _Stager:
             elif number in arrays:
                 found = self._gather(staged, delta, target, arrays[number].piece(start, stop))
             else:
-                found = self._find_elements(staged, delta, target, digested, start, stop)
+                known = on_devices.get(number)
+                found = self._find_elements(staged, delta, target, digested, start, stop, known)
             if not found.new.size:
                 continue
             is_first = target.first == number
@@ -205,7 +217,8 @@ class _Stager:
                 self._add_digests(staged, target, found)
         return staged
 
-    def _needs_old(self, digested: bool) -> bool:
+    def needs_old(self, digested: bool) -> bool:
+        """Return whether old values are digested or compared."""
         return digested and (self.replaced or not self.full)
 
     def _find_run(
@@ -217,7 +230,7 @@ class _Stager:
         assert shift is not None
         first, end = target.locator.overlap(start, stop)
         old = None
-        if self._needs_old(digested):
+        if self.needs_old(digested):
             live = target.host[first - shift : end - shift]
             old = checkpoint_bits(live, target.dtype, delta.dtype).reshape(-1, 1)
         return _Found(delta.values[first:end], None, first, old)
@@ -248,30 +261,27 @@ class _Stager:
         digested: bool,
         start: int,
         stop: int,
+        known: Located | None,
     ) -> _Found:
         """Find single elements, and add the write of them unless a box writes them."""
         copies = target.locator.copies
-        indices: NDArray[Any]
-        if delta.indices is None:
-            indices = np.arange(start, stop)
-        else:
-            indices = delta.indices[start:stop]
-            # `Target.find` takes narrow ones only where no sum can pass what int32 holds.
-            if not (target.is_run and target.locator.offset_dtype is np.int32):
-                indices = indices.astype(np.int64, copy=False)
+        indices = _indices(delta, target, start, stop)
         values = delta.values[start:stop]
-        sent = delta.positions if stop - start == delta.nnz else None
         boxed = delta.indices is None and target.segment.repack is None
-        if boxed and not self._needs_old(digested):
+        if boxed and not self.needs_old(digested):
             chosen, _ = target.locator(indices)
             return _Found(values[chosen][::copies], indices[chosen][::copies], 0, None)
-        chosen, elements = target.find(indices, sent)
+        elements: LiveElements
+        if known is None:
+            chosen, elements = target.find(indices)
+        else:
+            chosen, elements = known.chosen, known.elements
         new = values[chosen]
         if not new.size:
             return _Found(new, indices[chosen], 0, None)
         read = None
         if delta.needs_old:
-            read = elements.read()
+            read = elements.read() if known is None else known.old
             before = checkpoint_bits(as_host(read), target.dtype, delta.dtype)
             new = delta.new_bits(before, start, stop, chosen)
             if TORCH_DTYPE[delta.dtype] != target.dtype and has_nan(new, delta.dtype):
@@ -280,14 +290,14 @@ class _Stager:
                     tensor=delta.name,
                 )
         bits: Any = live_bits(new, delta.dtype, target.dtype)
-        if isinstance(elements, DeviceElements):
-            bits = typed(bits, elements.flat.dtype).to(elements.flat.device)
-        elif not bits.flags.owndata:
+        if isinstance(elements, HostElements) and not bits.flags.owndata:
             bits = bits.copy()  # a view would keep the whole part's values alive
         write = Write(elements, bits, target.segment.live.name, self.undo, read)
         old = None
-        if self._needs_old(digested):
-            live = elements.read() if write.old is None else write.old
+        if self.needs_old(digested):
+            live = write.old
+            if live is None:
+                live = elements.read() if known is None else known.old
             write.old = live if write.keep else None
             old = checkpoint_bits(as_host(live), target.dtype, delta.dtype).reshape(-1, copies)
         if not boxed:

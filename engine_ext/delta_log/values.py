@@ -58,7 +58,7 @@ class ModelValues:
                 old = self._values(delta, indices)
                 new = old + delta.values
                 change += change_digest(delta.name, indices, old, new)
-                delta = replace(delta, values=new, differences=False, positions=None)
+                delta = replace(delta, values=new, differences=False)
             deltas.append(delta)
         if any(delta.differences for delta in part.deltas):
             self._require(part, change)
@@ -108,7 +108,7 @@ def merged(old: ParamDelta | None, new: ParamDelta) -> ParamDelta:
         CannotFold: They have different dtypes or shapes.
     """
     if old is None or new.indices is None:
-        return replace(new, values=new.values.copy(), positions=None)
+        return replace(new, values=new.values.copy())
     if (old.dtype, old.shape) != (new.dtype, new.shape):
         raise CannotFold(f"{new.name}: {old.dtype} {old.shape}, later {new.dtype} {new.shape}")
     if old.indices is None:
@@ -119,4 +119,4 @@ def merged(old: ParamDelta | None, new: ParamDelta) -> ParamDelta:
     indices = np.concatenate([old.indices[kept], new.indices])
     values = np.concatenate([old.values[kept], new.values])
     order = np.argsort(indices, kind="stable")
-    return replace(new, indices=indices[order], values=values[order], positions=None)
+    return replace(new, indices=indices[order], values=values[order])

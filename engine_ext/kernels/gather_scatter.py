@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.kernels.jit import array, compile_loop, made_with_numba
 from engine_ext.kernels.simd import prefetch, register_intrinsics
-from engine_ext.kernels.triton import runs_kernels
 
 Bits = NDArray[Any]  # unsigned integers [n]
 Offsets = NDArray[Any]  # int32 or int64 [n]
@@ -233,25 +232,15 @@ def scatter(flat: torch.Tensor, offsets: torch.Tensor, bits: torch.Tensor) -> No
 
     The offsets are unique; `bits` is [k], of the dtype and device of `flat`.
     """
-    if runs_kernels(flat.device):
-        from engine_ext.kernels.triton import gather_scatter
-
-        gather_scatter.put(flat, offsets, bits)
-    else:
-        flat.index_copy_(0, offsets.to(torch.int64), bits)
+    flat.index_copy_(0, offsets.to(torch.int64), bits)
 
 
 def exchange(flat: torch.Tensor, offsets: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     """Write elements like `scatter`, and return the old ones: [k], a copy in host memory."""
     # Allocated before anything is written: after that only the device itself can fail.
     kept = torch.empty(bits.shape, dtype=bits.dtype)
-    if runs_kernels(flat.device):
-        from engine_ext.kernels.triton import gather_scatter
-
-        old = gather_scatter.swap(flat, offsets, bits)
-    else:
-        old = flat.index_select(0, offsets)
-        scatter(flat, offsets, bits)
+    old = flat.index_select(0, offsets)
+    scatter(flat, offsets, bits)
     return kept.copy_(old)
 
 

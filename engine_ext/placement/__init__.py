@@ -2,13 +2,15 @@
 
 A placement is a list of strided segments for each checkpoint tensor (`segments`). It is proven on
 the bytes (`certify`), agreed on by all ranks (`ownership`, `plan`), and read and written through
-`locator`, `targets` and `live_elements`, with the engine's casts and repacks (`casts`, `repacked`).
+`locator`, `targets`, `live_elements` and `device_batch`, with the engine's casts and repacks
+(`casts`, `repacked`).
 
 Imports: `engine_ext.model`, `engine_ext.wire`, `engine_ext.kernels`, and the ground floor.
 """
 
 from engine_ext.placement.casts import as_host, checkpoint_bits, has_nan, live_bits
 from engine_ext.placement.certify import Certified, certify_placement, summary, uncertified
+from engine_ext.placement.device_batch import DeviceBatch, upload
 from engine_ext.placement.live_elements import DeviceElements, HostElements, LiveElements, WholeBox
 from engine_ext.placement.ownership import boxes, resolve
 from engine_ext.placement.plan import Plan, covered, make_plan
@@ -19,6 +21,7 @@ from engine_ext.placement.targets import Target
 __all__ = [
     "CHUNK",
     "Certified",
+    "DeviceBatch",
     "DeviceElements",
     "HostElements",
     "LiveElements",
@@ -45,4 +48,5 @@ __all__ = [
     "summary",
     "uncertified",
     "unmoved",
+    "upload",
 ]

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -20,7 +19,6 @@ from engine_ext.placement.live_elements import DeviceElements, HostElements
 from engine_ext.placement.locator import Locator
 from engine_ext.placement.ownership import SourceBox, box_of
 from engine_ext.placement.segments import Segment
-from engine_ext.wire import Positions
 
 
 def make_targets(
@@ -73,33 +71,23 @@ class Target:
         """Whether the elements are one contiguous run, in host memory and in the checkpoint."""
         return self.host is not None and self.locator.shift is not None
 
-    def find(
-        self, indices: NDArray[Any], sent: Positions | None = None
-    ) -> tuple[Any, HostElements | DeviceElements]:
+    def find(self, indices: NDArray[Any]) -> tuple[Any, HostElements | DeviceElements]:
         """Find the elements of a delta that are in this segment.
 
         Args:
             indices: ascending flat checkpoint indices, int64 [n]; int32 if the segment is one run,
                 and its offsets are int32.
-            sent: the positions that all of `indices` were decoded from, if known.
 
         Returns:
             Which of `indices` are in the segment (see `Locator`), and these elements of live
             memory.
         """
-        shift, device = self.locator.shift, self.flat.device
+        shift = self.locator.shift
         if self.host is not None and shift is not None:
             within = self.locator.within(indices)
             offsets = (indices[within] - shift).astype(self.locator.offset_dtype, copy=False)
             return within, HostElements(self.host, offsets)
-        gaps = sent.gaps() if sent and shift is not None and runs_kernels(device) else None
-        if gaps is not None and shift is not None:
-            from engine_ext.kernels.triton.gap_decode import decode
-
-            within = self.locator.within(indices)
-            dtype = torch.int32 if self.locator.offset_dtype is np.int32 else torch.int64
-            return within, DeviceElements(self.flat, decode(*gaps, within, shift, dtype, device))
         chosen, offsets = self.locator(indices)
         if self.host is not None:
             return chosen, HostElements(self.host, offsets)
-        return chosen, DeviceElements(self.flat, torch.from_numpy(offsets).to(device))
+        return chosen, DeviceElements(self.flat, torch.from_numpy(offsets).to(self.flat.device))

@@ -51,7 +51,7 @@ from engine_ext.wire.manifest import (
 )
 from engine_ext.wire.param_delta import ParamDelta
 from engine_ext.wire.part import Part, decode_part, encode_part
-from engine_ext.wire.positions import Positions, decode_positions, encode_positions
+from engine_ext.wire.positions import decode_positions, encode_positions
 from engine_ext.wire.signature import (
     HMAC_KEY_ENVIRONMENT,
     SIGNATURE_HEADER,
@@ -85,7 +85,6 @@ __all__ = [
     "Part",
     "PartGate",
     "PartId",
-    "Positions",
     "Span",
     "StateHash",
     "Verifier",

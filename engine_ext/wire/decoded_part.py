@@ -8,11 +8,10 @@ contract. What the part itself holds in plain is not repeated::
     length of the file  8
     then for each param, everything at a multiple of 64:
     indices             nnz * 4, or nnz * 8 for a tensor of more than 2**31 elements
-    gap stream          as decompressed; only of a packed encoding
     values              nnz * width; only of a packed encoding
     cleared             nnz * width; only of gap8_xor
 
-A dense param has neither indices nor a stream.
+A dense param has no indices.
 """
 
 from __future__ import annotations
@@ -27,12 +26,11 @@ from engine_ext.wire.container import Header, read_container
 from engine_ext.wire.gap_streams import index_dtype
 from engine_ext.wire.manifest import BIT_CHANGES, PACKED_ENCODINGS, Limits, ParamEntry
 from engine_ext.wire.part import Part, make_delta, plain_values
-from engine_ext.wire.positions import Positions
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-_MAGIC: Final = b"decoded part 01\n"
+_MAGIC: Final = b"decoded part 02\n"
 _ALIGN: Final = 64
 
 _Array = tuple[np.dtype[Any], int]  # its dtype and how many elements it has
@@ -43,15 +41,12 @@ def write_decoded(file: BinaryIO, part: Part, key: str) -> None:
     layout = _layout(part.header)
     _write(file, _head(key, layout))
     for delta, arrays in zip(part.deltas, layout, strict=True):
-        own: list[NDArray[Any]] = []
-        if delta.indices is not None and delta.positions is not None:
-            own = [delta.indices, delta.positions.raw]
+        own: list[NDArray[Any]] = [] if delta.indices is None else [delta.indices]
         if part.manifest.encoding in PACKED_ENCODINGS:
             own.append(delta.values)
         if delta.cleared is not None:
             own.append(delta.cleared)
-        # Of an encoding that is not packed, the stream is in the part.
-        for array, (dtype, _) in zip(own, arrays, strict=False):
+        for array, (dtype, _) in zip(own, arrays, strict=True):
             _write(file, array.astype(dtype, copy=False).view(np.uint8).data)
 
 
@@ -70,7 +65,7 @@ def read_decoded(container: Buffer, decoded: Buffer, limits: Limits) -> Part:
     Args:
         decoded: what was written for this very container, see `is_decoded`.
     """
-    header, positions, values = read_container(container, limits)
+    header, _, values = read_container(container, limits)
     manifest = header.manifest
     packed = manifest.encoding in PACKED_ENCODINGS
     plain = iter(() if packed else plain_values(header, values))
@@ -83,14 +78,10 @@ def read_decoded(container: Buffer, decoded: Buffer, limits: Limits) -> Part:
             end = at + count * dtype.itemsize
             own.append(data[at:end].view(dtype))
             at = _padded(end)
-        indices = sent = None
-        if not entry.is_dense:
-            indices = own[0]
-            stream = own[1] if packed else positions[entry.pos_start : entry.pos_end]
-            sent = Positions(manifest.encoding, stream, entry.pos_width)
+        indices = None if entry.is_dense else own[0]
         cleared = own.pop() if manifest.encoding == BIT_CHANGES else None
         bits = own[-1] if packed else next(plain)
-        deltas.append(make_delta(manifest.encoding, entry, indices, sent, bits, cleared))
+        deltas.append(make_delta(manifest.encoding, entry, indices, bits, cleared))
     return Part(header, tuple(deltas))
 
 
@@ -105,8 +96,6 @@ def _arrays(entry: ParamEntry, encoding: str) -> list[_Array]:
     arrays: list[_Array] = []
     if not entry.is_dense:
         arrays.append((index_dtype(entry.numel), entry.nnz))
-        if packed:
-            arrays.append((np.dtype(np.uint8), entry.pos_end - entry.pos_start))
     if packed:
         arrays += [(bits_dtype(entry.dtype), entry.nnz)] * (2 if encoding == BIT_CHANGES else 1)
     return arrays

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.wire.positions import Positions, position_bytes
+from engine_ext.wire.positions import position_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +20,9 @@ class ParamDelta:
         dtype: By its manifest name.
         indices: int64 or int32 [nnz], ascending unique flat indices; None means dense.
         values: The new elements' bit patterns, unsigned ints of the dtype's width; [nnz], or
-            [numel] if dense. May be a read-only view of the part's buffer, as `positions` may.
+            [numel] if dense. May be a read-only view of the part's buffer.
         differences: Whether the values are new minus old bit patterns modulo 2**width; never
             dense.
-        positions: What `indices` were decoded from, if they were.
         stream: The gap stream of `indices`, if it is known before encoding.
         cleared: None, or [nnz]: then the new bits are ``(old & ~cleared) ^ values``; never dense.
         new_checksum: Of the tensor's whole new bytes; with `cleared`, and only then.
@@ -35,7 +34,6 @@ class ParamDelta:
     indices: NDArray[np.int64] | None
     values: NDArray[Any]
     differences: bool = False
-    positions: Positions | None = field(default=None, compare=False, repr=False)
     stream: NDArray[np.uint8] | None = field(default=None, compare=False, repr=False)
     cleared: NDArray[Any] | None = None
     new_checksum: str | None = None

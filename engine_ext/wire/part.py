@@ -33,7 +33,7 @@ from engine_ext.wire.manifest import (
     parse_manifest,
 )
 from engine_ext.wire.param_delta import ParamDelta
-from engine_ext.wire.positions import Positions, decode_positions, encode_positions
+from engine_ext.wire.positions import decode_positions, encode_positions
 from engine_ext.wire.ulp_differences import decode_differences, encode_differences
 from engine_ext.wire.undo_promotion import narrow_values
 from engine_ext.wire.zstd_frames import compress_frame
@@ -45,7 +45,7 @@ _DEFAULT_LIMITS: Final = Limits()
 _WORTH_THREADS = 1 << 19  # bytes that take far longer to pack or unpack than threads take to start
 _SHARE = 1 << 20  # bytes of gap streams that are worth a thread of their own
 
-_Place = tuple[NDArray[Any] | None, Positions | None]
+_Indices = NDArray[Any] | None  # None for a dense param
 _Own = tuple[NDArray[Any], NDArray[Any] | None]  # values, and the bits cleared before
 
 
@@ -90,8 +90,8 @@ def decode_part(buffer: Buffer, limits: Limits = _DEFAULT_LIMITS) -> Part:
         places = _places(manifest.encoding, manifest.params, streams)
         own_values = [(own, None) for own in plain_values(header, values)]
     deltas = (
-        make_delta(manifest.encoding, entry, indices, sent, *own)
-        for entry, (indices, sent), own in zip(manifest.params, places, own_values, strict=True)
+        make_delta(manifest.encoding, entry, indices, *own)
+        for entry, indices, own in zip(manifest.params, places, own_values, strict=True)
     )
     return Part(header, tuple(deltas))
 
@@ -100,7 +100,6 @@ def make_delta(
     encoding: str,
     entry: ParamEntry,
     indices: NDArray[Any] | None,
-    sent: Positions | None,
     values: NDArray[Any],
     cleared: NDArray[Any] | None,
 ) -> ParamDelta:
@@ -112,7 +111,6 @@ def make_delta(
         indices,
         values,
         differences=encoding == DIFFERENCES,
-        positions=sent,
         cleared=cleared,
         new_checksum=entry.new_checksum,
     )
@@ -120,7 +118,7 @@ def make_delta(
 
 def _unpacked(
     manifest: Manifest, positions: NDArray[np.uint8], values: NDArray[np.uint8]
-) -> tuple[list[_Place], list[_Own]]:
+) -> tuple[list[_Indices], list[_Own]]:
     """Decode the params of a packed part, with threads if it is large."""
     encoding, params = manifest.encoding, manifest.params
 
@@ -155,12 +153,10 @@ def _shares(params: Sequence[ParamEntry], most: int) -> list[slice]:
 
 def _places(
     encoding: str, params: Sequence[ParamEntry], streams: Iterable[NDArray[np.uint8]]
-) -> list[_Place]:
-    """Decode each param's indices; None, None for a dense one."""
+) -> list[_Indices]:
+    """Decode each param's indices."""
     return [
-        (None, None)
-        if entry.is_dense
-        else (_indices(entry, encoding, stream), Positions(encoding, stream, entry.pos_width))
+        None if entry.is_dense else _indices(entry, encoding, stream)
         for entry, stream in zip(params, streams, strict=True)
     ]
 

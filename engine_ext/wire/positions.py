@@ -10,7 +10,7 @@ For flat indices idx[0] < idx[1] < ... and idx[-1] = -1, little-endian::
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,33 +20,15 @@ from engine_ext.wire.gap_streams import (
     decode_gaps,
     encode_gaps,
     index_dtype,
-    join_planes,
     stream_bytes,
 )
-from engine_ext.wire.manifest import ENCODINGS, PACKED_ENCODINGS, POSITION_WIDTHS, skip_symbol
+from engine_ext.wire.manifest import ENCODINGS, PACKED_ENCODINGS, POSITION_WIDTHS
 
-__all__ = ["ENCODINGS", "Positions", "decode_positions", "encode_positions", "position_bytes"]
+__all__ = ["ENCODINGS", "decode_positions", "encode_positions", "position_bytes"]
 
 _GAP_DTYPE: Final[dict[int, np.dtype[Any]]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 # the int64 sum of so many gaps of up to 2**32 - 1 cannot overflow
 _MAX_POSITIONS: Final = 2**31 - 1
-
-
-class Positions(NamedTuple):
-    """One param's positions as received, decompressed: the arguments of `decode_positions`."""
-
-    encoding: str
-    raw: NDArray[np.uint8]
-    width: int
-
-    def gaps(self) -> tuple[NDArray[Any], int] | None:
-        """Return the gaps as symbols, without decoding them; None if the positions are absolute.
-
-        Symbols are unsigned ints [n]; with them comes the one that does not end a gap, -1 if none.
-        """
-        if self.encoding in PACKED_ENCODINGS:
-            return join_planes(self.raw, self.width), skip_symbol(self.width)
-        return None if self.encoding == "indices" else (self.raw.view(_GAP_DTYPE[self.width]), -1)
 
 
 def encode_positions(

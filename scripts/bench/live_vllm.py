@@ -125,7 +125,7 @@ def make_plain_model(layers: int, device: str, seed: int, threads: int) -> LiveM
     model = make_model(layers)
     torch.manual_seed(seed)
     for parameter in model.parameters():
-        parameter.data = torch.randn(parameter.shape).mul_(0.02).bfloat16().to(device)
+        parameter.data = torch.randn(parameter.shape, device=device).mul_(0.02).bfloat16()
     base = {name: tensor.cpu() for name, tensor in checkpoint_of(model)}
     return _certified(None, model, lambda given: load_weights(model, given), base, None, threads)
 

@@ -27,6 +27,7 @@ from engine_ext.repacks.load_hook import Processing, RepackLearner
 from engine_ext.settings import Settings
 from engine_ext.tracing import LoadingTrace
 from engine_ext.wire import ParamDelta
+from tests.support.device import DEVICE
 from tests.support.rank_engine import Engine, part_id
 from tests.support.served_models import bits, delta_between, dense_delta, one_part, random_tensor
 from tests.support.thread_group import Group, ThreadRanks
@@ -77,7 +78,7 @@ def probe(module: nn.Module) -> torch.Tensor | None:
     """What a layer computes from random rows; None for other modules."""
     if not isinstance(module, Layer) or module.quant_method is None:
         return None
-    rows = torch.randn(3, IN, generator=torch.Generator().manual_seed(5))
+    rows = torch.randn(3, IN, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     return module.quant_method.apply(module, rows)
 
 

@@ -281,6 +281,14 @@ def serve_ranks(models: Sequence[type[ToyModel]], base: Checkpoint, **options: A
     ]
 
 
+def as_on_a_device(served: Served) -> None:
+    """Let the applier take its weights for those of a device, where operators digest them."""
+    plan = served.applier.plan
+    targets = {n: tuple(replace(t, host=None) for t in ts) for n, ts in plan.targets.items()}
+    served.applier.plan = replace(plan, targets=targets)
+    served.applier.digests = served.applier.plan.scan()
+
+
 def named_in(error: NotUpdatable) -> set[str]:
     """The tensors that a refusal names, for a program."""
     return (

@@ -24,7 +24,8 @@ def _all_reduce_max(value: torch.Tensor, rank: int) -> None:
         value.copy_(torch.stack(found).amax(0))
 
 
-_library.impl("all_reduce_max_", _all_reduce_max, "CPU")
+for _backend in ("CPU", "CUDA"):
+    _library.impl("all_reduce_max_", _all_reduce_max, _backend)
 
 
 def all_reduce_max_(value: torch.Tensor, rank: int) -> None:

@@ -8,7 +8,16 @@ import pytest
 
 from engine_ext.settings import API_KEY_ENVIRONMENT
 from engine_ext.wire.signature import HMAC_KEY_ENVIRONMENT
+from tests.support.device import DEVICE
 from tests.support.endpoint_rig import Rig
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With the toy models on another device, leave out what is so in host memory only."""
+    if DEVICE.type != "cpu":
+        of_host = [item for item in items if item.get_closest_marker("host_memory")]
+        config.hook.pytest_deselected(items=of_host)
+        items[:] = [item for item in items if item not in of_host]
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,8 @@ import triton.language as tl
 from engine_ext.kernels.triton import current
 
 BLOCK: Final = 1024  # elements with one factor c; part of the digest's definition
-_ROWS: Final = 8  # blocks that a program reads at a time
-_STEPS: Final = 4  # times that it does
+_ROWS: Final = 32  # blocks of a program
+_WARPS: Final = 4  # of a program: each thread has 8 elements of a block
 
 
 @triton.jit
@@ -32,15 +32,14 @@ def _mix(x):
 def _curve(bits, WIDTH: tl.constexpr):
     if WIDTH <= 2:
         word = (bits.to(tl.int32) & ((1 << (8 * WIDTH)) - 1)).to(tl.uint32)
-        return ((word * (word + 1)) >> 1).to(tl.uint64) + 1
+        return (((word * (word + 1)) >> 1) + 1).to(tl.uint64)
     elif WIDTH == 4:
-        wide = bits.to(tl.int64).to(tl.uint64) & 0xFFFFFFFF
-        return _mix(wide + 0x9E3779B97F4A7C15)
+        return _mix((bits.to(tl.int64).to(tl.uint64) & 0xFFFFFFFF) + 0x9E3779B97F4A7C15)
     else:
         return _mix(bits.to(tl.uint64) + 0x9E3779B97F4A7C15)
 
 
-@triton.jit(do_not_specialize=["size", "block", "lead"], do_not_specialize_on_alignment=["values"])
+@triton.jit(do_not_specialize=["size", "block", "lead"])
 def sum_terms(
     values,
     size,
@@ -52,24 +51,39 @@ def sum_terms(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    STEPS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
-    """Write a program's two sums; `lead` elements of the first block are before `values`."""
+    """Write a program's two sums; `lead` elements of the first block are before `values`.
+
+    If it is 0 and `values` is a multiple of 16 bytes, they may be ALIGNED.
+
+    The sum over blocks comes first, so that there is one multiplication for each element and lane,
+    and one reduction for each program.
+    """
     within = tl.arange(0, BLOCK)
-    factors0 = tl.load(table + within).to(tl.uint64)[None, :]
-    factors1 = tl.load(table + BLOCK + within).to(tl.uint64)[None, :]
     seed0, seed1 = tl.load(seeds).to(tl.uint64), tl.load(seeds + 1).to(tl.uint64)
-    total0 = tl.zeros((ROWS,), tl.uint64)
-    total1 = tl.zeros((ROWS,), tl.uint64)
-    for step in range(STEPS):
-        row = (tl.program_id(0).to(tl.int64) * STEPS + step) * ROWS + tl.arange(0, ROWS)
-        at = row[:, None] * BLOCK + within[None, :] - lead
-        inside = (at >= 0) & (at < size)
-        curve = _curve(tl.load(values + at, mask=inside, other=0), WIDTH)
-        curve = tl.where(inside, curve, 0)
-        number = (block + row).to(tl.uint64)
-        total0 += tl.sum(factors0 * curve, 1) * (_mix(seed0 + number) | 1)
-        total1 += tl.sum(factors1 * curve, 1) * (_mix(seed1 + number) | 1)
+    total0 = tl.zeros((BLOCK,), tl.uint64)
+    total1 = tl.zeros((BLOCK,), tl.uint64)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    for row in range(ROWS):
+        if ALIGNED:
+            start = (first + row) * BLOCK
+            inside = within < size - start
+            places = values + start + within
+            if start + BLOCK <= size:  # without a mask, so that a load takes 16 bytes
+                bits = tl.load(places)
+            else:
+                bits = tl.load(places, mask=inside, other=0)
+        else:
+            start = (first + row) * BLOCK - lead
+            inside = (within >= -start) & (within < size - start)
+            bits = tl.load(values + start + within, mask=inside, other=0)
+        curve = tl.where(inside, _curve(bits, WIDTH), 0)
+        number = (block + first + row).to(tl.uint64)
+        total0 += curve * (_mix(seed0 + number) | 1)
+        total1 += curve * (_mix(seed1 + number) | 1)
+    total0 *= tl.load(table + within).to(tl.uint64)
+    total1 *= tl.load(table + BLOCK + within).to(tl.uint64)
     to = sums + 2 * tl.program_id(0)
     tl.store(to, tl.sum(total0, 0).to(tl.int64))
     tl.store(to + 1, tl.sum(total1, 0).to(tl.int64))
@@ -87,7 +101,7 @@ def dense(
             lane, and a(0, j), then a(1, j).
     """
     block, lead = divmod(start, BLOCK)
-    programs = triton.cdiv(lead + values.numel(), BLOCK * _ROWS * _STEPS)
+    programs = triton.cdiv(lead + values.numel(), BLOCK * _ROWS)
     sums = torch.empty((programs, 2), dtype=torch.int64, device=values.device)
     if programs:
         with current(values.device):
@@ -102,6 +116,7 @@ def dense(
                 WIDTH=values.itemsize,
                 BLOCK=BLOCK,
                 ROWS=_ROWS,
-                STEPS=_STEPS,
+                ALIGNED=not lead and values.data_ptr() % 16 == 0,
+                num_warps=_WARPS,
             )
     return sums.sum(0)

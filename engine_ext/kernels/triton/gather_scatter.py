@@ -1,57 +1,121 @@
-"""Overwrite single elements of a live tensor on an accelerator, and return the old ones.
+"""Read, compare and overwrite single elements of many live tensors on an accelerator at once.
 
-Nothing is specialised on sizes or alignments, so one compilation at start-up serves every sync: a
-compilation during a commit would delay generation.
+A launch takes as long as a thousand elements, and a part has a few thousand elements of each of
+many tensors. So a table says where each program's elements are; `rows` makes it.
+
+Nothing is specialised on sizes, alignments or what is done, so that one compilation at start-up
+serves every sync: a compilation during a commit would delay generation.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 
 from engine_ext.kernels.triton import current
 
 BLOCK: Final = 1024  # elements of a program
+_COLUMNS: Final = 5
 
 
 @triton.jit(
-    do_not_specialize=["count"], do_not_specialize_on_alignment=["live", "offsets", "new", "old"]
+    do_not_specialize=["keep", "compare", "write"],
+    do_not_specialize_on_alignment=["table", "old", "differs"],
 )
-def exchange_elements(live, offsets, new, old, count, KEEP: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    where = tl.load(offsets + at, mask=inside, other=0).to(tl.int64)
-    if KEEP:
-        tl.store(old + at, tl.load(live + where, mask=inside), mask=inside)
-    tl.store(live + where, tl.load(new + at, mask=inside), mask=inside)
+def visit_elements(
+    table, old, differs, keep, compare, write, WIDE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Visit the elements of one row of the table; `old` has the type of all live tensors.
 
-
-def put(flat: torch.Tensor, offsets: torch.Tensor, bits: torch.Tensor) -> None:
-    """Overwrite elements of a 1-D integer tensor [n]; all tensors are on one device.
-
-    `offsets` are int32 or int64 [k], each in [0, n), unique; `bits` is [k], dtype of `flat`. Both
-    are contiguous.
+    `keep`, `compare` and `write` are BLOCK, or 0 if it is not done.
     """
-    _launch(flat, offsets, bits, None)
+    row = table + 5 * tl.program_id(0).to(tl.int64)
+    bits = tl.pointer_type(old.dtype.element_ty)
+    live = tl.load(row).to(bits)
+    if WIDE:
+        offsets = tl.load(row + 1).to(tl.pointer_type(tl.int64))
+    else:
+        offsets = tl.load(row + 1).to(tl.pointer_type(tl.int32))
+    at = tl.arange(0, BLOCK)
+    inside = at < tl.load(row + 4)
+    where = tl.load(offsets + at, mask=inside, other=0).to(tl.int64)
+    before = tl.load(live + where, mask=inside, other=0)
+    to = old + tl.load(row + 3) + at
+    tl.store(to, before, mask=inside & (at < keep))
+    compared = inside & (at < compare)
+    other = compared & (before != tl.load(to, mask=compared, other=0))
+    tl.store(differs + tl.program_id(0), tl.sum(other.to(tl.int32), 0))
+    written = inside & (at < write)
+    new = tl.load(row + 2).to(bits)
+    tl.store(live + where, tl.load(new + at, mask=written, other=0), mask=written)
 
 
-def swap(flat: torch.Tensor, offsets: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """Overwrite elements as `put`, and return the old ones, [k] on the same device."""
-    old = torch.empty_like(bits)
-    _launch(flat, offsets, bits, old)
-    return old
+def rows(
+    live: Sequence[int],
+    offsets: Sequence[int],
+    new: Sequence[int],
+    counts: Sequence[int],
+    *,
+    width: int,
+    wide: bool,
+) -> NDArray[np.int64]:
+    """Return a table, int64 [programs, 5], of some tensors' elements.
+
+    Args:
+        live, offsets, new: addresses on the device: of each tensor, of its elements' offsets, and
+            of their new bits (unused if nothing is written). Offsets are unique and in the tensor.
+        counts: elements of each tensor.
+        width: bytes of an element.
+        wide: whether the offsets are int64, not int32.
+    """
+    sizes = np.array(counts, np.int64)
+    programs = -(-sizes // BLOCK)
+    number = np.repeat(np.arange(sizes.size), programs)
+    before = (np.cumsum(programs) - programs)[number]
+    done = (np.arange(number.size) - before) * BLOCK
+    starts = np.cumsum(sizes) - sizes
+    table = np.empty((number.size, _COLUMNS), np.int64)
+    table[:, 0] = np.array(live, np.int64)[number]
+    table[:, 1] = np.array(offsets, np.int64)[number] + done * (8 if wide else 4)
+    table[:, 2] = np.array(new, np.int64)[number] + done * width
+    table[:, 3] = starts[number] + done
+    table[:, 4] = np.minimum(sizes[number] - done, BLOCK)
+    return table
 
 
-def _launch(
-    flat: torch.Tensor, offsets: torch.Tensor, bits: torch.Tensor, old: torch.Tensor | None
-) -> None:
-    count = offsets.numel()
-    if not count:
-        return
-    kept = bits if old is None else old  # unused, but the kernel needs a pointer
-    with current(flat.device):
-        grid = (triton.cdiv(count, BLOCK),)
-        exchange_elements[grid](flat, offsets, bits, kept, count, KEEP=old is not None, BLOCK=BLOCK)
+def visit(
+    table: NDArray[np.int64],
+    old: torch.Tensor,
+    *,
+    wide: bool,
+    keep: bool = False,
+    compare: bool = False,
+    write: bool = False,
+) -> torch.Tensor:
+    """Visit the elements of a table's rows; the device is not waited for.
+
+    Args:
+        table: see `rows`.
+        old: integers of the live tensors' dtype on their device: of all rows' elements one after
+            another if they are kept or compared, otherwise not looked at.
+        keep: whether the elements are copied to `old`.
+        compare: whether they are compared with it; not together with `keep`.
+        write: whether they are overwritten, after they were kept or compared.
+
+    Returns:
+        How many of each row's elements differ from `old`, int32 [programs]; 0 if not compared.
+    """
+    device, programs = old.device, len(table)
+    differs = torch.empty(programs, dtype=torch.int32, device=device)
+    if programs:
+        sent = torch.from_numpy(table).to(device)
+        modes = BLOCK * keep, BLOCK * compare, BLOCK * write
+        with current(device):
+            visit_elements[(programs,)](sent, old, differs, *modes, WIDE=wide, BLOCK=BLOCK)
+    return differs

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from tests.support.device import DEVICE
 from tests.support.toy_models.base import Checkpoint, ToyModel, parameter
 
 
@@ -127,7 +128,7 @@ class Accumulates(ToyModel):
 
     def load_one(self, name: str, weight: torch.Tensor) -> None:
         if name == "weight":
-            self.weight.add_(weight)
+            self.weight.add_(weight.to(DEVICE))
         else:
             self.bias.copy_(weight)
 

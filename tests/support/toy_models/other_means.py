@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from tests.support.device import DEVICE
 from tests.support.toy_models.base import ToyModel
 
 
@@ -26,7 +27,7 @@ class IndexPut(ToyModel):
     refused: ClassVar = frozenset({"weight"})
 
     def load_one(self, name: str, weight: torch.Tensor) -> None:
-        self.weight[torch.tensor([2, 0, 3, 1])] = weight
+        self.weight[torch.tensor([2, 0, 3, 1])] = weight.to(DEVICE)
 
 
 class ForeachCopy(ToyModel):

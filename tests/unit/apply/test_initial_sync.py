@@ -211,6 +211,7 @@ def test_what_the_reload_makes_of_it_is_compared(tmp_path: Path) -> None:
     assert unloaded.engine.status()[0]["engine_state"] == "certain"
 
 
+@pytest.mark.host_memory
 def test_a_dry_run_that_changes_the_model_is_no_refusal(tmp_path: Path) -> None:
     base = base_checkpoint(PlainCopy)
     unloaded = Unloaded(PlainCopy, tmp_path)

@@ -59,11 +59,13 @@ def assert_seeded(serving: Serving, *, deltas: bool = True) -> None:
     serving.assert_fresh()
 
 
+@pytest.mark.host_memory
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_habit(tmp_path: Path, ranks: int) -> None:
     assert_seeded(Serving(Everything, tmp_path, ranks=ranks, dummy=True))
 
 
+@pytest.mark.host_memory
 @pytest.mark.parametrize("method", [*METHODS, Repacked])
 def test_one_habit(tmp_path: Path, method: type[Method]) -> None:
     assert_seeded(Serving(one_layer(method), tmp_path, dummy=True))

@@ -162,6 +162,7 @@ def test_what_the_loader_keeps_elsewhere_is_not_rebuilt_by_loading(tmp_path: Pat
 # --- buffers ---
 
 
+@pytest.mark.host_memory
 @pytest.mark.parametrize("method", [Int8, Transpose, Packed])
 def test_a_buffer_that_is_loaded_follows(tmp_path: Path, method: type[Method]) -> None:
     class WithBuffer(Model):
@@ -272,6 +273,7 @@ def test_what_the_loader_computes_besides_is_refused(tmp_path: Path, method: typ
     assert_exact(serving, "lin.weight", "lin.bias")
 
 
+@pytest.mark.host_memory
 @pytest.mark.parametrize("method", [Int8, Packed, PackedAway, Attribute])
 @pytest.mark.parametrize("where", ["group", "sibling"])
 def test_what_is_computed_outside_of_the_module_is_refused(
@@ -338,6 +340,7 @@ class IntoDict(IntoHelper):
         return found
 
 
+@pytest.mark.host_memory
 @pytest.mark.parametrize("method", [IntoHelper, IntoDict])
 def test_processing_that_writes_to_what_copies_share_is_refused(
     tmp_path: Path, method: type[Method]

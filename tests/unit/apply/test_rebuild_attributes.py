@@ -92,6 +92,7 @@ class InObject(Int8):
         return x @ (layer.weight.float() * layer.kept.scale).t()
 
 
+@pytest.mark.host_memory
 @pytest.mark.parametrize("method", [ScaleOnParameter, SumOnParameter, InObject])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_it_follows(tmp_path: Path, method: type[Method], ranks: int) -> None:

@@ -235,6 +235,7 @@ def other_scale(layer: Any) -> None:
 DRIFTS = [(Drifting, other_bit), (Drifting, other_scale), (DriftingHandle, other_bit)]
 
 
+@pytest.mark.host_memory
 @pytest.mark.parametrize(("method", "drift"), DRIFTS)
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -266,6 +267,7 @@ def test_processing_that_drifts_is_refused_and_found(
         serving.assert_fresh()
 
 
+@pytest.mark.host_memory
 @pytest.mark.parametrize(("method", "drift"), DRIFTS)
 def test_a_result_that_is_wrong_once_is_found(
     tmp_path: Path, method: Any, drift: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
@@ -303,6 +305,7 @@ def test_a_rebuilt_tensor_that_something_else_has_changed(tmp_path: Path) -> Non
     assert corrupted(serving) == []
 
 
+@pytest.mark.host_memory
 @pytest.mark.parametrize("method", [Packed, DriftingHandle])
 def test_a_handle_that_something_else_has_changed(tmp_path: Path, method: type[Method]) -> None:
     """Nothing of it can be compared but what it computes."""
@@ -315,6 +318,7 @@ def test_a_handle_that_something_else_has_changed(tmp_path: Path, method: type[M
     assert corrupted(serving) == []
 
 
+@pytest.mark.host_memory
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_after_the_engines_own_reload_a_full_sync_is_not_held_to_the_old_weights(
     tmp_path: Path, ranks: int
@@ -335,6 +339,7 @@ def test_after_the_engines_own_reload_a_full_sync_is_not_held_to_the_old_weights
     serving.assert_fresh()
 
 
+@pytest.mark.host_memory
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_after_a_failed_undo_a_full_sync_is_not_held_to_the_old_weights(
     tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
@@ -396,6 +401,7 @@ class InDict(Packed):
         return found
 
 
+@pytest.mark.host_memory
 def test_a_container_that_the_engine_has_replaced_before_the_first_sync(tmp_path: Path) -> None:
     """The handle is put where it is read, not where it was at start-up."""
     serving = Serving(one_layer(InDict), tmp_path)
@@ -405,6 +411,7 @@ def test_a_container_that_the_engine_has_replaced_before_the_first_sync(tmp_path
     serving.assert_fresh()
 
 
+@pytest.mark.host_memory
 def test_a_module_that_the_engine_has_replaced(tmp_path: Path) -> None:
     """Another object with the same parameters, and a handle of its own."""
     serving = Serving(one_layer(Packed), tmp_path)

@@ -114,6 +114,7 @@ class InHandle(Number):
         return found
 
 
+@pytest.mark.host_memory
 @pytest.mark.parametrize(
     "method", [Number, NumberOfMoved, NumberOfRemoved, OnMethod, Captured, InHandle]
 )
@@ -154,6 +155,7 @@ class OpaqueBeside(Method):
         return found
 
 
+@pytest.mark.host_memory
 def test_a_handle_beside_a_weight_that_stays_is_made_anew(tmp_path: Path) -> None:
     serving = Serving(one_layer(OpaqueBeside), tmp_path)
     assert serving.statuses()["lin.weight"] == "rebuilt"
@@ -233,6 +235,7 @@ class InPlaceInStore(Method):
         layer.weight = parameter(torch.empty(0))
 
 
+@pytest.mark.host_memory
 @pytest.mark.parametrize("model", [writing(InPlaceElsewhere), one_layer(InPlaceInStore)])
 def test_an_engine_whose_processing_writes_to_what_copies_share_does_not_start(
     tmp_path: Path, model: type[Model]

@@ -100,6 +100,7 @@ ENDS: dict[str, Callable[[Serving], object]] = {
 }
 
 
+@pytest.mark.host_memory
 @pytest.mark.parametrize("end", ENDS)
 def test_nothing_is_kept_of_a_prepared_sync(tmp_path: Path, end: str) -> None:
     serving = Serving(Everything, tmp_path, ranks=2)
@@ -114,6 +115,7 @@ def test_nothing_is_kept_of_a_prepared_sync(tmp_path: Path, end: str) -> None:
     assert (serving.served() != before) == (end == "rolled back")
 
 
+@pytest.mark.host_memory
 def test_nothing_is_kept_of_a_prepared_sync_that_another_replaces(tmp_path: Path) -> None:
     serving = Serving(Everything, tmp_path, ranks=2)
     errors_of(serving.stage(serving.body(target_of(serving))), none=True)
@@ -133,6 +135,7 @@ def test_nothing_is_kept_of_a_prepared_sync_that_another_replaces(tmp_path: Path
     serving.assert_fresh()
 
 
+@pytest.mark.host_memory
 def test_of_a_committed_sync_only_what_undoes_it_is_kept(tmp_path: Path) -> None:
     """And of its handles the new ones, which are served."""
     serving = Serving(one_layer(Packed), tmp_path, ranks=2)

@@ -44,6 +44,7 @@ def target_of(serving: Serving, *names: str, seed: int = 1) -> dict[str, torch.T
     return {n: changed(serving.current[n], seed + i) for i, n in enumerate(chosen)}
 
 
+@pytest.mark.host_memory
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_everything_is_updatable(tmp_path: Path, ranks: int) -> None:
     serving = Serving(Everything, tmp_path, ranks=ranks)
@@ -51,6 +52,7 @@ def test_everything_is_updatable(tmp_path: Path, ranks: int) -> None:
     serving.assert_fresh()
 
 
+@pytest.mark.host_memory
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_syncs_rollbacks_and_full_syncs(tmp_path: Path, ranks: int) -> None:
     serving = Serving(Everything, tmp_path, ranks=ranks)
@@ -68,6 +70,7 @@ def test_syncs_rollbacks_and_full_syncs(tmp_path: Path, ranks: int) -> None:
     serving.assert_fresh()
 
 
+@pytest.mark.host_memory
 @pytest.mark.parametrize("method", METHODS)
 def test_each_tensor_alone(tmp_path: Path, method: type[Method]) -> None:
     serving = Serving(one_layer(method), tmp_path)
@@ -148,6 +151,7 @@ def test_a_rebuild_that_goes_wrong_is_refused(
     serving.assert_fresh()
 
 
+@pytest.mark.host_memory
 @pytest.mark.parametrize("kind", [Everything, one_layer(Packed), one_layer(SecondCopy)])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_failed_write_on_one_rank_is_undone_on_all(
@@ -172,6 +176,7 @@ def test_a_failed_write_on_one_rank_is_undone_on_all(
     serving.assert_fresh()
 
 
+@pytest.mark.host_memory
 @pytest.mark.parametrize("number", [0, 1, 3])
 def test_a_write_that_fails_half_way_is_undone(
     tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
@@ -224,6 +229,7 @@ def test_a_shadow_that_does_not_fit_is_refused_and_named(tmp_path: Path) -> None
     serving.assert_fresh()
 
 
+@pytest.mark.host_memory
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_sync_that_is_dropped_before_it_is_prepared(tmp_path: Path, ranks: int) -> None:
     serving = Serving(Everything, tmp_path, ranks=ranks)
@@ -244,6 +250,7 @@ def test_a_sync_that_is_dropped_before_it_is_prepared(tmp_path: Path, ranks: int
     serving.assert_fresh()
 
 
+@pytest.mark.host_memory
 def test_a_prepared_sync_that_is_dropped_changes_nothing(tmp_path: Path) -> None:
     serving = Serving(Everything, tmp_path)
     before = serving.served()
@@ -254,6 +261,7 @@ def test_a_prepared_sync_that_is_dropped_changes_nothing(tmp_path: Path) -> None
     serving.assert_fresh()
 
 
+@pytest.mark.host_memory
 def test_batches_are_prepared_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rebuilds, "_BATCH", 1)
     serving = Serving(Everything, tmp_path, ranks=2)
@@ -318,6 +326,7 @@ def test_a_tensor_swapped_between_commit_and_rollback(
     assert serving.served() == before
 
 
+@pytest.mark.host_memory
 def test_a_handle_swapped_between_prepare_and_commit(tmp_path: Path) -> None:
     serving = Serving(one_layer(Packed), tmp_path)
     body = serving.body(target_of(serving))

@@ -89,7 +89,7 @@ def test_applied_and_taken_back(
         for n in base
     ]
     with mock.patch.multiple(
-        "engine_ext.apply.stager", _HOST_SPAN=span, _RUN_SPAN=span, _DEVICE_SPAN=span
+        "engine_ext.apply.pieces", _HOST_SPAN=span, _RUN_SPAN=span, _DEVICE_SPAN=span
     ):
         assert attempt(served, parts_of(deltas), full=full) is None
     assert memory(served.model) == memory(load(model, target))
@@ -108,6 +108,7 @@ def test_a_weight_that_changes_after_staging_is_noticed() -> None:
     assert memory(served.model) == before
 
 
+@pytest.mark.host_memory
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("place", range(12))
 def test_what_the_sample_misses_the_write_finds(place: int, threads: int) -> None:
@@ -117,7 +118,7 @@ def test_what_the_sample_misses_the_write_finds(place: int, threads: int) -> Non
     target = {name: changed(tensor, 7, 1.0) for name, tensor in base.items()}
     deltas = [delta_between(name, base[name], target[name]) for name in base]
     flat = served.model.weight.data.view(torch.int16).reshape(-1)
-    with mock.patch("engine_ext.apply.stager._HOST_SPAN", 5):
+    with mock.patch("engine_ext.apply.pieces._HOST_SPAN", 5):
         staged = [served.applier.stage(part) for part in parts_of(deltas)]
     flat[place] ^= 0x100
     before = memory(served.model)

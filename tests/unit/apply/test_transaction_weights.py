@@ -133,6 +133,7 @@ def corrupt(scattered: Sharded, rank: int, element: int) -> None:
     live.view(torch.int16).reshape(-1)[element] ^= 0x100
 
 
+@pytest.mark.host_memory
 @pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
 @pytest.mark.parametrize("element", [0, 5, 11])
 def test_a_weight_that_changes_after_staging_refuses_the_sync_on_all_ranks(
@@ -161,6 +162,7 @@ def test_a_weight_that_changes_after_staging_refuses_the_sync_on_all_ranks(
     assert scattered.memories() == scattered.fresh(scattered.base)
 
 
+@pytest.mark.host_memory
 @pytest.mark.parametrize("sampled", [True, False])
 def test_a_changed_weight_that_the_sample_finds_is_refused_before_any_write(
     scattered: Sharded, sampled: bool, monkeypatch: pytest.MonkeyPatch
@@ -182,6 +184,7 @@ def test_a_changed_weight_that_the_sample_finds_is_refused_before_any_write(
     assert bool(puts) is not sampled
 
 
+@pytest.mark.host_memory
 @pytest.mark.parametrize(
     ("broken", "kind", "state"),
     [("undo", "CommitFailed", "uncertain"), ("write", "WriteUndone", "unchanged")],

@@ -100,7 +100,6 @@ def test_what_is_folded_keeps_no_part_in_memory(
     monkeypatch.setattr(delta_log_fold, "encode_part", recorded)
     folded(tmp_path, 0)
     assert {delta.name for delta in sent} == {"a", "c"}
-    assert [delta.positions for delta in sent] == [None, None]
 
 
 changes = st.dictionaries(

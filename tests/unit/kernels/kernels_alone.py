@@ -6,7 +6,7 @@ Under Triton's interpreter on the CPU (``TRITON_INTERPRET=1``), else on the CUDA
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -25,8 +25,8 @@ from delta_sender.snapshot import Snapshot
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.kernels import gather_scatter as host_gather_scatter
 from engine_ext.kernels import triton as device
-from engine_ext.kernels.triton import block_sums, compact, gap_decode, gather_scatter, self_test
-from engine_ext.placement import targets
+from engine_ext.kernels.triton import block_sums, compact, gather_scatter, self_test
+from engine_ext.placement import DeviceBatch, DeviceElements, device_batch, targets
 from engine_ext.wire import (
     decode_part,
     device_digest,
@@ -34,8 +34,6 @@ from engine_ext.wire import (
     encode_part,
     tensor_digest,
 )
-from engine_ext.wire.gap_streams import encode_gaps
-from engine_ext.wire.positions import Positions, decode_positions, encode_positions
 from tests.support.device import DEVICE
 from tests.support.served_models import (
     attempt,
@@ -61,9 +59,9 @@ def _small_blocks() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "numba", None)
-        for module in (compact, gap_decode, gather_scatter):
+        for module in (compact, gather_scatter):
             patch.setattr(module, "BLOCK", BLOCK)
-        for module in (device, diff_device, host_gather_scatter, targets, digest_on_device):
+        for module in (device, device_batch, diff_device, targets, digest_on_device):
             patch.setattr(module, "runs_kernels", lambda device: True)
         yield
 
@@ -72,7 +70,7 @@ def _small_blocks() -> Iterator[None]:
 def blocks(size: int) -> Iterator[None]:
     """The interpreter takes its time for each."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (compact, gap_decode, gather_scatter):
+        for module in (compact, gather_scatter):
             patch.setattr(module, "BLOCK", size)
         yield
 
@@ -158,81 +156,36 @@ def test_what_cannot_be_compared() -> None:
 @given(
     dtype=st.sampled_from(BITS),
     offsets=st.sampled_from([torch.int32, torch.int64]),
-    count=st.sampled_from([0, 1, 15, 16, 17, 40]),
+    counts=st.lists(st.sampled_from([0, 1, 15, 16, 17, 40]), min_size=1, max_size=4),
+    kernels=st.booleans(),
     seed=st.integers(0, 1 << 20),
 )
 def test_elements_are_exchanged(
-    dtype: torch.dtype, offsets: torch.dtype, count: int, seed: int
+    dtype: torch.dtype, offsets: torch.dtype, counts: list[int], kernels: bool, seed: int
 ) -> None:
-    flat, new = random_bits(61, dtype, seed)[1:], random_bits(count, dtype, seed + 1)
-    order = np.random.default_rng(seed).permutation(60)[:count]
-    where = torch.from_numpy(order).to(DEVICE, offsets)
-    expected, old = flat.clone(), flat[where.long()]
-    expected[where.long()] = new
-    assert torch.equal(gather_scatter.swap(flat, where, new), old)
-    assert torch.equal(flat, expected)
-    gather_scatter.put(flat, where, old)
-    expected[where.long()] = old
-    assert torch.equal(flat, expected)
-
-
-# --- gaps ---
-
-
-def sent(indices: Sequence[int], encoding: str) -> Positions:
-    raw, width = encode_positions(encoding, np.array(indices, np.int64))
-    raw.flags.writeable = False
-    return Positions(encoding, raw, width)
-
-
-@QUICK
-@given(
-    encoding=st.sampled_from(["deltas", "gap8_exp"]),
-    steps=st.lists(
-        st.one_of(st.integers(1, 4), st.sampled_from([254, 255, 256, 257, 511, 65535, 65536])),
-        min_size=1,
-        max_size=40,
-    ),
-    shift=st.sampled_from([-3, 0, 1]),
-    bounds=st.tuples(st.integers(0, 40), st.integers(0, 40)),
-)
-@example(encoding="gap8_exp", steps=[256] * 32, shift=0, bounds=(0, 32))
-@example(encoding="gap8_exp", steps=[255 * 40], shift=0, bounds=(0, 1))
-@example(encoding="gap8_exp", steps=[70000] * 3, shift=0, bounds=(1, 3))
-@example(encoding="deltas", steps=[1, 1 << 17], shift=0, bounds=(0, 2))
-def test_gaps_are_followed(
-    encoding: str, steps: list[int], shift: int, bounds: tuple[int, int]
-) -> None:
-    indices = np.cumsum(steps)
-    first, last = sorted(min(bound, len(steps)) for bound in bounds)
-    positions = sent(indices.tolist(), encoding)
-    decoded = decode_positions(*positions, int(indices[-1]) + 1)
-    assert decoded.tolist() == indices.tolist()
-    symbols, skip = positions.gaps() or pytest.fail("these are gaps")
-    for dtype in (torch.int32, torch.int64):
-        found = gap_decode.decode(symbols, skip, slice(first, last), shift, dtype, DEVICE)
-        assert found.dtype == dtype
-        assert found.tolist() == (decoded[first:last] - shift).tolist()
-
-
-def test_symbols_of_two_bytes_and_far_offsets() -> None:
-    """Planes put together, a gap over 2**32, and an int32 of what is beyond it on the way."""
-    far = [65534, 200_000, (1 << 32) + 9, (1 << 33) + 5, (1 << 33) + 7]
-    stream, width = encode_gaps(np.array(far))
-    assert width == 2
-    symbols, skip = Positions("gap8_ulp", stream, width).gaps() or pytest.fail("these are gaps")
-    with blocks(1 << 15):
-        found = gap_decode.decode(symbols, skip, slice(0, 5), 0, torch.int64, DEVICE)
-        near = gap_decode.decode(symbols, skip, slice(3, 5), 1 << 33, torch.int32, DEVICE)
-    assert found.tolist() == far
-    assert near.tolist() == [5, 7]
-
-
-def test_symbols_of_four_bytes_have_no_sign() -> None:
-    far = [3, (1 << 31) + 9, (1 << 31) + 9 + (1 << 32) - 1]
-    symbols, skip = sent(far, "deltas").gaps() or pytest.fail("these are gaps")
-    assert symbols.itemsize == 4
-    assert gap_decode.decode(symbols, skip, slice(0, 3), 0, torch.int64, DEVICE).tolist() == far
+    random = np.random.default_rng(seed)
+    flats = [random_bits(61, dtype, seed + number)[1:] for number in range(len(counts))]
+    new = [random_bits(count, dtype, seed + 10 + n) for n, count in enumerate(counts)]
+    where = [torch.from_numpy(random.permutation(60)[:count]).to(DEVICE) for count in counts]
+    expected = [flat.clone() for flat in flats]
+    old = [flat[places].cpu() for flat, places in zip(flats, where, strict=True)]
+    for flat, places, bits in zip(expected, where, new, strict=True):
+        flat[places] = bits
+    with mock.patch.object(device_batch, "runs_kernels", return_value=kernels):
+        batch = DeviceBatch(
+            [DeviceElements(f, p.to(offsets)) for f, p in zip(flats, where, strict=True)]
+        )
+        assert all(map(torch.equal, batch.read(), old))
+        assert batch.holds(old)
+        assert all(map(torch.equal, batch.swap(new), old))
+        assert all(map(torch.equal, flats, expected))
+        for number, bits in enumerate(old):
+            if bits.numel() and not torch.equal(bits, new[number].cpu()):
+                assert not batch.holds([*old[:number], bits, *(b.cpu() for b in new[number + 1 :])])
+        batch.put(old)  # in host memory, as an undo has them
+        assert batch.holds(old)
+        batch.put(new)
+    assert all(map(torch.equal, flats, expected))
 
 
 # --- digests ---
@@ -271,8 +224,7 @@ def test_the_trial_is_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     ("module", "function", "named"),
     [
         (compact, "write", "compare of"),
-        (gather_scatter, "swap", "exchange of"),
-        (gap_decode, "decode", "decode"),
+        (gather_scatter, "visit", "exchange of"),
         (block_sums, "dense", "digest"),
     ],
 )
@@ -281,9 +233,13 @@ def test_the_trial_sees_what_is_wrong(
 ) -> None:
     whole = getattr(module, function)
 
-    def off_by_one_bit(*arguments: Any) -> Any:
-        result = whole(*arguments)
-        (result if isinstance(result, torch.Tensor) else result[2])[-1] ^= 1
+    def off_by_one_bit(*arguments: Any, **modes: bool) -> Any:
+        result = whole(*arguments, **modes)
+        wrong = result if isinstance(result, torch.Tensor) else result[2]
+        if modes.get("keep"):
+            wrong = arguments[1]
+        if wrong.numel():
+            wrong[-1] ^= 1
         return result
 
     monkeypatch.setattr(module, function, off_by_one_bit)
@@ -313,12 +269,10 @@ def test_applied_and_taken_back(model: type[ToyModel], encoding: str, digested: 
     target = {name: changed(tensor, 7, 0.6) for name, tensor in base.items()}
     deltas = [delta_between(name, base[name], target[name]) for name in base]
     body = encode_part(deltas, encoding=encoding, current_version=1)
-    with mock.patch.object(gap_decode, "decode", wraps=gap_decode.decode) as decode:
+    with mock.patch.object(gather_scatter, "visit", wraps=gather_scatter.visit) as visit:
         assert attempt(served, [decode_part(body)]) is None
     assert memory(served.model) == memory(load(model, target))
-    # What is not one run in the checkpoint, as a column shard, is located on the host.
-    runs = sum(t.locator.shift is not None for ts in targets.values() for t in ts)
-    assert decode.call_count == (0 if encoding == "indices" else runs)
+    assert visit.called
 
 
 @pytest.mark.parametrize("kept_on", ["device", "host"])

@@ -20,7 +20,6 @@ from engine_ext.kernels import triton
 from engine_ext.kernels.triton import (
     block_sums,
     compact,
-    gap_decode,
     gather_scatter,
     runs_kernels,
     self_test,
@@ -58,30 +57,24 @@ def variants() -> list[Any]:
     quick, rest = [], []
     for bits in BITS:
         for places in ("*i32", "*i64"):
-            elsewhere = {"offsets": places, "count": "i64"}
-            live = dict.fromkeys(("live", "new", "old"), bits)
-            exchange = gather_scatter.exchange_elements, {**live, **elsewhere}
+            visited = {"table": "*i64", "old": bits, "differs": "*i32"}
+            visited |= dict.fromkeys(("keep", "compare", "write"), "i32")
+            wide = {"WIDE": places == "*i64", **block}
             pair = {"old": bits, "new": bits, "size": "i64"}
             found = {"ends": "*i64", "start": "i64", "places": places, "was": bits, "now": bits}
             cases = [
-                (*exchange, {"KEEP": True, **block}),
+                (gather_scatter.visit_elements, visited, wide),
                 (compact.write_differing, {**pair, **found}, block),
             ]
             (quick if (bits, places) == ("*i16", "*i32") else rest).extend(cases)
-            rest.append((*exchange, {"KEEP": False, **block}))
         counts = {"old": bits, "new": bits, "size": "i64", "counts": "*i32"}
         (quick if bits == "*i16" else rest).append((compact.count_differing, counts, block))
         numbers = {"size": "i64", "block": "i64", "lead": "i64"}
         numbers |= dict.fromkeys(("seeds", "table", "sums"), "*i64")
-        shape = {"WIDTH": 1 << BITS.index(bits), "ROWS": 8, "STEPS": 4, **block}
+        shape = {"WIDTH": 1 << BITS.index(bits), "ROWS": 32, "ALIGNED": False, **block}
         summed = block_sums.sum_terms, {"values": bits, **numbers}, shape
         (quick if bits == "*i16" else rest).append(summed)
-    for width, symbols in zip((1, 2, 4), BITS, strict=False):
-        common = {"symbols": symbols, "skip": "i32", "size": "i64", "moves": "*i64", "ends": "*i64"}
-        wide = {"WIDTH": width, **block}
-        written = {**common, **dict.fromkeys(("first", "last", "shift"), "i64"), "offsets": "*i32"}
-        cases = [(gap_decode.sum_gaps, common, wide), (gap_decode.write_offsets, written, wide)]
-        (quick if width == 1 else rest).extend(cases)
+        rest.append((*summed[:2], {**shape, "ALIGNED": True}))
     marked = [pytest.param(*case, marks=pytest.mark.full) for case in rest]
     return [*(pytest.param(*case) for case in quick), *marked]
 

@@ -195,6 +195,7 @@ def test_certified_digests_are_those_of_a_scan(
     assert plan.scan(known=certified) == plan.scan()
 
 
+@pytest.mark.host_memory
 def test_what_is_certified_is_not_read_again() -> None:
     base = base_checkpoint(PlainCopy)
     live = load(PlainCopy, base)

@@ -83,6 +83,7 @@ def test_what_stays_has_no_memory_of_its_own(method: type[Method], names: set[st
         assert (tensor.data_ptr() == live[name].data_ptr()) == (name in names)
 
 
+@pytest.mark.host_memory
 def test_only_what_was_made_of_it_differs() -> None:
     """The sync itself writes to what is in place."""
     layer = loaded(SecondCopy)
@@ -120,6 +121,7 @@ def test_processing_that_changes_it_later_is_refused(tmp_path: Path) -> None:
     assert serving.served() == before
 
 
+@pytest.mark.host_memory
 def test_processing_that_changes_it_later_is_an_error_of_the_rebuild() -> None:
     layer = loaded(Clamp)
     rebuild, _ = shared(layer)

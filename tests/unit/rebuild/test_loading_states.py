@@ -26,7 +26,7 @@ def test_the_copy_shares_nothing_and_stays_as_it_was() -> None:
     shadow = dict(state.shadow())
     assert shadow.keys() == {"weight", "bias"}
     layer.quant_method.process_weights_after_loading(layer)
-    assert torch.equal(shadow["weight"], torch.full((OUT, IN), 7.0))
+    assert torch.equal(shadow["weight"].cpu(), torch.full((OUT, IN), 7.0))
     assert shadow["weight"].dtype == torch.bfloat16
     assert state.before.quant_method is not layer.quant_method
 

@@ -65,6 +65,7 @@ def test_an_unchanged_shadow_gives_no_difference(method: type[Method]) -> None:
     assert not rebuild_of(loaded(method)).rebuild({}).differences
 
 
+@pytest.mark.host_memory
 @pytest.mark.parametrize("method", [Int8, Packed, SecondCopy, Method])
 def test_the_differences_make_what_processing_makes(method: type[Method]) -> None:
     layer, expected = loaded(method), loaded(method)
@@ -80,6 +81,7 @@ def test_the_differences_make_what_processing_makes(method: type[Method]) -> Non
     assert served(layer) == served(expected)
 
 
+@pytest.mark.host_memory
 def test_a_handle_comes_back() -> None:
     layer = loaded(Packed)
     rebuild = rebuild_of(layer)
@@ -159,6 +161,7 @@ def test_elements_of_a_device_are_those_of_another_tensor() -> None:
     assert other.tolist() == [0, 7, 0, 0, 8, 0]
 
 
+@pytest.mark.host_memory
 def test_a_handle_of_a_module_on_an_accelerator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A captured graph would go on with the one that it was captured with."""
     rebuild = rebuild_of(loaded(Packed))

@@ -51,6 +51,7 @@ def proven(
     return placement, len(found)
 
 
+@pytest.mark.host_memory
 @pytest.mark.parametrize("method", [Int8, Packed, SecondCopy, ZeroPoints, Method])
 def test_what_is_processed_alike_is_rebuilt(method: type[Method]) -> None:
     placement, number = proven(one_layer(method))
@@ -117,6 +118,7 @@ class OtherHandle(Packed):
         layer.handle = toy_quantised.Handle(torch.full((8, 6), float(type(self).runs)))
 
 
+@pytest.mark.host_memory
 @pytest.mark.parametrize(
     ("method", "reason"),
     [
@@ -182,6 +184,7 @@ def failing_probe(module: nn.Module) -> torch.Tensor | None:
     raise ValueError("no input fits")
 
 
+@pytest.mark.host_memory
 @pytest.mark.parametrize("probe", [no_probe, failing_probe])
 def test_a_handle_that_cannot_be_tried_out_is_refused(probe: Any) -> None:
     placement, number = proven(one_layer(Packed), probe)

@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from engine_ext.scrub.scrubber import Scrubber
 from tests.support.rank_engine import Engine, errors_of, part_id
 from tests.support.served_models import (
     Served,
+    as_on_a_device,
     attempt,
     base_checkpoint,
     bits,
@@ -86,14 +86,6 @@ def flip(target: Any, element: int) -> None:
     view[offset] ^= 1
     if view.is_cuda:
         torch.cuda.synchronize()  # a scrubber reads in a stream of its own
-
-
-def as_on_a_device(served: Served) -> None:
-    """Let the applier take its weights for those of a device, where operators digest them."""
-    plan = served.applier.plan
-    targets = {n: tuple(replace(t, host=None) for t in ts) for n, ts in plan.targets.items()}
-    served.applier.plan = replace(plan, targets=targets)
-    served.applier.digests = served.applier.plan.scan()
 
 
 def targets(plan: Plan) -> Iterator[tuple[str, Any]]:

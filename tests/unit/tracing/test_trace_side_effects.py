@@ -76,6 +76,7 @@ def write_in_a_thread_of_its_own(weight: torch.Tensor) -> None:
     assert done.acquire(timeout=5)
 
 
+@pytest.mark.host_memory
 @pytest.mark.parametrize("write", [write_through_numpy, write_in_a_thread_of_its_own])
 def test_a_model_that_tracing_changes_is_not_served(write: Callable[[torch.Tensor], None]) -> None:
     """No write to live memory is overlooked, though not every one can be followed."""
@@ -249,6 +250,7 @@ def test_no_collection_begins_in_a_trace(enabled: bool, fails: bool) -> None:
     assert not any(seen)
 
 
+@pytest.mark.host_memory
 def test_collections_leave_out_what_is_there_already() -> None:
     assert gc.get_freeze_count() == 0
     with young_collections():

@@ -42,12 +42,7 @@ def test_the_others_read_what_one_has_decoded(deltas: list[ParamDelta], encoding
     found, part = read_decoded(body, left, Limits()), decode_part(body)
     assert found.header == part.header
     assert_same(found, part.deltas)
-    for one, other in zip(found.deltas, part.deltas, strict=True):
-        assert one.values.flags.aligned
-        assert (one.positions is None) == (other.positions is None)
-        if one.positions is not None and other.positions is not None:
-            assert np.array_equal(one.positions.raw, other.positions.raw)
-            assert one.positions[::2] == other.positions[::2]
+    assert all(one.values.flags.aligned for one in found.deltas)
 
 
 @pytest.mark.parametrize(("rows", "width"), [((1 << 31), 4), ((1 << 31) + 1, 8)])

@@ -83,7 +83,7 @@ def test_applied_and_taken_back(
 
         served.peer.brief = with_change  # type: ignore[method-assign, assignment]
     with mock.patch.multiple(
-        "engine_ext.apply.stager", _HOST_SPAN=span, _RUN_SPAN=span, _DEVICE_SPAN=span
+        "engine_ext.apply.pieces", _HOST_SPAN=span, _RUN_SPAN=span, _DEVICE_SPAN=span
     ):
         assert attempt(served, [part]) is None
     assert memory(served.model) == memory(load(model, target))
