@@ -1,7 +1,4 @@
-"""Time the sender's passes on an accelerator, for `scripts.bench.sender --device cuda`.
-
-It has been tested on the CPU only.
-"""
+"""Time the sender's passes on an accelerator, for `scripts.bench.sender --device cuda`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Triton kernels for weights on an accelerator.
 
 Triton is optional. The kernels are used for tensors on a CUDA device (ROCm's have the same name) if
-Triton can be imported; otherwise PyTorch's operators do the same, and tests compare the two. They
-have run in Triton's interpreter on the CPU and compile for NVIDIA GPUs, but were written without
-access to one. So `self_test` tries each on a device before it is used there.
+Triton can be imported; otherwise PyTorch's operators do the same, and tests compare the two, in
+Triton's interpreter on the CPU or on a device. Compilers and devices differ, so `self_test` tries
+each kernel on a device before it is used there.
 """
 
 from __future__ import annotations
