@@ -19,6 +19,7 @@ from engine_ext.kernels.jit import array, compile_loop, made_once, made_with_num
 from engine_ext.kernels.simd import (
     LINE,
     differing_mask,
+    memory_at,
     popcount,
     prefetch,
     register_intrinsics,
@@ -37,6 +38,7 @@ __all__ = [
     "host_bits",
     "made_once",
     "made_with_numba",
+    "memory_at",
     "popcount",
     "prefetch",
     "register_intrinsics",

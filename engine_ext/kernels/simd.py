@@ -1,4 +1,4 @@
-"""Intrinsics for compiled loops that numba does not have: prefetch, vector compare, bit counts.
+"""What numba lacks for compiled loops: prefetch, vector compare, bit counts, memory by address.
 
 The functions here do nothing in Python. They work in loops compiled after `register_intrinsics`.
 """
@@ -31,12 +31,20 @@ def prefetch(array: Any, offset: Any) -> None:
     """Prefetch the cache line of an element, which may be beyond the array's end."""
 
 
+def memory_at(address: Any, size: Any, like: Any) -> Any:
+    """Return the memory at an address, uint64, as an array of the dtype of `like`, [size].
+
+    It is aligned for the dtype, and stays alive as long as the array is used.
+    """
+
+
 @made_once
 def register_intrinsics() -> None:
     """Register the functions with numba; ImportError if it is not installed."""
-    from numba import types
+    from numba import carray, types
     from numba.core import cgutils
     from numba.extending import intrinsic, overload
+    from numba.np.numpy_support import as_dtype
 
     ir = cgutils.ir
 
@@ -89,6 +97,22 @@ def register_intrinsics() -> None:
             return context.get_dummy_value()
 
         return types.void(array, offset), generate
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def as_pointer(typing: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+        return types.voidptr(types.uint64), generate
+
+    @overload(memory_at, strict=False)  # type: ignore[untyped-decorator]
+    def _memory_at(address: Any, size: Any, like: Any) -> Any:
+        dtype = as_dtype(like.dtype)
+
+        def implementation(address: Any, size: Any, like: Any) -> Any:
+            return carray(as_pointer(address), (size,), dtype)
+
+        return implementation
 
     @overload(prefetch, strict=False)  # type: ignore[untyped-decorator]
     def _prefetch(array: Any, offset: Any) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from engine_ext.kernels.gather_scatter import signed
+from engine_ext.kernels import gather_scatter as host
 from engine_ext.kernels.triton import runs_kernels
 from engine_ext.placement.live_elements import DeviceElements
 
@@ -96,7 +96,7 @@ def _joined(bits: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _host_memory(size: int, dtype: torch.dtype) -> torch.Tensor:
     # Allocated by numpy, which asks for huge pages: page faults take longer than the copy.
-    return signed(np.empty(size, f"u{dtype.itemsize}"))
+    return host.signed(np.empty(size, f"u{dtype.itemsize}"))
 
 
 class _Group:

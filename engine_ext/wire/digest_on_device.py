@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from engine_ext.kernels.jit import made_once
+from engine_ext.kernels import made_once
 from engine_ext.kernels.triton import runs_kernels
 from engine_ext.wire import digest
 from engine_ext.wire.digest import Digest

@@ -45,7 +45,8 @@ from rich.table import Table
 from delta_sender.bandwidth import LinkSpeed
 from delta_sender.destination import Destination
 from delta_sender.diff_device import SNAPSHOT_ON
-from delta_sender.diff_host import Comparisons, Difference
+from delta_sender.diff_host import Comparisons
+from delta_sender.diff_loop import Difference
 from delta_sender.multi_sender import MultiSender
 from delta_sender.results import SyncReport
 from engine_ext.kernels import gather_scatter

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from delta_sender.diff_host import Bits
+from delta_sender.diff_loop import Bits
 from delta_sender.snapshot import Changes, Snapshot
 from engine_ext.resources import usable_cores
 from engine_ext.wire import Digest, tensor_digest

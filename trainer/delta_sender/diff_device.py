@@ -20,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 
 from delta_sender.copy_streams import CopyStreams
-from delta_sender.diff_host import Bits, Change, Difference
+from delta_sender.diff_host import Change
+from delta_sender.diff_loop import Bits, Difference
 from engine_ext.kernels import gather_scatter
 from engine_ext.kernels.triton import runs_kernels
 from engine_ext.wire import change_digest

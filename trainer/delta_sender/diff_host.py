@@ -1,10 +1,8 @@
 """Find how two tensors in host memory differ, by their bits: the first step of a sparse sync.
 
-The compiled loop makes a mask of one cache line of both at a time. At a density of some percent a
-line has zero, one or two elements that differ, which no branch predictor foresees; so two are
-written for every line, and the wrong ones are overwritten. It runs without the interpreter lock,
-on chunks whose results stay in a core's cache until they are digested and their gaps are written:
-memory is read once.
+Large tensors are compared by several threads, on chunks whose results stay in a core's cache until
+they are digested and their gaps are written: memory is read once. Of small ones a thread takes some
+at a time (`delta_sender.diff_batch`).
 """
 
 from __future__ import annotations
@@ -13,29 +11,16 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.kernels import (
-    LINE,
-    array,
-    compile_loop,
-    differing_mask,
-    made_with_numba,
-    popcount,
-    prefetch,
-    register_intrinsics,
-    trailing_zeros,
-)
+from delta_sender.diff_batch import Pair, compare_batch
+from delta_sender.diff_loop import Bits, Difference, loop_of
 from engine_ext.wire import Digest, ParamDelta, byte_stream, change_digest, join_streams
 
 _CHUNK: Final = 1 << 21  # elements that a thread compares at a time; a multiple of any line's
-_AHEAD: Final = 64  # lines to prefetch; the hardware's own prefetch is shorter
-
-Bits = NDArray[Any]  # unsigned ints [n]
-_Pair: TypeAlias = tuple[Bits, Bits, str | None]  # old, new, name
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,24 +55,6 @@ class Change:
     def delta(self, name: str) -> ParamDelta:
         """Return the new values, to be sent under a name."""
         return ParamDelta(name, self.dtype, self.shape, self.indices, self.new, stream=self.stream)
-
-
-class Difference(NamedTuple):
-    """The elements that differ.
-
-    Attributes:
-        indices: Their flat indices, ascending; int32 [nnz], int64 for 2**31 elements or more.
-        old, new: Their bits, unsigned ints [nnz], copies.
-        change: What they add to the tensor's digest; None if no name was given.
-        stream: The gap stream of the indices, in bytes; None if it was not asked for, or may not be
-            the smallest.
-    """
-
-    indices: NDArray[Any]
-    old: Bits
-    new: Bits
-    change: Digest | None
-    stream: NDArray[np.uint8] | None
 
 
 class Comparisons:
@@ -137,8 +104,10 @@ class Comparisons:
         batch, self._batch = self._batch, _Batch()
         batch.future = self._pool.submit(self._compare_all, batch.pairs)
 
-    def _compare_all(self, pairs: list[_Pair]) -> list[Difference]:
-        found = [compare(old, new, name, streams=self._streams) for old, new, name in pairs]
+    def _compare_all(self, pairs: list[Pair]) -> list[Difference]:
+        found = compare_batch(pairs, streams=self._streams)
+        if found is None:
+            found = [compare(old, new, name, streams=self._streams) for old, new, name in pairs]
         pairs.clear()  # the caller may free them before it asks for all results
         return found
 
@@ -147,7 +116,7 @@ class Comparisons:
 class _Batch:
     """Small tensors that one thread compares."""
 
-    pairs: list[_Pair] = field(default_factory=list)
+    pairs: list[Pair] = field(default_factory=list)
     elements: int = 0
     future: Future[list[Difference]] | None = None
 
@@ -224,7 +193,7 @@ _scratch: Final = _Scratch()
 def _compare_chunk(old: Bits, new: Bits, start: int, name: str | None, streams: bool) -> Difference:
     """Return what differs in a chunk; the stream lacks the first index."""
     before, after = old[start : start + _CHUNK], new[start : start + _CHUNK]
-    loop = _loop(old.itemsize)
+    loop = loop_of(old.itemsize)
     if loop is None:
         indices = np.flatnonzero(before != after)
         was, now = before[indices], after[indices]
@@ -240,44 +209,3 @@ def _compare_chunk(old: Bits, new: Bits, start: int, name: str | None, streams: 
     stream = byte_stream(indices[1:], following) if streams else None
     narrow = np.int32 if old.size < 1 << 31 else np.int64
     return Difference(indices.astype(narrow), was, now, change, stream)
-
-
-def _compare(old: Any, new: Any, start: Any, found: Any, was: Any, now: Any) -> Any:
-    """Write what differs, and return how many; compiled by numba. Writes two per line at least."""
-    count: Any = 0
-    elements = LINE // old.itemsize
-    whole = old.size // elements * elements
-    for first in range(0, whole, elements):
-        prefetch(old, first + _AHEAD * elements)
-        prefetch(new, first + _AHEAD * elements)
-        mask = differing_mask(old, new, first)
-        following = mask & (mask - np.uint64(1))
-        number = popcount(mask)
-        for at, rest in ((count, mask), (count + 1, following)):
-            k = first + (trailing_zeros(rest) & (elements - 1))
-            found[at], was[at], now[at] = start + k, old[k], new[k]
-        if number > 2:
-            at = count + 2
-            rest = following & (following - np.uint64(1))
-            while rest != 0:
-                k = first + trailing_zeros(rest)
-                found[at], was[at], now[at] = start + k, old[k], new[k]
-                at += 1
-                rest &= rest - np.uint64(1)
-        count += number
-    for k in range(whole, old.size):
-        if old[k] != new[k]:
-            found[count], was[count], now[count] = start + k, old[k], new[k]
-            count += 1
-    return count
-
-
-@made_with_numba
-def _loop(types: Any, width: int) -> Callable[..., int]:
-    """Return the loop for elements of `width` bytes; None without numba."""
-    register_intrinsics()
-    bits = array(types, f"uint{8 * width}")
-    indices = array(types, "int64", readonly=False)
-    out = array(types, f"uint{8 * width}", readonly=False)
-    arguments = bits, bits, types.int64, indices, out, out
-    return compile_loop(_compare, types.int64(*arguments))

@@ -16,7 +16,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from delta_sender.diff_device import DeviceSide, is_on_device
-from delta_sender.diff_host import Bits, Change, Comparisons, Difference, compare
+from delta_sender.diff_host import Change, Comparisons, compare
+from delta_sender.diff_loop import Bits, Difference
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
 from engine_ext.kernels import gather_scatter
 from engine_ext.kernels.triton import runs_kernels

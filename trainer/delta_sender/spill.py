@@ -10,7 +10,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from delta_sender.diff_host import Bits, Change
+from delta_sender.diff_host import Change
+from delta_sender.diff_loop import Bits
 
 _WINDOW: Final = 64 << 20  # bytes of a file; many small changes share one
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from delta_sender.diff_batch import compare_batch
 from delta_sender.diff_host import compare
 from delta_sender.encoding_policy import AUTO
 from engine_ext.dtypes import bits_dtype
@@ -28,7 +29,9 @@ def warm_up(dtypes: Iterable[str], encoding: str) -> None:
     encodings = ways.get(encoding, (encoding,))
     for dtype in sorted(set(dtypes)):
         snapshot = np.zeros(2, bits_dtype(dtype))
-        found = compare(snapshot, snapshot + snapshot.dtype.type(1), "weight", streams=True)
+        pair = snapshot, snapshot + snapshot.dtype.type(1), "weight"
+        compare_batch([pair], streams=True)
+        found = compare(*pair, streams=True)
         gather_scatter.write(snapshot, found.indices, found.new)
         tensor_digest("weight", snapshot)
         for name in encodings:

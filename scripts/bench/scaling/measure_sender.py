@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from delta_sender.diff_host import Difference, compare
+from delta_sender.diff_host import compare
+from delta_sender.diff_loop import Difference
 from engine_ext.kernels import gather_scatter
 from engine_ext.resources import usable_cores
 from engine_ext.wire import ParamDelta, change_digest, encode_part, tensor_digest

@@ -55,7 +55,7 @@ def test_every_changed_bit_is_found(
 @pytest.mark.parametrize("compiled", [True, False])
 def test_chunks_and_threads(threads: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not compiled:
-        monkeypatch.setattr(diff_host, "_loop", lambda width: None)
+        monkeypatch.setattr(diff_host, "loop_of", lambda width: None)
     old = np.zeros(3 * diff_host._CHUNK + 17, np.uint16)
     new = old.copy()
     edges = [0, 31, 32, diff_host._CHUNK - 1, diff_host._CHUNK, 3 * diff_host._CHUNK, old.size - 1]

@@ -244,7 +244,7 @@ def test_one_engine_that_fails_early_does_not_stop_the_other() -> None:
 
 @pytest.mark.parametrize("encoding", ["deltas_zstd", "gap8_exp", "gap8_ulp"])
 def test_without_numba(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diff_host, "_loop", lambda width: None)
+    monkeypatch.setattr(diff_host, "loop_of", lambda width: None)
     monkeypatch.setattr(gather_scatter, "_loops", lambda width, index: None)
     sums = {False: digest._numpy_dense, True: digest._numpy_sparse}
     monkeypatch.setattr(digest, "_kernel", lambda width, sparse, change: sums[sparse])

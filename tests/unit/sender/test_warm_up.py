@@ -9,13 +9,14 @@ import httpx
 import pytest
 import torch
 
-from delta_sender import DeltaSender, diff_host
+from delta_sender import DeltaSender, diff_batch, diff_loop
 from delta_sender.encoding_policy import CHOICES
 from engine_ext.kernels import gather_scatter
 from engine_ext.wire import digest, exponent_planes, gap_streams, ulp_differences
 
 LOOPS = {
-    diff_host: [diff_host._loop],
+    diff_batch: [diff_batch._loop],
+    diff_loop: [diff_loop.loop_of],
     digest: [digest._kernel],
     gather_scatter: [gather_scatter._loops],
     gap_streams: [gap_streams._loops, gap_streams._match],

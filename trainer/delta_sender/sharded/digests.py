@@ -6,7 +6,7 @@ from typing import Final
 
 import numpy as np
 
-from delta_sender.diff_host import Bits
+from delta_sender.diff_loop import Bits
 from delta_sender.sharded.box import Box
 from engine_ext.resources import usable_cores
 from engine_ext.wire import Digest, tensor_digest

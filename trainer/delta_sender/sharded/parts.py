@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from delta_sender.diff_host import Bits, Change
+from delta_sender.diff_host import Change
+from delta_sender.diff_loop import Bits
 from delta_sender.encoding_policy import EncodingChoice, ParamStats, escaped_share
 from delta_sender.sharded.box import Box
 from delta_sender.sharded.owned import OwnedShards, ShardedState

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from delta_sender.destination import Part
-from delta_sender.diff_host import Bits
+from delta_sender.diff_loop import Bits
 from delta_sender.http_client import EngineClient
 from delta_sender.options import MultiOptions
 from delta_sender.post_queue import PostQueue

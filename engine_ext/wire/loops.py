@@ -1,0 +1,38 @@
+"""The digest's sums and the gap stream for loops that other packages compile.
+
+The functions take what `engine_ext.wire.digest` and `engine_ext.wire.gap_streams` compile for
+themselves; `register` makes them known to numba.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from engine_ext.kernels import made_once
+from engine_ext.wire import digest, gap_streams
+from engine_ext.wire.manifest import skip_symbol
+
+DIGEST_FACTORS: Final = digest._TABLE
+"""Both lanes' factors a, uint64."""
+
+BYTE_SKIP: Final = skip_symbol(1)
+"""The symbol of one byte that skips as many elements."""
+
+digest_seeds = digest._seeds
+"""Return both lanes' seeds of a tensor's name."""
+
+digest_sums = digest._sparse_loop
+"""``(seed0, seed1, factors, places, new, old)``: both lanes' sums of a change; ascending places."""
+
+write_gaps = gap_streams._write_loop
+"""``(places, following, skip, out)``: write symbols; return their number, -1 if not ascending."""
+
+
+@made_once
+def register() -> None:
+    """Register the functions with numba; ImportError if it is not installed."""
+    from numba.extending import register_jitable
+
+    digest._register_curve()
+    register_jitable(digest_sums)
+    register_jitable(write_gaps)
