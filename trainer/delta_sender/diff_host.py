@@ -95,8 +95,10 @@ class Comparisons:
         def wait() -> Difference:
             if batch is self._batch:
                 self._submit()
-            assert batch.future is not None
-            return batch.future.result()[number]
+            if batch.found is None:
+                assert batch.future is not None
+                batch.found = batch.future.result()
+            return batch.found[number]
 
         return wait
 
@@ -119,6 +121,7 @@ class _Batch:
     pairs: list[Pair] = field(default_factory=list)
     elements: int = 0
     future: Future[list[Difference]] | None = None
+    found: list[Difference] | None = None
 
 
 def _begin_large(

@@ -84,6 +84,16 @@ class EncodingPolicy:
         """The encoding of a sync without changes."""
         return "gap8_exp" if self.encoding in (DIFFERENCES, AUTO) else self.encoding
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether a small change is sent in the same way whatever its size."""
+        return self.encoding != AUTO
+
+    def sparsely(self, *, proven: bool) -> EncodingChoice:
+        """Return how a small change travels if `is_fixed`; as differences only if `proven`."""
+        as_differences = proven and self.may_send_differences
+        return EncodingChoice(self.encoding if as_differences else self.empty, False)
+
     def choose(
         self, stats: ParamStats, dense: bool, speed: float, *, sparse: bool = False
     ) -> EncodingChoice:
@@ -97,8 +107,7 @@ class EncodingPolicy:
             ways = _times(stats, speed)
             times = {c: s for c, s in ways if (c.dense or not dense) and not (c.dense and sparse)}
             return min(times, key=lambda choice: times[choice])
-        as_values = stats.escaped is None or not self.may_send_differences
-        sparsely = EncodingChoice(self.empty if as_values else self.encoding, False)
+        sparsely = self.sparsely(proven=stats.escaped is not None)
         whole = EncodingChoice(self.empty, True)
         if sparse:
             return sparsely
@@ -124,7 +133,7 @@ def escaped_share(old: NDArray[Any], new: NDArray[Any]) -> float:
     differences = new[::stride] - old[::stride]
     differences = differences[differences != 0]
     zigzag = differences << 1 ^ (0 - (differences >> (8 * differences.itemsize - 1)))
-    return float(np.mean(zigzag >= _NIBBLES)) if zigzag.size else 0.0
+    return np.count_nonzero(zigzag >= _NIBBLES) / zigzag.size if zigzag.size else 0.0
 
 
 def _times(stats: ParamStats, speed: float) -> Iterator[tuple[EncodingChoice, float]]:

@@ -211,6 +211,8 @@ class PartBuilder:
         # Its indices would be searched again, and take several times as much memory.
         only_dense = full or change is None or (is_large and values.nbytes > _LARGE)
         is_proven = not full and self._state.plan.counts(name)
+        if policy.is_fixed and not (only_dense or is_large):
+            return policy.sparsely(proven=is_proven)
         if change is not None and is_proven and policy.may_send_differences:
             escaped = escaped_share(change.old, change.new)
         floating = TORCH_DTYPE[image.dtype].is_floating_point
@@ -222,7 +224,12 @@ def _encode(params: Iterable[_Param], *, encoding: str, **metadata: Any) -> byte
     deltas = [param.delta for param in params]
     if encoding == DIFFERENCES:
         deltas = [
-            replace(delta, values=delta.values - param.change.old, differences=True)
+            ParamDelta(
+                *(delta.name, delta.dtype, delta.shape, delta.indices),
+                delta.values - param.change.old,
+                differences=True,
+                stream=delta.stream,
+            )
             for delta, param in zip(deltas, params, strict=True)
             if param.change is not None
         ]

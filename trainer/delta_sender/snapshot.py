@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from engine_ext.wire import PACKED_ENCODINGS, Digest, ParamDelta, tensor_digest
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Changes = dict[str, Change]  # by name in the snapshot
 Keep = Callable[[Change], Change]
+_Given: TypeAlias = tuple[str, torch.Tensor, str | None, str]  # as `_with_ties` yields it; its key
 
 # Most bytes of tensors that are being compared while an earlier one is waited for.
 _AHEAD: Final = 128 << 20
@@ -94,17 +95,19 @@ class Snapshot:
             ValueError: Names, shapes or dtypes are not the base's, or tied tensors differ. If
                 `tensors` is a collection, names, shapes and dtypes are checked first.
         """
+        given = ((*tensor, self._known(*tensor)) for tensor in _with_ties(tensors))
+        checked: Iterable[_Given] = given
         if isinstance(tensors, Collection):
-            given = [self._known(*tensor) for tensor in _with_ties(tensors)]
-            self._refuse_missing(set(given))
+            checked = [*given]
+            self._refuse_missing({key for *_, key in checked})
         pool = ThreadPoolExecutor(self._threads, thread_name_prefix="delta-compare")
         try:
-            yield from self._read(tensors, pool, digests, keep)
+            yield from self._read(checked, pool, digests, keep)
         finally:
             pool.shutdown(cancel_futures=True)
 
     def _read(
-        self, tensors: NamedTensors, pool: Executor, digests: bool, keep: Keep
+        self, tensors: Iterable[_Given], pool: Executor, digests: bool, keep: Keep
     ) -> Iterator[tuple[str, Change | None]]:
         comparisons = Comparisons(pool, streams=self._streams)
         changes: dict[str, Change | None] = {}
@@ -120,8 +123,7 @@ class Snapshot:
             changes[key] = None if change is None else keep(change)
             return key, changes[key]
 
-        for name, tensor, first in _with_ties(tensors):
-            key = self._known(name, tensor, first)
+        for name, tensor, _, key in tensors:
             if key in seen:
                 while key not in changes:
                     yield finish()
@@ -228,7 +230,7 @@ class Snapshot:
         """Return a difference as a change of `old`; None if nothing differs."""
         if not found.indices.size:
             return None
-        sparse = replace(old, indices=found.indices, values=found.new)
+        sparse = ParamDelta(old.name, old.dtype, old.shape, found.indices, found.new)
         if sparse.payload_bytes(self._encoding) < old.values.nbytes:
             indices, was, new, stream = found.indices, found.old, found.new, found.stream
         else:
@@ -288,7 +290,9 @@ def _to_bits(name: str, tensor: torch.Tensor) -> ParamDelta:
     A contiguous CPU tensor is not copied.
     """
     dtype = _dtype_name(name, tensor)
-    bits = _flat_bits(tensor.cpu()).numpy().view(bits_dtype(dtype))
+    if tensor.device.type != "cpu":
+        tensor = tensor.cpu()
+    bits = _flat_bits(tensor).numpy().view(bits_dtype(dtype))
     return ParamDelta(name, dtype, tuple(tensor.shape), None, bits)
 
 

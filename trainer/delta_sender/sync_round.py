@@ -21,6 +21,8 @@ from engine_ext.resources import usable_cores
 
 # Each takes the memory of a part that is being encoded. So many fill a link of 30 Gbit/s.
 MOST_ENCODERS = 8
+_WORTH_WAKING = 1 << 18  # bytes of changes, or 64 tensors
+_LOOK_S = 0.02  # after which a sender looks for fewer
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +86,21 @@ class SyncRound:
         self._bodies = defaultdict(OrderedDict)
 
     def read(self, tensors: Iterable[tuple[str, Change | None]]) -> None:
-        """Take in what `Snapshot.read` yields."""
+        """Take in what `Snapshot.read` yields.
+
+        Senders are woken for some small changes at a time: waking them takes longer than one. What
+        comes before a tensor that takes long to come, they find by themselves.
+        """
+        left = _WORTH_WAKING
         for key, change in tensors:
+            left -= _WORTH_WAKING // 64 if change is None else _WORTH_WAKING // 64 + change.nbytes
             with self._changed:
                 self._tensors.append((key, change))
                 if change is not None:
                     self.changes[key] = change
-                self._changed.notify_all()
+                if left <= 0:
+                    self._changed.notify_all()
+                    left = _WORTH_WAKING
         with self._changed:
             self._is_complete = True
             self._changed.notify_all()
@@ -157,11 +167,12 @@ class SyncRound:
             with self._changed:
                 while known == len(self._tensors) and not self._is_complete:
                     self.check()
-                    self._changed.wait()
-                if known == len(self._tensors):
+                    self._changed.wait(_LOOK_S)
+                found = self._tensors[known:]
+                if not found:
                     return
-            yield self._tensors[known]
-            known += 1
+            yield from found
+            known += len(found)
 
     def leave(self) -> None:
         """Note that a destination is done with the round; after the last one, its threads end."""
