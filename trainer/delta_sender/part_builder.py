@@ -171,9 +171,11 @@ class PartBuilder:
         for param in self._params():
             encoding, dtype = param.choice.encoding, param.delta.dtype
             size = param.delta.payload_bytes(encoding)
-            bucket = open_buckets.setdefault((encoding, dtype), _Bucket(encoding))
-            if bucket.params and bucket.nbytes + size > self._bucket_bytes:
+            bucket = open_buckets.get((encoding, dtype))
+            if bucket is not None and bucket.nbytes + size > self._bucket_bytes:
                 yield bucket, False
+                bucket = None
+            if bucket is None:
                 bucket = open_buckets[encoding, dtype] = _Bucket(encoding)
             bucket.params.append(param)
             bucket.nbytes += size
@@ -204,15 +206,15 @@ class PartBuilder:
     def _choose(self, name: str, change: Change | None) -> EncodingChoice:
         """Return how a param travels. Differences need old values that a digest proves."""
         policy, full = self._attempt.policy, self._attempt.full
+        is_proven = not full and self._state.plan.counts(name)
+        is_large = change is not None and change.indices is None
+        if policy.is_fixed and not (full or change is None or is_large):
+            return policy.sparsely(proven=is_proven)
         image = self._snapshot.image(self._snapshot.key(name))
         values, escaped = image.values, None
         nnz = values.size if change is None else change.nnz
-        is_large = change is not None and change.indices is None
         # Its indices would be searched again, and take several times as much memory.
         only_dense = full or change is None or (is_large and values.nbytes > _LARGE)
-        is_proven = not full and self._state.plan.counts(name)
-        if policy.is_fixed and not (only_dense or is_large):
-            return policy.sparsely(proven=is_proven)
         if change is not None and is_proven and policy.may_send_differences:
             escaped = escaped_share(change.old, change.new)
         floating = TORCH_DTYPE[image.dtype].is_floating_point

@@ -152,8 +152,7 @@ class Snapshot:
         """Begin to compare a tensor, in the memory that it is in."""
         old = self._dense[key]
         if not is_on_device(tensor):
-            new = _to_bits(name, tensor).values
-            return comparisons.begin(old.values, new, digested)
+            return comparisons.begin(old.values, host_bits(name, tensor), digested)
         bits = self._devices.prepare(key, old.values, tensor.device, self.nbytes)
         if bits is not old.values:
             self._dense[key] = replace(old, values=bits)
@@ -289,11 +288,9 @@ def _to_bits(name: str, tensor: torch.Tensor) -> ParamDelta:
 
     A contiguous CPU tensor is not copied.
     """
-    dtype = _dtype_name(name, tensor)
-    if tensor.device.type != "cpu":
-        tensor = tensor.cpu()
-    bits = _flat_bits(tensor).numpy().view(bits_dtype(dtype))
-    return ParamDelta(name, dtype, tuple(tensor.shape), None, bits)
+    return ParamDelta(
+        name, _dtype_name(name, tensor), tuple(tensor.shape), None, host_bits(name, tensor)
+    )
 
 
 def host_bits(name: str, tensor: torch.Tensor) -> Bits:
@@ -302,7 +299,11 @@ def host_bits(name: str, tensor: torch.Tensor) -> Bits:
     Raises:
         ValueError: Deltas do not carry its dtype.
     """
-    return _to_bits(name, tensor).values
+    dtype = _dtype_name(name, tensor)
+    if tensor.device.type != "cpu":
+        tensor = tensor.cpu()
+    bits: Bits = _flat_bits(tensor).numpy().view(bits_dtype(dtype))
+    return bits
 
 
 def _flat_bits(tensor: torch.Tensor) -> torch.Tensor:
