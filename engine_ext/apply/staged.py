@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from engine_ext.errors import BaseMismatch
-from engine_ext.placement import DeviceElements, HostElements, LiveElements, WholeBox
+from engine_ext.placement import HostElements, LiveElements, WholeBox
 from engine_ext.wire import Digest, Manifest, ParamDelta
 
 CHANGED: Final = "a weight changed between staging and commit; send the sync again"
@@ -90,7 +90,7 @@ class Write:
             return
         reads = self.keep and self.old is None
         memory, self.memory = self.memory, None
-        if reads and isinstance(elements, (HostElements, DeviceElements)):
+        if reads and isinstance(elements, HostElements):
             self.old = elements.swap(self.new)
             self.written = True
             return

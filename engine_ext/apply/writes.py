@@ -21,9 +21,9 @@ def put_all(writes: Sequence[Write], threads: ThreadPool, *, compares: bool) -> 
     reading = [write for write in on_devices if write.keep and write.old is None]
     known = [write for write in on_devices if not (write.keep and write.old is None)]
     if reading:
-        found = DeviceBatch([_elements(write) for write in reading]).swap([w.new for w in reading])
-        for write, old in zip(reading, found, strict=True):
-            write.old, write.written = old, True
+        batch = DeviceBatch([_elements(write) for write in reading])
+        for number, old in batch.swap([write.new for write in reading]):
+            reading[number].old, reading[number].written = old, True
     for write in known:
         write.written = True
     if known:

@@ -1,9 +1,9 @@
 """Gather and scatter single elements of live tensors, as integers.
 
 In host memory the loops are compiled by numba if it is installed and run without the GIL; otherwise
-numpy's indexing does the same. On other devices PyTorch's index operators are used, or Triton
-kernels (see `engine_ext.kernels.triton`). Every element is a cache line of its own, so the compiled
-loops prefetch the lines.
+numpy's indexing does the same. On other devices PyTorch's index operators are used; of many tensors
+at once `engine_ext.kernels.triton` takes care. Every element is a cache line of its own, so the
+compiled loops prefetch the lines.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Elements of several live tensors on accelerators, read or written together.
 
-One kernel visits those of a dtype, and what it reads or takes crosses the bus in one copy. Without
-the kernels, PyTorch's operators visit one tensor after another.
+One kernel visits those of a dtype, and what it reads or takes crosses the bus in one copy, up to
+`_MOST` elements at a time. Without the kernels, PyTorch's operators visit one tensor after another.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from engine_ext.kernels.triton import runs_kernels
 from engine_ext.placement.live_elements import DeviceElements
 
 Bits = list[torch.Tensor]  # of each tensor's elements, as integers, [n] each
+
+# Elements at a time: what it takes of a device, tens of megabytes, must be free for an undo, too.
+_MOST: Final = 1 << 24
 
 
 class DeviceBatch:
@@ -29,51 +32,50 @@ class DeviceBatch:
     def __init__(self, elements: Sequence[DeviceElements]) -> None:
         self._size = len(elements)
         self._alone: list[tuple[int, DeviceElements]] = []
-        groups: dict[tuple[torch.device, torch.dtype, torch.dtype], list[int]] = defaultdict(list)
+        self._groups: list[_Group] = []
+        groups: dict[tuple[torch.device, torch.dtype, torch.dtype], _Group] = {}
         for number, one in enumerate(elements):
-            if runs_kernels(one.flat.device):
-                groups[one.flat.device, one.flat.dtype, one.offsets.dtype].append(number)
-            else:
+            if not runs_kernels(one.flat.device):
                 self._alone.append((number, one))
-        self._groups = [
-            _Group(numbers, [elements[number] for number in numbers]) for numbers in groups.values()
-        ]
+                continue
+            key = one.flat.device, one.flat.dtype, one.offsets.dtype
+            group = groups.get(key)
+            if group is None or group.size + one.offsets.numel() > _MOST:
+                group = groups[key] = _Group()
+                self._groups.append(group)
+            group.add(number, one)
 
     def read(self) -> Bits:
         """Return their bits, copies in host memory."""
-        return self._ordered(
-            *((group.numbers, group.read()) for group in self._groups),
-            *(([number], [one.read()]) for number, one in self._alone),
-        )
+        found: dict[int, torch.Tensor] = {number: one.read() for number, one in self._alone}
+        for group in self._groups:
+            found.update(zip(group.numbers, group.read(), strict=True))
+        return [found[number] for number in range(self._size)]
 
     def holds(self, bits: Sequence[torch.Tensor]) -> bool:
         """Return whether these are their bits."""
-        return all(group.holds([bits[n] for n in group.numbers]) for group in self._groups) and all(
+        return all(group.holds(group.own(bits)) for group in self._groups) and all(
             one.holds(bits[number]) for number, one in self._alone
         )
 
     def put(self, bits: Sequence[torch.Tensor]) -> None:
         """Overwrite them by bits in host memory or on their device."""
         for group in self._groups:
-            group.put([bits[number] for number in group.numbers])
+            group.put(group.own(bits))
         for number, one in self._alone:
             one.put(bits[number])
 
-    def swap(self, bits: Sequence[torch.Tensor]) -> Bits:
-        """Overwrite them like `put`, and return the old bits in host memory."""
-        return self._ordered(
-            *(
-                (group.numbers, group.swap([bits[n] for n in group.numbers]))
-                for group in self._groups
-            ),
-            *(([number], [one.swap(bits[number])]) for number, one in self._alone),
-        )
+    def swap(self, bits: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Overwrite them like `put`, and yield the old bits in host memory, with their numbers.
 
-    def _ordered(self, *found: tuple[list[int], Bits]) -> Bits:
-        by_number = dict(
-            pair for numbers, bits in found for pair in zip(numbers, bits, strict=True)
-        )
-        return [by_number[number] for number in range(self._size)]
+        If it raises, those that it has yielded are overwritten, and no others.
+        """
+        # All memory is allocated before anything is written.
+        ready = [(group, group.begin_swap(group.own(bits))) for group in self._groups]
+        for group, swap in ready:
+            yield from zip(group.numbers, swap(), strict=True)
+        for number, one in self._alone:
+            yield number, one.swap(bits[number])
 
 
 def upload(bits: Sequence[torch.Tensor], device: torch.device) -> Bits:
@@ -102,44 +104,68 @@ def _host_memory(size: int, dtype: torch.dtype) -> torch.Tensor:
 class _Group:
     """Elements of live tensors of one dtype on one device, with offsets of one dtype."""
 
-    def __init__(self, numbers: list[int], elements: list[DeviceElements]) -> None:
-        self.numbers = numbers
-        self._elements = elements
-        self._counts = [one.offsets.numel() for one in elements]
-        self._flat = elements[0].flat
-        self._wide = elements[0].offsets.dtype == torch.int64
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.size = 0
+        self._elements: list[DeviceElements] = []
+        self._counts: list[int] = []
+
+    def add(self, number: int, elements: DeviceElements) -> None:
+        """Add a tensor's elements, under a number."""
+        count = elements.offsets.numel()
+        self.numbers.append(number)
+        self.size += count
+        self._elements.append(elements)
+        self._counts.append(count)
+
+    def own(self, bits: Sequence[torch.Tensor]) -> Bits:
+        """Return those of the group's numbers."""
+        return [bits[number] for number in self.numbers]
+
+    @property
+    def _flat(self) -> torch.Tensor:
+        return self._elements[0].flat
 
     def read(self) -> Bits:
-        old = self._empty(self._flat.device)
-        self._visit(old, [], keep=True)
+        old = self._on_device()
+        self._prepare(old, [], keep=True)()
         return self._split(_host_memory(old.numel(), old.dtype).copy_(old))
 
     def holds(self, bits: Bits) -> bool:
-        differs = self._visit(_joined(bits).to(self._flat.device), [], compare=True)
-        return not differs.any()
+        expected = _joined(bits).to(self._flat.device)
+        return not self._prepare(expected, [], compare=True)().any()
 
     def put(self, bits: Bits) -> None:
-        self._visit(self._flat, self._sent(bits), write=True)
+        self._prepare(self._flat, self._sent(bits), write=True)()
 
-    def swap(self, bits: Bits) -> Bits:
-        # Allocated before anything is written: after that only the device itself can fail.
-        old = self._empty(self._flat.device)
+    def begin_swap(self, bits: Bits) -> Callable[[], Bits]:
+        """Return a function that overwrites them and returns the old bits; allocates all for it."""
+        old = self._on_device()
         kept = _host_memory(old.numel(), old.dtype)
-        self._visit(old, self._sent(bits), keep=True, write=True)
-        return self._split(kept.copy_(old))
+        sent = self._sent(bits)
+        launch = self._prepare(old, sent, keep=True, write=True)
 
-    def _visit(self, old: torch.Tensor, new: Bits, **modes: bool) -> torch.Tensor:
+        def swap() -> Bits:
+            launch()
+            kept.copy_(old)
+            sent.clear()  # not freed before
+            return self._split(kept)
+
+        return swap
+
+    def _prepare(self, old: torch.Tensor, new: Bits, **modes: bool) -> Callable[[], torch.Tensor]:
         from engine_ext.kernels.triton import gather_scatter
 
+        wide = self._elements[0].offsets.dtype == torch.int64
         table = gather_scatter.rows(
             [one.flat.data_ptr() for one in self._elements],
             [one.offsets.data_ptr() for one in self._elements],
             [one.data_ptr() for one in new] or [0] * len(self._counts),
             self._counts,
             width=self._flat.itemsize,
-            wide=self._wide,
+            wide=wide,
         )
-        return gather_scatter.visit(table, old, wide=self._wide, **modes)
+        return gather_scatter.prepare(table, old, wide=wide, **modes)
 
     def _sent(self, bits: Bits) -> Bits:
         device = self._flat.device
@@ -147,8 +173,8 @@ class _Group:
             return bits
         return upload([one.cpu() for one in bits], device)
 
-    def _empty(self, device: torch.device) -> torch.Tensor:
-        return torch.empty(sum(self._counts), dtype=self._flat.dtype, device=device)
+    def _on_device(self) -> torch.Tensor:
+        return torch.empty(self.size, dtype=self._flat.dtype, device=self._flat.device)
 
     def _split(self, whole: torch.Tensor) -> Bits:
         return [*torch.split(whole, self._counts)]

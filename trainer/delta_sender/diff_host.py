@@ -25,7 +25,7 @@ _CHUNK: Final = 1 << 21  # elements that a thread compares at a time; a multiple
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """How a tensor differs from what it is compared with; private copies.
+    """How a tensor differs from what it is compared with; private copies, see `Difference`.
 
     Attributes:
         dtype, shape: As in the checkpoint.

@@ -36,7 +36,8 @@ class Difference(NamedTuple):
 
     Attributes:
         indices: Their flat indices, ascending; int32 [nnz], int64 for 2**31 elements or more.
-        old, new: Their bits, unsigned ints [nnz], copies.
+        old, new: Their bits, unsigned ints [nnz], copies. Small tensors may have views of arrays
+            that they share, also of indices and streams.
         change: What they add to the tensor's digest; None if no name was given.
         stream: The gap stream of the indices, in bytes; None if it was not asked for, or may not be
             the smallest.

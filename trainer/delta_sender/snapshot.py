@@ -29,6 +29,8 @@ Changes = dict[str, Change]  # by name in the snapshot
 Keep = Callable[[Change], Change]
 _Given: TypeAlias = tuple[str, torch.Tensor, str | None, str]  # as `_with_ties` yields it; its key
 
+# Collections that keep their tensors.
+_HOLDING: Final[tuple[type, ...]] = (list, tuple, type({}.items()))
 # Most bytes of tensors that are being compared while an earlier one is waited for.
 _AHEAD: Final = 128 << 20
 # Elements that a thread writes at a time, at least.
@@ -95,16 +97,21 @@ class Snapshot:
             ValueError: Names, shapes or dtypes are not the base's, or tied tensors differ. If
                 `tensors` is a collection, names, shapes and dtypes are checked first.
         """
-        given = ((*tensor, self._known(*tensor)) for tensor in _with_ties(tensors))
-        checked: Iterable[_Given] = given
+        given: Iterable[_Given] = self._given(tensors)
         if isinstance(tensors, Collection):
-            checked = [*given]
-            self._refuse_missing({key for *_, key in checked})
+            # Of a collection that makes its tensors, only one is alive at a time.
+            known = [*given] if isinstance(tensors, _HOLDING) else None
+            self._refuse_missing({key for *_, key in known or given})
+            given = known or self._given(tensors)
         pool = ThreadPoolExecutor(self._threads, thread_name_prefix="delta-compare")
         try:
-            yield from self._read(checked, pool, digests, keep)
+            yield from self._read(given, pool, digests, keep)
         finally:
             pool.shutdown(cancel_futures=True)
+
+    def _given(self, tensors: NamedTensors) -> Iterator[_Given]:
+        for name, tensor, first in _with_ties(tensors):
+            yield name, tensor, first, self._known(name, tensor, first)
 
     def _read(
         self, tensors: Iterable[_Given], pool: Executor, digests: bool, keep: Keep

@@ -44,7 +44,11 @@ class Spill:
         size = sum(array.nbytes for array in own.values())
         if size <= self._left:
             self._left -= size
-            return change
+            if not self.spilled:
+                return change
+            # Small tensors that were compared together have common arrays, which one of them would
+            # keep in memory when the others are in a file. Only those of the first spill are.
+            return replace(change, **{name: array.copy() for name, array in own.items()})
         mapped: dict[str, Any] = dict(zip(own, self._mapped([*own.values()]), strict=True))
         return replace(change, **mapped)
 

@@ -9,7 +9,7 @@ serves every sync: a compilation during a commit would delay generation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -89,7 +89,12 @@ def rows(
     return table
 
 
-def visit(
+def visit(table: NDArray[np.int64], old: torch.Tensor, **modes: bool) -> torch.Tensor:
+    """Visit the elements of a table's rows; arguments and result as of `prepare`."""
+    return prepare(table, old, **modes)()
+
+
+def prepare(
     table: NDArray[np.int64],
     old: torch.Tensor,
     *,
@@ -97,8 +102,10 @@ def visit(
     keep: bool = False,
     compare: bool = False,
     write: bool = False,
-) -> torch.Tensor:
-    """Visit the elements of a table's rows; the device is not waited for.
+) -> Callable[[], torch.Tensor]:
+    """Return a function that visits the elements of a table's rows, and allocates nothing for it.
+
+    It does not wait for the device.
 
     Args:
         table: see `rows`.
@@ -108,14 +115,18 @@ def visit(
         compare: whether they are compared with it; not together with `keep`.
         write: whether they are overwritten, after they were kept or compared.
 
-    Returns:
-        How many of each row's elements differ from `old`, int32 [programs]; 0 if not compared.
+    The function returns how many of each row's elements differ from `old`, int32 [programs]; 0 if
+    they are not compared.
     """
     device, programs = old.device, len(table)
     differs = torch.empty(programs, dtype=torch.int32, device=device)
-    if programs:
-        sent = torch.from_numpy(table).to(device)
-        modes = BLOCK * keep, BLOCK * compare, BLOCK * write
-        with current(device):
-            visit_elements[(programs,)](sent, old, differs, *modes, WIDE=wide, BLOCK=BLOCK)
-    return differs
+    sent = torch.from_numpy(table).to(device)
+    modes = BLOCK * keep, BLOCK * compare, BLOCK * write
+
+    def launch() -> torch.Tensor:
+        if programs:
+            with current(device):
+                visit_elements[(programs,)](sent, old, differs, *modes, WIDE=wide, BLOCK=BLOCK)
+        return differs
+
+    return launch

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from engine_ext.apply.device_staging import Wanted, locate
 from engine_ext.apply.thread_pool import ThreadPool
 from engine_ext.errors import BaseMismatch, NotUpdatable
+from engine_ext.kernels import gather_scatter
 from engine_ext.wire import Digest, change_digest, decode_part, encode_part
 from tests.support.served_models import (
     PROPERTY,
@@ -31,7 +33,7 @@ from tests.support.served_models import (
     stage,
     target_checkpoint,
 )
-from tests.support.toy_models import FusedQkv, PlainCopy, ToyModel
+from tests.support.toy_models import FusedQkv, Narrowed, PlainCopy, ToyModel
 from tests.unit.apply.applier_cases import DENSE, deltas_for
 from tests.unit.apply.test_appliers import SYNCS
 
@@ -114,6 +116,37 @@ def test_a_weight_that_changed_after_staging_is_seen() -> None:
         write.elements.flat[write.elements.offsets[element].long()] ^= 1
         with pytest.raises(BaseMismatch, match="between staging and commit"):
             served.applier.check_base(staged)
+
+
+def test_a_write_that_fails_half_way_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a tensor whose old values are read only while it is written: no digest covers it."""
+    monkeypatch.setattr("engine_ext.apply.pieces._DEVICE_SPAN", 3)
+    base = base_checkpoint(Narrowed)
+    target = target_checkpoint(base, base)
+    deltas = [delta_between(name, base[name], target[name]) for name in base]
+    exchange = gather_scatter.exchange
+    served = served_on(Narrowed, True)
+    writes = [w for part in stage(served, parts_of(deltas)) for w in part.writes]
+    unread = sum(write.old is None for write in writes)
+    assert unread > 1
+    for failing in range(unread):
+        served = served_on(Narrowed, True)
+        before = memory(served.model)
+        staged = stage(served, parts_of(deltas))
+        calls = iter(range(100))
+
+        def fail(*arguments: Any, failing: int = failing, calls: Any = calls) -> Any:
+            if next(calls) == failing:
+                raise torch.OutOfMemoryError("no memory")
+            return exchange(*arguments)
+
+        with (
+            mock.patch.object(gather_scatter, "exchange", fail),
+            pytest.raises(torch.OutOfMemoryError),
+        ):
+            served.applier.write(staged)
+        served.applier.undo(staged)
+        assert memory(served.model) == before
 
 
 def test_what_is_staged_is_one_array() -> None:

@@ -22,6 +22,9 @@ from delta_sender import diff_device
 from delta_sender import snapshot as sender_snapshot
 from delta_sender.diff_device import begin_device_compare
 from delta_sender.snapshot import Snapshot
+from engine_ext.apply.staged import Write
+from engine_ext.apply.thread_pool import ThreadPool
+from engine_ext.apply.writes import put_all, undo_all
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.kernels import gather_scatter as host_gather_scatter
 from engine_ext.kernels import triton as device
@@ -177,7 +180,8 @@ def test_elements_are_exchanged(
         )
         assert all(map(torch.equal, batch.read(), old))
         assert batch.holds(old)
-        assert all(map(torch.equal, batch.swap(new), old))
+        swapped = dict(batch.swap(new))
+        assert all(torch.equal(swapped[number], bits) for number, bits in enumerate(old))
         assert all(map(torch.equal, flats, expected))
         for number, bits in enumerate(old):
             if bits.numel() and not torch.equal(bits, new[number].cpu()):
@@ -186,6 +190,44 @@ def test_elements_are_exchanged(
         assert batch.holds(old)
         batch.put(new)
     assert all(map(torch.equal, flats, expected))
+
+
+@pytest.mark.parametrize(("most", "groups"), [(1, 3), (12, 3), (1 << 24, 2)])
+def test_a_write_that_fails_half_way_is_undone(
+    most: int, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fails before the first launch has written nothing, and what fails later is known."""
+    monkeypatch.setattr(device_batch, "_MOST", most)
+    launch = gather_scatter.prepare
+    for failing in range(2 * groups):
+        flats = [random_bits(30, dtype, 1) for dtype in (torch.int16, torch.int32, torch.int16)]
+        before = [flat.clone() for flat in flats]
+        where = torch.arange(0, 20, 2, device=DEVICE)
+        writes = [
+            Write(DeviceElements(flat, where), random_bits(10, flat.dtype, 50), "live")
+            for flat in flats
+        ]
+        events = iter(range(100))  # memory is allocated for each group, then each is written
+
+        def fail(failing: int = failing, events: Any = events) -> None:
+            if next(events) == failing:
+                raise torch.OutOfMemoryError("no memory")
+
+        def prepare(*arguments: Any, fail: Any = fail, **modes: Any) -> Any:
+            ready = launch(*arguments, **modes)
+            if not modes.get("keep"):
+                return ready
+            fail()
+            return lambda: fail() or ready()
+
+        with (
+            mock.patch.object(gather_scatter, "prepare", prepare),
+            pytest.raises(torch.OutOfMemoryError),
+        ):
+            put_all(writes, ThreadPool(1), compares=False)
+        assert any(write.written for write in writes) == (failing > groups)
+        undo_all(writes, ThreadPool(1))
+        assert all(map(torch.equal, flats, before))
 
 
 # --- digests ---
@@ -269,10 +311,10 @@ def test_applied_and_taken_back(model: type[ToyModel], encoding: str, digested: 
     target = {name: changed(tensor, 7, 0.6) for name, tensor in base.items()}
     deltas = [delta_between(name, base[name], target[name]) for name in base]
     body = encode_part(deltas, encoding=encoding, current_version=1)
-    with mock.patch.object(gather_scatter, "visit", wraps=gather_scatter.visit) as visit:
+    with mock.patch.object(gather_scatter, "prepare", wraps=gather_scatter.prepare) as prepare:
         assert attempt(served, [decode_part(body)]) is None
     assert memory(served.model) == memory(load(model, target))
-    assert visit.called
+    assert prepare.called
 
 
 @pytest.mark.parametrize("kept_on", ["device", "host"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Collection, Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -56,3 +59,27 @@ def test_a_change_that_is_not_committed_is_found_again() -> None:
     first, second = changes(kept, tensors), changes(kept, tensors)
     assert first.keys() == second.keys() == {"layers.1"}
     assert first["layers.1"].digest == second["layers.1"].digest
+
+
+def test_a_collection_that_makes_its_tensors_is_not_held() -> None:
+    """Its names are checked first, which makes each tensor once more."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    class Lazy(Collection[tuple[str, torch.Tensor]]):
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            for name in ("a", "b", "c"):
+                tensor = torch.ones(4)
+                alive.append(weakref.ref(tensor))
+                yield name, tensor
+
+        def __len__(self) -> int:
+            return 3
+
+        def __contains__(self, item: object) -> bool:
+            return False
+
+    held = Snapshot(((name, torch.zeros(4)) for name in "abc"), "deltas")
+    read = held.read(Lazy())
+    assert [key for key, change in read if change is not None] == ["a", "b", "c"]
+    assert len(alive) == 6
+    assert all(one() is None for one in alive[:2])

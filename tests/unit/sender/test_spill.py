@@ -71,17 +71,36 @@ def test_up_to_the_limit_all_stays_where_it_is() -> None:
     read = changes_of("gap8_exp", 0.05)
     sizes = [own_bytes(change) for _, change in read]
     spill = Spill(sizes[0] + sizes[2])
-    kept = keep_all(spill, read)
-    assert kept[0][1] is read[0][1]
-    in_memory = [
-        after is before for (_, after), (_, before) in zip(kept[1:], read[1:], strict=True)
-    ]
+    assert spill.keep(read[0][1]) is read[0][1]
+    in_memory = []
+    for _, change in read[1:]:
+        before = spill.spilled
+        spill.keep(change)
+        in_memory.append(spill.spilled == before)
     left, expected = sizes[2], []
     for size in sizes[1:]:
         expected.append(size <= left)
         left -= size if size <= left else 0
     assert in_memory == expected
     assert (spill.spilled > 0) == (False in expected)
+
+
+def test_what_stays_does_not_keep_in_memory_what_is_in_a_file() -> None:
+    """Small tensors that were compared together have common arrays."""
+    common = np.arange(100, dtype=np.uint16)
+    places = np.arange(100, dtype=np.int32)
+
+    def change(part: slice) -> Change:
+        own = common[part]
+        return Change("bfloat16", (100,), places[part], own, own, own.size, None)
+
+    spill = Spill(100)
+    spill.keep(change(slice(0, 90)))
+    assert spill.spilled
+    small = spill.keep(change(slice(90, 100)))
+    assert small.new.tolist() == [*range(90, 100)]
+    assert small.indices is not None
+    assert all(array.base is None for array in (small.indices, small.old, small.new))
 
 
 def test_no_file_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
