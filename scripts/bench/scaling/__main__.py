@@ -1,12 +1,13 @@
 """Predict the time and memory of a sync from costs that are measured on this machine.
 
-    python -m scripts.bench.scaling measure --json constants.json    # three minutes, 4 GB
+    python -m scripts.bench.scaling measure --json constants.json    # five minutes, 9 GB
     python -m scripts.bench.scaling model --constants constants.json
     python -m scripts.bench.scaling check --constants constants.json --sizes 0.1B 0.5B
     python -m scripts.bench.scaling check --constants constants.json --sizes 1.5B
 
 measure  times each step of a sync by itself: CPU time of one core, the least of some runs in turn;
-         fixed costs are those of a small live engine on two ranks, and of one on one
+         fixed costs are those of a small live engine on two ranks, and of one on one; and how
+         much sender and engine on one host wait for each other is that of a model of 0.8B
 model    composes them to whole syncs (`scripts/bench/scaling/model.py` has the formulas), for three
          sizes of models, and prints the tables of docs/scaling.md
 check    syncs models of up to 1.5 billion parameters to a live engine on this machine, of the kind
@@ -120,7 +121,7 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
 def run_measure(options: argparse.Namespace, console: Console) -> int:
     """Measure the constants, write and print them."""
     with tempfile.TemporaryDirectory(prefix="delta-scaling-") as scratch:
-        with progress(len(STEPS)) as step:
+        with progress(len(STEPS) + _CHECK_STEPS) as step:
             costs = measure(
                 options.params * PARAM, options.repeats, Path(scratch), step, options.engine
             )

@@ -48,8 +48,11 @@ SIZES: Final[dict[str, dict[str, int]]] = {
         "num_hidden_layers": 28,
     },
 }
+# Between those that are checked; `measure_one_host` measures it.
+BETWEEN: Final = "0.8B"
+_BETWEEN_SIZES: Final = {**SIZES["1.5B"], "num_hidden_layers": 13}
 # GiB that must be free: model and snapshot, the ranks' shards, their caches, and the processes.
-NEEDED: Final = {"0.1B": 5, "0.5B": 7, "1.5B": 13}
+NEEDED: Final = {"0.1B": 5, "0.5B": 7, BETWEEN: 9, "1.5B": 13}
 # A cache of 16 blocks is enough, as nothing is generated; vLLM would take 1 GiB on each rank.
 _SMALL_CACHE: Final = {"vllm": ("--num-gpu-blocks-override", "16"), "sglang": ()}
 BUCKET_BYTES: Final = 8 << 20
@@ -141,7 +144,7 @@ def check(
     encoding: str,
     step: Callable[[str], None],
 ) -> Checked:
-    """Sync one of `SIZES` several times, and compare all live bytes with the sender's.
+    """Sync one of `SIZES` or `BETWEEN` several times, and compare all live bytes with the sender's.
 
     Args:
         engine: of `scripts.live_engine.registry`.
@@ -177,7 +180,7 @@ def check(
         shutil.rmtree(folder, ignore_errors=True)
     found = live["tensors"]
     wrong = sorted(set(live["corrupted"]) | {n for n in digests if digests[n] != found.get(n)})
-    numel = elements(SIZES[name])
+    numel = elements(sizes_of(name))
     shares = [sync.nnz / numel for sync in measured]
     setup = Setup(
         Model(name, numel, len(digests)),
@@ -193,6 +196,11 @@ def check(
         waiting=ranks if kind.waits_in_loop else 0,
     )
     return Checked(setup, base, measured, wrong)
+
+
+def sizes_of(name: str) -> dict[str, int]:
+    """Return the sizes of one of `SIZES` or of `BETWEEN`."""
+    return SIZES.get(name) or _BETWEEN_SIZES
 
 
 def elements(sizes: Mapping[str, int]) -> int:
@@ -215,8 +223,8 @@ def _write(name: str, folder: Path) -> None:
 
 
 def write_checkpoint(name: str, folder: Path) -> None:
-    """Write a random checkpoint of one of `SIZES`."""
-    build("qwen3", folder, **SIZES[name])
+    """Write a random checkpoint of one of `SIZES` or `BETWEEN`."""
+    build("qwen3", folder, **sizes_of(name))
 
 
 def _send(

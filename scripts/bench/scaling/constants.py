@@ -49,6 +49,8 @@ class Constants:
         commit_param_ns: checking and writing it, on each rank.
         waiting_share: of the speed of a sync's work, what is left if as many threads as cores wait
             in a loop and yield.
+        one_host_share: of the speed at which one more part should follow another, what is left if
+            sender, HTTP process and ranks share their cores: they wait for each other.
         part_s: wall seconds of one more part of an engine, besides its bytes and elements.
         sync_s: wall seconds of one sync of an engine, besides its parts: pause, votes, publishing.
         alone_part_s, alone_sync_s: the same of an engine of one rank.
@@ -91,6 +93,7 @@ class Constants:
     rank_param_ns: float
     commit_param_ns: float
     waiting_share: float
+    one_host_share: float
     part_s: float
     sync_s: float
     alone_part_s: float

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from scripts.bench import synthetic_weights
 from scripts.bench.scaling import (
     measure_http,
     measure_live,
+    measure_one_host,
     measure_rank,
     measure_sender,
     measure_waiting,
@@ -35,12 +37,12 @@ DENSITY = 0.02
 def measure(
     elements: int, repeats: int, folder: Path, step: Callable[[str], None], engine: str
 ) -> Constants:
-    """Measure everything; takes about a minute, and 12 bytes of memory per element.
+    """Measure everything; takes minutes, and 12 bytes of memory per element, or 9 GiB if more.
 
     Args:
         elements: of the synthetic weights; a multiple of `synthetic_weights.PARAM`.
         folder: for the live engine.
-        step: called before each of `STEPS`.
+        step: called before each of `STEPS`, and before those of `check`.
         engine: of `scripts.live_engine.registry`.
     """
     step(STEPS[0])
@@ -66,7 +68,8 @@ def measure(
     found |= measure_waiting.measure(DENSITY, _WAITING_REPEATS)
     step(STEPS[7])
     found |= measure_live.measure(folder, _LIVE_REPEATS, engine)
-    return Constants(**found)
+    costs = Constants(**found, one_host_share=1.0)
+    return replace(costs, one_host_share=measure_one_host.measure(costs, folder, step))
 
 
 def working_bytes(old: synthetic_weights.Bits, new: synthetic_weights.Bits) -> dict[str, float]:

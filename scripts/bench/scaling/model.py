@@ -26,6 +26,7 @@ class Prediction:
         bound: what one more part waits for: a stage, ``cores`` (of a host, all stages together) or
             ``posts`` (that may be in flight).
         seconds: of the whole sync.
+        further_s: of them, for which parts after the first are waited for.
         pause_s: for which generation is paused.
         wire_bytes: to one engine.
         cpu: CPU seconds of the sender, of the HTTP process, and of staging on one rank.
@@ -34,6 +35,7 @@ class Prediction:
     stages: dict[str, float]
     bound: str
     seconds: float
+    further_s: float
     pause_s: float
     wire_bytes: float
     cpu: dict[str, float]
@@ -249,7 +251,8 @@ def predict(setup: Setup, costs: Constants) -> Prediction:
 
     The time of one more part is the greatest of: each stage; all CPU work of a host, over its
     cores; and a post from its first byte to its answer, over the posts that may be in flight. So
-    one post in flight gives the serial formula: of posting and staging part after part.
+    one post in flight gives the serial formula: of posting and staging part after part. On one host
+    they wait for each other besides, as a sync of several parts was measured to.
     """
     times = part_times(setup, costs)
     transfer = max(times["send"], times["link"], times["receive"])
@@ -265,7 +268,10 @@ def predict(setup: Setup, costs: Constants) -> Prediction:
     }
     bound = max(bounds, key=lambda name: bounds[name])
     step = bounds[bound]
-    parts = first + post + (setup.parts - 1) * step
+    if setup.one_host:
+        step /= costs.one_host_share
+    further = (setup.parts - 1) * step
+    parts = first + post + further
     if setup.parts > 1:
         parts += max(0.0, post - step)  # of the last part, which is not overlapped
     fixed, paused = sync_s(setup, costs), commit(setup, costs)
@@ -276,6 +282,7 @@ def predict(setup: Setup, costs: Constants) -> Prediction:
         stages={**whole, "commit": paused, "refresh": refresh},
         bound=bound,
         seconds=parts + fixed + paused + refresh,
+        further_s=further,
         pause_s=fixed + paused,
         wire_bytes=part_bytes(setup, costs) * setup.parts,
         cpu={

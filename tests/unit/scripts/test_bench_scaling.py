@@ -19,6 +19,7 @@ from scripts.bench.scaling import (
     check,
     measure,
     measure_http,
+    measure_one_host,
     measure_rank,
     measure_sender,
     measure_waiting,
@@ -67,6 +68,7 @@ COSTS = Constants(
     rank_param_ns=4e4,
     commit_param_ns=7e3,
     waiting_share=0.5,
+    one_host_share=1.0,
     part_s=0.01,
     sync_s=0.05,
     alone_part_s=0.008,
@@ -163,6 +165,21 @@ def test_threads_that_wait_take_their_share_of_the_cores() -> None:
     assert half.seconds < whole.seconds < predict(setup, COSTS).seconds / COSTS.waiting_share
     assert whole.stages["diff"] == predict(setup, COSTS).stages["diff"] / COSTS.waiting_share
     assert whole.pause_s == half.pause_s
+
+
+def test_parts_wait_for_each_other_on_one_host() -> None:
+    setup = dataclasses.replace(SETUP, one_host=True, ranks=2, trainer_cores=2, rank_threads=1)
+    said = predict(setup, COSTS)
+    assert setup.parts > 1
+    for slower in (1.0, 1.2, 1.6):
+        share = measure_one_host.share(said, slower * said.seconds)
+        found = predict(setup, dataclasses.replace(COSTS, one_host_share=share))
+        assert found.seconds == pytest.approx(slower * said.seconds, rel=0.05)
+        assert found.pause_s == said.pause_s
+    assert measure_one_host.share(said, 0.9 * said.seconds) == 1
+    half = dataclasses.replace(COSTS, one_host_share=0.5)
+    for same in (SETUP, dataclasses.replace(setup, bucket_bytes=1 << 40)):
+        assert predict(same, half) == predict(same, COSTS)
 
 
 def test_waiting_threads_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +293,7 @@ def test_measurements_on_little_data(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {each.name for each in dataclasses.fields(Constants)}
     assert known - found.keys() == {
         *("machine", "engine", "density", "send_ns", "receive_ns", "hash_ns", "loopback_ns"),
-        *("part_s", "sync_s", "alone_part_s", "alone_sync_s", "waiting_share"),
+        *("part_s", "sync_s", "alone_part_s", "alone_sync_s", "waiting_share", "one_host_share"),
         *("part_cpu", "alone_part_cpu"),
     }
     assert found.keys() <= known
@@ -317,6 +334,8 @@ def test_a_check_counts_the_elements_of_its_models(
 def test_the_sizes_of_a_check() -> None:
     sizes = [check.elements(sizes) / 1e9 for sizes in check.SIZES.values()]
     assert sizes == pytest.approx([0.1, 0.5, 1.5], rel=0.05)
+    assert check.BETWEEN not in check.SIZES
+    assert check.elements(check.sizes_of(check.BETWEEN)) == pytest.approx(0.8e9, rel=0.05)
 
 
 def test_a_check_without_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
