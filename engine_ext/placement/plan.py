@@ -26,9 +26,8 @@ from engine_ext.ranks import Ranks
 from engine_ext.wire import Digest, change_digest, device_digest, tensor_digest
 
 _SCAN_ELEMENTS = 1 << 20
-_DEVICE_SCAN_ELEMENTS = (
-    1 << 24
-)  # on a device, where a piece costs a launch; 16 us of an H100's time
+# Of a run on a device, where a piece costs a launch: 16 us of an H100's time.
+_DEVICE_SCAN_ELEMENTS = 1 << 24
 _SCAN_INDICES = 1 << 15  # if indices are needed, too: their temporaries stay in a core's cache
 # The loader reads the tensor, but no copy of it was found on the rank.
 _UNSEEN = "unseen"

@@ -69,8 +69,11 @@ def test_a_collection_that_makes_its_tensors_is_not_held() -> None:
         def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
             for name in ("a", "b", "c"):
                 tensor = torch.ones(4)
+                # Of those before, the last may still be a variable of who iterates.
+                assert all(one() is None for one in alive[:-1])
                 alive.append(weakref.ref(tensor))
                 yield name, tensor
+                del tensor
 
         def __len__(self) -> int:
             return 3
@@ -82,4 +85,3 @@ def test_a_collection_that_makes_its_tensors_is_not_held() -> None:
     read = held.read(Lazy())
     assert [key for key, change in read if change is not None] == ["a", "b", "c"]
     assert len(alive) == 6
-    assert all(one() is None for one in alive[:2])
