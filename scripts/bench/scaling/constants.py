@@ -49,11 +49,13 @@ class Constants:
         commit_param_ns: checking and writing it, on each rank.
         waiting_share: of the speed of a sync's work, what is left if as many threads as cores wait
             in a loop and yield.
-        one_host_share: of the speed at which one more part should follow another, what is left if
-            sender, HTTP process and ranks share their cores: they wait for each other.
+        one_host_speed: of the speed that all these amount to, what a sync has, without its fixed
+            seconds, whose sender, HTTP process and ranks share their cores: they wait for each
+            other.
         part_s: wall seconds of one more part of an engine, besides its bytes and elements.
         sync_s: wall seconds of one sync of an engine, besides its parts: pause, votes, publishing.
-        alone_part_s, alone_sync_s: the same of an engine of one rank.
+        pause_s: of them, for which generation is paused.
+        alone_part_s, alone_sync_s, alone_pause_s: the same of an engine of one rank.
         part_cpu: CPU seconds of one more part, besides its bytes and elements, of the ``sender``,
             the HTTP ``server``, and the threads of each ``rank``.
         alone_part_cpu: the same of an engine of one rank.
@@ -93,11 +95,13 @@ class Constants:
     rank_param_ns: float
     commit_param_ns: float
     waiting_share: float
-    one_host_share: float
+    one_host_speed: float
     part_s: float
     sync_s: float
+    pause_s: float
     alone_part_s: float
     alone_sync_s: float
+    alone_pause_s: float
 
     change_bytes: float
     encode_bytes: float

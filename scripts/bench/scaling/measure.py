@@ -68,8 +68,8 @@ def measure(
     found |= measure_waiting.measure(DENSITY, _WAITING_REPEATS)
     step(STEPS[7])
     found |= measure_live.measure(folder, _LIVE_REPEATS, engine)
-    costs = Constants(**found, one_host_share=1.0)
-    return replace(costs, one_host_share=measure_one_host.measure(costs, folder, step))
+    costs = Constants(**found, one_host_speed=1.0)
+    return replace(costs, one_host_speed=measure_one_host.measure(costs, folder, step))
 
 
 def working_bytes(old: synthetic_weights.Bits, new: synthetic_weights.Bits) -> dict[str, float]:

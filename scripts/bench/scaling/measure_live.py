@@ -29,25 +29,17 @@ def measure(folder: Path, repeats: int, engine: str) -> dict[str, Any]:
         SyncError: It refused a sync.
     """
     path = build("qwen3", folder / "small", num_hidden_layers=_LAYERS)
-    part_s, sync_s, part_cpu = _measure(engine, path, 2, repeats)
-    alone_part_s, alone_sync_s, alone_part_cpu = _measure(engine, path, 1, repeats)
-    return {
-        "part_s": part_s,
-        "sync_s": sync_s,
-        "part_cpu": part_cpu,
-        "alone_part_s": alone_part_s,
-        "alone_sync_s": alone_sync_s,
-        "alone_part_cpu": alone_part_cpu,
-    }
+    several = _measure(engine, path, 2, repeats)
+    alone = _measure(engine, path, 1, repeats)
+    return {**several, **{f"alone_{name}": value for name, value in alone.items()}}
 
 
-def _measure(
-    engine: str, path: Path, ranks: int, repeats: int
-) -> tuple[float, float, dict[str, float]]:
-    """Return wall seconds of one more part and of a sync besides its parts, and CPU of the part."""
+def _measure(engine: str, path: Path, ranks: int, repeats: int) -> dict[str, Any]:
+    """Return the fields of `Constants` of an engine with several ranks, for one with so many."""
     tensors = {name: tensor.clone() for name, tensor in load_tensors(path).items()}
     log = path.with_suffix(f".{ranks}.log")
     version, least = 0, dict.fromkeys(("one", "all", "parts"), float("inf"))
+    pause_ms = float("inf")
     cpu: dict[str, dict[str, float]] = {way: {} for way in least}
     with ENGINES[engine](path, tp=ranks, enable_delta=True, log_path=log) as process:
         watched = roles(process)
@@ -65,9 +57,10 @@ def _measure(
                     for tensor in changed:
                         tensor.view(-1)[number].view(torch.int16).bitwise_xor_(1)
                     before, start = cpu_seconds(watched), time.perf_counter()
-                    sender.sync(tensors.items())
+                    report = sender.sync(tensors.items())
                     seconds, after = time.perf_counter() - start, cpu_seconds(watched)
                     if number >= _WARM:
+                        pause_ms = min(pause_ms, report.engine["timings_ms"]["pause_ms"])
                         least[way] = min(least[way], seconds)
                         for name in after:
                             used = after[name] - before[name]
@@ -77,5 +70,9 @@ def _measure(
     part = max(least["parts"] - least["all"], 0.0) / more
     by_process = {n: max(cpu["parts"][n] - cpu["all"][n], 0.0) / more for n in cpu["all"]}
     on_ranks = [by_process.pop(f"rank {number}") for number in range(ranks)]
-    part_cpu = {**by_process, "rank": sum(on_ranks) / ranks}
-    return part, max(least["one"] - part, 0.0), part_cpu
+    return {
+        "part_s": part,
+        "sync_s": max(least["one"] - part, 0.0),
+        "pause_s": pause_ms / 1e3,
+        "part_cpu": {**by_process, "rank": sum(on_ranks) / ranks},
+    }

@@ -1,6 +1,6 @@
-"""Measure how much slower parts follow each other if sender and engine share their cores.
+"""Measure how fast a sync is whose sender and engine share their cores, beside what the model says.
 
-The model of a sync without this is compared with syncs of a model whose size is between those that
+The model without this is compared with syncs of a model whose size is between those that
 `scripts.bench.scaling.check` compares.
 """
 
@@ -12,13 +12,14 @@ from pathlib import Path
 
 from scripts.bench.scaling.check import BETWEEN, check
 from scripts.bench.scaling.constants import Constants
-from scripts.bench.scaling.model import Prediction, predict
+from scripts.bench.scaling.model import predict, sync_s
+from scripts.bench.scaling.setups import Setup
 
 _SYNCS = 5
 
 
 def measure(costs: Constants, folder: Path, step: Callable[[str], None]) -> float:
-    """Return `Constants.one_host_share`; that of `costs` is not looked at.
+    """Return `Constants.one_host_speed`; that of `costs` is not looked at.
 
     Raises:
         EngineError: The engine did not start, or the sender failed.
@@ -36,15 +37,11 @@ def measure(costs: Constants, folder: Path, step: Callable[[str], None]) -> floa
         step=step,
     )
     setup = replace(checked.setup, taken=checked.others)
-    said = predict(setup, replace(costs, one_host_share=1.0))
-    return share(said, checked.fastest.seconds)
+    return speed(setup, costs, checked.fastest.seconds)
 
 
-def share(said: Prediction, seconds: float) -> float:
-    """Return the share by which the further parts of a sync must be divided for it to take so long.
-
-    Args:
-        said: of the sync, with a share of 1.
-    """
-    slower = max(0.0, seconds - said.seconds)
-    return said.further_s / (said.further_s + slower)
+def speed(setup: Setup, costs: Constants, seconds: float) -> float:
+    """Return the `Constants.one_host_speed` with which a sync takes so many seconds."""
+    fixed = sync_s(setup, costs)
+    said = predict(setup, replace(costs, one_host_speed=1.0))
+    return (said.seconds - fixed) / (seconds - fixed)

@@ -26,7 +26,6 @@ class Prediction:
         bound: what one more part waits for: a stage, ``cores`` (of a host, all stages together) or
             ``posts`` (that may be in flight).
         seconds: of the whole sync.
-        further_s: of them, for which parts after the first are waited for.
         pause_s: for which generation is paused.
         wire_bytes: to one engine.
         cpu: CPU seconds of the sender, of the HTTP process, and of staging on one rank.
@@ -35,7 +34,6 @@ class Prediction:
     stages: dict[str, float]
     bound: str
     seconds: float
-    further_s: float
     pause_s: float
     wire_bytes: float
     cpu: dict[str, float]
@@ -181,8 +179,13 @@ def part_s(setup: Setup, costs: Constants) -> float:
 
 
 def sync_s(setup: Setup, costs: Constants) -> float:
-    """Return the fixed seconds of a sync, for which generation is paused."""
+    """Return the fixed seconds of a sync."""
     return costs.alone_sync_s if setup.ranks == 1 else costs.sync_s
+
+
+def pause_s(setup: Setup, costs: Constants) -> float:
+    """Return of a sync's fixed seconds those for which generation is paused."""
+    return costs.alone_pause_s if setup.ranks == 1 else costs.pause_s
 
 
 def busy_cores(setup: Setup, costs: Constants) -> float:
@@ -251,8 +254,7 @@ def predict(setup: Setup, costs: Constants) -> Prediction:
 
     The time of one more part is the greatest of: each stage; all CPU work of a host, over its
     cores; and a post from its first byte to its answer, over the posts that may be in flight. So
-    one post in flight gives the serial formula: of posting and staging part after part. On one host
-    they wait for each other besides, as a sync of several parts was measured to.
+    one post in flight gives the serial formula: of posting and staging part after part.
     """
     times = part_times(setup, costs)
     transfer = max(times["send"], times["link"], times["receive"])
@@ -268,25 +270,23 @@ def predict(setup: Setup, costs: Constants) -> Prediction:
     }
     bound = max(bounds, key=lambda name: bounds[name])
     step = bounds[bound]
-    if setup.one_host:
-        step /= costs.one_host_share
-    further = (setup.parts - 1) * step
-    parts = first + post + further
+    parts = first + post + (setup.parts - 1) * step
     if setup.parts > 1:
         parts += max(0.0, post - step)  # of the last part, which is not overlapped
-    fixed, paused = sync_s(setup, costs), commit(setup, costs)
+    paused = commit(setup, costs)
     refresh = refresh_cpu(setup, costs) / trainer_cores(setup, costs)
     whole = {name: seconds * setup.parts for name, seconds in times.items()}
-    sender = sender_cpu(setup, costs)
+    work = parts + paused + refresh
+    if setup.one_host:
+        work /= costs.one_host_speed
     return Prediction(
         stages={**whole, "commit": paused, "refresh": refresh},
         bound=bound,
-        seconds=parts + fixed + paused + refresh,
-        further_s=further,
-        pause_s=fixed + paused,
+        seconds=sync_s(setup, costs) + work,
+        pause_s=pause_s(setup, costs) + paused,
         wire_bytes=part_bytes(setup, costs) * setup.parts,
         cpu={
-            "sender": sender * setup.parts + refresh_cpu(setup, costs),
+            "sender": sender_cpu(setup, costs) * setup.parts + refresh_cpu(setup, costs),
             "server": receive_cpu(setup, costs) * setup.parts,
             "rank": rank_cpu(setup, costs) * setup.parts,
         },

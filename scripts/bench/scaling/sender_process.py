@@ -24,10 +24,12 @@ from delta_sender import DeltaSender
 from engine_ext.wire import tensor_digest
 from scripts.bench import synthetic_weights
 from scripts.bench.scaling.processes import cpu_seconds
+from scripts.bench.scaling.timing import write_free_pages
 from scripts.process_memory import peak_of, reset_peak, reset_peak_of
 
 _IDLE_WAIT_S = 15.0
 _IDLE_S, _IDLE_PERCENT = 0.3, 8.0
+_FREE_BYTES = 1 << 30  # about what sender and ranks take for the largest model
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -87,6 +89,7 @@ def main() -> None:
         for _ in range(task.syncs):
             _perturb(tensors, task.density, rng)
             _wait_until_idle()
+            write_free_pages(_FREE_BYTES)
             sync = _timed(sender, tensors, pids, engine)
             print(msgspec.json.encode(sync).decode(), flush=True)
     digests = {
