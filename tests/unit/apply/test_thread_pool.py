@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
+from collections import deque
 from collections.abc import Iterator
 
 import pytest
 
+from engine_ext.apply import thread_pool
 from engine_ext.apply.thread_pool import ThreadPool
 
 THREADS = 3
+WAIT_S = 30
 
 
 @pytest.fixture
@@ -33,18 +35,26 @@ def test_results_are_in_order(threads: int, size: int) -> None:
     assert ThreadPool(threads).map(lambda n: n * n, range(size)) == [n * n for n in range(size)]
 
 
-def test_nothing_runs_after_an_error() -> None:
+def test_nothing_runs_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    cleared = threading.Event()
+
+    class Todo(deque[tuple[int, int]]):
+        def clear(self) -> None:
+            super().clear()
+            cleared.set()
+
+    monkeypatch.setattr(thread_pool, "deque", Todo)
     running: set[int] = set()
     done: list[int] = []
 
     def work(number: int) -> None:
         running.add(number)
-        time.sleep(0.002)
+        if number > 5:  # still running when the error is raised
+            assert cleared.wait(WAIT_S)
+        running.discard(number)
         if number == 5:
-            running.discard(number)
             raise ValueError(number)
         done.append(number)
-        running.discard(number)
 
     with pytest.raises(ValueError, match="5"):
         ThreadPool(THREADS).map(work, range(100))
@@ -56,9 +66,13 @@ def test_nothing_runs_after_an_error() -> None:
 @pytest.mark.parametrize("in_caller", [True, False])
 def test_an_error_keeps_no_item_alive(in_caller: bool) -> None:
     caller = threading.current_thread()
+    started: set[threading.Thread] = set()
+    all_started = threading.Barrier(THREADS)
 
     def work(item: Item) -> None:
-        time.sleep(0.001)
+        if threading.current_thread() not in started:
+            started.add(threading.current_thread())
+            all_started.wait(WAIT_S)
         if (threading.current_thread() is caller) is in_caller:
             raise ValueError
 
