@@ -38,6 +38,9 @@ TORCH_DTYPE: Final[dict[str, torch.dtype]] = {name: dtype for name, (_, dtype) i
 NAME_OF_TORCH: Final[dict[torch.dtype, str]] = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 
 _BITS: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_BITS_DTYPE: Final[dict[str, np.dtype[Any]]] = {
+    name: np.dtype(_BITS[dtype.itemsize]).newbyteorder("<") for name, dtype in TORCH_DTYPE.items()
+}
 _TORCH_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -48,7 +51,7 @@ def itemsize(name: str) -> int:
 
 def bits_dtype(name: str) -> np.dtype[Any]:
     """Return the little-endian numpy unsigned integer dtype as wide as a manifest dtype."""
-    return np.dtype(_BITS[itemsize(name)]).newbyteorder("<")
+    return _BITS_DTYPE[name]
 
 
 def torch_bits_dtype(dtype: torch.dtype) -> torch.dtype:

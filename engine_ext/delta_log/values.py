@@ -7,12 +7,12 @@ part's ``digest_part`` covers old and new values of all of its elements, so it p
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from safetensors import safe_open
 

@@ -8,7 +8,7 @@ compiled loops prefetch the lines.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.kernels.jit import array, compile_loop, made_with_numba
-from engine_ext.kernels.simd import prefetch, register_intrinsics
+from engine_ext.kernels.simd import memory_at, prefetch, register_intrinsics
 
 Bits = NDArray[Any]  # unsigned integers [n]
 Offsets = NDArray[Any]  # int32 or int64 [n]
@@ -139,6 +139,50 @@ def write(live: Bits, offsets: Offsets, bits: Bits) -> None:
         loops.scatter(live, offsets, bits)
 
 
+def write_many(
+    live: Sequence[torch.Tensor], offsets: Sequence[Offsets], bits: Sequence[Bits]
+) -> None:
+    """Overwrite elements of some tensors in host memory, in one compiled call for all; see `write`.
+
+    Args:
+        live: One or more, contiguous, all of one element size.
+        offsets, bits: Of each of them.
+    """
+    width = live[0].element_size()
+    addresses = np.array([tensor.data_ptr() for tensor in live], np.uint64)
+    where = np.concatenate(offsets)
+    loop = _loop_of_many(width, where.itemsize)
+    if loop is None or (addresses % width).any():
+        for tensor, own, new in zip(live, offsets, bits, strict=True):
+            write(host_bits(bits_of(tensor.view(-1))), own, new)
+        return
+    sizes = np.array(
+        [(tensor.numel(), own.size) for tensor, own in zip(live, offsets, strict=True)]
+    )
+    loop(addresses, sizes, where, np.concatenate(bits))
+
+
+def _scatter_many(addresses: Any, sizes: Any, offsets: Any, bits: Any) -> None:
+    start = 0
+    for k in range(addresses.size):
+        end = start + sizes[k, 1]
+        live = memory_at(addresses[k], sizes[k, 0], bits)
+        _scatter(live, offsets[start:end], bits[start:end])
+        start = end
+
+
+@made_with_numba
+def _loop_of_many(types: Any, width: int, index: int) -> Callable[[Any, Any, Any, Any], None]:
+    """Compile the loop for elements and offsets of so many bytes; None without numba."""
+    from numba.extending import register_jitable
+
+    register_intrinsics()
+    register_jitable(_scatter)
+    bits, offsets = array(types, f"uint{8 * width}"), array(types, f"int{8 * index}")
+    sizes = types.Array(types.int64, 2, "C")
+    return compile_loop(_scatter_many, types.void(array(types, "uint64"), sizes, offsets, bits))
+
+
 def swap(live: Bits, offsets: Offsets, bits: Bits) -> Bits:
     """Write elements and return the old ones, [k], in one pass; see `read` and `write`."""
     loops = _loops(live.itemsize, offsets.itemsize)
@@ -250,3 +294,4 @@ def warm_up() -> None:
     for width in (1, 2, 4, 8):
         for index in (4, 8):
             _loops(width, index)
+            _loop_of_many(width, index)

@@ -153,7 +153,7 @@ def _judge(placed: Placed, source: torch.Tensor, compared: _Compared, certified:
             )
             return
         if digested:
-            digests[box_of(segment)] = sum(found, Digest.ZERO)
+            digests[box_of(segment)] = Digest.total(found)
     if all(segment.live.tensor.dtype == source.dtype for segment in placed.segments):
         placed.status = Status.EXACT
         certified[placed.spec.name] = digests

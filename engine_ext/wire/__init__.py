@@ -51,7 +51,7 @@ from engine_ext.wire.manifest import (
 )
 from engine_ext.wire.param_delta import ParamDelta
 from engine_ext.wire.part import Part, decode_part, encode_part
-from engine_ext.wire.positions import decode_positions, encode_positions
+from engine_ext.wire.positions import decode_positions, encode_positions, position_bytes
 from engine_ext.wire.signature import (
     HMAC_KEY_ENVIRONMENT,
     SIGNATURE_HEADER,
@@ -60,6 +60,7 @@ from engine_ext.wire.signature import (
     sign,
     signing_key,
 )
+from engine_ext.wire.ulp_differences import differences_of
 from engine_ext.wire.zstd_frames import ZSTD_MAGIC, FrameReader, compress_frame, inflate
 
 __all__ = [
@@ -94,6 +95,7 @@ __all__ = [
     "decode_part",
     "decode_positions",
     "device_digest",
+    "differences_of",
     "digest_if_equal",
     "encode_part",
     "encode_positions",
@@ -106,6 +108,7 @@ __all__ = [
     "parse_header",
     "parse_manifest",
     "part_identity",
+    "position_bytes",
     "read_container",
     "read_decoded",
     "sign",

@@ -32,11 +32,11 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
+import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
@@ -60,8 +60,7 @@ Bits = NDArray[Any]  # unsigned ints
 Indices = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Digest:
+class Digest(msgspec.Struct, frozen=True, gc=False):
     """Two sums modulo 2**64; the digests of disjoint sets of elements add up."""
 
     lane0: int
@@ -69,14 +68,24 @@ class Digest:
     ZERO: ClassVar[Digest]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lane0", self.lane0 % _MODULUS)
-        object.__setattr__(self, "lane1", self.lane1 % _MODULUS)
+        if (self.lane0 | self.lane1) >> 64:  # also of a negative one
+            msgspec.structs.force_setattr(self, "lane0", self.lane0 % _MODULUS)
+            msgspec.structs.force_setattr(self, "lane1", self.lane1 % _MODULUS)
 
     def __add__(self, other: Digest) -> Digest:
         return Digest(self.lane0 + other.lane0, self.lane1 + other.lane1)
 
     def __sub__(self, other: Digest) -> Digest:
         return Digest(self.lane0 - other.lane0, self.lane1 - other.lane1)
+
+    @classmethod
+    def total(cls, digests: Iterable[Digest]) -> Digest:
+        """Return the sum; of none it is zero."""
+        lane0 = lane1 = 0
+        for digest in digests:
+            lane0 += digest.lane0
+            lane1 += digest.lane1
+        return cls(lane0, lane1)
 
     def hex(self) -> str:
         """Return 32 lower-case hex digits, lane 0 first."""
@@ -166,7 +175,7 @@ def _array_digest(
     if threads == 1:
         return share(0)
     with ThreadPoolExecutor(threads) as pool:
-        return sum(pool.map(share, range(threads)), Digest.ZERO)
+        return Digest.total(pool.map(share, range(threads)))
 
 
 def _mix(x: Any) -> Any:

@@ -24,6 +24,7 @@ from engine_ext.dtypes import bits_dtype, itemsize
 from engine_ext.errors import MalformedPart
 from engine_ext.kernels import array, compile_loop, made_with_numba
 from engine_ext.wire.manifest import ParamEntry
+from engine_ext.wire.small_arrays import in_groups, joined
 from engine_ext.wire.zstd_frames import compress_planes, decompress_planes
 
 _Bytes = NDArray[np.uint8]
@@ -34,6 +35,8 @@ def encode_planes(values: Sequence[NDArray[Any]]) -> _Bytes:
 
     The result is the ``__values__`` tensor; see the top of this module.
     """
+    if values and values[0].itemsize <= 2:  # a param has one lower plane at most
+        values = [joined(values[group]) for group in in_groups(values)]
     planes = [_split(bits) for bits in values]
     highest = np.concatenate([np.empty(0, np.uint8), *(own for own, _ in planes)])
     return np.concatenate([*(own for _, own in planes), compress_planes(highest, search=False)])

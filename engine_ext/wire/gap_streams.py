@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from engine_ext.errors import MalformedPart, NotUpdatable
 from engine_ext.kernels import array, compile_loop, made_with_numba
 from engine_ext.wire.manifest import Limits, ParamEntry, skip_symbol
+from engine_ext.wire.small_arrays import in_groups, joined
 from engine_ext.wire.zstd_frames import compress_planes, decompress_planes
 
 _SYMBOLS: Final[dict[int, np.dtype[Any]]] = {1: np.dtype(np.uint8), 2: np.dtype("<u2")}
@@ -82,32 +83,37 @@ def join_streams(
     return np.concatenate(streams)
 
 
-def encode_gaps(
-    indices: NDArray[np.int64], stream: NDArray[np.uint8] | None = None
-) -> tuple[NDArray[np.uint8], int]:
+def check_streams(streams: Sequence[NDArray[np.uint8]], indices: Sequence[NDArray[Any]]) -> None:
+    """Raise ValueError if a stream of 1-byte symbols is not that of its indices.
+
+    They are compared in full, because a wrong stream would put values in wrong places.
+
+    Args:
+        streams: One per param, from `join_streams`.
+        indices: Likewise, int32 or int64 [nnz].
+    """
+    for group in in_groups(indices):
+        if not _encode(streams[group], indices[group]):
+            raise ValueError("the gap stream is that of other indices")
+
+
+def encode_gaps(indices: NDArray[np.int64]) -> tuple[NDArray[np.uint8], int]:
     """Encode one param's indices as a gap stream: uint8 [bytes], low plane first.
 
     With it comes its bytes per symbol, 1 or 2, whichever compresses better.
 
     Args:
-        indices: int64 [nnz], ascending, unique, from 0; with a stream also int32.
-        stream: Their stream from `join_streams`, if known. It is compared with the indices in
-            full, because a wrong one would put values in wrong places.
+        indices: int64 [nnz], ascending, unique, from 0.
 
     Raises:
-        ValueError: The indices are not ascending, or beyond any tensor; or the stream is not
-            theirs.
+        ValueError: The indices are not ascending, or beyond any tensor.
     """
     nnz = indices.size
     if not nnz:
         return np.empty(0, np.uint8), 1
-    largest = int(indices.max() if stream is None else indices[-1])
+    largest = int(indices.max())
     if largest >= _MAX_NUMEL:
         raise ValueError(f"an index of {largest}; tensors have at most {_MAX_NUMEL} elements")
-    if stream is not None:
-        if not _encodes(stream, indices):
-            raise ValueError("the gap stream is that of other indices")
-        return stream, 1
     if _bytes_suffice(nnz, largest + 1):
         return _symbols(indices, 1, largest), 1
     wide = _symbols(indices, 2, largest).view(np.uint8).reshape(-1, 2).T.reshape(-1)
@@ -126,13 +132,14 @@ def pack_streams(streams: Sequence[NDArray[np.uint8]], widths: Sequence[int]) ->
         streams: One per param, from `encode_gaps`; empty for a dense one.
         widths: Bytes of their symbols; 0 for a dense one.
     """
-    low: list[NDArray[np.uint8]] = [np.empty(0, np.uint8)]
-    high: list[NDArray[np.uint8]] = [np.empty(0, np.uint8)]
-    for stream, width in zip(streams, widths, strict=True):
-        symbols = stream.size // max(width, 1)
-        low.append(stream[:symbols])
-        high.append(stream[symbols:])
-    return compress_planes(np.concatenate(low), np.concatenate(high), search=True)
+    none = np.empty(0, np.uint8)
+    wide = [width == 2 for width in widths]
+    low = [
+        stream[: stream.size // 2] if two else stream
+        for stream, two in zip(streams, wide, strict=True)
+    ]
+    high = [stream[stream.size // 2 :] for stream, two in zip(streams, wide, strict=True) if two]
+    return compress_planes(np.concatenate([none, *low]), np.concatenate([none, *high]), search=True)
 
 
 def unpack_streams(
@@ -194,14 +201,20 @@ def join_planes(stream: NDArray[np.uint8], width: int) -> NDArray[Any]:
     return symbols
 
 
-def _encodes(stream: NDArray[np.uint8], indices: NDArray[Any]) -> bool:
-    """Return whether a stream of 1-byte symbols encodes these indices, int32 or int64."""
-    if not stream.size or stream[-1] == 255:
-        return False
-    loop = _match(indices.itemsize)
+def _encode(streams: Sequence[NDArray[np.uint8]], indices: Sequence[NDArray[Any]]) -> bool:
+    """Return whether streams of 1-byte symbols encode these indices, of one or more params."""
+    symbols, places = joined(streams), joined(indices)
+    loop = _match(places.itemsize)
     if loop is None:
-        return np.array_equal(_read_by_numpy(stream, 255), indices)
-    return loop(np.ascontiguousarray(stream), np.ascontiguousarray(indices))
+        return all(
+            np.array_equal(_read_by_numpy(stream, 255), own)
+            and (not stream.size or stream[-1] != 255)
+            for stream, own in zip(streams, indices, strict=True)
+        )
+    lengths, counts = (
+        np.array([each.size for each in arrays], np.int64) for arrays in (streams, indices)
+    )
+    return loop(np.ascontiguousarray(symbols), lengths, np.ascontiguousarray(places), counts)
 
 
 def _bytes_suffice(nnz: int, end: int) -> bool:
@@ -279,25 +292,33 @@ def _read_loop(symbols: Any, skip: Any, out: Any) -> Any:
     return count, index
 
 
-def _match_loop(stream: Any, indices: Any) -> Any:
-    """Compiled: compare a stream with indices; its last symbol ends a gap."""
-    count = 0
-    index = np.int64(0)
-    for symbol in stream:
-        index += np.int64(symbol)
-        if symbol != 255:
-            if count == indices.size or indices[count] != index:
-                return False
-            count += 1
-            index += 1
-    return count == indices.size
+def _match_loop(symbols: Any, lengths: Any, indices: Any, counts: Any) -> Any:
+    """Compiled: compare streams, `lengths` of symbols, with the indices of as many params."""
+    start = end = 0
+    for param in range(lengths.size):
+        stream, own = symbols[start : start + lengths[param]], indices[end : end + counts[param]]
+        count = 0
+        index = np.int64(0)
+        for symbol in stream:
+            index += np.int64(symbol)
+            if symbol != 255:
+                if count == own.size or own[count] != index:
+                    return False
+                count += 1
+                index += 1
+        if count != own.size or (stream.size and stream[-1] == 255):
+            return False
+        start += lengths[param]
+        end += counts[param]
+    return True
 
 
 @made_with_numba
-def _match(types: Any, width: int) -> Callable[[Any, Any], bool]:
+def _match(types: Any, width: int) -> Callable[[Any, Any, Any, Any], bool]:
     """Compile the loop for indices of `width` bytes; None without numba."""
-    indices = array(types, f"int{8 * width}")
-    return compile_loop(_match_loop, types.boolean(array(types, "uint8"), indices))
+    symbols, indices = array(types, "uint8"), array(types, f"int{8 * width}")
+    sizes = array(types, "int64")
+    return compile_loop(_match_loop, types.boolean(symbols, sizes, indices, sizes))
 
 
 @made_with_numba

@@ -62,7 +62,7 @@ class Limits:
     max_parts: int = 1 << 16  # of one sync
 
 
-class ParamEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+class ParamEntry(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One entry of ``params``: a tensor of the checkpoint and its slices of the two tensors.
 
     With a packed encoding the slices are those of the decompressed gap streams and values.
@@ -315,35 +315,43 @@ def _parse_params(text: str, encoding: str, limits: Limits) -> tuple[ParamEntry,
 
 
 def _check_entry(entry: ParamEntry, encoding: str, limits: Limits) -> None:
-    if not entry.name or len(entry.name.encode()) > limits.max_name_bytes:
+    name, shape, width = entry.name, entry.shape, entry.pos_width
+    numel, nnz = entry.numel, entry.nnz  # each is computed
+    if not name or len(name.encode()) > limits.max_name_bytes:
         raise MalformedPart(
-            f"a name in params is empty or over {limits.max_name_bytes} bytes: {entry.name[:80]!r}"
+            f"a name in params is empty or over {limits.max_name_bytes} bytes: {name[:80]!r}"
         )
     if entry.dtype not in TORCH_DTYPE:
-        raise MalformedPart(f"unknown dtype {entry.dtype[:80]!r}", tensor=entry.name)
-    if len(entry.shape) > limits.max_ndim:
-        raise MalformedPart(f"more than {limits.max_ndim} dimensions", tensor=entry.name)
-    if max(entry.numel, *entry.shape, 0) > limits.max_numel:
+        raise MalformedPart(f"unknown dtype {entry.dtype[:80]!r}", tensor=name)
+    if len(shape) > limits.max_ndim:
+        raise MalformedPart(f"more than {limits.max_ndim} dimensions", tensor=name)
+    if max(numel, *shape, 0) > limits.max_numel:
         message = f"a tensor of more than {limits.max_numel} elements"
-        raise TooLarge(message, tensor=entry.name, limit=limits.max_numel)
-    if entry.nnz < 0 or not _lengths_agree(entry, encoding):
-        raise MalformedPart("the lengths of positions and values disagree", tensor=entry.name)
-    if entry.is_dense:
-        return
-    if entry.pos_width not in POSITION_WIDTHS[encoding]:
-        sent = f"pos_width {entry.pos_width} with {entry.nnz} of {entry.numel} values"
-        raise MalformedPart(f"{sent} is not valid for {encoding}", tensor=entry.name)
-    if entry.nnz > entry.numel:
-        raise MalformedPart("more values than elements", tensor=entry.name)
-    if encoding == "indices" and entry.numel > INDICES_MAX_NUMEL:
-        raise MalformedPart("a tensor too large for int32 indices", tensor=entry.name)
-
-
-def _lengths_agree(entry: ParamEntry, encoding: str) -> bool:
+        raise TooLarge(message, tensor=name, limit=limits.max_numel)
+    is_legal = width in POSITION_WIDTHS[encoding]
     size = entry.pos_end - entry.pos_start
-    if encoding not in PACKED_ENCODINGS or entry.pos_width not in POSITION_WIDTHS[encoding]:
-        return size == entry.nnz * entry.pos_width
-    # Every element ends one symbol; the others are skips, of which only so many fit the tensor.
-    symbols, rest = divmod(size, entry.pos_width)
-    skips = entry.numel // skip_symbol(entry.pos_width) if entry.nnz else 0
-    return rest == 0 and entry.nnz <= symbols <= entry.nnz + skips
+    if is_legal and encoding in PACKED_ENCODINGS:
+        agree = _is_stream(size, width, nnz, numel)
+    else:
+        agree = size == nnz * width
+    if nnz < 0 or not agree:
+        raise MalformedPart("the lengths of positions and values disagree", tensor=name)
+    if width == 0 and nnz == numel:  # dense
+        return
+    if not is_legal:
+        sent = f"pos_width {width} with {nnz} of {numel} values"
+        raise MalformedPart(f"{sent} is not valid for {encoding}", tensor=name)
+    if nnz > numel:
+        raise MalformedPart("more values than elements", tensor=name)
+    if encoding == "indices" and numel > INDICES_MAX_NUMEL:
+        raise MalformedPart("a tensor too large for int32 indices", tensor=name)
+
+
+def _is_stream(size: int, width: int, nnz: int, numel: int) -> bool:
+    """Return whether the gap stream of some elements may have so many bytes.
+
+    Every element ends one symbol; the others are skips, of which only so many fit the tensor.
+    """
+    symbols, rest = divmod(size, width)
+    skips = numel // skip_symbol(width) if nnz else 0
+    return rest == 0 and nnz <= symbols <= nnz + skips

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from engine_ext.wire.positions import position_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class ParamDelta:
+class ParamDelta(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The changed elements of one param, in checkpoint coordinates.
+
+    A part has thousands of them, so they are made fast and are unknown to the garbage collector.
 
     Attributes:
         dtype: By its manifest name.
@@ -34,7 +35,7 @@ class ParamDelta:
     indices: NDArray[np.int64] | None
     values: NDArray[Any]
     differences: bool = False
-    stream: NDArray[np.uint8] | None = field(default=None, compare=False, repr=False)
+    stream: NDArray[np.uint8] | None = None
     cleared: NDArray[Any] | None = None
     new_checksum: str | None = None
 

@@ -21,7 +21,7 @@ from engine_ext.wire.checksum import verify_checksum, xxh3_checksum
 from engine_ext.wire.container import Header, read_container, write_container
 from engine_ext.wire.digest import ALGORITHM
 from engine_ext.wire.exponent_planes import decode_planes, encode_planes
-from engine_ext.wire.gap_streams import pack_streams, unpack_streams
+from engine_ext.wire.gap_streams import check_streams, pack_streams, unpack_streams
 from engine_ext.wire.manifest import (
     BIT_CHANGES,
     DIFFERENCES,
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _DEFAULT_LIMITS: Final = Limits()
+_NOTHING: Final = np.empty(0, np.uint8)
 _WORTH_THREADS = 1 << 19  # bytes that take far longer to pack or unpack than threads take to start
 _SHARE = 1 << 20  # bytes of gap streams that are worth a thread of their own
 
@@ -220,27 +221,35 @@ def encode_part(
     values_dtype = dtypes.pop() if dtypes else "uint8"
     if values_dtype not in TORCH_DTYPE:
         raise ValueError(f"unknown dtype {values_dtype!r}")
+    bits = bits_dtype(values_dtype)
+    packed = encoding in PACKED_ENCODINGS
     entries: list[ParamEntry] = []
     pieces: list[NDArray[np.uint8]] = []
+    given: list[tuple[NDArray[np.uint8], NDArray[Any]]] = []  # streams, and their indices
     pos_end = val_end = 0
     for delta in deltas:
-        _check_delta(delta, encoding)
+        _check_delta(delta, encoding, bits)
         if delta.indices is None:
-            raw, width = np.empty(0, np.uint8), 0
+            raw, width = _NOTHING, 0
+        elif packed and delta.stream is not None:
+            raw, width = delta.stream, 1
+            given.append((raw, delta.indices))
         else:
-            raw, width = encode_positions(encoding, delta.indices, delta.stream)
+            raw, width = encode_positions(encoding, delta.indices)
         pos_start, pos_end = pos_end, pos_end + raw.size
-        val_start, val_end = val_end, val_end + delta.nnz
+        val_start, val_end = val_end, val_end + delta.values.size
         slices = (pos_start, pos_end, width, val_start, val_end)
-        shown = (delta.name, delta.dtype, delta.shape)
-        entries.append(ParamEntry(*shown, *slices, new_checksum=delta.new_checksum))
+        entries.append(
+            ParamEntry(delta.name, delta.dtype, delta.shape, *slices, delta.new_checksum)
+        )
         pieces.append(raw)
-    if encoding in PACKED_ENCODINGS:
+    check_streams([stream for stream, _ in given], [indices for _, indices in given])
+    if packed:
         widths = [entry.pos_width for entry in entries]
-        positions, packed = _packed(encoding, pieces, widths, deltas)
-        values, values_dtype = [packed], "uint8"
+        positions, compressed = _packed(encoding, pieces, widths, deltas)
+        values, values_dtype = [compressed], "uint8"
     else:
-        positions = np.concatenate([np.empty(0, np.uint8), *pieces])
+        positions = np.concatenate([_NOTHING, *pieces])
         values = [np.ascontiguousarray(delta.values) for delta in deltas]
 
     digests = {
@@ -296,8 +305,8 @@ def _packed(
         return positions.result(), packed
 
 
-def _check_delta(delta: ParamDelta, encoding: str) -> None:
-    if delta.values.ndim != 1 or delta.values.dtype != bits_dtype(delta.dtype):
+def _check_delta(delta: ParamDelta, encoding: str, bits: np.dtype[Any]) -> None:
+    if delta.values.ndim != 1 or delta.values.dtype != bits:
         raise ValueError(
             f"{delta.name}: values are {delta.values.dtype} {delta.values.shape},"
             f" not the bits of {delta.dtype} in one dimension"

@@ -31,14 +31,11 @@ _GAP_DTYPE: Final[dict[int, np.dtype[Any]]] = {2: np.dtype("<u2"), 4: np.dtype("
 _MAX_POSITIONS: Final = 2**31 - 1
 
 
-def encode_positions(
-    encoding: str, indices: NDArray[np.int64], stream: NDArray[np.uint8] | None = None
-) -> tuple[NDArray[np.uint8], int]:
+def encode_positions(encoding: str, indices: NDArray[np.int64]) -> tuple[NDArray[np.uint8], int]:
     """Encode one param's flat indices.
 
     Args:
         indices: int32 or int64 [nnz], ascending, unique, from 0.
-        stream: Their gap stream, if known; used only by the gap8 encodings.
 
     Returns:
         The bytes, uint8 [nnz * pos_width], and ``pos_width``: 4 for ``indices``; 2 if all gaps
@@ -48,14 +45,12 @@ def encode_positions(
     Raises:
         ValueError: Unknown encoding; indices not ascending; an index of 2**31 or more with
             ``indices``; a gap of 2**32 or more with ``deltas``; with a gap8 encoding an index
-            beyond any tensor, or a stream of other indices.
+            beyond any tensor.
     """
     if encoding not in POSITION_WIDTHS:
         raise ValueError(f"unknown encoding {encoding!r}")
     if encoding in PACKED_ENCODINGS:
-        # `encode_gaps` takes int32 indices too if it need not encode them.
-        wide = indices if stream is not None else indices.astype(np.int64, copy=False)
-        return encode_gaps(wide, stream)
+        return encode_gaps(indices.astype(np.int64, copy=False))
     gaps = np.diff(indices, prepend=np.int64(-1))
     gaps -= 1
     if gaps.size and gaps.min() < 0:

@@ -32,9 +32,26 @@ from engine_ext.kernels import (
     trailing_zeros,
 )
 from engine_ext.wire.manifest import ParamEntry
+from engine_ext.wire.small_arrays import in_groups, joined
 from engine_ext.wire.zstd_frames import compress_planes, decompress_planes
 
 _ESCAPE: Final = 15
+
+
+def differences_of(new: Sequence[NDArray[Any]], old: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+    """Return new minus old bit patterns of each param, modulo 2**width.
+
+    Args:
+        new, old: One of each per param: unsigned ints of one width, [nnz].
+    """
+    found: list[NDArray[Any]] = []
+    for group in in_groups(new):
+        differences = joined(new[group]) - joined(old[group])
+        start = 0
+        for bits in new[group]:
+            found.append(differences[start : start + bits.size])
+            start += bits.size
+    return found
 
 
 def encode_differences(values: Sequence[NDArray[Any]]) -> NDArray[np.uint8]:
@@ -45,7 +62,7 @@ def encode_differences(values: Sequence[NDArray[Any]]) -> NDArray[np.uint8]:
             [nnz].
     """
     none = np.empty(0, np.uint8)
-    found = [_zigzag_nibbles(differences) for differences in values]
+    found = [_zigzag_nibbles(values[group]) for group in in_groups(values)]
     nibbles = np.concatenate([none, *(pairs for pairs, _ in found)])
     escaped = np.concatenate([none, *(whole.view(np.uint8) for _, whole in found)])
     return compress_planes(nibbles, escaped, search=False)
@@ -85,18 +102,27 @@ def decode_differences(raw: NDArray[np.uint8], params: Sequence[ParamEntry]) -> 
     return found
 
 
-def _zigzag_nibbles(differences: NDArray[Any]) -> tuple[NDArray[np.uint8], NDArray[Any]]:
-    """Return the nibbles, two a byte, and the zigzag-encoded differences that are escaped."""
-    size, width = differences.size, differences.itemsize
+def _zigzag_nibbles(
+    params: Sequence[NDArray[Any]],
+) -> tuple[NDArray[np.uint8], NDArray[Any]]:
+    """Return the nibbles, two a byte, and the zigzag-encoded differences that are escaped.
+
+    Both are those of one or more params, one after another; each param begins a byte.
+    """
+    sizes = np.array([differences.size for differences in params], np.int64)
+    differences = joined(params)
+    width = differences.itemsize
+    ends = np.cumsum(sizes + sizes % 2)  # of each param's nibbles
     loops = _loops(width)
     if loops is not None:
-        pairs: NDArray[np.uint8] = np.empty((size + 1) // 2, np.uint8)
-        whole = np.empty(size, differences.dtype)
+        pairs: NDArray[np.uint8] = np.empty(int(ends[-1]) // 2, np.uint8)
+        whole = np.empty(differences.size, differences.dtype)
         signed = np.ascontiguousarray(differences).view(f"i{width}")
-        return pairs, whole[: loops.split(signed, pairs, whole)]
+        return pairs, whole[: loops.split(signed, sizes, pairs, whole)]
     zigzag = differences << 1 ^ (0 - (differences >> (8 * width - 1)))
-    small: NDArray[np.uint8] = np.zeros(size + size % 2, np.uint8)
-    small[:size] = np.minimum(zigzag, _ESCAPE)
+    small: NDArray[np.uint8] = np.zeros(int(ends[-1]), np.uint8)
+    padding = np.repeat(ends - np.cumsum(sizes) - sizes % 2, sizes)  # before each difference
+    small[np.arange(zigzag.size) + padding] = np.minimum(zigzag, _ESCAPE)
     return small[::2] | np.left_shift(small[1::2], 4), zigzag[zigzag >= _ESCAPE]
 
 
@@ -126,20 +152,27 @@ def _unzigzag_nibbles(pairs: NDArray[np.uint8], number: int, dtype: np.dtype[Any
     return out[:number]
 
 
-def _split_loop(differences: Any, pairs: Any, whole: Any) -> Any:
-    """Compiled: encode; return how many are escaped. `whole` has room for all."""
-    count = 0
-    for k in range(differences.size):
-        signed = np.int64(differences[k])
-        zigzag = np.uint64(signed << 1 ^ signed >> 63)
-        if zigzag >= np.uint64(15):
-            whole[count] = zigzag
-            count += 1
-            zigzag = np.uint64(15)
-        if k % 2:
-            pairs[k // 2] |= np.uint8(zigzag << np.uint64(4))
-        else:
-            pairs[k // 2] = np.uint8(zigzag)
+def _split_loop(differences: Any, sizes: Any, pairs: Any, whole: Any) -> Any:
+    """Compiled: encode params of these sizes; return how many differences are escaped.
+
+    `whole` has room for all of them.
+    """
+    count = start = at = 0
+    for size in sizes:
+        own, nibbles = differences[start : start + size], pairs[at:]
+        for k in range(size):
+            signed = np.int64(own[k])
+            zigzag = np.uint64(signed << 1 ^ signed >> 63)
+            if zigzag >= np.uint64(15):
+                whole[count] = zigzag
+                count += 1
+                zigzag = np.uint64(15)
+            if k % 2:
+                nibbles[k // 2] |= np.uint8(zigzag << np.uint64(4))
+            else:
+                nibbles[k // 2] = np.uint8(zigzag)
+        start += size
+        at += (size + 1) // 2
     return count
 
 
@@ -183,7 +216,7 @@ def _join_loop(pairs: Any, out: Any) -> None:
 
 
 class _Loops(NamedTuple):
-    split: Callable[[Any, Any, Any], int]
+    split: Callable[[Any, Any, Any, Any], int]
     number: Callable[[Any, Any], int]
     find: Callable[[Any, Any, Any], None]
     join: Callable[[Any, Any], None]
@@ -200,8 +233,9 @@ def _loops(types: Any, width: int) -> _Loops:
     nibbles, found = array(types, "uint8"), array(types, "int64", readonly=False)
     written = array(types, "uint8", readonly=False)
     out = array(types, f"uint{8 * width}", readonly=False)
+    sizes, differences = array(types, "int64"), array(types, f"int{8 * width}")
     return _Loops(
-        compile_loop(_split_loop, types.int64(array(types, f"int{8 * width}"), written, out)),
+        compile_loop(_split_loop, types.int64(differences, sizes, written, out)),
         compile_loop(_count_loop, types.int64(words, nibbles)),
         compile_loop(_find_loop, types.void(words, nibbles, found)),
         compile_loop(_join_loop, types.void(nibbles, out)),

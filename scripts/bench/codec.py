@@ -38,7 +38,7 @@ import importlib.util
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from typing import Any
 import numpy as np
 import torch
 import zstandard
+from msgspec.structs import replace
 from rich import box
 from rich.console import Console
 from rich.table import Table

@@ -122,7 +122,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     )
 
     def digest() -> Digest:
-        return sum(applier.plan.scan(options.threads).values(), Digest.ZERO)
+        return Digest.total(applier.plan.scan(options.threads).values())
 
     digests = dict(applier.digests)
     groups = _parts({name: tensor.nbytes for name, tensor in base.items()})
@@ -145,7 +145,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             # Memory that could be written to, like the spool file that an engine maps.
             bodies.append(bytearray(encode_part(deltas, encoding="indices", **metadata)))
         syncs.append(bodies)
-        sent.append(sum(digests.values(), Digest.ZERO))
+        sent.append(Digest.total(digests.values()))
     del base
 
     seconds: dict[str, tuple[float, float]] = {}

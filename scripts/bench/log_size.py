@@ -96,7 +96,7 @@ def sizes(old: Bits, new: Bits) -> dict[str, int]:
     """Write one version in every way; return the bytes of its files."""
     deltas = deltas_of(old, new, usable_cores())
     differences = as_differences(deltas, old)
-    proof = sum((_change(delta, old[param]) for delta, param in _pairs(deltas, old)), Digest.ZERO)
+    proof = Digest.total(_change(delta, old[param]) for delta, param in _pairs(deltas, old))
     proven = proof.hex()
     return {
         "log, differences": _logged(differences, DIFFERENCES, proven),

@@ -94,7 +94,11 @@ def diff(old: _Bits, new: _Bits, pool: ThreadPoolExecutor) -> list[Difference]:
     """Find the changes as a sync does."""
     comparisons = Comparisons(pool, streams=True)
     begun = [
-        comparisons.begin(old[param], new[param], f"model.layers.{number}.weight")
+        comparisons.begin(
+            gather_scatter.signed(old[param]),
+            gather_scatter.signed(new[param]),
+            f"model.layers.{number}.weight",
+        )
         for number, param in enumerate(synthetic_weights.params(old))
     ]
     return [wait() for wait in begun]

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from delta_sender.diff_host import Comparisons
+from engine_ext.kernels import gather_scatter
 from engine_ext.wire import ParamDelta
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -67,7 +68,12 @@ def deltas_of(old: Bits, new: Bits, threads: int, dtype: str = "bfloat16") -> li
     """Compare two copies of the weights as a sender does."""
     with ThreadPoolExecutor(threads) as pool:
         comparisons = Comparisons(pool, streams=True)
-        begun = [comparisons.begin(old[param], new[param], None) for param in params(old)]
+        begun = [
+            comparisons.begin(
+                gather_scatter.signed(old[param]), gather_scatter.signed(new[param]), None
+            )
+            for param in params(old)
+        ]
         found = [wait() for wait in begun]
     names = (f"model.layers.{number}.weight" for number in range(len(found)))
     return [

@@ -66,7 +66,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add, positive = parser.add_argument, command_line.at_least(1)
     elements_help = "elements in all (default: %(default)s)"
     add("--elements", type=positive, metavar="N", default=12 << 24, help=elements_help)
-    add("--most", type=positive, metavar="N", default=3072, help="tensors (default: %(default)s)")
+    add("--most", type=positive, metavar="N", default=18_867, help="tensors (default: %(default)s)")
     add("--repeats", type=positive, metavar="N", default=5, help="(default: %(default)s)")
     add("--json", action="store_true", help="end with one line of JSON")
     return parser.parse_args(arguments)

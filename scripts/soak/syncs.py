@@ -86,7 +86,7 @@ class Trainer:
     def digest(self) -> str:
         """Return the digest of all tensors in hex, as the endpoint writes it."""
         digests = (tensor_digest(name, _bits(t)) for name, t in self.tensors.items())
-        return sum(digests, start=Digest.ZERO).hex()
+        return Digest.total(digests).hex()
 
 
 def _bits(tensor: torch.Tensor) -> Any:

@@ -322,7 +322,7 @@ def serialize_with_commits(
 
 def total_digest(shares: Iterable[str]) -> str:
     """Return the model's digest from the shares that the ranks count, in hex."""
-    return sum(map(Digest.parse, shares), start=Digest.ZERO).hex()
+    return Digest.total(map(Digest.parse, shares)).hex()
 
 
 def sum_by_name(shares: Iterable[Mapping[str, str]]) -> dict[str, Digest]:

@@ -21,7 +21,7 @@ async def describe_digests(engine: Engine, scan: bool) -> dict[str, Any]:
     replies = await call(engine, GetDigest(scan=scan))
     tensors = _sum_by_name(reply.tensors for reply in replies)
     tracked = _sum_by_name(reply.tracked for reply in replies)
-    total = sum(tensors.values(), start=Digest.ZERO)
+    total = Digest.total(tensors.values())
     found: dict[str, Any] = {
         "version": replies[0].version,
         "digest": total.hex(),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 from hypothesis import settings
+from msgspec.structs import replace
 from safetensors.torch import save
 
 from engine_ext.dtypes import bits_dtype

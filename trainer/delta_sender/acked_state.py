@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
 from delta_sender.diff_loop import Bits
@@ -272,10 +273,13 @@ def digest_of(tensors: Iterable[tuple[str, Bits]]) -> Digest:
     """Return the digest of whole tensors, given as (name, bits [numel])."""
     threads = usable_cores()
     digests = (tensor_digest(name, values, threads=threads) for name, values in tensors)
-    return sum(digests, start=Digest.ZERO)
+    return Digest.total(digests)
 
 
 def without_old(changes: Changes) -> Changes:
     """Return the changes without old bits and gap streams, which only sending them needs."""
     none = np.empty(0)
-    return {key: replace(change, old=none, stream=None) for key, change in changes.items()}
+    return {
+        key: msgspec.structs.replace(change, old=none, stream=None)
+        for key, change in changes.items()
+    }

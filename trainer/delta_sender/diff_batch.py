@@ -12,15 +12,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
+import torch
 
-from delta_sender.diff_loop import Bits, Difference, find_differing
+from delta_sender.diff_loop import Difference, find_differing
 from engine_ext.kernels import array, compile_loop, made_with_numba, memory_at, register_intrinsics
 from engine_ext.wire import Digest, loops
 
 # Compiled loops know global functions by plain names.
 _digest_sums, _write_gaps, _SKIP = loops.digest_sums, loops.write_gaps, loops.BYTE_SKIP
 
-Pair: TypeAlias = tuple[Bits, Bits, str | None]  # old, new, name
+Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor, str | None]  # old, new, name
 
 
 class _Scratch(threading.local):
@@ -45,21 +46,22 @@ _scratch: Final = _Scratch()
 def compare_batch(pairs: Sequence[Pair], *, streams: bool) -> list[Difference] | None:
     """Compare pairs of small tensors; see `delta_sender.diff_host.Comparisons`.
 
+    Args:
+        pairs: Contiguous tensors in host memory, the two of a pair of one size, all of one element
+            size. Their addresses are all that is taken from them, as making an array of each
+            takes longer than to compare it.
+
     Returns:
         What `delta_sender.diff_host.compare` returns for each, but views of common arrays; None if
-        it must be asked: without numba, for several dtypes, and for memory that is not aligned.
+        it must be asked: without numba, and for memory that is not aligned.
     """
-    first = pairs[0][0]
-    loop = _loop(first.itemsize)
-    together = all(
-        one.dtype == first.dtype and one.flags.aligned and one.flags.c_contiguous
-        for old, new, _ in pairs
-        for one in (old, new)
-    )
-    if loop is None or not together:
+    width = pairs[0][0].element_size()
+    loop = _loop(width)
+    addresses = np.array([(old.data_ptr(), new.data_ptr()) for old, new, _ in pairs], np.uint64)
+    if loop is None or (addresses % width).any():
         return None
-    sizes = np.array([old.size for old, _, _ in pairs], np.int64)
-    addresses = np.array([(_address(old), _address(new)) for old, new, _ in pairs], np.uint64)
+    bits = np.dtype(f"u{width}")
+    sizes = np.array([old.numel() for old, _, _ in pairs], np.int64)
     seeds = np.array(
         [(0, 0) if name is None else loops.digest_seeds(name) for *_, name in pairs], np.uint64
     )
@@ -67,32 +69,27 @@ def compare_batch(pairs: Sequence[Pair], *, streams: bool) -> list[Difference] |
     counts, ends = np.empty((2, sizes.size), np.int64)
     lanes = np.empty((sizes.size, 2), np.uint64)
     places = _scratch.indices
-    old, new = _scratch.old.view(first.dtype), _scratch.new.view(first.dtype)
+    old, new = _scratch.old.view(bits), _scratch.new.view(bits)
     symbols = _scratch.symbols if streams else _scratch.symbols[:0]
     found, written = loop(
-        *(addresses, sizes, seeds, loops.DIGEST_FACTORS, first[:0]),
+        *(addresses, sizes, seeds, loops.DIGEST_FACTORS, np.empty(0, bits)),
         *(places, old, new, symbols, counts, ends, lanes),
     )
     indices, was, now = places[:found].astype(np.int32), old[:found].copy(), new[:found].copy()
     stream = symbols[:written].copy()
     differences = []
     start = at = 0
-    for (before, _, name), count, end, sums in zip(
-        pairs, counts.tolist(), ends.tolist(), lanes.tolist(), strict=True
+    for (*_, name), size, count, end, sums in zip(
+        pairs, sizes.tolist(), counts.tolist(), ends.tolist(), lanes.tolist(), strict=True
     ):
         own = slice(start, start + count)
         gaps = None
-        if end >= 0 and before.size:
+        if end >= 0 and size:
             gaps, at = stream[at:end], end
         change = None if name is None else Digest(*sums)
         differences.append(Difference(indices[own], was[own], now[own], change, gaps))
         start += count
     return differences
-
-
-def _address(bits: Bits) -> int:
-    address: int = bits.__array_interface__["data"][0]
-    return address
 
 
 def _compare_all(

@@ -87,7 +87,7 @@ def _compare_by_operators(
 
 def is_on_device(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is compared on its device, and not in host memory."""
-    return tensor.device.type == "cuda"
+    return tensor.is_cuda
 
 
 class DeviceSide:

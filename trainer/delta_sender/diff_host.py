@@ -13,18 +13,20 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from delta_sender.diff_batch import Pair, compare_batch
 from delta_sender.diff_loop import Bits, Difference, loop_of
+from engine_ext.kernels import bits_of, host_bits
 from engine_ext.wire import Digest, ParamDelta, byte_stream, change_digest, join_streams
 
 _CHUNK: Final = 1 << 21  # elements that a thread compares at a time; a multiple of any line's
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(msgspec.Struct, frozen=True, eq=False, gc=False):
     """How a tensor differs from what it is compared with; private copies, see `Difference`.
 
     Attributes:
@@ -52,9 +54,17 @@ class Change:
         """Bytes of its new values and their indices."""
         return self.new.nbytes + (0 if self.indices is None else self.indices.nbytes)
 
-    def delta(self, name: str) -> ParamDelta:
-        """Return the new values, to be sent under a name."""
-        return ParamDelta(name, self.dtype, self.shape, self.indices, self.new, stream=self.stream)
+    @property
+    def own_nbytes(self) -> int:
+        """Bytes of all its arrays that are not the snapshot's."""
+        stream = 0 if self.stream is None else self.stream.nbytes
+        return self.nbytes + (0 if self.indices is None else self.old.nbytes) + stream
+
+    def delta(self, name: str, values: Bits, *, differences: bool) -> ParamDelta:
+        """Return its elements, to be sent under a name: new values, or new minus old ones."""
+        return ParamDelta(
+            name, self.dtype, self.shape, self.indices, values, differences, self.stream
+        )
 
 
 class Comparisons:
@@ -70,58 +80,85 @@ class Comparisons:
 
     def __init__(self, pool: Executor, *, streams: bool = False) -> None:
         self._pool, self._streams = pool, streams
-        self._batch = _Batch()
+        self._batches: dict[int, _Batch] = {}  # those to add to, by the bytes of an element
 
-    def begin(self, old: Bits, new: Bits, name: str | None) -> Callable[[], Difference]:
+    def begin(
+        self, old: torch.Tensor, new: torch.Tensor, name: str | None
+    ) -> Callable[[], Difference]:
         """Begin to compare two tensors, or soon; return a function that waits for the result.
 
         Args:
-            old, new: Bit patterns, unsigned ints of one width, contiguous [n]. They must not
+            old, new: In host memory, contiguous, of one size and element size. They must not
                 change until the result has been asked for.
             name: The tensor's name, if the change of its digest is wanted.
 
         Raises:
-            ValueError: The tensors differ in dtype or shape.
+            ValueError: The tensors differ in size or element size.
         """
-        _check(old, new)
-        if old.size >= _CHUNK:
-            return _begin_large(old, new, name, self._pool, self._streams)
-        batch, number = self._batch, len(self._batch.pairs)
+        size, width = old.numel(), old.element_size()
+        if new.numel() != size or new.element_size() != width:
+            raise ValueError("old and new are not of one size and element size")
+        if size >= _CHUNK:
+            return _begin_large(_bits(old), _bits(new), name, self._pool, self._streams)
+        batch = self._batches.get(width)
+        if batch is None:
+            batch = self._batches[width] = _Batch(width)
         batch.pairs.append((old, new, name))
-        batch.elements += old.size
+        batch.elements += size
         if batch.elements >= _CHUNK:
-            self._submit()
+            self._submit(batch)
+        return _Waiting(self, batch, len(batch.pairs) - 1)
 
-        def wait() -> Difference:
-            if batch is self._batch:
-                self._submit()
-            if batch.found is None:
-                assert batch.future is not None
-                batch.found = batch.future.result()
-            return batch.found[number]
+    def wait_for(self, batch: _Batch) -> list[Difference]:
+        """Return what a batch's thread has found."""
+        if batch.future is None:
+            self._submit(batch)
+        assert batch.future is not None
+        return batch.future.result()
 
-        return wait
-
-    def _submit(self) -> None:
-        batch, self._batch = self._batch, _Batch()
+    def _submit(self, batch: _Batch) -> None:
+        del self._batches[batch.width]
         batch.future = self._pool.submit(self._compare_all, batch.pairs)
 
     def _compare_all(self, pairs: list[Pair]) -> list[Difference]:
         found = compare_batch(pairs, streams=self._streams)
         if found is None:
-            found = [compare(old, new, name, streams=self._streams) for old, new, name in pairs]
+            found = [
+                compare(_bits(old), _bits(new), name, streams=self._streams)
+                for old, new, name in pairs
+            ]
         pairs.clear()  # the caller may free them before it asks for all results
         return found
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Small tensors that one thread compares."""
+    """Small tensors that one thread compares, all of one element size."""
 
+    width: int
     pairs: list[Pair] = field(default_factory=list)
     elements: int = 0
     future: Future[list[Difference]] | None = None
     found: list[Difference] | None = None
+
+
+class _Waiting(msgspec.Struct, eq=False, gc=False):
+    """Waits for one tensor of a batch. There is one for each: a closure would be five objects."""
+
+    comparisons: Comparisons
+    batch: _Batch
+    number: int
+
+    def __call__(self) -> Difference:
+        batch = self.batch
+        if batch.found is None:
+            batch.found = self.comparisons.wait_for(batch)
+        return batch.found[self.number]
+
+
+def _bits(tensor: torch.Tensor) -> Bits:
+    """Return a contiguous tensor in host memory as its bits, [n]; no copy."""
+    return host_bits(bits_of(tensor.detach().view(-1)))
 
 
 def _begin_large(
@@ -152,11 +189,20 @@ def _begin_large(
 def compare(
     old: Bits, new: Bits, name: str | None = None, threads: int = 1, *, streams: bool = False
 ) -> Difference:
-    """Compare two tensors, in `threads` threads (1: the caller's); see `Comparisons.begin`."""
+    """Compare two tensors' bits, in `threads` threads (1: the caller's).
+
+    Args:
+        old, new: Unsigned ints of one width, contiguous [n].
+        name: See `Comparisons.begin`.
+        streams: Whether the gap stream is wanted.
+
+    Raises:
+        ValueError: The tensors differ in dtype or shape.
+    """
+    _check(old, new)
     if threads > 1 and old.size > _CHUNK:
         with ThreadPoolExecutor(threads) as pool:
-            return Comparisons(pool, streams=streams).begin(old, new, name)()
-    _check(old, new)
+            return _begin_large(old, new, name, pool, streams)()
     starts = range(0, old.size, _CHUNK)
     found = [_compare_chunk(old, new, start, name, streams) for start in starts]
     return _joined(found, new.dtype, name)
@@ -171,12 +217,12 @@ def _joined(found: Sequence[Difference], dtype: np.dtype[Any], name: str | None)
     pieces = [(one.indices, one.stream) for one in found if one.stream is not None]
     stream = join_streams(pieces) if pieces else None
     if len(found) == 1:
-        return found[0]._replace(stream=stream)
+        return msgspec.structs.replace(found[0], stream=stream)
     return Difference(
         np.concatenate([np.empty(0, np.int32), *(one.indices for one in found)]),
         np.concatenate([np.empty(0, dtype), *(one.old for one in found)]),
         np.concatenate([np.empty(0, dtype), *(one.new for one in found)]),
-        None if name is None else sum((d for one in found if (d := one.change)), Digest.ZERO),
+        None if name is None else Digest.total(d for one in found if (d := one.change)),
         stream,
     )
 

@@ -8,8 +8,9 @@ line, and the wrong ones are overwritten. It runs without the interpreter lock.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,7 +32,7 @@ Bits = NDArray[Any]  # unsigned ints [n]
 _AHEAD: Final = 64  # lines to prefetch; the hardware's own prefetch is shorter
 
 
-class Difference(NamedTuple):
+class Difference(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The elements that differ.
 
     Attributes:

@@ -23,6 +23,7 @@ from delta_sender.sync_round import SyncRound
 from delta_sender.warm_up import warm_up
 from engine_ext.delta_log import digests_of, open_log, read_version
 from engine_ext.errors import LogDamaged
+from engine_ext.resources import no_full_collections
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -161,6 +162,7 @@ class LogSender(AbstractContextManager["LogSender"]):
         """Publish every tensor whole, from which an engine may start. Raises what `sync` raises."""
         return self._sync(tensors, full=True)
 
+    @no_full_collections()
     def _sync(self, tensors: NamedTensors, *, full: bool) -> SyncReport:
         state, writer = self._session.state, self._destination.writer
         limit = self._options["changes_in_memory"]

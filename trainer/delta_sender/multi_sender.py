@@ -28,6 +28,7 @@ from delta_sender.sync_round import SyncRound
 from delta_sender.warm_up import warm_up
 from engine_ext.delta_log import open_log
 from engine_ext.dtypes import TORCH_DTYPE
+from engine_ext.resources import no_full_collections
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -232,6 +233,7 @@ class MultiSender(AbstractContextManager["MultiSender"]):
     def _all(self) -> list[Session]:
         return self._sessions if self._log is None else [*self._sessions, self._log]
 
+    @no_full_collections()
     def _sync(self, tensors: NamedTensors, *, full: bool) -> dict[str, SyncReport]:
         self._end_unfinished()
         started = time.perf_counter()

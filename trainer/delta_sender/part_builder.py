@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from delta_sender.acked_state import AckedState, digest_of
@@ -17,20 +18,35 @@ from delta_sender.diff_host import Change
 from delta_sender.encoding_policy import EncodingChoice, ParamStats, escaped_share
 from delta_sender.sync_round import Attempt, SyncRound
 from engine_ext.dtypes import TORCH_DTYPE
-from engine_ext.wire import DIFFERENCES, Digest, ParamDelta, change_digest, encode_part
+from engine_ext.wire import (
+    DIFFERENCES,
+    Digest,
+    ParamDelta,
+    change_digest,
+    differences_of,
+    encode_part,
+    position_bytes,
+)
 
 _LARGE: Final = 128 << 20  # bytes; a larger tensor of which most has changed goes dense
 
 
-@dataclass(frozen=True, slots=True)
-class _Param:
+class _Param(msgspec.Struct, eq=False, gc=False):
     """What one param adds to a part."""
 
     name: str  # that it is sent under
-    delta: ParamDelta  # differences are computed from it when the part is encoded
+    sent: Change | ParamDelta  # with its indices; dense
     change: Change | None  # of what the destination holds; None if a full sync finds none
     is_key: bool  # `name` is the name in the snapshot, so that the digest of `change` is valid
     choice: EncodingChoice
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of positions and values, before compression."""
+        if isinstance(self.sent, ParamDelta):
+            return self.sent.payload_bytes(self.choice.encoding)
+        assert self.sent.indices is not None
+        return position_bytes(self.choice.encoding, self.sent.indices) + self.sent.new.nbytes
 
     @property
     def digest(self) -> Digest:
@@ -59,7 +75,7 @@ class _Bucket:
         """
         if len(self.params) < 2:
             return []
-        sizes = [param.delta.payload_bytes(self.encoding) for param in self.params]
+        sizes = [param.nbytes for param in self.params]
         smallest = sizes.index(min(sizes))
         return [_Bucket(self.encoding, [self.params.pop(smallest)], sizes[smallest])]
 
@@ -88,7 +104,9 @@ class PartBuilder:
         self._snapshot, self._state = state.snapshot, state
         self._bucket_bytes, self._speed = bucket_bytes, speed
         self._nnz = self._count = 0
-        self._choices: Counter[str] = Counter()
+        self._choices: Counter[EncodingChoice] = Counter()
+        policy = attempt.policy
+        self._sparsely = policy.sparsely(proven=False), policy.sparsely(proven=True)
         self.digest = state.digest  # after the parts built so far; None if no digest is kept
 
     def __iter__(self) -> Iterator[Part]:
@@ -115,8 +133,8 @@ class PartBuilder:
             **self._digests(bucket, last),
         }
         params, bucket.params = bucket.params, []
-        self._nnz += sum(param.delta.nnz for param in params)
-        self._choices.update(str(param.choice) for param in params)
+        self._nnz += sum(param.sent.nnz for param in params)
+        self._choices.update(param.choice for param in params)
         # Destinations that have missed nothing get the same bytes for the same metadata.
         choices = [(param.name, param.choice) for param in params]
         owner = id(self._state) if self._state.missed and not self._attempt.full else None
@@ -137,7 +155,7 @@ class PartBuilder:
             "full_bytes": sum(image.nbytes for image in images),
             "parts": self._count,
             "digest": None if self.digest is None else self.digest.hex(),
-            "picked": dict(self._choices),
+            "picked": {str(choice): count for choice, count in self._choices.items()},
         }
 
     def _digests(self, bucket: _Bucket, last: bool) -> dict[str, str]:
@@ -160,17 +178,17 @@ class PartBuilder:
         plan = self._state.plan
         if self._attempt.full:  # of the very values that are sent
             return digest_of(
-                (p.name, p.delta.values) for p in bucket.params if p.name in plan.digested
+                (param.name, param.sent.values)
+                for param in bucket.params
+                if isinstance(param.sent, ParamDelta) and param.name in plan.digested
             )
-        counted = (param for param in bucket.params if plan.counts(param.name))
-        return sum((param.digest for param in counted), start=Digest.ZERO)
+        return Digest.total(param.digest for param in bucket.params if plan.counts(param.name))
 
     def _buckets(self) -> Iterator[tuple[_Bucket, bool]]:
         """Yield full buckets, and whether each is the last."""
         open_buckets: dict[tuple[str, str], _Bucket] = {}
         for param in self._params():
-            encoding, dtype = param.choice.encoding, param.delta.dtype
-            size = param.delta.payload_bytes(encoding)
+            encoding, dtype, size = param.choice.encoding, param.sent.dtype, param.nbytes
             bucket = open_buckets.get((encoding, dtype))
             if bucket is not None and bucket.nbytes + size > self._bucket_bytes:
                 yield bucket, False
@@ -196,12 +214,12 @@ class PartBuilder:
                 change = snapshot.change_between(key, self._state.missed.get(key), read)
                 for name in names[key] if full or change else ():
                     choice = self._choose(name, change)
+                    sent: Change | ParamDelta
                     if change is None or choice.dense:
-                        delta = replace(snapshot.image(key, read), name=name)
+                        sent = msgspec.structs.replace(snapshot.image(key, read), name=name)
                     else:
-                        change = snapshot.sparse(change)
-                        delta = change.delta(name)
-                    yield _Param(name, delta, change, name == key, choice)
+                        sent = change = snapshot.sparse(change)
+                    yield _Param(name, sent, change, name == key, choice)
 
     def _choose(self, name: str, change: Change | None) -> EncodingChoice:
         """Return how a param travels. Differences need old values that a digest proves."""
@@ -209,7 +227,7 @@ class PartBuilder:
         is_proven = not full and self._state.plan.counts(name)
         is_large = change is not None and change.indices is None
         if policy.is_fixed and not (full or change is None or is_large):
-            return policy.sparsely(proven=is_proven)
+            return self._sparsely[is_proven]
         image = self._snapshot.image(self._snapshot.key(name))
         values, escaped = image.values, None
         nnz = values.size if change is None else change.nnz
@@ -222,17 +240,16 @@ class PartBuilder:
         return policy.choose(stats, only_dense, self._speed.bytes_per_s)
 
 
-def _encode(params: Iterable[_Param], *, encoding: str, **metadata: Any) -> bytes:
-    deltas = [param.delta for param in params]
-    if encoding == DIFFERENCES:
-        deltas = [
-            ParamDelta(
-                *(delta.name, delta.dtype, delta.shape, delta.indices),
-                delta.values - param.change.old,
-                differences=True,
-                stream=delta.stream,
-            )
-            for delta, param in zip(deltas, params, strict=True)
-            if param.change is not None
-        ]
+def _encode(params: Sequence[_Param], *, encoding: str, **metadata: Any) -> bytes:
+    changes = [param.sent for param in params if isinstance(param.sent, Change)]
+    values = [change.new for change in changes]
+    if encoding == DIFFERENCES:  # none is dense
+        values = differences_of(values, [change.old for change in changes])
+    following = iter(values)
+    deltas = [
+        param.sent
+        if isinstance(param.sent, ParamDelta)
+        else param.sent.delta(param.name, next(following), differences=encoding == DIFFERENCES)
+        for param in params
+    ]
     return encode_part(deltas, encoding=encoding, **metadata)

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import replace
 from typing import Final, TypeAlias
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from delta_sender.diff_device import DeviceSide, is_on_device
@@ -22,7 +22,7 @@ from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
 from engine_ext.kernels import gather_scatter
 from engine_ext.kernels.triton import runs_kernels
 from engine_ext.resources import usable_cores
-from engine_ext.wire import PACKED_ENCODINGS, Digest, ParamDelta, tensor_digest
+from engine_ext.wire import PACKED_ENCODINGS, Digest, ParamDelta, position_bytes, tensor_digest
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Changes = dict[str, Change]  # by name in the snapshot
@@ -31,6 +31,8 @@ _Given: TypeAlias = tuple[str, torch.Tensor, str | None, str]  # as `_with_ties`
 
 # Collections that keep their tensors.
 _HOLDING: Final[tuple[type, ...]] = (list, tuple, type({}.items()))
+# Types whose tensors have memory of their own.
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 # Most bytes of tensors that are being compared while an earlier one is waited for.
 _AHEAD: Final = 128 << 20
 # Elements that a thread writes at a time, at least.
@@ -52,13 +54,14 @@ class Snapshot:
         self._encoding, self._streams = encoding, encoding in PACKED_ENCODINGS
         self._devices = DeviceSide(snapshot_on)
         self._dense: dict[str, ParamDelta] = {}
+        self._memory: dict[str, torch.Tensor] = {}  # of their values
         self._threads = usable_cores()
         self.tied: dict[str, str] = {}  # keys by the further names of tied tensors
         for name, tensor, first in _with_ties(base):
             if is_on_device(tensor):
                 runs_kernels(tensor.device)  # compiles them now, not in the first sync
             if first is None:
-                self._dense[name] = self._keep(_to_bits(name, tensor))
+                self._set(name, self._keep(_to_bits(name, tensor)))
             else:
                 self.tied[name] = first
 
@@ -159,10 +162,10 @@ class Snapshot:
         """Begin to compare a tensor, in the memory that it is in."""
         old = self._dense[key]
         if not is_on_device(tensor):
-            return comparisons.begin(old.values, host_bits(name, tensor), digested)
+            return comparisons.begin(self._memory[key], _in_host_memory(name, tensor), digested)
         bits = self._devices.prepare(key, old.values, tensor.device, self.nbytes)
         if bits is not old.values:
-            self._dense[key] = replace(old, values=bits)
+            self._set(key, replace(old, values=bits))
         return self._devices.begin(key, bits, _flat_bits(tensor), digested)
 
     def _known(self, name: str, tensor: torch.Tensor, first: str | None) -> str:
@@ -213,7 +216,7 @@ class Snapshot:
         """Return the digest of every tensor, under its key."""
         threads, dense = self._threads, self._dense.items()
         digests = (tensor_digest(name, one.values, threads=threads) for name, one in dense)
-        return sum(digests, start=Digest.ZERO)
+        return Digest.total(digests)
 
     def advance(self, changes: Changes) -> None:
         """Apply the committed `changes`."""
@@ -222,22 +225,32 @@ class Snapshot:
                 pass
 
     def _apply(self, changes: Sequence[tuple[str, Change]]) -> None:
-        for key, change in changes:
-            values = self._dense[key].values
-            if change.indices is None:
-                values[:] = change.new
-            else:
-                gather_scatter.write(values, change.indices, change.new)
+        """Apply one dense change, or several sparse ones of one element size."""
+        (key, first), *more = changes
+        if first.indices is None:
+            assert not more
+            self._dense[key].values[:] = first.new
+        elif not more:
+            gather_scatter.write(self._dense[key].values, first.indices, first.new)
+        else:
+            gather_scatter.write_many(
+                [self._memory[key] for key, _ in changes],
+                [change.indices for _, change in changes if change.indices is not None],
+                [change.new for _, change in changes],
+            )
 
     def _keep(self, dense: ParamDelta) -> ParamDelta:
         return replace(dense, values=dense.values.copy())
+
+    def _set(self, key: str, dense: ParamDelta) -> None:
+        self._dense[key], self._memory[key] = dense, gather_scatter.signed(dense.values)
 
     def _change(self, old: ParamDelta, found: Difference) -> Change | None:
         """Return a difference as a change of `old`; None if nothing differs."""
         if not found.indices.size:
             return None
-        sparse = ParamDelta(old.name, old.dtype, old.shape, found.indices, found.new)
-        if sparse.payload_bytes(self._encoding) < old.values.nbytes:
+        nbytes = position_bytes(self._encoding, found.indices) + found.new.nbytes
+        if nbytes < old.values.nbytes:
             indices, was, new, stream = found.indices, found.old, found.new, found.stream
         else:
             indices, was, new, stream = None, old.values, old.values.copy(), None
@@ -257,17 +270,24 @@ class MappedSnapshot(Snapshot):
 
 
 def _batches(changes: Changes) -> Iterator[list[tuple[str, Change]]]:
-    """Yield the changes, so many at a time that a thread has work for longer than it is woken."""
-    batch: list[tuple[str, Change]] = []
-    elements = 0
+    """Yield what `Snapshot._apply` takes, so much that a thread works for longer than it is woken.
+
+    A change that is enough by itself is by itself.
+    """
+    batches: dict[int, list[tuple[str, Change]]] = {}
+    elements = dict.fromkeys((1, 2, 4, 8), 0)
     for item in changes.items():
-        batch.append(item)
-        elements += item[1].new.size
-        if elements >= _WRITTEN:
-            yield batch
-            batch, elements = [], 0
-    if batch:
-        yield batch
+        change = item[1]
+        size, width = change.new.size, change.new.itemsize
+        if change.indices is None or size >= _WRITTEN:
+            yield [item]
+            continue
+        batches.setdefault(width, []).append(item)
+        elements[width] += size
+        if elements[width] >= _WRITTEN:
+            yield batches.pop(width)
+            elements[width] = 0
+    yield from batches.values()
 
 
 def _with_ties(tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor, str | None]]:
@@ -278,7 +298,7 @@ def _with_ties(tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor, str |
     names: dict[tuple[object, ...], str] = {}
     for name, tensor in tensors:
         storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        view = (tensor.storage_offset(), tensor.dtype, *tensor.shape, *tensor.stride())
         first = names.setdefault((storage, *view), name)
         yield name, tensor, first if first != name and tensor.numel() else None
 
@@ -311,6 +331,16 @@ def host_bits(name: str, tensor: torch.Tensor) -> Bits:
         tensor = tensor.cpu()
     bits: Bits = _flat_bits(tensor).numpy().view(bits_dtype(dtype))
     return bits
+
+
+def _in_host_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, or its bits, contiguous in host memory; maybe no copy.
+
+    It has memory of its own, which a tensor of a subclass may not have.
+    """
+    if type(tensor) in _PLAIN and tensor.is_cpu and tensor.is_contiguous():
+        return tensor
+    return gather_scatter.signed(host_bits(name, tensor))
 
 
 def _flat_bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
+from msgspec.structs import replace
 
 from delta_sender.diff_host import Change
 from delta_sender.diff_loop import Bits
@@ -36,16 +36,18 @@ class Spill:
         Raises:
             OSError: The file cannot be written.
         """
+        size = change.own_nbytes
+        fits = size <= self._left
+        if fits:
+            self._left -= size
+            if not self.spilled:
+                return change
         own: dict[str, Any] = {"new": change.new}
         if change.indices is not None:
             own |= {"indices": change.indices, "old": change.old}
         if change.stream is not None:
             own["stream"] = change.stream
-        size = sum(array.nbytes for array in own.values())
-        if size <= self._left:
-            self._left -= size
-            if not self.spilled:
-                return change
+        if fits:
             # Small tensors that were compared together have common arrays, which one of them would
             # keep in memory when the others are in a file. Only those of the first spill are.
             return replace(change, **{name: array.copy() for name, array in own.items()})

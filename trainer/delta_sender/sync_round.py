@@ -93,14 +93,15 @@ class SyncRound:
         """
         left = _WORTH_WAKING
         for key, change in tensors:
-            left -= _WORTH_WAKING // 64 if change is None else _WORTH_WAKING // 64 + change.nbytes
-            with self._changed:
-                self._tensors.append((key, change))
-                if change is not None:
-                    self.changes[key] = change
-                if left <= 0:
+            left -= _WORTH_WAKING // 64
+            if change is not None:
+                left -= change.nbytes
+                self.changes[key] = change
+            self._tensors.append((key, change))  # senders copy what is there, also meanwhile
+            if left <= 0:
+                left = _WORTH_WAKING
+                with self._changed:
                     self._changed.notify_all()
-                    left = _WORTH_WAKING
         with self._changed:
             self._is_complete = True
             self._changed.notify_all()

@@ -30,7 +30,8 @@ def warm_up(dtypes: Iterable[str], encoding: str) -> None:
     for dtype in sorted(set(dtypes)):
         snapshot = np.zeros(2, bits_dtype(dtype))
         pair = snapshot, snapshot + snapshot.dtype.type(1), "weight"
-        compare_batch([pair], streams=True)
+        old, new = (gather_scatter.signed(bits) for bits in pair[:2])
+        compare_batch([(old, new, "weight")], streams=True)
         found = compare(*pair, streams=True)
         gather_scatter.write(snapshot, found.indices, found.new)
         tensor_digest("weight", snapshot)

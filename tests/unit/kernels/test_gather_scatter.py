@@ -53,6 +53,37 @@ def test_elements_of_every_width(
 @BACKENDS
 @PROPERTY
 @given(
+    dtype=st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.float64]),
+    sizes=st.lists(st.integers(1, 90), min_size=1, max_size=6),
+    index=st.sampled_from([np.int32, np.int64]),
+    odd=st.booleans(),
+    seed=st.integers(0, 1 << 20),
+)
+def test_elements_of_many_tensors(
+    compiled: bool, dtype: torch.dtype, sizes: list[int], index: type, odd: bool, seed: int
+) -> None:
+    """Also of memory that is not aligned, and of tensors of which nothing is written."""
+    random = np.random.default_rng(seed)
+    width = dtype.itemsize
+    live, offsets, bits, expected = [], [], [], []
+    for size in sizes:
+        raw = random.integers(0, 256, size * width + odd, np.uint8)[int(odd) :]
+        live.append(torch.from_numpy(raw.view(f"i{width}" if width > 1 else "u1")).view(dtype))
+        offsets.append(random.permutation(size)[: random.integers(0, size + 1)].astype(index))
+        bits.append(random.integers(0, 1 << 8 * width, offsets[-1].size, dtype=f"u{width}"))
+        right = raw.copy().view(f"u{width}")
+        right[offsets[-1]] = bits[-1]
+        expected.append((raw, right))
+    loop = gather_scatter._loop_of_many if compiled else lambda width, index: None
+    with mock.patch.object(gather_scatter, "_loop_of_many", loop):
+        gather_scatter.write_many(live, offsets, bits)
+    for raw, right in expected:
+        assert raw.tobytes() == right.tobytes()
+
+
+@BACKENDS
+@PROPERTY
+@given(
     width=st.sampled_from([1, 2, 4, 8]),
     index=st.sampled_from([np.int32, np.int64]),
     chosen=st.sets(st.integers(0, 799), max_size=700),

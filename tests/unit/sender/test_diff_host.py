@@ -5,14 +5,17 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from delta_sender import diff_host
 from delta_sender.diff_host import Comparisons
 from delta_sender.diff_host import compare as compared
+from engine_ext.kernels.gather_scatter import signed
 from engine_ext.wire.digest import change_digest
 from engine_ext.wire.gap_streams import encode_gaps
 from tests.support.served_models import PROPERTY
@@ -75,7 +78,7 @@ def test_chunks_and_threads(threads: int, compiled: bool, monkeypatch: pytest.Mo
     new[::200] ^= 1
     with ThreadPoolExecutor(2) as pool:
         comparisons = Comparisons(pool)
-        pending = [comparisons.begin(old, new, name) for name in ("w", "v", "")]
+        pending = [comparisons.begin(signed(old), signed(new), name) for name in ("w", "v", "")]
     changes = [wait().change for wait in pending]
     assert changes[0] == found.change
     assert len(set(changes)) == 3
@@ -94,12 +97,12 @@ def test_small_tensors_are_compared_some_at_a_time(monkeypatch: pytest.MonkeyPat
     for order in (range(len(pairs)), reversed(range(len(pairs))), rng.permutation(len(pairs))):
         with ThreadPoolExecutor(2) as pool:
             comparisons = Comparisons(pool, streams=True)
-            waits = [comparisons.begin(*pair) for pair in pairs]
+            waits = [comparisons.begin(signed(old), signed(new), name) for old, new, name in pairs]
             for number in order:
-                found, right = waits[number](), expected[number]
-                for one, other in zip(found, right, strict=True):
+                both = waits[number](), expected[number]
+                for one, other in zip(*map(msgspec.structs.astuple, both), strict=True):
                     same = np.array_equal if isinstance(one, np.ndarray) else operator.eq
-                    assert same(one, other)  # type: ignore[arg-type, operator]
+                    assert same(one, other)  # type: ignore[operator]
 
 
 def test_a_thread_gets_a_chunk_of_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,19 +116,41 @@ def test_a_thread_gets_a_chunk_of_small_tensors(monkeypatch: pytest.MonkeyPatch)
 
     with Pool(1) as pool:
         comparisons = Comparisons(pool)
-        tensors = [np.zeros(30, np.uint16) for _ in range(9)]
+        tensors = [torch.zeros(30, dtype=torch.int16) for _ in range(9)]
         waits = [comparisons.begin(tensor, tensor, None) for tensor in tensors]
         assert len(handed) == 2
         waits[3]()
         assert len(handed) == 2
         waits[8]()
         assert len(handed) == 3
-        with pytest.raises(ValueError, match="one dtype and shape"):
-            comparisons.begin(tensors[0], tensors[0][1:], None)
+        for other in (tensors[0][1:], tensors[0].int()):
+            with pytest.raises(ValueError, match="one size and element size"):
+                comparisons.begin(tensors[0], other, None)
+
+
+def test_each_element_size_has_a_batch_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However they alternate: a batch of several sizes would be compared one by one."""
+    batches: list[list[int]] = []
+    original = diff_host.compare_batch
+
+    def compare_batch(pairs: Any, *, streams: bool) -> Any:
+        batches.append([new.element_size() for _, new, _ in pairs])
+        return original(pairs, streams=streams)
+
+    monkeypatch.setattr(diff_host, "compare_batch", compare_batch)
+    with ThreadPoolExecutor(1) as pool:
+        comparisons, waits = Comparisons(pool), []
+        for number in range(9):
+            old = torch.arange(5, dtype=(torch.bfloat16, torch.float32, torch.uint8)[number % 3])
+            new = old.clone()
+            new[number % 5] = 77
+            waits.append(comparisons.begin(old, new, None))
+        assert [wait().indices.tolist() for wait in waits] == [[n % 5] for n in range(9)]
+    assert sorted(batches) == [[1] * 3, [2] * 3, [4] * 3]
 
 
 def test_small_tensors_that_were_compared_are_let_go() -> None:
-    tensor = np.zeros(30, np.uint16)
+    tensor = torch.zeros(30)
     with ThreadPoolExecutor(1) as pool:
         comparisons = Comparisons(pool)
         waits = [comparisons.begin(tensor, tensor, None) for _ in range(3)]

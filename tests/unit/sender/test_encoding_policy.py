@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -99,7 +100,7 @@ def test_of_many_changes_the_shorter_form_goes(density: float, encoding: str) ->
     new = synthetic_weights.change(old, density, rng)
     values = synthetic_weights.deltas_of(old, new, 1)
     sparse = synthetic_weights.as_differences(values, old) if encoding == "gap8_ulp" else values
-    dense = [replace(values[0], indices=None, values=new)]
+    dense = [msgspec.structs.replace(values[0], indices=None, values=new)]
     sizes = [
         len(encode_part(sparse, encoding=encoding, current_version=1, digest_part="0" * 32)),
         len(encode_part(dense, encoding="gap8_exp", current_version=1)),

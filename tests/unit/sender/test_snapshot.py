@@ -69,8 +69,9 @@ def test_a_collection_that_makes_its_tensors_is_not_held() -> None:
         def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
             for name in ("a", "b", "c"):
                 tensor = torch.ones(4)
-                # Of those before, the last may still be a variable of who iterates.
-                assert all(one() is None for one in alive[:-1])
+                # The last one before may still be a variable of who iterates; and small ones are
+                # compared together, in the second pass.
+                assert all(one() is None for one in alive[: min(2, len(alive) - 1)])
                 alive.append(weakref.ref(tensor))
                 yield name, tensor
                 del tensor
@@ -85,3 +86,40 @@ def test_a_collection_that_makes_its_tensors_is_not_held() -> None:
     read = held.read(Lazy())
     assert [key for key, change in read if change is not None] == ["a", "b", "c"]
     assert len(alive) == 6
+    del read
+    assert all(one() is None for one in alive)
+
+
+class Subclass(torch.Tensor):
+    """As frameworks have; it may have no memory of its own."""
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_tensors_of_every_kind_are_compared_together(dense: bool) -> None:
+    """Of every element size, not contiguous, with a gradient, at odd addresses, of a subclass."""
+    odd = torch.from_numpy(np.zeros(41, np.uint8)[1:].view(np.int16)).view(torch.bfloat16)
+    tensors = {
+        "bytes": torch.arange(50, dtype=torch.uint8),
+        "wide": torch.arange(50, dtype=torch.float64),
+        "turned": torch.arange(50, dtype=torch.bfloat16).reshape(5, 10).T,
+        "parameter": torch.nn.Parameter(torch.arange(50, dtype=torch.float32)),
+        "odd": odd,
+        "subclass": torch.arange(50, dtype=torch.bfloat16).as_subclass(Subclass),
+        "plain": torch.arange(50, dtype=torch.bfloat16),
+        "scalar": torch.tensor(1.0),
+    }
+    kept = Snapshot(tensors.items(), "gap8_ulp")
+    for _ in range(2):
+        with torch.no_grad():
+            for tensor in tensors.values():
+                tensor += 1 if dense else (torch.arange(tensor.numel()) == 7).view(tensor.shape)
+        found = changes(kept, tensors)
+        expected = {name: t.numel() if dense else 1 for name, t in tensors.items()}
+        if not dense:
+            del expected["scalar"]
+        assert {name: change.nnz for name, change in found.items()} == expected
+        kept.advance(found)
+        assert changes(kept, tensors) == {}
+        for name, tensor in tensors.items():
+            bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            assert kept.image(name).values.tobytes() == bits.numpy().tobytes()

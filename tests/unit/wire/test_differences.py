@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -45,7 +46,7 @@ def differences(
         assert delta.indices is not None
         old = bits(base[name])[delta.indices]
         change += change_digest(name, delta.indices, old, delta.values)
-        deltas.append(replace(delta, values=delta.values - old, differences=True))
+        deltas.append(msgspec.structs.replace(delta, values=delta.values - old, differences=True))
     return encode_part(
         deltas, encoding="gap8_ulp", current_version=version, digest_part=change.hex()
     )

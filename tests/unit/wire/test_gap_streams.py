@@ -12,6 +12,7 @@ from engine_ext.errors import MalformedPart, NotUpdatable
 from engine_ext.wire import gap_streams
 from engine_ext.wire.gap_streams import (
     byte_stream,
+    check_streams,
     decode_gaps,
     encode_gaps,
     join_streams,
@@ -186,8 +187,8 @@ def test_pieces_are_joined_to_the_whole(gaps_between: list[int], cuts: list[int]
         assert indices[-1] + 1 > 256 * indices.size
     else:
         assert (raw.tobytes(), width) == (stream.tobytes(), 1)
-        assert encode_gaps(indices, stream)[0] is stream
-        assert encode_gaps(indices.astype(np.int32), stream)[0] is stream
+        check_streams([stream], [indices])
+        check_streams([stream], [indices.astype(np.int32)])
 
 
 def test_joined_streams_by_hand() -> None:
@@ -208,7 +209,7 @@ def test_the_stream_of_other_indices(other: list[int]) -> None:
     stream = encode_gaps(indices_of(other))[0]
     for dtype in (np.int32, np.int64):
         with pytest.raises(ValueError, match="of other indices"):
-            encode_gaps(indices_of([1, 4, 7]).astype(dtype), stream)
+            check_streams([stream], [indices_of([1, 4, 7]).astype(dtype)])
 
 
 @pytest.mark.usefixtures("loops")
@@ -216,7 +217,31 @@ def test_the_stream_of_other_indices(other: list[int]) -> None:
 def test_a_stream_that_ends_elsewhere(stream: str) -> None:
     raw = np.frombuffer(bytes.fromhex(stream), np.uint8)
     with pytest.raises(ValueError, match="of other indices"):
-        encode_gaps(indices_of([1, 4, 7]), raw)
+        check_streams([raw], [indices_of([1, 4, 7])])
+
+
+@PROPERTY
+@given(
+    params=st.lists(st.sets(st.integers(0, 600), max_size=8), min_size=1, max_size=6),
+    wide=st.booleans(),
+)
+@pytest.mark.usefixtures("loops")
+def test_the_streams_of_several_params(params: list[set[int]], wide: bool) -> None:
+    """Each is that of its own indices; it does not suffice that all of them are right together."""
+    indices = [indices_of(sorted(own)) for own in params]
+    streams = [byte_stream(own, 0) for own in indices]
+    check_streams(streams, [own if wide else own.astype(np.int32) for own in indices])
+    for number, own in enumerate(indices):
+        if own.size:
+            moved = [*indices]
+            moved[number] = np.append(own[:-1], own[-1] + 1)
+            with pytest.raises(ValueError, match="of other indices"):
+                check_streams(streams, moved)
+    first, second = byte_stream(indices_of([0, 1, 2]), 0), byte_stream(indices_of([0]), 0)
+    check_streams([first, second], [indices_of([0, 1, 2]), indices_of([0])])
+    for other in ([2, 3], [0, 1]):
+        with pytest.raises(ValueError, match="of other indices"):
+            check_streams([first, second], [indices_of([0, 1]), indices_of(other)])
 
 
 @pytest.mark.usefixtures("loops")

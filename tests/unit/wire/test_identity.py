@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
+from msgspec.structs import replace
 
 from engine_ext.wire import Limits, ParamDelta, encode_part, read_container, write_container
 from engine_ext.wire.identity import part_identity

@@ -18,6 +18,7 @@ from delta_sender.snapshot import Snapshot
 from delta_sender.spill import Spill
 from delta_sender.sync_round import SyncRound
 from delta_sender.warm_up import warm_up
+from engine_ext.resources import no_full_collections
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -149,6 +150,7 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         """Send every tensor whole, whatever the engine holds. Raises what `sync` raises."""
         return self._sync(shards, step, full=True)
 
+    @no_full_collections()
     def _sync(self, shards: Shards, step: int | None, *, full: bool) -> ShardedReport:
         started, state = time.perf_counter(), self._session.state
         self._count += 1
