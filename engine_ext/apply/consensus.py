@@ -9,7 +9,7 @@ held the same old values, and that the digests which the parts declare are those
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from engine_ext.apply.staged import StagedPart
@@ -27,9 +27,10 @@ def brief(staged: Sequence[StagedPart], digest: Digest) -> dict[str, Any]:
     return {
         "counted": sum(param.counted for part in staged for param in part.params),
         "changes": [
-            total(param.change - param.replaced for param in part.params).hex() for part in staged
+            Digest.total(param.change - param.replaced for param in part.params).hex()
+            for part in staged
         ],
-        "added": total(param.change for part in staged for param in part.params).hex(),
+        "added": Digest.total(param.change for part in staged for param in part.params).hex(),
         "replicas": [[list(ranks), change.hex()] for ranks, change in replicas.items()],
         "digest": digest.hex(),
     }
@@ -49,25 +50,17 @@ def agree(staged: Sequence[StagedPart], briefs: Sequence[dict[str, Any]]) -> Non
     full = all(part.manifest.full for part in staged)
     if not full:
         _check_replicas(briefs)
-    before = total(Digest.parse(answer["digest"]) for answer in briefs)
+    before = Digest.total(Digest.parse(answer["digest"]) for answer in briefs)
     for number, part in enumerate(staged):
-        change = total(Digest.parse(answer["changes"][number]) for answer in briefs)
+        change = Digest.total(Digest.parse(answer["changes"][number]) for answer in briefs)
         _check_digest("the digest of a part's change", part.manifest.digest_part, change, number)
         if not part.manifest.full:
             _check_digest("the model's digest", part.manifest.digest_before, before, number)
     # A full sync replaces everything that the digest before it covers.
-    added = total(Digest.parse(answer["added"]) for answer in briefs)
+    added = Digest.total(Digest.parse(answer["added"]) for answer in briefs)
     after = added if full else before + added
     for number, part in enumerate(staged):
         _check_digest("the digest after the sync", part.manifest.digest_after, after, number)
-
-
-def total(digests: Iterable[Digest]) -> Digest:
-    """Return the sum of many digests; cheaper than to make one for every intermediate sum."""
-    lane0 = lane1 = 0
-    for digest in digests:
-        lane0, lane1 = lane0 + digest.lane0, lane1 + digest.lane1
-    return Digest(lane0, lane1)
 
 
 def _check_replicas(briefs: Sequence[dict[str, Any]]) -> None:

@@ -127,7 +127,7 @@ class DeltaApplier:
     @property
     def digest(self) -> Digest:
         """The digest of all covered elements that this rank counts."""
-        return consensus.total(self.digests.values())
+        return Digest.total(self.digests.values())
 
     def stage(self, part: Part) -> StagedPart:
         """Check every param of a part and prepare its writes. The model is only read.
@@ -144,8 +144,7 @@ class DeltaApplier:
             part = replace(part, deltas=tuple(d for d in part.deltas if d.name not in names))
         for delta in part.deltas:
             checks.check_param(delta, self.plan, self._writer.refusal)
-        size = sum(entry.end - entry.start for entry in self._index.entries)
-        undo = not part.manifest.full or size <= self._undo_bytes
+        undo = not part.manifest.full or self._size() <= self._undo_bytes
         keep = self._writer.keeps_deltas
         staged = stage_part(part, self.plan, self._threads, undo=undo, keep=keep)
         for delta in ignored:
@@ -316,7 +315,7 @@ class DeltaApplier:
                     others = [
                         c for ranks, c in param.replicas.items() if ranks[0] != self.plan.rank
                     ]
-                    self.copies[name] += consensus.total(others)
+                    self.copies[name] += Digest.total(others)
                 if name not in self.digests:  # another rank counts it
                     continue
                 if part.manifest.full:  # then it is the digest of the new values
@@ -357,6 +356,10 @@ class DeltaApplier:
             "uncertified": uncertified(self.plan.placement),
             "digest": self.digest.hex(),
         }
+
+    def _size(self) -> int:
+        """Return the bytes of the weights."""
+        return sum(entry.end - entry.start for entry in self._index.entries)
 
     def _written(self, staged: Sequence[StagedPart]) -> frozenset[str]:
         """Return the live tensors on this rank that a sync writes to, by name."""

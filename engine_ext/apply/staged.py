@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
+
 from engine_ext.errors import BaseMismatch
 from engine_ext.placement import HostElements, LiveElements, WholeBox
 from engine_ext.wire import Digest, Manifest, ParamDelta
@@ -20,8 +22,7 @@ from engine_ext.wire import Digest, Manifest, ParamDelta
 CHANGED: Final = "a weight changed between staging and commit; send the sync again"
 
 
-@dataclass(slots=True)
-class Write:
+class Write(msgspec.Struct, eq=False, gc=False):
     """Elements of one live tensor, with their old and new bits.
 
     Attributes:
@@ -114,8 +115,7 @@ class Write:
             self.written = False
 
 
-@dataclass(slots=True)
-class StagedParam:
+class StagedParam(msgspec.Struct, eq=False, gc=False):
     """One param of a part, or a piece of it, ready to be written on this rank.
 
     Attributes:
@@ -135,14 +135,14 @@ class StagedParam:
     nnz: int
     dense: bool
     delta: ParamDelta | None = None
-    writes: list[Write] = field(default_factory=list)
+    writes: list[Write] = []
     counted: int = 0
     change: Digest = Digest.ZERO
     replaced: Digest = Digest.ZERO
-    replicas: dict[tuple[int, ...], Digest] = field(default_factory=dict)
+    replicas: dict[tuple[int, ...], Digest] = {}
 
     @classmethod
-    def of(cls, delta: ParamDelta, *, keep: bool) -> StagedParam:
+    def of(cls, delta: ParamDelta, *, keep: bool = False) -> StagedParam:
         """Return a param without writes; with `keep` it has its `delta`."""
         return cls(delta.name, delta.nnz, delta.indices is None, delta if keep else None)
 

@@ -8,9 +8,9 @@ one piece of one tensor are small. The undo log keeps its array alive, and not t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,8 +21,7 @@ from engine_ext.wire import ParamDelta
 _ALIGN = 64  # bytes of a cache line, which no two threads should write to
 
 
-@dataclass(frozen=True, slots=True)
-class StagedArrays:
+class StagedArrays(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The elements of a sparse delta in one run of live memory, to be filled piece by piece.
 
     Attributes:
@@ -39,6 +38,8 @@ class StagedArrays:
 
     def piece(self, start: int, stop: int) -> StagedArrays:
         """Return those of the delta's values from `start` to `stop`; views."""
+        if start <= self.start and stop >= self.stop:
+            return self
         start = min(max(start, self.start), self.stop)
         stop = max(start, min(stop, self.stop))
         here = slice(start - self.start, stop - self.start)
@@ -70,8 +71,9 @@ class _Layout:
 
     def add(self, count: int, dtype: Any) -> None:
         """Add an array of `count` elements."""
-        nbytes = count * np.dtype(dtype).itemsize
-        self._views.append((self._size, nbytes, np.dtype(dtype)))
+        dtype = np.dtype(dtype)
+        nbytes = count * dtype.itemsize
+        self._views.append((self._size, nbytes, dtype))
         self._size += -(-nbytes // _ALIGN) * _ALIGN
 
     def arrays(self) -> list[NDArray[Any]]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -67,8 +68,11 @@ def stage_part(
         NotUpdatable: a cast would change the bits of a new value.
     """
     manifest = part.manifest
-    own = all(holds_all(delta, plan.targets.get(delta.name, ())) for delta in part.deltas)
-    stager = _Stager(plan.rank, manifest.full, undo, manifest.digest_part is not None, own)
+    # Of sparse deltas no memory is kept; see `_Stager._box`.
+    whole = any(delta.indices is None for delta in part.deltas) and all(
+        holds_all(delta, plan.targets.get(delta.name, ())) for delta in part.deltas
+    )
+    stager = _Stager(plan.rank, manifest.full, undo, manifest.digest_part is not None, whole)
     arrays = _arrays(part, plan)
     pieces: list[_Piece] = []
     counts = []
@@ -79,15 +83,22 @@ def stage_part(
         pieces += [(delta, targets, digested, own_arrays, start, stop) for start, stop in found]
     on_devices = _on_devices(pieces, stager, threads)
     todo = [*zip(pieces, on_devices, strict=True)]
-    staged = iter(threads.map(lambda one: stager.stage(*one[0], one[1]), todo))
+    staged = iter(threads.map(lambda one: stager.stage(*one[0], one[1]), todo, _size))
     params = []
     for delta, count in zip(part.deltas, counts, strict=True):
-        param = StagedParam.of(delta, keep=keep)
-        for _ in range(count):
+        param = next(staged) if count else StagedParam.of(delta)
+        for _ in range(count - 1):
             param.absorb(next(staged))
+        if keep:
+            param.delta = delta
         params.append(param)
     upload_new([write for param in params for write in param.writes])
     return StagedPart(manifest, params, unproven=prove_here(part, plan, threads))
+
+
+def _size(piece: tuple[_Piece, _OnDevices]) -> int:
+    delta, *_, start, stop = piece[0]
+    return (stop - start) * delta.values.itemsize
 
 
 def _on_devices(
@@ -148,8 +159,7 @@ def _is_gathered(delta: ParamDelta, target: Target) -> bool:
     return exact and delta.indices is not None and delta.cleared is None
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
+class _Found(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The elements of a piece that are in one segment, each once."""
 
     new: Bits  # in the checkpoint dtype, [n]
@@ -184,7 +194,7 @@ class _Stager:
         `arrays` has those of the targets whose elements one loop finds, by number, and `on_devices`
         what is located already.
         """
-        staged = StagedParam.of(delta, keep=False)
+        staged = StagedParam.of(delta)
         if delta.indices is None and start == 0:
             staged.writes += [self._box(delta, t) for t in targets if t.segment.repack is None]
         old_of: dict[int, Bits] = {}

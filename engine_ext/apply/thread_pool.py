@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TypeVar
+from itertools import chain
+from typing import Final, TypeVar
 
+_MANY: Final = 1 << 17  # bytes that take a thread far longer than to be woken
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
@@ -18,28 +20,46 @@ class ThreadPool:
         self._threads = threads
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="delta-write")
 
-    def map(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+    def map(
+        self,
+        function: Callable[[_Item], _Result],
+        items: Sequence[_Item],
+        size: Callable[[_Item], int] = lambda item: _MANY,
+    ) -> list[_Result]:
         """Return the results of all items, in order, or raise what the function raised for one.
 
         If it raises, the items that no thread had started are skipped. Nothing runs after it
         returns or raises, so that an undo never runs during a write.
+
+        Args:
+            size: bytes of an item. A thread takes several small items at a time: threads that take
+                turns under the interpreter's lock are slower than one of them.
         """
-        results: dict[int, _Result] = {}
-        todo = deque(enumerate(items))
+        results: list[list[_Result]] = []
+        todo: deque[tuple[list[_Result], list[_Item]]] = deque()
+        room = 0
+        for item in items:
+            if room <= 0:
+                results.append([])
+                todo.append((results[-1], []))
+                room = _MANY
+            todo[-1][1].append(item)
+            room -= size(item)
 
         def work() -> None:
             try:
                 while True:
                     try:
-                        number, item = todo.popleft()
+                        found, own = todo.popleft()
                     except IndexError:  # another thread may have taken the last one
                         return
-                    results[number] = function(item)
+                    for item in own:
+                        found.append(function(item))
             except BaseException:
                 todo.clear()
                 raise
 
-        others = min(self._threads, len(items)) - 1
+        others = min(self._threads, len(todo)) - 1
         futures = [self._executor.submit(work) for _ in range(others)]
         try:
             work()
@@ -47,4 +67,4 @@ class ThreadPool:
             wait(futures)
         while futures:  # no variable holds one: its error has this frame, and so all items
             futures.pop().result()
-        return [results[number] for number in range(len(items))]
+        return [*chain.from_iterable(results)]

@@ -28,7 +28,7 @@ def put_all(writes: Sequence[Write], threads: ThreadPool, *, compares: bool) -> 
         write.written = True
     if known:
         DeviceBatch([_elements(write) for write in known]).put([write.new for write in known])
-    threads.map(lambda write: write.put(compares), others)
+    threads.map(lambda write: write.put(compares), others, _size)
 
 
 def undo_all(writes: Sequence[Write], threads: ThreadPool) -> None:
@@ -38,7 +38,7 @@ def undo_all(writes: Sequence[Write], threads: ThreadPool) -> None:
         DeviceBatch([_elements(w) for w in on_devices]).put([write.old for write in on_devices])
         for write in on_devices:
             write.written = False
-    threads.map(Write.undo, others)
+    threads.map(Write.undo, others, _size)
 
 
 def are_unchanged(writes: Sequence[Write], threads: ThreadPool, *, sampled: bool) -> bool:
@@ -52,7 +52,8 @@ def are_unchanged(writes: Sequence[Write], threads: ThreadPool, *, sampled: bool
         batch = DeviceBatch([_elements(write) for write in on_devices])
         if not batch.holds([write.old for write in on_devices]):
             return False
-    return all(threads.map(Write.seems_unchanged if sampled else Write.unchanged, others))
+    holds = Write.seems_unchanged if sampled else Write.unchanged
+    return all(threads.map(holds, others, _size))
 
 
 def restore(pairs: Sequence[tuple[LiveElements, Any]], threads: ThreadPool) -> None:
@@ -61,7 +62,7 @@ def restore(pairs: Sequence[tuple[LiveElements, Any]], threads: ThreadPool) -> N
     if on_devices:
         DeviceBatch([one for one, _ in on_devices]).put([bits for _, bits in on_devices])
     others = [(one, bits) for one, bits in pairs if not isinstance(one, DeviceElements)]
-    threads.map(lambda pair: pair[0].put(pair[1]), others)
+    threads.map(lambda pair: pair[0].put(pair[1]), others, lambda pair: int(pair[1].nbytes))
 
 
 def _divided(writes: Sequence[Write]) -> tuple[list[Write], list[Write]]:
@@ -70,6 +71,10 @@ def _divided(writes: Sequence[Write]) -> tuple[list[Write], list[Write]]:
     for write in writes:
         divided[not isinstance(write.elements, DeviceElements)].append(write)
     return divided
+
+
+def _size(write: Write) -> int:
+    return int(write.new.nbytes)
 
 
 def _elements(write: Write) -> DeviceElements:

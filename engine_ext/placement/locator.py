@@ -30,6 +30,8 @@ class Locator:
 
     Attributes:
         offset_dtype: numpy dtype of the offsets: int32 if every offset fits, else int64.
+        ends: the box's first index, and one more than its last.
+        shift: index minus offset if the box is one run in the checkpoint and in memory, else None.
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -48,22 +50,14 @@ class Locator:
         self._is_range = not merged or (len(merged) == 1 and merged[0][1:] == (1, 1))
         if not self._is_range:
             _compiled()  # compiles the loop, which the first sync would otherwise wait for
+        self.ends = self._start, self._end
+        is_run = self._is_range and self._copies is None and self._repack is None
+        self.shift = self._start - self._offset if is_run else None
 
     @property
     def copies(self) -> int:
         """How many copies of each element the box holds."""
         return 1 if self._copies is None else len(self._copies)
-
-    @property
-    def shift(self) -> int | None:
-        """Index minus offset if the box is one run in the checkpoint and in memory, else None."""
-        is_run = self._is_range and self._copies is None and self._repack is None
-        return self._start - self._offset if is_run else None
-
-    @property
-    def ends(self) -> tuple[int, int]:
-        """The box's first index, and one more than its last."""
-        return self._start, self._end
 
     @property
     def is_box(self) -> bool:

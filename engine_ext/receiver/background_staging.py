@@ -11,6 +11,7 @@ from engine_ext.apply import StagedPart
 from engine_ext.files import staging_pipe
 from engine_ext.receiver.shared_decoding import read_part
 from engine_ext.remote_parts import Locate
+from engine_ext.resources import no_full_collections
 from engine_ext.wire import Limits, Part, PartId
 from engine_ext.wire.operations import PartSource
 
@@ -75,6 +76,7 @@ class BackgroundStaging:
         """Wait until no thread is staging anything."""
         wait(list(self._running))
 
+    @no_full_collections()
     def _stage(
         self, path: str, source: PartSource | None, identity: str, stage: StagePart
     ) -> StagedPart:

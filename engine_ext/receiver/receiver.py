@@ -22,6 +22,7 @@ from engine_ext.receiver.sync_history import SyncHistory
 from engine_ext.receiver.sync_operations import SyncOperations
 from engine_ext.receiver.sync_state import SyncState
 from engine_ext.remote_parts import Locate
+from engine_ext.resources import no_full_collections
 from engine_ext.scrub import Scrubber
 from engine_ext.wire import Limits
 from engine_ext.wire import operations as ops
@@ -127,7 +128,8 @@ class Receiver(SyncOperations):
             self._scrubber.start(self._scrub_interval)
         rebuilds = isinstance(request, ops.GetDigest) and request.scan
         writes = rebuilds or isinstance(request, _WRITES)
-        with self._scrubber.interrupted() if writes else contextlib.nullcontext():
+        scrubbing = self._scrubber.interrupted() if writes else contextlib.nullcontext()
+        with scrubbing, no_full_collections():
             reply: ops.ReplyT = getattr(self, request.name)(request)
             return reply
 

@@ -7,6 +7,7 @@ hides the other, and there are no temporary arrays.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -65,11 +66,18 @@ def gather_change(
         old[:] = gather_scatter.read(live, offsets)
         new[:] = old + values if differences else values
         return change_digest(name, wide, old, new)
-    seeds = [np.uint64(seed) for seed in digest._seeds(name)]
+    seeds = _seeds(name)
     places, sent = np.ascontiguousarray(indices), np.ascontiguousarray(values)
     flag = True if differences else None
     sums = loop(live, shift, *seeds, digest._TABLE, places, sent, flag, offsets, old, new)
     return Digest(int(sums[0]), int(sums[1]))
+
+
+@functools.lru_cache(1 << 16)
+def _seeds(name: str) -> tuple[np.uint64, np.uint64]:
+    """Return a tensor's seeds as the loop takes them."""
+    seed0, seed1 = digest._seeds(name)
+    return np.uint64(seed0), np.uint64(seed1)
 
 
 def warm_up(width: int, offset_dtype: Any) -> None:

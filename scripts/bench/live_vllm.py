@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import torch
 
@@ -191,7 +192,7 @@ def as_part(deltas: Sequence[ParamDelta]) -> tuple[bytes, Part]:
 
 def reverse(deltas: Sequence[ParamDelta]) -> Part:
     """Return the part that leads back from `random_deltas` to the base checkpoint."""
-    return as_part([dataclasses.replace(delta, values=delta.values ^ 1) for delta in deltas])[1]
+    return as_part([msgspec.structs.replace(delta, values=delta.values ^ 1) for delta in deltas])[1]
 
 
 def scatter_apply(applier: DeltaApplier, part: Part) -> Timings:

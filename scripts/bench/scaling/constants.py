@@ -45,13 +45,13 @@ class Constants:
 
         sender_param_ns: a tensor in a sync of the sender, whatever its size; wall time, as its
             threads take turns under the interpreter's lock.
-        rank_param_ns: decoding and staging it, on each rank.
-        commit_param_ns: checking and writing it, on each rank.
+        rank_param_ns: decoding and staging it, on each rank, likewise.
+        commit_param_ns: checking and writing it, on each rank, likewise.
         waiting_share: of the speed of a sync's work, what is left if as many threads as cores wait
             in a loop and yield.
-        one_host_speed: of the speed that all these amount to, what a sync has, without its fixed
-            seconds, whose sender, HTTP process and ranks share their cores: they wait for each
-            other.
+        one_host_speed: of the speed at which parts follow each other by all these, what there is
+            if sender, HTTP process and ranks share their cores: they wait for each other. At most
+            1; of an engine with two ranks.
         part_s: wall seconds of one more part of an engine, besides its bytes and elements.
         sync_s: wall seconds of one sync of an engine, besides its parts: pause, votes, publishing.
         pause_s: of them, for which generation is paused.

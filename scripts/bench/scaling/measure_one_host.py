@@ -1,4 +1,4 @@
-"""Measure how fast a sync is whose sender and engine share their cores, beside what the model says.
+"""Measure how fast parts follow each other if sender and engine share their cores.
 
 The model without this is compared with syncs of a model whose size is between those that
 `scripts.bench.scaling.check` compares.
@@ -12,8 +12,7 @@ from pathlib import Path
 
 from scripts.bench.scaling.check import BETWEEN, check
 from scripts.bench.scaling.constants import Constants
-from scripts.bench.scaling.model import predict, sync_s
-from scripts.bench.scaling.setups import Setup
+from scripts.bench.scaling.model import Prediction, predict
 
 _SYNCS = 5
 
@@ -37,11 +36,15 @@ def measure(costs: Constants, folder: Path, step: Callable[[str], None]) -> floa
         step=step,
     )
     setup = replace(checked.setup, taken=checked.others)
-    return speed(setup, costs, checked.fastest.seconds)
-
-
-def speed(setup: Setup, costs: Constants, seconds: float) -> float:
-    """Return the `Constants.one_host_speed` with which a sync takes so many seconds."""
-    fixed = sync_s(setup, costs)
     said = predict(setup, replace(costs, one_host_speed=1.0))
-    return (said.seconds - fixed) / (seconds - fixed)
+    return speed(said, checked.fastest.seconds)
+
+
+def speed(said: Prediction, seconds: float) -> float:
+    """Return the `Constants.one_host_speed` with which a sync takes so many seconds.
+
+    Args:
+        said: what the model says of it with a speed of 1.
+    """
+    slower = max(0.0, seconds - said.seconds)
+    return said.further_s / (said.further_s + slower)

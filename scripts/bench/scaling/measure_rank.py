@@ -27,6 +27,7 @@ from engine_ext.files import remove_beside
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Plan, TensorSpec, certify_placement, make_plan
 from engine_ext.receiver import shared_decoding
+from engine_ext.resources import no_full_collections
 from engine_ext.settings import Settings
 from engine_ext.tracing import trace_placement
 from engine_ext.wire import (
@@ -330,8 +331,9 @@ def _small_tensors(repeats: int) -> dict[str, float]:
     found = {"stage": float("inf"), "commit": float("inf")}
     for _ in range(repeats):
         rank.load(tensors)
-        for name, step in (("stage", stage), ("commit", commit)):
-            found[name] = min(found[name], fastest({name: step}, 1)[name])
+        with no_full_collections():  # as in a receiver
+            for name, step in (("stage", stage), ("commit", commit)):
+                found[name] = min(found[name], fastest({name: step}, 1)[name])
     return {
         "rank_param_ns": found["stage"] / SMALLS * 1e9,
         "commit_param_ns": found["commit"] / SMALLS * 1e9,

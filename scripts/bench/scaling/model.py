@@ -26,6 +26,7 @@ class Prediction:
         bound: what one more part waits for: a stage, ``cores`` (of a host, all stages together) or
             ``posts`` (that may be in flight).
         seconds: of the whole sync.
+        further_s: of them, for which parts after the first are waited for.
         pause_s: for which generation is paused.
         wire_bytes: to one engine.
         cpu: CPU seconds of the sender, of the HTTP process, and of staging on one rank.
@@ -34,6 +35,7 @@ class Prediction:
     stages: dict[str, float]
     bound: str
     seconds: float
+    further_s: float
     pause_s: float
     wire_bytes: float
     cpu: dict[str, float]
@@ -98,24 +100,29 @@ def place_cpu(setup: Setup, costs: Constants) -> float:
     `engine_ext.apply.stager`: of ``ranks`` elements one is this rank's.
     """
     own = setup.part_nnz / setup.ranks
-    elements = own * costs.stage_own_ns + (setup.part_nnz - own) * costs.stage_other_ns
-    return (elements + setup.part_tensors * costs.rank_param_ns) * _NS
+    return (own * costs.stage_own_ns + (setup.part_nnz - own) * costs.stage_other_ns) * _NS
+
+
+def rank_tensors_cpu(setup: Setup, costs: Constants) -> float:
+    """Return CPU seconds of a part's tensors on each rank, whatever their sizes.
+
+    The rank's threads take turns in it, under the interpreter's lock.
+    """
+    return setup.part_tensors * costs.rank_param_ns * _NS
+
+
+def rank_elements_cpu(setup: Setup, costs: Constants) -> float:
+    """Return CPU seconds of one rank for a part's elements; its share if it is decoded once."""
+    if setup.ranks == 1:
+        return setup.part_nnz * costs.alone_ns[setup.encoding] * _NS
+    decoders = setup.ranks if setup.decode_once else 1
+    return decode_cpu(setup, costs) / decoders + place_cpu(setup, costs)
 
 
 def rank_cpu(setup: Setup, costs: Constants) -> float:
-    """Return CPU seconds of one rank for staging a part; its share if it is decoded once."""
+    """Return CPU seconds of one rank for staging a part."""
     fixed = fixed_cpu(setup, costs)["rank"]
-    if setup.ranks == 1:
-        elements = setup.part_nnz * costs.alone_ns[setup.encoding]
-        return (elements + setup.part_tensors * costs.rank_param_ns) * _NS + fixed
-    decoders = setup.ranks if setup.decode_once else 1
-    return decode_cpu(setup, costs) / decoders + place_cpu(setup, costs) + fixed
-
-
-def commit_cpu(setup: Setup, costs: Constants) -> float:
-    """Return CPU seconds of one rank for the commit: check, write, record."""
-    own = setup.nnz / setup.ranks * (costs.check_ns + costs.scatter_ns + costs.finish_ns)
-    return (own + setup.model.tensors * costs.commit_param_ns) * _NS
+    return rank_elements_cpu(setup, costs) + rank_tensors_cpu(setup, costs) + fixed
 
 
 def refresh_cpu(setup: Setup, costs: Constants) -> float:
@@ -150,8 +157,10 @@ def link(setup: Setup, costs: Constants) -> float:
 
 def staging(setup: Setup, costs: Constants) -> float:
     """Return seconds per part on all ranks of an engine, each with its threads, side by side."""
-    cpu = rank_cpu(setup, costs)
-    return max(setup.ranks * cpu / engine_cores(setup, costs), cpu / setup.rank_threads)
+    tensors = rank_tensors_cpu(setup, costs)
+    others = rank_cpu(setup, costs) - tensors
+    all_ranks = setup.ranks * rank_cpu(setup, costs) / engine_cores(setup, costs)
+    return max(all_ranks, others / setup.rank_threads, tensors)
 
 
 def staging_alone(setup: Setup, costs: Constants) -> float:
@@ -160,17 +169,18 @@ def staging_alone(setup: Setup, costs: Constants) -> float:
         return staging(setup, costs)
     shared = setup.ranks * rank_cpu(setup, costs) / engine_cores(setup, costs)
     decode = decode_cpu(setup, costs) / min(setup.rank_threads, engine_cores(setup, costs))
-    place = place_cpu(setup, costs) / setup.rank_threads
+    place = place_cpu(setup, costs) / setup.rank_threads + rank_tensors_cpu(setup, costs)
     return max(shared, decode + place)
 
 
 def commit(setup: Setup, costs: Constants) -> float:
-    """Return seconds of a commit without its fixed costs."""
-    cpu = commit_cpu(setup, costs)
+    """Return seconds of a commit without its fixed costs: check, write, record."""
+    own = setup.nnz / setup.ranks * (costs.check_ns + costs.scatter_ns + costs.finish_ns) * _NS
+    tensors = setup.model.tensors * costs.commit_param_ns * _NS
     cores: float = setup.engine_cores
     if setup.one_host:
         cores = setup.trainer_cores - setup.taken  # no rank waits
-    return max(cpu / setup.rank_threads, setup.ranks * cpu / cores)
+    return max(own / setup.rank_threads + tensors, setup.ranks * (own + tensors) / cores)
 
 
 def part_s(setup: Setup, costs: Constants) -> float:
@@ -254,7 +264,8 @@ def predict(setup: Setup, costs: Constants) -> Prediction:
 
     The time of one more part is the greatest of: each stage; all CPU work of a host, over its
     cores; and a post from its first byte to its answer, over the posts that may be in flight. So
-    one post in flight gives the serial formula: of posting and staging part after part.
+    one post in flight gives the serial formula: of posting and staging part after part. On one host
+    they wait for each other besides, as a sync of several parts was measured to.
     """
     times = part_times(setup, costs)
     transfer = max(times["send"], times["link"], times["receive"])
@@ -270,19 +281,20 @@ def predict(setup: Setup, costs: Constants) -> Prediction:
     }
     bound = max(bounds, key=lambda name: bounds[name])
     step = bounds[bound]
-    parts = first + post + (setup.parts - 1) * step
+    further = (setup.parts - 1) * step
+    if setup.one_host:
+        further /= costs.one_host_speed
+    parts = first + post + further
     if setup.parts > 1:
         parts += max(0.0, post - step)  # of the last part, which is not overlapped
     paused = commit(setup, costs)
     refresh = refresh_cpu(setup, costs) / trainer_cores(setup, costs)
     whole = {name: seconds * setup.parts for name, seconds in times.items()}
-    work = parts + paused + refresh
-    if setup.one_host:
-        work /= costs.one_host_speed
     return Prediction(
         stages={**whole, "commit": paused, "refresh": refresh},
         bound=bound,
-        seconds=sync_s(setup, costs) + work,
+        seconds=sync_s(setup, costs) + parts + paused + refresh,
+        further_s=further,
         pause_s=pause_s(setup, costs) + paused,
         wire_bytes=part_bytes(setup, costs) * setup.parts,
         cpu={

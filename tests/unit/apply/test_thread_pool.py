@@ -31,8 +31,33 @@ class Item:
 
 @pytest.mark.parametrize("threads", [1, THREADS])
 @pytest.mark.parametrize("size", [0, 1, 50])
-def test_results_are_in_order(threads: int, size: int) -> None:
-    assert ThreadPool(threads).map(lambda n: n * n, range(size)) == [n * n for n in range(size)]
+@pytest.mark.parametrize("nbytes", [0, 1, thread_pool._MANY // 3, thread_pool._MANY])
+def test_results_are_in_order(threads: int, size: int, nbytes: int) -> None:
+    found = ThreadPool(threads).map(lambda n: n * n, range(size), lambda n: nbytes)
+    assert found == [n * n for n in range(size)]
+
+
+def test_small_items_stay_in_one_thread() -> None:
+    caller = threading.current_thread()
+    found = ThreadPool(THREADS).map(
+        lambda _: threading.current_thread() is caller, range(1000), lambda _: 100
+    )
+    assert found == [True] * 1000
+
+
+def test_items_that_are_together_large_are_divided() -> None:
+    """Each thread gets one group of them, while the others have theirs."""
+    all_started, groups = threading.Barrier(THREADS), 4
+
+    def work(number: int) -> threading.Thread:
+        if number % groups == 0:
+            all_started.wait(WAIT_S)
+        return threading.current_thread()
+
+    nbytes = thread_pool._MANY // groups
+    found = ThreadPool(THREADS).map(work, range(groups * THREADS), lambda _: nbytes)
+    assert len(set(found)) == THREADS
+    assert [len({*found[k : k + groups]}) for k in range(0, len(found), groups)] == [1] * THREADS
 
 
 def test_nothing_runs_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
