@@ -1,26 +1,24 @@
+"""What is learned of a processing after loading: moves, and why not the rest."""
+
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from engine_ext.dtypes import torch_bits_dtype
-from engine_ext.model.storage_index import LiveTensor, StorageIndex, extent
-from engine_ext.placement import repacked
-from engine_ext.placement.certify import certify_placement, holds
-from engine_ext.placement.repacked import gather_live
-from engine_ext.placement.segments import Placed, Repack, Segment, Status, TensorSpec
+from engine_ext.model.storage_index import extent
+from engine_ext.placement.segments import Repack
 from engine_ext.repacks import index_probe
-from engine_ext.repacks.infer import InferredRepacks, compose, infer_repacks
+from engine_ext.repacks.infer import InferredRepacks, infer_repacks
 from tests.support.served_models import PROPERTY, random_tensor
+from tests.unit.repacks.moves import MOVES, Change, of_weight, vnni
 
 Tensors = dict[str, torch.Tensor]
-Change = Callable[[torch.Tensor], torch.Tensor]
 
 DTYPES = [
     torch.float64,
@@ -35,61 +33,6 @@ DTYPES = [
     torch.int8,
     torch.uint8,
 ]
-
-
-@pytest.fixture(params=[1 << 20, 24], ids=["whole", "in small chunks"])
-def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything in one piece, and in pieces that end in the middle of rows and blocks."""
-    for module in (index_probe, repacked):
-        monkeypatch.setattr(module, "CHUNK", request.param)
-
-
-def of_weight(
-    change: Change, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16
-) -> InferredRepacks:
-    """Learn what a processing does to the one parameter of a module."""
-    weight = torch.empty(shape, dtype=dtype)
-    return infer_repacks({"weight": weight}, lambda probes: {"weight": change(probes["weight"])})
-
-
-def vnni(weight: torch.Tensor) -> torch.Tensor:
-    """Per expert: 16 rows side by side, two columns at a time; the same shape."""
-    experts, rows, columns = weight.shape
-    tiles = weight.view(experts, rows // 16, 16, columns // 2, 2)
-    return tiles.permute(0, 1, 3, 2, 4).contiguous().view(weight.shape)
-
-
-def rolled(weight: torch.Tensor) -> torch.Tensor:
-    """Across the experts: no two of them alike, and none stays."""
-    return weight.reshape(-1).roll(5).view(weight.shape)
-
-
-def in_place(weight: torch.Tensor) -> torch.Tensor:
-    weight.copy_(vnni(weight.clone()))
-    return weight
-
-
-def experts_mixed(weight: torch.Tensor) -> torch.Tensor:
-    """Each expert stays where it is, but the second is moved in another way."""
-    weight = weight.clone()
-    weight[1] = weight[1].flip(0)
-    return weight
-
-
-# The move, and how many elements of a [3, 32, 6] parameter the map that repeats should have.
-MOVES: Mapping[str, tuple[Change, int]] = {
-    "transpose per expert": (lambda w: w.transpose(1, 2).contiguous(), 192),
-    "interleave": (vnni, 96),
-    "interleave in place": (in_place, 96),
-    "two halves swapped": (lambda w: torch.cat([w[:, 16:], w[:, :16]], 1), 192),
-    "columns reversed": (lambda w: w.flip(2), 6),
-    "pairs swapped": (lambda w: w.view(-1, 2).flip(1).reshape(w.shape), 2),
-    "experts reversed": (lambda w: w.flip(0), 576),
-    "one expert otherwise": (experts_mixed, 576),
-    "across experts": (rolled, 576),
-    "in another shape": (lambda w: w.transpose(1, 2).reshape(3, 3, 64), 192),
-    "dense but not contiguous": (lambda w: w.flip(2).view(3, 32, 6).transpose(0, 1), 6),
-}
 
 
 @pytest.mark.usefixtures("chunk")
@@ -327,104 +270,3 @@ def test_a_processing_that_fails_refuses_all(call: int) -> None:
     assert learned.repacks == {}
     assert learned.refusals.keys() == {"v", "w"}
     assert "ValueError: no such kernel" in learned.refusals["v"]
-
-
-# --- in a placement ---
-
-
-def entry_of(tensor: torch.Tensor, *aliases: str) -> LiveTensor:
-    module = nn.Module()
-    module.register_buffer("live", tensor)
-    [entry] = StorageIndex(module).entries
-    entry.aliases.extend(aliases)
-    return entry
-
-
-def segment_of(entry: LiveTensor, shape: tuple[int, ...]) -> Segment:
-    strides = torch.empty(shape, device="meta").stride()
-    return Segment(entry, 0, strides, shape, 0, strides, True)
-
-
-@pytest.mark.usefixtures("chunk")
-@pytest.mark.parametrize("name", MOVES)
-@pytest.mark.parametrize("box", ["all", "expert", "rows", "columns", "one", "none"])
-def test_gathering_undoes_the_move(name: str, box: str) -> None:
-    change, _ = MOVES[name]
-    loaded = random_tensor((3, 32, 6), torch.bfloat16, 0)
-    repack = of_weight(change, (3, 32, 6)).repacks["weight"]
-    live = change(loaded.clone())
-    part = {
-        "all": loaded,
-        "expert": loaded[1],
-        "rows": loaded[1:, 3:20],
-        "columns": loaded[:, 5:9, 1::2],
-        "one": loaded[2, 31, 5],
-        "none": loaded[:0],
-    }[box]
-    sizes, strides, offset = tuple(part.shape), part.stride(), part.storage_offset()
-    segment = Segment(entry_of(live), offset, strides, sizes, offset, strides, True, repack)
-    before = live.clone()
-    gathered = gather_live(segment)
-    assert gathered.shape == part.shape
-    assert torch.equal(gathered, part)
-    assert torch.equal(live, before)
-    assert holds(segment, loaded)
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.int64], ids=str)
-def test_gathering_keeps_bits(dtype: torch.dtype) -> None:
-    bits = torch.randint(0, 256, (8 * dtype.itemsize,), dtype=torch.uint8)
-    live = bits.view(dtype)
-    segment = Segment(
-        entry_of(live), 0, (1,), (8,), 0, (1,), True, Repack(np.array([1, 0], np.int32))
-    )
-    integers = live.view(torch_bits_dtype(dtype)).view(4, 2).flip(1).reshape(-1)
-    assert gather_live(segment).dtype == dtype
-    assert torch.equal(gather_live(segment).view(integers.dtype), integers)
-
-
-def placement_of(entry: LiveTensor, shape: tuple[int, ...]) -> dict[str, Placed]:
-    spec = TensorSpec("w", shape, entry.tensor.dtype)
-    return {"w": Placed(spec, [segment_of(entry, shape)]), "absent": Placed(spec)}
-
-
-@pytest.mark.parametrize("known_as", ["live", "tied"])
-def test_a_composed_placement_is_certified(known_as: str) -> None:
-    loaded = random_tensor((2, 6), torch.bfloat16, 0)
-    placement = placement_of(entry_of(loaded.flip(1), "tied"), (2, 6))
-    repack = of_weight(lambda w: w.flip(1), (2, 6)).repacks["weight"]
-    compose(placement, {known_as: repack, "other": Repack(np.zeros(1, np.int32))})
-    assert placement["w"].segments[0].repack is repack
-    certify_placement(placement, [("w", loaded)])
-    assert placement["w"].status is Status.EXACT
-
-
-def test_a_wrong_map_is_not_certified() -> None:
-    loaded = random_tensor((2, 6), torch.bfloat16, 0)
-    placement = placement_of(entry_of(loaded.flip(1)), (2, 6))
-    compose(placement, {"live": Repack(np.array([1, 0], np.int32))})
-    certify_placement(placement, [("w", loaded)])
-    assert placement["w"].status is Status.UNCERTIFIED
-
-
-def test_a_refused_parameter_is_uncertified_though_its_bytes_are_right() -> None:
-    loaded = random_tensor((2, 6), torch.bfloat16, 0)
-    placement = placement_of(entry_of(loaded.clone()), (2, 6))
-    compose(placement, {}, {"live": "post-load processing also keeps it in handle"})
-    certify_placement(placement, [("w", loaded)])
-    assert placement["w"].status is Status.UNCERTIFIED
-    assert placement["w"].reason == "live: post-load processing also keeps it in handle"
-
-
-@pytest.mark.parametrize(
-    "repacks",
-    [
-        {"live": Repack(np.arange(5, dtype=np.int32))},
-        {"live": Repack(np.zeros(1, np.int32)), "tied": Repack(np.zeros(1, np.int32))},
-    ],
-    ids=["block does not divide", "two maps"],
-)
-def test_a_map_that_does_not_fit_is_refused(repacks: dict[str, Repack]) -> None:
-    placement = placement_of(entry_of(torch.zeros(2, 6), "tied"), (2, 6))
-    compose(placement, repacks)
-    assert "does not fit" in placement["w"].reason
