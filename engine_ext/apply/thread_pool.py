@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -46,6 +47,8 @@ class ThreadPool:
             todo[-1][1].append(item)
             room -= size(item)
 
+        failed = threading.Event()
+
         def work() -> None:
             try:
                 while True:
@@ -54,8 +57,11 @@ class ThreadPool:
                     except IndexError:  # another thread may have taken the last one
                         return
                     for item in own:
+                        if failed.is_set():
+                            return
                         found.append(function(item))
             except BaseException:
+                failed.set()
                 todo.clear()
                 raise
 

@@ -294,4 +294,3 @@ def warm_up() -> None:
     for width in (1, 2, 4, 8):
         for index in (4, 8):
             _loops(width, index)
-            _loop_of_many(width, index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ def no_full_collections() -> Iterator[None]:
     whenever as many as a quarter of them are new. It frees cycles that have survived two earlier
     ones; inside the block, they stay. Blocks may nest, and overlap in several threads. Nothing is
     changed if the collector is switched off, and nothing changed back if somebody else has set it
-    meanwhile.
+    meanwhile. A process that is forked inside a block is outside of it.
     """
     global _inside, _before, _during
     with _lock:
@@ -38,3 +39,15 @@ def no_full_collections() -> Iterator[None]:
             _inside -= 1
             if _inside == 0 and gc.get_threshold() == _during:
                 gc.set_threshold(*_before)
+
+
+def _leave_in_child() -> None:
+    """Undo the blocks of the parent's threads, which the forked process does not have."""
+    global _lock, _inside
+    _lock = threading.Lock()
+    if _inside and gc.get_threshold() == _during:
+        gc.set_threshold(*_before)
+    _inside = 0
+
+
+os.register_at_fork(after_in_child=_leave_in_child)

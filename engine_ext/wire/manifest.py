@@ -316,7 +316,6 @@ def _parse_params(text: str, encoding: str, limits: Limits) -> tuple[ParamEntry,
 
 def _check_entry(entry: ParamEntry, encoding: str, limits: Limits) -> None:
     name, shape, width = entry.name, entry.shape, entry.pos_width
-    numel, nnz = entry.numel, entry.nnz  # each is computed
     if not name or len(name.encode()) > limits.max_name_bytes:
         raise MalformedPart(
             f"a name in params is empty or over {limits.max_name_bytes} bytes: {name[:80]!r}"
@@ -325,6 +324,7 @@ def _check_entry(entry: ParamEntry, encoding: str, limits: Limits) -> None:
         raise MalformedPart(f"unknown dtype {entry.dtype[:80]!r}", tensor=name)
     if len(shape) > limits.max_ndim:
         raise MalformedPart(f"more than {limits.max_ndim} dimensions", tensor=name)
+    numel, nnz = entry.numel, entry.nnz  # not before: the product of many takes long
     if max(numel, *shape, 0) > limits.max_numel:
         message = f"a tensor of more than {limits.max_numel} elements"
         raise TooLarge(message, tensor=name, limit=limits.max_numel)

@@ -58,10 +58,12 @@ def compare_batch(pairs: Sequence[Pair], *, streams: bool) -> list[Difference] |
     width = pairs[0][0].element_size()
     loop = _loop(width)
     addresses = np.array([(old.data_ptr(), new.data_ptr()) for old, new, _ in pairs], np.uint64)
+    sizes = np.array([old.numel() for old, _, _ in pairs], np.int64)
+    if not addresses[sizes > 0].all():
+        raise ValueError("a tensor's memory has been freed")
     if loop is None or (addresses % width).any():
         return None
     bits = np.dtype(f"u{width}")
-    sizes = np.array([old.numel() for old, _, _ in pairs], np.int64)
     seeds = np.array(
         [(0, 0) if name is None else loops.digest_seeds(name) for *_, name in pairs], np.uint64
     )

@@ -103,11 +103,12 @@ class Comparisons:
         batch = self._batches.get(width)
         if batch is None:
             batch = self._batches[width] = _Batch(width)
+        waiting = _Waiting(self, batch, len(batch.pairs))
         batch.pairs.append((old, new, name))
         batch.elements += size
         if batch.elements >= _CHUNK:
             self._submit(batch)
-        return _Waiting(self, batch, len(batch.pairs) - 1)
+        return waiting
 
     def wait_for(self, batch: _Batch) -> list[Difference]:
         """Return what a batch's thread has found."""
@@ -142,7 +143,7 @@ class _Batch:
     found: list[Difference] | None = None
 
 
-class _Waiting(msgspec.Struct, eq=False, gc=False):
+class _Waiting(msgspec.Struct, eq=False):
     """Waits for one tensor of a batch. There is one for each: a closure would be five objects."""
 
     comparisons: Comparisons

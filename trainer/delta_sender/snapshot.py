@@ -336,10 +336,11 @@ def host_bits(name: str, tensor: torch.Tensor) -> Bits:
 def _in_host_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor, or its bits, contiguous in host memory; maybe no copy.
 
-    It has memory of its own, which a tensor of a subclass may not have.
+    It has memory of its own, which a tensor of a subclass may not have, and keeps it even if other
+    memory is put into `tensor`. A tensor with the negative bit has other bits than its memory.
     """
-    if type(tensor) in _PLAIN and tensor.is_cpu and tensor.is_contiguous():
-        return tensor
+    if type(tensor) in _PLAIN and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg():
+        return tensor.detach()
     return gather_scatter.signed(host_bits(name, tensor))
 
 

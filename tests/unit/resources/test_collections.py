@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 
@@ -73,6 +74,17 @@ def test_what_somebody_else_sets_meanwhile_is_kept() -> None:
     with no_full_collections():
         gc.set_threshold(5000, 20, 30)
     assert gc.get_threshold() == (5000, 20, 30)
+
+
+def test_a_forked_process_is_outside() -> None:
+    with no_full_collections():
+        child = os.fork()
+        if child == 0:
+            with no_full_collections():
+                inside = gc.get_threshold()[2] > USUAL[2]
+            os._exit(0 if inside and gc.get_threshold() == USUAL else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert gc.get_threshold() != USUAL
 
 
 def test_a_collector_that_is_switched_off_stays_off() -> None:

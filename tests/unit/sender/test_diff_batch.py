@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,3 +81,11 @@ def test_the_results_are_kept_when_the_next_batch_is_compared() -> None:
     kept = [part.tolist() for part in (first.indices, first.old, first.new)]
     compare_batch(tensors_of(*[(new, old, "a")] * 3), streams=True)
     assert [part.tolist() for part in (first.indices, first.old, first.new)] == kept
+
+
+def test_memory_that_was_freed_is_not_read() -> None:
+    tensor = torch.zeros(9)
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="freed"):
+        compare_batch([(torch.zeros(9), tensor, "a")], streams=True)
+    assert compare_batch([(torch.zeros(0), torch.zeros(0), "a")], streams=True) is not None

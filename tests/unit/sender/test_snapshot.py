@@ -123,3 +123,29 @@ def test_tensors_of_every_kind_are_compared_together(dense: bool) -> None:
         for name, tensor in tensors.items():
             bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
             assert kept.image(name).values.tobytes() == bits.numpy().tobytes()
+
+
+def test_memory_that_is_exchanged_while_it_is_compared() -> None:
+    """As by a generator that gathers a parameter into itself, and puts its shard back."""
+    model = {f"w{n}": torch.nn.Parameter(torch.arange(40.0) + n) for n in range(5)}
+    kept = Snapshot(model.items(), "gap8_ulp")
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in model.items():
+            shard, whole = parameter.data, parameter.detach() + (torch.arange(40) == 3)
+            parameter.data = whole
+            del whole
+            yield name, parameter
+            parameter.data = shard[:0]
+
+    found = {key: change for key, change in kept.read(gathered()) if change is not None}
+    expected = {f"w{n}": [3.0 + n + 1] for n in range(5)}
+    assert {k: c.new.view(np.float32).tolist() for k, c in found.items()} == expected
+
+
+@pytest.mark.parametrize("numel", [8, diff_host._CHUNK])
+def test_a_tensor_with_the_negative_bit_is_refused(numel: int) -> None:
+    """Its memory holds the negated values."""
+    kept = Snapshot([("w", torch.zeros(numel))], "gap8_ulp")
+    with pytest.raises(RuntimeError, match="negative bit"):
+        [*kept.read([("w", torch._neg_view(torch.ones(numel)))])]

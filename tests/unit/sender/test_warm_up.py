@@ -18,7 +18,7 @@ LOOPS = {
     diff_batch: [diff_batch._loop],
     diff_loop: [diff_loop.loop_of],
     digest: [digest._kernel],
-    gather_scatter: [gather_scatter._loops],
+    gather_scatter: [gather_scatter._loops, gather_scatter._loop_of_many],
     gap_streams: [gap_streams._loops, gap_streams._match],
     exponent_planes: [exponent_planes._loops],
     ulp_differences: [ulp_differences._loops],

@@ -124,6 +124,8 @@ BROKEN_METADATA: list[tuple[dict[str, str | None], type[DeltaError], str]] = [
     ({"params": with_entry(shape=["20"])}, MalformedPart, "Expected `int`"),
     ({"params": with_entry(shape=[-4, -5])}, MalformedPart, ">= 0"),
     ({"params": with_entry(shape=[1, 1, 4, 5])}, MalformedPart, "dimensions"),
+    # Whose product would take minutes to compute.
+    ({"params": with_entry(shape=[2**63 - 1] * 200_000)}, MalformedPart, "dimensions"),
     ({"params": with_entry(shape=[100, 11])}, TooLarge, "more than 1000 elements"),
     ({"params": with_entry(shape=[0, 1001])}, TooLarge, "more than 1000 elements"),
     ({"params": with_entry(shape=[2**62, 2**62])}, TooLarge, "more than 1000 elements"),
