@@ -97,7 +97,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=defaults.posts_in_flight,
         help="(%(default)s)",
     )
-    add("--syncs", type=positive, metavar="N", default=5, help="of each size (%(default)s)")
+    add("--syncs", type=positive, metavar="N", default=10, help="of each size (%(default)s)")
     return parser.parse_args(arguments)
 
 
