@@ -15,6 +15,7 @@ from delta_sender.acked_state import AckedState, digest_of
 from delta_sender.bandwidth import LinkSpeed
 from delta_sender.destination import Part
 from delta_sender.diff_host import Change
+from delta_sender.diff_loop import Bits
 from delta_sender.encoding_policy import EncodingChoice, ParamStats, escaped_share
 from delta_sender.sync_round import Attempt, SyncRound
 from engine_ext.dtypes import TORCH_DTYPE
@@ -39,6 +40,11 @@ class _Param(msgspec.Struct, eq=False, gc=False):
     change: Change | None  # of what the destination holds; None if a full sync finds none
     is_key: bool  # `name` is the name in the snapshot, so that the digest of `change` is valid
     choice: EncodingChoice
+
+    @property
+    def values(self) -> Bits:
+        """Its new bit patterns, [nnz], or [numel] if it is dense."""
+        return self.sent.values if isinstance(self.sent, ParamDelta) else self.sent.new
 
     @property
     def nbytes(self) -> int:
@@ -178,9 +184,7 @@ class PartBuilder:
         plan = self._state.plan
         if self._attempt.full:  # of the very values that are sent
             return digest_of(
-                (param.name, param.sent.values)
-                for param in bucket.params
-                if isinstance(param.sent, ParamDelta) and param.name in plan.digested
+                (param.name, param.values) for param in bucket.params if param.name in plan.digested
             )
         return Digest.total(param.digest for param in bucket.params if plan.counts(param.name))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +82,28 @@ def test_handle_never_raises_whatever_it_is_told(calls: list[tuple[str, dict[str
         assert set(answer) in ({"ok"}, {"error"})
         json.dumps(answer)
     assert applier.committed == []
+
+
+def test_no_full_garbage_collection_is_made_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither while a part is staged, in the background, nor in the pause."""
+    ranks, usual = Ranks(tmp_path, 1), gc.get_threshold()
+    [applier], during = ranks.appliers, {}
+
+    def noted(name: str) -> Callable[..., Any]:
+        step = getattr(applier, name)
+
+        def note(*arguments: Any, **options: Any) -> Any:
+            during[name] = gc.get_threshold()
+            return step(*arguments, **options)
+
+        return note
+
+    for name in ("stage", "write"):
+        monkeypatch.setattr(applier, name, noted(name))
+    ranks.engine.apply(part_id(body()), body())
+    assert ranks.written == [1]
+    assert during.keys() == {"stage", "write"}
+    assert all(found[:2] == usual[:2] and found[2] > 1 << 20 for found in during.values())
+    assert gc.get_threshold() == usual
