@@ -16,6 +16,7 @@ import torch
 
 from engine_ext.apply import checks, consensus
 from engine_ext.apply.new_states import GatheredProof
+from engine_ext.apply.param_batch import Batcher
 from engine_ext.apply.rebuilds import Rebuilds
 from engine_ext.apply.staged import CHANGED, StagedPart, UndoLog
 from engine_ext.apply.stager import stage_part
@@ -123,6 +124,7 @@ class DeltaApplier:
         }
         for width, offset_dtype in runs:
             warm_up_gathering(width, offset_dtype)
+        self._batcher = Batcher(plan)
 
     @property
     def digest(self) -> Digest:
@@ -146,7 +148,7 @@ class DeltaApplier:
             checks.check_param(delta, self.plan, self._writer.refusal)
         undo = not part.manifest.full or self._size() <= self._undo_bytes
         keep = self._writer.keeps_deltas
-        staged = stage_part(part, self.plan, self._threads, undo=undo, keep=keep)
+        staged = stage_part(part, self.plan, self._batcher, self._threads, undo=undo, keep=keep)
         for delta in ignored:
             staged.skipped[delta.name] = staged.skipped.get(delta.name, 0) + delta.nnz
         return staged

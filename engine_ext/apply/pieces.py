@@ -32,6 +32,11 @@ def spans(delta: ParamDelta, targets: Sequence[Target]) -> list[tuple[int, int]]
     return [span for span in spans if indices[span[0]] < end and indices[span[1] - 1] >= first]
 
 
+def is_one_piece(delta: ParamDelta) -> bool:
+    """Return whether a sparse param whose targets are in host memory is staged in one piece."""
+    return delta.nnz <= _HOST_SPAN
+
+
 def holds_all(delta: ParamDelta, targets: Sequence[Target]) -> bool:
     """Return whether all elements of a tensor are on this rank."""
     own = [target for number, target in enumerate(targets) if target.first == number]

@@ -46,20 +46,36 @@ class StagedArrays(msgspec.Struct, frozen=True, eq=False, gc=False):
         return StagedArrays(start, stop, self.offsets[here], self.old[here], self.new[here])
 
 
-def allocate(runs: Sequence[tuple[ParamDelta, Target]]) -> list[StagedArrays]:
-    """Return uninitialised arrays for the elements of sparse deltas in runs of live memory."""
+def allocate(
+    runs: Sequence[tuple[ParamDelta, Target]], others: Sequence[tuple[int, Any]] = ()
+) -> tuple[list[StagedArrays], list[tuple[Offsets, Bits, Bits]]]:
+    """Return uninitialised arrays for elements of live memory.
+
+    Args:
+        runs: sparse deltas, and the runs of memory in which their elements are found.
+        others: how many elements, and the dtype of their bits.
+
+    Returns:
+        For each run its arrays, and for each of the others its offsets, int32, old and new bits.
+    """
     ranges, kept, sent = [], _Layout(), _Layout()
     for delta, target in runs:
         assert delta.indices is not None
         assert target.host is not None
         within = target.locator.within(delta.indices)
-        count, bits = within.stop - within.start, target.host.dtype
         ranges.append((within.start, within.stop))
-        kept.add(count, target.locator.offset_dtype)
-        kept.add(count, bits)
-        sent.add(count, bits)
+        _add(kept, sent, within.stop - within.start, target.locator.offset_dtype, target.host.dtype)
+    for count, bits in others:
+        _add(kept, sent, count, np.int32, bits)
     undo, new = iter(kept.arrays()), iter(sent.arrays())
-    return [StagedArrays(*ends, next(undo), next(undo), next(new)) for ends in ranges]
+    staged = [StagedArrays(*ends, next(undo), next(undo), next(new)) for ends in ranges]
+    return staged, [(next(undo), next(undo), next(new)) for _ in others]
+
+
+def _add(kept: _Layout, sent: _Layout, count: int, offsets: Any, bits: Any) -> None:
+    kept.add(count, offsets)
+    kept.add(count, bits)
+    sent.add(count, bits)
 
 
 class _Layout:

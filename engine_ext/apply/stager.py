@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 
 from engine_ext.apply.device_staging import Located, Wanted, locate, upload_new
 from engine_ext.apply.new_states import prove_here
+from engine_ext.apply.param_batch import Batch, Batcher
 from engine_ext.apply.pieces import holds_all, spans
 from engine_ext.apply.staged import StagedParam, StagedPart, Write
 from engine_ext.apply.staged_arrays import StagedArrays, allocate
 from engine_ext.apply.thread_pool import ThreadPool
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.errors import BaseMismatch, NotUpdatable
-from engine_ext.kernels import Bits, bits_of, typed
+from engine_ext.kernels import Bits, Offsets, bits_of, typed
 from engine_ext.placement import (
     HostElements,
     LiveElements,
@@ -49,7 +50,7 @@ _OnDevices = Mapping[int, Located]  # by the number of the target
 
 
 def stage_part(
-    part: Part, plan: Plan, threads: ThreadPool, *, undo: bool, keep: bool
+    part: Part, plan: Plan, batcher: Batcher, threads: ThreadPool, *, undo: bool, keep: bool
 ) -> StagedPart:
     """Prepare the writes of a part on this rank.
 
@@ -58,6 +59,7 @@ def stage_part(
             of the old values is applied to them here. The digest of the change, or the checksum of
             the new bytes, proves that they are the sender's, so that only a digested tensor may be
             sent so.
+        batcher: of the plan.
         undo: whether the old values of dense params are kept; those of sparse ones always are.
         keep: whether the params as they were sent are kept. Else nothing of the part is, but copies
             of this rank's share.
@@ -73,27 +75,36 @@ def stage_part(
         holds_all(delta, plan.targets.get(delta.name, ())) for delta in part.deltas
     )
     stager = _Stager(plan.rank, manifest.full, undo, manifest.digest_part is not None, whole)
-    arrays = _arrays(part, plan)
-    pieces: list[_Piece] = []
-    counts = []
-    for delta, own_arrays in zip(part.deltas, arrays, strict=True):
-        targets, digested = plan.targets.get(delta.name, ()), delta.name in plan.digested
-        found = spans(delta, targets)
-        counts.append(len(found))
-        pieces += [(delta, targets, digested, own_arrays, start, stop) for start, stop in found]
-    on_devices = _on_devices(pieces, stager, threads)
-    todo = [*zip(pieces, on_devices, strict=True)]
-    staged = iter(threads.map(lambda one: stager.stage(*one[0], one[1]), todo, _size))
-    params = []
-    for delta, count in zip(part.deltas, counts, strict=True):
-        param = next(staged) if count else StagedParam.of(delta)
-        for _ in range(count - 1):
-            param.absorb(next(staged))
-        if keep:
-            param.delta = delta
-        params.append(param)
+    groups = [*batcher.chosen(part)]
+    batches = threads.map(lambda numbers: batcher.locate(part, numbers), groups)
+    batched = {number for numbers in groups for number in numbers}
+    others = [number for number in range(len(part.deltas)) if number not in batched]
+    arrays, of_batches = _arrays(part, plan, others, batches)
+    params = [StagedParam.of(delta, keep=keep) for delta in part.deltas]
+    numbers, pieces = _pieces(part, plan, arrays)
+    todo = [*zip(pieces, _on_devices(pieces, stager, threads), strict=True)]
+    staged = threads.map(lambda one: stager.stage(*one[0], one[1]), todo, _size)
+    for number, piece in zip(numbers, staged, strict=True):
+        params[number].absorb(piece)
+    gathering = [*zip(batches, of_batches, strict=True)]
+    threads.map(lambda one: batcher.gather(part, *one, params, undo=undo), gathering)
     upload_new([write for param in params for write in param.writes])
     return StagedPart(manifest, params, unproven=prove_here(part, plan, threads))
+
+
+def _pieces(
+    part: Part, plan: Plan, arrays: Mapping[int, Mapping[int, StagedArrays]]
+) -> tuple[list[int], list[_Piece]]:
+    """Return the pieces of params, given their arrays by number, and the number of each's param."""
+    numbers: list[int] = []
+    pieces: list[_Piece] = []
+    for number, own_arrays in arrays.items():
+        delta = part.deltas[number]
+        targets, digested = plan.targets.get(delta.name, ()), delta.name in plan.digested
+        found = spans(delta, targets)
+        numbers += [number] * len(found)
+        pieces += [(delta, targets, digested, own_arrays, start, stop) for start, stop in found]
+    return numbers, pieces
 
 
 def _size(piece: tuple[_Piece, _OnDevices]) -> int:
@@ -134,19 +145,30 @@ def _indices(delta: ParamDelta, target: Target, start: int, stop: int) -> NDArra
     return indices
 
 
-def _arrays(part: Part, plan: Plan) -> list[dict[int, StagedArrays]]:
-    """Return the arrays of each param's targets whose elements one loop finds, by number."""
+def _arrays(
+    part: Part, plan: Plan, params: Sequence[int], batches: Sequence[Batch]
+) -> tuple[dict[int, dict[int, StagedArrays]], list[tuple[Offsets, Bits, Bits]]]:
+    """Return the arrays of params and of batches.
+
+    Args:
+        params: numbers of those that are in no batch.
+
+    Returns:
+        By param and number of the target those whose elements one loop finds, and those of batches.
+    """
     runs = [
         (number, which, delta, target)
-        for number, delta in enumerate(part.deltas)
+        for number, delta in ((number, part.deltas[number]) for number in params)
         if delta.name in plan.digested and not part.manifest.full
         for which, target in enumerate(plan.targets.get(delta.name, ()))
         if _is_gathered(delta, target)
     ]
-    found: list[dict[int, StagedArrays]] = [{} for _ in part.deltas]
-    for (number, which, *_), one in zip(runs, allocate([run[2:] for run in runs]), strict=True):
+    sizes = [(batch.count, batch.values.dtype) for batch in batches]
+    allocated, of_batches = allocate([run[2:] for run in runs], sizes)
+    found: dict[int, dict[int, StagedArrays]] = {number: {} for number in params}
+    for (number, which, *_), one in zip(runs, allocated, strict=True):
         found[number][which] = one
-    return found
+    return found, of_batches
 
 
 def _is_gathered(delta: ParamDelta, target: Target) -> bool:

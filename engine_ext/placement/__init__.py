@@ -16,6 +16,7 @@ from engine_ext.placement.ownership import boxes, resolve
 from engine_ext.placement.plan import Plan, covered, make_plan
 from engine_ext.placement.repacked import CHUNK, flat_bits, smallest_block, unmoved
 from engine_ext.placement.segments import Placed, Placement, Repack, Segment, Status, TensorSpec
+from engine_ext.placement.target_table import LocatedElements, TargetTable
 from engine_ext.placement.targets import Target
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "DeviceElements",
     "HostElements",
     "LiveElements",
+    "LocatedElements",
     "Placed",
     "Placement",
     "Plan",
@@ -32,6 +34,7 @@ __all__ = [
     "Segment",
     "Status",
     "Target",
+    "TargetTable",
     "TensorSpec",
     "WholeBox",
     "as_host",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
+import msgspec
 import numpy as np
 import torch
 
@@ -32,8 +33,7 @@ class LiveElements(Protocol):
         """Overwrite them; takes what `read` returns."""
 
 
-@dataclass(slots=True)
-class HostElements:
+class HostElements(msgspec.Struct, eq=False, gc=False):
     """Single elements of a live tensor in host memory.
 
     Attributes:

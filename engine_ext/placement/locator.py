@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,21 @@ from engine_ext.placement.segments import Segment
 
 _Int64s = NDArray[np.int64]
 Offsets = NDArray[Any]  # int32 [n], or int64 if the live tensor is too large for that
+
+
+class Box(NamedTuple):
+    """A segment without repack and copies.
+
+    Attributes:
+        start, end: its first index, and one more than its last.
+        offset: of its first element in live memory.
+        dims: size, source stride and live stride of each dimension, outermost first; int64 [n, 3].
+    """
+
+    start: int
+    end: int
+    offset: int
+    dims: _Int64s
 
 
 class Locator:
@@ -58,6 +73,13 @@ class Locator:
     def copies(self) -> int:
         """How many copies of each element the box holds."""
         return 1 if self._copies is None else len(self._copies)
+
+    @property
+    def box(self) -> Box | None:
+        """The box, which is not empty; None if elements of it are moved or come several times."""
+        if self._empty or self._copies is not None or self._repack is not None:
+            return None
+        return Box(self._start, self._end, self._offset, self._dims)
 
     @property
     def is_box(self) -> bool:
@@ -168,9 +190,7 @@ def _in_box_by_numpy(
     return np.flatnonzero(kept), offsets[kept]
 
 
-def _box_loop(
-    indices: Any, start: Any, offset: Any, dims: Any, positions: Any, offsets: Any
-) -> Any:
+def box_loop(indices: Any, start: Any, offset: Any, dims: Any, positions: Any, offsets: Any) -> Any:
     """Fill `positions` and `offsets` and return the count; compiled by numba.
 
     Indices ascend, so most have the same row as the one before: the same position in all dimensions
@@ -209,4 +229,4 @@ def _compiled() -> Callable[..., int] | None:
         return None
     word, out = types.int64, array(types, "int64", readonly=False)
     words = array(types, "int64")
-    return compile_loop(_box_loop, word(words, word, word, words, out, out))
+    return compile_loop(box_loop, word(words, word, word, words, out, out))

@@ -193,16 +193,21 @@ def _close(
     return total0, total1
 
 
+def register() -> None:
+    """Register what the loop calls with numba; ImportError if it is not installed."""
+    from numba.extending import register_jitable
+
+    register_intrinsics()
+    digest._register_curve()
+    register_jitable(_close)
+
+
 @made_with_numba
 def _loop(
     types: Any, width: int, index: int, offset: int, differences: bool
 ) -> Callable[..., tuple[int, int]]:
     """Compile the loop for elements, indices and offsets of so many bytes; None without numba."""
-    register_intrinsics()
-    digest._register_curve()
-    from numba.extending import register_jitable
-
-    register_jitable(_close)
+    register()
     word, bits = types.uint64, f"uint{8 * width}"
     sent, out = array(types, bits), array(types, bits, readonly=False)
     arguments = (

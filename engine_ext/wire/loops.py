@@ -1,7 +1,7 @@
 """The digest's sums and the gap stream for loops that other packages compile.
 
-The functions take what `engine_ext.wire.digest` and `engine_ext.wire.gap_streams` compile for
-themselves; `register` makes them known to numba.
+The functions take what `engine_ext.wire.digest`, `engine_ext.wire.gathered_change` and
+`engine_ext.wire.gap_streams` compile for themselves; `register` makes them known to numba.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from engine_ext.kernels import made_once
-from engine_ext.wire import digest, gap_streams
+from engine_ext.wire import digest, gap_streams, gathered_change
 from engine_ext.wire.manifest import skip_symbol
 
 DIGEST_FACTORS: Final = digest._TABLE
@@ -24,6 +24,12 @@ digest_seeds = digest._seeds
 digest_sums = digest._sparse_loop
 """``(seed0, seed1, factors, places, new, old)``: both lanes' sums of a change; ascending places."""
 
+gather_change = gathered_change._gather_loop
+"""``(live, shift, seed0, seed1, factors, places, values, differences, offsets, old, new)``.
+
+Fill the last three and return both lanes' sums of the change; see `gathered_change.gather_change`.
+"""
+
 write_gaps = gap_streams._write_loop
 """``(places, following, skip, out)``: write symbols; return their number, -1 if not ascending."""
 
@@ -33,6 +39,7 @@ def register() -> None:
     """Register the functions with numba; ImportError if it is not installed."""
     from numba.extending import register_jitable
 
-    digest._register_curve()
+    gathered_change.register()
     register_jitable(digest_sums)
+    register_jitable(gather_change)
     register_jitable(write_gaps)

@@ -16,6 +16,7 @@ from torch import nn
 
 from engine_ext.apply.delta_applier import DeltaApplier, Writer
 from engine_ext.apply.masked import MaskedWriter
+from engine_ext.apply.param_batch import Batcher
 from engine_ext.apply.scatter import ScatterWriter
 from engine_ext.apply.staged import StagedPart
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
@@ -283,10 +284,20 @@ def serve_ranks(models: Sequence[type[ToyModel]], base: Checkpoint, **options: A
 
 def as_on_a_device(served: Served) -> None:
     """Let the applier take its weights for those of a device, where operators digest them."""
-    plan = served.applier.plan
+    replan(served, on_a_device(served.applier.plan))
+
+
+def on_a_device(plan: Plan) -> Plan:
+    """Return a plan whose weights are taken for those of a device."""
     targets = {n: tuple(replace(t, host=None) for t in ts) for n, ts in plan.targets.items()}
-    served.applier.plan = replace(plan, targets=targets)
-    served.applier.digests = served.applier.plan.scan()
+    return replace(plan, targets=targets)
+
+
+def replan(served: Served, plan: Plan) -> None:
+    """Give the applier another plan of the same model."""
+    served.applier.plan = plan
+    served.applier._batcher = Batcher(plan)
+    served.applier.digests = plan.scan()
 
 
 def named_in(error: NotUpdatable) -> set[str]:

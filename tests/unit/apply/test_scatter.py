@@ -33,8 +33,10 @@ from tests.support.served_models import (
     dense_delta,
     load,
     memory,
+    on_a_device,
     parts_of,
     placed,
+    replan,
     serve,
     target_checkpoint,
 )
@@ -76,11 +78,7 @@ def test_applied_and_taken_back(
     plan = served.applier.plan
     if not digested:
         plan = replace(plan, digested=frozenset())
-    if not host:
-        targets = {n: tuple(replace(t, host=None) for t in ts) for n, ts in plan.targets.items()}
-        plan = replace(plan, targets=targets)
-    served.applier.plan = plan
-    served.applier.digests = served.applier.plan.scan()
+    replan(served, plan if host else on_a_device(plan))
     target = {name: changed(tensor, seed + 7, density) for name, tensor in base.items()}
     deltas = [
         dense_delta(n, target[n])

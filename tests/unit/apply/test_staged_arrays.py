@@ -30,7 +30,8 @@ def arrays() -> list[StagedArrays]:
         shape = TwoTensors.shapes[name]
         delta = ParamDelta(name, "bfloat16", shape, np.arange(count), np.zeros(count, np.uint16))
         runs.append((delta, target))
-    return allocate(runs)
+    found, _ = allocate(runs)
+    return found
 
 
 def test_each_param_has_its_elements_and_nothing_is_shared() -> None:
@@ -50,6 +51,15 @@ def test_what_an_undo_needs_does_not_keep_the_new_bits() -> None:
     assert first.offsets.base is first.old.base is second.old.base
     assert first.new.base is second.new.base
     assert first.new.base is not first.old.base
+
+
+def test_those_of_batches_lie_in_the_same_memory() -> None:
+    _, others = allocate([], [(3, np.uint16), (0, np.uint8), (2, np.uint16)])
+    assert [[array.size for array in arrays] for arrays in others] == [[3] * 3, [0] * 3, [2] * 3]
+    assert [array.dtype for array in others[0]] == [np.int32, np.uint16, np.uint16]
+    bases = [[array.base for array in arrays] for arrays in (others[0], others[2])]
+    assert bases[0][0] is bases[0][1] is bases[1][0] is bases[1][1]
+    assert bases[0][2] is bases[1][2] is not bases[0][0]
 
 
 def test_a_piece_is_cut_to_the_run() -> None:

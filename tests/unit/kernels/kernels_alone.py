@@ -45,6 +45,8 @@ from tests.support.served_models import (
     delta_between,
     load,
     memory,
+    on_a_device,
+    replan,
     serve,
 )
 from tests.support.toy_models import ColumnShard, FusedQkv, RowShard, ToyModel
@@ -304,10 +306,8 @@ def test_applied_and_taken_back(model: type[ToyModel], encoding: str, digested: 
     base = base_checkpoint(model)
     served = serve(model, base, apply="scatter")
     plan = served.applier.plan
-    targets = {n: tuple(replace(t, host=None) for t in ts) for n, ts in plan.targets.items()}
     covered = plan.digested if digested else frozenset()
-    served.applier.plan = replace(plan, targets=targets, digested=covered)
-    served.applier.digests = served.applier.plan.scan()
+    replan(served, replace(on_a_device(plan), digested=covered))
     target = {name: changed(tensor, 7, 0.6) for name, tensor in base.items()}
     deltas = [delta_between(name, base[name], target[name]) for name in base]
     body = encode_part(deltas, encoding=encoding, current_version=1)

@@ -20,6 +20,7 @@ from tests.support import toy_models
 from tests.support.rank_engine import Engine, errors_of, part_id
 from tests.support.served_models import (
     PROPERTY,
+    as_on_a_device,
     attempt,
     base_checkpoint,
     bits,
@@ -28,6 +29,7 @@ from tests.support.served_models import (
     load,
     memory,
     named_in,
+    replan,
     serve,
     serve_ranks,
     target_checkpoint,
@@ -70,9 +72,7 @@ def test_applied_and_taken_back(
     served = serve(model, base, apply="scatter", threads=threads)
     target = {name: changed(tensor, seed + 7, density) for name, tensor in base.items()}
     if not host:
-        plan = served.applier.plan
-        targets = {n: tuple(replace(t, host=None) for t in ts) for n, ts in plan.targets.items()}
-        served.applier.plan = replace(plan, targets=targets)
+        as_on_a_device(served)
     part = decode_part(differences(base, target, sorted(base)))
     if served.peer:  # the second rank counts and digests the elements that are not here
         digest = Digest.parse(part.manifest.digest_part or "")
@@ -143,7 +143,7 @@ def test_where_differences_are_refused(
     base = base_checkpoint(model)
     served = serve(model, base, apply=apply)
     if not digested:
-        served.applier.plan = replace(served.applier.plan, digested=frozenset())
+        replan(served, replace(served.applier.plan, digested=frozenset()))
     name = next(iter(base))
     part = decode_part(differences(base, target_checkpoint(base, [name]), [name]))
     refusal = attempt(served, [part])
