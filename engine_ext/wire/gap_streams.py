@@ -192,6 +192,48 @@ def decode_gaps(stream: NDArray[np.uint8], width: int, numel: int) -> NDArray[An
     return indices
 
 
+def decode_many_gaps(
+    streams: Sequence[NDArray[np.uint8]], params: Sequence[ParamEntry]
+) -> list[NDArray[Any] | None]:
+    """Decode small gap streams in few compiled calls.
+
+    Returns:
+        For each param what `decode_gaps` returns, but as a view of a common array; None if
+        `decode_gaps` must be asked: without numba, of a large tensor, for symbols of 2 bytes, and
+        for what is refused.
+    """
+    found: list[NDArray[Any] | None] = [None] * len(streams)
+    loop = _read_many()
+    if loop is None:
+        return found
+    plain = [
+        number
+        for number, (entry, stream) in enumerate(zip(params, streams, strict=True))
+        if entry.pos_width == 1 and entry.numel <= 1 << 31 and entry.nnz <= stream.size
+    ]
+    own = [streams[number] for number in plain]
+    for group in in_groups(own):
+        entries = [params[number] for number in plain[group]]
+        symbols = np.ascontiguousarray(joined(own[group]))
+        lengths, counts, numels = (
+            np.array(sizes, np.int64)
+            for sizes in (
+                [stream.size for stream in own[group]],
+                [entry.nnz for entry in entries],
+                [entry.numel for entry in entries],
+            )
+        )
+        # A param writes at most one index for each of its symbols, from its start on.
+        out = np.empty(int(counts.sum() + lengths.max()), np.int32)
+        if not loop(symbols, lengths, counts, numels, out):
+            continue
+        start = 0
+        for number, count in zip(plain[group], counts.tolist(), strict=True):
+            found[number] = out[start : start + count]
+            start += count
+    return found
+
+
 def join_planes(stream: NDArray[np.uint8], width: int) -> NDArray[Any]:
     """Return the symbols of a stream as unsigned ints of `width` bytes; no copy if 1."""
     if width == 1:
@@ -292,6 +334,24 @@ def _read_loop(symbols: Any, skip: Any, out: Any) -> Any:
     return count, index
 
 
+def _read_many_loop(symbols: Any, lengths: Any, counts: Any, numels: Any, out: Any) -> Any:
+    """Compiled: decode streams of 1-byte symbols; return whether each has as many indices as said.
+
+    It is False, too, if one does not end or goes past its tensor.
+    """
+    at = start = 0
+    for k in range(lengths.size):
+        stream = symbols[at : at + lengths[k]]
+        if stream.size and stream[stream.size - 1] == 255:
+            return False
+        count, end = _read_loop(stream, 255, out[start:])
+        if count != counts[k] or end > numels[k]:
+            return False
+        at += lengths[k]
+        start += count
+    return True
+
+
 def _match_loop(symbols: Any, lengths: Any, indices: Any, counts: Any) -> Any:
     """Compiled: compare streams, `lengths` of symbols, with the indices of as many params."""
     start = end = 0
@@ -322,6 +382,17 @@ def _match(types: Any, width: int) -> Callable[[Any, Any, Any, Any], bool]:
 
 
 @made_with_numba
+def _read_many(types: Any) -> Callable[[Any, Any, Any, Any, Any], bool]:
+    """Compile the loop; None without numba."""
+    from numba.extending import register_jitable
+
+    register_jitable(_read_loop)
+    sizes, out = array(types, "int64"), array(types, "int32", readonly=False)
+    arguments = array(types, "uint8"), sizes, sizes, sizes, out
+    return compile_loop(_read_many_loop, types.boolean(*arguments))
+
+
+@made_with_numba
 def _loops(types: Any, width: int) -> _Loops:
     """Compile the loops for symbols of `width` bytes; None without numba."""
     word, unsigned, symbol = types.int64, types.uint64, f"uint{8 * width}"
@@ -340,3 +411,4 @@ def warm_up() -> None:
     """Compile the loops now, so that the first sync does not wait for the compiler."""
     for width in _SYMBOLS:
         _loops(width)
+    _read_many()

@@ -21,7 +21,12 @@ from engine_ext.wire.checksum import verify_checksum, xxh3_checksum
 from engine_ext.wire.container import Header, read_container, write_container
 from engine_ext.wire.digest import ALGORITHM
 from engine_ext.wire.exponent_planes import decode_planes, encode_planes
-from engine_ext.wire.gap_streams import check_streams, pack_streams, unpack_streams
+from engine_ext.wire.gap_streams import (
+    check_streams,
+    decode_many_gaps,
+    pack_streams,
+    unpack_streams,
+)
 from engine_ext.wire.manifest import (
     BIT_CHANGES,
     DIFFERENCES,
@@ -156,9 +161,13 @@ def _places(
     encoding: str, params: Sequence[ParamEntry], streams: Iterable[NDArray[np.uint8]]
 ) -> list[_Indices]:
     """Decode each param's indices."""
+    raw = [*streams]
+    known: Sequence[_Indices] = [None] * len(raw)
+    if encoding in PACKED_ENCODINGS:
+        known = decode_many_gaps(raw, params)
     return [
-        None if entry.is_dense else _indices(entry, encoding, stream)
-        for entry, stream in zip(params, streams, strict=True)
+        None if entry.is_dense else _indices(entry, encoding, stream) if own is None else own
+        for entry, stream, own in zip(params, raw, known, strict=True)
     ]
 
 

@@ -27,7 +27,6 @@ from engine_ext.kernels import (
     array,
     compile_loop,
     made_with_numba,
-    popcount,
     register_intrinsics,
     trailing_zeros,
 )
@@ -78,6 +77,40 @@ def decode_differences(raw: NDArray[np.uint8], params: Sequence[ParamEntry]) -> 
     halves = sum((entry.nnz + 1) // 2 for entry in params)
     most = halves + sum(entry.nnz * bits_dtype(entry.dtype).itemsize for entry in params)
     content = decompress_planes(raw, halves, most, "the differences")
+    # The loop takes all params at once; if something is wrong it does not say what.
+    found = _decode_all(content[:halves], content[halves:], params)
+    return _decode_by_numpy(content, halves, params) if found is None else found
+
+
+def _decode_all(
+    pairs: NDArray[np.uint8], escaped: NDArray[np.uint8], params: Sequence[ParamEntry]
+) -> list[NDArray[Any]] | None:
+    """Decode the params in one compiled call; None without numba, and if something is wrong.
+
+    Returns:
+        Views of one array.
+    """
+    dtypes = {bits_dtype(entry.dtype) for entry in params}
+    bits = dtypes.pop() if len(dtypes) == 1 else None
+    loops = None if bits is None or escaped.size % bits.itemsize else _loops(bits.itemsize)
+    if loops is None:
+        return None
+    sizes = [entry.nnz for entry in params]
+    out: NDArray[Any] = np.empty(sum(sizes) + 1, bits)
+    whole = escaped.view(bits)
+    if loops.read(pairs, whole, np.array(sizes, np.int64), out) != whole.size:
+        return None
+    found = []
+    start = 0
+    for size in sizes:
+        found.append(out[start : start + size])
+        start += size
+    return found
+
+
+def _decode_by_numpy(
+    content: NDArray[np.uint8], halves: int, params: Sequence[ParamEntry]
+) -> list[NDArray[Any]]:
     found = []
     start, escaped = 0, halves
     for entry in params:
@@ -128,13 +161,6 @@ def _zigzag_nibbles(
 
 def _escapes(pairs: NDArray[np.uint8]) -> NDArray[np.int64]:
     """Return the numbers of the nibbles that are 15, ascending."""
-    loops = _loops(1)
-    if loops is not None:
-        whole = pairs.size // 8 * 8
-        words, rest = pairs[:whole].view(np.uint64), pairs[whole:]
-        found = np.empty(loops.number(words, rest), np.int64)
-        loops.find(words, rest, found)
-        return found
     low = np.flatnonzero(pairs & 15 == _ESCAPE)
     high = np.flatnonzero(pairs >= _ESCAPE << 4)
     return np.sort(np.concatenate([2 * low, 2 * high + 1]))
@@ -143,12 +169,8 @@ def _escapes(pairs: NDArray[np.uint8]) -> NDArray[np.int64]:
 def _unzigzag_nibbles(pairs: NDArray[np.uint8], number: int, dtype: np.dtype[Any]) -> NDArray[Any]:
     """Decode nibbles, two a byte, to differences [number]."""
     out: NDArray[Any] = np.empty(2 * pairs.size, dtype)
-    loops = _loops(dtype.itemsize)
-    if loops is not None:
-        loops.join(pairs, out)
-    else:
-        out[::2], out[1::2] = pairs & 15, pairs >> 4
-        out = out >> 1 ^ (0 - (out & 1))
+    out[::2], out[1::2] = pairs & 15, pairs >> 4
+    out = out >> 1 ^ (0 - (out & 1))
     return out[:number]
 
 
@@ -182,44 +204,47 @@ def _escaped(word: Any) -> Any:
     return both & both >> np.uint64(2) & np.uint64(0x1111111111111111)
 
 
-def _count_loop(words: Any, rest: Any) -> Any:
-    """Compiled: count the nibbles that are 15."""
-    count: Any = 0
-    for k in range(words.size):
-        count += popcount(_escaped(words[k]))
-    for k in range(rest.size):
-        count += popcount(_escaped(np.uint64(rest[k])))
-    return count
+def _read_loop(pairs: Any, escaped: Any, sizes: Any, out: Any) -> Any:
+    """Compiled: decode params of these sizes; return how many escaped differences they have.
 
-
-def _find_loop(words: Any, rest: Any, found: Any) -> None:
-    """Compiled: write the numbers of the nibbles that are 15; `found` has room for them."""
-    count = 0
-    for k in range(words.size + rest.size):
-        if k < words.size:
-            first, mask = 16 * k, _escaped(words[k])
-        else:
-            first = 16 * words.size + 2 * (k - words.size)
-            mask = _escaped(np.uint64(rest[k - words.size]))
-        while mask != 0:
-            found[count] = first + trailing_zeros(mask) // 4
-            count += 1
-            mask &= mask - np.uint64(1)
-
-
-def _join_loop(pairs: Any, out: Any) -> None:
-    """Compiled: decode the nibbles."""
-    for pair in range(pairs.size):
-        low, high = np.int64(pairs[pair]) & 15, np.int64(pairs[pair]) >> 4
-        out[2 * pair] = low >> 1 ^ -(low & 1)
-        out[2 * pair + 1] = high >> 1 ^ -(high & 1)
+    It is -1 if padding is not 0, a difference is missing, or one would fit a nibble. `out` has room
+    for one more.
+    """
+    used = at = start = 0
+    for size in sizes:
+        own, values = pairs[at : at + (size + 1) // 2], out[start:]
+        for pair in range(own.size):
+            low, high = np.int64(own[pair]) & 15, np.int64(own[pair]) >> 4
+            values[2 * pair] = low >> 1 ^ -(low & 1)
+            values[2 * pair + 1] = high >> 1 ^ -(high & 1)
+        if size % 2 and own[own.size - 1] >> 4:
+            return -1
+        count = own.size // 8
+        words = own[: 8 * count].view(np.uint64)
+        for k in range(count + own.size - 8 * count):
+            if k < count:
+                first, mask = 16 * k, _escaped(words[k])
+            else:
+                rest = 7 * count + k
+                first, mask = 2 * rest, _escaped(np.uint64(own[rest]))
+            while mask != 0:
+                if used == escaped.size or escaped[used] < 15:
+                    return -1
+                # numba adds signed and unsigned numbers as floats.
+                zigzag = np.uint64(escaped[used])
+                values[first + trailing_zeros(mask) // 4] = np.int64(
+                    zigzag >> np.uint64(1) ^ np.uint64(0) - (zigzag & np.uint64(1))
+                )
+                used += 1
+                mask &= mask - np.uint64(1)
+        start += size
+        at += own.size
+    return used
 
 
 class _Loops(NamedTuple):
     split: Callable[[Any, Any, Any, Any], int]
-    number: Callable[[Any, Any], int]
-    find: Callable[[Any, Any, Any], None]
-    join: Callable[[Any, Any], None]
+    read: Callable[[Any, Any, Any, Any], int]
 
 
 @made_with_numba
@@ -229,16 +254,13 @@ def _loops(types: Any, width: int) -> _Loops:
 
     register_intrinsics()
     register_jitable(_escaped)
-    words = array(types, "uint64")
-    nibbles, found = array(types, "uint8"), array(types, "int64", readonly=False)
-    written = array(types, "uint8", readonly=False)
+    nibbles, written = array(types, "uint8"), array(types, "uint8", readonly=False)
+    bits = array(types, f"uint{8 * width}")
     out = array(types, f"uint{8 * width}", readonly=False)
     sizes, differences = array(types, "int64"), array(types, f"int{8 * width}")
     return _Loops(
         compile_loop(_split_loop, types.int64(differences, sizes, written, out)),
-        compile_loop(_count_loop, types.int64(words, nibbles)),
-        compile_loop(_find_loop, types.void(words, nibbles, found)),
-        compile_loop(_join_loop, types.void(nibbles, out)),
+        compile_loop(_read_loop, types.int64(nibbles, bits, sizes, out)),
     )
 
 

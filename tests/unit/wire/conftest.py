@@ -16,5 +16,6 @@ def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if request.param == "numpy":
         monkeypatch.setattr(gap_streams, "_loops", lambda width: None)
         monkeypatch.setattr(gap_streams, "_match", lambda width: None)
+        monkeypatch.setattr(gap_streams, "_read_many", lambda: None)
         monkeypatch.setattr(ulp_differences, "_loops", lambda width: None)
         monkeypatch.setattr(exponent_planes, "_loops", lambda: None)

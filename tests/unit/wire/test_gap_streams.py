@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import tracemalloc
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,10 +16,12 @@ from engine_ext.wire.gap_streams import (
     byte_stream,
     check_streams,
     decode_gaps,
+    decode_many_gaps,
     encode_gaps,
     join_streams,
     stream_bytes,
 )
+from engine_ext.wire.manifest import ParamEntry
 from tests.support.independent_encoder import PROPERTY
 
 SKIP = "ff"
@@ -255,3 +259,71 @@ def test_a_piece_that_does_not_ascend() -> None:
     ):
         with pytest.raises(ValueError, match="not ascending"):
             byte_stream(indices_of(indices), start)
+
+
+MANY = st.lists(
+    st.tuples(
+        st.one_of(
+            st.binary(max_size=12),
+            st.lists(st.integers(0, 3000), max_size=9, unique=True).map(
+                lambda values: encode_gaps(indices_of(sorted(values)))[0].tobytes()
+            ),
+        ),
+        st.sampled_from([0, 0, 0, 1, -1]),
+        st.sampled_from([3001, 3001, 300, (1 << 31) + 1]),
+        st.sampled_from([1, 1, 1, 2]),
+    ),
+    max_size=9,
+)
+
+
+@PROPERTY
+@given(MANY, st.sampled_from([1, 20, 1 << 16]))
+def test_many_at_once(params: list[tuple[bytes, int, int, int]], most: int) -> None:
+    """The same as one by one, or left to that: what is refused takes none of the others along
+    but those of its group."""
+    streams = [np.frombuffer(raw, np.uint8) for raw, *_ in params]
+    entries, wanted = [], []
+    for (_, more, numel, width), stream in zip(params, streams, strict=True):
+        indices = None
+        nnz = int((stream != 255).sum())
+        if width == 1:
+            try:
+                indices = decode_gaps(stream, 1, numel)
+            except (MalformedPart, NotUpdatable):
+                indices = None
+        declared = max(0, nnz + more)
+        if indices is not None and (declared != nnz or numel > 1 << 31):
+            indices = None
+        wanted.append(indices)
+        slices = (0, stream.size, width, 0, declared)
+        entries.append(ParamEntry("w", "bfloat16", (numel,), *slices))
+    groups = partial(gap_streams.in_groups, most=most)
+    with mock.patch.object(gap_streams, "in_groups", groups):
+        found = decode_many_gaps(streams, entries)
+    for own, one in zip(found, wanted, strict=True):
+        assert own is None or (one is not None and own.tolist() == one.tolist())
+    if all(one is not None for one in wanted):
+        assert all(own is not None and own.dtype == np.int32 for own in found)
+
+
+def test_a_wrong_stream_is_left_to_be_refused_by_itself() -> None:
+    """With the group it is in; the next ones are decoded."""
+    streams = [np.array(raw, np.uint8) for raw in ([1], [255], [2], [3])]
+    entries = [ParamEntry("w", "bfloat16", (99,), 0, 1, 1, 0, 1) for _ in streams]
+    groups = partial(gap_streams.in_groups, most=2)
+    with mock.patch.object(gap_streams, "in_groups", groups):
+        found = decode_many_gaps(streams, entries)
+    assert found[:2] == [None, None]
+    assert [own.tolist() for own in found[2:] if own is not None] == [[2], [3]]
+
+
+def test_a_declared_number_takes_no_memory() -> None:
+    """One index for each symbol at the most, whatever the manifest says."""
+    entry = ParamEntry("w", "bfloat16", (1 << 31,), 0, 1, 1, 0, 1 << 31)
+    tracemalloc.start()
+    found = decode_many_gaps([np.zeros(1, np.uint8)], [entry])
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found == [None]
+    assert most < 1 << 20
