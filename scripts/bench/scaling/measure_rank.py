@@ -302,19 +302,17 @@ def _locate(rank: Rank, part: Part) -> None:
 
 
 def _small_tensors(repeats: int) -> dict[str, float]:
-    """Return nanoseconds of a rank's work on a small tensor with one change."""
+    """Return nanoseconds of a rank's work on a small tensor with one change, which is its own."""
     generator = np.random.default_rng(0)
+    shape = (16, SMALL // 16)
+    bits = generator.integers(0, 1 << 14, (SMALLS, *shape), np.int16)
     tensors = {
-        f"model.{number}.weight": torch.from_numpy(
-            generator.integers(0, 1 << 14, SMALL, np.int16)
-        ).view(torch.bfloat16)
-        for number in range(SMALLS)
+        f"model.{number}.weight": torch.from_numpy(own).view(torch.bfloat16)
+        for number, own in enumerate(bits)
     }
-    deltas = []
-    for name, tensor in tensors.items():
-        new = tensor[SMALL // 4 : SMALL // 4 + 1].view(torch.int16).numpy().view(np.uint16) ^ 1
-        deltas.append(ParamDelta(name, "bfloat16", (SMALL,), np.array([SMALL // 4]), new))
-    body = encode_part(deltas, encoding="gap8_exp", current_version=1)
+    place, one = np.array([shape[1]]), np.array([1], np.uint16)
+    deltas = [ParamDelta(n, "bfloat16", shape, place, one, differences=True) for n in tensors]
+    body = encode_part(deltas, encoding=_STAGED, current_version=1, digest_part="0" * 32)
     rank = Rank.of(tensors, 2)
     staged: list[StagedPart] = []
 
