@@ -84,22 +84,25 @@ class Batcher:
         self._compiled = None not in compiled and self._table.warm_up()
 
     def chosen(self, part: Part) -> Iterator[list[int]]:
-        """Yield the numbers of the params of a part that are staged in a batch, by batch."""
+        """Yield the numbers of the params of a part that are staged in a batch, by batch.
+
+        Those of a batch have one width, and are all differences or all values, as a part's are.
+        """
         if part.manifest.full or not self._compiled:
             return
-        group: list[int] = []
-        room = _GROUP
+        groups: dict[Any, list[int]] = {}  # by dtype of the bits
+        room: dict[Any, int] = {}
         for number, delta in enumerate(part.deltas):
             if delta.name not in self._rows or not _is_small(delta):
                 continue
-            size = delta.values.size
-            if size > room and group:
-                yield group
-                group, room = [], _GROUP
-            group.append(number)
-            room -= size
-        if group:
-            yield group
+            bits, size = delta.values.dtype, delta.values.size
+            if bits in groups and size > room[bits]:
+                yield groups.pop(bits)
+            if bits not in groups:
+                groups[bits], room[bits] = [], _GROUP
+            groups[bits].append(number)
+            room[bits] -= size
+        yield from groups.values()
 
     def locate(self, part: Part, numbers: list[int]) -> Batch:
         """Find the elements of some params of a part; several threads may."""
@@ -199,7 +202,7 @@ def _gather_all(
     new: Any,
     lanes: Any,
 ) -> None:
-    """Compiled: fill the last four arrays.
+    """Compiled: fill the last four arrays; `places` is room for indices.
 
     `differences` is None or True, so that one of two loops is compiled.
     """

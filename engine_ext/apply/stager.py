@@ -1,7 +1,8 @@
 """Staging: turn a decoded part into the writes of this rank and the change of the digest.
 
-A param is staged in pieces, by several threads. For each piece and each segment of the tensor on
-this rank, `_Stager` finds the elements, casts the new values to the live dtype, and reads the old
+Params that are small and in one segment are staged together (`param_batch`), the others in pieces,
+by several threads. For each piece and each segment of the tensor on this rank, `_Stager` finds the
+elements, casts the new values to the live dtype, and reads the old
 values that must be checked or digested. The model is only read.
 """
 

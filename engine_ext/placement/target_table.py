@@ -7,7 +7,7 @@ to find a few thousand elements.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,7 +19,6 @@ from engine_ext.placement.targets import Target
 
 _Int64s = NDArray[np.int64]
 _Int32s = NDArray[np.int32]
-_NARROW: Final = np.dtype(np.int32)
 
 
 class LocatedElements(msgspec.Struct, frozen=True, eq=False, gc=False):

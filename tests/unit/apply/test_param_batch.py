@@ -29,6 +29,7 @@ from tests.support.served_models import (
     changed,
     delta_between,
     dense_delta,
+    load,
     memory,
     parts_of,
     serve,
@@ -160,7 +161,7 @@ def test_elements_of_each_width(dtype: torch.dtype, encoding: str) -> None:
     width = torch.empty(0, dtype=dtype).itemsize
     base, target = (
         {
-            name: torch.randint(0, 120, (*shape, width), generator=generator, dtype=torch.uint8)
+            name: torch.randint(0, 256, (*shape, width), generator=generator, dtype=torch.uint8)
             .view(dtype)
             .reshape(shape)
             for name, shape in ThreeTensors.shapes.items()
@@ -175,6 +176,27 @@ def test_elements_of_each_width(dtype: torch.dtype, encoding: str) -> None:
     served.applier.write([staged])
     live = {name: getattr(served.model, name) for name in base}
     assert all(torch.equal(live[n].view(torch.uint8), target[n].view(torch.uint8)) for n in base)
+
+
+@pytest.mark.parametrize("group", [1, 1 << 17])
+def test_a_part_of_several_dtypes(group: int) -> None:
+    """As a foreign trainer may send it; those of each width are in a batch of their own."""
+    dtypes = {"a": torch.bfloat16, "b": torch.float32, "c": torch.bfloat16}
+    model = type("OfSeveral", (ThreeTensors,), {"dtypes": dtypes})
+    base = base_checkpoint(model)
+    target = {name: changed(base[name], n + 1, 1.0) for n, name in enumerate(base)}
+    served = serve(model, base, apply="scatter")
+    parts = parts_of([delta_between(name, base[name], target[name]) for name in base])
+    deltas = {delta.name: delta for part in parts for delta in part.deltas}
+    part = Part(parts[0].header, tuple(deltas[name] for name in base))
+    with mock.patch.object(param_batch, "_GROUP", group):
+        groups = numbers_in_batches(served, part)
+        staged = served.applier.stage(part)
+    assert sorted(groups) == ([[0], [1], [2]] if group == 1 else [[0, 2], [1]])
+    assert content(staged.params) == content(one_by_one(served, part).params)
+    served.applier.check_base([staged])
+    served.applier.write([staged])
+    assert memory(served.model) == memory(load(model, target))
 
 
 ROWS, COLUMNS, RANKS = 12, 8, 4
