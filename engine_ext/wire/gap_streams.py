@@ -224,7 +224,7 @@ def decode_many_gaps(
             )
         )
         # A param writes at most one index for each of its symbols, from its start on.
-        out = np.empty(int(counts.sum() + lengths.max()), np.int32)
+        out = np.empty(int(counts.sum() + (lengths - counts).max()), np.int32)
         if not loop(symbols, lengths, counts, numels, out):
             continue
         start = 0
