@@ -35,7 +35,7 @@ from rich.table import Table
 from delta_sender import SyncError
 from scripts import command_line
 from scripts.bench.scaling import report
-from scripts.bench.scaling.check import SIZES, Checked, check
+from scripts.bench.scaling.check import SIZES, SYNCS, Checked, check
 from scripts.bench.scaling.constants import Constants
 from scripts.bench.scaling.encodings import ENCODINGS
 from scripts.bench.scaling.measure import DENSITY, STEPS, measure
@@ -97,7 +97,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=defaults.posts_in_flight,
         help="(%(default)s)",
     )
-    add("--syncs", type=positive, metavar="N", default=10, help="of each size (%(default)s)")
+    add("--syncs", type=positive, metavar="N", default=SYNCS, help="of each size (%(default)s)")
     return parser.parse_args(arguments)
 
 

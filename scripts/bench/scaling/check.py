@@ -56,6 +56,7 @@ NEEDED: Final = {"0.1B": 5, "0.5B": 7, BETWEEN: 9, "1.5B": 13}
 # A cache of 16 blocks is enough, as nothing is generated; vLLM would take 1 GiB on each rank.
 _SMALL_CACHE: Final = {"vllm": ("--num-gpu-blocks-override", "16"), "sglang": ()}
 BUCKET_BYTES: Final = 8 << 20
+SYNCS: Final = 10  # of each size, of which the least of each time is taken
 
 
 @dataclass(frozen=True)

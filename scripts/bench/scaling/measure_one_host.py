@@ -10,11 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from scripts.bench.scaling.check import BETWEEN, check
+from scripts.bench.scaling.check import BETWEEN, SYNCS, check
 from scripts.bench.scaling.constants import Constants
 from scripts.bench.scaling.model import Prediction, predict
-
-_SYNCS = 5
 
 
 def measure(costs: Constants, folder: Path, step: Callable[[str], None]) -> float:
@@ -29,7 +27,7 @@ def measure(costs: Constants, folder: Path, step: Callable[[str], None]) -> floa
         folder,
         engine=costs.engine,
         density=costs.density,
-        syncs=_SYNCS,
+        syncs=SYNCS,
         ranks=2,
         posts_in_flight=4,
         encoding="gap8_ulp",
