@@ -36,6 +36,17 @@ class SglangProcess(EngineProcess):
             return Path(sys.executable)
         return _ROOT / ".venv-sglang" / "bin" / "python"
 
+    @classmethod
+    def loop_cache(cls) -> dict[str, str]:
+        """Return variables with which numba keeps compiled loops in SGLang's environment.
+
+        The two engines need different versions of numba, which share this checkout's folders
+        otherwise, and each takes the other's loops for stale and compiles all of them again.
+        """
+        home = cls.interpreter().parents[1]
+        is_own = home != Path(sys.executable).parents[1] and os.access(home, os.W_OK)
+        return {"NUMBA_CACHE_DIR": str(home / "numba-cache")} if is_own else {}
+
     def checksums(self) -> dict[str, str]:
         """Return SHA-256 of every parameter and persistent buffer, by ``tp<rank>:<name>``."""
         answer = self._checked(self.post("/weights_checker", json={"action": "checksum"}))
@@ -69,4 +80,5 @@ class SglangProcess(EngineProcess):
 
     def _server_environment(self) -> dict[str, str]:
         cores = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(self.tp)))}
-        return {"SGLANG_USE_CPU_ENGINE": "1", **(cores if self.tp > 1 else {})}
+        shared = {"SGLANG_USE_CPU_ENGINE": "1", **self.loop_cache()}
+        return {**shared, **(cores if self.tp > 1 else {})}

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from scripts.live_engine.registry import ENGINES
+from scripts.live_engine.sglang import SglangProcess
 
 ROOT = Path(__file__).parents[2]
 _SGLANG_SHIMS = ROOT / "tests" / "shims" / "sglang_cpu"
@@ -23,6 +24,7 @@ def python(engine: str, *arguments: str, **environment: str) -> subprocess.Compl
     """Run an engine's Python; `environment` are further variables."""
     paths = os.pathsep.join(filter(None, [str(_SGLANG_SHIMS), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": paths, "SGLANG_USE_CPU_ENGINE": "1"}
+    env |= SglangProcess.loop_cache()
     return subprocess.run(
         [str(ENGINES[engine].interpreter()), *arguments],
         env={**env, **environment} if engine == "sglang" else {**os.environ, **environment},

@@ -63,6 +63,8 @@ def run(python: Path, start: Path, cases: Sequence[Case], folder: Path) -> dict[
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(folder),
+            # Another version of numba would take the loops that vLLM's has compiled for stale.
+            "NUMBA_CACHE_DIR": str(folder / "numba-cache"),
         },
         capture_output=True,
         text=True,
