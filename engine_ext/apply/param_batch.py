@@ -26,7 +26,7 @@ from engine_ext.kernels import (
     prefetch,
     register_intrinsics,
 )
-from engine_ext.placement import HostElements, LocatedElements, Plan, Target, TargetTable
+from engine_ext.placement import HostElements, LocatedElements, Plan, TargetTable, fits_table
 from engine_ext.wire import Digest, ParamDelta, Part, loops
 
 _gather_change, _digest_sums = loops.gather_change, loops.digest_sums
@@ -70,14 +70,11 @@ class Batcher:
         self._rank = plan.rank
         alone = {n: t[0] for n, t in plan.targets.items() if len(t) == 1 and n in plan.digested}
         exact = {n: t for n, t in alone.items() if plan.placement[n].spec.dtype == t.dtype}
-        self._targets: dict[str, Target] = {}
-        self._rows: dict[str, int] = {}
-        self._table = TargetTable(exact.values())
-        for (name, target), row in zip(exact.items(), self._table.rows, strict=True):
-            if row is not None:
-                self._targets[name], self._rows[name] = target, row
-        names = list(self._rows)
-        self._seeds = np.array([loops.digest_seeds(n) for n in names], np.uint64).reshape(-1, 2)
+        self._targets = {n: target for n, target in exact.items() if fits_table(target)}
+        self._rows = {name: row for row, name in enumerate(self._targets)}
+        self._table = TargetTable([*self._targets.values()])
+        seeds = [loops.digest_seeds(name) for name in self._targets]
+        self._seeds = np.array(seeds, np.uint64).reshape(-1, 2)
         # Compiles the loops, which the first sync would otherwise wait for.
         widths = {target.flat.itemsize for target in self._targets.values()}
         compiled = [_loop(width, differs) for width in widths for differs in (False, True)]
@@ -105,7 +102,11 @@ class Batcher:
         yield from groups.values()
 
     def locate(self, part: Part, numbers: list[int]) -> Batch:
-        """Find the elements of some params of a part; several threads may."""
+        """Find the elements of some params of a part; several threads may.
+
+        Args:
+            numbers: of `chosen`.
+        """
         deltas = [part.deltas[number] for number in numbers]
         rows = np.array([self._rows[delta.name] for delta in deltas], np.int64)
         own_indices, own_values = [], []
@@ -236,7 +237,6 @@ def _gather_all(
 @made_with_numba
 def _loop(types: Any, width: int, differences: bool) -> Callable[..., None]:
     """Compile the loop for elements of `width` bytes; None without numba."""
-
     register_intrinsics()
     loops.register()
     bits = f"uint{8 * width}"

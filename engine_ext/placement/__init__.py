@@ -16,7 +16,7 @@ from engine_ext.placement.ownership import boxes, resolve
 from engine_ext.placement.plan import Plan, covered, make_plan
 from engine_ext.placement.repacked import CHUNK, flat_bits, smallest_block, unmoved
 from engine_ext.placement.segments import Placed, Placement, Repack, Segment, Status, TensorSpec
-from engine_ext.placement.target_table import LocatedElements, TargetTable
+from engine_ext.placement.target_table import LocatedElements, TargetTable, fits_table
 from engine_ext.placement.targets import Target
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "certify_placement",
     "checkpoint_bits",
     "covered",
+    "fits_table",
     "flat_bits",
     "has_nan",
     "live_bits",

@@ -6,7 +6,7 @@ to find a few thousand elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -28,8 +28,8 @@ class LocatedElements(msgspec.Struct, frozen=True, eq=False, gc=False):
         starts: of each delta whose target is a run, the number of its first element that is in it;
             of another one, where its elements begin in `positions` and `offsets`; [deltas].
         counts: how many are in it, [deltas].
-        positions: numbers of the elements in targets that are not runs.
-        offsets: likewise, of live memory.
+        positions: numbers of the elements in targets that are not runs, [n].
+        offsets: theirs in live memory, in elements, [n].
     """
 
     starts: _Int64s
@@ -38,54 +38,56 @@ class LocatedElements(msgspec.Struct, frozen=True, eq=False, gc=False):
     offsets: _Int32s
 
 
+def fits_table(target: Target) -> bool:
+    """Return whether a target can be in a table.
+
+    It is one box without copies in aligned host memory, and its indices and offsets fit int32.
+    """
+    box = target.locator.box
+    if target.host is None or not target.host.flags.aligned or box is None:
+        return False
+    return target.locator.offset_dtype is np.int32 and box.end <= 1 << 31
+
+
 class TargetTable:
-    """Targets in host memory, each one box of at most 2**31 elements.
+    """Targets that `fits_table` allows, a row for each.
 
-    It holds the addresses of the live tensors, and the targets, which keep their memory.
-
-    Args:
-        targets: any; those that are something else get no row.
+    It has the addresses of live tensors, and does not keep their memory: the targets do.
 
     Attributes:
-        rows: by the position in `targets`, the number of the row, or None.
-        addresses, sizes, shifts: of each row: address and elements of the live tensor, and index
-            minus offset if it is a run.
-        is_run: of each row, see `Target.is_run`.
+        addresses: of the live tensor, uint64 [rows].
+        sizes: its elements, int64 [rows].
+        is_run: see `Target.is_run`; bool [rows].
+        shifts: index minus offset if it is a run, else 0; int64 [rows].
     """
 
-    def __init__(self, targets: Iterable[Target]) -> None:
-        self.rows: list[int | None] = []
-        self._targets: list[Target] = []
+    def __init__(self, targets: Sequence[Target]) -> None:
         numbers: list[tuple[int, ...]] = []
-        dims: list[_Int64s] = []
+        dims = [np.empty(0, np.int64)]
         at = 0
         for target in targets:
-            box = target.locator.box
-            if box is None or not _fits(target):
-                self.rows.append(None)
-                continue
-            self.rows.append(len(self._targets))
-            self._targets.append(target)
-            shift = target.locator.shift
-            size = 0 if shift is not None else box.dims.size
-            shape = (at, at + size, target.flat.numel(), 0 if shift is None else shift)
-            numbers.append((box.start, box.end, box.offset, *shape))
-            if size:
+            box, shift = target.locator.box, target.locator.shift
+            assert box is not None
+            if shift is None:
                 dims.append(box.dims.reshape(-1))
-                at += size
+            end = at + dims[-1].size if shift is None else at
+            numbers.append((*box[:3], at, end, target.flat.numel(), shift or 0))
+            at = end
         table = np.array(numbers, np.int64).reshape(-1, 7).T.copy()
         self._start, self._end, self._offset, self._dims_at, self._dims_end = table[:5]
         self.sizes, self.shifts = table[5:]
-        self._dims = np.concatenate([np.empty(0, np.int64), *dims])
-        self.is_run = np.array([target.is_run for target in self._targets], np.bool_)
-        self.addresses = np.array([t.flat.data_ptr() for t in self._targets], np.uint64)
+        self._dims = np.concatenate(dims)
+        self.is_run = np.array([target.is_run for target in targets], np.bool_)
+        self.addresses = np.array([target.flat.data_ptr() for target in targets], np.uint64)
 
     def warm_up(self) -> bool:
         """Compile the loop now, so that the first sync need not wait; False without numba."""
         return _loop() is not None
 
     def locate(self, rows: _Int64s, indices: _Int32s, ends: _Int64s) -> LocatedElements:
-        """Find the elements of some deltas, each in the target of its row; numba is installed.
+        """Find the elements of some deltas, each in the target of its row.
+
+        numba is installed; see `warm_up`.
 
         Args:
             rows: of each delta, [deltas].
@@ -104,14 +106,6 @@ class TargetTable:
             *(starts, counts, positions, offsets),
         )
         return LocatedElements(starts, counts, positions[:found].copy(), offsets[:found].copy())
-
-
-def _fits(target: Target) -> bool:
-    """Return whether a target is in aligned host memory, and indices and offsets are narrow."""
-    if target.host is None or not target.host.flags.aligned:
-        return False
-    box = target.locator.box
-    return target.locator.offset_dtype is np.int32 and box is not None and box.end <= 1 << 31
 
 
 def _locate_all(

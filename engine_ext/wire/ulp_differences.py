@@ -111,6 +111,7 @@ def _decode_all(
 def _decode_by_numpy(
     content: NDArray[np.uint8], halves: int, params: Sequence[ParamEntry]
 ) -> list[NDArray[Any]]:
+    """Decode param by param; raise what `decode_differences` says, which names the tensor."""
     found = []
     start, escaped = 0, halves
     for entry in params:

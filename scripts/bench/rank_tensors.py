@@ -15,7 +15,6 @@ columns:
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Sequence
@@ -31,6 +30,7 @@ from engine_ext.resources import no_full_collections
 from engine_ext.wire import ENCODINGS, ParamDelta, decode_part, encode_part
 from scripts import command_line
 from scripts.bench.scaling.measure_rank import Rank
+from scripts.bench.tensor_sizes import make_parser, tensors_of
 
 SIZES: Final = (1 << 19, 1 << 14, 1 << 9)
 _EVERY: Final = 50
@@ -82,26 +82,17 @@ def measure(
     return found
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_line.make_parser("scripts.bench.rank_tensors", __doc__)
-    add, positive = parser.add_argument, command_line.at_least(1)
-    elements_help = "elements in all, at most (default: %(default)s)"
-    add("--elements", type=positive, metavar="N", default=12 << 24, help=elements_help)
-    add("--most", type=positive, metavar="N", default=18_867, help="tensors (default: %(default)s)")
-    add("--parts", type=positive, metavar="N", default=28, help="of a sync (default: %(default)s)")
-    add("--encoding", choices=sorted(ENCODINGS), default="gap8_ulp", help="(default: %(default)s)")
-    add("--repeats", type=positive, metavar="N", default=5, help="(default: %(default)s)")
-    add("--json", action="store_true", help="end with one line of JSON")
-    return parser.parse_args(arguments)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
-    options = parse_arguments(arguments)
+    parser = make_parser("scripts.bench.rank_tensors", __doc__)
+    add, positive = parser.add_argument, command_line.at_least(1)
+    add("--parts", type=positive, metavar="N", default=28, help="of a sync (default: %(default)s)")
+    add("--encoding", choices=sorted(ENCODINGS), default="gap8_ulp", help="(default: %(default)s)")
+    options = parser.parse_args(arguments)
     table = Table("elements", "tensors", "decode", "stage", "commit", box=box.MARKDOWN)
     found = []
     for size in SIZES:
-        tensors = max(1, min(options.most, options.elements // size))
+        tensors = tensors_of(size, options)
         times = measure(size, tensors, options.parts, options.encoding, options.repeats)
         each = {step: seconds / tensors * 1e6 for step, seconds in times.items()}
         found.append({"elements": size, "tensors": tensors, **each})

@@ -61,24 +61,30 @@ def measure(
     return min(times[1:])
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_line.make_parser("scripts.bench.tensor_sizes", __doc__)
+def make_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark that varies the size of tensors."""
+    parser = command_line.make_parser(name, doc)
     add, positive = parser.add_argument, command_line.at_least(1)
     elements_help = "elements in all (default: %(default)s)"
     add("--elements", type=positive, metavar="N", default=12 << 24, help=elements_help)
     add("--most", type=positive, metavar="N", default=18_867, help="tensors (default: %(default)s)")
     add("--repeats", type=positive, metavar="N", default=5, help="(default: %(default)s)")
     add("--json", action="store_true", help="end with one line of JSON")
-    return parser.parse_args(arguments)
+    return parser
+
+
+def tensors_of(size: int, options: argparse.Namespace) -> int:
+    """Return how many tensors of so many elements there are."""
+    return max(1, min(int(options.most), int(options.elements) // size))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
-    options = parse_arguments(arguments)
+    options = make_parser("scripts.bench.tensor_sizes", __doc__).parse_args(arguments)
     table = Table("elements", "tensors", "sync ms", "CPU ms", "us per tensor", box=box.MARKDOWN)
     found = []
     for size in SIZES:
-        tensors = max(1, min(options.most, options.elements // size))
+        tensors = tensors_of(size, options)
         seconds, cpu = measure(size, tensors, options.repeats)
         row = {"elements": size, "tensors": tensors, "sync_ms": seconds * 1e3, "cpu_ms": cpu * 1e3}
         found.append(row)

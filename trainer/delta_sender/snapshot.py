@@ -340,7 +340,7 @@ def _in_host_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
     memory is put into `tensor`. A tensor with the negative bit has other bits than its memory.
     """
     if type(tensor) in _PLAIN and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg():
-        return tensor.data
+        return tensor.data  # `detach` would give up the interpreter lock
     return gather_scatter.signed(host_bits(name, tensor))
 
 
