@@ -136,7 +136,10 @@ class _Group:
         return not self._prepare(expected, [], compare=True)().any()
 
     def put(self, bits: Bits) -> None:
-        self._prepare(self._flat, self._sent(bits), write=True)()
+        # Named, and so not freed before the launch: the table has only its address, and another
+        # thread that allocates meanwhile would get its memory.
+        sent = self._sent(bits)
+        self._prepare(self._flat, sent, write=True)()
 
     def begin_swap(self, bits: Bits) -> Callable[[], Bits]:
         """Return a function that overwrites them and returns the old bits; allocates all for it."""

@@ -118,6 +118,7 @@ def test_a_weight_that_changed_after_staging_is_seen() -> None:
             served.applier.check_base(staged)
 
 
+@pytest.mark.host_memory  # by PyTorch's operators; `kernels_alone` has the kernels
 def test_a_write_that_fails_half_way_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a tensor whose old values are read only while it is written: no digest covers it."""
     monkeypatch.setattr("engine_ext.apply.pieces._DEVICE_SPAN", 3)

@@ -50,6 +50,9 @@ from tests.support.toy_models import (
     Widened,
 )
 
+# Those of an accelerator are staged together anyway.
+pytestmark = pytest.mark.host_memory
+
 
 def part_between(base: Checkpoint, target: Checkpoint, encoding: str = "gap8_exp") -> Part:
     """The change of all tensors, which have one dtype, as it is decoded."""

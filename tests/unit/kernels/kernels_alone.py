@@ -6,6 +6,7 @@ Under Triton's interpreter on the CPU (``TRITON_INTERPRET=1``), else on the CUDA
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -192,6 +193,32 @@ def test_elements_are_exchanged(
         assert batch.holds(old)
         batch.put(new)
     assert all(map(torch.equal, flats, expected))
+
+
+@pytest.mark.parametrize("method", ["put", "swap"])
+def test_what_is_sent_stays_until_it_is_written(method: str) -> None:
+    """A launch knows its address only: memory freed before is another thread's by then."""
+    flat = random_bits(30, torch.int16, 1)
+    batch = DeviceBatch([DeviceElements(flat, torch.arange(0, 20, 2, device=DEVICE))])
+    sent: list[weakref.ref[torch.Tensor]] = []
+    there: list[bool] = []
+    prepare = gather_scatter.prepare
+
+    def send(_: object, bits: list[torch.Tensor]) -> list[torch.Tensor]:
+        found = [one.clone() for one in bits]
+        sent.extend(map(weakref.ref, found))
+        return found
+
+    def watch(*arguments: Any, **modes: Any) -> Any:
+        launch = prepare(*arguments, **modes)
+        return lambda: there.extend(one() is not None for one in sent) or launch()
+
+    with (
+        mock.patch.object(device_batch._Group, "_sent", send),
+        mock.patch.object(gather_scatter, "prepare", watch),
+    ):
+        dict(getattr(batch, method)([random_bits(10, torch.int16, 2)]) or ())
+    assert there == [True]
 
 
 @pytest.mark.parametrize(("most", "groups"), [(1, 3), (12, 3), (1 << 24, 2)])
