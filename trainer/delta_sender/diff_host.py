@@ -99,16 +99,19 @@ class Comparisons:
         if new.numel() != size or new.element_size() != width:
             raise ValueError("old and new are not of one size and element size")
         if size >= _CHUNK:
+            # First what came before: its results are asked for first, and would be found last.
+            for waiting in [*self._batches.values()]:
+                self._submit(waiting)
             return _begin_large(_bits(old), _bits(new), name, self._pool, self._streams)
         batch = self._batches.get(width)
         if batch is None:
             batch = self._batches[width] = _Batch(width)
-        waiting = _Waiting(self, batch, len(batch.pairs))
+        result = _Waiting(self, batch, len(batch.pairs))
         batch.pairs.append((old, new, name))
         batch.elements += size
         if batch.elements >= _CHUNK:
             self._submit(batch)
-        return waiting
+        return result
 
     def wait_for(self, batch: _Batch) -> list[Difference]:
         """Return what a batch's thread has found."""

@@ -30,6 +30,7 @@ from engine_ext.wire import (
 )
 
 _LARGE: Final = 128 << 20  # bytes; a larger tensor of which most has changed goes dense
+_FIRST: Final = 8 << 20  # bytes of the first part before compression, if a part may be larger
 
 
 class _Param(msgspec.Struct, eq=False, gc=False):
@@ -91,7 +92,9 @@ class PartBuilder:
 
     Args:
         state: What the destination holds; not changed here. The round starts from its snapshot.
-        bucket_bytes: Most bytes of positions and values in a part, before compression.
+        bucket_bytes: Most bytes of positions and values in a part, before compression. The first
+            parts are smaller, each twice the one before: until the first one has arrived, the
+            engine has nothing to do.
         speed: Of the link, as the posts show it by then.
     """
 
@@ -118,7 +121,7 @@ class PartBuilder:
     def __iter__(self) -> Iterator[Part]:
         """Build part by part; the weights that they need are read meanwhile.
 
-        Parts hold params of one encoding and dtype, `bucket_bytes` of them or one param; of several
+        Parts hold params of one encoding and dtype, as many as fit or one param; of several
         parts the last one holds one param, if that makes it smaller. They are encoded in threads
         of the round: be in `SyncRound.reading` until they are.
         """
@@ -194,7 +197,7 @@ class PartBuilder:
         for param in self._params():
             encoding, dtype, size = param.choice.encoding, param.sent.dtype, param.nbytes
             bucket = open_buckets.get((encoding, dtype))
-            if bucket is not None and bucket.nbytes + size > self._bucket_bytes:
+            if bucket is not None and bucket.nbytes + size > self._most:
                 yield bucket, False
                 bucket = None
             if bucket is None:
@@ -206,6 +209,11 @@ class PartBuilder:
             rest += rest[-1].split()
         for bucket in rest or [_Bucket(self._attempt.policy.empty)]:
             yield bucket, not rest or bucket is rest[-1]
+
+    @property
+    def _most(self) -> int:
+        """The most bytes of the next part."""
+        return min(self._bucket_bytes, _FIRST << min(self._count, 16))
 
     def _params(self) -> Iterator[_Param]:
         """Yield what the destination is to be sent, while it is read."""

@@ -128,6 +128,34 @@ def test_a_thread_gets_a_chunk_of_small_tensors(monkeypatch: pytest.MonkeyPatch)
                 comparisons.begin(tensors[0], other, None)
 
 
+def test_tensors_are_compared_in_the_order_in_which_they_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As they are asked for: a small one behind all large ones would hold up the first part."""
+    monkeypatch.setattr(diff_host, "_CHUNK", 100)
+    began: list[str | None] = []
+    small, large = diff_host.compare_batch, diff_host._compare_chunk
+
+    def compare_batch(pairs: Any, *, streams: bool) -> Any:
+        began.extend(name for *_, name in pairs)
+        return small(pairs, streams=streams)
+
+    def compare_chunk(old: Any, new: Any, start: int, name: Any, streams: bool) -> Any:
+        began.append(name)
+        return large(old, new, start, name, streams)
+
+    monkeypatch.setattr(diff_host, "compare_batch", compare_batch)
+    monkeypatch.setattr(diff_host, "_compare_chunk", compare_chunk)
+    sizes = {"norm": 5, "scale": 1, "first": 100, "bias": 7, "second": 100, "last": 3}
+    with ThreadPoolExecutor(1) as pool:
+        comparisons, waits = Comparisons(pool), []
+        for number, (name, size) in enumerate(sizes.items()):
+            old = torch.zeros(size, dtype=torch.float32 if number == 1 else torch.int16)
+            waits.append(comparisons.begin(old, old, name))
+        assert [wait().indices.size for wait in waits] == [0] * len(sizes)
+    assert began == [*sizes]
+
+
 def test_each_element_size_has_a_batch_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """However they alternate: a batch of several sizes would be compared one by one."""
     batches: list[list[int]] = []

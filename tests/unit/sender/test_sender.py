@@ -8,7 +8,7 @@ import hmac
 import pytest
 import torch
 
-from delta_sender import DeltaSender
+from delta_sender import DeltaSender, part_builder
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.wire.positions import ENCODINGS
 from engine_ext.wire.zstd_frames import ZSTD_MAGIC
@@ -107,6 +107,21 @@ def test_parts_are_capped_and_of_one_dtype() -> None:
         assert size <= 600 or [delta.name for delta in part.deltas] == ["large"]
     # dtypes that alternate are gathered: far fewer parts than tensors, all but two well filled
     assert len(engine.log) <= sum(sizes) / 400 + 2
+
+
+def test_the_first_parts_are_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of twice the one before, up to the size that a part may have."""
+    monkeypatch.setattr(part_builder, "_FIRST", 100)
+    model = model_of(tensors=70, numel=9)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, bucket_bytes=350, encoding="deltas")
+    train(model, density=1.0)
+    sender.sync(model.items())
+    assert engine.holds(model)
+    each = model["layers.0.weight"].nbytes
+    counts = [len(part.deltas) for part in engine.log]
+    assert counts[:4] == [100 // each, 200 // each, 350 // each, 350 // each]
+    assert counts[-1] == 1
 
 
 @pytest.mark.parametrize(
