@@ -20,17 +20,21 @@ from engine_ext.wire import Digest
 def brief(staged: Sequence[StagedPart], digest: Digest) -> dict[str, Any]:
     """Return this rank's share of a sync for the others, as JSON; `digest` is that before it."""
     replicas: dict[tuple[int, ...], Digest] = {}
+    counted, added, changes = 0, list[Digest](), list[str]()
     for part in staged:
+        replaced: list[Digest] = []
         for param in part.params:
+            counted += param.counted
+            if param.replaced is not Digest.ZERO:
+                replaced.append(param.replaced)
             for ranks, change in param.replicas.items():
                 replicas[ranks] = replicas.get(ranks, Digest.ZERO) + change
+        added.append(Digest.total(param.change for param in part.params))
+        changes.append((added[-1] - Digest.total(replaced)).hex())
     return {
-        "counted": sum(param.counted for part in staged for param in part.params),
-        "changes": [
-            Digest.total(param.change - param.replaced for param in part.params).hex()
-            for part in staged
-        ],
-        "added": Digest.total(param.change for part in staged for param in part.params).hex(),
+        "counted": counted,
+        "changes": changes,
+        "added": Digest.total(added).hex(),
         "replicas": [[list(ranks), change.hex()] for ranks, change in replicas.items()],
         "digest": digest.hex(),
     }

@@ -308,22 +308,26 @@ class DeltaApplier:
     def finish(self, staged: Sequence[StagedPart]) -> UndoLog | None:
         """Advance the digests after a write; see `Applier.finish`."""
         changes: dict[str, Digest] = {}
+        digests = self.digests
         for part in staged:
+            full = part.manifest.full
             for param in part.params:
                 name, change = param.name, param.change
-                if part.manifest.full:
+                if full:
                     self.copies.pop(name, None)
                 elif name in self.copies:
                     others = [
                         c for ranks, c in param.replicas.items() if ranks[0] != self.plan.rank
                     ]
                     self.copies[name] += Digest.total(others)
-                if name not in self.digests:  # another rank counts it
+                held = digests.get(name)
+                if held is None:  # another rank counts it
                     continue
-                if part.manifest.full:  # then it is the digest of the new values
-                    change -= self.digests[name]
-                self.digests[name] += change
-                changes[name] = changes.get(name, Digest.ZERO) + change
+                if full:  # then it is the digest of the new values
+                    change -= held
+                digests[name] = held + change
+                before = changes.get(name)
+                changes[name] = change if before is None else before + change
         known = {} if self._rebuilds is None else self._rebuilds.committed(staged)
         writes = [write for part in staged for write in part.writes]
         if not all(write.keep for write in writes):

@@ -11,7 +11,13 @@ Imports: `engine_ext.model`, `engine_ext.wire`, `engine_ext.kernels`, and the gr
 from engine_ext.placement.casts import as_host, checkpoint_bits, has_nan, live_bits
 from engine_ext.placement.certify import Certified, certify_placement, summary, uncertified
 from engine_ext.placement.device_batch import DeviceBatch, upload
-from engine_ext.placement.live_elements import DeviceElements, HostElements, LiveElements, WholeBox
+from engine_ext.placement.live_elements import (
+    SAMPLED,
+    DeviceElements,
+    HostElements,
+    LiveElements,
+    WholeBox,
+)
 from engine_ext.placement.ownership import boxes, resolve
 from engine_ext.placement.plan import Plan, covered, make_plan
 from engine_ext.placement.repacked import CHUNK, flat_bits, smallest_block, unmoved
@@ -21,6 +27,7 @@ from engine_ext.placement.targets import Target
 
 __all__ = [
     "CHUNK",
+    "SAMPLED",
     "Certified",
     "DeviceBatch",
     "DeviceElements",

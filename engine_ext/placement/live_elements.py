@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import msgspec
 import numpy as np
@@ -13,7 +13,7 @@ from engine_ext.kernels import Bits, Offsets, bits_of, gather_scatter, host_bits
 from engine_ext.placement.repacked import flat_bits
 from engine_ext.placement.segments import Segment
 
-_SAMPLED = 256  # of so many elements one is compared before the write: a percent of its time
+SAMPLED: Final = 256  # of so many elements one is compared before the write: a percent of its time
 
 
 class LiveElements(Protocol):
@@ -56,7 +56,7 @@ class HostElements(msgspec.Struct, eq=False, gc=False):
 
     def seems_to_hold(self, bits: Bits) -> bool:
         """Return whether a sample of the bits is these."""
-        return gather_scatter.holds(self.flat, self.offsets, bits, _SAMPLED)
+        return gather_scatter.holds(self.flat, self.offsets, bits, SAMPLED)
 
     def put(self, bits: Bits) -> None:
         gather_scatter.write(self.flat, self.offsets, bits)

@@ -108,9 +108,16 @@ def test_a_weight_that_changes_after_staging_is_noticed() -> None:
 
 @pytest.mark.host_memory
 @pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("every", "sampled"), [(1 << 20, {0}), (7, {0, 10}), (5, {0, 5, 10})])
 @pytest.mark.parametrize("place", range(12))
-def test_what_the_sample_misses_the_write_finds(place: int, threads: int) -> None:
-    """Wherever it is: what was written is undone, and what was not is left as it is."""
+def test_what_the_sample_misses_the_write_finds(
+    place: int, every: int, sampled: set[int], threads: int
+) -> None:
+    """Wherever it is: what was written is undone, and what was not is left as it is.
+
+    Of the pieces, of 5 elements each, those are sampled, at their first one, with which enough have
+    passed since the last.
+    """
     base = base_checkpoint(PlainCopy)
     served = serve(PlainCopy, base, apply="scatter", threads=threads)
     target = {name: changed(tensor, 7, 1.0) for name, tensor in base.items()}
@@ -120,14 +127,16 @@ def test_what_the_sample_misses_the_write_finds(place: int, threads: int) -> Non
         staged = [served.applier.stage(part) for part in parts_of(deltas)]
     flat[place] ^= 0x100
     before = memory(served.model)
-    with mock.patch("engine_ext.placement.live_elements._SAMPLED", 1 << 20):
-        sampled = place % 5 == 0  # the first of each piece
+    with (
+        mock.patch("engine_ext.placement.live_elements.SAMPLED", 1 << 20),
+        mock.patch("engine_ext.apply.writes.SAMPLED", every),
+    ):
         try:
             served.applier.check_base(staged)
         except BaseMismatch:
-            assert sampled
+            assert place in sampled
         else:
-            assert not sampled
+            assert place not in sampled
     with pytest.raises(BaseMismatch, match="between staging and commit"):
         served.applier.write(staged)
     served.applier.undo(staged)
