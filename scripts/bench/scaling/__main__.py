@@ -77,6 +77,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         ("posts-in-flight", "of each trainer host to each engine; 1: one part after the other"),
         ("ranks", "of an engine"),
         ("engine-cores", "of an engine's host that are free for syncs"),
+        ("http-processes", "of an engine"),
         ("rank-threads", "of each rank"),
     ):
         default = getattr(defaults, name.replace("-", "_"))
@@ -145,6 +146,7 @@ def run_model(options: argparse.Namespace, console: Console) -> int:
         posts_in_flight=options.posts_in_flight,
         ranks=options.ranks,
         engine_cores=options.engine_cores,
+        http_processes=options.http_processes,
         rank_threads=options.rank_threads,
         decode_once=not options.decode_on_each_rank,
     )

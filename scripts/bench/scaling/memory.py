@@ -52,17 +52,18 @@ def memory(setup: Setup, costs: Constants) -> Memory:
     """Predict the peak memory of a sync."""
     snapshot = setup.model.nbytes / setup.trainer_hosts
     changes = setup.nnz * costs.change_bytes / setup.trainer_hosts
-    body, own = part_bytes(setup, costs), setup.nnz / setup.ranks
+    body, own = part_bytes(setup, costs) * setup.largest_share, setup.nnz / setup.ranks
+    part_nnz = setup.part_nnz * setup.largest_share
     posts = min(setup.posts_in_flight, setup.parts)
     uploads = min(setup.posts_in_flight * setup.trainer_hosts, _UPLOADS, setup.parts)
     encoders = min(setup.encoders, setup.trainer_cores, setup.parts)
     return Memory(
         snapshot=snapshot,
         changes=min(changes, snapshot * _KEPT_SHARE),
-        parts=posts * body + encoders * setup.part_nnz * costs.encode_bytes,
+        parts=posts * body + encoders * part_nnz * costs.encode_bytes,
         spool=uploads * body,
         staged=own * costs.staged_bytes,
         undo=own * costs.undo_bytes,
-        decoded=min(uploads, _READ_WORKERS) * setup.part_nnz * costs.decode_bytes,
+        decoded=min(uploads, _READ_WORKERS) * part_nnz * costs.decode_bytes,
         undo_limit=own * costs.undo_bytes,
     )

@@ -1,9 +1,9 @@
 """Predict the time of a sync, from the costs of one machine.
 
 A sync is a pipeline of parts. Each stage has a function here that returns the seconds of one part;
-`predict` composes them: the first part passes through all stages, and every further one takes as
-long as the slowest stage. The last part is posted when all others are staged. On top come the
-commit and the refresh of the sender's snapshot, which wait for all parts.
+`predict` composes them: the first part, which is small, passes through all stages, and every
+further one takes as long as the slowest stage. The last part is posted when all others are staged.
+On top come the commit and the refresh of the sender's snapshot, which wait for all parts.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def part_times(setup: Setup, costs: Constants) -> dict[str, float]:
     """Return the wall seconds per part in each stage, if the stage has the machine to itself.
 
     A post's bytes are sent and received at the same time, on one connection; the parts that are in
-    flight share the link and the engine's HTTP process, which is one thread.
+    flight share the link and the engine's HTTP processes, each of which is one thread.
     """
     cores = trainer_cores(setup, costs)
     encoders = min(setup.trainer_hosts * setup.encoders, cores)
@@ -222,7 +222,7 @@ def part_times(setup: Setup, costs: Constants) -> dict[str, float]:
         "encode": encode_cpu(setup, costs) / encoders,
         "send": send_cpu(setup, costs) / min(setup.engines * setup.trainer_hosts, cores),
         "link": link(setup, costs),
-        "receive": receive_cpu(setup, costs),
+        "receive": receive_cpu(setup, costs) / setup.http_processes,
         "stage": staging(setup, costs),
     }
 
@@ -250,11 +250,12 @@ def follow(setup: Setup, costs: Constants) -> Followed:
     """
     one = replace(setup, engines=1)
     times = part_times(one, costs)
-    more = one.parts - 1
+    share = one.first_share
+    more = one.parts - share
     publish = [times[name] for name in ("diff", "tensors", "encode", "link")]
     take = [times[name] for name in ("link", "receive", "stage")]
-    published = sum(publish) + more * max(publish)
-    first = times["link"] + times["receive"] + staging_alone(one, costs)
+    published = share * sum(publish) + more * max(publish)
+    first = share * (times["link"] + times["receive"] + staging_alone(one, costs))
     followed = first + more * max(take) + sync_s(one, costs) + commit(one, costs)
     return Followed(published, followed, part_bytes(one, costs) * one.parts)
 
@@ -268,12 +269,14 @@ def predict(setup: Setup, costs: Constants) -> Prediction:
     they wait for each other besides, as a sync of several parts was measured to.
     """
     times = part_times(setup, costs)
-    transfer = max(times["send"], times["link"], times["receive"])
+    crossing = max(times["send"], times["link"], receive_cpu(setup, costs))
+    crossing += staging_alone(setup, costs)
     # Nothing waits in a loop before the first post. One part is encoded by two threads.
     awake = trainer_cores(replace(setup, waiting=0), costs)
     first = diff_cpu(setup, costs) / awake + times["tensors"]
-    first += encode_cpu(setup, costs) / min(2, awake)
-    post = transfer + staging_alone(setup, costs) + part_s(setup, costs)
+    first += encode_cpu(setup, costs) / min(2, awake) + crossing
+    first = setup.first_share * first + part_s(setup, costs)
+    post = crossing + part_s(setup, costs)
     bounds = {
         **times,
         "cores": busy_cores(setup, costs),
@@ -281,10 +284,10 @@ def predict(setup: Setup, costs: Constants) -> Prediction:
     }
     bound = max(bounds, key=lambda name: bounds[name])
     step = bounds[bound]
-    further = (setup.parts - 1) * step
+    further = (setup.parts - setup.first_share) * step
     if setup.one_host:
         further /= costs.one_host_speed
-    parts = first + post + further
+    parts = first + further
     if setup.parts > 1:
         parts += max(0.0, post - step)  # of the last part, which is not overlapped
     paused = commit(setup, costs)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Final
 
 _STREAM_BYTES: Final = 1  # of a gap in a part, before compression
+# Of the first part, before compression; the next ones have twice as many, up to `bucket_bytes`.
+_FIRST_BYTES: Final = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Setup:
             the next one is encoded.
         ranks: of an engine, all on one host; tensor parallel.
         engine_cores: of an engine's host that are free for syncs.
+        http_processes: of an engine; each takes some of the parts.
         rank_threads: that stage and write on each rank.
         decode_once: whether a part is decoded once on a host, and not by each rank.
         bucket_bytes: most bytes of positions and values in a part, before compression.
@@ -69,6 +72,7 @@ class Setup:
     posts_in_flight: int = 4
     ranks: int = 8
     engine_cores: int = 48
+    http_processes: int = 1
     rank_threads: int = 6
     decode_once: bool = True
     bucket_bytes: int = 64 << 20
@@ -84,13 +88,38 @@ class Setup:
     @property
     def parts(self) -> int:
         """Parts of the sync."""
-        element = _STREAM_BYTES + self.model.width
-        return math.ceil(self.nnz / max(1, self.bucket_bytes // element))
+        left, size, smaller = self.nnz, min(self._first_nnz, self.most_nnz), 0
+        while left > size < self.most_nnz:
+            left, size, smaller = left - size, min(2 * size, self.most_nnz), smaller + 1
+        return smaller + math.ceil(left / size)
+
+    @property
+    def most_nnz(self) -> int:
+        """Most changed elements of a part."""
+        return max(1, self.bucket_bytes // self._element_bytes)
 
     @property
     def part_nnz(self) -> float:
-        """Changed elements of one part."""
+        """Changed elements of a part in the mean."""
         return self.nnz / self.parts
+
+    @property
+    def first_share(self) -> float:
+        """The first part, over one in the mean."""
+        return min(1.0, self._first_nnz / self.part_nnz)
+
+    @property
+    def largest_share(self) -> float:
+        """The largest part, over one in the mean."""
+        return min(self.nnz, self.most_nnz) / self.part_nnz
+
+    @property
+    def _first_nnz(self) -> int:
+        return _FIRST_BYTES // self._element_bytes
+
+    @property
+    def _element_bytes(self) -> int:
+        return _STREAM_BYTES + self.model.width
 
     @property
     def part_tensors(self) -> float:

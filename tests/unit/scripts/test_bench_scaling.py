@@ -122,6 +122,7 @@ def test_a_slow_link_bounds_the_sync_and_a_fast_one_does_not() -> None:
         ("engines", (1, 4, 16, 64)),
         ("posts_in_flight", (8, 4, 2, 1)),
         ("engine_cores", (96, 48, 8, 1)),
+        ("http_processes", (4, 2, 1)),
         ("rank_threads", (16, 4, 1)),
         ("decode_once", (True, False)),
         ("model", MODELS),
@@ -141,8 +142,9 @@ def test_one_post_in_flight_is_the_serial_formula() -> None:
     transfer = max(times["send"], times["link"], times["receive"])
     post = transfer + staging_alone(setup, COSTS) + COSTS.part_s
     tail = COSTS.sync_s + found.stages["commit"] + found.stages["refresh"]
-    first = times["diff"] + times["tensors"] + encode_cpu(setup, COSTS) / 2
+    first = times["diff"] + times["tensors"] + encode_cpu(setup, COSTS) / 2 - COSTS.part_s
     assert found.bound == "posts"
+    first = setup.first_share * first + COSTS.part_s
     assert found.seconds == pytest.approx(first + setup.parts * post + tail)
 
 
@@ -209,6 +211,21 @@ def test_parts_fit_their_bucket(model: Model) -> None:
     assert setup.parts * setup.part_nnz == pytest.approx(setup.nnz)
     assert setup.part_nnz * 3 <= setup.bucket_bytes
     assert part_bytes(setup, COSTS) < setup.bucket_bytes
+    largest = setup.largest_share * setup.part_nnz * 3
+    assert largest == pytest.approx(setup.bucket_bytes, rel=1e-6)
+    assert setup.first_share * setup.part_nnz * 3 == pytest.approx(8 << 20, rel=1e-6)
+
+
+@pytest.mark.parametrize("elements", [1, 2_796_202, 2_796_203, 20_000_000, 200_000_000])
+@pytest.mark.parametrize("bucket_bytes", [1 << 20, 8 << 20, 24 << 20, 64 << 20])
+def test_as_many_parts_as_a_sender_makes(elements: int, bucket_bytes: int) -> None:
+    """8 MiB, then twice the part before."""
+    model = Model("some", 50.0 * elements, 1)
+    setup = dataclasses.replace(SETUP, model=model, bucket_bytes=bucket_bytes)
+    left, size, parts = elements, min(8 << 20, bucket_bytes), 0
+    while left > 0:
+        left, size, parts = left - size // 3, min(2 * size, bucket_bytes), parts + 1
+    assert setup.parts == parts
 
 
 @pytest.mark.parametrize("link", [1.0, 100.0])
