@@ -56,12 +56,6 @@ from scripts.bench import pipeline_link, pipeline_receiver, synthetic_weights
 SPEEDS: Final = (50, 200)  # megabytes per second
 STAGES: Final = ("diff", "encode", "link", "receive", "stage", "cores")
 ENCODERS: Final = sync_round.MOST_ENCODERS
-# Posts in flight, and encoders at most.
-WAYS: Final = {
-    "one by one": (1, 1),
-    "posts side by side": (4, 1),
-    "all side by side": (4, ENCODERS),
-}
 _PARAM: Final = 1 << 22  # elements of one layer; half of a part, by default
 _NORM: Final = 1 << 12  # of these, in a tensor of their own, as a layer has small ones
 _Tensors = dict[str, torch.Tensor]
@@ -163,6 +157,15 @@ class Syncs:
         return seconds, processors, report
 
 
+def ways(posts_in_flight: int) -> dict[str, tuple[int, int]]:
+    """Return the ways to sync: posts in flight, and encoders at most."""
+    return {
+        "one by one": (1, 1),
+        "posts side by side": (posts_in_flight, 1),
+        "all side by side": (posts_in_flight, ENCODERS),
+    }
+
+
 def make_tensors(bits: synthetic_weights.Bits) -> _Tensors:
     """Return weights as a trainer's tensors."""
     weights = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
@@ -190,7 +193,8 @@ def measure(
     theirs = pipeline_receiver.Stages(old, bodies)
     nbytes = sum(map(len, bodies))
     stages: dict[str, list[float]] = {name: [] for name in STAGES}
-    syncs: dict[str, list[float]] = {way: [] for way in WAYS}
+    tried = ways(options.posts_in_flight)
+    syncs: dict[str, list[float]] = {way: [] for way in tried}
     with (
         process(pipeline_receiver.serve, old) as (port, server),
         process(pipeline_link.serve, port, speed, round_trip) as ((port, sink), _),
@@ -203,7 +207,7 @@ def measure(
             stages["link"].append(pipeline_link.send_through(sink, nbytes))
             stages["receive"].append(theirs.receive())
             stages["stage"].append(theirs.stage())
-            for way, (posts, encoders) in WAYS.items():
+            for way, (posts, encoders) in tried.items():
                 seconds, processors, report = syncing.sync(posts, encoders)
                 syncs[way].append(seconds)
                 stages["cores"].append(processors / usable_cores())
@@ -246,6 +250,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--bucket-bytes", type=int, default=8 << 20, help=bucket_help)
     speed_help = "of the link in each direction; repeatable (default: 50 and 200)"
     add("--megabytes-per-second", type=int, action="append", metavar="N", help=speed_help)
+    posts_help = "unless they are posted one by one (default: %(default)s)"
+    add("--posts-in-flight", type=command_line.at_least(1), default=4, help=posts_help)
     trip_help = "milliseconds there and back (default: %(default)s)"
     add("--round-trip", type=float, default=40.0, help=trip_help)
     add("--repeats", type=command_line.at_least(1), default=5, help="(default: %(default)s)")
