@@ -69,9 +69,10 @@ class _Param(msgspec.Struct, eq=False, gc=False):
 
 @dataclass(slots=True)
 class _Bucket:
-    """Params of one encoding and dtype that will be one part."""
+    """Params of one encoding and dtype that will be one part, of at most so many bytes."""
 
     encoding: str
+    most: int
     params: list[_Param] = field(default_factory=list)
     nbytes: int = 0
 
@@ -84,7 +85,7 @@ class _Bucket:
             return []
         sizes = [param.nbytes for param in self.params]
         smallest = sizes.index(min(sizes))
-        return [_Bucket(self.encoding, [self.params.pop(smallest)], sizes[smallest])]
+        return [_Bucket(self.encoding, self.most, [self.params.pop(smallest)], sizes[smallest])]
 
 
 class PartBuilder:
@@ -197,23 +198,19 @@ class PartBuilder:
         for param in self._params():
             encoding, dtype, size = param.choice.encoding, param.sent.dtype, param.nbytes
             bucket = open_buckets.get((encoding, dtype))
-            if bucket is not None and bucket.nbytes + size > self._most:
+            if bucket is not None and bucket.nbytes + size > bucket.most:
                 yield bucket, False
                 bucket = None
             if bucket is None:
-                bucket = open_buckets[encoding, dtype] = _Bucket(encoding)
+                most = min(self._bucket_bytes, _FIRST << min(self._count, 16))
+                bucket = open_buckets[encoding, dtype] = _Bucket(encoding, most)
             bucket.params.append(param)
             bucket.nbytes += size
         rest = sorted(open_buckets.values(), key=lambda bucket: -bucket.nbytes)
         if rest and (self._count or rest[1:]):
             rest += rest[-1].split()
-        for bucket in rest or [_Bucket(self._attempt.policy.empty)]:
+        for bucket in rest or [_Bucket(self._attempt.policy.empty, 0)]:
             yield bucket, not rest or bucket is rest[-1]
-
-    @property
-    def _most(self) -> int:
-        """The most bytes of the next part."""
-        return min(self._bucket_bytes, _FIRST << min(self._count, 16))
 
     def _params(self) -> Iterator[_Param]:
         """Yield what the destination is to be sent, while it is read."""

@@ -114,7 +114,8 @@ def test_the_first_parts_are_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(part_builder, "_FIRST", 100)
     model = model_of(tensors=70, numel=9)
     engine = Engine.of(model)
-    sender = sender_of(engine, model, bucket_bytes=350, encoding="deltas")
+    options = {"bucket_bytes": 350, "encoding": "deltas", "posts_in_flight": 1}
+    sender = sender_of(engine, model, **options)
     train(model, density=1.0)
     sender.sync(model.items())
     assert engine.holds(model)
