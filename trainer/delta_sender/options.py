@@ -60,7 +60,7 @@ class CommonOptions(TypedDict, total=False):
             param the fastest of ``gap8_ulp``, ``gap8_exp`` and ``deltas``, sparse or dense; see
             `SyncReport.picked`.
         bucket_bytes: Most bytes of positions and values in one part, before compression. The first
-            part has 8 MiB at most, and each further one at most twice the one before. A param is
+            part may have 8 MiB, and each further one twice as much as the one before. A param is
             never split; a larger one travels alone.
         posts_in_flight: Parts that are posted to an engine at once. The last part of a sync is
             posted alone. An engine that has no room for so many (429) gets fewer until the next

@@ -17,6 +17,7 @@ from delta_sender.destination import Part
 from delta_sender.diff_host import Change
 from delta_sender.diff_loop import Bits
 from delta_sender.encoding_policy import EncodingChoice, ParamStats, escaped_share
+from delta_sender.part_sizes import most_bytes
 from delta_sender.sync_round import Attempt, SyncRound
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.wire import (
@@ -30,7 +31,6 @@ from engine_ext.wire import (
 )
 
 _LARGE: Final = 128 << 20  # bytes; a larger tensor of which most has changed goes dense
-_FIRST: Final = 8 << 20  # bytes of the first part before compression, if a part may be larger
 
 
 class _Param(msgspec.Struct, eq=False, gc=False):
@@ -93,9 +93,8 @@ class PartBuilder:
 
     Args:
         state: What the destination holds; not changed here. The round starts from its snapshot.
-        bucket_bytes: Most bytes of positions and values in a part, before compression. The first
-            parts are smaller, each twice the one before: until the first one has arrived, the
-            engine has nothing to do.
+        bucket_bytes: Most bytes of positions and values in a part, before compression; of the first
+            parts see `most_bytes`.
         speed: Of the link, as the posts show it by then.
     """
 
@@ -202,7 +201,7 @@ class PartBuilder:
                 yield bucket, False
                 bucket = None
             if bucket is None:
-                most = min(self._bucket_bytes, _FIRST << min(self._count, 16))
+                most = most_bytes(self._bucket_bytes, self._count)
                 bucket = open_buckets[encoding, dtype] = _Bucket(encoding, most)
             bucket.params.append(param)
             bucket.nbytes += size

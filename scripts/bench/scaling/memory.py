@@ -53,17 +53,18 @@ def memory(setup: Setup, costs: Constants) -> Memory:
     snapshot = setup.model.nbytes / setup.trainer_hosts
     changes = setup.nnz * costs.change_bytes / setup.trainer_hosts
     body, own = part_bytes(setup, costs) * setup.largest_share, setup.nnz / setup.ranks
-    part_nnz = setup.part_nnz * setup.largest_share
+    part_nnz, wire = setup.part_nnz * setup.largest_share, part_bytes(setup, costs) * setup.parts
     posts = min(setup.posts_in_flight, setup.parts)
-    uploads = min(setup.posts_in_flight * setup.trainer_hosts, _UPLOADS, setup.parts)
+    most_uploads = _UPLOADS * setup.http_processes
+    uploads = min(setup.posts_in_flight * setup.trainer_hosts, most_uploads, setup.parts)
     encoders = min(setup.encoders, setup.trainer_cores, setup.parts)
     return Memory(
         snapshot=snapshot,
         changes=min(changes, snapshot * _KEPT_SHARE),
-        parts=posts * body + encoders * part_nnz * costs.encode_bytes,
-        spool=uploads * body,
+        parts=min(posts * body, wire) + min(encoders * part_nnz, setup.nnz) * costs.encode_bytes,
+        spool=min(uploads * body, wire),
         staged=own * costs.staged_bytes,
         undo=own * costs.undo_bytes,
-        decoded=min(uploads, _READ_WORKERS) * part_nnz * costs.decode_bytes,
+        decoded=min(min(uploads, _READ_WORKERS) * part_nnz, setup.nnz) * costs.decode_bytes,
         undo_limit=own * costs.undo_bytes,
     )

@@ -253,10 +253,11 @@ def follow(setup: Setup, costs: Constants) -> Followed:
     share = one.first_share
     more = one.parts - share
     publish = [times[name] for name in ("diff", "tensors", "encode", "link")]
-    take = [times[name] for name in ("link", "receive", "stage")]
+    receive = receive_cpu(one, costs)  # in the HTTP process that follows
     published = share * sum(publish) + more * max(publish)
-    first = share * (times["link"] + times["receive"] + staging_alone(one, costs))
-    followed = first + more * max(take) + sync_s(one, costs) + commit(one, costs)
+    first = share * (times["link"] + receive + staging_alone(one, costs))
+    further = more * max(times["link"], receive, times["stage"])
+    followed = first + further + sync_s(one, costs) + commit(one, costs)
     return Followed(published, followed, part_bytes(one, costs) * one.parts)
 
 
@@ -269,14 +270,13 @@ def predict(setup: Setup, costs: Constants) -> Prediction:
     they wait for each other besides, as a sync of several parts was measured to.
     """
     times = part_times(setup, costs)
-    crossing = max(times["send"], times["link"], receive_cpu(setup, costs))
-    crossing += staging_alone(setup, costs)
+    transfer = max(times["send"], times["link"], receive_cpu(setup, costs))
+    post = transfer + staging_alone(setup, costs) + part_s(setup, costs)
     # Nothing waits in a loop before the first post. One part is encoded by two threads.
     awake = trainer_cores(replace(setup, waiting=0), costs)
     first = diff_cpu(setup, costs) / awake + times["tensors"]
-    first += encode_cpu(setup, costs) / min(2, awake) + crossing
-    first = setup.first_share * first + part_s(setup, costs)
-    post = crossing + part_s(setup, costs)
+    first += encode_cpu(setup, costs) / min(2, awake) + post
+    first *= setup.first_share
     bounds = {
         **times,
         "cores": busy_cores(setup, costs),

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from delta_sender.part_sizes import most_bytes
+
 _STREAM_BYTES: Final = 1  # of a gap in a part, before compression
-# Of the first part, before compression; the next ones have twice as many, up to `bucket_bytes`.
-_FIRST_BYTES: Final = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -87,16 +87,11 @@ class Setup:
 
     @property
     def parts(self) -> int:
-        """Parts of the sync."""
-        left, size, smaller = self.nnz, min(self._first_nnz, self.most_nnz), 0
-        while left > size < self.most_nnz:
-            left, size, smaller = left - size, min(2 * size, self.most_nnz), smaller + 1
+        """Parts of the sync, as `delta_sender.part_sizes` has them."""
+        left, smaller = self.nnz, 0
+        while left > (size := self._most_nnz(smaller)) < self._most_nnz():
+            left, smaller = left - size, smaller + 1
         return smaller + math.ceil(left / size)
-
-    @property
-    def most_nnz(self) -> int:
-        """Most changed elements of a part."""
-        return max(1, self.bucket_bytes // self._element_bytes)
 
     @property
     def part_nnz(self) -> float:
@@ -106,20 +101,18 @@ class Setup:
     @property
     def first_share(self) -> float:
         """The first part, over one in the mean."""
-        return min(1.0, self._first_nnz / self.part_nnz)
+        return min(self.nnz, self._most_nnz(0)) / self.part_nnz
 
     @property
     def largest_share(self) -> float:
         """The largest part, over one in the mean."""
-        return min(self.nnz, self.most_nnz) / self.part_nnz
+        *before, last = map(self._most_nnz, range(self.parts))
+        return max([min(last, self.nnz - sum(before)), *before[-1:]]) / self.part_nnz
 
-    @property
-    def _first_nnz(self) -> int:
-        return _FIRST_BYTES // self._element_bytes
-
-    @property
-    def _element_bytes(self) -> int:
-        return _STREAM_BYTES + self.model.width
+    def _most_nnz(self, before: int = 1 << 20) -> int:
+        """Return the most elements of a part after some others."""
+        size = most_bytes(self.bucket_bytes, before)
+        return max(1, size // (_STREAM_BYTES + self.model.width))
 
     @property
     def part_tensors(self) -> float:

@@ -142,9 +142,8 @@ def test_one_post_in_flight_is_the_serial_formula() -> None:
     transfer = max(times["send"], times["link"], times["receive"])
     post = transfer + staging_alone(setup, COSTS) + COSTS.part_s
     tail = COSTS.sync_s + found.stages["commit"] + found.stages["refresh"]
-    first = times["diff"] + times["tensors"] + encode_cpu(setup, COSTS) / 2 - COSTS.part_s
+    first = setup.first_share * (times["diff"] + times["tensors"] + encode_cpu(setup, COSTS) / 2)
     assert found.bound == "posts"
-    first = setup.first_share * first + COSTS.part_s
     assert found.seconds == pytest.approx(first + setup.parts * post + tail)
 
 
@@ -216,23 +215,30 @@ def test_parts_fit_their_bucket(model: Model) -> None:
     assert setup.first_share * setup.part_nnz * 3 == pytest.approx(8 << 20, rel=1e-6)
 
 
-@pytest.mark.parametrize("elements", [1, 2_796_202, 2_796_203, 20_000_000, 200_000_000])
-@pytest.mark.parametrize("bucket_bytes", [1 << 20, 8 << 20, 24 << 20, 64 << 20])
-def test_as_many_parts_as_a_sender_makes(elements: int, bucket_bytes: int) -> None:
-    """8 MiB, then twice the part before."""
-    model = Model("some", 50.0 * elements, 1)
-    setup = dataclasses.replace(SETUP, model=model, bucket_bytes=bucket_bytes)
-    left, size, parts = elements, min(8 << 20, bucket_bytes), 0
+@pytest.mark.parametrize("mebibytes", [1, 8, 9, 28, 60, 90, 500])
+@pytest.mark.parametrize("most", [1, 8, 24, 64])
+def test_the_first_parts_are_smaller(mebibytes: int, most: int) -> None:
+    # A little less, as a part has whole elements.
+    model = Model("some", 50 * ((mebibytes << 20) / 3 - 500), 1)
+    setup = dataclasses.replace(SETUP, model=model, bucket_bytes=most << 20)
+    left, sizes = mebibytes, list[int]()
     while left > 0:
-        left, size, parts = left - size // 3, min(2 * size, bucket_bytes), parts + 1
-    assert setup.parts == parts
+        sizes.append(min(left, most, 8 << len(sizes)))
+        left -= sizes[-1]
+    assert setup.parts == len(sizes)
+    mean = sum(sizes) / len(sizes)
+    assert setup.first_share * mean == pytest.approx(sizes[0], rel=0.01)
+    assert setup.largest_share * mean == pytest.approx(max(sizes), rel=0.01)
+    said, whole = memory(setup, COSTS), predict(setup, COSTS).wire_bytes
+    assert said.spool <= whole
+    assert said.parts <= whole + setup.nnz * COSTS.encode_bytes
 
 
 @pytest.mark.parametrize("link", [1.0, 100.0])
 def test_who_follows_a_log_costs_the_trainer_nothing(link: float) -> None:
     setup = Setup(MODELS[0], 0.02, "gap8_exp", link_gbit=link)
     one, many = (follow(dataclasses.replace(setup, engines=count), COSTS) for count in (1, 1000))
-    assert one == many
+    assert one == many == follow(dataclasses.replace(setup, http_processes=4), COSTS)
     pushed = predict(setup, COSTS)
     assert one.egress_bytes == pytest.approx(pushed.wire_bytes)
     # Staging begins when all of the version is there.

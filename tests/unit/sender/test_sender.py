@@ -8,7 +8,7 @@ import hmac
 import pytest
 import torch
 
-from delta_sender import DeltaSender, part_builder
+from delta_sender import DeltaSender, part_sizes
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.wire.positions import ENCODINGS
 from engine_ext.wire.zstd_frames import ZSTD_MAGIC
@@ -110,8 +110,8 @@ def test_parts_are_capped_and_of_one_dtype() -> None:
 
 
 def test_the_first_parts_are_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of twice the one before, up to the size that a part may have."""
-    monkeypatch.setattr(part_builder, "_FIRST", 100)
+    """Each may have twice as much as the one before, up to `bucket_bytes`."""
+    monkeypatch.setattr(part_sizes, "_FIRST", 100)
     model = model_of(tensors=70, numel=9)
     engine = Engine.of(model)
     options = {"bucket_bytes": 350, "encoding": "deltas", "posts_in_flight": 1}

@@ -12,6 +12,7 @@ import numpy as np
 from delta_sender.diff_host import Change
 from delta_sender.diff_loop import Bits
 from delta_sender.encoding_policy import EncodingChoice, ParamStats, escaped_share
+from delta_sender.part_sizes import most_bytes
 from delta_sender.sharded.box import Box
 from delta_sender.sharded.owned import OwnedShards, ShardedState
 from delta_sender.sharded.ownership import Tensor
@@ -84,7 +85,8 @@ class PartPlan:
     Args:
         state: What the engine holds.
         read: Changes of this rank's boxes, from the snapshot.
-        bucket_bytes: Most bytes of positions and values in a part, before compression.
+        bucket_bytes: Most bytes of positions and values in a part, before compression; of this
+            rank's first parts see `most_bytes`.
         speed: Of the link, in bytes/s.
 
     Attributes:
@@ -110,7 +112,7 @@ class PartPlan:
         self.buckets = self._buckets(bucket_bytes)
 
     def _buckets(self, bucket_bytes: int) -> list[Bucket]:
-        """Put params together, up to `bucket_bytes` or one param."""
+        """Put params together, as many as a part may have or one param."""
         full: list[Bucket] = []
         filling: dict[tuple[str, str], Bucket] = {}
         for name in self.names:
@@ -119,7 +121,7 @@ class PartPlan:
                 continue
             kind = param.choice.encoding, param.tensor.dtype
             bucket = filling.setdefault(kind, Bucket(param.choice.encoding))
-            if bucket.params and bucket.nbytes + param.nbytes > bucket_bytes:
+            if bucket.params and bucket.nbytes + param.nbytes > most_bytes(bucket_bytes, len(full)):
                 full.append(bucket)
                 bucket = filling[kind] = Bucket(param.choice.encoding)
             bucket.params.append(param)
