@@ -139,12 +139,12 @@ class Run:
             self.send(sender, number, seed, full)
 
     def send_again(self, number: int, seed: int) -> None:
-        """Prepare, forget a part, and stage it with other bytes."""
+        """Prepare, forget a part if it was sent, and stage it with other bytes."""
         sender, full = self.known.sync_id, self.known.full
         if sender is not None:
             self.prepare_all()
-            parts = [part for part in self.parts[sender] if part.part == number]
-            self.take_back_part(parts[-1])
+            for part in [one for one in self.parts[sender] if one.part == number][-1:]:
+                self.take_back_part(part)
             self.send(sender, number, seed, full)
 
     def staged_part(self) -> PartId | None:
