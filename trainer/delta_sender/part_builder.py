@@ -69,10 +69,9 @@ class _Param(msgspec.Struct, eq=False, gc=False):
 
 @dataclass(slots=True)
 class _Bucket:
-    """Params of one encoding and dtype that will be one part, of at most so many bytes."""
+    """Params of one encoding and dtype that will be one part."""
 
     encoding: str
-    most: int
     params: list[_Param] = field(default_factory=list)
     nbytes: int = 0
 
@@ -85,7 +84,7 @@ class _Bucket:
             return []
         sizes = [param.nbytes for param in self.params]
         smallest = sizes.index(min(sizes))
-        return [_Bucket(self.encoding, self.most, [self.params.pop(smallest)], sizes[smallest])]
+        return [_Bucket(self.encoding, [self.params.pop(smallest)], sizes[smallest])]
 
 
 class PartBuilder:
@@ -194,21 +193,21 @@ class PartBuilder:
     def _buckets(self) -> Iterator[tuple[_Bucket, bool]]:
         """Yield full buckets, and whether each is the last."""
         open_buckets: dict[tuple[str, str], _Bucket] = {}
+        most = most_bytes(self._bucket_bytes, 0)
         for param in self._params():
             encoding, dtype, size = param.choice.encoding, param.sent.dtype, param.nbytes
             bucket = open_buckets.get((encoding, dtype))
-            if bucket is not None and bucket.nbytes + size > bucket.most:
+            if bucket is not None and bucket.nbytes + size > most:
                 yield bucket, False
-                bucket = None
+                bucket, most = None, most_bytes(self._bucket_bytes, self._count)
             if bucket is None:
-                most = most_bytes(self._bucket_bytes, self._count)
-                bucket = open_buckets[encoding, dtype] = _Bucket(encoding, most)
+                bucket = open_buckets[encoding, dtype] = _Bucket(encoding)
             bucket.params.append(param)
             bucket.nbytes += size
         rest = sorted(open_buckets.values(), key=lambda bucket: -bucket.nbytes)
         if rest and (self._count or rest[1:]):
             rest += rest[-1].split()
-        for bucket in rest or [_Bucket(self._attempt.policy.empty, 0)]:
+        for bucket in rest or [_Bucket(self._attempt.policy.empty)]:
             yield bucket, not rest or bucket is rest[-1]
 
     def _params(self) -> Iterator[_Param]:
