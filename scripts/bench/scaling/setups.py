@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 from delta_sender.part_sizes import most_bytes
@@ -85,13 +86,20 @@ class Setup:
         """Changed elements of the model."""
         return self.model.numel * self.density
 
+    @cached_property
+    def _sizes(self) -> list[float]:
+        """Changed elements of each part, in order."""
+        left, sizes = self.nnz, list[float]()
+        while left > 0:
+            most = most_bytes(self.bucket_bytes, len(sizes)) // (_STREAM_BYTES + self.model.width)
+            sizes.append(min(left, max(1, most)))
+            left -= sizes[-1]
+        return sizes
+
     @property
     def parts(self) -> int:
-        """Parts of the sync, as `delta_sender.part_sizes` has them."""
-        left, smaller = self.nnz, 0
-        while left > (size := self._most_nnz(smaller)) < self._most_nnz():
-            left, smaller = left - size, smaller + 1
-        return smaller + math.ceil(left / size)
+        """Parts of the sync."""
+        return len(self._sizes)
 
     @property
     def part_nnz(self) -> float:
@@ -101,18 +109,12 @@ class Setup:
     @property
     def first_share(self) -> float:
         """The first part, over one in the mean."""
-        return min(self.nnz, self._most_nnz(0)) / self.part_nnz
+        return self._sizes[0] / self.part_nnz
 
     @property
     def largest_share(self) -> float:
         """The largest part, over one in the mean."""
-        *before, last = map(self._most_nnz, range(self.parts))
-        return max([min(last, self.nnz - sum(before)), *before[-1:]]) / self.part_nnz
-
-    def _most_nnz(self, before: int = 1 << 20) -> int:
-        """Return the most elements of a part after some others."""
-        size = most_bytes(self.bucket_bytes, before)
-        return max(1, size // (_STREAM_BYTES + self.model.width))
+        return max(self._sizes) / self.part_nnz
 
     @property
     def part_tensors(self) -> float:
