@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from scripts.live_engine.process import EngineProcess
+from tests.support.armed_faults import arm
 from tests.support.plain_trainer import model_digest
 
 SHIMS = Path(__file__).parents[1] / "shims"
@@ -66,8 +67,7 @@ class ObservedEngine:
         self.engine, self.kind, self.folder = engine, kind, folder
 
     def arm(self, fault: str, rank: int, text: str = "") -> None:
-        """Arm a fault in a rank; see ``tests/shims/faults``."""
-        (self.folder / f"{fault}-{rank}").write_text(text)
+        arm(self.folder, fault, rank, text)
 
     def version(self) -> int:
         return int(self.engine.delta_status()["version"])

@@ -18,6 +18,7 @@ import torch
 from engine_ext.wire.digest import Digest, change_digest, tensor_digest
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
+from tests.support.armed_faults import arm
 from tests.support.plain_trainer import Trainer, bits, container, model_digest
 
 OCTETS = {"Content-Type": "application/octet-stream"}
@@ -35,8 +36,7 @@ class Server:
         return self.engine.post("/update_weights_delta", content=body, headers=OCTETS)
 
     def arm(self, fault: str, rank: int, text: str = "") -> None:
-        """Let a fault happen; see ``tests/shims/faults``."""
-        (self.faults / f"{fault}-{rank}").write_text(text)
+        arm(self.faults, fault, rank, text)
 
     def digest(self, scan: bool = False) -> dict[str, Any]:
         found: dict[str, Any] = self.engine.get(
