@@ -316,7 +316,7 @@ def _parse_params(text: str, encoding: str, limits: Limits) -> tuple[ParamEntry,
 
 def _check_entry(entry: ParamEntry, encoding: str, limits: Limits) -> None:
     name, shape, width = entry.name, entry.shape, entry.pos_width
-    if not name or len(name.encode()) > limits.max_name_bytes:
+    if not name or (len(name) if name.isascii() else len(name.encode())) > limits.max_name_bytes:
         raise MalformedPart(
             f"a name in params is empty or over {limits.max_name_bytes} bytes: {name[:80]!r}"
         )
@@ -324,8 +324,9 @@ def _check_entry(entry: ParamEntry, encoding: str, limits: Limits) -> None:
         raise MalformedPart(f"unknown dtype {entry.dtype[:80]!r}", tensor=name)
     if len(shape) > limits.max_ndim:
         raise MalformedPart(f"more than {limits.max_ndim} dimensions", tensor=name)
-    numel, nnz = entry.numel, entry.nnz  # not before: the product of many takes long
-    if max(numel, *shape, 0) > limits.max_numel:
+    numel = math.prod(shape)  # not before: the product of many takes long
+    nnz = entry.val_end - entry.val_start
+    if (numel or max(shape)) > limits.max_numel:
         message = f"a tensor of more than {limits.max_numel} elements"
         raise TooLarge(message, tensor=name, limit=limits.max_numel)
     is_legal = width in POSITION_WIDTHS[encoding]
@@ -353,5 +354,7 @@ def _is_stream(size: int, width: int, nnz: int, numel: int) -> bool:
     Every element ends one symbol; the others are skips, of which only so many fit the tensor.
     """
     symbols, rest = divmod(size, width)
+    if symbols == nnz:
+        return rest == 0
     skips = numel // skip_symbol(width) if nnz else 0
     return rest == 0 and nnz <= symbols <= nnz + skips

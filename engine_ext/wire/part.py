@@ -320,15 +320,16 @@ def _check_delta(delta: ParamDelta, encoding: str, bits: np.dtype[Any]) -> None:
             f"{delta.name}: values are {delta.values.dtype} {delta.values.shape},"
             f" not the bits of {delta.dtype} in one dimension"
         )
-    sent = delta.numel if delta.indices is None else delta.indices.size
-    if delta.nnz != sent:
+    numel, indices = delta.numel, delta.indices
+    sent = numel if indices is None else indices.size
+    if delta.values.size != sent:
         raise ValueError(f"{delta.name}: {delta.nnz} values for {sent} elements")
     if delta.differences != (encoding == DIFFERENCES):
         raise ValueError(f"{delta.name}: {DIFFERENCES} takes differences, other encodings values")
     if (delta.cleared is not None) != (encoding == BIT_CHANGES):
         raise ValueError(f"{delta.name}: {BIT_CHANGES} takes changes of bits, others values")
-    if delta.indices is not None:
-        if delta.indices.ndim != 1 or delta.indices.dtype not in (np.int32, np.int64):
+    if indices is not None:
+        if indices.ndim != 1 or indices.dtype not in (np.int32, np.int64):
             raise ValueError(f"{delta.name}: indices are not int32 or int64 in one dimension")
-        if delta.indices.size and delta.indices[-1] >= delta.numel:
-            raise ValueError(f"{delta.name}: an index beyond its {delta.numel} elements")
+        if sent and indices[-1] >= numel:
+            raise ValueError(f"{delta.name}: an index beyond its {numel} elements")

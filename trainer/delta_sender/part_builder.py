@@ -22,6 +22,7 @@ from delta_sender.sync_round import Attempt, SyncRound
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.wire import (
     DIFFERENCES,
+    PACKED_ENCODINGS,
     Digest,
     ParamDelta,
     change_digest,
@@ -41,19 +42,12 @@ class _Param(msgspec.Struct, eq=False, gc=False):
     change: Change | None  # of what the destination holds; None if a full sync finds none
     is_key: bool  # `name` is the name in the snapshot, so that the digest of `change` is valid
     choice: EncodingChoice
+    nbytes: int  # of positions and values, before compression
 
     @property
     def values(self) -> Bits:
         """Its new bit patterns, [nnz], or [numel] if it is dense."""
         return self.sent.values if isinstance(self.sent, ParamDelta) else self.sent.new
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of positions and values, before compression."""
-        if isinstance(self.sent, ParamDelta):
-            return self.sent.payload_bytes(self.choice.encoding)
-        assert self.sent.indices is not None
-        return position_bytes(self.choice.encoding, self.sent.indices) + self.sent.new.nbytes
 
     @property
     def digest(self) -> Digest:
@@ -115,6 +109,7 @@ class PartBuilder:
         self._choices: Counter[EncodingChoice] = Counter()
         policy = attempt.policy
         self._sparsely = policy.sparsely(proven=False), policy.sparsely(proven=True)
+        self._is_fixed = policy.is_fixed and not attempt.full
         self.digest = state.digest  # after the parts built so far; None if no digest is kept
 
     def __iter__(self) -> Iterator[Part]:
@@ -224,16 +219,18 @@ class PartBuilder:
                     sent: Change | ParamDelta
                     if change is None or choice.dense:
                         sent = msgspec.structs.replace(snapshot.image(key, read), name=name)
+                        nbytes = sent.payload_bytes(choice.encoding)
                     else:
                         sent = change = snapshot.sparse(change)
-                    yield _Param(name, sent, change, name == key, choice)
+                        nbytes = _sparse_bytes(change, choice.encoding)
+                    yield _Param(name, sent, change, name == key, choice, nbytes)
 
     def _choose(self, name: str, change: Change | None) -> EncodingChoice:
         """Return how a param travels. Differences need old values that a digest proves."""
         policy, full = self._attempt.policy, self._attempt.full
         is_proven = not full and self._state.plan.counts(name)
         is_large = change is not None and change.indices is None
-        if policy.is_fixed and not (full or change is None or is_large):
+        if self._is_fixed and change is not None and not is_large:
             return self._sparsely[is_proven]
         image = self._snapshot.image(self._snapshot.key(name))
         values, escaped = image.values, None
@@ -245,6 +242,14 @@ class PartBuilder:
         floating = TORCH_DTYPE[image.dtype].is_floating_point
         stats = ParamStats(values.size, nnz, values.itemsize, floating, escaped, is_large)
         return policy.choose(stats, only_dense, self._speed.bytes_per_s)
+
+
+def _sparse_bytes(change: Change, encoding: str) -> int:
+    """Return the bytes of a change's positions and new values, before compression."""
+    if change.stream is not None and encoding in PACKED_ENCODINGS:
+        return change.stream.nbytes + change.new.nbytes
+    assert change.indices is not None
+    return position_bytes(encoding, change.indices) + change.new.nbytes
 
 
 def _encode(params: Sequence[_Param], *, encoding: str, **metadata: Any) -> bytes:

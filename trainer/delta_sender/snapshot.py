@@ -27,7 +27,7 @@ from engine_ext.wire import PACKED_ENCODINGS, Digest, ParamDelta, position_bytes
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Changes = dict[str, Change]  # by name in the snapshot
 Keep = Callable[[Change], Change]
-_Given: TypeAlias = tuple[str, torch.Tensor, str | None, str]  # as `_with_ties` yields it; its key
+_Given: TypeAlias = tuple[str, torch.Tensor, str]  # name, tensor, key
 
 # Collections that keep their tensors.
 _HOLDING: Final[tuple[type, ...]] = (list, tuple, type({}.items()))
@@ -104,7 +104,7 @@ class Snapshot:
         if isinstance(tensors, Collection):
             # Of a collection that makes its tensors, only one is alive at a time.
             known = [*given] if isinstance(tensors, _HOLDING) else None
-            self._refuse_missing({key for *_, key in known or given})
+            self._refuse_missing({key for _, _, key in known or given})
             given = known or self._given(tensors)
         pool = ThreadPoolExecutor(self._threads, thread_name_prefix="delta-compare")
         try:
@@ -113,8 +113,13 @@ class Snapshot:
             pool.shutdown(cancel_futures=True)
 
     def _given(self, tensors: NamedTensors) -> Iterator[_Given]:
-        for name, tensor, first in _with_ties(tensors):
-            yield name, tensor, first, self._known(name, tensor, first)
+        named: Iterable[tuple[str, torch.Tensor, str | None]]
+        if isinstance(tensors, _HOLDING) and all(self._is_known(name) for name, _ in tensors):
+            named = ((name, tensor, None) for name, tensor in tensors)  # their ties do not matter
+        else:
+            named = _with_ties(tensors)
+        for name, tensor, first in named:
+            yield name, tensor, self._key_of(name, tensor, first)
 
     def _read(
         self, tensors: Iterable[_Given], pool: Executor, digests: bool, keep: Keep
@@ -133,7 +138,7 @@ class Snapshot:
             changes[key] = None if change is None else keep(change)
             return key, changes[key]
 
-        for name, tensor, _, key in tensors:
+        for name, tensor, key in tensors:
             if key in seen:
                 while key not in changes:
                     yield finish()
@@ -143,8 +148,9 @@ class Snapshot:
                 continue
             seen.add(key)
             wait = self._begin(key, name, tensor, key if digests else None, comparisons)
-            begun.append((key, tensor.nbytes, wait))
-            ahead += tensor.nbytes
+            nbytes = tensor.nbytes
+            begun.append((key, nbytes, wait))
+            ahead += nbytes
             while ahead > _AHEAD:
                 yield finish()
         while begun:
@@ -168,15 +174,23 @@ class Snapshot:
             self._set(key, replace(old, values=bits))
         return self._devices.begin(key, bits, _flat_bits(tensor), digested)
 
-    def _known(self, name: str, tensor: torch.Tensor, first: str | None) -> str:
-        """Return the key of a tensor, which must have the dtype and shape of the base's."""
-        known = name in self._dense or name in self.tied
-        key = self.key(name if known else first or name)
-        if key not in self._dense:
+    def _is_known(self, name: str) -> bool:
+        return name in self._dense or name in self.tied
+
+    def _key_of(self, name: str, tensor: torch.Tensor, first: str | None) -> str:
+        """Return the key of a tensor, which must have the dtype and shape of the base's.
+
+        Args:
+            first: An earlier name of the same tensor, if any, in case that this one is new.
+        """
+        key = self.key(name if first is None or self._is_known(name) else first)
+        old = self._dense.get(key)
+        if old is None:
             raise ValueError(f"{name}: not in the base")
-        old, dtype, shape = self._dense[key], _dtype_name(name, tensor), tuple(tensor.shape)
-        if (dtype, shape) != (old.dtype, old.shape):
-            raise ValueError(f"{name}: {dtype} {shape}, but {old.dtype} {old.shape} in the base")
+        dtype, shape = _dtype_name(name, tensor), tensor.shape
+        if dtype != old.dtype or shape != old.shape:
+            given = f"{dtype} {tuple(shape)}"
+            raise ValueError(f"{name}: {given}, but {old.dtype} {old.shape} in the base")
         return key
 
     def _refuse_missing(self, seen: set[str]) -> None:
