@@ -17,16 +17,7 @@ import numpy as np
 from engine_ext.resources import usable_cores
 
 _LARGE = 384 << 20  # bytes; more than a core's share of today's caches
-
-
-class ColdCaches:
-    """Fills the caches with something else."""
-
-    def __init__(self, nbytes: int = _LARGE) -> None:
-        self._other = np.ones(nbytes // 8, np.uint64)
-
-    def __call__(self) -> None:
-        self._other.max()
+_NEW_PAGES = 256 << 20  # bytes; more than what one step that is timed keeps or needs
 
 
 def take_new_pages() -> None:
@@ -49,6 +40,17 @@ def write_free_pages(nbytes: int) -> None:
     with mmap.mmap(-1, nbytes, flags=flags) as pages:
         for start in range(0, nbytes, mmap.PAGESIZE):
             pages[start] = 1
+
+
+class ColdCaches:
+    """Fills the caches with something else, once free pages are there to be written to."""
+
+    def __init__(self, nbytes: int = _LARGE) -> None:
+        self._other = np.ones(nbytes // 8, np.uint64)
+
+    def __call__(self) -> None:
+        write_free_pages(_NEW_PAGES)
+        self._other.max()
 
 
 def other_cores_busy() -> contextlib.AbstractContextManager[None]:
