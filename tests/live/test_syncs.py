@@ -357,6 +357,7 @@ def test_differences_to_other_old_values(run: Run) -> None:
             base_version=run.trainer.version - 1,
             encoding="gap8_ulp",
             bucket_bytes=4096,
+            posts_in_flight=1,  # so that an attempt is refused once
         ) as sender:
             report = sender.sync(run.trainer.tensors.items())
         full = elsewhere or run.apply == "masked"
