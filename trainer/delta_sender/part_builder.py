@@ -109,7 +109,6 @@ class PartBuilder:
         self._choices: Counter[EncodingChoice] = Counter()
         policy = attempt.policy
         self._sparsely = policy.sparsely(proven=False), policy.sparsely(proven=True)
-        self._is_fixed = policy.is_fixed and not attempt.full
         self.digest = state.digest  # after the parts built so far; None if no digest is kept
 
     def __iter__(self) -> Iterator[Part]:
@@ -230,7 +229,7 @@ class PartBuilder:
         policy, full = self._attempt.policy, self._attempt.full
         is_proven = not full and self._state.plan.counts(name)
         is_large = change is not None and change.indices is None
-        if self._is_fixed and change is not None and not is_large:
+        if policy.is_fixed and not (full or change is None or is_large):
             return self._sparsely[is_proven]
         image = self._snapshot.image(self._snapshot.key(name))
         values, escaped = image.values, None
