@@ -14,6 +14,7 @@ import torch
 
 from delta_sender import DeltaSender
 from scripts.bench.scaling.processes import cpu_seconds, roles
+from scripts.bench.scaling.timing import wait_until_idle
 from scripts.live_engine.registry import ENGINES
 from scripts.live_engine.tiny_models import build, load_tensors
 
@@ -56,6 +57,7 @@ def _measure(engine: str, path: Path, ranks: int, repeats: int) -> dict[str, Any
                 for number in range(repeats + _WARM):
                     for tensor in changed:
                         tensor.view(-1)[number].view(torch.int16).bitwise_xor_(1)
+                    wait_until_idle()  # as `check` does
                     before, start = cpu_seconds(watched), time.perf_counter()
                     report = sender.sync(tensors.items())
                     seconds, after = time.perf_counter() - start, cpu_seconds(watched)

@@ -24,11 +24,9 @@ from delta_sender import DeltaSender
 from engine_ext.wire import tensor_digest
 from scripts.bench import synthetic_weights
 from scripts.bench.scaling.processes import cpu_seconds
-from scripts.bench.scaling.timing import write_free_pages
+from scripts.bench.scaling.timing import wait_until_idle, write_free_pages
 from scripts.process_memory import peak_of, reset_peak, reset_peak_of
 
-_IDLE_WAIT_S = 15.0
-_IDLE_S, _IDLE_PERCENT = 0.3, 8.0
 _FREE_BYTES = 1 << 30  # about what sender and ranks take for the largest model
 
 
@@ -88,7 +86,7 @@ def main() -> None:
         sender.sync(tensors.items())  # gets the plan and digests every tensor
         for _ in range(task.syncs):
             _perturb(tensors, task.density, rng)
-            _wait_until_idle()
+            wait_until_idle()
             write_free_pages(_FREE_BYTES)
             sync = _timed(sender, tensors, pids, engine)
             print(msgspec.json.encode(sync).decode(), flush=True)
@@ -124,14 +122,6 @@ def _timed(
         resident=resident,
         peak={name: peak_of(pid) - resident[name] for name, pid in pids.items()},
     )
-
-
-def _wait_until_idle() -> None:
-    """Wait until the cores have nothing to do, but not for long: the engine's threads wait in a
-    loop after a sync, and others may use the machine."""
-    deadline = time.monotonic() + _IDLE_WAIT_S
-    while time.monotonic() < deadline and psutil.cpu_percent(_IDLE_S) > _IDLE_PERCENT:
-        pass
 
 
 def _load(folder: Path) -> dict[str, torch.Tensor]:

@@ -13,11 +13,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import psutil
 
 from engine_ext.resources import usable_cores
 
 _LARGE = 384 << 20  # bytes; more than a core's share of today's caches
 _NEW_PAGES = 256 << 20  # bytes; more than what one step that is timed keeps or needs
+_IDLE_WAIT_S = 15.0
+_IDLE_S, _IDLE_PERCENT = 0.3, 8.0
 
 
 def take_new_pages() -> None:
@@ -40,6 +43,16 @@ def write_free_pages(nbytes: int) -> None:
     with mmap.mmap(-1, nbytes, flags=flags) as pages:
         for start in range(0, nbytes, mmap.PAGESIZE):
             pages[start] = 1
+
+
+def wait_until_idle() -> None:
+    """Wait until the cores have nothing to do, for 15 seconds at most.
+
+    An engine's threads wait in a loop after a sync, and others may use the machine.
+    """
+    deadline = time.monotonic() + _IDLE_WAIT_S
+    while time.monotonic() < deadline and psutil.cpu_percent(_IDLE_S) > _IDLE_PERCENT:
+        pass
 
 
 class ColdCaches:
