@@ -84,6 +84,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, float]
                     enable_delta=way != "stock",
                     keep_plain=way == "--delta-keep-plain",
                     extra_env={"OMP_NUM_THREADS": str(options.threads)},
+                    log_path=folder / f"{way}.log",
                 )
             )
             for way in track(_WAYS, "starting", console=errors)

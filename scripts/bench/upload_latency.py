@@ -113,6 +113,7 @@ def measure(
         python_path=[tree, tree / "server", tree / "trainer"],
         # Python looks in the working folder first.
         command_prefix=["env", f"--chdir={tree}"],
+        log_path=folder / "engine.log",
     )
     with (
         engine,

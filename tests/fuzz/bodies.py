@@ -21,6 +21,7 @@ from tests.support.mutations import byte_mutants, mutants
 
 Shapes = Mapping[str, tuple[int, ...]]
 
+ARRAYS = ("__positions__", "__values__")
 DEEP = 20_000
 LENGTHS = [0, 1, 7, 8, 2**20, 2**26, 2**26 + 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1]
 # Literal JSON texts on which no decoder may fail unexpectedly.
@@ -79,7 +80,8 @@ def is_container(body: bytes) -> bool:
     try:
         header, _ = header_of(body)
         params = json.loads(header["__metadata__"]["params"])
-        return bool(params) and all(isinstance(entry, dict) and entry for entry in params)
+        places = [*params, *(header[name] for name in ARRAYS)]
+        return bool(params) and all(isinstance(place, dict) and place for place in places)
     except (ValueError, KeyError, TypeError, RecursionError):
         return False
 
@@ -89,7 +91,7 @@ def mended(body: bytes) -> bytes:
     header, data = header_of(body)
     metadata = header["__metadata__"]
     try:
-        spans = [header[k]["data_offsets"] for k in ("__positions__", "__values__")]
+        spans = [header[name]["data_offsets"] for name in ARRAYS]
         pieces = [data[begin:end] for begin, end in spans]
     except (KeyError, TypeError, ValueError):
         return body
@@ -128,7 +130,7 @@ def lengths(draw: st.DrawFn, body: bytes) -> bytes:
     if draw(st.booleans()):
         return struct.pack("<Q", number) + body[8:]
     header, data = header_of(body)
-    tensor = header[draw(st.sampled_from(["__positions__", "__values__"]))]
+    tensor = header[draw(st.sampled_from(ARRAYS))]
     where = draw(st.sampled_from(["shape", "data_offsets"]))
     tensor[where] = [number] if where == "shape" else [0, number]
     return with_header(header, data)

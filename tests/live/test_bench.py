@@ -32,7 +32,7 @@ def test_every_way_leaves_the_bits_of_a_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_latency_is_measured_with_and_without_an_upload(tmp_path: Path) -> None:
+def test_upload_latency(tmp_path: Path) -> None:
     process = start("bench.upload_latency", tmp_path, "--layers", "1", "--runs", "1", "--json")
     out, err = process.communicate(timeout=280)
     assert process.returncode == 0, err[-4000:]
