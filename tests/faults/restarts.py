@@ -27,7 +27,6 @@ SHARED_MEMORY = Path("/dev/shm")
 ANSWER_S = 15
 DEATH_S = 90  # SGLang looks for core dumps for 65 s when its detokenizer has died
 ENDS_S = 15
-KILLED_S = 30  # vLLM kills its workers 20 s after it has begun to end
 
 
 class RestartHarness(Harness):
@@ -224,19 +223,19 @@ class RestartHarness(Harness):
 
     def ends_by_itself(self) -> bool:
         """Return whether all processes end by themselves; SIGTERM must end the others."""
-        if self._has_ended(ENDS_S):
+        if self._has_ended():
             return True
         # Workers first. vLLM's engine core closes a pipe to them as it begins to end; one that sees
-        # that before its SIGTERM ignores it, and if it is stalled it ends only when it is killed.
+        # that before its SIGTERM ignores it, and if it is stalled it is killed only after 20 s.
         for process in reversed(self.engine.pids()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGTERM)
-        assert self._has_ended(KILLED_S), self.engine.pids()
+        assert self._has_ended(), self.engine.pids()
         return False
 
-    def _has_ended(self, seconds: float) -> bool:
+    def _has_ended(self) -> bool:
         with contextlib.suppress(AssertionError):
-            wait_until(lambda: self.engine.wait(0) and not self.engine.pids(), seconds)
+            wait_until(lambda: self.engine.wait(0) and not self.engine.pids(), ENDS_S)
         return not self.engine.pids()
 
     # Restart ---------------------------------------------------------------------------------
