@@ -89,7 +89,9 @@ def place_tied(
                 placed.segments, placed.status = [*other.segments], Status.UNJUDGED
                 found[name] = tied
             elif name != _HEAD or name in (entry.name, *entry.aliases):
-                placed.refuse(f"the engine uses {tied} in its place, which has another shape or dtype")
+                placed.refuse(
+                    f"the engine uses {tied} in its place, which has another shape or dtype"
+                )
     return found
 
 
