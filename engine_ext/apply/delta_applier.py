@@ -19,7 +19,7 @@ from engine_ext.apply import checks, consensus
 from engine_ext.apply.new_states import GatheredProof
 from engine_ext.apply.param_batch import Batcher
 from engine_ext.apply.rebuilds import Rebuilds
-from engine_ext.apply.staged import CHANGED, StagedPart, UndoLog
+from engine_ext.apply.staged import CHANGED, StagedParam, StagedPart, UndoLog
 from engine_ext.apply.stager import stage_part
 from engine_ext.apply.thread_pool import ThreadPool
 from engine_ext.apply.tied import check_tied
@@ -180,8 +180,9 @@ class DeltaApplier:
 
         Raises:
             NotUpdatable: the engine has moved a weight, parts overlap, tied tensors would get
-                different values, a ``full`` sync leaves tensors out, the old values would not fit the undo log, or the apply mode cannot
-                write the sync as a whole. Nothing was written.
+                different values, a ``full`` sync leaves tensors out, the old values would not fit
+                the undo log, or the apply mode cannot write the sync as a whole. Nothing was
+                written.
         """
         self.check_in_place()
         checks.check_no_overlap(staged)

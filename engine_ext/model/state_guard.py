@@ -7,7 +7,6 @@ comparing objects and addresses, restores them, and can verify that every bit is
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import torch
 
 from engine_ext.model.constants import is_cache
 from engine_ext.model.fingerprint import hash_memory, location
+from engine_ext.model.leaves import same_leaf
 from engine_ext.model.module_walk import reachable_containers, reachable_tensors
 from engine_ext.model.storage_index import live_tensors
 
@@ -200,12 +200,19 @@ def _batches(memory: Mapping[str, torch.Tensor]) -> list[list[tuple[str, torch.T
 
 
 def content_changed(container: Any, before: Any) -> bool:
-    """Return whether a dict, list or set holds other objects than before."""
+    """Return whether a dict, list or set holds something else than before.
+
+    An equal value in place of another, such as a number that was assigned anew, is the same.
+    """
     if isinstance(container, set):
         return bool(container != before)
-    items = container.values() if isinstance(container, dict) else container
-    others = before.values() if isinstance(before, dict) else before
-    return len(container) != len(before) or any(map(operator.is_not, items, others))
+    if len(container) != len(before):
+        return True
+    if isinstance(container, dict):
+        if container.keys() != before.keys():
+            return True
+        return not all(same_leaf(value, before[key]) for key, value in container.items())
+    return not all(map(same_leaf, container, before))
 
 
 def attached_tensors(modules: Mapping[str, torch.nn.Module]) -> Iterator[AttachedTensor]:

@@ -84,8 +84,7 @@ def place_tied(
                 continue
             if tied_later.get(name) != tied and not was_dropped(name, tied):
                 continue
-            alike = replace(placed.spec, name=tied) == other.spec
-            if alike:
+            if replace(placed.spec, name=tied) == other.spec:
                 placed.segments, placed.status = [*other.segments], Status.UNJUDGED
                 found[name] = tied
             elif name != _HEAD or name in (entry.name, *entry.aliases):
