@@ -7,10 +7,7 @@ from typing import Any
 
 import torch
 
-from engine_ext.model import DEPTH, hash_tensor, same_leaf, walk
-
-PROCESSING = "process_weights_after_loading"
-"""The method's name in both engines, on a quant method, a scheme, a layer or a model."""
+from engine_ext.model import DEPTH, PROCESSING, hash_tensor, same_leaf, walk
 
 
 def state_of(module: torch.nn.Module) -> list[Any]:
