@@ -71,8 +71,8 @@ def find_derived(
     Returns:
         Parameters and buffers that no segment covers, and every other tensor that is reachable
         from a module (see `engine_ext.model.module_walk`) and is no view of covered memory, nor
-        made of views of it, once for each such module. Also the Python numbers that a module keeps of a weight for kernels
-        that take no tensor, such as ``k_scale_float`` of ``k_scale``.
+        made of views of it, once for each such module. Also the Python numbers that a module keeps
+        of a weight for kernels that take no tensor, such as ``k_scale_float`` of ``k_scale``.
     """
     index, whole = StorageIndex(model), _modules_in(model, rebuilt)
     segments = [segment for placed in placement.values() for segment in placed.segments]
