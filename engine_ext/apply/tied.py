@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from engine_ext.apply.staged import StagedParam, StagedPart, Write
 from engine_ext.errors import NotUpdatable
-from engine_ext.placement import WholeBox
+from engine_ext.placement import DeviceElements, HostElements, WholeBox
 
 
 def check_tied(staged: Sequence[StagedPart], tied: Mapping[str, str]) -> None:
@@ -64,8 +64,7 @@ def _are_equal(one: Sequence[Write], other: Sequence[Write]) -> bool:
             _same_bits(a.new, b.new) for a, b in zip(one, other, strict=True)
         )
     if len(one) == len(other) and all(
-        np.array_equal(_host(a.elements.offsets), _host(b.elements.offsets))
-        and np.array_equal(_host(a.new), _host(b.new))
+        np.array_equal(_offsets(a), _offsets(b)) and np.array_equal(_host(a.new), _host(b.new))
         for a, b in zip(one, other, strict=True)
     ):
         return True
@@ -81,13 +80,18 @@ def _changes(writes: Sequence[Write]) -> tuple[NDArray[Any], NDArray[Any]]:
     offsets, bits = [np.empty(0, np.int64)], [np.empty(0, np.uint64)]
     for write in writes:
         old = _host(write.elements.read() if write.old is None else write.old)
-        new, places = _host(write.new), _host(write.elements.offsets)
+        new, places = _host(write.new), _offsets(write)
         differs = old != new
         offsets.append(places[differs].astype(np.int64))
         bits.append(new[differs].astype(np.uint64))
     places = np.concatenate(offsets)
     order = np.argsort(places)
     return places[order], np.concatenate(bits)[order]
+
+
+def _offsets(write: Write) -> NDArray[Any]:
+    assert isinstance(write.elements, (HostElements, DeviceElements))
+    return _host(write.elements.offsets)
 
 
 def _host(values: Any) -> NDArray[Any]:

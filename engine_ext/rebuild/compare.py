@@ -9,9 +9,17 @@ from typing import Any, Final
 
 import torch
 
-from engine_ext.model import PLAIN, hash_memory, is_cache, layout, leaves_of, same_leaf, walk
+from engine_ext.model import (
+    PLAIN,
+    PROCESSING,
+    hash_memory,
+    is_cache,
+    layout,
+    leaves_of,
+    same_leaf,
+    walk,
+)
 from engine_ext.rebuild.plain_objects import is_plain, opaque_part
-from engine_ext.repacks import PROCESSING
 
 _REGISTRIES: Final = ("_parameters", "_buffers", "_modules")
 # Set on every module after loading.
