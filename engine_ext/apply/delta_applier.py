@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import torch
 
@@ -18,9 +19,10 @@ from engine_ext.apply import checks, consensus
 from engine_ext.apply.new_states import GatheredProof
 from engine_ext.apply.param_batch import Batcher
 from engine_ext.apply.rebuilds import Rebuilds
-from engine_ext.apply.staged import CHANGED, StagedPart, UndoLog
+from engine_ext.apply.staged import CHANGED, StagedParam, StagedPart, UndoLog
 from engine_ext.apply.stager import stage_part
 from engine_ext.apply.thread_pool import ThreadPool
+from engine_ext.apply.tied import check_tied
 from engine_ext.apply.writes import are_unchanged, restore, undo_all
 from engine_ext.derived import Recomputed
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
@@ -134,7 +136,8 @@ class DeltaApplier:
     def stage(self, part: Part) -> StagedPart:
         """Check every param of a part and prepare its writes. The model is only read.
 
-        Params that the engine is proven to ignore are skipped.
+        Params that the engine is proven to ignore are skipped; `check_sync` compares those that are
+        tied to a tensor of the checkpoint.
 
         Raises:
             NotUpdatable: names the tensor.
@@ -149,20 +152,41 @@ class DeltaApplier:
         undo = not part.manifest.full or self._size() <= self._undo_bytes
         keep = self._writer.keeps_deltas
         staged = stage_part(part, self.plan, self._batcher, self._threads, undo=undo, keep=keep)
+        for param in staged.params:
+            param.tied = not self.plan.writes(param.name)
         for delta in ignored:
             staged.skipped[delta.name] = staged.skipped.get(delta.name, 0) + delta.nnz
+        staged.compared = self._compared(ignored, part)
         return staged
+
+    def _compared(self, ignored: Sequence[ParamDelta], part: Part) -> list[StagedParam]:
+        """Stage ignored params as the tensors that they are tied to; they are not written."""
+        found = []
+        for delta in ignored:
+            tied = self.plan.tied.get(delta.name)
+            if tied is not None:
+                own = msgspec.structs.replace(delta, name=tied, new_checksum=None)
+                checks.check_param(own, self.plan, self._writer.refusal)
+                one = replace(part, deltas=(own,))
+                [param] = stage_part(
+                    *(one, self.plan, self._batcher, self._threads), undo=False, keep=False
+                ).params
+                param.name = delta.name
+                found.append(param)
+        return found
 
     def check_sync(self, staged: Sequence[StagedPart], *, full: bool) -> None:
         """Check what only all parts of a sync together show on this rank.
 
         Raises:
-            NotUpdatable: the engine has moved a weight, parts overlap, a ``full`` sync leaves
-                tensors out, the old values would not fit the undo log, or the apply mode cannot
-                write the sync as a whole. Nothing was written.
+            NotUpdatable: the engine has moved a weight, parts overlap, tied tensors would get
+                different values, a ``full`` sync leaves tensors out, the old values would not fit
+                the undo log, or the apply mode cannot write the sync as a whole. Nothing was
+                written.
         """
         self.check_in_place()
         checks.check_no_overlap(staged)
+        check_tied(staged, self.plan.tied)
         if full:
             checks.check_covers(staged, self.plan.held)
         else:

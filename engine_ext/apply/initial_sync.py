@@ -18,6 +18,7 @@ import torch
 
 from engine_ext.apply.masked import densify
 from engine_ext.apply.staged import StagedParam, StagedPart, UndoLog
+from engine_ext.apply.tied import tied_differ
 from engine_ext.derived import Recomputed
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.errors import BaseMismatch, NotUpdatable
@@ -55,6 +56,7 @@ class Traced:
         live: index of the live model.
         certified: the digests that the certification gave.
         dropped: other names of tied tensors that the loader is proven to drop.
+        tied: the checkpoint's tensors that the loader drops, each with the one that it is tied to.
     """
 
     model: torch.nn.Module
@@ -67,6 +69,7 @@ class Traced:
     rebuilds: list[Rebuild] = field(default_factory=list)
     certified: Certified = field(default_factory=dict)
     dropped: dict[str, TensorSpec] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
 
 
 class InitialSyncApplier:
@@ -119,8 +122,8 @@ class InitialSyncApplier:
         """Check that the engine's loader would write every live weight of this rank from the sync.
 
         Raises:
-            NotUpdatable: names the tensors that are refused, or the live weights that are not
-                covered. Nothing was written.
+            NotUpdatable: names the tensors that are refused, tied ones that differ, or the live
+                weights that are not covered. Nothing was written.
         """
         deltas = list(_deltas(staged))
         counts = Counter(delta.name for delta in deltas)
@@ -135,6 +138,11 @@ class InitialSyncApplier:
                 tensors=sorted(refused),
                 reasons=refused,
             )
+        sent = {delta.name: delta for delta in deltas}
+        for name, other in self._traced.tied.items():
+            one, tied = sent[name].values, sent[other].values
+            if one.tobytes() != tied.tobytes():
+                raise tied_differ(name, other)
         left_out = _left_out(self._traced, self._constant)
         if left_out:
             raise NotUpdatable(

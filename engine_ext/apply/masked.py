@@ -88,7 +88,7 @@ class MaskedWriter:
             Exception: the loader's own, or RuntimeError if an element does not have its new bits
                 afterwards. Some elements may have been written.
         """
-        params = [param for part in staged for param in part.params]
+        params = [param for part in staged for param in part.params if not param.tied]
         for write in (write for param in params for write in param.writes):
             write.read_old()
             write.written = True
@@ -99,7 +99,7 @@ class MaskedWriter:
 
     def _deltas(self, staged: Sequence[StagedPart]) -> list[ParamDelta]:
         """Return the deltas that this rank's loader gets: of tensors that it holds elements of."""
-        params = [param for part in staged for param in part.params if param.nnz]
+        params = [param for part in staged for param in part.params if param.nnz and not param.tied]
         deltas = [param.delta for param in params if param.delta is not None]
         return merge(delta for delta in deltas if self._placement[delta.name].segments)
 

@@ -129,6 +129,8 @@ class StagedParam(msgspec.Struct, eq=False, gc=False):
         change: digest of the counted elements, new minus old; in a full sync, of the new values.
         replaced: in a full sync whose parts declare a ``digest_part``, digest of the old values.
         replicas: by set of ranks that hold the same elements, the digest of their change.
+        tied: whether its memory is another tensor's, which a sync must give the same values. Its
+            writes are compared with that one's, and not made.
     """
 
     name: str
@@ -140,6 +142,7 @@ class StagedParam(msgspec.Struct, eq=False, gc=False):
     change: Digest = Digest.ZERO
     replaced: Digest = Digest.ZERO
     replicas: dict[tuple[int, ...], Digest] = {}
+    tied: bool = False
 
     @classmethod
     def of(cls, delta: ParamDelta, *, keep: bool = False) -> StagedParam:
@@ -186,6 +189,7 @@ class StagedPart:
         rebuilt: of the first part of a sync.
         skipped: the params that are left out because no rank makes anything of them: how many
             elements of each the part sends, by name.
+        compared: of those, the ones that are tied to a tensor of the checkpoint.
         unproven: the changes, by tensor, whose ``new_checksum`` this rank cannot verify alone.
         gathering: those of them that no rank can, while they are verified; None before.
         proven: whether all new checksums of the part are verified; the same on every rank.
@@ -195,6 +199,7 @@ class StagedPart:
     params: list[StagedParam]
     rebuilt: RebuiltModules = field(default_factory=RebuiltModules)
     skipped: dict[str, int] = field(default_factory=dict)
+    compared: list[StagedParam] = field(default_factory=list)
     unproven: dict[str, ParamDelta] = field(default_factory=dict)
     gathering: deque[Any] | None = None
     proven: bool = False
@@ -206,7 +211,7 @@ class StagedPart:
 
     @property
     def writes(self) -> list[Write]:
-        own = [write for param in self.params for write in param.writes]
+        own = [write for param in self.params if not param.tied for write in param.writes]
         return own + [write for made in self.rebuilt.modules.values() for write in made.writes]
 
 

@@ -151,6 +151,7 @@ def _print(rows: Sequence[Row]) -> None:
         status = row["status"] + (" (repacked)" if row["repacked"] else "")
         names = sorted({path.rpartition(".")[2] for path in row["recomputed"]})
         status += f" ({', '.join(names)} recomputed)" if names else ""
+        status += f" (tied to {row['tied_to']})" if row.get("tied_to") else ""
         shape, live = "x".join(map(str, row["shape"])), ", ".join(row["live"])
         status = f"[{colour}]{status}[/]"
         table.add_row(row["name"], row["dtype"], shape, status, live, row["reason"])

@@ -17,7 +17,14 @@ from typing import Final
 
 import torch
 
-from engine_ext.model import Known, StorageIndex, is_constant, reachable_tensors
+from engine_ext.model import (
+    Known,
+    StorageIndex,
+    address_range,
+    extent,
+    is_constant,
+    reachable_tensors,
+)
 from engine_ext.placement import Placement
 
 NOTHING: Final[Mapping[str, frozenset[str]]] = {}
@@ -63,9 +70,9 @@ def find_derived(
 
     Returns:
         Parameters and buffers that no segment covers, and every other tensor that is reachable
-        from a module (see `engine_ext.model.module_walk`) and is no view of covered memory, once
-        for each such module. Also the Python numbers that a module keeps of a weight for kernels
-        that take no tensor, such as ``k_scale_float`` of ``k_scale``.
+        from a module (see `engine_ext.model.module_walk`) and is no view of covered memory, nor
+        made of views of it, once for each such module. Also the Python numbers that a module keeps
+        of a weight for kernels that take no tensor, such as ``k_scale_float`` of ``k_scale``.
     """
     index, whole = StorageIndex(model), _modules_in(model, rebuilt)
     segments = [segment for placed in placement.values() for segment in placed.segments]
@@ -80,12 +87,30 @@ def find_derived(
             continue
         if known(f"{path}.{attribute}".lstrip("."), tensor):
             continue
+        if _is_made_of(tensor, index, covered):
+            continue
         weights = _weights(model, path, module, index, covered, rebuilt)
         found.append(Derived(path, attribute, tuple(tensor.shape), tensor.dtype, weights))
     return [
         *found,
         *(d for d in _float_copies(model, index, covered) if _top(d.path, rebuilt) is None),
     ]
+
+
+def _is_made_of(tensor: torch.Tensor, index: StorageIndex, covered: set[tuple[int, int]]) -> bool:
+    """Return whether each byte from a tensor's first to its last is that of a covered live tensor.
+
+    So it is if an engine fuses the memory of several parameters, which are views of it then. Those
+    with gaps between their elements do not count.
+    """
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.numel() == 0:
+        return False
+    start, end = address_range(tensor)
+    for entry in index.overlapping(tensor):  # by address
+        dense = extent(entry.tensor) == entry.tensor.numel()
+        if dense and (entry.start, entry.end) in covered and entry.start <= start:
+            start = max(start, entry.end)
+    return start >= end
 
 
 def _top(name: str, paths: Iterable[str]) -> str | None:

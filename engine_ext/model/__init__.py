@@ -10,7 +10,13 @@ Imports: `engine_ext.kernels`, `engine_ext.wire`, and the ground floor.
 from engine_ext.model.constants import ConstantsWatch, Known, is_cache, is_constant, is_default
 from engine_ext.model.fingerprint import hash_memory, hash_tensor, layout, location
 from engine_ext.model.leaves import PLAIN, leaves_of, reachable_leaves, same_leaf
-from engine_ext.model.module_walk import DEPTH, reachable_containers, reachable_tensors, walk
+from engine_ext.model.module_walk import (
+    DEPTH,
+    PROCESSING,
+    reachable_containers,
+    reachable_tensors,
+    walk,
+)
 from engine_ext.model.state_guard import (
     AttachedTensor,
     ModelStateGuard,
@@ -23,6 +29,7 @@ from engine_ext.model.storage_index import LiveTensor, StorageIndex, address_ran
 __all__ = [
     "DEPTH",
     "PLAIN",
+    "PROCESSING",
     "AttachedTensor",
     "ConstantsWatch",
     "Known",

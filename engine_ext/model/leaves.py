@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from enum import Enum
 from typing import Any, Final
 
@@ -44,13 +43,21 @@ def leaves_of(value: object) -> dict[str, Any]:
 
 
 def same_leaf(one: object, other: object) -> bool:
-    """Return whether two of them are equal; one that ``==`` says nothing about equals itself."""
+    """Return whether two of them are equal; one that ``==`` says nothing about equals itself.
+
+    Tuples and frozen sets of values are compared by value, too.
+    """
     if one is other:
         return True
     if type(one) is not type(other):
         return False
-    if isinstance(one, float) and isinstance(other, float) and math.isnan(one):
-        return math.isnan(other)
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        return one.dtype == other.dtype and one.tobytes() == other.tobytes()
+    if isinstance(one, (float, complex)):  # 0.0 is not -0.0, and NaN is NaN
+        return repr(one) == repr(other)
+    if isinstance(one, (np.ndarray, np.generic)) and isinstance(other, (np.ndarray, np.generic)):
+        same = (one.dtype, one.shape) == (other.dtype, other.shape)
+        return same and not one.dtype.hasobject and one.tobytes() == other.tobytes()
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(same_leaf, one, other))
+    if isinstance(one, frozenset):
+        return one == other and all(isinstance(item, PLAIN) for item in one)
     return isinstance(one, PLAIN) and bool(one == other)

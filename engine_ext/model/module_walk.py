@@ -33,6 +33,16 @@ _NO_LEAVES: Final = (
 )
 
 
+PROCESSING: Final = "process_weights_after_loading"
+"""The method's name in both engines, on a quant method, a scheme, a layer or a model."""
+
+
+def takes_part(value: object) -> bool:
+    """Return whether an object that is no module takes part in post-load processing."""
+    is_object = not isinstance(value, torch.nn.Module) and hasattr(value, "__dict__")
+    return is_object and callable(getattr(type(value), PROCESSING, None))
+
+
 def reachable_tensors(
     model: torch.nn.Module,
 ) -> Iterator[tuple[str, torch.nn.Module, str, torch.Tensor]]:

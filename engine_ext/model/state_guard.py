@@ -7,7 +7,6 @@ comparing objects and addresses, restores them, and can verify that every bit is
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,7 +17,8 @@ import torch
 
 from engine_ext.model.constants import is_cache
 from engine_ext.model.fingerprint import hash_memory, location
-from engine_ext.model.module_walk import reachable_containers, reachable_tensors
+from engine_ext.model.leaves import same_leaf
+from engine_ext.model.module_walk import reachable_containers, reachable_tensors, takes_part
 from engine_ext.model.storage_index import live_tensors
 
 _REGISTRIES: Final = ("_parameters", "_buffers")
@@ -32,16 +32,17 @@ class TracingError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class AttachedTensor:
-    """A tensor attached directly to a module, as it was when this was made.
+    """A tensor attached to a module, or to an object on it, as it was when this was made.
 
     Attributes:
-        name, path: the tensor's name on the module, and its path in the model.
-        registry: the module's dict that holds it: ``_parameters``, ``_buffers``, or ``__dict__``
+        owner: the module or object.
+        name, path: the tensor's name on the owner, and its path in the model.
+        registry: the owner's dict that holds it: ``_parameters``, ``_buffers``, or ``__dict__``
             for a plain attribute.
         memory: a view of the memory that it had.
     """
 
-    module: torch.nn.Module
+    owner: object
     name: str
     path: str
     registry: str
@@ -51,7 +52,7 @@ class AttachedTensor:
     @property
     def current(self) -> torch.Tensor | None:
         """The tensor that has its name now; None if there is none."""
-        found = getattr(self.module, self.registry).get(self.name)
+        found = getattr(self.owner, self.registry).get(self.name)
         return found if isinstance(found, torch.Tensor) else None
 
     @property
@@ -61,7 +62,7 @@ class AttachedTensor:
 
     def restore(self) -> None:
         """Attach the tensor again, and give it its memory again; nothing is copied."""
-        getattr(self.module, self.registry)[self.name] = self.tensor
+        getattr(self.owner, self.registry)[self.name] = self.tensor
         if location(self.tensor) != location(self.memory):
             self.tensor.data = self.memory
 
@@ -75,7 +76,8 @@ class ModelStateGuard:
 
     Attributes:
         registered: every parameter and buffer, under every name that it has.
-        attributes: every tensor that is a plain attribute of a module.
+        attributes: every tensor that is a plain attribute of a module, or of an object on it that
+            takes part in processing.
     """
 
     def __init__(self, model: torch.nn.Module, *, bits: bool) -> None:
@@ -200,22 +202,38 @@ def _batches(memory: Mapping[str, torch.Tensor]) -> list[list[tuple[str, torch.T
 
 
 def content_changed(container: Any, before: Any) -> bool:
-    """Return whether a dict, list or set holds other objects than before."""
+    """Return whether a dict, list or set holds something else than before.
+
+    An equal value in place of another, such as a number that was assigned anew, is the same.
+    """
     if isinstance(container, set):
         return bool(container != before)
-    items = container.values() if isinstance(container, dict) else container
-    others = before.values() if isinstance(before, dict) else before
-    return len(container) != len(before) or any(map(operator.is_not, items, others))
+    if len(container) != len(before):
+        return True
+    if isinstance(container, dict):
+        if container.keys() != before.keys():
+            return True
+        return not all(same_leaf(value, before[key]) for key, value in container.items())
+    return not all(map(same_leaf, container, before))
 
 
 def attached_tensors(modules: Mapping[str, torch.nn.Module]) -> Iterator[AttachedTensor]:
-    """Yield every strided tensor attached directly to one of some modules, given by path."""
+    """Yield every strided tensor attached directly to one of some modules, given by path.
+
+    So are those of the objects on them that take part in post-load processing, such as the backend
+    of an attention layer.
+    """
     for path, module in modules.items():
-        for registry in (*_REGISTRIES, "__dict__"):
-            for name, tensor in getattr(module, registry).items():
-                if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
-                    full = f"{path}.{name}".lstrip(".")
-                    yield AttachedTensor(module, name, full, registry, tensor, tensor.data)
+        owners: list[tuple[str, object, tuple[str, ...]]] = [(path, module, _REGISTRIES)]
+        for name, value in vars(module).items():
+            if takes_part(value):
+                owners.append((f"{path}.{name}".lstrip("."), value, ()))
+        for place, owner, registries in owners:
+            for registry in (*registries, "__dict__"):
+                for name, tensor in getattr(owner, registry).items():
+                    if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+                        full = f"{place}.{name}".lstrip(".")
+                        yield AttachedTensor(owner, name, full, registry, tensor, tensor.data)
 
 
 def _tensors_by_path(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -46,7 +46,9 @@ class Plan:
         held: the tensors that some rank holds; the same on every rank.
         digested: the tensors that the digest covers; the same on every rank.
         dropped: names that the checkpoint does not hold, of tied tensors, that the loader of every
-            rank drops.
+            rank drops, with the tensors' own specs.
+        tied: names whose memory on this rank is that of another tensor, with that one's name: those
+            that are dropped, and tensors of the checkpoint. A sync must give both the same values.
     """
 
     rank: int
@@ -55,6 +57,15 @@ class Plan:
     held: frozenset[str]
     digested: frozenset[str]
     dropped: Mapping[str, TensorSpec] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+    def writes(self, name: str) -> bool:
+        """Return whether a tensor is written; else it is tied to one that has the same place."""
+        other = self.tied.get(name)
+        placed = self.placement.get(name)
+        if other is None or placed is None:
+            return True
+        return placed.segments != self.placement[other].segments
 
     def ignores(self, name: str) -> TensorSpec | None:
         """Return the spec of a tensor that no rank makes anything of, or None if some may."""
@@ -77,6 +88,7 @@ class Plan:
                 "repacked": any(s.repack is not None for s in placed.segments),
                 "recomputed": list(placed.recomputed),
                 "digested": name in self.digested,
+                "tied_to": self.tied.get(name, ""),
             }
             for name, placed in {**self.placement, **dropped}.items()
         ]
@@ -178,7 +190,10 @@ def _live_digest(
 
 
 def make_plan(
-    placement: Placement, ranks: Ranks, dropped: Mapping[str, TensorSpec] | None = None
+    placement: Placement,
+    ranks: Ranks,
+    dropped: Mapping[str, TensorSpec] | None = None,
+    tied: Mapping[str, str] | None = None,
 ) -> Plan:
     """Agree with the other ranks on which rank holds what. All ranks must call it.
 
@@ -187,6 +202,8 @@ def make_plan(
             become uncertified in it. Tensors that no rank holds become ignored, or uncertified
             if some rank's loader uses them, because it may keep a copy that was not found.
         dropped: the other names of tied tensors that this rank's loader is proven to drop.
+        tied: the checkpoint's tensors that this rank's loader drops, each with the one that it is
+            tied to. One that some rank refuses is not compared with that: it is never written.
     """
     holders = resolve(placement, ranks.all_gather(boxes(placement)))
     own = {n: (_state(p), covered(p)) for n, p in placement.items()}
@@ -206,7 +223,13 @@ def make_plan(
     }
     digested = frozenset(name for name in held - unseen if all(r[name][1] for r in everywhere))
     agreed = {n: s for n, s in (dropped or {}).items() if all(n in states for states in everywhere)}
-    return Plan(ranks.rank, placement, targets, held, digested, agreed)
+    refused = Status.UNCERTIFIED.value
+    pairs = {name: spec.name for name, spec in agreed.items()} | {
+        name: other
+        for name, other in (tied or {}).items()
+        if all(states[name][0] != refused for states in everywhere)
+    }
+    return Plan(ranks.rank, placement, targets, held, digested, agreed, pairs)
 
 
 def _state(placed: Placed) -> str:

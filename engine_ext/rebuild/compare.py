@@ -9,8 +9,17 @@ from typing import Any, Final
 
 import torch
 
-from engine_ext.model import PLAIN, hash_memory, is_cache, layout, leaves_of, same_leaf, walk
-from engine_ext.repacks import PROCESSING
+from engine_ext.model import (
+    PLAIN,
+    PROCESSING,
+    hash_memory,
+    is_cache,
+    layout,
+    leaves_of,
+    same_leaf,
+    walk,
+)
+from engine_ext.rebuild.plain_objects import is_plain, opaque_part
 
 _REGISTRIES: Final = ("_parameters", "_buffers", "_modules")
 # Set on every module after loading.
@@ -92,8 +101,8 @@ def pairs(live: torch.nn.Module, new: torch.nn.Module) -> Iterator[Pair]:
     """Yield what may differ between two modules: tensors, values, and objects that are not shared.
 
     Both were made by the same processing, so that they have the same attributes. Modules, the
-    objects on them that take part in processing, dicts and lists are entered, and of a tensor's own
-    attributes the numbers and those that hold tensors.
+    objects on them that take part in processing, dicts, lists and plain objects are entered, and of
+    a tensor's own attributes the numbers and those that hold tensors.
 
     Raises:
         RebuildError: an attribute is on one of them only, or is of another kind or layout.
@@ -126,7 +135,7 @@ def pairs(live: torch.nn.Module, new: torch.nn.Module) -> Iterator[Pair]:
                 enter(path, inside, vars(live), _computed(live), _computed(new))
         elif type(live) is not type(new):
             raise RebuildError(f"{path} is a {type(live).__name__}, or a {type(new).__name__}")
-        elif _is_entered(live):
+        elif _is_entered(live, new):
             if live is not new and not is_known(path, live, new):
                 of_live, of_new = _parts(live), _parts(new)
                 enter(path, inside, of_live, of_live, of_new)
@@ -183,12 +192,15 @@ def _item(container: Any, key: Any) -> Any:
         return None
 
 
-def _is_entered(value: Any) -> bool:
-    return (
-        isinstance(value, (torch.nn.Module, dict, list))
-        or (type(value) is tuple and any(isinstance(item, torch.Tensor) for item in value))
-        or callable(getattr(type(value), PROCESSING, None))
-    )
+def _is_entered(live: Any, new: Any) -> bool:
+    if isinstance(live, (torch.nn.Module, dict, list)):
+        return True
+    if callable(getattr(type(live), PROCESSING, None)):
+        return True
+    if type(live) is tuple:
+        held = any(isinstance(item, torch.Tensor) for item in live)
+        return held or (any(map(is_plain, live)) and opaque_part(live, new) is None)
+    return is_plain(live) and opaque_part(live, new) is None
 
 
 def _text(value: Any) -> str | None:

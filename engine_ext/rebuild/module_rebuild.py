@@ -18,6 +18,7 @@ from engine_ext.rebuild.compare import Pair, Place, RebuildError, check_replacea
 from engine_ext.rebuild.elements import AttributeElements, Replacement
 from engine_ext.rebuild.loading_states import LoadingState, loaded_tensors, storage_of
 from engine_ext.rebuild.other_bits import OtherBits
+from engine_ext.rebuild.plain_objects import opaque_part
 from engine_ext.repacks import ModuleCopy
 
 logger = logging.getLogger(__name__)
@@ -247,7 +248,8 @@ class ModuleRebuild:
         elif not pair.is_same:
             check_replaceable(pair)
             if any(tensor.device.type != "cpu" for tensor in self.live_tensors()):
-                raise RebuildError(f"it keeps {pair.path}, which a captured graph may hold")
+                opaque = opaque_part(pair.live, pair.new, pair.path) or pair.path
+                raise RebuildError(f"it keeps {opaque}, which a captured graph may hold")
             size = self._shadow_bytes() if _is_handle(pair) else 0
             elements = self.state.attributes.get(pair.path)
             if elements is None or elements.container is not pair.container:

@@ -31,6 +31,7 @@ from engine_ext.model import ModelStateGuard, StorageIndex
 from engine_ext.placement import (
     Certified,
     Segment,
+    Status,
     TensorSpec,
     certify_placement,
     make_plan,
@@ -53,7 +54,9 @@ from engine_ext.receiver.receiver import Receiver
 from engine_ext.repacks import compose
 from engine_ext.settings import Settings
 from engine_ext.tracing import (
+    LoadingTrace,
     dropped_aliases,
+    place_tied,
     trace_placement,
     young_collections,
 )
@@ -131,6 +134,14 @@ def _certify(loaded: LoadedModel, traced: Traced, checkpoint: CheckpointReader) 
         )
 
     traced.certified.update(together(loaded.ranks, certify))
+    for name, other in traced.tied.items():
+        one, placed = traced.placement[name], traced.placement[other]
+        if one.status is Status.UNCERTIFIED is not placed.status:
+            one.reason = (
+                f"the engine ties it to {other} and uses that in its place, but the checkpoint's "
+                "values of the two differ; for a head of its own set tie_word_embeddings to false "
+                "in the checkpoint's config"
+            )
     # Other pipeline stages may have some where this one has none.
     anywhere = any(loaded.ranks.all_gather(bool(traced.rebuilds)))
     if loaded.rebuilding is not None and anywhere:
@@ -159,9 +170,11 @@ def _trace(
     )
     untraceable = uncertified(placement).keys()
     refusals = dict(loaded.refusals)
+    loading = LoadingTrace() if loaded.loading is None else loaded.loading
+    tied = place_tied(placement, index, loading.tied(live), loading.was_dropped)
     if loaded.loading is not None:
-        loaded.loading.refuse_lost(placement, reads=loaded.checkpoint is not None)
-        refusals |= loaded.loading.sharing_changed(loaded.model, model)
+        loading.refuse_lost(placement, reads=loaded.checkpoint is not None)
+        refusals |= loading.sharing_changed(loaded.model, model, tied)
     compose(placement, loaded.repacks, refusals)
     outputs = {one.path: frozenset(one.names) for one in rebuilds}
     if again is not None:
@@ -185,7 +198,9 @@ def _trace(
         derived += [d for d in found if any(r.contains(d.path) for r in rebuilds)]
     refuse_derived(placement, derived, {path for one in recomputed for path in one.paths}, failed)
     add_recomputed(placement, recomputed)
-    return Traced(model, load_weights, index, placement, others, live, recomputed, rebuilds)
+    return Traced(
+        *(model, load_weights, index, placement, others, live, recomputed, rebuilds), tied=tied
+    )
 
 
 def _twin(
@@ -247,12 +262,13 @@ def _dropped_aliases(loaded: LoadedModel, traced: Traced) -> dict[str, TensorSpe
     """Return the other names of tied tensors that the loader drops before processing."""
     if loaded.loading is not None:
         return loaded.loading.dropped
-    return dropped_aliases(traced.model, traced.load_weights, traced.placement, traced.index)
+    own = {name: placed for name, placed in traced.placement.items() if name not in traced.tied}
+    return dropped_aliases(traced.model, traced.load_weights, own, traced.index)
 
 
 def _delta_applier(loaded: LoadedModel, settings: Settings, traced: Traced) -> DeltaApplier:
     """Make the applier of a certified placement. All ranks must call it."""
-    plan = make_plan(traced.placement, loaded.ranks, traced.dropped)
+    plan = make_plan(traced.placement, loaded.ranks, traced.dropped, traced.tied)
     _log_summary(traced)
     if not any(loaded.ranks.all_gather(bool(plan.targets))):
         raise RuntimeError("delta updates: no tensor of this model can be certified")

@@ -8,6 +8,6 @@ Imports: `engine_ext.placement` and the rooms below it.
 
 from engine_ext.repacks.infer import compose
 from engine_ext.repacks.load_hook import Processing, RepackLearner
-from engine_ext.repacks.module_copy import PROCESSING, ModuleCopy
+from engine_ext.repacks.module_copy import ModuleCopy
 
-__all__ = ["PROCESSING", "ModuleCopy", "Processing", "RepackLearner", "compose"]
+__all__ = ["ModuleCopy", "Processing", "RepackLearner", "compose"]

@@ -17,11 +17,11 @@ from typing import Any, Final
 
 import torch
 
-from engine_ext.model import ModelStateGuard, is_constant
+from engine_ext.model import PROCESSING, ModelStateGuard, is_constant
 from engine_ext.placement import Repack
 from engine_ext.repacks.infer import InferredRepacks, infer_repacks
 from engine_ext.repacks.kept_values import kept_values
-from engine_ext.repacks.module_copy import PROCESSING, ModuleCopy, state_of
+from engine_ext.repacks.module_copy import ModuleCopy, state_of
 
 # What parameters tell their loaders, in both engines.
 _DIMENSIONS: Final = frozenset({"input_dim", "output_dim", "packed_dim"})

@@ -7,10 +7,7 @@ from typing import Any
 
 import torch
 
-from engine_ext.model import DEPTH, hash_tensor, walk
-
-PROCESSING = "process_weights_after_loading"
-"""The method's name in both engines, on a quant method, a scheme, a layer or a model."""
+from engine_ext.model import DEPTH, PROCESSING, hash_tensor, same_leaf, walk
 
 
 def state_of(module: torch.nn.Module) -> list[Any]:
@@ -22,8 +19,20 @@ def state_of(module: torch.nn.Module) -> list[Any]:
     for name, part in module.named_modules():
         for thing in (part, getattr(part, "quant_method", None)):
             if hasattr(thing, "__dict__"):
-                state.append((name, [(key, id(value)) for key, value in vars(thing).items()]))
+                state.append((name, {key: _Same(value) for key, value in vars(thing).items()}))
     return state
+
+
+class _Same:
+    """A value that equals the same one, or the same object; see `same_leaf`."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and same_leaf(self._value, other._value)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class ModuleCopy:

@@ -4,12 +4,13 @@ The loader runs on tensors without data while every write into the model is reco
 `recorder`), through temporaries, joins and permutations (`provenance`, `index_replay`,
 `strided_boxes`, `permutations`) and the threads it starts (`thread_propagation`).
 
-`dropped_aliases` finds the names of tied tensors that the loader takes and drops.
+`dropped_aliases` finds the names of tied tensors that the loader takes and drops; `place_tied`
+gives those that the checkpoint holds the place of the tensor that they are tied to.
 
 Imports: `engine_ext.placement` and the rooms below it.
 """
 
-from engine_ext.tracing.dropped_aliases import dropped_aliases
+from engine_ext.tracing.dropped_aliases import dropped_aliases, place_tied
 from engine_ext.tracing.loading_trace import LoadingTrace
 from engine_ext.tracing.trace import (
     COPY_REPLACED,
@@ -25,6 +26,7 @@ __all__ = [
     "LoadWeights",
     "LoadingTrace",
     "dropped_aliases",
+    "place_tied",
     "rehearse",
     "trace_placement",
     "written_alone",

@@ -1,19 +1,21 @@
 """Find names of tied tensors that the loader takes and drops.
 
-A trainer may send a tied tensor under both of its names (Megatron's pipeline stages each hold a
-copy), while the checkpoint holds it under one. What is sent under the other name may be skipped
-only if the engine would not have used it, whatever its values: its own loader shows that.
+A checkpoint may hold a tied tensor under both of its names, and so may a trainer alone (Megatron's
+pipeline stages each hold a copy). The engine's memory is then that of both. What is sent under the
+name that the loader drops is not written, but compared with what is sent under the other one: two
+values that differ cannot both be in that memory.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
 
-from engine_ext.model import StorageIndex
-from engine_ext.placement import Placement, TensorSpec
+from engine_ext.model import LiveTensor, StorageIndex
+from engine_ext.placement import Placement, Status, TensorSpec
 from engine_ext.tracing.trace import LoadWeights, drops
 
 # The head's name in nearly all checkpoints, whatever the engine calls it.
@@ -24,7 +26,7 @@ _MOST = 8  # each is traced with the whole checkpoint
 def dropped_aliases(
     model: torch.nn.Module, load_weights: LoadWeights, placement: Placement, index: StorageIndex
 ) -> dict[str, TensorSpec]:
-    """Return the other names of tied tensors that the loader drops, with the tensor's spec.
+    """Return the other names of tied tensors that the loader drops, with the tensor's own spec.
 
     Args:
         placement: traced with the same model and loader.
@@ -33,22 +35,72 @@ def dropped_aliases(
     Raises:
         TracingError: see `engine_ext.tracing.trace.rehearse`.
     """
-    writers: dict[str, set[str]] = defaultdict(set)
-    for name, placed in placement.items():
-        for segment in placed.segments:
-            writers[segment.live.name].add(name)
     candidates: dict[str, TensorSpec] = {}
-    for entry in index.entries:
-        written_by = writers.get(entry.name, set())
-        if entry.aliases and len(written_by) == 1:
-            tied = placement[next(iter(written_by))].spec
-            for name in (entry.name, *entry.aliases, _HEAD):
-                if name not in placement:
-                    candidates.setdefault(name, replace(tied, name=name))
+    for entry, tied in _tied(placement, index):
+        for name in (entry.name, *entry.aliases, _HEAD):
+            if name not in placement:
+                candidates.setdefault(name, placement[tied].spec)
     if len(candidates) > _MOST:
         return {}
     return {
         name: spec
         for name, spec in candidates.items()
-        if drops(model, load_weights, spec, placement, index)
+        if drops(model, load_weights, replace(spec, name=name), placement, index)
     }
+
+
+def place_tied(
+    placement: Placement,
+    index: StorageIndex,
+    tied_later: Mapping[str, str],
+    was_dropped: Callable[[str, str], bool],
+) -> dict[str, str]:
+    """Let checkpoint tensors that the loader drops have the place of those that they are tied to.
+
+    Such a tensor gets the segments of the other one, for the certification to show that its bytes
+    are there, too. One of another shape or dtype is refused.
+
+    Args:
+        placement: traced, not certified.
+        index: of the traced model.
+        tied_later: the tensors that processing has tied, with those that they are tied to.
+        was_dropped: whether nothing was made of one tensor before processing, by the loader that
+            took another.
+
+    Returns:
+        The name of the tensor that each is tied to, by its own. Some of those that were tied later
+        have a place of their own: the memory that they were loaded to, from which a rebuild starts.
+    """
+    found = {
+        name: other
+        for name, other in tied_later.items()
+        if placement[name].segments and placement[other].segments
+    }
+    for entry, tied in _tied(placement, index):
+        other = placement[tied]
+        for name in (entry.name, *entry.aliases, _HEAD):
+            placed = placement.get(name)
+            if placed is None or placed.status is not Status.NOT_ON_RANK or placed.used:
+                continue
+            if tied_later.get(name) != tied and not was_dropped(name, tied):
+                continue
+            if replace(placed.spec, name=tied) == other.spec:
+                placed.segments, placed.status = [*other.segments], Status.UNJUDGED
+                found[name] = tied
+            elif name != _HEAD or name in (entry.name, *entry.aliases):
+                placed.refuse(
+                    f"the engine uses {tied} in its place, which has another shape or dtype"
+                )
+    return found
+
+
+def _tied(placement: Placement, index: StorageIndex) -> Iterator[tuple[LiveTensor, str]]:
+    """Yield the live tensors with several names that one checkpoint tensor alone is written to."""
+    writers: dict[str, set[str]] = defaultdict(set)
+    for name, placed in placement.items():
+        for segment in placed.segments:
+            writers[segment.live.name].add(name)
+    for entry in index.entries:
+        written_by = writers.get(entry.name, set())
+        if entry.aliases and len(written_by) == 1:
+            yield entry, next(iter(written_by))

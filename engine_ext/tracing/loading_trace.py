@@ -16,7 +16,7 @@ from math import prod
 import torch
 
 from engine_ext.model import StorageIndex
-from engine_ext.placement import Placement, Status, TensorSpec
+from engine_ext.placement import Placement, Segment, Status, TensorSpec
 from engine_ext.tracing.dropped_aliases import dropped_aliases
 from engine_ext.tracing.trace import LoadWeights, trace_placement, young_collections
 
@@ -24,6 +24,10 @@ _REPLACED = (
     "the engine loaded it, and post-load processing replaced what the loader would write to; "
     "its elements were not found in the processed model"
 )
+
+
+# Offset, sizes and strides in live memory; offset and strides in the checkpoint tensor.
+Box = tuple[int, tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]
 
 
 @dataclass
@@ -35,6 +39,7 @@ class _Loaded:
         specs: every tensor of the checkpoint, in the engine's order; None if it was not traced.
         placed: these, by name.
         written: how many elements the loader writes of each to which live tensors.
+        boxes: of each, what the loader writes where, by the live tensor's name.
         dropped: see `dropped_aliases`.
     """
 
@@ -42,6 +47,7 @@ class _Loaded:
     specs: list[TensorSpec] | None = None
     placed: Placement = field(default_factory=dict)
     written: dict[str, Counter[str]] = field(default_factory=dict)
+    boxes: dict[str, dict[str, list[Box]]] = field(default_factory=dict)
     dropped: dict[str, TensorSpec] = field(default_factory=dict)
 
 
@@ -101,8 +107,11 @@ class LoadingTrace:
         loaded.dropped = dropped_aliases(model, load_weights, placement, index)
         for name, placed in placement.items():
             written = loaded.written[prefix + name] = Counter[str]()
+            boxes = loaded.boxes[prefix + name] = dict[str, list[Box]]()
             for segment in placed.segments:
-                written[_join(path, segment.live.name)] += prod(segment.sizes)
+                live = _join(path, segment.live.name)
+                written[live] += prod(segment.sizes)
+                boxes.setdefault(live, []).append(_box(segment))
             placed.segments = []  # they keep memory alive that processing may free
             loaded.placed[prefix + name] = placed
         loaded.specs = [replace(spec, name=prefix + spec.name) for spec in specs]
@@ -121,18 +130,65 @@ class LoadingTrace:
                 if written and all(live.startswith(gone) for live in written):
                     one.placed[name].status = Status.NOT_ON_RANK
                     one.written[name] = Counter()
+                    one.boxes.pop(name, None)
                     found.add(name)
         return found
 
-    def sharing_changed(self, model: torch.nn.Module, traced: torch.nn.Module) -> dict[str, str]:
+    def was_dropped(self, name: str, other: str) -> bool:
+        """Return whether the loader that took the tensor `other` made nothing of that `name`.
+
+        If nothing was traced, the loader of the processed model is all that is known.
+        """
+        models = [one for one in self._models.values() if one.specs is not None]
+        own = [one for one in models if name in one.boxes and other in one.boxes]
+        return not any(one.boxes[name] for one in own) if own else not models
+
+    def tied(self, index: StorageIndex) -> dict[str, str]:
+        """Return the checkpoint tensors that processing has tied, each with the one it is tied to.
+
+        They are all that the loader wrote to two live tensors, alike, and these have become one.
+
+        Args:
+            index: of the processed model.
+        """
+        found: dict[str, str] = {}
+        for one in self._models.values():
+            writers: dict[str, list[str]] = {}
+            for name, boxes in one.boxes.items():
+                for live in boxes:
+                    writers.setdefault(live, []).append(name)
+            for entry in index.entries:
+                names = [writers.get(live, []) for live in (entry.name, *entry.aliases)]
+                for own in names[1:]:
+                    if len(own) == len(names[0]) == 1 and own != names[0]:
+                        boxes, of_first = one.boxes[own[0]], one.boxes[names[0][0]]
+                        if len(boxes) == 1 and [*boxes.values()] == [*of_first.values()]:
+                            found[own[0]] = names[0][0]
+        return found
+
+    def sharing_changed(
+        self,
+        model: torch.nn.Module,
+        traced: torch.nn.Module,
+        tied: Mapping[str, str] | None = None,
+    ) -> dict[str, str]:
         """Return why parameters and buffers cannot be written alone, by each of their names.
 
         They share memory in the processed `model` that they did not share before, or they did, but
-        do not in the model that is `traced` (`model` itself, or its twin).
+        do not in the model that is `traced` (`model` itself, or its twin). Those of `tied` tensors
+        are left out: a sync gives these the same values.
         """
         known = {name for one in self._models.values() for name in one.ranges}
         now = _ranges(StorageIndex(model))
         let_share = _overlapping(now, known) - self._shared(now.keys())
+        let_share -= {
+            pair
+            for name, other in (tied or {}).items()
+            for one in self._models.values()
+            for of_name in one.boxes.get(name, ())
+            for of_other in one.boxes.get(other, ())
+            for pair in ((of_name, of_other), (of_other, of_name))
+        }
         if traced is not model:
             now = _ranges(StorageIndex(traced))
         parted = self._shared(now.keys()) - _overlapping(now, known)
@@ -167,6 +223,11 @@ class LoadingTrace:
             fewer = sum(prod(segment.sizes) for segment in placed.segments) < elements
             if gone or (placed.status is Status.UNJUDGED and fewer):
                 placed.refuse(_REPLACED)
+
+
+def _box(segment: Segment) -> Box:
+    sizes, strides = segment.sizes, segment.strides
+    return segment.offset, sizes, strides, segment.source_offset, segment.source_strides
 
 
 def _join(path: str, name: str) -> str:

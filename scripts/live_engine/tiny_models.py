@@ -221,6 +221,21 @@ def jitter_constants(model: torch.nn.Module) -> None:
                 tensor.add_(_JITTER * torch.randn_like(tensor))
 
 
+def add_head(directory: Path, head: torch.Tensor | None = None) -> Path:
+    """Give a tied checkpoint an output head of its own, as some published ones have; return it.
+
+    Args:
+        directory: Its weights are in one file.
+        head: None for a copy of the embedding.
+    """
+    tensors = {name: tensor.clone() for name, tensor in load_tensors(directory).items()}
+    tensors["lm_head.weight"] = (
+        tensors["model.embed_tokens.weight"].clone() if head is None else head
+    )
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
 def load_tensors(directory: Path) -> dict[str, torch.Tensor]:
     """Load every tensor of a checkpoint folder, by checkpoint name, in the files' order.
 

@@ -53,14 +53,15 @@ class EnginePlan:
         """Match the answer of `Destination.plan` with the sender's tensors.
 
         A tensor of the sender that the plan does not name is sent nevertheless, so that the
-        engine refuses it by name, unless it is tied to one that the plan names.
+        engine refuses it by name, unless it is tied to one that the plan names. So is one that the
+        engine ties to another, for it to compare the two.
 
         Args:
             refused: what an engine without a plan has said that it ignores.
         """
         rows = [row for rank in answer or [] for row in rank]
         held = {row["name"] for row in rows if row["status"] != "ignored"}
-        known = {tensors.key(row["name"]) for row in rows}
+        known = {tensors.key(row["name"]) for row in rows if not row.get("tied_to")}
         every = [n for n in (*tensors, *tensors.tied) if answer is not None or n not in refused]
         names = tuple(n for n in every if n in held or (n in tensors and n not in known))
         digested = frozenset(row["name"] for row in rows if row["digested"])

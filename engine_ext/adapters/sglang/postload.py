@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from engine_ext.derived import Recomputation
-from engine_ext.model import is_default
+from engine_ext.model import PROCESSING, is_default
 from engine_ext.rebuild import LoadingStates, probe_linear
-from engine_ext.repacks import PROCESSING, Processing, RepackLearner
+from engine_ext.repacks import Processing, RepackLearner
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from engine_ext.placement.certify import certify_placement
 from engine_ext.placement.segments import Placement, Status
 from engine_ext.tracing.trace import trace_placement
 from tests.support.served_models import base_checkpoint, load
-from tests.support.toy_models import ToyModel, Weights, parameter
+from tests.support.toy_models import UNTOUCHED, ToyModel, Weights, parameter
 
 
 class Projection(nn.Module):
@@ -177,6 +177,47 @@ def test_views_and_constants_are_none() -> None:
 
     model, placement = served(absorb)
     assert find_derived(model, placement, known) == []
+
+
+class Fused(ToyModel):
+    """Its parameters are views of one tensor, which is a plain attribute."""
+
+    shapes: ClassVar = {"query": (4, 6), "key": (2, 6), "norm": (6,)}
+    rows: ClassVar = 6
+
+    def build(self) -> None:
+        self.fused = torch.full((self.rows, 6), 7.0, dtype=torch.bfloat16)
+        self.query = nn.Parameter(self.fused[:4], requires_grad=False)
+        self.key = nn.Parameter(self.fused[4:6], requires_grad=False)
+        self.norm = parameter(6)
+
+
+class FusedWithMore(Fused):
+    """The attribute has another row, which may be computed from the weights."""
+
+    rows = 7
+
+
+class FusedColumns(Fused):
+    """Between the elements of a parameter are those of nothing that is loaded."""
+
+    def build(self) -> None:
+        self.fused = torch.full((6, 8), 7.0, dtype=torch.bfloat16)
+        self.query = nn.Parameter(self.fused[:4, :6], requires_grad=False)
+        self.key = nn.Parameter(self.fused[4:, :6], requires_grad=False)
+        self.norm = parameter(6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "paths"), [(Fused, []), (FusedWithMore, ["fused"]), (FusedColumns, ["fused"])]
+)
+def test_what_parameters_are_views_of_follows(kind: type[Fused], paths: list[str]) -> None:
+    base = base_checkpoint(kind)
+    model = load(kind, base)
+    placement = trace_placement(model, model.load_weights, kind.specs(), StorageIndex(model))
+    certify_placement(placement, base.items())
+    found = [derived.path for derived in find_derived(model, placement)]
+    assert [path for path in found if path != UNTOUCHED] == paths
 
 
 @pytest.mark.parametrize(

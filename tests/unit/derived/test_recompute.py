@@ -96,3 +96,77 @@ def test_the_plan_names_them(tmp_path: Path) -> None:
         assert set(rows[KV[0]]["recomputed"]) == {"layers.0.W_UK_T", "layers.0.W_UV"}
         assert rows[KV[0]]["status"] == "exact"
         assert rows["norm"]["recomputed"] == []
+
+
+class Backend:
+    """The object that computes attention; it has its own copy of a weight, in float32."""
+
+    def __init__(self, source: torch.Tensor) -> None:
+        self.source = source
+        self.sinks: torch.Tensor | None = None
+
+    def process_weights_after_loading(self) -> None:
+        if self.sinks is None:
+            self.sinks = self.source.float()
+        else:
+            self.sinks.copy_(self.source)
+
+
+class Replaced(Backend):
+    """It makes another copy each time."""
+
+    def process_weights_after_loading(self) -> None:
+        self.sinks = self.source.float()
+
+
+class Stale(Backend):
+    """It keeps the first one."""
+
+    def process_weights_after_loading(self) -> None:
+        if self.sinks is None:
+            self.sinks = self.source.float()
+
+
+def with_backend(kind: type[Backend]) -> type[Attention]:
+    class WithBackend(Attention):
+        def __init__(self) -> None:
+            super().__init__()
+            self.impl = kind(self.kv_b_proj.weight)
+
+        def process(self) -> None:
+            super().process()
+            self.impl.process_weights_after_loading()
+
+    return WithBackend
+
+
+@pytest.mark.parametrize("kind", [Backend, Replaced])
+def test_a_copy_in_a_backend_follows(tmp_path: Path, kind: type[Backend]) -> None:
+    service = Service(tmp_path, attention=with_backend(kind))
+    assert service.refusals() == {}
+    impls = [layer.impl for model in service.models for layer in model.attentions]
+    before = [(id(impl.sinks), impl.sinks.data_ptr()) for impl in impls]
+    errors_of(service.sync(list(service.base)), none=True)
+    service.assert_holds(service.target)
+    assert all(torch.equal(impl.sinks, impl.source.float()) for impl in impls)
+    errors_of(service.engine.call("rollback"), none=True)
+    service.assert_holds(service.base)
+    assert all(torch.equal(impl.sinks, impl.source.float()) for impl in impls)
+    assert [(id(impl.sinks), impl.sinks.data_ptr()) for impl in impls] == before
+
+
+def test_a_copy_in_a_backend_that_stays_is_refused(tmp_path: Path) -> None:
+    service = Service(tmp_path, attention=with_backend(Stale))
+    assert set(KV) <= service.refusals().keys()
+    assert "impl.sinks" in service.refusals()[KV[0]]
+
+
+def test_a_backend_that_has_the_weight_itself_follows(tmp_path: Path) -> None:
+    class Alias(Backend):
+        def process_weights_after_loading(self) -> None:
+            self.sinks = self.source
+
+    service = Service(tmp_path, attention=with_backend(Alias))
+    assert service.refusals() == {}
+    errors_of(service.sync(list(service.base)), none=True)
+    service.assert_holds(service.target)

@@ -35,3 +35,18 @@ def test_a_write_to_any_tensor_is_found(
     dict(model.named_parameters())[name].data.view(-1)[-1] += 1
     with pytest.raises(TracingError, match=rf"\['{name}'\]"):
         guard.verify()
+
+
+def test_values_that_are_equal_are_no_other_contents() -> None:
+    model = nn.Linear(2, 3)
+    model.sizes = {"a": 4096, "b": [2.5, (1, "c")]}
+    guard = ModelStateGuard(model, bits=False)
+    model.sizes["b"][:] = [float("2.5"), (1, "c")]
+    model.sizes["a"] = model.sizes.pop("a") + 0  # in another order, too
+    assert not guard.contents_changed()
+    model.sizes["b"][1] = (1, "d")
+    assert guard.contents_changed()
+    guard.restore()
+    assert not guard.contents_changed()
+    model.sizes["e"] = model.sizes.pop("a")
+    assert guard.contents_changed()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -89,6 +90,78 @@ def test_a_bound_method_of_the_counterpart_is_the_same() -> None:
 def test_what_cannot_be_written_is_an_error(live: nn.Module, new: nn.Module, reason: str) -> None:
     with pytest.raises(RebuildError, match=reason):
         found(live, new)
+
+
+@dataclass
+class Scales:
+    """A plain object of the engine, as a kernel has for its quantisation."""
+
+    weight: torch.Tensor
+    group: tuple[int, int] = (1, -1)
+    inner: Any = None
+
+
+class Finalized(Scales):
+    def __del__(self) -> None:
+        """Free something outside of Python."""
+
+
+class Slotted:
+    __slots__ = ("__dict__", "hidden")
+
+
+class Exceptional(Exception):
+    """It keeps its arguments outside of its attributes."""
+
+
+def slotted() -> Slotted:
+    made = Slotted()
+    made.weight = ones()  # type: ignore[attr-defined]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("make", "paths"),
+    [
+        (lambda: Scales(ones()), {"made.weight"}),
+        (lambda: Scales(ones(), inner=[Scales(ones())]), {"made.weight", "made.inner[0].weight"}),
+        (lambda: (Scales(ones()), None), {"made[0].weight"}),
+        (lambda: Scales(ones(), inner={"a": {1, 2}}), {"made.weight"}),
+        # Whole, as a handle: a part of it shows nothing.
+        (lambda: Scales(ones(), inner=lambda: 1), {"made"}),
+        (lambda: Scales(ones(), inner=[object()]), {"made"}),
+        (lambda: Finalized(ones()), {"made"}),
+        (slotted, {"made"}),
+        (lambda: Exceptional(ones()), {"made"}),
+    ],
+)
+def test_plain_objects_are_entered(make: Callable[[], Any], paths: set[str]) -> None:
+    assert found(module(made=make()), module(made=make())).keys() == paths
+
+
+def test_a_plain_object_that_both_share_is_left_out() -> None:
+    shared = Scales(ones(), inner=lambda: 1)
+    assert not found(module(made=shared), module(made=shared))
+    live, new = module(made=Scales(ones(), inner=shared)), module(made=Scales(ones(), inner=shared))
+    assert found(live, new).keys() == {"made.weight"}
+
+
+def test_plain_objects_in_a_cycle_are_entered() -> None:
+    def make() -> nn.Module:
+        scales = Scales(ones())
+        scales.inner = scales
+        return module(made=scales)
+
+    assert found(make(), make()).keys() == {"made.weight"}
+
+
+def test_a_plain_objects_own_method_is_the_same() -> None:
+    def make() -> nn.Module:
+        scales = Scales(ones())
+        scales.inner = scales.__repr__
+        return module(made=scales)
+
+    assert found(make(), make()).keys() == {"made.weight"}
 
 
 def test_an_object_in_two_places_on_one_of_them_only_is_an_error() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,6 +122,47 @@ def test_what_is_computed_and_kept_is_found_wherever_it_is(path: str) -> None:
     with RepackLearner(owner, "process", recomputed) as learner:
         owner.process(nn.Sequential(Layer(Method(keep))), "cpu")
     assert bool(learner.refusals) == (path != "kept")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (4096, lambda: int("4096")),
+        (2.5, lambda: float("2.5")),
+        ((4096, "a"), lambda: (int("4096"), "a")),
+        (float("nan"), lambda: float("nan")),
+    ],
+)
+def test_an_equal_value_assigned_anew_is_no_change(before: Any, after: Callable[[], Any]) -> None:
+    """Processing rounds the sizes in a configuration that all layers share."""
+    shared = SimpleNamespace(size=before)
+
+    def assign(layer: Any) -> None:
+        shared.size = layer.size = after()
+        transpose(layer)
+
+    model = nn.Sequential(Layer(Method(assign)))
+    model[0].shared, model[0].size = shared, before
+    owner = engine()
+    with RepackLearner(owner, "process", walk) as learner:
+        owner.process(model, "cpu")
+    assert (learner.repacks.keys(), learner.refusals) == ({"0.weight"}, {})
+
+
+@pytest.mark.parametrize(("before", "after"), [(4096, 8192), (0.0, -0.0), (1, True)])
+def test_another_value_in_what_layers_share_is_refused(before: Any, after: Any) -> None:
+    shared = SimpleNamespace(size=before)
+
+    def assign(layer: Any) -> None:
+        shared.size = after
+        transpose(layer)
+
+    model = nn.Sequential(Layer(Method(assign)))
+    model[0].shared = shared
+    owner = engine()
+    with RepackLearner(owner, "process", walk) as learner:
+        owner.process(model, "cpu")
+    assert "writes to the live model" in learner.refusals["0.weight"]
 
 
 def test_what_fails_is_refused() -> None:

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from delta_sender import SyncError
+from delta_sender.acked_state import EnginePlan
+from delta_sender.snapshot import Snapshot
 from tests.support.fake_engine import (
     Engine,
     bits,
@@ -167,6 +169,19 @@ def test_tied_tensors_are_sent_under_every_name_that_the_engine_holds(
         assert report.digest == digest_of(engine.weights).hex()
         assert report.numel == 80 * len(held) + 8
     assert "left out" not in caplog.text
+
+
+@pytest.mark.parametrize("tied_to", ["embed.weight", ""])
+def test_what_the_engine_ties_is_sent_for_it_to_compare(tied_to: str) -> None:
+    names = ("embed.weight", "lm_head.weight")
+    snapshot = Snapshot({name: torch.ones(20, 4) for name in names}.items(), "deltas")
+    rows = [
+        {"name": "embed.weight", "status": "exact", "digested": True, "tied_to": ""},
+        {"name": "lm_head.weight", "status": "ignored", "digested": False, "tied_to": tied_to},
+    ]
+    plan = EnginePlan.read([rows], snapshot)
+    assert plan.ignored == (set() if tied_to else {"lm_head.weight"})
+    assert plan.missing == []
 
 
 def test_another_engine_at_the_same_place() -> None:

@@ -1,4 +1,4 @@
-"""Names of tied tensors that only the trainer knows: skipped only if the loader drops them."""
+"""Names of tied tensors that only the trainer knows: compared, if the loader drops them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_what_was_traced_before_processing() -> None:
     model, loading = toy_models.TiedHeadSkipped(), LoadingTrace()
     loading.trace(model, model.load_weights, BASE.items)
     spec = loading.dropped["head"]
-    assert (spec.name, spec.shape, spec.dtype) == ("head", (5, 4), torch.bfloat16)
+    assert (spec.name, spec.shape, spec.dtype) == ("embed", (5, 4), torch.bfloat16)
     loading.trace(model, model.load_weights, BASE.items, path="draft")
     assert loading.dropped == {}  # another loader may use it
 
@@ -56,11 +56,20 @@ def delta(name: str, value: float) -> Delta:
     return Delta(name, (5, 4), torch.bfloat16, torch.tensor([7]), values)
 
 
-def test_what_the_engine_would_not_use_is_skipped_whatever_its_values() -> None:
+def test_what_the_engine_would_not_use_is_skipped_if_it_is_equal() -> None:
     model = toy_models.TiedHeadSkipped()
-    project(model).apply([delta("embed", 40.0), delta("head", 41.0)])
+    project(model).apply([delta("embed", 40.0), delta("head", 40.0)])
     assert model.embed.data.view(-1)[7] == 40.0
     assert model.head is model.embed
+
+
+@pytest.mark.parametrize("sent", [[("embed", 40.0), ("head", 41.0)], [("head", 41.0)]])
+def test_a_trained_head_is_not_lost(sent: list[tuple[str, float]]) -> None:
+    model = toy_models.TiedHeadSkipped()
+    served = project(model)
+    with pytest.raises(Refused, match="head and embed would differ"):
+        served.apply([delta(*one) for one in sent])
+    assert torch.equal(model.embed.data.cpu(), BASE["embed"])
 
 
 def test_what_the_engine_would_use_is_refused() -> None:
