@@ -1,9 +1,9 @@
 """Find names of tied tensors that the loader takes and drops.
 
-A checkpoint may hold a tied tensor under both of its names, and so may a trainer alone (Megatron's
-pipeline stages each hold a copy). The engine's memory is then that of both. What is sent under the
-name that the loader drops is not written, but compared with what is sent under the other one: two
-values that differ cannot both be in that memory.
+A checkpoint can hold a tied tensor under both of its names, or a trainer alone (Megatron's pipeline
+stages each hold a copy). The engine has one memory for both. A sync's values for the name that the
+loader drops are not written, but compared with those for the other one: two values that differ
+cannot both be in that memory.
 """
 
 from __future__ import annotations
