@@ -7,7 +7,7 @@ at all, so that a sync with different ones is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,28 +16,28 @@ from numpy.typing import NDArray
 
 from engine_ext.apply.staged import StagedParam, StagedPart, Write
 from engine_ext.errors import NotUpdatable
-from engine_ext.placement import DeviceElements, HostElements, WholeBox
+from engine_ext.placement import DeviceElements, HostElements, Plan, WholeBox
 
 
-def check_tied(staged: Sequence[StagedPart], tied: Mapping[str, str]) -> None:
+def check_tied(staged: Sequence[StagedPart], plan: Plan) -> None:
     """Check that both tensors of every pair would have the same values on this rank.
 
     Args:
         staged: all parts of a sync; no two of their params write to the same element of a tensor.
-        tied: the pairs, by name.
+        plan: of this rank. A name that the checkpoint does not hold need not be sent.
 
     Raises:
         NotUpdatable: names both tensors. Nothing was written.
     """
-    if not tied:
+    if not plan.tied:
         return
     sent: dict[str, list[StagedParam]] = {}
     for part in staged:
         for param in (*part.params, *part.compared):
             sent.setdefault(param.name, []).append(param)
-    for name, other in tied.items():
+    for name, other in plan.tied.items():
         one, its = sent.get(name, []), sent.get(other, [])
-        if (one or its) and not _are_equal(_writes(one), _writes(its)):
+        if (one or (its and name in plan.placement)) and not _are_equal(_writes(one), _writes(its)):
             raise tied_differ(name, other)
 
 

@@ -63,6 +63,12 @@ def test_what_the_engine_would_not_use_is_skipped_if_it_is_equal() -> None:
     assert model.head is model.embed
 
 
+def test_a_name_that_the_checkpoint_lacks_need_not_be_sent() -> None:
+    model = toy_models.TiedHeadSkipped()
+    project(model).apply([delta("embed", 40.0)])
+    assert model.embed.data.view(-1)[7] == 40.0
+
+
 @pytest.mark.parametrize("sent", [[("embed", 40.0), ("head", 41.0)], [("head", 41.0)]])
 def test_a_trained_head_is_not_lost(sent: list[tuple[str, float]]) -> None:
     model = toy_models.TiedHeadSkipped()
