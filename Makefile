@@ -4,7 +4,7 @@ ENGINE ?= vllm
 DEMO_ARGS ?=
 SOAK_ARGS ?=
 GPU_PYTHON ?= python3
-VERSIONS ?= vllm vllm-0.31 sglang sglang-0.5.22
+VERSIONS ?= vllm vllm-0.31 vllm-0.33-sources sglang sglang-0.5.22
 PYTEST_ARGS ?=
 FUZZ_SECONDS ?= 600
 FUZZ_SEED := $(or $(FUZZ_SEED),$(shell date +%s))
@@ -105,6 +105,14 @@ test-gpu: ## the receiver's tests with their models on a CUDA device, by an inte
 
 test-versions: setup ## the basics on every supported version of both engines
 	@set -e; for name in $(VERSIONS); do \
+		case $$name in *-sources) \
+			folder=.venv-$$name; release=$${name%-sources}; \
+			echo "test-versions: the Python sources of $$release.0"; \
+			$(BIN)/python -m scripts.engine_sources $${release%-*}==$${release#*-}.0 $$folder; \
+			PYTHONPATH=$(CURDIR)/$$folder:. OMP_NUM_THREADS=1 \
+				$(BIN)/python -m pytest tests/unit/adapters $(PYTEST_ARGS); \
+			continue;; \
+		esac; \
 		PYTHON="$(PYTHON)" scripts/setup_env.sh $$name; \
 		folder=.venv-$$name; [ $$name != vllm ] || folder=.venv; \
 		echo "test-versions: the engine of $$folder"; \
@@ -149,4 +157,4 @@ clean: ## remove build outputs and caches; the environments stay
 		-prune -exec rm -rf {} +
 
 clean-all: clean ## remove the environments too
-	@rm -rf .venv .venv-trainers .venv-verl .venv-dashboard .venv-vllm-0.31 .venv-sglang .venv-sglang-0.5.22 .venv-docs
+	@rm -rf .venv .venv-trainers .venv-verl .venv-dashboard .venv-vllm-0.31 .venv-vllm-0.33-sources .venv-sglang .venv-sglang-0.5.22 .venv-docs

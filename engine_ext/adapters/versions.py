@@ -25,10 +25,13 @@ class Versions:
     Attributes:
         engine: its name.
         supported: the versions, the oldest first; each stands for the releases that begin with it.
+        not_run: those of `supported` whose Python sources the tests check, and of which no engine
+            was started.
     """
 
     engine: str
     supported: tuple[str, ...]
+    not_run: tuple[str, ...] = ()
 
     def require(self, installed: str) -> str:
         """Return which of the supported versions an engine is, by the version that it reports.
@@ -45,11 +48,18 @@ class Versions:
         release = _RELEASE.fullmatch(named or installed)
         for version in self.supported:
             if release and f"{release[1]}.".startswith(f"{version}."):
+                if version in self.not_run:
+                    logger.warning(
+                        "%s %s: delta updates were checked against its Python sources only, and "
+                        "never run in it; start-up still proves every placement or refuses it",
+                        *(self.engine, version),
+                    )
                 return version
         shown = f"{named} ({ENVIRONMENT})" if named else installed
         raise ValueError(
             f"--enable-delta-updates does not work with {self.engine} {shown}; the supported "
-            f"versions are {' and '.join(self.supported)}. For a build of one of these that "
+            f"versions are {', '.join(self.supported)}. Install one, for example with pip install "
+            f"'{self.engine.lower()}=={self.supported[-1]}.*'. For a build of one of these that "
             f"reports another version, set {ENVIRONMENT} to the release that it was made from"
         )
 

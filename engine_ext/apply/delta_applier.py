@@ -186,7 +186,7 @@ class DeltaApplier:
         """
         self.check_in_place()
         checks.check_no_overlap(staged)
-        check_tied(staged, self.plan)
+        check_tied(staged, self.plan.tied, self.plan.dropped)
         if full:
             checks.check_covers(staged, self.plan.held)
         else:

@@ -7,7 +7,7 @@ at all, so that a sync with different ones is refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,28 +16,33 @@ from numpy.typing import NDArray
 
 from engine_ext.apply.staged import StagedParam, StagedPart, Write
 from engine_ext.errors import NotUpdatable
-from engine_ext.placement import DeviceElements, HostElements, Plan, WholeBox
+from engine_ext.placement import DeviceElements, HostElements, WholeBox
 
 
-def check_tied(staged: Sequence[StagedPart], plan: Plan) -> None:
+def check_tied(
+    staged: Sequence[StagedPart], tied: Mapping[str, str], aliases: Container[str] = ()
+) -> None:
     """Check that both tensors of every pair would have the same values on this rank.
 
     Args:
         staged: all parts of a sync; no two of their params write to the same element of a tensor.
-        plan: of this rank. A name that the checkpoint does not hold need not be sent.
+        tied: the pairs, by name.
+        aliases: those names that the checkpoint does not hold. A trainer need not send them.
 
     Raises:
         NotUpdatable: names both tensors. Nothing was written.
     """
-    if not plan.tied:
+    if not tied:
         return
     sent: dict[str, list[StagedParam]] = {}
     for part in staged:
         for param in (*part.params, *part.compared):
             sent.setdefault(param.name, []).append(param)
-    for name, other in plan.tied.items():
+    for name, other in tied.items():
         one, its = sent.get(name, []), sent.get(other, [])
-        if (one or (its and name in plan.placement)) and not _are_equal(_writes(one), _writes(its)):
+        if not one and name in aliases:
+            continue
+        if (one or its) and not _are_equal(_writes(one), _writes(its)):
             raise tied_differ(name, other)
 
 

@@ -46,10 +46,27 @@ class Place:
     address: int | None
 
     def unchanged(self) -> bool:
-        """Return whether a write to the tensor, or to the innermost container, still shows."""
-        if any(_item(container, key) is not value for container, key, value in self.way):
-            return False
+        """Return whether a write to the tensor, or to the innermost container, still shows.
+
+        It also shows in a view of the same memory that has taken the tensor's place: Triton's
+        kernels make one of the scales at each forward pass.
+        """
+        for container, key, value in self.way:
+            found = _item(container, key)
+            if found is not value and not _has_same_memory(found, value):
+                return False
         return self.address is None or self.way[-1][2].data_ptr() == self.address
+
+
+def _has_same_memory(one: object, other: object) -> bool:
+    """Return whether both are tensors over the very same bytes, in the same order."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    return (
+        one.data_ptr() == other.data_ptr() != 0
+        and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+        and (one.shape, one.stride(), one.itemsize) == (other.shape, other.stride(), other.itemsize)
+    )
 
 
 def module_place(model: torch.nn.Module, path: str) -> Place:

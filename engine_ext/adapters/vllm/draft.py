@@ -17,6 +17,7 @@ from engine_ext.ranks import replicas
 
 _NO_WEIGHTS: Final = ("ngram", "ngram_gpu", "suffix")
 _FOLLOWED: Final = ("draft_model", "eagle", "mtp")
+_NOT_FOLLOWED: Final = ("gemma4_mtp", "step3p5_mtp", "step5_mtp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +55,10 @@ def parts(config: Any) -> list[Part]:
 def _unsupported(config: Any, speculative: Any) -> Refusal | None:
     if speculative.method not in _FOLLOWED:
         return refusals.DRAFT_METHOD
-    if speculative.use_gemma4_mtp() or speculative.use_step3p5_mtp():
+    if _architecture(speculative) in _NOT_FOLLOWED:
         return refusals.DRAFT_ARCHITECTURE
+    if getattr(speculative, "draft_lm_head_quantization", None) is not None:  # since 0.33
+        return refusals.DRAFT_HEAD
     if speculative.parallel_drafting:
         return refusals.DRAFT_IN_PARALLEL
     if speculative.draft_model_config.dtype != config.model_config.dtype:
@@ -67,6 +70,11 @@ def _unsupported(config: Any, speculative: Any) -> Refusal | None:
     if replicas.count() > 1:
         return refusals.DRAFT_WITH_REPLICAS
     return None
+
+
+def _architecture(speculative: Any) -> str | None:
+    name: str | None = getattr(speculative.draft_model_config.hf_config, "model_type", None)
+    return name
 
 
 def _load_config(config: Any) -> Any:

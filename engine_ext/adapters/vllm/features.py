@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from engine_ext.adapters.versions import Feature, Versions
 
-VERSIONS: Final = Versions("vLLM", ("0.31", "0.32"))
+VERSIONS: Final = Versions("vLLM", ("0.31", "0.32", "0.33"), not_run=("0.33",))
 
 REPLIES_OF_ALL: Final = Feature(
     what="replies of all data parallel replicas",

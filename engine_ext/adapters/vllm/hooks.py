@@ -135,7 +135,8 @@ def _set_up(args: Any) -> Any:
         one_replica_answers=(args.data_parallel_size or 1) > 1 and not replicas_answer_together(),
         rust_frontend=getattr(envs, "VLLM_USE_RUST_FRONTEND", False),
         on_ray=_is_on_ray(args),
-        ray_executor_v1=not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND,
+        # From 0.33 on there is no other executor, and no such variable.
+        ray_executor_v1=not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True),
     )
 
 

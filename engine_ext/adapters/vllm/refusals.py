@@ -118,11 +118,19 @@ LORA_WITH_DEFERRED_ATTENTION: Final = Refusal(
     "--enable-lora for a model with MLA",
     "attention keeps what it computes from layers that adapters change",
 )
+EXPERT_SUBSTITUTION: Final = Refusal(
+    "experts that a checkpoint replaces by constants",
+    "vLLM's loader of their values cannot be traced",
+)
 _DRAFT: Final = "the draft model's weights would stay as they are"
 DRAFT_METHOD: Final = Refusal(
     "another method of --speculative-config than draft_model, eagle, mtp, ngram and suffix", _DRAFT
 )
-DRAFT_ARCHITECTURE: Final = Refusal("MTP layers of Gemma 4 and Step 3.5", _DRAFT)
+DRAFT_ARCHITECTURE: Final = Refusal("MTP layers of Gemma 4, Step 3.5 and Step 5", _DRAFT)
+DRAFT_HEAD: Final = Refusal(
+    "draft_lm_head_quantization in --speculative-config",
+    "the draft's quantised copy of the output head would stay as it is",
+)
 DRAFT_IN_PARALLEL: Final = Refusal(
     "parallel drafting", "what the drafter computes from weights would stay as it is"
 )
@@ -140,8 +148,10 @@ DRAFT_WITHOUT_CHECKPOINT: Final = Refusal(
 LOADED: Final = (
     EXPERTS_OF_REPLICAS,
     LORA_WITH_DEFERRED_ATTENTION,
+    EXPERT_SUBSTITUTION,
     DRAFT_METHOD,
     DRAFT_ARCHITECTURE,
+    DRAFT_HEAD,
     DRAFT_IN_PARALLEL,
     DRAFT_DTYPE,
     DRAFT_WITH_LORA,

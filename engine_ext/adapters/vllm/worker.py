@@ -169,6 +169,8 @@ class Observed:
 
     def _trace(self, model: torch.nn.Module) -> None:
         """Trace the loader of the model, which is not processed yet."""
+        if getattr(model, "_expert_substitutions", None) is not None:  # since 0.33
+            raise RuntimeError(refusals.EXPERT_SUBSTITUTION.message)
         self.model, part = model, self.part
         inside = {id(module) for module in model.modules()}
         twin = make_twin(model, [s for s in self._states.states if id(s.module) in inside])

@@ -39,6 +39,7 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
         ("0.32.0+cpu", "0.32"),
         ("0.32.0+cu129.precompiled", "0.32"),
         ("0.31.2.post1", "0.31"),
+        ("0.33.0", "0.33"),
     ],
 )
 def test_every_release_of_a_supported_minor_version_starts(found: str, version: str) -> None:
@@ -49,7 +50,7 @@ def test_every_release_of_a_supported_minor_version_starts(found: str, version: 
     "found",
     [
         "0.30.2",
-        "0.33.0",
+        "0.34.0",
         "0.3.2",
         "0.320.0",
         "1.32.0",
@@ -60,10 +61,18 @@ def test_every_release_of_a_supported_minor_version_starts(found: str, version: 
     ],
 )
 def test_other_versions_are_refused_with_the_list(found: str) -> None:
-    with pytest.raises(ValueError, match=r"the supported versions are 0\.31 and 0\.32") as refused:
+    with pytest.raises(ValueError, match=r"versions are 0\.31, 0\.32, 0\.33\. ") as refused:
         vllm.VERSIONS.require(found)
     assert f"vLLM {found};" in str(refused.value)
     assert versions.ENVIRONMENT in str(refused.value)
+    assert "pip install 'vllm==0.33.*'" in str(refused.value)
+
+
+def test_version_that_never_ran_starts_with_warning(caplog: pytest.LogCaptureFixture) -> None:
+    vllm.VERSIONS.require("0.32.0")
+    assert not caplog.text
+    vllm.VERSIONS.require("0.33.0")
+    assert "never run in it" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -75,7 +84,7 @@ def test_sglang_is_supported_by_release(found: str, version: str) -> None:
 
 @pytest.mark.parametrize("found", ["0.5.21", "0.5.24", "0.5.2", "0.5.230", "0.5.23rc0", "0.5"])
 def test_other_releases_of_sglang_are_refused(found: str) -> None:
-    with pytest.raises(ValueError, match=r"SGLang .*; the supported versions are 0\.5\.22 and"):
+    with pytest.raises(ValueError, match=r"SGLang .*; the supported versions are 0\.5\.22, "):
         sglang.VERSIONS.require(found)
 
 
@@ -154,7 +163,8 @@ def test_features_came_with_a_supported_version(engine: str) -> None:
 def test_the_packages_extras_allow_the_supported_versions(extra: str, engine: str) -> None:
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
-    supported = ADAPTERS[engine].VERSIONS.supported
+    versions: Versions = ADAPTERS[engine].VERSIONS
+    supported = [v for v in versions.supported if extra == engine or v not in versions.not_run]
     *start, last = map(int, supported[-1].split("."))
     above = ".".join(map(str, [*start, last + 1]))
     wanted = f"{extra}>={supported[0]},<{above}"

@@ -21,17 +21,21 @@ from engine_ext.adapters.vllm.layerwise_reload import active_wrapper
 from engine_ext.ranks import replicas
 
 
+def _of_type(model_type: str) -> Any:
+    return SimpleNamespace(model_type=model_type)
+
+
 def config(**fields: Any) -> Any:
     """vLLM's configuration; `fields` are of the speculative one, and those of `_OTHERS`."""
     others = {name: fields.pop(name) for name in [*fields] if name in _OTHERS}
     model = SimpleNamespace(model="target", revision=None, dtype=torch.bfloat16)
-    own = SimpleNamespace(model="draft", revision=None, dtype=torch.bfloat16)
+    own = SimpleNamespace(
+        model="draft", revision=None, dtype=torch.bfloat16, hf_config=_of_type("qwen3")
+    )
     speculative = {
         "method": "draft_model",
         "draft_model_config": own,
         "parallel_drafting": False,
-        "use_gemma4_mtp": lambda: False,
-        "use_step3p5_mtp": lambda: False,
         **fields,
     }
     return SimpleNamespace(
@@ -74,10 +78,16 @@ def test_the_targets_checkpoint_is_read_once() -> None:
     [
         ({"method": "medusa"}, refusals.DRAFT_METHOD),
         ({"method": "custom_class"}, refusals.DRAFT_METHOD),
-        ({"use_gemma4_mtp": lambda: True}, refusals.DRAFT_ARCHITECTURE),
-        ({"use_step3p5_mtp": lambda: True}, refusals.DRAFT_ARCHITECTURE),
+        *(
+            ({"draft_model_config": SimpleNamespace(hf_config=kind)}, refusals.DRAFT_ARCHITECTURE)
+            for kind in map(_of_type, ("gemma4_mtp", "step3p5_mtp", "step5_mtp"))
+        ),
+        ({"draft_lm_head_quantization": "fp8"}, refusals.DRAFT_HEAD),
         ({"parallel_drafting": True}, refusals.DRAFT_IN_PARALLEL),
-        ({"draft_model_config": SimpleNamespace(dtype=torch.float16)}, refusals.DRAFT_DTYPE),
+        (
+            {"draft_model_config": SimpleNamespace(dtype=torch.float16, hf_config=_of_type("x"))},
+            refusals.DRAFT_DTYPE,
+        ),
         ({"lora_config": object()}, refusals.DRAFT_WITH_LORA),
         ({"stages": 2}, refusals.DRAFT_WITH_STAGES),
     ],

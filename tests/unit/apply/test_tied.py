@@ -55,6 +55,21 @@ class RetiedWithCopy(Retied):
     method = SecondCopy
 
 
+class Alias(Tied):
+    """The checkpoint holds the embedding only, as that of a tied model usually does."""
+
+    shapes: ClassVar = {EMBED: (OUT, 6)}
+
+    @classmethod
+    def checkpoint(cls, seed: int = 0) -> Checkpoint:
+        made = super().checkpoint(seed)
+        del made[HEAD]
+        return made
+
+    def load_weights(self, weights: Weights) -> None:
+        super().load_weights((name, tensor) for name, tensor in weights if name != HEAD)
+
+
 KINDS = pytest.mark.parametrize("kind", [Tied, Retied, RetiedWithCopy])
 STATUSES = {Tied: "exact", Retied: "exact", RetiedWithCopy: "rebuilt"}
 
@@ -194,4 +209,13 @@ def test_the_first_sync_of_an_engine_without_weights(tmp_path: Path) -> None:
     errors_of(serving.sync(serving.base, full=True), none=True)
     serving.assert_fresh()
     errors_of(serving.sync(both(serving, 1)), none=True)
+    serving.assert_fresh()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"dense": True}, {"full": True}], ids=str)
+def test_an_alias_need_not_be_sent(tmp_path: Path, ranks: int, options: dict[str, Any]) -> None:
+    serving = Serving(Alias, tmp_path, ranks=ranks)
+    target = {"norm": serving.current["norm"], EMBED: changed(serving.current[EMBED], 1)}
+    errors_of(serving.sync(target, **options), none=True)
     serving.assert_fresh()

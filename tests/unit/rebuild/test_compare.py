@@ -206,3 +206,21 @@ def test_a_cache_that_the_engine_makes_later_is_left_out() -> None:
     assert not found(live, new)
     with pytest.raises(RebuildError, match="cached comes out as"):
         found(module(cached=ones(4, 2)), module(cached=ones(0)))
+
+
+def test_a_view_of_the_same_memory_is_in_place() -> None:
+    def held(values: torch.Tensor) -> torch.nn.Module:
+        module = torch.nn.Module()
+        module.scales = [values]
+        return module
+
+    live = held(torch.zeros(4, 2, dtype=torch.uint8))
+    [pair] = [p for p in pairs(live, held(torch.ones(4, 2, dtype=torch.uint8))) if p.is_tensor]
+    scales = live.scales
+    kept = scales[0]
+    scales[0] = kept.view(torch.uint8)
+    assert scales[0] is not kept
+    assert pair.place.unchanged()
+    for moved in (kept.t(), kept[:2], kept.view(8), kept.clone(), None):
+        scales[0] = moved
+        assert not pair.place.unchanged()

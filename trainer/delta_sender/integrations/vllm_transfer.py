@@ -6,8 +6,9 @@ Importing this registers it: `WeightTransferTrainerFactory.trainer_init` then ta
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -60,7 +61,10 @@ class DeltaTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
     init_info_cls = DeltaTrainerInitInfo
 
     def __init__(self, init_info: DeltaTrainerInitInfo, *, client: Any, source: Any) -> None:
-        super().__init__(client=client, source=source, is_sender=init_info.is_sender)
+        # From vLLM 0.33 on the base class has the rank.
+        known = inspect.signature(super().__init__).parameters
+        rank = {"rank": init_info.rank} if "rank" in known else {}
+        super().__init__(client=client, source=source, is_sender=init_info.is_sender, **rank)
         self._info = init_info
         self._sender: MultiSender | None = None
         self.report: SyncReport | None = None
@@ -113,7 +117,7 @@ class DeltaTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         self._sender = MultiSender([url], info.base, connect=connect, **info.options)
 
     def _send(self) -> None:
-        source = iter(self.source)
+        source = whole_tensors(self.source)
         try:
             if self.is_sender:
                 self.report = self._sync(source)
@@ -136,6 +140,25 @@ class DeltaTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
             [error] = failed.failures.values()
             raise error from None
         return report
+
+
+def whole_tensors(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return a fresh pass over a `WeightSource` that yields whole tensors.
+
+    vLLM 0.33 replaced iteration by ``iter_full``, in which a rank yields what it owns.
+
+    Raises:
+        ValueError: The source yields this rank's pieces only. Nothing was sent.
+    """
+    if not hasattr(source, "iter_full"):
+        return iter(source)
+    if not source.implements_iter_full():
+        raise ValueError(
+            f"{type(source).__name__} implements iter_local only; delta_updates compares whole "
+            "tensors: implement iter_full, or send the pieces with ShardedSender"
+        )
+    tensors: Iterator[tuple[str, torch.Tensor]] = source.iter_full()
+    return tensors
 
 
 WeightTransferTrainerFactory.register_engine(BACKEND, DeltaTrainerEngine)

@@ -1,0 +1,91 @@
+"""Run a vLLM server on a GPU that several share: the arguments differ from `live_engine.vllm`'s."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from scripts.live_engine.process import HOST
+from scripts.live_engine.vllm import VllmProcess
+
+MODEL: Final = "m"  # the served name, so that answers of two engines can be compared
+_ERROR: Final = re.compile(r"\w(Error|Exception|Refused)\b.*: |not supported|refused|Cannot ")
+_ENVIRONMENT: Final = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    # What the bundle leaves out.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_USE_DEEP_GEMM": "0",
+    "VLLM_DEEP_GEMM_WARMUP": "skip",
+}
+
+
+class GpuVllm(VllmProcess):
+    """One vLLM server on the GPU, with a small KV cache of a fixed size.
+
+    Args:
+        model: Folder of the model to serve.
+        flags: Further arguments of the command line.
+        delta: Whether delta updates are on; their folders' root is the model's parent.
+        log_path: File for the server's output.
+        kv_bytes: Size of the KV cache.
+        length: Longest sequence, in tokens.
+        environment: Further variables.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        flags: Sequence[str] = (),
+        *,
+        delta: bool,
+        log_path: Path,
+        kv_bytes: int = 256 << 20,
+        length: int = 512,
+        environment: Mapping[str, str] | None = None,
+        start_timeout_s: float = 280.0,
+    ) -> None:
+        self._kv_bytes, self._length = kv_bytes, length
+        super().__init__(
+            model,
+            enable_delta=delta,
+            keep_plain=False,
+            extra_args=flags,
+            log_path=log_path,
+            extra_env={"VLLM_CACHE_ROOT": f"{log_path}.cache", **(environment or {})},
+            start_timeout_s=start_timeout_s,
+        )
+
+    def complete(self, prompt: Any, **options: Any) -> Any:
+        """Return the answer of ``/v1/completions``; see `EngineProcess.complete`."""
+        return super().complete(prompt, **{"model": MODEL, **options})
+
+    def errors(self, most: int = 6) -> str:
+        """Return the last lines of the log that name an error, in one line."""
+        lines = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+        found = [line.strip()[-300:] for line in lines if _ERROR.search(line)]
+        return " | ".join(dict.fromkeys(found[-most:]))
+
+    def _server_arguments(self) -> list[str]:
+        arguments = [
+            *("-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(self.model), "--served-model-name", MODEL),
+            *("--host", HOST, "--port", str(self.port)),
+            *("--max-model-len", str(self._length), "--max-num-seqs", "8"),
+        ]
+        if os.environ.get("GPU_ROWS_ON_CPU") == "1":  # a rehearsal
+            return arguments
+        return [
+            *arguments,
+            *("--kv-cache-memory-bytes", str(self._kv_bytes)),
+            *("--gpu-memory-utilization", "0.02"),
+        ]
+
+    def _server_environment(self) -> dict[str, str]:
+        rehearsal = os.environ.get("GPU_ROWS_ON_CPU") == "1"
+        cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        return {**_ENVIRONMENT, **(cpu if rehearsal else {})}

@@ -1,0 +1,320 @@
+"""Prove one kind of model on a GPU: the rows, and what is done with each.
+
+A live engine with delta updates takes three syncs under load. Then all weight checksums that the
+engine itself computes, the texts and the log probabilities are compared with those of a stock
+engine that was started on the target checkpoint. A rollback and a full sync follow.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from delta_sender import DeltaSender, SyncReport
+from scripts.gpu import checkpoints
+from scripts.gpu.engine import GpuVllm
+from scripts.live_engine import tiny_models
+from tests.support import quantised_checkpoints
+
+Weights = dict[str, torch.Tensor]
+Facts = dict[str, Any]
+
+ENCODINGS: Final = ("deltas_zstd", "gap8_exp", "gap8_ulp")
+_PROMPTS: Final = ("hello world", "The quick brown fox jumps over", "a reward is a number")
+_EAGER: Final = ("--enforce-eager",)
+_MLA_HEADS: Final = {"qk_nope_head_dim": 128, "v_head_dim": 128}  # that prefill kernels take
+_STREAMS: Final = 2  # requests that are always in flight
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of model, and how it is served.
+
+    Attributes:
+        checkpoint: Writes the base checkpoint into a folder, and returns it.
+        flags: Arguments of the engine.
+        dtype: What the engine serves it in.
+        changed: Share of the elements that each sync changes.
+        more: What else is done with the live engine after the second sync; gets it, its sender,
+            the weights and the facts, to which it adds. It ends with the weights it began with.
+        delta_flags: Further arguments of the engine with delta updates.
+        kv_bytes: Size of its KV cache.
+        environment: Further variables of both engines.
+    """
+
+    checkpoint: Callable[[Path], Path]
+    flags: tuple[str, ...] = _EAGER
+    dtype: str = "bfloat16"
+    changed: float = 0.02
+    more: Callable[[GpuVllm, DeltaSender, Weights, Facts], None] | None = None
+    delta_flags: tuple[str, ...] = ()
+    kv_bytes: int = 256 << 20
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def stepped(weights: Weights, seed: int, share: float = 0.02) -> Weights:
+    """Return the weights after a step; at 2 % as `quantised_checkpoints.step` makes it."""
+    if share == 0.02:
+        return quantised_checkpoints.step(weights, seed)
+    generator = torch.Generator().manual_seed(seed)
+    found = {name: tensor.clone() for name, tensor in weights.items()}
+    for tensor in found.values():
+        bits = tensor.view(-1).view(torch.int16)
+        bits[torch.rand(len(bits), generator=generator) < share] ^= 1
+    return found
+
+
+def observed(engine: GpuVllm) -> Facts:
+    """Return all that an engine shows of its weights: checksums, texts and log probabilities."""
+    generated = []
+    for prompt in _PROMPTS:
+        answer = engine.complete(
+            prompt, max_tokens=16, temperature=0.0, logprobs=1, ignore_eos=True
+        )
+        choice = answer["choices"][0]
+        generated.append((choice["text"], choice["logprobs"]["token_logprobs"]))
+    return {"weights": engine.checksums(), "generated": generated}
+
+
+def difference(live: Facts, fresh: Facts) -> str:
+    """Return ``exact``, or what differs between two observations."""
+    ours, theirs = live["weights"], fresh["weights"]
+    wrong = sorted(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n))
+    texts = [text for text, _ in live["generated"]] == [text for text, _ in fresh["generated"]]
+    generated = live["generated"] == fresh["generated"]
+    if not wrong and generated:
+        return f"exact ({len(theirs)} tensors)"
+    said = "equal" if generated else "log probabilities differ" if texts else "texts differ"
+    return f"DIFFERS: {len(wrong)} of {len(theirs)} tensors {wrong[:6]}, generated {said}"
+
+
+class Load:
+    """Requests that are in flight until `end`; a failed one is counted."""
+
+    def __init__(self, engine: GpuVllm) -> None:
+        self._engine, self._ended = engine, threading.Event()
+        self.answered = 0
+        self.failed: list[str] = []
+        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(_STREAMS)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            try:
+                self._engine.complete("x" * 64, max_tokens=128, temperature=0.7, ignore_eos=True)
+                self.answered += 1
+            except Exception as error:
+                self.failed.append(repr(error)[:200])
+                time.sleep(0.2)
+
+    def end(self) -> Facts:
+        """Wait for the last answers."""
+        self._ended.set()
+        for thread in self._threads:
+            thread.join(60)
+        return {"answered": self.answered, "failed": self.failed[:2]}
+
+
+def sync_facts(report: SyncReport) -> Facts:
+    """Return what a row shows of a sync; times in ms."""
+    timings = report.engine.get("timings_ms", {})
+    return {
+        "status": report.status,
+        "full": report.full,
+        "nnz": report.nnz,
+        "wire_bytes": report.wire_bytes,
+        "apply": report.engine.get("apply"),
+        "skipped": report.engine.get("skipped"),
+        **{k: v for k, v in timings.items() if k in ("pause_ms", "commit_ms", "stage_ms")},
+    }
+
+
+def run(name: str, folder: Path) -> Facts:
+    """Prove one row; its checkpoints and logs go into the folder. Never raises."""
+    row, started = ROWS[name], time.monotonic()
+    facts: Facts = {"row": name}
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        _prove(row, folder, facts)
+    except Exception as error:
+        facts["error"] = f"{type(error).__name__}: {error}"[-1500:]
+    facts["seconds"] = round(time.monotonic() - started, 1)
+    return facts
+
+
+def _prove(row: Row, folder: Path, facts: Facts) -> None:
+    base = row.checkpoint(folder / "base")
+    weights = tiny_models.load_tensors(base)
+    versions = [weights]
+    for seed in range(1, 4):
+        versions.append(stepped(versions[-1], seed, row.changed))
+    target = tiny_models.save_checkpoint(base, folder / "target", versions[-1])
+    start = partial(GpuVllm, environment=row.environment, kv_bytes=row.kv_bytes)
+    flags = ("--dtype", row.dtype, *row.flags)
+    live = start(base, (*flags, *row.delta_flags), delta=True, log_path=folder / "live.log")
+    fresh = start(target, flags, delta=False, log_path=folder / "fresh.log")
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        fresh_up = pool.submit(_up, stack, fresh)
+        try:
+            facts["start_s"] = _up(stack, live)
+        except Exception:
+            facts["refused"] = live.errors()[-1500:]
+            raise
+        status = live.delta_status()
+        facts["certification"] = status["certification"]
+        facts["uncertified"] = dict(list(status["uncertified"].items())[:3])
+        facts["gpu_mib"] = [_gpu_mib(live)]
+        _sync(row, live, versions, facts)
+        facts["fresh_start_s"] = fresh_up.result()
+        facts["gpu_mib"] += [_gpu_mib(live), _gpu_mib(fresh)]
+        now = observed(live)
+        facts["verdict"] = difference(now, observed(fresh))
+        _roll_back_and_seed(live, versions, now, facts)
+
+
+def _up(stack: ExitStack, engine: GpuVllm) -> float:
+    started = time.monotonic()
+    stack.enter_context(engine)
+    return round(time.monotonic() - started, 1)
+
+
+def _sync(row: Row, live: GpuVllm, versions: list[Weights], facts: Facts) -> None:
+    load = Load(live)
+    try:
+        for number, encoding in enumerate(ENCODINGS, 1):
+            held, at = versions[number - 1].items(), _version(live)
+            with DeltaSender(live.url, held, base_version=at, encoding=encoding) as sender:
+                report = sender.sync(versions[number].items())
+                facts[f"sync{number}"] = {"encoding": encoding, **sync_facts(report)}
+                if number == 2:
+                    if row.more is not None:
+                        row.more(live, sender, versions[number], facts)
+                    facts["second"] = live.checksums()
+    finally:
+        facts["load"] = load.end()
+
+
+def _roll_back_and_seed(live: GpuVllm, versions: list[Weights], now: Facts, facts: Facts) -> None:
+    second = facts.pop("second")
+    answer = live.post("/delta_rollback", timeout=60).json()
+    if answer.get("status") != "rolled_back":
+        facts["rollback"] = json.dumps(answer)[:300]
+    else:
+        found = live.checksums()
+        wrong = sorted(n for n in second if found.get(n) != second[n])
+        facts["rollback"] = f"DIFFERS: {wrong[:6]}" if wrong else "exact"
+    with DeltaSender(live.url, versions[2].items(), base_version=_version(live)) as sender:
+        report = sender.sync_full(versions[-1].items())
+    again = observed(live)
+    facts["full"] = {**sync_facts(report), "verdict": difference(again, now)}
+
+
+def _version(live: GpuVllm) -> int:
+    return int(live.delta_status()["version"])
+
+
+def _gpu_mib(engine: GpuVllm) -> int | None:
+    """Return the MiB on the GPU of an engine's processes, as the driver counts."""
+    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    with suppress(Exception):
+        said = subprocess.run(query, check=True, capture_output=True, text=True, timeout=10)
+        pids, used = set(engine.pids()), 0
+        for line in said.stdout.splitlines():
+            pid, mib = map(int, line.split(","))
+            used += mib if pid in pids else 0
+        return used or None
+    return None
+
+
+# What some rows do besides ------------------------------------------------------------------
+
+
+def _sleep(level: int, live: GpuVllm, sender: DeltaSender, weights: Weights, facts: Facts) -> None:
+    """Put the engine to sleep and wake it up; then it must hold the weights, or be healed."""
+    slept = live.post("/sleep", params={"level": level, "mode": "keep"}, timeout=120)
+    asleep = live.delta_status()["asleep"]
+    woken = live.post("/wake_up", timeout=120)
+    facts["sleep"] = f"level {level}: {slept.status_code}, asleep {asleep}, {woken.status_code}"
+    moved = stepped(weights, 9)
+    for name, values in (("after", moved), ("back", weights)):
+        report = sender.sync(values.items())
+        facts[f"sleep_{name}"] = sync_facts(report)
+    facts["resumed"] = live.post("/resume", timeout=60).status_code
+
+
+def _keep(live: GpuVllm, sender: DeltaSender, weights: Weights, facts: Facts) -> None:
+    """Twenty syncs under load that keep KV entries, then one that drops them."""
+    pauses = []
+    at = _version(live)
+    with DeltaSender(live.url, weights.items(), base_version=at, flush_cache=False) as keeping:
+        now = weights
+        for seed in range(20):
+            now = stepped(now, 100 + seed)
+            report = keeping.sync(now.items())
+            pauses.append(round(report.engine["timings_ms"]["pause_ms"], 1))
+        facts["keep_pauses_ms"] = pauses
+        keeping.sync(weights.items())
+    live.post("/reset_prefix_cache")
+
+
+ROWS: Final[dict[str, Row]] = {
+    "mla": Row(checkpoints.plain("deepseek_v3", **_MLA_HEADS)),
+    "mla-triton": Row(
+        checkpoints.plain("deepseek_v3", **_MLA_HEADS),
+        (*_EAGER, "--attention-backend", "TRITON_MLA"),
+    ),
+    "moe-fp8-online": Row(checkpoints.plain("qwen3_moe"), (*_EAGER, "--quantization", "fp8")),
+    "moe-fp8-block": Row(checkpoints.fp8_block("qwen3_moe")),
+    "moe-w4a16": Row(
+        checkpoints.quantised(
+            "w4a16", "qwen3_moe", hidden_size=256, moe_intermediate_size=128, intermediate_size=256
+        )
+    ),
+    "moe-bf16": Row(checkpoints.plain("qwen3_moe")),
+    "fp8-block": Row(checkpoints.fp8_block("qwen3")),
+    "fp8-channel": Row(checkpoints.quantised("fp8_channel")),
+    "fp8-tensor": Row(checkpoints.quantised("fp8_tensor")),
+    "w8a8": Row(checkpoints.quantised("w8a8")),
+    "awq": Row(checkpoints.quantised("awq"), dtype="float16"),
+    "gpt-oss-mxfp4": Row(checkpoints.gpt_oss_mxfp4),
+    "gpt-oss-bf16": Row(checkpoints.plain("gpt_oss")),
+    "hybrid": Row(
+        checkpoints.plain("qwen3_next"),
+        (*_EAGER, "--additional-config", '{"gdn_prefill_backend":"triton"}'),
+    ),
+    "hybrid-mamba": Row(checkpoints.plain("falcon_h1")),
+    "gemma3-vision": Row(checkpoints.vision),
+    "tied-with-head": Row(checkpoints.tied_with_head),
+    "sleep-1": Row(
+        checkpoints.plain("qwen3"), (*_EAGER, "--enable-sleep-mode"), more=partial(_sleep, 1)
+    ),
+    "sleep-2": Row(
+        checkpoints.plain("qwen3"), (*_EAGER, "--enable-sleep-mode"), more=partial(_sleep, 2)
+    ),
+    "keep": Row(checkpoints.plain("qwen3"), more=_keep),
+    "lora": Row(checkpoints.plain("qwen3"), (*_EAGER, "--enable-lora", "--max-lora-rank", "8")),
+    "draft-ngram": Row(
+        checkpoints.plain("qwen3"),
+        (
+            *_EAGER,
+            "--speculative-config",
+            '{"method":"ngram","num_speculative_tokens":2,"prompt_lookup_max":3}',
+        ),
+    ),
+    "dense-change": Row(checkpoints.plain("qwen3"), changed=0.3),
+    "qwen3": Row(checkpoints.plain("qwen3")),
+    "compiled": Row(checkpoints.plain("qwen3"), ()),
+    "compiled-moe": Row(checkpoints.plain("qwen3_moe"), ()),
+}
