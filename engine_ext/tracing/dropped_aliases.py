@@ -102,7 +102,7 @@ def _tied(placement: Placement, index: StorageIndex) -> list[tuple[dict[str, boo
     for name, placed in placement.items():
         for segment in placed.segments:
             writers[segment.live.name].add(name)
-    found = []
+    found: list[tuple[dict[str, bool], str]] = []
     for entry in sorted(index.entries, key=lambda entry: entry.start - entry.end):
         written_by = writers.get(entry.name, set())
         if entry.aliases and len(written_by) == 1:
