@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from scripts.doc_tables import conformance, golden, openapi, reference, support, survey
+from scripts.doc_tables import conformance, golden, gpu, openapi, reference, support, survey
 
 README: Final = Path(__file__).resolve().parents[2] / "README.md"
 DOCS: Final = README.parent / "docs"
@@ -31,6 +31,7 @@ FAST: Final[dict[str, Callable[[], str]]] = {
     "versions": support.versions,
     "features": support.features,
     "survey": survey.stored_table,
+    "gpu": gpu.rows,
 }
 # Runs every receiver on every loader: most of a minute.
 SLOW: Final[dict[str, Callable[[], str]]] = {"conformance": conformance.default_table}

@@ -1,7 +1,6 @@
 """Prove kinds of models on a GPU, several at once: ``python -m scripts.gpu``.
 
-Prints a line per row as it ends, and writes all facts as JSON. Needs a vLLM for CUDA; a host
-without network gets one by `scripts/gpu/bundle.sh`.
+Prints a line per row as it ends, and writes all facts as JSON. This Python needs a vLLM for CUDA.
 """
 
 from __future__ import annotations

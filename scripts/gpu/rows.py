@@ -32,6 +32,8 @@ Facts = dict[str, Any]
 
 ENCODINGS: Final = ("deltas_zstd", "gap8_exp", "gap8_ulp")
 _PROMPTS: Final = ("hello world", "The quick brown fox jumps over", "a reward is a number")
+_EMBEDDING: Final = "model.embed_tokens.weight"
+_HEAD: Final = "lm_head.weight"
 _EAGER: Final = ("--enforce-eager",)
 _MLA_HEADS: Final = {"qk_nope_head_dim": 128, "v_head_dim": 128}  # that prefill kernels take
 _STREAMS: Final = 2  # requests that are always in flight
@@ -64,14 +66,20 @@ class Row:
 
 
 def stepped(weights: Weights, seed: int, share: float = 0.02) -> Weights:
-    """Return the weights after a step; at 2 % as `quantised_checkpoints.step` makes it."""
+    """Return the weights after a step; at 2 % as `quantised_checkpoints.step` makes it.
+
+    A head that is equal to the embedding stays so, as in a trainer that ties them.
+    """
     if share == 0.02:
-        return quantised_checkpoints.step(weights, seed)
-    generator = torch.Generator().manual_seed(seed)
-    found = {name: tensor.clone() for name, tensor in weights.items()}
-    for tensor in found.values():
-        bits = tensor.view(-1).view(torch.int16)
-        bits[torch.rand(len(bits), generator=generator) < share] ^= 1
+        found = quantised_checkpoints.step(weights, seed)
+    else:
+        generator = torch.Generator().manual_seed(seed)
+        found = {name: tensor.clone() for name, tensor in weights.items()}
+        for tensor in found.values():
+            bits = tensor.view(-1).view(torch.int16)
+            bits[torch.rand(len(bits), generator=generator) < share] ^= 1
+    if {_HEAD, _EMBEDDING} <= weights.keys() and torch.equal(weights[_HEAD], weights[_EMBEDDING]):
+        found[_HEAD] = found[_EMBEDDING].clone()
     return found
 
 
