@@ -1,6 +1,6 @@
 """Recognise objects that a rebuild compares part by part, in place of replacing them as a whole.
 
-Processing may make an object that holds tensors, such as a kernel with its quantisation's scales.
+Processing can make an object that holds tensors, such as a kernel with its quantisation's scales.
 The live object must stay: compiled code and captured graphs have its tensors. Where it holds
 nothing but tensors and values, its tensors are written to like a module's own.
 """
@@ -42,7 +42,7 @@ def opaque_part(live: object, new: object, path: str = "") -> str | None:
     """Return the path of a first part of two plain objects that cannot be compared, or None.
 
     That is a part of other kinds than tensors, modules, values, containers and plain objects, if
-    it is not the same object in both. What is of different kinds is left to the comparison.
+    it is not the same object in both. Parts of different kinds are left to the comparison.
     """
     seen: set[tuple[int, int]] = set()
 

@@ -1,32 +1,34 @@
 """Find names of tied tensors that the loader takes and drops.
 
-A checkpoint may hold a tied tensor under both of its names, and so may a trainer alone (Megatron's
-pipeline stages each hold a copy). The engine's memory is then that of both. What is sent under the
-name that the loader drops is not written, but compared with what is sent under the other one: two
-values that differ cannot both be in that memory.
+A checkpoint can hold a tied tensor under both of its names, or a trainer alone (Megatron's pipeline
+stages each hold a copy). The engine has one memory for both. A sync's values for the name that the
+loader drops are not written, but compared with those for the other one: two values that differ
+cannot both be in that memory.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 
-from engine_ext.model import LiveTensor, StorageIndex
+from engine_ext.model import StorageIndex
 from engine_ext.placement import Placement, Status, TensorSpec
 from engine_ext.tracing.trace import LoadWeights, drops
 
 # The head's name in nearly all checkpoints, whatever the engine calls it.
 _HEAD = "lm_head.weight"
-_MOST = 8  # each is traced with the whole checkpoint
 
 
 def dropped_aliases(
     model: torch.nn.Module, load_weights: LoadWeights, placement: Placement, index: StorageIndex
 ) -> dict[str, TensorSpec]:
-    """Return the other names of tied tensors that the loader drops, with the tensor's own spec.
+    """Return the other names of the largest tied tensor that the loader drops, with its own spec.
+
+    That is the embedding. Engines also keep small ones under names that no trainer sends, such as a
+    router's gate, and each name is traced with the whole checkpoint.
 
     Args:
         placement: traced with the same model and loader.
@@ -35,17 +37,12 @@ def dropped_aliases(
     Raises:
         TracingError: see `engine_ext.tracing.trace.rehearse`.
     """
-    candidates: dict[str, TensorSpec] = {}
-    for entry, tied in _tied(placement, index):
-        for name in (entry.name, *entry.aliases, _HEAD):
-            if name not in placement:
-                candidates.setdefault(name, placement[tied].spec)
-    if len(candidates) > _MOST:
-        return {}
     return {
-        name: spec
-        for name, spec in candidates.items()
-        if drops(model, load_weights, replace(spec, name=name), placement, index)
+        name: placement[tied].spec
+        for names, tied in _tied(placement, index)[:1]
+        for name in names
+        if name not in placement
+        and drops(model, load_weights, replace(placement[tied].spec, name=name), placement, index)
     }
 
 
@@ -76,9 +73,9 @@ def place_tied(
         for name, other in tied_later.items()
         if placement[name].segments and placement[other].segments
     }
-    for entry, tied in _tied(placement, index):
+    for names, tied in _tied(placement, index):
         other = placement[tied]
-        for name in (entry.name, *entry.aliases, _HEAD):
+        for name in names:
             placed = placement.get(name)
             if placed is None or placed.status is not Status.NOT_ON_RANK or placed.used:
                 continue
@@ -87,20 +84,29 @@ def place_tied(
             if replace(placed.spec, name=tied) == other.spec:
                 placed.segments, placed.status = [*other.segments], Status.UNJUDGED
                 found[name] = tied
-            elif name != _HEAD or name in (entry.name, *entry.aliases):
+            elif names[name]:
                 placed.refuse(
                     f"the engine uses {tied} in its place, which has another shape or dtype"
                 )
     return found
 
 
-def _tied(placement: Placement, index: StorageIndex) -> Iterator[tuple[LiveTensor, str]]:
-    """Yield the live tensors with several names that one checkpoint tensor alone is written to."""
+def _tied(placement: Placement, index: StorageIndex) -> list[tuple[dict[str, bool], str]]:
+    """List the live tensors with several names that one checkpoint tensor alone is written to.
+
+    Returns:
+        For each, the largest first, its names, and the checkpoint tensor's name. The largest has
+        the head's name as well; whether the engine knows a name is its value.
+    """
     writers: dict[str, set[str]] = defaultdict(set)
     for name, placed in placement.items():
         for segment in placed.segments:
             writers[segment.live.name].add(name)
-    for entry in index.entries:
+    found: list[tuple[dict[str, bool], str]] = []
+    for entry in sorted(index.entries, key=lambda entry: entry.start - entry.end):
         written_by = writers.get(entry.name, set())
         if entry.aliases and len(written_by) == 1:
-            yield entry, next(iter(written_by))
+            names = {} if found else {_HEAD: False}
+            names |= dict.fromkeys((entry.name, *entry.aliases), True)
+            found.append((names, next(iter(written_by))))
+    return found

@@ -173,7 +173,7 @@ def test_another_dtype_than_that_of_the_tensor_it_is_tied_to(tmp_path: Path) -> 
     assert "another shape or dtype" in serving.reasons()[HEAD]
 
 
-def test_two_that_processing_ties_after_different_loads_are_refused(tmp_path: Path) -> None:
+def test_two_that_were_loaded_differently_are_refused(tmp_path: Path) -> None:
     """The head's rows are reversed, so that equal weights are not equal tensors."""
 
     class Reversed(Retied):

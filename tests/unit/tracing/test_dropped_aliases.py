@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from engine_ext.tracing import LoadingTrace, dropped_aliases, trace_placement
 from tests.conformance.receivers import Project, Refused
 from tests.conformance.subject import Delta, Rank
 from tests.support import toy_models
-from tests.support.toy_models import ToyModel
+from tests.support.toy_models import ToyModel, parameter
 
 BASE = {"embed": torch.arange(20.0).reshape(5, 4).bfloat16()}
 
@@ -63,6 +65,12 @@ def test_what_the_engine_would_not_use_is_skipped_if_it_is_equal() -> None:
     assert model.head is model.embed
 
 
+def test_a_name_that_the_checkpoint_lacks_need_not_be_sent() -> None:
+    model = toy_models.TiedHeadSkipped()
+    project(model).apply([delta("embed", 40.0)])
+    assert model.embed.data.view(-1)[7] == 40.0
+
+
 @pytest.mark.parametrize("sent", [[("embed", 40.0), ("head", 41.0)], [("head", 41.0)]])
 def test_a_trained_head_is_not_lost(sent: list[tuple[str, float]]) -> None:
     model = toy_models.TiedHeadSkipped()
@@ -78,3 +86,18 @@ def test_what_the_engine_would_use_is_refused() -> None:
     with pytest.raises(Refused, match="head"):
         served.apply([delta("embed", 40.0), delta("head", 40.0)])
     assert torch.equal(model.embed.data.cpu(), BASE["embed"])
+
+
+class TiedGate(toy_models.TiedHeadSkipped):
+    """A router's gate has another name, too, which no trainer sends."""
+
+    shapes: ClassVar = {"gate": (2, 4), "embed": (5, 4)}
+
+    def build(self) -> None:
+        self.gate = parameter(2, 4)
+        self.router = self.gate
+        super().build()
+
+
+def test_only_the_largest_tied_tensor_has_other_names() -> None:
+    assert dropped(TiedGate()) == {"head"}
