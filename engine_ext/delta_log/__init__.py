@@ -3,7 +3,7 @@
 `opening` opens one by its location. `interface` is what both kinds offer: `folder_log` with
 `writer` in a folder, `store_log` with `store_writer` in an object store. `catalog` lists versions
 and finds a route between two of them, `fold` makes one delta of several, `values` turns differences
-into values on the way. `followers` has the heartbeats of the engines that follow a log, `lag` how
+into values on the way. `records` has what identifies a version. `followers` has the heartbeats of the engines that follow a log, `lag` how
 far they are behind it.
 
 Imports: `engine_ext.remote_parts`, `engine_ext.object_store`, `engine_ext.version_folders`,
@@ -39,6 +39,12 @@ from engine_ext.delta_log.followers import (
 from engine_ext.delta_log.interface import DeltaLog, Draft, Writer
 from engine_ext.delta_log.lag import Lag, follower_lags
 from engine_ext.delta_log.opening import open_log
+from engine_ext.delta_log.records import (
+    listed_record,
+    read_digests,
+    read_identities,
+    read_record,
+)
 from engine_ext.delta_log.store_fetch import fetch_object, read_done
 from engine_ext.delta_log.store_log import StoreLog
 from engine_ext.delta_log.store_writer import StoreWriter
@@ -67,10 +73,14 @@ __all__ = [
     "fold_versions",
     "follower_lags",
     "list_log",
+    "listed_record",
     "live_heartbeats",
     "open_log",
+    "read_digests",
     "read_done",
     "read_heartbeats",
+    "read_identities",
+    "read_record",
     "read_version",
     "removable",
     "remove_heartbeat",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -13,6 +12,7 @@ import xxhash
 
 from engine_ext.delta_log.catalog import Entry, folder_name, open_regular
 from engine_ext.delta_log.interface import DeltaLog
+from engine_ext.delta_log.records import Digests, declared_digests
 from engine_ext.delta_log.values import CannotFold, ModelValues, merged
 from engine_ext.errors import ChecksumMismatch, DeltaError
 from engine_ext.version_folders import (
@@ -37,14 +37,6 @@ from engine_ext.wire import (
 
 _ENCODING = "deltas_zstd"  # of a folded part; it sends values
 BUCKET_BYTES = 256 << 20  # of a folded part, before compression
-
-
-@dataclass(frozen=True, slots=True)
-class Digests:
-    """Digests of the model at a version's base and at the version; None if no part has them."""
-
-    before: str | None
-    after: str | None
 
 
 def read_version(entry: Entry) -> list[Part]:
@@ -104,10 +96,7 @@ def verify_version(entry: Entry) -> Digests:
 
 def digests_of(parts: Iterable[Part]) -> Digests:
     """Return the digests of the whole model that the parts of one version declare."""
-    manifests = [part.manifest for part in parts]
-    before = {m.digest_before for m in manifests} - {None}
-    after = {m.digest_after for m in manifests} - {None}
-    return Digests(before.pop() if before else None, after.pop() if after else None)
+    return declared_digests(part.manifest for part in parts)
 
 
 def fold_versions(

@@ -182,6 +182,12 @@ class Following(Reply, frozen=True, kw_only=True):
     in_a_row: int = 0  # of these, since one ended well
 
 
+class LogRecords(Reply, frozen=True, kw_only=True):
+    """What the delta log had of the versions that have led to the engine's, the last ones."""
+
+    records: dict[str, str]  # by folder's name, see `engine_ext.delta_log.records`
+
+
 class RankPlan(Reply, frozen=True, kw_only=True):
     """One row per checkpoint tensor, or None if the engine has loaded no checkpoint yet."""
 

@@ -14,16 +14,18 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
-from delta_server.commit import EngineCommitter, call
+from delta_server import metrics
+from delta_server.commit import EngineCommitter, call, total_digest
 from delta_server.engine import Engine
 from delta_server.follow_state import FollowState
 from delta_server.leases import acquire
+from delta_server.log_history import Comparison, LogHistory
 from delta_server.process_identity import new_name
 from delta_server.request_options import Options
 from delta_server.request_record import RequestRecord
@@ -34,13 +36,17 @@ from engine_ext.delta_log import (
     FolderLog,
     Listing,
     fold_versions,
+    read_digests,
+    read_record,
     route,
     why_not_newer,
 )
 from engine_ext.errors import (
+    BaseMismatch,
     CommitFailed,
     DeltaError,
     LogDamaged,
+    LogDiverged,
     PartUnavailable,
     PublishFailed,
     SpoolFull,
@@ -54,9 +60,22 @@ from engine_ext.wire.operations import AcquireLogLease, DropSync, ReleaseLogLeas
 
 logger = logging.getLogger(__name__)
 
-ApplyFiles = Callable[
-    [Sequence[Path], Options, RequestRecord, Sequence[str]], Awaitable[dict[str, Any]]
-]
+
+class ApplyFiles(Protocol):
+    """See `delta_server.service.DeltaService.apply_files`."""
+
+    def __call__(
+        self,
+        paths: Sequence[Path],
+        options: Options,
+        record: RequestRecord,
+        roots: Sequence[str],
+        *,
+        log_records: Mapping[str, str],
+    ) -> Awaitable[dict[str, Any]]:
+        """Apply the files of a version that the log has these records of."""
+        ...
+
 
 _PROGRESS_EVERY_S = 2.0
 _POLL_S = 0.2
@@ -96,6 +115,7 @@ class LogReplay:
         self._committer, self._apply_files, self._engine = committer, apply_files, engine
         self.log = log
         self._following, self._scratch = following, scratch
+        self._history = LogHistory(engine, log)
         self._name = new_name()
         self._lock = asyncio.Lock()
         self.newest: int | None = None
@@ -114,8 +134,11 @@ class LogReplay:
             # Another process may have looked since this one did.
             newest = max((n for n in (newest, look.newest) if n is not None), default=None)
             problem = look.problem
-        reached = newest is not None and version >= newest
-        problem = None if reached else problem
+        diverged = problem is not None and problem["type"] == LogDiverged.__name__
+        if diverged and problem["version"] != version:
+            problem = None  # another version has come since, by request
+        elif not diverged and newest is not None and version >= newest:
+            problem = None
         return {"folder": self.log.location, "newest": newest, "problem": problem}
 
     def behind(self, version: int) -> int:
@@ -182,6 +205,7 @@ class LogReplay:
     async def _run(self, options: Options, *, fold: bool = False) -> dict[str, Any]:
         applied: list[int] = []
         unusable: dict[str, DeltaError] = {}
+        other: LogDiverged | None = None
         start, is_look, anew = time.monotonic(), fold, self._problem is not None
         if self._following is not None:
             await self._following.read()  # no process pins the engine while this one replays
@@ -189,14 +213,26 @@ class LogReplay:
             listing = await asyncio.to_thread(self.log.listing, anew=anew)
             self.newest = listing.newest
             self._versions = sorted({entry.version for entry in listing.entries})
+            version, known, digest = await self._state()
+            compared = Comparison()
+            if known:
+                compared = await self._history.compare(listing, version, digest)
             following = self._following
             if following is not None and (last := following.last_version(listing)) is not None:
                 listing = listing.up_to(last)
-            version, known = await self._version()
             usable = [entry for entry in listing.entries if entry.folder.name not in unusable]
-            entries = route(usable, version if known else None)
+            other = compared.other or _refused_here(unusable, version)
+            if other is not None:
+                usable = [entry for entry in usable if entry.version >= version]
+            entries = route(usable, version if known and other is None else None)
             if not entries:
                 break
+            if other is not None:
+                message = "delta log: version %d, a full one, is taken instead of version %d: %s"
+                logger.warning(message, entries[0].version, version, other.message)
+            if compared.is_gone:  # the first one is to show that it starts from here
+                await self._follow(entries[:1], options, applied, unusable, proves=True)
+                continue
             if fold and known and (few := _foldable(entries)):
                 fold = await self._apply_folded(few, version, options, applied)
                 continue
@@ -204,7 +240,7 @@ class LogReplay:
         if applied:
             seconds = time.monotonic() - start
             logger.info("delta log: %d versions replayed in %.1f s", len(applied), seconds)
-        self._report(listing, version if known else None, unusable)
+        self._report(listing, version if known else None, unusable, other)
         if applied or not is_look:
             message = "delta log: at version %d, the newest in %s is %s"
             logger.info(message, version, self.log.location, self.newest)
@@ -217,17 +253,20 @@ class LogReplay:
         options: Options,
         applied: list[int],
         unusable: dict[str, DeltaError],
+        *,
+        proves: bool = False,
     ) -> None:
         """Apply one version after another, until one is unusable or a sender commits another.
 
-        The applied versions are added to `applied`, and the folder that cannot be used, with its
+        With `proves`, a delta must declare the digest of the weights that it starts from. The
+        applied versions are added to `applied`, and the folder that cannot be used, with its
         error, to `unusable`. An error that another route would not avoid is raised.
         """
         logged_at = time.monotonic()
         for entry in entries:
             before = await self._version()
             try:
-                await self._apply(entry, options)
+                await self._apply(entry, options, proves=proves)
             except VersionConflict:
                 if await self._version() == before:
                     raise
@@ -253,9 +292,11 @@ class LogReplay:
         with tempfile.TemporaryDirectory(prefix="delta-fold-", dir=self._scratch) as scratch:
             log = FolderLog(Path(os.path.realpath(scratch)))
             try:
+                record = await self._history.record(entries[-1])
                 await asyncio.to_thread(fold_versions, log, entries, version, source=self.log)
                 [folded] = (await asyncio.to_thread(log.listing)).entries
-                await self._apply(folded, options, log)
+                records = {} if record is None else {entries[-1].folder.name: record}
+                await self._apply(folded, options, log, records=records)
             except _ENGINE_ERRORS:
                 raise
             except (CannotFold, DeltaError, OSError) as error:
@@ -267,10 +308,20 @@ class LogReplay:
         return True
 
     def _report(
-        self, listing: Listing, version: int | None, unusable: Mapping[str, DeltaError]
+        self,
+        listing: Listing,
+        version: int | None,
+        unusable: Mapping[str, DeltaError],
+        other: LogDiverged | None,
     ) -> None:
         """Raise `LogDamaged` if the engine could not be brought to the newest version."""
-        self._problem = None
+        before, self._problem = self._problem, None
+        metrics.LOG_DIVERGED.set(other is not None)
+        if other is not None:
+            self._problem = other.to_wire()
+            if before is None or before["message"] != other.message:
+                logger.error("delta log: %s", other.message)
+            raise other
         why = why_not_newer(listing, version, unusable)
         if why is None:
             return
@@ -279,24 +330,45 @@ class LogReplay:
         self._problem = error.to_wire()
         raise error
 
-    async def _apply(self, entry: Entry, options: Options, log: DeltaLog | None = None) -> None:
-        """Stage and commit one version of a log, this one by default, or raise a `DeltaError`."""
+    async def _apply(
+        self,
+        entry: Entry,
+        options: Options,
+        log: DeltaLog | None = None,
+        *,
+        records: Mapping[str, str] | None = None,
+        proves: bool = False,
+    ) -> None:
+        """Stage and commit one version of a log, this one by default, or raise a `DeltaError`.
+
+        Args:
+            records: what the ranks keep of it; None takes it from its files.
+            proves: whether a delta must declare the digest of the weights that it starts from.
+        """
         versions = {"weight_version": entry.version, "base_version": entry.base_version}
         at = msgspec.structs.replace(options, **versions)
         with contextlib.ExitStack() as stack:
             await asyncio.to_thread(stack.enter_context, (log or self.log).fetched(entry))
-            await asyncio.to_thread(entry.require_files)
+            read = await asyncio.to_thread(read_record, entry)
+            declared = await asyncio.to_thread(read_digests, entry)
+            if proves and not (entry.full or entry.foreign) and declared.before is None:
+                raise _unproven(entry)
             real = [Path(os.path.realpath(path)) for path in entry.paths]
             root = os.path.realpath(entry.folder.parent)
             record = RequestRecord()
             try:
-                answer = await self._apply_files(real, at, record, [root])
-            except DeltaError:
+                kept = {entry.folder.name: read} if records is None else records
+                answer = await self._apply_files(real, at, record, [root], log_records=kept)
+            except DeltaError as error:
                 # Other parts of it that stay staged would keep out what leads around it.
                 for part in record.parts[:1]:
                     drop = DropSync(version=part.version, sync_id=part.sync_id)
                     with contextlib.suppress(Exception):
                         await call(self._engine, drop)
+                if isinstance(error, BaseMismatch) and not entry.full:
+                    version, _, digest = await self._state()
+                    if version == entry.base_version and declared.before != digest:
+                        raise _starts_elsewhere(entry, error) from error
                 raise
         if answer["status"] != "committed":
             if answer["status"] == "staged":
@@ -305,11 +377,21 @@ class LogReplay:
 
     async def _version(self) -> tuple[int, bool]:
         """Return the engine's version, and whether its weights are known to be of it."""
-        [status, *_] = await self._committer.status()
+        version, known, _ = await self._state()
+        return version, known
+
+    async def _state(self) -> tuple[int, bool, str]:
+        """Return the engine's version, whether its weights are known to be of it, and their digest.
+
+        Raises:
+            WeightsAsleep: the engine has released its weights.
+        """
+        replies = await self._committer.status()
+        status = replies[0]
         if status.asleep:
             raise WeightsAsleep("the engine has released its weights; wake it up first")
         known = not self._committer.uncertain and status.foreign is None
-        return status.version, known
+        return status.version, known, total_digest(reply.digest for reply in replies)
 
     @contextlib.asynccontextmanager
     async def _lease(self) -> AsyncIterator[None]:
@@ -328,6 +410,37 @@ class LogReplay:
             except Exception:
                 # This process may acquire it again, and others if this one is dead.
                 logger.exception("the lease of the delta log could not be released")
+
+
+def _refused_here(unusable: Mapping[str, DeltaError], version: int) -> LogDiverged | None:
+    """Return why a delta of the log does not start from the engine's version, if one did not."""
+    for error in unusable.values():
+        if isinstance(error, LogDiverged) and error.operands["version"] == version:
+            return error
+    return None
+
+
+def _starts_elsewhere(entry: Entry, error: BaseMismatch) -> LogDiverged:
+    version = entry.base_version
+    return LogDiverged(
+        f"the delta log holds another history than the one that led to the engine's version "
+        f"{version}: {entry.folder.name} starts from other weights ({error.message})",
+        version=version,
+        newest=entry.version,
+        changed=[entry.folder.name],
+    )
+
+
+def _unproven(entry: Entry) -> LogDiverged:
+    version = entry.base_version
+    return LogDiverged(
+        f"the engine's version {version} is no longer in the delta log, and {entry.folder.name} "
+        "does not declare the digest of the weights that it starts from: nothing shows that it "
+        "continues the engine's history",
+        version=version,
+        newest=entry.version,
+        changed=[],
+    )
 
 
 def _foldable(entries: Sequence[Entry]) -> list[Entry]:

@@ -12,7 +12,7 @@ import contextlib
 import copy
 import time
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +257,8 @@ class DeltaService:
         record: RequestRecord,
         roots: Sequence[str] | None = None,
         source: StoreFolder | None = None,
+        *,
+        log_records: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         """Stage the parts in some files, and commit if they complete their sync.
 
@@ -268,6 +270,8 @@ class DeltaService:
             paths: real paths, below `roots`, of files or of one folder of a version.
             roots: folders below which files may be read; ``--delta-root`` if None.
             source: where they were fetched from; None if they were not.
+            log_records: what the delta log has of the version, for a replay; see
+                `engine_ext.delta_log.records`.
 
         Raises:
             DeltaError: each class fixes the state that the engine is in then.
@@ -281,6 +285,9 @@ class DeltaService:
                 record.set_parts([], spooled)
                 record.timings["receive_ms"] = (time.perf_counter() - start) * 1e3
                 parts = [part_id(s.header.manifest, s.identity, options) for s in spooled]
+                if log_records:
+                    seen = dict(log_records)
+                    parts = [msgspec.structs.replace(part, log_records=seen) for part in parts]
                 record.set_parts(parts, spooled)
                 url, bring = (source.url, source.bring_index) if source else (None, None)
                 parts = located(parts, paths, url)

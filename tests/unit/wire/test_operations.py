@@ -52,6 +52,10 @@ EXAMPLES: list[tuple[ops.Operation[Any], ops.Reply]] = [
         ops.ShareFollowing(follower="n", look=LOOK, pins=True, pin=3),
         ops.Following(name="n", process="p", pin=3, look=LOOK, failures=2, in_a_row=1),
     ),
+    (
+        ops.ShareLogRecords(version=3, seen={"weight_v000003": "ab"}),
+        ops.LogRecords(records={"weight_v000003": "ab"}),
+    ),
     (ops.FindUnseen(version=1, identities=["a", "b"]), ops.Unseen(unseen=["b"])),
     (
         ops.BeginPart(part=PART, path="/spool/part", now=1.5),
