@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (LogDamaged, PartUnavailable, CannotFold, FileExistsError) as error:
         status, problem = DAMAGED, str(error)
     except (OSError, ValueError) as error:
-        status, problem = USAGE, f"{type(error).__name__}: {error}"
+        status, problem = USAGE, str(error)
     except KeyboardInterrupt:
         status, problem = INTERRUPTED, "interrupted; every version is complete or absent"
     print(f"delta-log: {problem}", file=sys.stderr)
@@ -145,6 +145,14 @@ def _open(text: str) -> DeltaLog:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _listing(log: DeltaLog) -> Listing:
+    """List a log; OSError, with its location, if it cannot be read."""
+    try:
+        return log.listing()
+    except LogDamaged as error:
+        raise OSError(f"{log.location}: {error.message}") from error
+
+
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"not a positive number: {text!r}")
@@ -152,7 +160,7 @@ def _count(text: str) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    listing = options.log.listing()
+    listing = _listing(options.log)
     rows = [
         {
             "folder": entry.folder.name,
@@ -205,7 +213,7 @@ def _print_table(rows: Iterable[dict[str, Any]]) -> None:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    listing = options.log.listing()
+    listing = _listing(options.log)
     wanted = set(options.versions)
     entries = [entry for entry in listing.entries if not wanted or entry.version in wanted]
     if missing := wanted - {entry.version for entry in entries}:
@@ -245,7 +253,7 @@ def _fold(options: argparse.Namespace) -> int:
     base, target = options.base, options.target
     if base >= target:
         raise ValueError(f"FROM must be below TO: {base}, {target}")
-    listing = options.log.listing()
+    listing = _listing(options.log)
     between = [entry for entry in listing.entries if entry.version <= target]
     steps = route(between, base)
     if not steps or steps[-1].version != target:
@@ -259,7 +267,7 @@ def _fold(options: argparse.Namespace) -> int:
         before=_before(listing, options),
         progress=lambda entries: _with_progress(entries, "reading"),
     )
-    folded = next(entry for entry in options.log.listing().entries if entry.folder == folder)
+    folded = next(entry for entry in _listing(options.log).entries if entry.folder == folder)
     with options.log.fetched(folded):
         read_version(folded)
     old = sum(entry.nbytes for entry in steps)
@@ -281,7 +289,7 @@ def _before(listing: Listing, options: argparse.Namespace) -> list[Entry]:
 def _prune(options: argparse.Namespace) -> int:
     if options.keep is None and options.before is None and not options.url:
         raise ValueError("nothing selects versions to delete: give --keep, --before or --url")
-    listing = options.log.listing()
+    listing = _listing(options.log)
     versions = sorted({entry.version for entry in listing.entries})
     if not versions:
         print("the log is empty")
@@ -290,11 +298,12 @@ def _prune(options: argparse.Namespace) -> int:
     engines = {url: _engine_version(url, options.api_key) for url in options.url}
     limits = [version for version in (options.before,) if version is not None]
     limits += [versions[-min(options.keep, len(versions))]] if options.keep else []
-    # A running engine needs only newer versions; older ones serve engines that start.
-    limits += [version + 1 for version in engines.values()]
+    # A running engine needs newer versions, and its own to see that they continue its history;
+    # older ones serve engines that start.
+    limits += engines.values()
     # Engines that follow may be held at any of the versions after theirs.
     followers = delta_log.live_heartbeats(options.log)
-    limits += [follower.version + 1 for follower in followers]
+    limits += [follower.version for follower in followers]
     candidates = [entry for entry in listing.entries if entry.version < min(limits)]
     starts = [*engines.values(), *([] if start is None else [start])]
     newest = versions[-1]

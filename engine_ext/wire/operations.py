@@ -186,6 +186,7 @@ class ShareFollowing(Operation[Following], frozen=True, kw_only=True, tag="share
 
     follower: str  # the engine's name among the log's followers, if it has none yet
     look: LogLook | None = None  # has just ended
+    was_read: bool = False  # the log could be read
     pins: bool = False  # `pin` counts
     pin: int | None = None
 

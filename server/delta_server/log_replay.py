@@ -121,6 +121,7 @@ class LogReplay:
         self.newest: int | None = None
         self._versions: list[int] = []
         self._problem: dict[str, Any] | None = None
+        self._was_read = False
 
     @property
     def problem(self) -> dict[str, Any] | None:
@@ -171,8 +172,12 @@ class LogReplay:
                 await self._run_again(options)
         except DeltaError as error:
             self._problem = self._problem or error.to_wire()
-            message = "delta log: replay failed, the engine serves the version that it has: %s: %s"
-            logger.error(message, type(error).__name__, error.message)
+            why = f"{type(error).__name__}: {error.message}"
+            message = "delta log: replay failed, the engine serves the version that it has: %s"
+            if not self._was_read:
+                message = "delta log: the engine waits for its log and serves what it has loaded: "
+                message += f"{self.log.location} was not read: %s"
+            logger.error(message, why)
 
     async def _run_again(self, options: Options) -> None:
         waits = iter(_WAITS_S if is_store_url(self.log.location) else ())
@@ -211,6 +216,7 @@ class LogReplay:
             await self._following.read()  # no process pins the engine while this one replays
         while True:
             listing = await asyncio.to_thread(self.log.listing, anew=anew)
+            await self._note_read()
             self.newest = listing.newest
             self._versions = sorted({entry.version for entry in listing.entries})
             version, known, digest = await self._state()
@@ -234,7 +240,7 @@ class LogReplay:
                 await self._follow(entries[:1], options, applied, unusable, proves=True)
                 continue
             if fold and known and (few := _foldable(entries)):
-                fold = await self._apply_folded(few, version, options, applied)
+                fold = await self._apply_folded(few, version, digest, options, applied)
                 continue
             await self._follow(entries, options, applied, unusable)
         if applied:
@@ -246,6 +252,13 @@ class LogReplay:
             logger.info(message, version, self.log.location, self.newest)
         found = {"version": version, "applied": applied, "newest": self.newest}
         return {"status": "caught_up", **found}
+
+    async def _note_read(self) -> None:
+        """Let every process of an engine that follows know that its log could be read."""
+        self._was_read = True
+        if self._following is not None and not self._following.known.was_read:
+            await self._following.note_read()
+            logger.info("delta log: %s is read", self.log.location)
 
     async def _follow(
         self,
@@ -264,11 +277,12 @@ class LogReplay:
         """
         logged_at = time.monotonic()
         for entry in entries:
-            before = await self._version()
+            before = await self._state()
             try:
-                await self._apply(entry, options, proves=proves)
+                digest = before[2] if before[0] == entry.base_version else None
+                await self._apply(entry, digest, options, proves=proves)
             except VersionConflict:
-                if await self._version() == before:
+                if await self._state() == before:
                     raise
                 return  # a sender has committed another version
             except _ENGINE_ERRORS:
@@ -283,7 +297,12 @@ class LogReplay:
                 logger.info("delta log: at version %d of %d", entry.version, entries[-1].version)
 
     async def _apply_folded(
-        self, entries: Sequence[Entry], version: int, options: Options, applied: list[int]
+        self,
+        entries: Sequence[Entry],
+        version: int,
+        digest: str,
+        options: Options,
+        applied: list[int],
     ) -> bool:
         """Apply several versions as one; return whether that was possible.
 
@@ -296,7 +315,7 @@ class LogReplay:
                 await asyncio.to_thread(fold_versions, log, entries, version, source=self.log)
                 [folded] = (await asyncio.to_thread(log.listing)).entries
                 records = {} if record is None else {entries[-1].folder.name: record}
-                await self._apply(folded, options, log, records=records)
+                await self._apply(folded, digest, options, log, records=records)
             except _ENGINE_ERRORS:
                 raise
             except (CannotFold, DeltaError, OSError) as error:
@@ -333,6 +352,7 @@ class LogReplay:
     async def _apply(
         self,
         entry: Entry,
+        digest: str | None,
         options: Options,
         log: DeltaLog | None = None,
         *,
@@ -342,6 +362,7 @@ class LogReplay:
         """Stage and commit one version of a log, this one by default, or raise a `DeltaError`.
 
         Args:
+            digest: of the engine's weights, if these are of the version that it starts from.
             records: what the ranks keep of it; None takes it from its files.
             proves: whether a delta must declare the digest of the weights that it starts from.
         """
@@ -351,8 +372,11 @@ class LogReplay:
             await asyncio.to_thread(stack.enter_context, (log or self.log).fetched(entry))
             read = await asyncio.to_thread(read_record, entry)
             declared = await asyncio.to_thread(read_digests, entry)
-            if proves and not (entry.full or entry.foreign) and declared.before is None:
-                raise _unproven(entry)
+            if not (entry.full or entry.foreign):
+                if declared.before is None and proves:
+                    raise _unproven(entry)
+                if None not in (declared.before, digest) and declared.before != digest:
+                    raise _starts_elsewhere(entry, f"{declared.before}, the engine has {digest}")
             real = [Path(os.path.realpath(path)) for path in entry.paths]
             root = os.path.realpath(entry.folder.parent)
             record = RequestRecord()
@@ -365,20 +389,13 @@ class LogReplay:
                     drop = DropSync(version=part.version, sync_id=part.sync_id)
                     with contextlib.suppress(Exception):
                         await call(self._engine, drop)
-                if isinstance(error, BaseMismatch) and not entry.full:
-                    version, _, digest = await self._state()
-                    if version == entry.base_version and declared.before != digest:
-                        raise _starts_elsewhere(entry, error) from error
+                if isinstance(error, BaseMismatch) and not entry.full and declared.before is None:
+                    raise _starts_elsewhere(entry, error.message) from error
                 raise
         if answer["status"] != "committed":
             if answer["status"] == "staged":
                 await call(self._engine, DropSync())
             raise entry.damaged(f"its parts are not all of a sync ({answer['status']})")
-
-    async def _version(self) -> tuple[int, bool]:
-        """Return the engine's version, and whether its weights are known to be of it."""
-        version, known, _ = await self._state()
-        return version, known
 
     async def _state(self) -> tuple[int, bool, str]:
         """Return the engine's version, whether its weights are known to be of it, and their digest.
@@ -420,11 +437,11 @@ def _refused_here(unusable: Mapping[str, DeltaError], version: int) -> LogDiverg
     return None
 
 
-def _starts_elsewhere(entry: Entry, error: BaseMismatch) -> LogDiverged:
+def _starts_elsewhere(entry: Entry, why: str) -> LogDiverged:
     version = entry.base_version
     return LogDiverged(
         f"the delta log holds another history than the one that led to the engine's version "
-        f"{version}: {entry.folder.name} starts from other weights ({error.message})",
+        f"{version}: {entry.folder.name} starts from other weights ({why})",
         version=version,
         newest=entry.version,
         changed=[entry.folder.name],

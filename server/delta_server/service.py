@@ -143,7 +143,11 @@ class DeltaService:
     async def status(self) -> dict[str, Any]:
         """Return the state of the engine's receivers, as JSON."""
         replies, replay = await self.committer.status(self._engine), self.log_replay
-        following = None if self.follower is None else await self.follower.describe()
+        following, state = None, "uncertain" if self.committer.uncertain else "certain"
+        if self.follower is not None:
+            following = await self.follower.describe()
+            if self.follower.waits_for_log and state == "certain":
+                state = "waiting_for_log"
         log = None if replay is None else replay.describe(replies[0].version)
         named = {} if self.adapter is None else {"adapter": self.adapter}
         complete = await asyncio.to_thread(completeness, replies[0].delivery, self._folders)
@@ -158,7 +162,7 @@ class DeltaService:
             "complete": complete,
             "asleep": any(reply.asleep for reply in replies),
             "foreign": next((reply.foreign for reply in replies if reply.foreign), None),
-            "engine_state": "uncertain" if self.committer.uncertain else "certain",
+            "engine_state": state,
             "can_roll_back": all(reply.can_roll_back for reply in replies),
             "certification": [reply.certification for reply in replies],
             "uncertified": {k: v for reply in replies for k, v in reply.uncertified.items()},
