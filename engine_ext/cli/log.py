@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_ext import delta_log, settings
-from engine_ext.delta_log import CannotFold, DeltaLog, Entry, Listing, read_version, route
+from engine_ext.delta_log import CannotFold, DeltaLog, Entry, Listing, route
 from engine_ext.errors import LogDamaged, PartUnavailable
 from engine_ext.wire import HMAC_KEY_ENVIRONMENT
 
@@ -269,7 +269,7 @@ def _fold(options: argparse.Namespace) -> int:
     )
     folded = next(entry for entry in _listing(options.log).entries if entry.folder == folder)
     with options.log.fetched(folded):
-        read_version(folded)
+        delta_log.verify_version(folded)
     old = sum(entry.nbytes for entry in steps)
     print(f"{folder.name}: folded {len(steps)} version(s), {old:,} bytes into {folded.nbytes:,}")
     return OK

@@ -3,7 +3,8 @@
 `opening` opens one by its location. `interface` is what both kinds offer: `folder_log` with
 `writer` in a folder, `store_log` with `store_writer` in an object store. `catalog` lists versions
 and finds a route between two of them, `fold` makes one delta of several, `values` turns differences
-into values on the way. `records` has what identifies a version. `followers` has the heartbeats of the engines that follow a log, `lag` how
+into values on the way, `merged` adds up deltas of one tensor. `records` has what identifies a
+version. `followers` has the heartbeats of the engines that follow a log, `lag` how
 far they are behind it.
 
 Imports: `engine_ext.remote_parts`, `engine_ext.object_store`, `engine_ext.version_folders`,
@@ -36,7 +37,7 @@ from engine_ext.delta_log.followers import (
     remove_heartbeat,
     write_heartbeat,
 )
-from engine_ext.delta_log.interface import DeltaLog, Draft, Writer
+from engine_ext.delta_log.interface import CannotFold, DeltaLog, Draft, Writer
 from engine_ext.delta_log.lag import Lag, follower_lags
 from engine_ext.delta_log.opening import open_log
 from engine_ext.delta_log.records import (
@@ -48,7 +49,6 @@ from engine_ext.delta_log.records import (
 from engine_ext.delta_log.store_fetch import fetch_object, read_done
 from engine_ext.delta_log.store_log import StoreLog
 from engine_ext.delta_log.store_writer import StoreWriter
-from engine_ext.delta_log.values import CannotFold
 from engine_ext.delta_log.writer import LogWriter, discard
 
 __all__ = [

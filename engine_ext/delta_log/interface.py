@@ -9,6 +9,10 @@ from typing import NamedTuple, Protocol
 from engine_ext.delta_log.catalog import Entry, Listing
 
 
+class CannotFold(Exception):
+    """These versions cannot be folded into one; the message says why."""
+
+
 class Note(NamedTuple):
     """A small file beside the versions: its name, its content, and its age in seconds."""
 

@@ -24,7 +24,6 @@ from engine_ext.errors import (
 from engine_ext.wire import PartId
 from engine_ext.wire.operations import Admission, Delivery, StagedSync
 
-
 _MOST_LOG_RECORDS: Final = 256  # the last versions; a rewritten log shows in any of them
 
 
