@@ -15,7 +15,6 @@ from typing import Any
 from engine_ext import delta_log, settings
 from engine_ext.delta_log import CannotFold, DeltaLog, Entry, Listing, route
 from engine_ext.errors import LogDamaged, PartUnavailable
-from engine_ext.wire import HMAC_KEY_ENVIRONMENT
 
 OK, DAMAGED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -80,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         "verify",
         _verify,
         "Read every part, verify and decode it as an engine would (its signature too if "
-        f"{HMAC_KEY_ENVIRONMENT} has a key), and check that each version starts at the weights "
+        "DELTA_HMAC_KEY has a key), and check that each version starts at the weights "
         "that the previous one leads to. Checksums in another trainer's folder are of whole new "
         "tensors, which only an engine can verify.",
     )

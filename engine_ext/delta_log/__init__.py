@@ -7,9 +7,16 @@ into values on the way, `merged` adds up deltas of one tensor. `records` has wha
 version. `followers` has the heartbeats of the engines that follow a log, `lag` how
 far they are behind it.
 
+To list and prune a folder takes a moment, as what reads and writes parts is imported later.
+
 Imports: `engine_ext.remote_parts`, `engine_ext.object_store`, `engine_ext.version_folders`,
 `engine_ext.wire`, `engine_ext.files`, `engine_ext.resources`, `engine_ext.errors`.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
 
 from engine_ext.delta_log.catalog import (
     DONE,
@@ -22,13 +29,7 @@ from engine_ext.delta_log.catalog import (
     version_of,
     why_not_newer,
 )
-from engine_ext.delta_log.fold import (
-    digests_of,
-    fold_versions,
-    read_version,
-    verify_version,
-)
-from engine_ext.delta_log.folder_log import FolderLog
+from engine_ext.delta_log.folder_log import FolderLog, discard
 from engine_ext.delta_log.followers import (
     FollowerState,
     Heartbeat,
@@ -40,16 +41,29 @@ from engine_ext.delta_log.followers import (
 from engine_ext.delta_log.interface import CannotFold, DeltaLog, Draft, Writer
 from engine_ext.delta_log.lag import Lag, follower_lags
 from engine_ext.delta_log.opening import open_log
-from engine_ext.delta_log.records import (
-    listed_record,
-    read_digests,
-    read_identities,
-    read_record,
-)
-from engine_ext.delta_log.store_fetch import fetch_object, read_done
-from engine_ext.delta_log.store_log import StoreLog
-from engine_ext.delta_log.store_writer import StoreWriter
-from engine_ext.delta_log.writer import LogWriter, discard
+
+if TYPE_CHECKING:
+    from engine_ext.delta_log.fold import digests_of, fold_versions, read_version, verify_version
+    from engine_ext.delta_log.records import (
+        listed_record,
+        read_digests,
+        read_identities,
+        read_record,
+    )
+    from engine_ext.delta_log.store_fetch import fetch_object, read_done
+    from engine_ext.delta_log.store_log import StoreLog
+    from engine_ext.delta_log.store_writer import StoreWriter
+    from engine_ext.delta_log.writer import LogWriter
+
+# What imports torch and all of `engine_ext.wire`, by module.
+_LATER: Final = {
+    "fold": ("digests_of", "fold_versions", "read_version", "verify_version"),
+    "records": ("listed_record", "read_digests", "read_identities", "read_record"),
+    "store_fetch": ("fetch_object", "read_done"),
+    "store_log": ("StoreLog",),
+    "store_writer": ("StoreWriter",),
+    "writer": ("LogWriter",),
+}
 
 __all__ = [
     "DONE",
@@ -90,3 +104,10 @@ __all__ = [
     "why_not_newer",
     "write_heartbeat",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _LATER.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,10 +7,14 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine_ext.delta_log.catalog import Entry, Listing, list_log, version_of
 from engine_ext.delta_log.interface import Note
-from engine_ext.delta_log.writer import FolderDraft, LogWriter, discard
+from engine_ext.files import sync_folder
+
+if TYPE_CHECKING:
+    from engine_ext.delta_log.writer import FolderDraft, LogWriter
 
 
 class FolderLog:
@@ -34,10 +38,14 @@ class FolderLog:
 
     def writer(self) -> LogWriter:
         """Become the only writer; see `LogWriter`."""
+        from engine_ext.delta_log.writer import LogWriter
+
         return LogWriter(self.folder)
 
     def draft(self, name: str) -> FolderDraft:
         """Begin a folded version; see `FolderDraft`."""
+        from engine_ext.delta_log.writer import FolderDraft
+
         return FolderDraft(self.folder, name)
 
     def discard(self, name: str) -> None:
@@ -79,6 +87,15 @@ class FolderLog:
     def remove_note(self, folder: str, name: str) -> None:
         """Remove a small file."""
         (self.folder / folder / name).unlink(missing_ok=True)
+
+
+def discard(folder: Path) -> None:
+    """Delete a version's folder; a reader sees the whole folder or none."""
+    gone = folder.with_name(f".{folder.name}.gone")
+    shutil.rmtree(gone, ignore_errors=True)
+    os.rename(folder, gone)
+    sync_folder(folder.parent)
+    shutil.rmtree(gone)
 
 
 def _now(folder: Path) -> float:

@@ -118,15 +118,6 @@ class FolderDraft:
         shutil.rmtree(self._partial, ignore_errors=True)
 
 
-def discard(folder: Path) -> None:
-    """Delete a version's folder; a reader sees the whole folder or none."""
-    gone = folder.with_name(f".{folder.name}.gone")
-    shutil.rmtree(gone, ignore_errors=True)
-    os.rename(folder, gone)
-    sync_folder(folder.parent)
-    shutil.rmtree(gone)
-
-
 def done_of(manifest: Manifest, files: dict[str, FileFacts]) -> bytes:
     """Return the content of ``DONE``, given the manifest of a part and the facts of all."""
     version, base = manifest.current_version, manifest.base_version

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,20 @@ def test_an_empty_log(tmp_path: Path) -> None:
     assert main(["list", str(tmp_path)]) == OK
     assert main(["verify", str(tmp_path)]) == OK
     assert main(["prune", str(tmp_path), "--keep", "1"]) == OK
+
+
+@pytest.mark.parametrize("command", [["list"], ["prune", "--keep", "2", "--base-version", "6"]])
+def test_a_folder_is_maintained_without_torch(command: list[str], log: Path) -> None:
+    """Whose import takes longer than the work."""
+    name, *options = command
+    program = (
+        "import sys; from engine_ext.cli.log import main; "
+        f"print(main({[name, str(log), *options]}), 'torch' in sys.modules)"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
+    assert shown.splitlines()[-1] == "0 False"
 
 
 @pytest.mark.parametrize("command", [["list"], ["verify"], ["fold", "0", "1"], ["prune"]])

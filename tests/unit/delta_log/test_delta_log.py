@@ -23,7 +23,8 @@ from engine_ext.delta_log.catalog import (
     version_of,
     why_not_newer,
 )
-from engine_ext.delta_log.writer import LogWriter, discard, manifest_of
+from engine_ext.delta_log.folder_log import discard
+from engine_ext.delta_log.writer import LogWriter, manifest_of
 from engine_ext.errors import LogDamaged, MalformedPart
 from engine_ext.wire import ParamDelta, encode_part
 from tests.support.served_models import PROPERTY
