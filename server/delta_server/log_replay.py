@@ -2,8 +2,8 @@
 
 Each version is staged and committed as if its parts had arrived by HTTP, with the same checks. A
 version that is damaged, missing or not for these weights ends the replay at the last good version,
-unless there is a route around it (a folded delta, a later full version). Several versions can be
-folded on the way, so that generation pauses once.
+unless there is a route around it (a folded delta, a later full version). Several versions are
+folded on the way, at start-up and by an engine that follows, so that generation pauses once.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class LogReplay:
         waits = iter(_WAITS_S if is_store_url(self.log.location) else ())
         while True:
             try:
-                await self._run(options)
+                await self._run(options, fold=True)
                 return
             except (LogDamaged, PartUnavailable) as error:
                 wait = next(waits, None)
@@ -205,13 +205,15 @@ class LogReplay:
             DeltaError: the engine could not take a version, whatever its route.
         """
         async with self.idle():
-            return await self._run(options, fold=fold)
+            return await self._run(options, fold=fold, is_look=fold)
 
-    async def _run(self, options: Options, *, fold: bool = False) -> dict[str, Any]:
+    async def _run(
+        self, options: Options, *, fold: bool, is_look: bool = False
+    ) -> dict[str, Any]:
         applied: list[int] = []
         unusable: dict[str, DeltaError] = {}
         other: LogDiverged | None = None
-        start, is_look, anew = time.monotonic(), fold, self._problem is not None
+        start, anew = time.monotonic(), self._problem is not None
         if self._following is not None:
             await self._following.read()  # no process pins the engine while this one replays
         while True:
@@ -239,7 +241,9 @@ class LogReplay:
             if compared.is_gone:  # the first one is to show that it starts from here
                 await self._follow(entries[:1], options, applied, unusable, proves=True)
                 continue
-            if fold and known and (few := _foldable(entries)):
+            # A sender that posts may repeat the newest version, which ranks know by its parts.
+            whole = entries if self._following is not None else entries[:-1]
+            if fold and known and (few := _foldable(whole)):
                 fold = await self._apply_folded(few, version, digest, options, applied)
                 continue
             await self._follow(entries, options, applied, unusable)
@@ -389,7 +393,8 @@ class LogReplay:
                     drop = DropSync(version=part.version, sync_id=part.sync_id)
                     with contextlib.suppress(Exception):
                         await call(self._engine, drop)
-                if isinstance(error, BaseMismatch) and not entry.full and declared.before is None:
+                unproven = declared.before is None and not (entry.full or entry.foreign)
+                if unproven and isinstance(error, BaseMismatch):
                     raise _starts_elsewhere(entry, error.message) from error
                 raise
         if answer["status"] != "committed":

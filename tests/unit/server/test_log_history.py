@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from delta_server.service import DeltaService
-from engine_ext.delta_log import DeltaLog, FolderLog, StoreLog, live_heartbeats, open_log
+from engine_ext.delta_log import DeltaLog, FolderLog, live_heartbeats, open_log
 from engine_ext.delta_log.catalog import DONE, folder_name
 from tests.support.delta_bodies import (
     VERSION,
@@ -24,6 +24,7 @@ from tests.support.delta_bodies import (
     same,
 )
 from tests.support.endpoint_rig import Rig, assert_error
+from tests.support.plain_trainer import remove_versions
 from tests.unit.server.test_log_follower import looked, until
 from tests.unit.server.test_log_replay import CATCH_UP, STEPS
 
@@ -86,11 +87,7 @@ def write_run(
 
 def remove(log: DeltaLog, *versions: int) -> None:
     """Remove some versions, without any all of them."""
-    for entry in log.listing().entries:
-        if not versions or entry.version in versions:
-            log.discard(entry.folder.name)
-    if isinstance(log, StoreLog):  # else the next writer settles their numbers
-        log.store.delete([found.name for found in log.store.list("claims")])
+    remove_versions(log.location, *versions)
 
 
 def diverged(rig: Rig, version: int) -> dict[str, Any]:
