@@ -314,9 +314,9 @@ def _prune(options: argparse.Namespace) -> int:
         if version in stranded:
             problem = f"{url} is at version {version}, which the log does not lead on from"
             print(f"delta-log: {problem}", file=sys.stderr)
-    for entry in _with_progress([] if options.dry_run else gone, "deleting"):
-        options.log.discard(entry.folder.name)
     if not options.dry_run:
+        if gone:
+            options.log.discard(*(entry.folder.name for entry in gone))
         options.log.tidy(listing)
     size = sum(entry.nbytes for entry in gone)
     verb = "would be deleted" if options.dry_run else "deleted"

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,15 +49,15 @@ class FolderLog:
 
         return FolderDraft(self.folder, name)
 
-    def discard(self, name: str) -> None:
-        """Delete a version's folder."""
-        discard(self.folder / name)
+    def discard(self, *names: str) -> None:
+        """Delete versions' folders."""
+        discard(self.folder, names)
 
     def tidy(self, listing: Listing) -> None:
         """Delete the marks of refused numbers below the newest version, and cut deletions."""
         for folder in listing.refused:
             if (version_of(folder.name) or 0) < (listing.newest or 0):
-                discard(folder)
+                discard(self.folder, [folder.name])
         for folder in self.folder.glob(".weight_v*.gone"):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -89,13 +90,16 @@ class FolderLog:
         (self.folder / folder / name).unlink(missing_ok=True)
 
 
-def discard(folder: Path) -> None:
-    """Delete a version's folder; a reader sees the whole folder or none."""
-    gone = folder.with_name(f".{folder.name}.gone")
-    shutil.rmtree(gone, ignore_errors=True)
-    os.rename(folder, gone)
-    sync_folder(folder.parent)
-    shutil.rmtree(gone)
+def discard(log: Path, names: Iterable[str]) -> None:
+    """Delete versions' folders; a reader sees the whole of each or none."""
+    removed = []
+    for name in names:
+        removed.append(log / f".{name}.gone")
+        shutil.rmtree(removed[-1], ignore_errors=True)
+        os.rename(log / name, removed[-1])
+    sync_folder(log)
+    for folder in removed:
+        shutil.rmtree(folder)
 
 
 def _now(folder: Path) -> float:

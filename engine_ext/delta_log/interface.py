@@ -116,8 +116,8 @@ class DeltaLog(Protocol):
         """Begin a folded version, whose folder gets this name; FileExistsError if it is there."""
         ...
 
-    def discard(self, name: str) -> None:
-        """Delete a version by its folder's name; readers see all of it or none."""
+    def discard(self, *names: str) -> None:
+        """Delete versions by their folders' names; readers see all of each or none."""
         ...
 
     def tidy(self, listing: Listing) -> None:

@@ -244,9 +244,8 @@ def write_unproven(log: str | Path, trainer: Trainer, *, full: bool = False) -> 
 def remove_versions(log: str | Path, *versions: int) -> None:
     """Remove some versions of a log, without any all, so that their numbers are free again."""
     opened = open_log(log)
-    for entry in opened.listing().entries:
-        if not versions or entry.version in versions:
-            opened.discard(entry.folder.name)
+    gone = [one for one in opened.listing().entries if not versions or one.version in versions]
+    opened.discard(*(entry.folder.name for entry in gone))
     if isinstance(opened, StoreLog):  # else the next writer settles the numbers that were claimed
         opened.store.delete([found.name for found in opened.store.list("claims")])
 

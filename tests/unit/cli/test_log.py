@@ -251,7 +251,7 @@ def test_prune_must_be_told_what(log: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_interrupted(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(log: FolderLog, name: str) -> None:
+    def interrupted(log: FolderLog, *names: str) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(FolderLog, "discard", interrupted)

@@ -140,7 +140,7 @@ def test_a_part_without_a_base_follows_the_version_before(tmp_path: Path) -> Non
 
 
 def test_discarding(tmp_path: Path) -> None:
-    discard(write(tmp_path, 4))
+    discard(tmp_path, [write(tmp_path, 4).name])
     assert os.listdir(tmp_path) == []
 
 
