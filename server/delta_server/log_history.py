@@ -31,6 +31,7 @@ _MOST_COMPARED: Final = 128  # versions before the engine's; half of what the ra
 _MOST_NAMED: Final = 8
 
 _Read = TypeVar("_Read")
+_Key = tuple[str, float, int, str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,8 @@ class LogHistory:
 
     def __init__(self, engine: Engine, log: DeltaLog) -> None:
         self._engine, self._log = engine, log
-        self._read: dict[tuple[str, float, int], str] = {}  # records of what has none in ``DONE``
+        self._read: dict[_Key, str] = {}  # records of what has none in ``DONE``
+        self._contents: dict[_Key, tuple[str | None, list[str]]] = {}  # of the last one compared
 
     async def compare(self, listing: Listing, version: int, digest: str) -> Comparison:
         """Compare a listing with what led to the engine's version and digest.
@@ -74,8 +76,9 @@ class LogHistory:
             was_here = any(version_of(name) == version for name in known)
             is_ours = await self._is_ours(own, version, digest)
             changed = [name for name, record in found.items() if known.get(name, record) != record]
-            if is_ours is None and was_here:
-                changed += [name for name in ours if name in found and name not in known]
+            if is_ours is None and was_here:  # a folded one may be added later, no other
+                new_here = (name for name in ours if name in found and name not in known)
+                changed += [name for name in new_here if "_from_" not in name]
             if is_ours is False or (is_ours is None and changed):
                 return Comparison(_other(listing, version, changed or [*ours]))
             if is_ours is None and was_here:
@@ -94,7 +97,7 @@ class LogHistory:
         """
         if (record := listed_record(entry)) is not None:
             return record
-        key = (entry.folder.name, entry.written_at, entry.nbytes)
+        key = _key(entry)
         if key not in self._read:
             try:
                 self._read[key] = await asyncio.to_thread(self._with_files, entry, read_record)
@@ -107,22 +110,39 @@ class LogHistory:
         """Return whether the engine has the content of these entries; None if nothing shows it."""
         found: set[bool] = set()
         for entry in own:
-            try:
-                declared = await asyncio.to_thread(self._with_files, entry, read_digests)
-                if declared.after is not None:
-                    found.add(declared.after == digest)
-                    continue
-                parts = await asyncio.to_thread(self._with_files, entry, read_identities)
-            except LogDamaged:
-                continue
-            unseen = await call(self._engine, FindUnseen(version=version, identities=parts))
-            if parts and not any(answer.unseen for answer in unseen):
-                found.add(True)
+            after, parts = await self._content(entry)
+            if after is not None:
+                found.add(after == digest)
+            elif parts:
+                unseen = await call(self._engine, FindUnseen(version=version, identities=parts))
+                if not any(answer.unseen for answer in unseen):
+                    found.add(True)
         return max(found, default=None)
+
+    async def _content(self, entry: Entry) -> tuple[str | None, list[str]]:
+        """Return the digest that a version leads to, or else the identities of its parts."""
+
+        def read(entry: Entry) -> tuple[str | None, list[str]]:
+            after = read_digests(entry).after
+            return after, [] if after is not None else read_identities(entry)
+
+        key = _key(entry)
+        if key not in self._contents:
+            try:
+                found = await asyncio.to_thread(self._with_files, entry, read)
+            except LogDamaged:
+                return None, []
+            self._contents = {key: found}
+        return self._contents[key]
 
     def _with_files(self, entry: Entry, read: Callable[[Entry], _Read]) -> _Read:
         with self._log.fetched(entry):
             return read(entry)
+
+
+def _key(entry: Entry) -> _Key:
+    """Return what changes with a version's files, as far as a listing shows it."""
+    return entry.folder.name, entry.written_at, entry.nbytes, listed_record(entry)
 
 
 def _other(listing: Listing, version: int, changed: Sequence[str]) -> LogDiverged:

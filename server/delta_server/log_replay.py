@@ -185,6 +185,8 @@ class LogReplay:
             try:
                 await self._run(options, fold=True)
                 return
+            except LogDiverged:  # what was read is sound
+                raise
             except (LogDamaged, PartUnavailable) as error:
                 wait = next(waits, None)
                 if wait is None:
@@ -207,9 +209,7 @@ class LogReplay:
         async with self.idle():
             return await self._run(options, fold=fold, is_look=fold)
 
-    async def _run(
-        self, options: Options, *, fold: bool, is_look: bool = False
-    ) -> dict[str, Any]:
+    async def _run(self, options: Options, *, fold: bool, is_look: bool = False) -> dict[str, Any]:
         applied: list[int] = []
         unusable: dict[str, DeltaError] = {}
         other: LogDiverged | None = None

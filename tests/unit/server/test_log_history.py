@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from delta_server.service import DeltaService
-from engine_ext.delta_log import DeltaLog, FolderLog, live_heartbeats, open_log
+from engine_ext.delta_log import DeltaLog, FolderLog, fold_versions, live_heartbeats, open_log
 from engine_ext.delta_log.catalog import DONE, folder_name
 from tests.support.delta_bodies import (
     VERSION,
@@ -293,6 +293,22 @@ def test_a_pushed_version_is_found_in_the_log(
     remove(log)
     write_run(log, OTHER)
     diverged(rig, VERSION + 1)
+
+
+@pytest.mark.parametrize("digests", [False, True])
+def test_a_fold_of_the_engines_version_is_no_other_history(tmp_path: Path, digests: bool) -> None:
+    """It was added after the engine had the version, which was deleted then."""
+    (tmp_path / "log").mkdir()
+    log = FolderLog(tmp_path / "log")
+    write_run(log, STEPS[:2], digests=digests)
+    rig = Rig(tmp_path / "spool", log=log.location)
+    try:
+        fold_versions(log, log.listing().entries, VERSION)
+        log.discard(folder_name(VERSION + 2))
+        assert rig.post(CATCH_UP).json()["applied"] == []
+        assert rig.status()["delta_log"]["problem"] is None
+    finally:
+        rig.close()
 
 
 def test_another_version_than_the_pushed_one_shows(
