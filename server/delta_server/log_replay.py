@@ -133,13 +133,13 @@ class LogReplay:
         newest, problem = self.newest, self._problem
         if self._following is not None and (look := self._following.known.look) is not None:
             # Another process may have looked since this one did.
-            newest = max((n for n in (newest, look.newest) if n is not None), default=None)
+            newest = newest if look.newest is None else look.newest
             problem = look.problem
-        diverged = problem is not None and problem["type"] == LogDiverged.__name__
-        if diverged and problem["version"] != version:
-            problem = None  # another version has come since, by request
-        elif not diverged and newest is not None and version >= newest:
-            problem = None
+        if problem is not None and problem["type"] == LogDiverged.__name__:
+            holds = problem["version"] == version  # no other has come since, by request
+        else:
+            holds = newest is None or version < newest
+        problem = problem if holds else None
         return {"folder": self.log.location, "newest": newest, "problem": problem}
 
     def behind(self, version: int) -> int:
