@@ -121,7 +121,7 @@ class LogReplay:
         self.newest: int | None = None
         self._versions: list[int] = []
         self._problem: dict[str, Any] | None = None
-        self._was_read = False
+        self._was_read, self._read_at = False, 0.0
 
     @property
     def problem(self) -> dict[str, Any] | None:
@@ -133,7 +133,8 @@ class LogReplay:
         newest, problem = self.newest, self._problem
         if self._following is not None and (look := self._following.known.look) is not None:
             # Another process may have looked since this one did.
-            newest = newest if look.newest is None else look.newest
+            if look.at > self._read_at and (look.newest is not None or look.error is None):
+                newest = look.newest
             problem = look.problem
         if problem is not None and problem["type"] == LogDiverged.__name__:
             holds = problem["version"] == version  # no other has come since, by request
@@ -259,7 +260,7 @@ class LogReplay:
 
     async def _note_read(self) -> None:
         """Let every process of an engine that follows know that its log could be read."""
-        self._was_read = True
+        self._was_read, self._read_at = True, time.time()
         if self._following is not None and not self._following.known.was_read:
             await self._following.note_read()
             logger.info("delta log: %s is read", self.log.location)
