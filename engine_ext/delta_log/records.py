@@ -1,7 +1,7 @@
-"""What a delta log has of one version: a hash of its files, and the digests that its parts declare.
+"""Read the record of a version in a delta log, and the digests that its parts declare.
 
-Two versions have one record only if their files have the same bytes, whatever these are called. So
-a number that was used twice, by two runs, has two records.
+A record is a hash of the contents of all files, whatever these are called. So a number that was
+used twice, by two runs, has two records.
 """
 
 from __future__ import annotations

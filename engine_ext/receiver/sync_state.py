@@ -105,7 +105,7 @@ class SyncState:
 
     @property
     def log_records(self) -> Mapping[str, str]:
-        """What the delta log had of the versions that have led to this one, the last ones."""
+        """Records of the last versions in the delta log that have led to this one, by folder."""
         return self._committed.log_records
 
     def add_log_records(self, version: int, seen: Mapping[str, str]) -> None:

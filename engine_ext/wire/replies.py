@@ -184,7 +184,7 @@ class Following(Reply, frozen=True, kw_only=True):
 
 
 class LogRecords(Reply, frozen=True, kw_only=True):
-    """What the delta log had of the versions that have led to the engine's, the last ones."""
+    """Records of the last versions in the delta log that have led to the engine's."""
 
     records: dict[str, str]  # by folder's name, see `engine_ext.delta_log.records`
 

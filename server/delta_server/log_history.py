@@ -59,7 +59,7 @@ class LogHistory:
     async def compare(self, listing: Listing, version: int, digest: str) -> Comparison:
         """Compare a listing with what led to the engine's version and digest.
 
-        What is new in the log, up to that version, counts as seen from then on.
+        The ranks keep the records of versions that are new in the log, up to that version.
 
         Raises:
             PartUnavailable: the version cannot be read now.
@@ -76,7 +76,7 @@ class LogHistory:
             was_here = any(version_of(name) == version for name in known)
             is_ours = await self._is_ours(own, version, digest)
             changed = [name for name, record in found.items() if known.get(name, record) != record]
-            if is_ours is None and was_here:  # a folded one may be added later, no other
+            if is_ours is None and was_here:  # only a folded one can be added later
                 new_here = (name for name in ours if name in found and name not in known)
                 changed += [name for name in new_here if "_from_" not in name]
             if is_ours is False or (is_ours is None and changed):
@@ -158,7 +158,7 @@ def _other(listing: Listing, version: int, changed: Sequence[str]) -> LogDiverge
 
 
 def _ended(listing: Listing, version: int) -> LogDiverged | None:
-    """Return the error for a log that does not go on to the engine's version, unless it does."""
+    """Return the error for a log that ends before the engine's version, unless it does not."""
     refused = [folder.name for folder in listing.refused if version_of(folder.name) == version]
     if listing.newest is not None and listing.newest >= version and not refused:
         return None

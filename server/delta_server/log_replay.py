@@ -242,7 +242,7 @@ class LogReplay:
             if compared.is_gone:  # the first one is to show that it starts from here
                 await self._follow(entries[:1], options, applied, unusable, proves=True)
                 continue
-            # A sender that posts may repeat the newest version, which ranks know by its parts.
+            # A sender that posts might repeat the newest version, which ranks know by its parts.
             whole = entries if self._following is not None else entries[:-1]
             if fold and known and (few := _foldable(whole)):
                 fold = await self._apply_folded(few, version, digest, options, applied)
