@@ -16,6 +16,7 @@ answered with and the state the engine is in afterwards; a subclass inherits bot
     │   ├── SyncInProgress     409  another sync has parts staged; retry later
     │   ├── WeightsAsleep      409  the engine has released its weights
     │   └── LogDamaged         409  the delta log has no sound route from here
+    │       └── LogDiverged    409  the delta log does not continue the engine's history
     ├── TooLarge               413  body or declared size over a limit
     ├── UnsupportedMedia       415  content type or content encoding
     ├── NotUpdatable           422  unknown tensor, wrong shape or dtype, bad index, inexact tensor
@@ -129,6 +130,10 @@ class WeightsAsleep(Conflict):
 
 class LogDamaged(Conflict):
     """The delta log has no sound route to its newest version; the engine stays where it is."""
+
+
+class LogDiverged(LogDamaged):
+    """The delta log does not continue the engine's history; the engine stays where it is."""
 
 
 class TooLarge(DeltaError):

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from engine_ext import delta_log, settings
-from engine_ext.delta_log import CannotFold, DeltaLog, Entry, Listing, read_version, route
+from engine_ext.delta_log import CannotFold, DeltaLog, Entry, Listing, route
 from engine_ext.errors import LogDamaged, PartUnavailable
-from engine_ext.wire import HMAC_KEY_ENVIRONMENT
 
 OK, DAMAGED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -49,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (LogDamaged, PartUnavailable, CannotFold, FileExistsError) as error:
         status, problem = DAMAGED, str(error)
     except (OSError, ValueError) as error:
-        status, problem = USAGE, f"{type(error).__name__}: {error}"
+        status, problem = USAGE, str(error)
     except KeyboardInterrupt:
         status, problem = INTERRUPTED, "interrupted; every version is complete or absent"
     print(f"delta-log: {problem}", file=sys.stderr)
@@ -80,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         "verify",
         _verify,
         "Read every part, verify and decode it as an engine would (its signature too if "
-        f"{HMAC_KEY_ENVIRONMENT} has a key), and check that each version starts at the weights "
+        "DELTA_HMAC_KEY has a key), and check that each version starts at the weights "
         "that the previous one leads to. Checksums in another trainer's folder are of whole new "
         "tensors, which only an engine can verify.",
     )
@@ -145,6 +144,14 @@ def _open(text: str) -> DeltaLog:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _listing(log: DeltaLog) -> Listing:
+    """List a log; OSError, with its location, if it cannot be read."""
+    try:
+        return log.listing()
+    except LogDamaged as error:
+        raise OSError(f"{log.location}: {error.message}") from error
+
+
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"not a positive number: {text!r}")
@@ -152,7 +159,7 @@ def _count(text: str) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    listing = options.log.listing()
+    listing = _listing(options.log)
     rows = [
         {
             "folder": entry.folder.name,
@@ -205,7 +212,7 @@ def _print_table(rows: Iterable[dict[str, Any]]) -> None:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    listing = options.log.listing()
+    listing = _listing(options.log)
     wanted = set(options.versions)
     entries = [entry for entry in listing.entries if not wanted or entry.version in wanted]
     if missing := wanted - {entry.version for entry in entries}:
@@ -245,7 +252,7 @@ def _fold(options: argparse.Namespace) -> int:
     base, target = options.base, options.target
     if base >= target:
         raise ValueError(f"FROM must be below TO: {base}, {target}")
-    listing = options.log.listing()
+    listing = _listing(options.log)
     between = [entry for entry in listing.entries if entry.version <= target]
     steps = route(between, base)
     if not steps or steps[-1].version != target:
@@ -259,9 +266,9 @@ def _fold(options: argparse.Namespace) -> int:
         before=_before(listing, options),
         progress=lambda entries: _with_progress(entries, "reading"),
     )
-    folded = next(entry for entry in options.log.listing().entries if entry.folder == folder)
+    folded = next(entry for entry in _listing(options.log).entries if entry.folder == folder)
     with options.log.fetched(folded):
-        read_version(folded)
+        delta_log.verify_version(folded)
     old = sum(entry.nbytes for entry in steps)
     print(f"{folder.name}: folded {len(steps)} version(s), {old:,} bytes into {folded.nbytes:,}")
     return OK
@@ -281,7 +288,7 @@ def _before(listing: Listing, options: argparse.Namespace) -> list[Entry]:
 def _prune(options: argparse.Namespace) -> int:
     if options.keep is None and options.before is None and not options.url:
         raise ValueError("nothing selects versions to delete: give --keep, --before or --url")
-    listing = options.log.listing()
+    listing = _listing(options.log)
     versions = sorted({entry.version for entry in listing.entries})
     if not versions:
         print("the log is empty")
@@ -290,11 +297,12 @@ def _prune(options: argparse.Namespace) -> int:
     engines = {url: _engine_version(url, options.api_key) for url in options.url}
     limits = [version for version in (options.before,) if version is not None]
     limits += [versions[-min(options.keep, len(versions))]] if options.keep else []
-    # A running engine needs only newer versions; older ones serve engines that start.
-    limits += [version + 1 for version in engines.values()]
+    # A running engine needs newer versions, and its own to see that they continue its history;
+    # older ones serve engines that start.
+    limits += engines.values()
     # Engines that follow may be held at any of the versions after theirs.
     followers = delta_log.live_heartbeats(options.log)
-    limits += [follower.version + 1 for follower in followers]
+    limits += [follower.version for follower in followers]
     candidates = [entry for entry in listing.entries if entry.version < min(limits)]
     starts = [*engines.values(), *([] if start is None else [start])]
     newest = versions[-1]
@@ -306,9 +314,9 @@ def _prune(options: argparse.Namespace) -> int:
         if version in stranded:
             problem = f"{url} is at version {version}, which the log does not lead on from"
             print(f"delta-log: {problem}", file=sys.stderr)
-    for entry in _with_progress([] if options.dry_run else gone, "deleting"):
-        options.log.discard(entry.folder.name)
     if not options.dry_run:
+        if gone:
+            options.log.discard(*(entry.folder.name for entry in gone))
         options.log.tidy(listing)
     size = sum(entry.nbytes for entry in gone)
     verb = "would be deleted" if options.dry_run else "deleted"

@@ -134,7 +134,9 @@ def follower_table(lags: Sequence[Lag]) -> RenderableType:
     for lag in lags:
         beat = lag.heartbeat
         state = "expired" if lag.expired else beat.state
-        colour = {"failing": "red", "expired": "yellow", "asleep": "yellow"}.get(state, "green")
+        colour = {"failing": "red", "diverged": "red", "expired": "yellow", "asleep": "yellow"}.get(
+            state, "green"
+        )
         followers.add_row(
             *map(_text, (beat.name, beat.engine, beat.version)),
             _text(state, colour),

@@ -3,12 +3,20 @@
 `opening` opens one by its location. `interface` is what both kinds offer: `folder_log` with
 `writer` in a folder, `store_log` with `store_writer` in an object store. `catalog` lists versions
 and finds a route between two of them, `fold` makes one delta of several, `values` turns differences
-into values on the way. `followers` has the heartbeats of the engines that follow a log, `lag` how
+into values on the way, `merged` adds up deltas of one tensor. `records` has what identifies a
+version. `followers` has the heartbeats of the engines that follow a log, `lag` how
 far they are behind it.
+
+To list and prune a folder takes a moment, as what reads and writes parts is imported later.
 
 Imports: `engine_ext.remote_parts`, `engine_ext.object_store`, `engine_ext.version_folders`,
 `engine_ext.wire`, `engine_ext.files`, `engine_ext.resources`, `engine_ext.errors`.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
 
 from engine_ext.delta_log.catalog import (
     DONE,
@@ -21,13 +29,7 @@ from engine_ext.delta_log.catalog import (
     version_of,
     why_not_newer,
 )
-from engine_ext.delta_log.fold import (
-    digests_of,
-    fold_versions,
-    read_version,
-    verify_version,
-)
-from engine_ext.delta_log.folder_log import FolderLog
+from engine_ext.delta_log.folder_log import FolderLog, discard
 from engine_ext.delta_log.followers import (
     FollowerState,
     Heartbeat,
@@ -36,14 +38,32 @@ from engine_ext.delta_log.followers import (
     remove_heartbeat,
     write_heartbeat,
 )
-from engine_ext.delta_log.interface import DeltaLog, Draft, Writer
+from engine_ext.delta_log.interface import CannotFold, DeltaLog, Draft, Writer
 from engine_ext.delta_log.lag import Lag, follower_lags
 from engine_ext.delta_log.opening import open_log
-from engine_ext.delta_log.store_fetch import fetch_object, read_done
-from engine_ext.delta_log.store_log import StoreLog
-from engine_ext.delta_log.store_writer import StoreWriter
-from engine_ext.delta_log.values import CannotFold
-from engine_ext.delta_log.writer import LogWriter, discard
+
+if TYPE_CHECKING:
+    from engine_ext.delta_log.fold import digests_of, fold_versions, read_version, verify_version
+    from engine_ext.delta_log.records import (
+        listed_record,
+        read_digests,
+        read_identities,
+        read_record,
+    )
+    from engine_ext.delta_log.store_fetch import fetch_object, read_done
+    from engine_ext.delta_log.store_log import StoreLog
+    from engine_ext.delta_log.store_writer import StoreWriter
+    from engine_ext.delta_log.writer import LogWriter
+
+# What imports torch and all of `engine_ext.wire`, by module.
+_LATER: Final = {
+    "fold": ("digests_of", "fold_versions", "read_version", "verify_version"),
+    "records": ("listed_record", "read_digests", "read_identities", "read_record"),
+    "store_fetch": ("fetch_object", "read_done"),
+    "store_log": ("StoreLog",),
+    "store_writer": ("StoreWriter",),
+    "writer": ("LogWriter",),
+}
 
 __all__ = [
     "DONE",
@@ -67,10 +87,14 @@ __all__ = [
     "fold_versions",
     "follower_lags",
     "list_log",
+    "listed_record",
     "live_heartbeats",
     "open_log",
+    "read_digests",
     "read_done",
     "read_heartbeats",
+    "read_identities",
+    "read_record",
     "read_version",
     "removable",
     "remove_heartbeat",
@@ -80,3 +104,10 @@ __all__ = [
     "why_not_newer",
     "write_heartbeat",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _LATER.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

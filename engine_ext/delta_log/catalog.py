@@ -35,14 +35,13 @@ from typing import Annotated, BinaryIO, Final, Protocol
 import msgspec
 
 from engine_ext.errors import DeltaError, LogDamaged
-from engine_ext.version_folders import INDEX, read_version_folder
-from engine_ext.wire import MAX_VERSION, Limits
 
 DONE: Final = "DONE"
 REFUSED: Final = "REFUSED"
 PART_SUFFIX: Final = ".safetensors"
 MAX_DONE_BYTES: Final = 16 << 20
 
+_MAX_VERSION: Final = 2**63 - 1  # as in the parts
 _GONE: Final = (errno.ENOENT, errno.ESTALE)  # pruned meanwhile, by another host too
 _FOLDER: Final = re.compile(r"weight_v([0-9]{1,19})(?:_from_v([0-9]{1,19}))?")
 
@@ -276,8 +275,11 @@ def _read_entry(folder: Path, files: VersionFiles, written_at: float) -> Entry:
     assert version is not None
     text = _read_done(files)
     names = files.names()
-    if not text and INDEX in names:
-        return _read_foreign(folder, version, files, written_at)
+    if not text:
+        from engine_ext.version_folders import INDEX
+
+        if INDEX in names:
+            return _read_foreign(folder, version, files, written_at)
     if text is None:
         raise LogDamaged(f"it has no {DONE}: it was not written completely")
     if not text:
@@ -287,7 +289,7 @@ def _read_entry(folder: Path, files: VersionFiles, written_at: float) -> Entry:
         return Entry(folder, version, version - 1, facts, nbytes, written_at=written_at)
     done = parse_done(text)
     base = done.base_version
-    if done.version != version or version > MAX_VERSION or (base is not None and base >= version):
+    if done.version != version or version > _MAX_VERSION or (base is not None and base >= version):
         raise LogDamaged(f"its {DONE} declares that it leads from {base} to {done.version}")
     if any(name in ("", "..") or "\0" in name or Path(name).name != name for name in done.files):
         raise LogDamaged(f"its {DONE} names a file outside the folder")
@@ -305,6 +307,9 @@ def parse_done(text: bytes) -> Done:
 
 def _read_foreign(folder: Path, version: int, files: VersionFiles, written_at: float) -> Entry:
     """Read a folder with an index; its files are read when it is applied or verified."""
+    from engine_ext.version_folders import INDEX, read_version_folder
+    from engine_ext.wire import Limits
+
     names = files.names()
     try:
         found = read_version_folder(folder.name, names, files.open, Limits())

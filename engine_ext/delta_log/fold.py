@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -12,8 +11,10 @@ import numpy as np
 import xxhash
 
 from engine_ext.delta_log.catalog import Entry, folder_name, open_regular
-from engine_ext.delta_log.interface import DeltaLog
-from engine_ext.delta_log.values import CannotFold, ModelValues, merged
+from engine_ext.delta_log.interface import CannotFold, DeltaLog
+from engine_ext.delta_log.merged import MergedDelta, add_delta
+from engine_ext.delta_log.records import Digests, declared_digests
+from engine_ext.delta_log.values import ModelValues
 from engine_ext.errors import ChecksumMismatch, DeltaError
 from engine_ext.version_folders import (
     INDEX,
@@ -26,6 +27,7 @@ from engine_ext.wire import (
     SIGNATURE_SUFFIX,
     FrameReader,
     Limits,
+    Manifest,
     ParamDelta,
     Part,
     Verifier,
@@ -36,15 +38,7 @@ from engine_ext.wire import (
 )
 
 _ENCODING = "deltas_zstd"  # of a folded part; it sends values
-BUCKET_BYTES = 256 << 20  # of a folded part, before compression
-
-
-@dataclass(frozen=True, slots=True)
-class Digests:
-    """Digests of the model at a version's base and at the version; None if no part has them."""
-
-    before: str | None
-    after: str | None
+BUCKET_BYTES = 64 << 20  # of a folded part, before compression
 
 
 def read_version(entry: Entry) -> list[Part]:
@@ -53,16 +47,8 @@ def read_version(entry: Entry) -> list[Part]:
     Raises:
         LogDamaged: something is missing, or differs from what the sender wrote.
     """
-    entry.require_files()
-    parts = []
-    for path in entry.paths:
-        try:
-            parts.append(_read_part(entry, path))
-        except OSError as error:
-            raise entry.damaged(f"{path.name}: {error.strerror}", file=path.name) from error
-        except DeltaError as error:
-            raise entry.damaged(f"{path.name}: {error.message}", file=path.name) from error
-    _check_together(entry, parts)
+    parts = list(_read_parts(entry))
+    _check_together(entry, [part.manifest for part in parts])
     return parts
 
 
@@ -79,7 +65,9 @@ def verify_version(entry: Entry) -> Digests:
         LogDamaged: something is missing, or differs from what the sender wrote.
     """
     if not entry.foreign:
-        return digests_of(read_version(entry))
+        manifests = [part.manifest for part in _read_parts(entry)]  # one part in memory
+        _check_together(entry, manifests)
+        return declared_digests(manifests)
     limits = Limits()
     names = [path.name for path in entry.folder.iterdir()]
     file = INDEX
@@ -104,10 +92,7 @@ def verify_version(entry: Entry) -> Digests:
 
 def digests_of(parts: Iterable[Part]) -> Digests:
     """Return the digests of the whole model that the parts of one version declare."""
-    manifests = [part.manifest for part in parts]
-    before = {m.digest_before for m in manifests} - {None}
-    after = {m.digest_after for m in manifests} - {None}
-    return Digests(before.pop() if before else None, after.pop() if after else None)
+    return declared_digests(part.manifest for part in parts)
 
 
 def fold_versions(
@@ -151,21 +136,22 @@ def fold_versions(
                 "changes are of old bytes, which are not in the log"
             )
     values = None if checkpoint is None else ModelValues(checkpoint)
-    folded: dict[str, ParamDelta] = {}
+    folded: dict[str, MergedDelta] = {}
     first = last = Digests(None, None)
-    for entry in progress([*(before if values is not None else ()), *entries]):
+    earlier = [] if values is None else [*before]
+    for number, entry in enumerate(progress([*earlier, *entries])):
         with (source or log).fetched(entry):
             parts = read_version(entry)
-        is_folded = entry in entries
+        is_folded = number >= len(earlier)
         if is_folded:
             last = digests_of(parts)
-            first = last if entry is entries[0] else first
+            first = last if number == len(earlier) else first
         for part in parts:
             for delta in _deltas(part, values):
                 if is_folded:
-                    folded[delta.name] = merged(folded.get(delta.name), delta)
+                    add_delta(folded, delta)
     target, full, sync_id = entries[-1].version, entries[0].full, uuid.uuid4().hex
-    groups = list(_groups(folded.values()))
+    groups = list(_groups(folded))
     key = signing_key()
     draft = log.draft(folder_name(target, base_version))
     try:
@@ -173,7 +159,7 @@ def fold_versions(
             # The old values are not known here, so a part has no digest; the digests of the model
             # prove as much once the last part is staged.
             body = encode_part(
-                group,
+                [folded.pop(name).result() for name in group],
                 encoding=_ENCODING,
                 current_version=target,
                 base_version=None if full else base_version,
@@ -205,6 +191,18 @@ def _deltas(part: Part, values: ModelValues | None) -> Sequence[ParamDelta]:
     return part.deltas
 
 
+def _read_parts(entry: Entry) -> Iterator[Part]:
+    entry.require_files()
+    for path in entry.paths:
+        try:
+            part = _read_part(entry, path)
+        except OSError as error:
+            raise entry.damaged(f"{path.name}: {error.strerror}", file=path.name) from error
+        except DeltaError as error:
+            raise entry.damaged(f"{path.name}: {error.message}", file=path.name) from error
+        yield part
+
+
 def _read_part(entry: Entry, path: Path) -> Part:
     data = path.read_bytes()
     key = signing_key()
@@ -222,9 +220,8 @@ def _read_part(entry: Entry, path: Path) -> Part:
     return decode_part(container)
 
 
-def _check_together(entry: Entry, parts: Sequence[Part]) -> None:
+def _check_together(entry: Entry, manifests: Sequence[Manifest]) -> None:
     """Check that the parts belong to one sync, and to the one in ``DONE``."""
-    manifests = [part.manifest for part in parts]
     for manifest in manifests:
         version = manifest.current_version
         base = None if manifest.full else manifest.base_version
@@ -238,21 +235,21 @@ def _check_together(entry: Entry, parts: Sequence[Part]) -> None:
     numbers = [manifest.part for manifest in manifests]
     counts = {manifest.num_parts for manifest in manifests} - {None}
     numbered = [number for number in numbers if number is not None]
-    if numbered and (sorted(numbered) != list(range(len(parts))) or counts != {len(parts)}):
+    if numbered and (sorted(numbered) != list(range(len(manifests))) or counts != {len(manifests)}):
         raise entry.damaged(f"it has the parts {sorted(numbered)} of {sorted(map(str, counts))}")
 
 
-def _groups(deltas: Iterable[ParamDelta]) -> Iterator[list[ParamDelta]]:
-    """Yield the deltas of each part: of one dtype and about `BUCKET_BYTES`; at least one part."""
-    groups: dict[str, list[ParamDelta]] = {}
+def _groups(folded: Mapping[str, MergedDelta]) -> Iterator[list[str]]:
+    """Yield the tensors of each part: of one dtype and about `BUCKET_BYTES`; at least one part."""
+    groups: dict[str, list[str]] = {}
     sizes: dict[str, int] = {}
-    for delta in deltas:
-        size = delta.payload_bytes(_ENCODING)
+    for name, delta in folded.items():
+        size = delta.payload_bytes
         group = groups.setdefault(delta.dtype, [])
         if group and sizes[delta.dtype] + size > BUCKET_BYTES:
             yield group
             group = groups[delta.dtype] = []
             sizes[delta.dtype] = 0
-        group.append(delta)
+        group.append(name)
         sizes[delta.dtype] = sizes.get(delta.dtype, 0) + size
     yield from groups.values() or [[]]

@@ -6,11 +6,16 @@ import contextlib
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine_ext.delta_log.catalog import Entry, Listing, list_log, version_of
 from engine_ext.delta_log.interface import Note
-from engine_ext.delta_log.writer import FolderDraft, LogWriter, discard
+from engine_ext.files import sync_folder
+
+if TYPE_CHECKING:
+    from engine_ext.delta_log.writer import FolderDraft, LogWriter
 
 
 class FolderLog:
@@ -34,21 +39,25 @@ class FolderLog:
 
     def writer(self) -> LogWriter:
         """Become the only writer; see `LogWriter`."""
+        from engine_ext.delta_log.writer import LogWriter
+
         return LogWriter(self.folder)
 
     def draft(self, name: str) -> FolderDraft:
         """Begin a folded version; see `FolderDraft`."""
+        from engine_ext.delta_log.writer import FolderDraft
+
         return FolderDraft(self.folder, name)
 
-    def discard(self, name: str) -> None:
-        """Delete a version's folder."""
-        discard(self.folder / name)
+    def discard(self, *names: str) -> None:
+        """Delete versions' folders."""
+        discard(self.folder, names)
 
     def tidy(self, listing: Listing) -> None:
         """Delete the marks of refused numbers below the newest version, and cut deletions."""
         for folder in listing.refused:
             if (version_of(folder.name) or 0) < (listing.newest or 0):
-                discard(folder)
+                discard(self.folder, [folder.name])
         for folder in self.folder.glob(".weight_v*.gone"):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -79,6 +88,18 @@ class FolderLog:
     def remove_note(self, folder: str, name: str) -> None:
         """Remove a small file."""
         (self.folder / folder / name).unlink(missing_ok=True)
+
+
+def discard(log: Path, names: Iterable[str]) -> None:
+    """Delete versions' folders; a reader sees the whole of each or none."""
+    removed = []
+    for name in names:
+        removed.append(log / f".{name}.gone")
+        shutil.rmtree(removed[-1], ignore_errors=True)
+        os.rename(log / name, removed[-1])
+    sync_folder(log)
+    for folder in removed:
+        shutil.rmtree(folder)
 
 
 def _now(folder: Path) -> float:

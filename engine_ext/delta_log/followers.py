@@ -21,7 +21,7 @@ FOLDER: Final = "followers"
 _SUFFIX: Final = ".json"
 _MAX_BYTES: Final = 64 << 10
 
-FollowerState = Literal["following", "held", "pinned", "asleep", "failing"]
+FollowerState = Literal["following", "held", "pinned", "asleep", "failing", "diverged"]
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):

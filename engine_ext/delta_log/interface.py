@@ -9,6 +9,10 @@ from typing import NamedTuple, Protocol
 from engine_ext.delta_log.catalog import Entry, Listing
 
 
+class CannotFold(Exception):
+    """These versions cannot be folded into one; the message says why."""
+
+
 class Note(NamedTuple):
     """A small file beside the versions: its name, its content, and its age in seconds."""
 
@@ -112,8 +116,8 @@ class DeltaLog(Protocol):
         """Begin a folded version, whose folder gets this name; FileExistsError if it is there."""
         ...
 
-    def discard(self, name: str) -> None:
-        """Delete a version by its folder's name; readers see all of it or none."""
+    def discard(self, *names: str) -> None:
+        """Delete versions by their folders' names; readers see all of each or none."""
         ...
 
     def tidy(self, listing: Listing) -> None:

@@ -192,11 +192,16 @@ class StoreLog:
             raise FileExistsError(f"{self.location}/{name} exists")
         return StoreDraft(self.store, name, self._folder())
 
-    def discard(self, name: str) -> None:
-        """Delete a version, first what makes it visible."""
-        names = [found.name for found in self.store.list(name)]
-        visible = [f"{name}/{DONE}", f"{name}/{INDEX}"]
-        self.store.delete(sorted(names, key=lambda one: one not in visible))
+    def discard(self, *names: str) -> None:
+        """Delete versions, of each first what makes it visible."""
+        folders = {*names}
+        listed = self.store.list(names[0] if len(names) == 1 else "")
+        found = [one.name for one in listed if one.name.partition("/")[0] in folders]
+        visible = [name for name in found if name.partition("/")[2] in (DONE, INDEX)]
+        with ThreadPoolExecutor(_AT_ONCE, "delta-discard") as pool:
+            for group in (visible, sorted({*found} - {*visible})):
+                for _ in pool.map(lambda name: self.store.delete([name]), group):
+                    pass
 
     def tidy(self, listing: Listing) -> None:
         """Delete what refused versions below the newest one have, and old unfinished ones.

@@ -16,14 +16,12 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 from safetensors import safe_open
 
+from engine_ext.delta_log.interface import CannotFold
+from engine_ext.delta_log.merged import MergedDelta, add_delta
 from engine_ext.files import checkpoint_entries
 from engine_ext.wire import Digest, ParamDelta, Part, change_digest
 
 _BITS: Final = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
-
-
-class CannotFold(Exception):
-    """These versions cannot be folded into one; the message says why."""
 
 
 class ModelValues:
@@ -39,7 +37,7 @@ class ModelValues:
     def __init__(self, checkpoint: Path) -> None:
         self._checkpoint = checkpoint
         self._files = {name: path for path, name in checkpoint_entries(checkpoint)}
-        self._changed: dict[str, ParamDelta] = {}
+        self._changed: dict[str, MergedDelta] = {}
 
     def take(self, part: Part) -> list[ParamDelta]:
         """Advance by one part; return its deltas, all with values.
@@ -63,7 +61,7 @@ class ModelValues:
         if any(delta.differences for delta in part.deltas):
             self._require(part, change)
         for delta in deltas:
-            self._changed[delta.name] = merged(self._changed.get(delta.name), delta)
+            add_delta(self._changed, delta)
         return deltas
 
     def _require(self, part: Part, change: Digest) -> None:
@@ -77,16 +75,14 @@ class ModelValues:
     def _values(self, delta: ParamDelta, indices: NDArray[np.int64]) -> NDArray[Any]:
         """Return the bit patterns of some elements, a new array [nnz]."""
         changed = self._changed.get(delta.name)
-        if changed is not None and changed.indices is None:
-            whole: NDArray[Any] = changed.values[indices]
-            return whole
-        values = self._of_checkpoint(delta)[indices]
-        if changed is not None and changed.indices is not None and changed.indices.size:
-            at = np.searchsorted(changed.indices, indices)
-            at[at == changed.indices.size] = 0
-            found = changed.indices[at] == indices
-            values[found] = changed.values[at[found]]
-        return values
+        if changed is None:
+            return self._of_checkpoint(delta)[indices]
+        values, known = changed.at(indices)
+        return (
+            values
+            if known is None
+            else np.where(known, values, self._of_checkpoint(delta)[indices])
+        )
 
     def _of_checkpoint(self, delta: ParamDelta) -> NDArray[Any]:
         """Return the bit patterns of a tensor in the checkpoint, [numel], mapped."""
@@ -99,24 +95,3 @@ class ModelValues:
         if (tuple(tensor.shape), bits.dtype) != (tuple(delta.shape), delta.values.dtype):
             raise CannotFold(f"{delta.name} has another shape or dtype in {self._checkpoint}")
         return bits
-
-
-def merged(old: ParamDelta | None, new: ParamDelta) -> ParamDelta:
-    """Return one delta with the effect of two of one tensor in turn; it keeps no part's buffer.
-
-    Raises:
-        CannotFold: They have different dtypes or shapes.
-    """
-    if old is None or new.indices is None:
-        return replace(new, values=new.values.copy())
-    if (old.dtype, old.shape) != (new.dtype, new.shape):
-        raise CannotFold(f"{new.name}: {old.dtype} {old.shape}, later {new.dtype} {new.shape}")
-    if old.indices is None:
-        values = old.values.copy()
-        values[new.indices] = new.values
-        return replace(old, values=values)
-    kept = ~np.isin(old.indices, new.indices, assume_unique=True)
-    indices = np.concatenate([old.indices[kept], new.indices])
-    values = np.concatenate([old.values[kept], new.values])
-    order = np.argsort(indices, kind="stable")
-    return replace(new, indices=indices[order], values=values[order])

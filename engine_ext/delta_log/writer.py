@@ -19,8 +19,9 @@ from engine_ext.delta_log.catalog import (
     folder_name,
     version_of,
 )
+from engine_ext.delta_log.records import read_header
 from engine_ext.files import FileLock, sync_folder, write_file
-from engine_ext.wire import SIGNATURE_SUFFIX, FrameReader, Limits, Manifest, PartGate
+from engine_ext.wire import SIGNATURE_SUFFIX, Manifest
 
 _HEADER_CHUNK = 1 << 16
 
@@ -117,15 +118,6 @@ class FolderDraft:
         shutil.rmtree(self._partial, ignore_errors=True)
 
 
-def discard(folder: Path) -> None:
-    """Delete a version's folder; a reader sees the whole folder or none."""
-    gone = folder.with_name(f".{folder.name}.gone")
-    shutil.rmtree(gone, ignore_errors=True)
-    os.rename(folder, gone)
-    sync_folder(folder.parent)
-    shutil.rmtree(gone)
-
-
 def done_of(manifest: Manifest, files: dict[str, FileFacts]) -> bytes:
     """Return the content of ``DONE``, given the manifest of a part and the facts of all."""
     version, base = manifest.current_version, manifest.base_version
@@ -141,12 +133,5 @@ def done_of(manifest: Manifest, files: dict[str, FileFacts]) -> bytes:
 
 def manifest_of(part: bytes) -> Manifest:
     """Return the manifest of a part as it is sent; MalformedPart if it has no valid one."""
-    limits = Limits()
-    frame, gate = FrameReader(limits.max_part_bytes), PartGate(limits)
-    with memoryview(part) as view:
-        for start in range(0, len(view), _HEADER_CHUNK):
-            for piece in frame.feed(view[start : start + _HEADER_CHUNK]):
-                gate.feed(piece)
-            if gate.header is not None:
-                return gate.header.manifest
-    return gate.finish().manifest
+    starts = range(0, len(part), _HEADER_CHUNK)
+    return read_header(part[start : start + _HEADER_CHUNK] for start in starts).manifest

@@ -7,9 +7,12 @@ import os
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from safetensors import safe_open
+
+if TYPE_CHECKING:
+    import torch
 
 
 def checkpoint_entries(folder: Path) -> list[tuple[Path, str]]:

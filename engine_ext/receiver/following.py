@@ -36,6 +36,8 @@ class SharedFollowing:
         """Record what a process has to tell, and return what is known."""
         known = self._known
         changed: dict[str, object] = {"name": known.name or request.follower}
+        if request.was_read:
+            changed["was_read"] = True
         if request.pins:
             changed["pin"] = request.pin
         if (look := request.look) is not None:

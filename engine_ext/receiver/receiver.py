@@ -185,6 +185,11 @@ class Receiver(SyncOperations):
         """Record and return what all HTTP processes know of following the delta log."""
         return self._following.share(request)
 
+    def share_log_records(self, request: ops.ShareLogRecords) -> ops.LogRecords:
+        """Add to what the delta log had of the versions up to the engine's, and return it."""
+        self._sync_state.add_log_records(request.version, request.seen)
+        return ops.LogRecords(records=dict(self._sync_state.log_records))
+
     def unseen(self, request: ops.FindUnseen) -> ops.Unseen:
         """Find which parts were not committed at this version."""
         seen = self._sync_state.seen

@@ -8,9 +8,9 @@ raised here always leaves the engine unchanged.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal
 
 from engine_ext.errors import (
     BaseMismatch,
@@ -23,6 +23,8 @@ from engine_ext.errors import (
 )
 from engine_ext.wire import PartId
 from engine_ext.wire.operations import Admission, Delivery, StagedSync
+
+_MOST_LOG_RECORDS: Final = 256  # the last versions; a rewritten log shows in any of them
 
 
 @dataclass(slots=True)
@@ -39,6 +41,8 @@ class _Committed:
     identities: frozenset[str] = frozenset()
     tensors: frozenset[str] = frozenset()
     delivery: Delivery = field(default_factory=Delivery)
+    # Of it and the versions before it in the delta log.
+    log_records: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -53,6 +57,7 @@ class Sync:
     apart: bool
     counted: bool
     folder: str | None
+    log_records: Mapping[str, str]
     last_part_at: float
     num_parts: int | None = None
     slots: dict[int, _Slot] = field(default_factory=dict)
@@ -98,6 +103,17 @@ class SyncState:
         """Whether all of the version has arrived."""
         return self._committed.delivery
 
+    @property
+    def log_records(self) -> Mapping[str, str]:
+        """Records of the last versions in the delta log that have led to this one, by folder."""
+        return self._committed.log_records
+
+    def add_log_records(self, version: int, seen: Mapping[str, str]) -> None:
+        """Keep more of the delta log, unless the engine has left that version meanwhile."""
+        if version == self.version and seen:
+            records = _last_records(self.log_records, seen)
+            self._committed = replace(self._committed, log_records=records)
+
     def admit(self, part: PartId, now: float) -> Admission:
         """Decide what to do with a part that has arrived at `now`, in seconds.
 
@@ -120,7 +136,7 @@ class SyncState:
         self._check_base(part)
         new = Sync(
             *(part.version, part.base_version, part.sync_id, part.full, part.continues),
-            *(part.apart, part.counted, part.folder, now),
+            *(part.apart, part.counted, part.folder, part.log_records, now),
         )
         admission = self._join(new, part, now)
         self.sync = new
@@ -223,7 +239,9 @@ class SyncState:
         delivery = Delivery(complete=complete)
         if folder is not None and not complete:
             delivery = Delivery(complete=False, folder=folder, files=sorted(files))
-        self._committed = _Committed(identities, frozenset(tensors), delivery)
+        before = {} if sync.full else self._committed.log_records
+        records = _last_records(before, sync.log_records)
+        self._committed = _Committed(identities, frozenset(tensors), delivery, records)
 
     def roll_back(self) -> None:
         """Record that the version before the last one was restored."""
@@ -300,3 +318,7 @@ class SyncState:
             raise MalformedPart(
                 f"a delta must lead to a later version: {part.base_version} to {part.version}"
             )
+
+
+def _last_records(known: Mapping[str, str], seen: Mapping[str, str]) -> dict[str, str]:
+    return dict([*{**known, **seen}.items()][-_MOST_LOG_RECORDS:])

@@ -73,3 +73,5 @@ class PartId(msgspec.Struct, frozen=True, kw_only=True):
     counted: bool = True  # something says that no part of the version is missing
     folder: str | None = None  # the folder of its version that it is from, if not counted
     file: str | None = None  # its name there
+    # What the delta log has of the versions that its sync leads over: records by folder's name.
+    log_records: dict[str, str] = {}

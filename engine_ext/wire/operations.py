@@ -26,6 +26,7 @@ from engine_ext.wire.replies import (
     LeaseGrant,
     LoadedAdapter,
     LogLook,
+    LogRecords,
     PartBegun,
     PartProgress,
     PartSettled,
@@ -68,6 +69,7 @@ __all__ = [
     "LeaseGrant",
     "LoadedAdapter",
     "LogLook",
+    "LogRecords",
     "Operation",
     "PartBegun",
     "PartProgress",
@@ -92,6 +94,7 @@ __all__ = [
     "ScrubState",
     "SettlePart",
     "ShareFollowing",
+    "ShareLogRecords",
     "StagedSync",
     "SyncPrepared",
     "SyncRecord",
@@ -183,8 +186,16 @@ class ShareFollowing(Operation[Following], frozen=True, kw_only=True, tag="share
 
     follower: str  # the engine's name among the log's followers, if it has none yet
     look: LogLook | None = None  # has just ended
+    was_read: bool = False  # the log could be read
     pins: bool = False  # `pin` counts
     pin: int | None = None
+
+
+class ShareLogRecords(Operation[LogRecords], frozen=True, kw_only=True, tag="share_log_records"):
+    """Read what the delta log had of the versions that led to the engine's, and add to it."""
+
+    version: int  # to which what is added has led
+    seen: dict[str, str] = {}  # records by folder's name, in order of version
 
 
 class FindUnseen(Operation[Unseen], frozen=True, kw_only=True, tag="unseen"):

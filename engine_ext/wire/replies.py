@@ -178,8 +178,15 @@ class Following(Reply, frozen=True, kw_only=True):
     process: str | None = None  # that looks at the log
     pin: int | None = None  # a version that the engine does not go past
     look: LogLook | None = None  # the last one, of any process
+    was_read: bool = False  # the log was, since the engine's start
     failures: int = 0  # looks that an error has ended
     in_a_row: int = 0  # of these, since one ended well
+
+
+class LogRecords(Reply, frozen=True, kw_only=True):
+    """Records of the last versions in the delta log that have led to the engine's."""
+
+    records: dict[str, str]  # by folder's name, see `engine_ext.delta_log.records`
 
 
 class RankPlan(Reply, frozen=True, kw_only=True):

@@ -68,6 +68,10 @@ class FollowState:
         """Tell the ranks how a look at the log has ended."""
         return await self._share(ShareFollowing(follower=self._name, look=look))
 
+    async def note_read(self) -> Following:
+        """Record that the log could be read."""
+        return await self._share(ShareFollowing(follower=self._name, was_read=True))
+
     async def pin(self, version: int | None) -> Following:
         """Hold the engine at a version, or let it go on."""
         return await self._share(ShareFollowing(follower=self._name, pins=True, pin=version))

@@ -23,7 +23,7 @@ from delta_server.follow_state import FollowState
 from delta_server.log_replay import LogReplay
 from delta_server.request_options import Options
 from engine_ext.delta_log import FollowerState, Heartbeat, remove_heartbeat, write_heartbeat
-from engine_ext.errors import Conflict, DeltaError, VersionConflict, WeightsAsleep
+from engine_ext.errors import Conflict, DeltaError, LogDiverged, VersionConflict, WeightsAsleep
 from engine_ext.wire.operations import LogLook
 
 logger = logging.getLogger(__name__)
@@ -69,6 +69,11 @@ class LogFollower:
             "failures": known.failures,
             "error": None if known.look is None else known.look.error,
         }
+
+    @property
+    def waits_for_log(self) -> bool:
+        """Whether the log was never read since the engine's start, as far as is known."""
+        return not self._shared.known.was_read
 
     async def at_start(self) -> None:
         """Replay the log before the engine serves; pruning sees the engine from here on."""
@@ -242,7 +247,8 @@ class LogFollower:
         if look.asleep:
             return "asleep"
         if look.error is not None:
-            return "failing"
+            diverged = look.error["type"] == LogDiverged.__name__
+            return "diverged" if diverged else "failing"
         if self._shared.known.pin is not None:
             return "pinned"
         return "held" if self._shared.hold else "following"

@@ -2,8 +2,8 @@
 
 Each version is staged and committed as if its parts had arrived by HTTP, with the same checks. A
 version that is damaged, missing or not for these weights ends the replay at the last good version,
-unless there is a route around it (a folded delta, a later full version). Several versions can be
-folded on the way, so that generation pauses once.
+unless there is a route around it (a folded delta, a later full version). Several versions are
+folded on the way, at start-up and by an engine that follows, so that generation pauses once.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
-from delta_server.commit import EngineCommitter, call
+from delta_server import metrics
+from delta_server.commit import EngineCommitter, call, total_digest
 from delta_server.engine import Engine
 from delta_server.follow_state import FollowState
 from delta_server.leases import acquire
+from delta_server.log_history import Comparison, LogHistory
 from delta_server.process_identity import new_name
 from delta_server.request_options import Options
 from delta_server.request_record import RequestRecord
@@ -34,13 +36,17 @@ from engine_ext.delta_log import (
     FolderLog,
     Listing,
     fold_versions,
+    read_digests,
+    read_record,
     route,
     why_not_newer,
 )
 from engine_ext.errors import (
+    BaseMismatch,
     CommitFailed,
     DeltaError,
     LogDamaged,
+    LogDiverged,
     PartUnavailable,
     PublishFailed,
     SpoolFull,
@@ -54,9 +60,22 @@ from engine_ext.wire.operations import AcquireLogLease, DropSync, ReleaseLogLeas
 
 logger = logging.getLogger(__name__)
 
-ApplyFiles = Callable[
-    [Sequence[Path], Options, RequestRecord, Sequence[str]], Awaitable[dict[str, Any]]
-]
+
+class ApplyFiles(Protocol):
+    """See `delta_server.service.DeltaService.apply_files`."""
+
+    def __call__(
+        self,
+        paths: Sequence[Path],
+        options: Options,
+        record: RequestRecord,
+        roots: Sequence[str],
+        *,
+        log_records: Mapping[str, str],
+    ) -> Awaitable[dict[str, Any]]:
+        """Apply the files of a version that the log has these records of."""
+        ...
+
 
 _PROGRESS_EVERY_S = 2.0
 _POLL_S = 0.2
@@ -96,11 +115,13 @@ class LogReplay:
         self._committer, self._apply_files, self._engine = committer, apply_files, engine
         self.log = log
         self._following, self._scratch = following, scratch
+        self._history = LogHistory(engine, log)
         self._name = new_name()
         self._lock = asyncio.Lock()
         self.newest: int | None = None
         self._versions: list[int] = []
         self._problem: dict[str, Any] | None = None
+        self._was_read, self._read_at = False, 0.0
 
     @property
     def problem(self) -> dict[str, Any] | None:
@@ -112,10 +133,14 @@ class LogReplay:
         newest, problem = self.newest, self._problem
         if self._following is not None and (look := self._following.known.look) is not None:
             # Another process may have looked since this one did.
-            newest = max((n for n in (newest, look.newest) if n is not None), default=None)
+            if look.at > self._read_at and (look.newest is not None or look.error is None):
+                newest = look.newest
             problem = look.problem
-        reached = newest is not None and version >= newest
-        problem = None if reached else problem
+        if problem is not None and problem["type"] == LogDiverged.__name__:
+            holds = problem["version"] == version  # no other has come since, by request
+        else:
+            holds = newest is None or version < newest
+        problem = problem if holds else None
         return {"folder": self.log.location, "newest": newest, "problem": problem}
 
     def behind(self, version: int) -> int:
@@ -148,15 +173,21 @@ class LogReplay:
                 await self._run_again(options)
         except DeltaError as error:
             self._problem = self._problem or error.to_wire()
-            message = "delta log: replay failed, the engine serves the version that it has: %s: %s"
-            logger.error(message, type(error).__name__, error.message)
+            why = f"{type(error).__name__}: {error.message}"
+            message = "delta log: replay failed, the engine serves the version that it has: %s"
+            if not self._was_read:
+                message = "delta log: the engine waits for its log and serves what it has loaded: "
+                message += f"{self.log.location} was not read: %s"
+            logger.error(message, why)
 
     async def _run_again(self, options: Options) -> None:
         waits = iter(_WAITS_S if is_store_url(self.log.location) else ())
         while True:
             try:
-                await self._run(options)
+                await self._run(options, fold=True)
                 return
+            except LogDiverged:  # what was read is sound
+                raise
             except (LogDamaged, PartUnavailable) as error:
                 wait = next(waits, None)
                 if wait is None:
@@ -177,39 +208,62 @@ class LogReplay:
             DeltaError: the engine could not take a version, whatever its route.
         """
         async with self.idle():
-            return await self._run(options, fold=fold)
+            return await self._run(options, fold=fold, is_look=fold)
 
-    async def _run(self, options: Options, *, fold: bool = False) -> dict[str, Any]:
+    async def _run(self, options: Options, *, fold: bool, is_look: bool = False) -> dict[str, Any]:
         applied: list[int] = []
         unusable: dict[str, DeltaError] = {}
-        start, is_look, anew = time.monotonic(), fold, self._problem is not None
+        other: LogDiverged | None = None
+        start, anew = time.monotonic(), self._problem is not None
         if self._following is not None:
             await self._following.read()  # no process pins the engine while this one replays
         while True:
             listing = await asyncio.to_thread(self.log.listing, anew=anew)
+            await self._note_read()
             self.newest = listing.newest
             self._versions = sorted({entry.version for entry in listing.entries})
+            version, known, digest = await self._state()
+            compared = Comparison()
+            if known:
+                compared = await self._history.compare(listing, version, digest)
             following = self._following
             if following is not None and (last := following.last_version(listing)) is not None:
                 listing = listing.up_to(last)
-            version, known = await self._version()
             usable = [entry for entry in listing.entries if entry.folder.name not in unusable]
-            entries = route(usable, version if known else None)
+            other = compared.other or _refused_here(unusable, version)
+            if other is not None:
+                usable = [entry for entry in usable if entry.version >= version]
+            entries = route(usable, version if known and other is None else None)
             if not entries:
                 break
-            if fold and known and (few := _foldable(entries)):
-                fold = await self._apply_folded(few, version, options, applied)
+            if other is not None:
+                message = "delta log: version %d, a full one, is taken instead of version %d: %s"
+                logger.warning(message, entries[0].version, version, other.message)
+            if compared.is_gone:  # the first one is to show that it starts from here
+                await self._follow(entries[:1], options, applied, unusable, proves=True)
+                continue
+            # A sender that posts might repeat the newest version, which ranks know by its parts.
+            whole = entries if self._following is not None else entries[:-1]
+            if fold and known and (few := _foldable(whole)):
+                fold = await self._apply_folded(few, version, digest, options, applied)
                 continue
             await self._follow(entries, options, applied, unusable)
         if applied:
             seconds = time.monotonic() - start
             logger.info("delta log: %d versions replayed in %.1f s", len(applied), seconds)
-        self._report(listing, version if known else None, unusable)
+        self._report(listing, version if known else None, unusable, other)
         if applied or not is_look:
             message = "delta log: at version %d, the newest in %s is %s"
             logger.info(message, version, self.log.location, self.newest)
         found = {"version": version, "applied": applied, "newest": self.newest}
         return {"status": "caught_up", **found}
+
+    async def _note_read(self) -> None:
+        """Let every process of an engine that follows know that its log could be read."""
+        self._was_read, self._read_at = True, time.time()
+        if self._following is not None and not self._following.known.was_read:
+            await self._following.note_read()
+            logger.info("delta log: %s is read", self.log.location)
 
     async def _follow(
         self,
@@ -217,19 +271,23 @@ class LogReplay:
         options: Options,
         applied: list[int],
         unusable: dict[str, DeltaError],
+        *,
+        proves: bool = False,
     ) -> None:
         """Apply one version after another, until one is unusable or a sender commits another.
 
-        The applied versions are added to `applied`, and the folder that cannot be used, with its
+        With `proves`, a delta must declare the digest of the weights that it starts from. The
+        applied versions are added to `applied`, and the folder that cannot be used, with its
         error, to `unusable`. An error that another route would not avoid is raised.
         """
         logged_at = time.monotonic()
         for entry in entries:
-            before = await self._version()
+            before = await self._state()
             try:
-                await self._apply(entry, options)
+                digest = before[2] if before[0] == entry.base_version else None
+                await self._apply(entry, digest, options, proves=proves)
             except VersionConflict:
-                if await self._version() == before:
+                if await self._state() == before:
                     raise
                 return  # a sender has committed another version
             except _ENGINE_ERRORS:
@@ -244,7 +302,12 @@ class LogReplay:
                 logger.info("delta log: at version %d of %d", entry.version, entries[-1].version)
 
     async def _apply_folded(
-        self, entries: Sequence[Entry], version: int, options: Options, applied: list[int]
+        self,
+        entries: Sequence[Entry],
+        version: int,
+        digest: str,
+        options: Options,
+        applied: list[int],
     ) -> bool:
         """Apply several versions as one; return whether that was possible.
 
@@ -253,9 +316,11 @@ class LogReplay:
         with tempfile.TemporaryDirectory(prefix="delta-fold-", dir=self._scratch) as scratch:
             log = FolderLog(Path(os.path.realpath(scratch)))
             try:
+                record = await self._history.record(entries[-1])
                 await asyncio.to_thread(fold_versions, log, entries, version, source=self.log)
                 [folded] = (await asyncio.to_thread(log.listing)).entries
-                await self._apply(folded, options, log)
+                records = {} if record is None else {entries[-1].folder.name: record}
+                await self._apply(folded, digest, options, log, records=records)
             except _ENGINE_ERRORS:
                 raise
             except (CannotFold, DeltaError, OSError) as error:
@@ -267,10 +332,20 @@ class LogReplay:
         return True
 
     def _report(
-        self, listing: Listing, version: int | None, unusable: Mapping[str, DeltaError]
+        self,
+        listing: Listing,
+        version: int | None,
+        unusable: Mapping[str, DeltaError],
+        other: LogDiverged | None,
     ) -> None:
         """Raise `LogDamaged` if the engine could not be brought to the newest version."""
-        self._problem = None
+        before, self._problem = self._problem, None
+        metrics.LOG_DIVERGED.set(other is not None)
+        if other is not None:
+            self._problem = other.to_wire()
+            if before is None or before["message"] != other.message:
+                logger.error("delta log: %s", other.message)
+            raise other
         why = why_not_newer(listing, version, unusable)
         if why is None:
             return
@@ -279,37 +354,67 @@ class LogReplay:
         self._problem = error.to_wire()
         raise error
 
-    async def _apply(self, entry: Entry, options: Options, log: DeltaLog | None = None) -> None:
-        """Stage and commit one version of a log, this one by default, or raise a `DeltaError`."""
+    async def _apply(
+        self,
+        entry: Entry,
+        digest: str | None,
+        options: Options,
+        log: DeltaLog | None = None,
+        *,
+        records: Mapping[str, str] | None = None,
+        proves: bool = False,
+    ) -> None:
+        """Stage and commit one version of a log, this one by default, or raise a `DeltaError`.
+
+        Args:
+            digest: of the engine's weights, if these are of the version that it starts from.
+            records: what the ranks keep of it; None takes it from its files.
+            proves: whether a delta must declare the digest of the weights that it starts from.
+        """
         versions = {"weight_version": entry.version, "base_version": entry.base_version}
         at = msgspec.structs.replace(options, **versions)
         with contextlib.ExitStack() as stack:
             await asyncio.to_thread(stack.enter_context, (log or self.log).fetched(entry))
-            await asyncio.to_thread(entry.require_files)
+            read = await asyncio.to_thread(read_record, entry)
+            declared = await asyncio.to_thread(read_digests, entry)
+            if not (entry.full or entry.foreign):
+                if declared.before is None and proves:
+                    raise _unproven(entry)
+                if None not in (declared.before, digest) and declared.before != digest:
+                    raise _starts_elsewhere(entry, f"{declared.before}, the engine has {digest}")
             real = [Path(os.path.realpath(path)) for path in entry.paths]
             root = os.path.realpath(entry.folder.parent)
             record = RequestRecord()
             try:
-                answer = await self._apply_files(real, at, record, [root])
-            except DeltaError:
+                kept = {entry.folder.name: read} if records is None else records
+                answer = await self._apply_files(real, at, record, [root], log_records=kept)
+            except DeltaError as error:
                 # Other parts of it that stay staged would keep out what leads around it.
                 for part in record.parts[:1]:
                     drop = DropSync(version=part.version, sync_id=part.sync_id)
                     with contextlib.suppress(Exception):
                         await call(self._engine, drop)
+                unproven = declared.before is None and not (entry.full or entry.foreign)
+                if unproven and isinstance(error, BaseMismatch):
+                    raise _starts_elsewhere(entry, error.message) from error
                 raise
         if answer["status"] != "committed":
             if answer["status"] == "staged":
                 await call(self._engine, DropSync())
             raise entry.damaged(f"its parts are not all of a sync ({answer['status']})")
 
-    async def _version(self) -> tuple[int, bool]:
-        """Return the engine's version, and whether its weights are known to be of it."""
-        [status, *_] = await self._committer.status()
+    async def _state(self) -> tuple[int, bool, str]:
+        """Return the engine's version, whether its weights are known to be of it, and their digest.
+
+        Raises:
+            WeightsAsleep: the engine has released its weights.
+        """
+        replies = await self._committer.status()
+        status = replies[0]
         if status.asleep:
             raise WeightsAsleep("the engine has released its weights; wake it up first")
         known = not self._committer.uncertain and status.foreign is None
-        return status.version, known
+        return status.version, known, total_digest(reply.digest for reply in replies)
 
     @contextlib.asynccontextmanager
     async def _lease(self) -> AsyncIterator[None]:
@@ -328,6 +433,37 @@ class LogReplay:
             except Exception:
                 # This process may acquire it again, and others if this one is dead.
                 logger.exception("the lease of the delta log could not be released")
+
+
+def _refused_here(unusable: Mapping[str, DeltaError], version: int) -> LogDiverged | None:
+    """Return why a delta of the log does not start from the engine's version, if one did not."""
+    for error in unusable.values():
+        if isinstance(error, LogDiverged) and error.operands["version"] == version:
+            return error
+    return None
+
+
+def _starts_elsewhere(entry: Entry, why: str) -> LogDiverged:
+    version = entry.base_version
+    return LogDiverged(
+        f"the delta log holds another history than the one that led to the engine's version "
+        f"{version}: {entry.folder.name} starts from other weights ({why})",
+        version=version,
+        newest=entry.version,
+        changed=[entry.folder.name],
+    )
+
+
+def _unproven(entry: Entry) -> LogDiverged:
+    version = entry.base_version
+    return LogDiverged(
+        f"the engine's version {version} is no longer in the delta log, and {entry.folder.name} "
+        "does not declare the digest of the weights that it starts from: nothing shows that it "
+        "continues the engine's history",
+        version=version,
+        newest=entry.version,
+        changed=[],
+    )
 
 
 def _foldable(entries: Sequence[Entry]) -> list[Entry]:

@@ -86,6 +86,11 @@ BEHIND_LOG: Final = Gauge(
     "With --delta-follow: versions in the delta log after that of the weights.",
     multiprocess_mode="mostrecent",
 )
+LOG_DIVERGED: Final = Gauge(
+    "delta_updates_log_diverged",
+    "1 while the delta log does not continue the history of the weights' version; else 0.",
+    multiprocess_mode="mostrecent",
+)
 FOLLOW_FAILURES: Final = Counter(
     "delta_updates_follow_failures",
     "With --delta-follow: looks at the delta log that could not bring the engine up to date.",

@@ -12,7 +12,7 @@ import contextlib
 import copy
 import time
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +143,11 @@ class DeltaService:
     async def status(self) -> dict[str, Any]:
         """Return the state of the engine's receivers, as JSON."""
         replies, replay = await self.committer.status(self._engine), self.log_replay
-        following = None if self.follower is None else await self.follower.describe()
+        following, state = None, "uncertain" if self.committer.uncertain else "certain"
+        if self.follower is not None:
+            following = await self.follower.describe()
+            if self.follower.waits_for_log and state == "certain":
+                state = "waiting_for_log"
         log = None if replay is None else replay.describe(replies[0].version)
         named = {} if self.adapter is None else {"adapter": self.adapter}
         complete = await asyncio.to_thread(completeness, replies[0].delivery, self._folders)
@@ -158,7 +162,7 @@ class DeltaService:
             "complete": complete,
             "asleep": any(reply.asleep for reply in replies),
             "foreign": next((reply.foreign for reply in replies if reply.foreign), None),
-            "engine_state": "uncertain" if self.committer.uncertain else "certain",
+            "engine_state": state,
             "can_roll_back": all(reply.can_roll_back for reply in replies),
             "certification": [reply.certification for reply in replies],
             "uncertified": {k: v for reply in replies for k, v in reply.uncertified.items()},
@@ -257,6 +261,8 @@ class DeltaService:
         record: RequestRecord,
         roots: Sequence[str] | None = None,
         source: StoreFolder | None = None,
+        *,
+        log_records: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         """Stage the parts in some files, and commit if they complete their sync.
 
@@ -268,6 +274,8 @@ class DeltaService:
             paths: real paths, below `roots`, of files or of one folder of a version.
             roots: folders below which files may be read; ``--delta-root`` if None.
             source: where they were fetched from; None if they were not.
+            log_records: what the delta log has of the version, for a replay; see
+                `engine_ext.delta_log.records`.
 
         Raises:
             DeltaError: each class fixes the state that the engine is in then.
@@ -281,6 +289,9 @@ class DeltaService:
                 record.set_parts([], spooled)
                 record.timings["receive_ms"] = (time.perf_counter() - start) * 1e3
                 parts = [part_id(s.header.manifest, s.identity, options) for s in spooled]
+                if log_records:
+                    seen = dict(log_records)
+                    parts = [msgspec.structs.replace(part, log_records=seen) for part in parts]
                 record.set_parts(parts, spooled)
                 url, bring = (source.url, source.bring_index) if source else (None, None)
                 parts = located(parts, paths, url)

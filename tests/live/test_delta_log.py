@@ -9,13 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from delta_sender import DeltaSender, SyncError, cli
 from engine_ext.delta_log import FolderLog, live_heartbeats
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import fingerprint
-from tests.support.plain_trainer import Trainer, container, model_digest, write_log
+from tests.support.plain_trainer import (
+    Trainer,
+    container,
+    model_digest,
+    remove_versions,
+    write_log,
+    write_unproven,
+)
 
 KINDS = ["vllm", "sglang"]
 
@@ -58,7 +66,7 @@ def test_an_engine_starts_where_the_log_ends(
     assert fingerprint(engine) == expected
     assert "3 versions replayed" in engine.log_path.read_text()
 
-    tensors = trainer.tensors
+    tensors = dict(trainer.tensors)
     with DeltaSender(engine.url, tensors.items(), base_version=3, delta_log=log) as sender:
         trainer.step()
         report = sender.sync(trainer.tensors.items())
@@ -71,6 +79,26 @@ def test_an_engine_starts_where_the_log_ends(
     assert engine.post("/delta_catch_up").json()["applied"] == [4]
     assert engine.delta_status()["digest"] == model_digest(trainer.tensors).hex()
     assert (engine.delta_status()["version"], engine.weight_version()) == (4, "4")
+
+    # A number with two contents: the version was removed, and a sender has written another one.
+    remove_versions(log, 4)
+    other = another_run(dict(tensors), 3)
+    write_unproven(log, other, full=True)
+    write_unproven(log, other)
+    assert engine.post("/delta_catch_up").json()["applied"] == [4, 5]
+    check_weights(engine, 5, other)
+    # The log was emptied, and another run from the same base has come past the engine's version.
+    remove_versions(log)
+    new = another_run(tiny_models.load_tensors(base), 0)
+    for _ in range(6):
+        write_unproven(log, new)
+    refused = engine.post("/delta_catch_up")
+    check_other_history(engine, refused.json()["error"], 5)
+    assert refused.status_code == 409
+    check_weights(engine, 5, other)
+    write_unproven(log, new, full=True)
+    assert engine.post("/delta_catch_up").json()["applied"] == [7]
+    check_weights(engine, 7, new)
     engine.stop()
 
 
@@ -172,6 +200,25 @@ def test_an_engine_follows_the_log(
         seen_by(engine)
         [heartbeat] = live_heartbeats(FolderLog(log))
         assert (heartbeat.version, heartbeat.state) == (8, "following")
+
+        remove_versions(log, 8)
+        trainer = another_run(dict(trainer.tensors), 7)
+        write_unproven(log, trainer, full=True)
+        write_unproven(log, trainer)
+        reach(engine, 9)
+        check_weights(engine, 9, trainer)
+        remove_versions(log)
+        new = another_run(tiny_models.load_tensors(base), 0)
+        for _ in range(11):
+            write_unproven(log, new)
+        check_other_history(engine, seen_by(engine)["delta_log"]["follow"]["error"], 9)
+        [heartbeat] = live_heartbeats(FolderLog(log))
+        assert (heartbeat.version, heartbeat.state) == (9, "diverged")
+        check_weights(engine, 9, trainer)
+        assert "delta_updates_log_diverged 1.0" in engine.get("/metrics").text
+        trainer = new
+        write_unproven(log, trainer, full=True)
+        reach(engine, 12)
     finally:
         stop.set()
         requests.join()
@@ -212,13 +259,44 @@ def test_a_trainer_that_posts_to_no_engine(
     arguments = ["--base", str(before), "--target", str(after), "--base-version", "3"]
     assert cli.main([*arguments, "--url", f"file://{log}", "--notify", engine.url]) == 0
     assert engine.delta_status()["version"] == 4
-    scan = engine.get("/delta_digest", params={"scan": "true"}).json()
-    assert (scan["digest"], scan["corrupted"]) == (model_digest(trainer.tensors).hex(), [])
+    check_weights(engine, 4, trainer)
     seen = fingerprint(engine)
+    # Another run writes into the emptied log, and asks the engine to look.
+    remove_versions(log)
+    with DeltaSender(f"file://{log}", base, notify=[engine.url]) as sender:
+        other = another_run(tiny_models.load_tensors(base), 0)
+        for _ in range(5):
+            other.step()
+            sender.sync(other.tensors.items())
+        told = str(sender.wait(60)[engine.url])
+    assert "another history" in told
+    assert "damaged" not in told
+    assert fingerprint(engine) == seen
     engine.stop()
     fresh = start("vllm", tiny_models.save_checkpoint(base, tmp_path / "target", trainer.tensors))
     assert fingerprint(fresh) == seen
     fresh.stop()
+
+
+def another_run(tensors: dict[str, torch.Tensor], version: int) -> Trainer:
+    """Return a trainer whose steps are not those of the others."""
+    return Trainer(tensors, version, torch.Generator().manual_seed(8))
+
+
+def check_weights(engine: EngineProcess, version: int, trainer: Trainer) -> None:
+    """Check that the memory of an engine holds what a trainer has come to."""
+    assert engine.delta_status()["version"] == version
+    scan = engine.get("/delta_digest", params={"scan": "true"}).json()
+    assert (scan["digest"], scan["corrupted"]) == (model_digest(trainer.tensors).hex(), [])
+
+
+def check_other_history(engine: EngineProcess, error: dict[str, Any], version: int) -> None:
+    """Check that an engine names the other history of its log, and serves what it has."""
+    assert (error["type"], error["version"]) == ("LogDiverged", version)
+    assert "another history" in error["message"]
+    assert "damaged" not in error["message"]
+    assert engine.delta_status()["delta_log"]["problem"] == error
+    assert engine.complete("the quick", max_tokens=4)["choices"][0]["text"] is not None
 
 
 def publish(draft: Path, log: Path) -> None:

@@ -20,7 +20,7 @@ import xxhash
 import zstandard
 from safetensors.torch import save
 
-from engine_ext.delta_log import open_log
+from engine_ext.delta_log import StoreLog, open_log
 from engine_ext.wire.digest import Digest, change_digest, tensor_digest
 from tests.support import independent_gap8
 
@@ -225,6 +225,29 @@ def write_log(
                     )
                 )
             draft.finish()
+
+
+def write_unproven(log: str | Path, trainer: Trainer, *, full: bool = False) -> None:
+    """Write one version without the model's digests, as a sender does that knows no engine."""
+    sent: Mapping[str, torch.Tensor | None] = trainer.step()
+    metadata = trainer.metadata()
+    if full:
+        sent = dict.fromkeys(trainer.tensors)
+        metadata = {**metadata, "full": "true"}
+        del metadata["base_version"]
+    with contextlib.closing(open_log(log).writer()) as writer:
+        draft = writer.begin(trainer.version)
+        draft.add(container(trainer.tensors, sent, metadata=metadata))
+        draft.finish()
+
+
+def remove_versions(log: str | Path, *versions: int) -> None:
+    """Remove some versions of a log, without any all, so that their numbers are free again."""
+    opened = open_log(log)
+    gone = [one for one in opened.listing().entries if not versions or one.version in versions]
+    opened.discard(*(entry.folder.name for entry in gone))
+    if isinstance(opened, StoreLog):  # else the next writer settles the numbers that were claimed
+        opened.store.delete([found.name for found in opened.store.list("claims")])
 
 
 def model_digest(tensors: Mapping[str, torch.Tensor]) -> Digest:

@@ -27,6 +27,7 @@ STATUS = {
     "SyncInProgress": 409,
     "WeightsAsleep": 409,
     "LogDamaged": 409,
+    "LogDiverged": 409,
     "TooLarge": 413,
     "UnsupportedMedia": 415,
     "NotUpdatable": 422,

@@ -244,6 +244,7 @@ def test_engines_that_follow_a_log(tmp_path: Path, capsys: pytest.CaptureFixture
     beats = [
         ("host-a", 3, "following", 60.0, None),
         ("host-b", 1, "failing", 60.0, "LogDamaged: x"),
+        ("host-d", 2, "diverged", 60.0, "LogDiverged: y"),
     ]
     for name, at, state, expires_s, error in [*beats, ("host-c", 1, "pinned", -1.0, None)]:
         write_heartbeat(
@@ -265,12 +266,14 @@ def test_engines_that_follow_a_log(tmp_path: Path, capsys: pytest.CaptureFixture
         ["host-a", "vllm", "3", "following", "0"],
         ["host-b", "vllm", "1", "failing", "2"],
         ["host-c", "vllm", "1", "expired", "2"],
+        ["host-d", "vllm", "2", "diverged", "1"],
     ]
     assert "LogDamaged: x" in rows[1]
+    assert "LogDiverged: y" in rows[3]
     assert top.main(["--delta-log", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["engines"] == []
-    assert [one["versions"] for one in found["followers"]] == [0, 2, 2]
+    assert [one["versions"] for one in found["followers"]] == [0, 2, 2, 1]
     assert found["followers"][1]["nbytes"] > 0
     assert top.main(["--delta-log", str(tmp_path / "none"), "--once"]) == 1
     assert "none" in capsys.readouterr().err

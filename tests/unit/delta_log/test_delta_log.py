@@ -23,7 +23,8 @@ from engine_ext.delta_log.catalog import (
     version_of,
     why_not_newer,
 )
-from engine_ext.delta_log.writer import LogWriter, discard, manifest_of
+from engine_ext.delta_log.folder_log import discard
+from engine_ext.delta_log.writer import LogWriter, manifest_of
 from engine_ext.errors import LogDamaged, MalformedPart
 from engine_ext.wire import ParamDelta, encode_part
 from tests.support.served_models import PROPERTY
@@ -139,7 +140,7 @@ def test_a_part_without_a_base_follows_the_version_before(tmp_path: Path) -> Non
 
 
 def test_discarding(tmp_path: Path) -> None:
-    discard(write(tmp_path, 4))
+    discard(tmp_path, [write(tmp_path, 4).name])
     assert os.listdir(tmp_path) == []
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine_ext.delta_log import CannotFold, digests_of, fold_versions, read_version
 from engine_ext.delta_log import fold as delta_log_fold
 from engine_ext.delta_log.catalog import DONE, folder_name, list_log, route
-from engine_ext.delta_log.fold import CannotFold, digests_of, fold_versions, read_version
 from engine_ext.delta_log.folder_log import FolderLog
 from engine_ext.delta_log.writer import LogWriter
 from engine_ext.errors import LogDamaged

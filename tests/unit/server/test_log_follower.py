@@ -263,6 +263,24 @@ def test_weights_that_sleep_are_no_failure(log: Path, started: Callable[..., Rig
     until(rig, version=NEWEST)
 
 
+def test_an_engine_whose_log_is_not_there_waits(
+    log: Path, started: Callable[..., Rig], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It serves what it has loaded, and says so."""
+    away = log.rename(log.with_name("away"))
+    rig = started()
+    assert f"waits for its log and serves what it has loaded: {log}" in caplog.text
+    found = until(rig, engine_state="waiting_for_log", version=VERSION)
+    assert found["delta_log"]["problem"]["type"] == "LogDamaged"
+    write_steps(away)
+    away.rename(log)
+    until(rig, engine_state="certain", version=NEWEST, error=None)
+
+
+def test_an_empty_log_is_not_waited_for(started: Callable[..., Rig]) -> None:
+    assert started().status()["engine_state"] == "certain"
+
+
 def test_a_log_that_cannot_be_written_is_followed(log: Path, started: Callable[..., Rig]) -> None:
     (log / FOLDER).write_text("not a folder")
     rig = started()

@@ -100,6 +100,24 @@ def test_an_engine_starts_at_the_newest_version(log: StoreLog, started: Callable
     assert rig.spooled() == []
 
 
+def test_an_engine_whose_store_is_down_waits(
+    log: StoreLog,
+    proxy: StoreProxy,
+    started: Callable[..., Rig],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It serves what it has loaded, and says so, until the store is well."""
+    monkeypatch.setattr(log_replay, "_WAITS_S", (0.01,))
+    write_steps(log)
+    proxy.faults = lambda method, path, number: Fault(status=403)
+    rig = started(follow=True, follow_interval=0.01)
+    assert f"waits for its log and serves what it has loaded: {log.location}" in caplog.text
+    until(rig, engine_state="waiting_for_log", version=VERSION)
+    proxy.faults = lambda method, path, number: None
+    until(rig, engine_state="certain", version=NEWEST, error=None)
+
+
 def test_engines_of_a_host_fetch_each_part_once(
     log: StoreLog, started: Callable[..., Rig], proxy: StoreProxy
 ) -> None:

@@ -49,8 +49,14 @@ EXAMPLES: list[tuple[ops.Operation[Any], ops.Reply]] = [
     (ops.ReleaseLogLease(holder="h"), ops.Reply()),
     (ops.AcquireFollowLease(holder="h", instead_of="d"), GRANT),
     (
-        ops.ShareFollowing(follower="n", look=LOOK, pins=True, pin=3),
-        ops.Following(name="n", process="p", pin=3, look=LOOK, failures=2, in_a_row=1),
+        ops.ShareFollowing(follower="n", look=LOOK, was_read=True, pins=True, pin=3),
+        ops.Following(
+            name="n", process="p", pin=3, look=LOOK, was_read=True, failures=2, in_a_row=1
+        ),
+    ),
+    (
+        ops.ShareLogRecords(version=3, seen={"weight_v000003": "ab"}),
+        ops.LogRecords(records={"weight_v000003": "ab"}),
     ),
     (ops.FindUnseen(version=1, identities=["a", "b"]), ops.Unseen(unseen=["b"])),
     (
