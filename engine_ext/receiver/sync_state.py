@@ -122,8 +122,8 @@ class SyncState:
     def admit(self, part: PartId, now: float, at: float = 0.0) -> Admission:
         """Decide what to do with a part that has arrived at `now`, in seconds.
 
-        The sender of a part that is not refused, and that names a run, owns the weights from then
-        on. Nobody is asked for the parts of a delta log: its writers fence each other.
+        The sender of a part that is staged, and that names a run, owns the weights from then on.
+        Nobody is asked for the parts of a delta log: its writers fence each other.
 
         Args:
             at: `now` as Unix time.
@@ -141,7 +141,9 @@ class SyncState:
         if part.origin == "sender":
             self.runs.check(part.sender)
         admission = self._admit(part, now, at)
-        if part.origin == "sender" and part.sender is not None:
+        owns = part.sender is not None and part.origin == "sender"
+        if owns and admission != "already_applied":
+            assert part.sender is not None
             self._own(part.sender, at)
         return admission
 
@@ -332,15 +334,18 @@ class SyncState:
 
     def _run_of(self, sync: Sync) -> str:
         """Return the run that a sync leads to a version of."""
-        if sync.sender is not None:
-            return sync.sender.run
-        current = self.run
+        run = self._named_run(sync)
         continued = sync.continues and sync.version == self.version
-        mine = is_anonymous(current) or (sync.origin == "engine" and current is not None)
-        if mine and (continued or not self.runs.is_used(current, sync.version)):
-            assert current is not None
-            return current
-        return self.runs.new_anonymous()
+        begins_anew = is_anonymous(run) and self.runs.is_used(run, sync.version)
+        return self.runs.new_anonymous() if run is None or (begins_anew and not continued) else run
+
+    def _named_run(self, one: Sync | PartId) -> str | None:
+        """Return the run of a sync or part, as far as it is known before its number is."""
+        if one.sender is not None:
+            return one.sender.run
+        owner = self.runs.owner
+        stays = one.origin == "engine" and owner is not None and owner.run == self.run
+        return self.run if stays or is_anonymous(self.run) else None
 
     def _gives_way(self, sync: Sync, part: PartId, now: float) -> bool:
         """Return whether a part of another sync may replace the staged one.
@@ -432,10 +437,8 @@ class SyncState:
 
     def _check_unused(self, part: PartId) -> None:
         """Check that a run gives a number only once. One without a name begins anew instead."""
-        run = self.run if part.sender is None else part.sender.run
+        run = self._named_run(part)
         if part.origin == "log" or is_anonymous(run) or not self.runs.is_used(run, part.version):
-            return
-        if part.sender is None and part.origin != "engine":
             return
         raise VersionConflict(
             f"run {run} has had version {self.runs.highest(run)}, so that {part.version} would be "

@@ -32,8 +32,8 @@ STAGED = ops.StagedSync(
 )  # fmt: skip
 STATUS = ops.RankStatus(
     version=1, engine_state="uncertain", resume_owed=True, asleep=False, foreign=None,
-    run="r", owner=OWNER, loaded=False, staged=STAGED, last_sync=COMMITTED, can_roll_back=False, apply="scatter",
-    certification={"exact": 3}, uncertified={"w": "why"}, digest="00",
+    run="r", owner=OWNER, loaded=False, staged=STAGED, last_sync=COMMITTED, can_roll_back=False,
+    apply="scatter", certification={"exact": 3}, uncertified={"w": "why"}, digest="00",
     scrub=ops.ScrubState(passes=2, passed_at=1.5, mismatched=["w"], error=None),
 )  # fmt: skip
 RECORD = ops.SyncRecord(at=1.5, outcome="committed", version=2, timings_ms={"stage_ms": 0.5})
