@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
@@ -138,13 +138,14 @@ def fold_versions(
     values = None if checkpoint is None else ModelValues(checkpoint)
     folded: dict[str, MergedDelta] = {}
     first = last = Digests(None, None)
+    sender: dict[str, Any] = {}
     earlier = [] if values is None else [*before]
     for number, entry in enumerate(progress([*earlier, *entries])):
         with (source or log).fetched(entry):
             parts = read_version(entry)
         is_folded = number >= len(earlier)
         if is_folded:
-            last = digests_of(parts)
+            last, sender = digests_of(parts), _sender_of(parts)
             first = last if number == len(earlier) else first
         for part in parts:
             for delta in _deltas(part, values):
@@ -169,12 +170,20 @@ def fold_versions(
                 full=full,
                 digest_before=None if full else first.before,
                 digest_after=last.after if number == len(groups) - 1 else None,
+                **sender,
             )
             draft.add(body, None if key is None else sign(key, body))
         return draft.finish()
     except BaseException:
         draft.drop()
         raise
+
+
+def _sender_of(parts: Sequence[Part]) -> dict[str, Any]:
+    """Return what the parts of one version say about the run that it is of."""
+    manifest = parts[0].manifest
+    names = ("run", "run_epoch", "run_owner")
+    return {name: getattr(manifest, name) for name in names}
 
 
 def _deltas(part: Part, values: ModelValues | None) -> Sequence[ParamDelta]:

@@ -384,7 +384,7 @@ class LogReplay:
                     raise _starts_elsewhere(entry, f"{declared.before}, the engine has {digest}")
             real = [Path(os.path.realpath(path)) for path in entry.paths]
             root = os.path.realpath(entry.folder.parent)
-            record = RequestRecord()
+            record = RequestRecord(origin="log", reason="from the delta log")
             try:
                 kept = {entry.folder.name: read} if records is None else records
                 answer = await self._apply_files(real, at, record, [root], log_records=kept)
