@@ -285,14 +285,18 @@ class SyncState:
 
     def _check_base(self, part: PartId) -> None:
         rest = part.continues and not (part.apart and self.delivery.complete)
-        if part.full or (rest and part.version == self.version):
+        if part.full:
+            return
+        if rest and part.version == self.version and not self._is_rewritten(part):
             return
         if part.base_version is None or part.base_version < 0:
             raise MalformedPart("version 0 has no base version; only a full sync can lead to it")
         if part.base_version != self.version:
+            other = part.version == self.version and self._committed.identities
             raise VersionConflict(
                 f"the delta starts from version {part.base_version}, the engine is at "
-                f"{self.version}; send a delta from there, or a full sync",
+                f"{self.version}{', committed with other bytes than these' if other else ''}; "
+                "send a delta from there, or a full sync",
                 expected=part.base_version,
                 actual=self.version,
             )
@@ -300,3 +304,8 @@ class SyncState:
             raise MalformedPart(
                 f"a delta must lead to a later version: {part.base_version} to {part.version}"
             )
+
+    def _is_rewritten(self, part: PartId) -> bool:
+        """Return whether other bytes of this file were committed at the engine's version."""
+        known = self.delivery
+        return part.folder == known.folder and part.file is not None and part.file in known.files

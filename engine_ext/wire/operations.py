@@ -18,6 +18,8 @@ from engine_ext.errors import DeltaError, as_delta_error, from_wire
 from engine_ext.wire.identity import PartId
 from engine_ext.wire.replies import (
     Admission,
+    CallerPause,
+    CallerPaused,
     CommittedSync,
     Delivery,
     EngineLease,
@@ -30,6 +32,7 @@ from engine_ext.wire.replies import (
     PartProgress,
     PartSettled,
     Pulled,
+    PulledFolder,
     RankDigest,
     RankPlan,
     RankState,
@@ -51,6 +54,8 @@ __all__ = [
     "AcquireLogLease",
     "Admission",
     "BeginPart",
+    "CallerPause",
+    "CallerPaused",
     "CommitSync",
     "CommittedSync",
     "Delivery",
@@ -75,10 +80,12 @@ __all__ = [
     "PollPart",
     "PrepareSync",
     "Pulled",
+    "PulledFolder",
     "RankDigest",
     "RankPlan",
     "RankState",
     "RankStatus",
+    "RecordPause",
     "RecordPull",
     "RecordSync",
     "ReleaseLease",
@@ -154,6 +161,12 @@ class ReleaseLease(Operation[Reply], frozen=True, kw_only=True, tag="release_lea
 
     holder: str
     owed: bool
+
+
+class RecordPause(Operation[CallerPaused], frozen=True, kw_only=True, tag="record_pause"):
+    """Learn of a pause that is not a commit's; a later one does not replace it. None: it ended."""
+
+    pause: CallerPause | None
 
 
 class AcquireLogLease(Operation[LeaseGrant], frozen=True, kw_only=True, tag="acquire_log_lease"):

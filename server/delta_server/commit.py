@@ -27,7 +27,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
-from delta_server import metrics
+from delta_server import metrics, pauses
 from delta_server.engine import Engine
 from delta_server.process_identity import is_alive, new_name
 from delta_server.request_options import Options
@@ -35,6 +35,7 @@ from engine_ext.errors import CommitFailed, DeltaError, EngineUncertain, Publish
 from engine_ext.wire import Digest
 from engine_ext.wire.operations import (
     AcquireLease,
+    CallerPause,
     CommittedSync,
     DropSync,
     GetState,
@@ -42,6 +43,7 @@ from engine_ext.wire.operations import (
     Operation,
     RankState,
     RankStatus,
+    RecordPause,
     ReleaseLease,
     ReplyT,
     Written,
@@ -198,7 +200,46 @@ class EngineCommitter:
                 self._caller_at_work = False
             if lease is not None:
                 lease.resume_owed = False
+                try:
+                    await self._record_pause()
+                except Exception:
+                    logger.exception("the ranks could not be asked to remember a pause or its end")
             return result
+
+    async def end_long_pause(self, most: float) -> None:
+        """Resume generation if a caller has paused it more than `most` seconds ago.
+
+        Not while the weights are uncertain or their memory is released. A pause that nobody has
+        seen begin counts from the first call that finds it.
+        """
+        if not await self._engine.is_paused():
+            return
+        async with self._lease(pauses=False) as lease:
+            if lease.resume_owed or (pause := await self._record_pause()) is None:
+                return
+            seconds = time.monotonic() - pause.began
+            if seconds < most:
+                return
+            replies = await self.status()
+            if self.uncertain or any(reply.asleep for reply in replies):
+                return
+            await self._engine.resume()
+            await self._record_pause()
+            logger.warning(
+                "delta updates: generation is resumed: %s had paused it %.0f s ago, longer than "
+                "--delta-max-pause",
+                *(pause.by or "a caller", seconds),
+            )
+
+    async def _record_pause(self) -> CallerPause | None:
+        """Let the ranks know whether a caller has paused the engine; return the pause.
+
+        The lease must be held, and no commit owe a resume.
+        """
+        pause = pauses.begin() if await self._engine.is_paused() else None
+        [reply, *_] = await call(self._engine, RecordPause(pause=pause))
+        metrics.PAUSED_SINCE.set(0 if reply.pause is None else reply.pause.since)
+        return reply.pause
 
     @contextlib.asynccontextmanager
     async def _lease(self, *, pauses: bool) -> AsyncIterator[_HeldLease]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from delta_server import metrics
+from delta_server import metrics, pauses
 from delta_server.adapter_engine import AdapterEngine
 from delta_server.commit import EngineCommitter, call, total_digest
 from delta_server.digests import describe_digests
@@ -95,6 +95,7 @@ class DeltaService:
         self._part_locks = weakref.WeakValueDictionary[str, asyncio.Lock]()
         self._scrubbing: asyncio.Task[None] | None = None
         self._following: asyncio.Task[None] | None = None
+        self._ending_pauses: asyncio.Task[None] | None = None
 
     @property
     def engine(self) -> Engine:
@@ -137,6 +138,9 @@ class DeltaService:
         interval = self.settings.scrub_interval
         if interval is not None:
             self._scrubbing = asyncio.ensure_future(count_findings(self._engine, interval))
+        if (most := self.settings.max_pause) is not None:
+            watch = pauses.end_long_pauses(self.committer.end_long_pause, most)
+            self._ending_pauses = asyncio.ensure_future(watch)
         if self.follower is not None:
             self._following = asyncio.ensure_future(self.follower.run())
 
@@ -149,6 +153,8 @@ class DeltaService:
         complete = await asyncio.to_thread(completeness, replies[0].delivery, self._folders)
         described = msgspec.to_builtins(replies[0])
         del described["delivery"]
+        owed = any(reply.resume_owed for reply in replies)
+        paused = not owed and await self._engine.is_paused()
         return {
             "engine": self._engine.name,
             **named,
@@ -156,6 +162,7 @@ class DeltaService:
             "versions": [reply.version for reply in replies],
             **described,
             "complete": complete,
+            "paused": pauses.describe(replies[0].paused) if paused else None,
             "asleep": any(reply.asleep for reply in replies),
             "foreign": next((reply.foreign for reply in replies if reply.foreign), None),
             "engine_state": "uncertain" if self.committer.uncertain else "certain",
