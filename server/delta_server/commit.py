@@ -206,6 +206,22 @@ class EngineCommitter:
                     logger.exception("the ranks could not be asked to remember a pause or its end")
             return result
 
+    async def describe_pause(self, state: RankState | None = None) -> dict[str, Any] | None:
+        """Return what is known of a pause that is not a commit's, as JSON; None without one.
+
+        Args:
+            state: of the first rank; None if it must be asked for.
+        """
+        if state is None:
+            [state, *_] = await call(self._engine, GetState())
+        if state.resume_owed:
+            return None
+        try:
+            paused = await self._engine.is_paused()
+        except Exception:  # replicas that are just being paused or resumed differ
+            paused = state.paused is not None
+        return pauses.describe(state.paused) if paused else None
+
     async def end_long_pause(self, most: float) -> None:
         """Resume generation if a caller has paused it more than `most` seconds ago.
 

@@ -153,8 +153,6 @@ class DeltaService:
         complete = await asyncio.to_thread(completeness, replies[0].delivery, self._folders)
         described = msgspec.to_builtins(replies[0])
         del described["delivery"]
-        owed = any(reply.resume_owed for reply in replies)
-        paused = not owed and await self._engine.is_paused()
         return {
             "engine": self._engine.name,
             **named,
@@ -162,7 +160,7 @@ class DeltaService:
             "versions": [reply.version for reply in replies],
             **described,
             "complete": complete,
-            "paused": pauses.describe(replies[0].paused) if paused else None,
+            "paused": await self.committer.describe_pause(replies[0] if not named else None),
             "asleep": any(reply.asleep for reply in replies),
             "foreign": next((reply.foreign for reply in replies if reply.foreign), None),
             "engine_state": "uncertain" if self.committer.uncertain else "certain",
