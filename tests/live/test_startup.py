@@ -289,8 +289,8 @@ def test_sglang_refuses_arguments() -> None:
 SGLANG_RESOLVED = """
 from sglang.srt.runtime_context import get_context
 from engine_ext.adapters.refusals import first
+from engine_ext.adapters.sglang.hooks import resolved_settings
 from engine_ext.adapters.sglang.refusals import RESOLVED
-from engine_ext.adapters.sglang.resolved import resolved_settings
 with get_context().override_server_args():
     names = {one.name for refusal in RESOLVED for one in refusal.conditions}
     print(sorted(names - vars(resolved_settings()).keys()))

@@ -79,7 +79,7 @@ RESOLVED: Final = (
     ),
     Refusal(
         "--disaggregation-mode",
-        "KV of old weights may be on its way between the two engines during a sync",
+        "KV of old weights might be on its way between the two engines during a sync",
         (other_than("disaggregation_mode", "null"),),
         shown="disaggregation_mode",
     ),

@@ -11,7 +11,6 @@ import msgspec
 import torch
 
 from engine_ext import settings
-from engine_ext.adapters.refusals import refuse
 from engine_ext.adapters.sglang import draft, image_embeddings, refusals
 from engine_ext.adapters.sglang.external_updates import watch_external_updates
 from engine_ext.adapters.sglang.loading import (
@@ -23,7 +22,6 @@ from engine_ext.adapters.sglang.loading import (
 )
 from engine_ext.adapters.sglang.pipeline import hold_operations
 from engine_ext.adapters.sglang.postload import probe, processing_context, recomputations
-from engine_ext.adapters.sglang.resolved import resolved_settings
 from engine_ext.adapters.sglang.rpc import Call, GetServing, Serving
 from engine_ext.adapters.target_and_draft import TargetAndDraft, outside
 from engine_ext.errors import (
@@ -51,14 +49,11 @@ def attach_receiver(runner: Any, chosen: settings.Settings, load: Callable[[], N
     With a draft model, the target's runner gets it when both are loaded.
 
     Raises:
-        ValueError: SGLang was configured, by itself or by the model, to do what delta updates do
-            not work with. It does not start then.
         RuntimeError: nothing can be certified. SGLang does not start then.
     """
     if runner.is_draft_worker:
         draft.load(runner, load)
         return
-    refuse(resolved_settings(), refusals.RESOLVED)
     loading, states = LoadingTrace(), LoadingStates(chosen.shadow_bytes)
     target = Observed(draft.target_part(runner), runner, loading, states)
     with target:

@@ -115,7 +115,7 @@ ARGUMENTS: Final = (
 RESOLVED: Final = (
     Refusal(
         "a KV connector with the role kv_producer or kv_consumer",
-        "KV of old weights may be on its way between the two engines during a sync",
+        "KV of old weights might be on its way between the two engines during a sync",
         (other_than("kv_role", "kv_both"),),
         shown="kv_role",
     ),
