@@ -176,7 +176,8 @@ class Receiver(SyncOperations):
 
     def record_pause(self, request: ops.RecordPause) -> ops.CallerPaused:
         """Remember since when the engine is paused, and by whom, until it is resumed."""
-        self._paused = request.pause and (self._paused or request.pause)
+        known = None if request.begins else self._paused
+        self._paused = request.pause and (known or request.pause)
         return ops.CallerPaused(pause=self._paused)
 
     def acquire_log_lease(self, request: ops.AcquireLogLease) -> ops.LeaseGrant:

@@ -172,9 +172,10 @@ class ReleaseLease(Operation[Reply], frozen=True, kw_only=True, tag="release_lea
 
 
 class RecordPause(Operation[CallerPaused], frozen=True, kw_only=True, tag="record_pause"):
-    """Learn of a pause that is not a commit's; a later one does not replace it. None: it ended."""
+    """Learn of a pause that is not a commit's, or that there is none."""
 
     pause: CallerPause | None
+    begins: bool  # the engine was not paused just before; else what is known of the pause stays
 
 
 class AcquireLogLease(Operation[LeaseGrant], frozen=True, kw_only=True, tag="acquire_log_lease"):

@@ -102,6 +102,10 @@ class EngineCommitter:
             metrics.show_run(replies[0].run)
         return replies
 
+    async def states(self) -> list[RankState]:
+        """Return what every HTTP process must know of the ranks."""
+        return await call(self._engine, GetState())
+
     async def is_uncertain(self) -> bool:
         """Return whether generation must not be served; asks the ranks if the engine is shared.
 
@@ -205,34 +209,38 @@ class EngineCommitter:
             if lease is not None:
                 lease.resume_owed = False
                 try:
-                    await self._record_pause()
+                    await self._record_pause(begins=not lease.was_paused)
                 except Exception:
                     logger.exception("the ranks could not be asked to remember a pause or its end")
             return result
 
-    async def describe_pause(self, state: RankState | None = None) -> dict[str, Any] | None:
+    async def describe_pause(self, state: RankState, *, asleep: bool) -> dict[str, Any] | None:
         """Return what is known of a pause that is not a commit's, as JSON; None without one.
 
         Args:
-            state: of the first rank; None if it must be asked for.
+            state: of the first rank.
+            asleep: whether the weights' memory is released: an engine that sleeps is paused, too.
         """
-        if state is None:
-            [state, *_] = await call(self._engine, GetState())
         if state.resume_owed:
             return None
         try:
             paused = await self._engine.is_paused()
         except Exception:  # replicas that are just being paused or resumed differ
             paused = state.paused is not None
-        return pauses.describe(state.paused) if paused else None
+        if not paused or (asleep and state.paused is None):
+            metrics.PAUSED_SINCE.set(0)
+            return None
+        return pauses.describe(state.paused)
 
     async def end_long_pause(self, most: float) -> None:
         """Resume generation if a caller has paused it more than `most` seconds ago.
 
         Not while the weights are uncertain or their memory is released. A pause that nobody has
-        seen begin counts from the first call that finds it.
+        seen begin counts from the first call that finds it, and one that nobody has seen end is
+        forgotten.
         """
-        if not await self._engine.is_paused():
+        [state, *_] = await call(self._engine, GetState())
+        if state.paused is None and not await self._engine.is_paused():
             return
         async with self._lease(pauses=False) as lease:
             if lease.resume_owed or (pause := await self._record_pause()) is None:
@@ -251,13 +259,16 @@ class EngineCommitter:
                 *(pause.by or "a caller", seconds),
             )
 
-    async def _record_pause(self) -> CallerPause | None:
+    async def _record_pause(self, *, begins: bool = False) -> CallerPause | None:
         """Let the ranks know whether a caller has paused the engine; return the pause.
 
         The lease must be held, and no commit owe a resume.
+
+        Args:
+            begins: whether the engine was not paused before the caller's change.
         """
         pause = pauses.begin() if await self._engine.is_paused() else None
-        [reply, *_] = await call(self._engine, RecordPause(pause=pause))
+        [reply, *_] = await call(self._engine, RecordPause(pause=pause, begins=begins))
         metrics.PAUSED_SINCE.set(0 if reply.pause is None else reply.pause.since)
         return reply.pause
 

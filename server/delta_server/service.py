@@ -168,6 +168,11 @@ class DeltaService:
         complete = await asyncio.to_thread(completeness, replies[0].delivery, self._folders)
         described = msgspec.to_builtins(replies[0])
         del described["delivery"]
+        asleep = any(reply.asleep for reply in replies)
+        # The ranks keep what is of the engine, not of an adapter, with the model.
+        state = replies[0]
+        if self.adapter is not None:
+            [state, *_] = await self.committer.states()
         return {
             "engine": self._engine.name,
             **named,
@@ -175,8 +180,8 @@ class DeltaService:
             "versions": [reply.version for reply in replies],
             **described,
             "complete": complete,
-            "paused": await self.committer.describe_pause(replies[0] if not named else None),
-            "asleep": any(reply.asleep for reply in replies),
+            "paused": await self.committer.describe_pause(state, asleep=asleep),
+            "asleep": asleep,
             "foreign": next((reply.foreign for reply in replies if reply.foreign), None),
             "engine_state": "uncertain" if self.committer.uncertain else "certain",
             "can_roll_back": all(reply.can_roll_back for reply in replies),

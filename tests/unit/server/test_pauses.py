@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,64 +109,102 @@ def test_all_processes_know_of_a_pause(callers: Rig, other: Process) -> None:
 # --delta-max-pause ---------------------------------------------------------------------------
 
 
-@pytest.fixture
-def short(make_rig: Callable[..., Rig]) -> Rig:
-    """A server that ends pauses after a moment."""
-    rig = make_rig(max_pause=0.2)
-    add_routes(rig.app, rig.service, rig)
-    return rig
+def end_longer_than(rig: Rig, seconds: float) -> None:
+    """Look once for a pause that is longer."""
+    rig.run(rig.service.committer.end_long_pause(seconds))
 
 
-def wait(rig: Rig, seconds: float) -> None:
-    rig.run(asyncio.sleep(seconds))
+def test_the_flag_ends_a_long_pause(
+    make_rig: Callable[..., Rig], caplog: pytest.LogCaptureFixture
+) -> None:
+    short = make_rig(max_pause=0.2)
+    add_routes(short.app, short.service, short)
 
+    async def until_resumed() -> None:
+        while short.engine.paused:
+            await asyncio.sleep(0.01)
 
-def test_a_long_pause_is_ended(short: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    short.post("/pause", peer=("10.0.0.3", 4))
     with caplog.at_level(logging.WARNING):
-        wait(short, 0.6)
-    assert not short.engine.paused
+        short.post("/pause", peer=("10.0.0.3", 4))
+        short.run(until_resumed())
     assert short.status()["paused"] is None
     assert paused_since() == 0
-    [line] = [record.getMessage() for record in caplog.records if "resumed" in record.message]
+    [line] = [r.getMessage() for r in caplog.records if "is resumed" in r.getMessage()]
     assert "10.0.0.3 had paused it" in line
     assert "--delta-max-pause" in line
     assert short.send(delta_part()).json()["status"] == "committed"
 
 
-def test_a_pause_that_nobody_saw_is_ended(short: Rig) -> None:
-    short.engine.paused = True
-    wait(short, 0.6)
-    assert not short.engine.paused
-
-
-def test_a_pause_is_left_to_who_resumes_in_time(short: Rig) -> None:
-    for _ in range(3):
-        short.post("/pause")
-        wait(short, 0.1)
-        assert short.engine.paused
-        short.post("/resume")
-    assert short.engine.events.count(("resume",)) == 3
-
-
-def test_uncertain_weights_are_not_let_generate(short: Rig) -> None:
-    short.fail_commit()
-    short.post("/pause")  # it is the caller's from here on
-    wait(short, 0.6)
-    assert short.engine.paused
-
-
-def test_weights_that_sleep_are_not_let_generate(short: Rig) -> None:
-    short.engine.set_asleep(True)
-    short.post("/pause")
-    wait(short, 0.6)
-    assert short.engine.paused
-
-
-def test_without_the_flag_a_pause_lasts(callers: Rig, root: Path) -> None:
-    callers.post("/pause")
-    wait(callers, 0.3)
+def test_a_pause_that_nobody_saw_counts_from_its_finding(callers: Rig) -> None:
+    callers.engine.paused = True
+    end_longer_than(callers, 60)
     assert callers.engine.paused
+    assert callers.status()["paused"]["by"] == "the caller"
+    end_longer_than(callers, 0)
+    assert not callers.engine.paused
+
+
+def test_a_pause_is_left_to_who_resumes_in_time(callers: Rig) -> None:
+    callers.post("/pause")
+    end_longer_than(callers, 60)
+    assert callers.engine.paused
+    callers.post("/resume")
+    end_longer_than(callers, 0)
+    assert callers.engine.events.count(("resume",)) == 1
+
+
+def test_uncertain_weights_are_not_let_generate(callers: Rig) -> None:
+    callers.fail_commit()
+    end_longer_than(callers, 0)
+    callers.post("/pause")  # it is the caller's from here on
+    end_longer_than(callers, 0)
+    assert callers.engine.paused
+
+
+def test_weights_that_sleep_are_not_let_generate(callers: Rig) -> None:
+    callers.engine.set_asleep(True)
+    callers.post("/pause")
+    end_longer_than(callers, 0)
+    assert callers.engine.paused
+
+
+def test_without_the_flag_a_pause_lasts(callers: Rig) -> None:
+    callers.post("/pause")
     assert callers.send(delta_part()).json()["status"] == "committed"
     assert callers.engine.paused
     assert (callers.engine.weights["layer.weight"] == NEXT["layer.weight"]).all()
+
+
+# Ways that no process sees ---------------------------------------------------------------------
+
+
+def test_a_new_pause_does_not_count_from_an_old_one(callers: Rig) -> None:
+    callers.post("/pause", peer=("10.0.0.3", 4))
+    first = callers.status()["paused"]["since"]
+    callers.engine.paused = False  # as a wake-up resumes
+    assert callers.status()["paused"] is None
+    assert paused_since() == 0
+    time.sleep(0.01)
+    callers.post("/pause", peer=("10.0.0.4", 4))
+    again = callers.status()["paused"]
+    assert again["since"] > first
+    assert again["by"] == "10.0.0.4"
+
+
+def test_an_end_that_nobody_saw_is_noticed(callers: Rig) -> None:
+    callers.post("/pause", peer=("10.0.0.3", 4))
+    callers.engine.paused = False
+    end_longer_than(callers, 60)
+    callers.engine.paused = True
+    assert callers.status()["paused"]["by"] == "unknown"
+
+
+def test_an_engine_that_sleeps_is_not_called_paused(callers: Rig) -> None:
+    callers.engine.set_asleep(True)
+    callers.engine.paused = True  # as vLLM is while it sleeps
+    assert callers.status()["paused"] is None
+    callers.engine.paused = False
+    callers.engine.set_asleep(False)
+    callers.post("/pause", peer=("10.0.0.3", 4))
+    callers.engine.set_asleep(True)
+    assert callers.status()["paused"]["by"] == "10.0.0.3"

@@ -49,7 +49,7 @@ EXAMPLES: list[tuple[ops.Operation[Any], ops.Reply]] = [
         ops.EngineLease(grant=GRANT, state=STATE),
     ),
     (ops.ReleaseLease(holder="h", owed=True), ops.Reply()),
-    (ops.RecordPause(pause=PAUSE), ops.CallerPaused(pause=PAUSE)),
+    (ops.RecordPause(pause=PAUSE, begins=True), ops.CallerPaused(pause=PAUSE)),
     (ops.AcquireLogLease(holder="h", instead_of="d"), GRANT),
     (ops.ReleaseLogLease(holder="h"), ops.Reply()),
     (ops.AcquireFollowLease(holder="h", instead_of="d"), GRANT),
