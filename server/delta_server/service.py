@@ -65,6 +65,7 @@ from engine_ext.wire.operations import (
     FindUnseen,
     GetPlan,
     GetStatus,
+    RankState,
     ReleaseRun,
     RollBack,
 )
@@ -170,7 +171,7 @@ class DeltaService:
         del described["delivery"]
         asleep = any(reply.asleep for reply in replies)
         # The ranks keep what is of the engine, not of an adapter, with the model.
-        state = replies[0]
+        state: RankState = replies[0]
         if self.adapter is not None:
             [state, *_] = await self.committer.states()
         return {
