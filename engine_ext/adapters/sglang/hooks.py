@@ -91,8 +91,8 @@ def load_model(runner: Any, load: Callable[[], None] | None = None) -> None:
     The runner's own method loads the model if `load` is None.
 
     Raises:
-        ValueError: SGLang was started, or has set itself up for the model, in a way that delta updates do
-            not work with. It does not start then.
+        ValueError: delta updates do not work with a setting that was given, or that SGLang has
+            derived for the model. SGLang does not start then.
         RuntimeError: nothing can be certified, or it is a draft model that is not known to be
             reached. SGLang does not start then.
     """
