@@ -45,6 +45,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     shadow_bytes: int = 16 << 30
     keep_plain: bool = False
     scrub_interval: float | None = None
+    max_pause: float | None = None
     part_port: int = 0
     cache_dir: str | None = None
     cache_bytes: int = 16 << 30
@@ -296,6 +297,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Compare every tensor in live memory with the tracked digest once per so many seconds, in "
         "the background and with at most a twentieth of one core per rank, which may take longer. "
         "What differs is counted, logged and in the status (default: off).",
+        type=_parse_seconds,
+    )
+    add(
+        "--delta-max-pause SECONDS",
+        "Resume generation that a caller has paused for longer, such as a trainer that died before "
+        "it resumed. It must be longer than any pause that a trainer needs: weights that something "
+        "else than a delta is writing would be served half-written (default: off).",
         type=_parse_seconds,
     )
     add(

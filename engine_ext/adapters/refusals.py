@@ -1,7 +1,8 @@
 """Tables of what an engine refuses to start with: start-up checks them, the docs print them.
 
-Each adapter has two tables: `ARGUMENTS`, checked against the parsed command line before anything is
-loaded, and `LOADED`, found in a worker that has loaded its model.
+Each adapter has three tables: `ARGUMENTS`, checked against the parsed command line before anything
+is loaded, `RESOLVED`, checked against the configuration that the engine makes of it and of the
+model, and `LOADED`, found in a worker that has loaded its model.
 """
 
 from __future__ import annotations
@@ -61,15 +62,23 @@ class Refusal:
         what: the set-up, as its users write it.
         why: the reason, and what to do instead if there is something.
         conditions: it is refused if all of them hold; none in a table of loaded models.
+        shown: the attribute whose value the message shows after `what`; None for no value.
     """
 
     what: str
     why: str
     conditions: tuple[Condition, ...] = ()
+    shown: str | None = None
 
     @property
     def message(self) -> str:
-        return f"--enable-delta-updates does not work with {self.what} yet: {self.why}"
+        return self.message_for(None)
+
+    def message_for(self, arguments: Any) -> str:
+        """Return the message for a command line, or a configuration, that is refused."""
+        value = None if self.shown is None else getattr(arguments, self.shown, None)
+        what = self.what if value is None else f"{self.what} ({value})"
+        return f"--enable-delta-updates does not work with {what} yet: {self.why}"
 
     def applies(self, arguments: Any) -> bool:
         return all(condition.holds(arguments) for condition in self.conditions)
@@ -92,4 +101,4 @@ def refuse(arguments: Any, refusals: Iterable[Refusal]) -> None:
     """
     found = first(arguments, refusals)
     if found is not None:
-        raise ValueError(found.message)
+        raise ValueError(found.message_for(arguments))

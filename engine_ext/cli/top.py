@@ -164,6 +164,9 @@ def _engine_cells(status: dict[str, Any], state: Text) -> list[Text]:
         parts = f"{len(staged['parts'])}/{staged['num_parts'] or '?'} of {staged['version']}"
     uncertified = len(status.get("uncertified") or ())
     notes = [f"{uncertified} tensors cannot be updated"] if uncertified else []
+    if paused := status.get("paused"):
+        since = paused["since"] and time.strftime("%d %b %H:%M", time.localtime(paused["since"]))
+        notes.append(f"paused since {since or '?'} by {paused['by']}")
     scrub = status.get("scrub") or {}
     if scrub.get("mismatched"):
         notes.append(f"scrubbing found other bits in {', '.join(scrub['mismatched'])}")

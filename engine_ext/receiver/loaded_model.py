@@ -57,6 +57,7 @@ class LoadedModel:
         rebuilding: None if the engine's processing cannot be repeated.
         locate: finds parts on this rank's host, see `engine_ext.remote_parts`; None if the engine
             has one host.
+        load_format: the engine's name of the way in which the weights were loaded.
     """
 
     model: torch.nn.Module
@@ -73,3 +74,4 @@ class LoadedModel:
     loading: LoadingTrace | None = None
     rebuilding: Rebuilding | None = None
     locate: Locate | None = None
+    load_format: str = "auto"

@@ -67,6 +67,7 @@ class Receiver(SyncOperations):
         staging = BackgroundStaging(read_workers, limits, shared=shared, locate=locate)
         super().__init__(applier, ranks, sync_state, staging, undo_bytes=undo_bytes)
         self._lease = Lease()
+        self._paused: ops.CallerPause | None = None
         self._log_lease = Lease()
         self._following = SharedFollowing()
         self._history = SyncHistory()
@@ -139,6 +140,7 @@ class Receiver(SyncOperations):
             version=self._sync_state.version,
             engine_state=self._sync_state.engine_state,
             resume_owed=self._lease.resume_owed,
+            paused=self._paused,
             asleep=self._sync_state.asleep,
             foreign=self._sync_state.foreign,
             run=self._sync_state.run,
@@ -158,6 +160,7 @@ class Receiver(SyncOperations):
             version=self._sync_state.version,
             engine_state=self._sync_state.engine_state,
             resume_owed=self._lease.resume_owed,
+            paused=self._paused,
         )
 
     def acquire_lease(self, request: ops.AcquireLease) -> ops.EngineLease:
@@ -170,6 +173,12 @@ class Receiver(SyncOperations):
         """Take the lease back."""
         self._lease.release(request.holder, owed=request.owed)
         return ops.Reply()
+
+    def record_pause(self, request: ops.RecordPause) -> ops.CallerPaused:
+        """Remember since when the engine is paused, and by whom, until it is resumed."""
+        known = None if request.begins else self._paused
+        self._paused = request.pause and (known or request.pause)
+        return ops.CallerPaused(pause=self._paused)
 
     def acquire_log_lease(self, request: ops.AcquireLogLease) -> ops.LeaseGrant:
         """Let one HTTP process replay the delta log."""

@@ -253,7 +253,11 @@ def _initial_sync_applier(loaded: LoadedModel) -> InitialSyncApplier:
         for recompute in traced.recomputed:
             recompute()
 
-    logger.info("delta updates: no checkpoint to certify against; waiting for a full sync")
+    logger.warning(
+        "delta updates: the load format %s reads no checkpoint to certify against; the first sync "
+        "must be full, and others are refused until then",
+        loaded.load_format,
+    )
     trace, certify = functools.partial(_trace, loaded), functools.partial(_certify, loaded)
     return InitialSyncApplier(trace, load, certify, loaded.constants, loaded.ranks)
 

@@ -433,7 +433,8 @@ class SyncState:
 
     def _check_base(self, part: PartId) -> None:
         rest = part.continues and not (part.apart and self.delivery.complete)
-        if rest and part.version == self.version and not self._is_named(part):
+        anonymous = rest and part.version == self.version and not self._is_named(part)
+        if anonymous and not self._is_rewritten(part):
             return
         if part.full:
             self._check_unused(part)
@@ -441,9 +442,11 @@ class SyncState:
         if part.base_version is None or part.base_version < 0:
             raise MalformedPart("version 0 has no base version; only a full sync can lead to it")
         if part.base_version != self.version:
+            other = part.version == self.version and self._committed.identities
             raise VersionConflict(
                 f"the delta starts from version {part.base_version}, the engine is at "
-                f"{self.version}; send a delta from there, or a full sync",
+                f"{self.version}{', committed with other bytes than these' if other else ''}; "
+                "send a delta from there, or a full sync",
                 **self._versions(part),
             )
         if part.version <= part.base_version:
@@ -451,6 +454,11 @@ class SyncState:
                 f"a delta must lead to a later version: {part.base_version} to {part.version}"
             )
         self._check_unused(part)
+
+    def _is_rewritten(self, part: PartId) -> bool:
+        """Return whether other bytes of this file were committed at the engine's version."""
+        known = self.delivery
+        return part.folder == known.folder and part.file is not None and part.file in known.files
 
     def _is_named(self, part: PartId) -> bool:
         """Return whether a part, or the engine's version, is of a run that a sender has named."""

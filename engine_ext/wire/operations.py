@@ -18,6 +18,8 @@ from engine_ext.errors import DeltaError, as_delta_error, from_wire
 from engine_ext.wire.identity import PartId, RunSender
 from engine_ext.wire.replies import (
     Admission,
+    CallerPause,
+    CallerPaused,
     CommittedSync,
     Delivery,
     EngineLease,
@@ -31,6 +33,7 @@ from engine_ext.wire.replies import (
     PartProgress,
     PartSettled,
     Pulled,
+    PulledFolder,
     RankDigest,
     RankPlan,
     RankState,
@@ -55,6 +58,8 @@ __all__ = [
     "AcquireLogLease",
     "Admission",
     "BeginPart",
+    "CallerPause",
+    "CallerPaused",
     "ClaimRun",
     "CommitSync",
     "CommittedSync",
@@ -81,10 +86,12 @@ __all__ = [
     "PollPart",
     "PrepareSync",
     "Pulled",
+    "PulledFolder",
     "RankDigest",
     "RankPlan",
     "RankState",
     "RankStatus",
+    "RecordPause",
     "RecordPull",
     "RecordSync",
     "ReleaseLease",
@@ -165,6 +172,13 @@ class ReleaseLease(Operation[Reply], frozen=True, kw_only=True, tag="release_lea
 
     holder: str
     owed: bool
+
+
+class RecordPause(Operation[CallerPaused], frozen=True, kw_only=True, tag="record_pause"):
+    """Learn of a pause that is not a commit's, or that there is none."""
+
+    pause: CallerPause | None
+    begins: bool  # the engine was not paused just before; else what is known of the pause stays
 
 
 class AcquireLogLease(Operation[LeaseGrant], frozen=True, kw_only=True, tag="acquire_log_lease"):

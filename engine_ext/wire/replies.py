@@ -13,12 +13,27 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """Base of the replies; by itself the reply of an operation that has nothing to report."""
 
 
+class CallerPause(msgspec.Struct, frozen=True, kw_only=True):
+    """A pause of generation that is not a commit's."""
+
+    since: float  # Unix time at which an HTTP process has seen it
+    began: float  # the same on a clock that all HTTP processes share, in seconds
+    by: str | None  # address of the client that asked for it; None if it is not known
+
+
+class CallerPaused(Reply, frozen=True, kw_only=True):
+    """The pause that lasts; None if there is none."""
+
+    pause: CallerPause | None
+
+
 class RankState(Reply, frozen=True, kw_only=True):
     """What every HTTP process must know of a rank."""
 
     version: int  # of the live weights
     engine_state: Literal["certain", "uncertain"]  # uncertain after a write failed half-way
     resume_owed: bool  # a commit has paused the engine and not resumed it yet
+    paused: CallerPause | None = None  # as it was last recorded
 
 
 class LeaseGrant(Reply, frozen=True, kw_only=True):
@@ -183,12 +198,21 @@ class SyncPrepared(Reply, frozen=True, kw_only=True):
     rebuilt: int  # modules rebuilt so far on this rank
 
 
+class PulledFolder(msgspec.Struct, frozen=True, kw_only=True):
+    """The folder of the version that a pull has staged, as it was read."""
+
+    version: int
+    identities: list[str]  # of its parts, sorted
+    marks: dict[str, str]  # by file name: changes with the file; empty if it cannot show a change
+
+
 class Pulled(Reply, frozen=True, kw_only=True):
     """Versions that were pulled under the name of a checkpoint; none if `source` is empty."""
 
     source: str = ""  # the folder that they are published in
     target: int = 0  # the last of them
     sync_id: str | None = None  # of what was staged
+    folder: PulledFolder | None = None  # that it is from
 
 
 class LogLook(msgspec.Struct, frozen=True, kw_only=True):

@@ -121,7 +121,7 @@ def _cell(one: SetUp, engine: str) -> str:
 
 def _refused() -> Iterator[tuple[str, str, str]]:
     engines = {
-        "vLLM": [*vllm.ARGUMENTS, *vllm.LOADED],
+        "vLLM": [*vllm.ARGUMENTS, *vllm.RESOLVED, *vllm.LOADED],
         "SGLang": [*sglang.ARGUMENTS, *sglang.LOADED],
     }
     reasons = {name: {r.what: r.why for r in found} for name, found in engines.items()}

@@ -27,7 +27,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
-from delta_server import metrics
+from delta_server import metrics, pauses
 from delta_server.engine import Engine
 from delta_server.process_identity import is_alive, new_name
 from delta_server.request_options import Options
@@ -35,6 +35,7 @@ from engine_ext.errors import CommitFailed, DeltaError, EngineUncertain, Publish
 from engine_ext.wire import Digest
 from engine_ext.wire.operations import (
     AcquireLease,
+    CallerPause,
     CommittedSync,
     DropSync,
     GetState,
@@ -42,6 +43,7 @@ from engine_ext.wire.operations import (
     Operation,
     RankState,
     RankStatus,
+    RecordPause,
     ReleaseLease,
     ReplyT,
     Written,
@@ -99,6 +101,10 @@ class EngineCommitter:
         if engine is None or engine is self._engine:
             metrics.show_run(replies[0].run)
         return replies
+
+    async def states(self) -> list[RankState]:
+        """Return what every HTTP process must know of the ranks."""
+        return await call(self._engine, GetState())
 
     async def is_uncertain(self) -> bool:
         """Return whether generation must not be served; asks the ranks if the engine is shared.
@@ -202,7 +208,69 @@ class EngineCommitter:
                 self._caller_at_work = False
             if lease is not None:
                 lease.resume_owed = False
+                try:
+                    await self._record_pause(begins=not lease.was_paused)
+                except Exception:
+                    logger.exception("the ranks could not be asked to remember a pause or its end")
             return result
+
+    async def describe_pause(self, state: RankState, *, asleep: bool) -> dict[str, Any] | None:
+        """Return what is known of a pause that is not a commit's, as JSON; None without one.
+
+        Args:
+            state: of the first rank.
+            asleep: whether the weights' memory is released: an engine that sleeps is paused, too.
+        """
+        if state.resume_owed:
+            return None
+        try:
+            paused = await self._engine.is_paused()
+        except Exception:  # replicas that are just being paused or resumed differ
+            paused = state.paused is not None
+        if not paused or (asleep and state.paused is None):
+            metrics.PAUSED_SINCE.set(0)
+            return None
+        return pauses.describe(state.paused)
+
+    async def end_long_pause(self, most: float) -> None:
+        """Resume generation if a caller has paused it more than `most` seconds ago.
+
+        Not while the weights are uncertain or their memory is released. A pause that nobody has
+        seen begin counts from the first call that finds it, and one that nobody has seen end is
+        forgotten.
+        """
+        [state, *_] = await call(self._engine, GetState())
+        if state.paused is None and not await self._engine.is_paused():
+            return
+        async with self._lease(pauses=False) as lease:
+            if lease.resume_owed or (pause := await self._record_pause()) is None:
+                return
+            seconds = time.monotonic() - pause.began
+            if seconds < most:
+                return
+            replies = await self.status()
+            if self.uncertain or any(reply.asleep for reply in replies):
+                return
+            await self._engine.resume()
+            await self._record_pause()
+            logger.warning(
+                "delta updates: generation is resumed: %s had paused it %.0f s ago, longer than "
+                "--delta-max-pause",
+                *(pause.by or "a caller", seconds),
+            )
+
+    async def _record_pause(self, *, begins: bool = False) -> CallerPause | None:
+        """Let the ranks know whether a caller has paused the engine; return the pause.
+
+        The lease must be held, and no commit owe a resume.
+
+        Args:
+            begins: whether the engine was not paused before the caller's change.
+        """
+        pause = pauses.begin() if await self._engine.is_paused() else None
+        [reply, *_] = await call(self._engine, RecordPause(pause=pause, begins=begins))
+        metrics.PAUSED_SINCE.set(0 if reply.pause is None else reply.pause.since)
+        return reply.pause
 
     @contextlib.asynccontextmanager
     async def _lease(self, *, pauses: bool) -> AsyncIterator[_HeldLease]:

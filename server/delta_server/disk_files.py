@@ -12,6 +12,7 @@ import contextlib
 import errno
 import os
 import stat
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -25,6 +26,9 @@ from engine_ext.wire import SIGNATURE_SUFFIX, Limits, Verifier, signing_key
 _SUFFIX = ".safetensors"
 _MAX_SIGNATURE_BYTES = 128
 _MAX_FILES = Limits().max_parts
+# Longer than the clocks by which file systems date a write go between two ticks.
+_CLOCK_NS = 100_000_000
+_COARSE_CLOCK_NS = 2_500_000_000
 
 
 def resolve_files(request: DiskRequest, roots: Sequence[str]) -> list[Path]:
@@ -62,6 +66,41 @@ def resolve_files(request: DiskRequest, roots: Sequence[str]) -> list[Path]:
     for path in paths:
         _root_of(path, roots)
     return paths
+
+
+def is_read(name: str) -> bool:
+    """Return whether the bytes of a file of this name count, in the folder of a version."""
+    return name == INDEX or name.removesuffix(SIGNATURE_SUFFIX).endswith(_SUFFIX)
+
+
+def marks(folder: Path, roots: Sequence[str]) -> dict[str, str]:
+    """Return a mark per file of a version's folder, which changes when the file is written.
+
+    It is empty for a file that was written so shortly before that another write might leave its
+    times as they are.
+
+    Args:
+        folder: its real path.
+
+    Raises:
+        PathForbidden, MalformedPart: see `open_file`.
+    """
+    found = {}
+    for name in list_names(folder, roots):
+        if is_read(name):
+            # Opened, because network file systems may answer from what they remember otherwise.
+            with open_file(Path(os.path.realpath(folder / name)), roots) as file:
+                found[name] = _mark(os.fstat(file.fileno()))
+    return found
+
+
+def _mark(found: os.stat_result) -> str:
+    written = max(found.st_mtime_ns, found.st_ctime_ns)
+    in_seconds = found.st_ctime_ns % 1_000_000_000 == 0
+    if time.time_ns() - written < (_COARSE_CLOCK_NS if in_seconds else _CLOCK_NS):
+        return ""
+    facts = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    return ":".join(map(str, facts))
 
 
 def open_file(path: Path, roots: Sequence[str]) -> BinaryIO:

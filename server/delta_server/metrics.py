@@ -83,6 +83,11 @@ UNCERTAIN: Final = Gauge(
     multiprocess_mode="mostrecent",
 )
 
+PAUSED_SINCE: Final = Gauge(
+    "delta_updates_paused_since",
+    "Unix time since which a caller, not a commit, has paused generation; 0 if it is not paused.",
+    multiprocess_mode="mostrecent",
+)
 BEHIND_LOG: Final = Gauge(
     "delta_updates_log_behind",
     "With --delta-follow: versions in the delta log after that of the weights.",

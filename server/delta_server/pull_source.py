@@ -6,7 +6,7 @@ import os
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
-from delta_server.disk_files import list_names
+from delta_server.disk_files import list_names, marks
 from delta_server.published import folder_of, holds_nothing
 from delta_server.request_options import DiskRequest
 from delta_server.store_files import ResolvedFiles, StoreFiles
@@ -66,6 +66,17 @@ class PullSource:
                 if not holds_nothing(folder, [str(scratch.path)]):
                     found.append(version)
         return found
+
+    def marks(self, version: int) -> dict[str, str]:
+        """Return a mark per file of a version, which changes when the file is written.
+
+        Raises:
+            PathForbidden, MalformedPart, PartUnavailable: see `following`.
+        """
+        name = folder_of(Path(), version).name
+        if self._in_store:
+            return self._files.marks(f"{self.location}/{name}")
+        return marks(Path(os.path.realpath(Path(self.location) / name)), self._folders)
 
     def resolved(self, version: int) -> AbstractAsyncContextManager[ResolvedFiles]:
         """Have the files of a version; see `StoreFiles.resolved`."""

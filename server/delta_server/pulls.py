@@ -9,18 +9,37 @@ names.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
 from delta_server.commit import call
 from delta_server.empty_syncs import advance
+from delta_server.published import folder_of
 from delta_server.pull_source import PullSource
 from delta_server.request_options import DiskRequest, Options, PullRequest
 from delta_server.request_record import RequestRecord
-from engine_ext.errors import BaseMismatch, MalformedPart, VersionConflict
+from delta_server.version_folders import spool_request
+from engine_ext.errors import (
+    BaseMismatch,
+    Conflict,
+    DeltaError,
+    MalformedPart,
+    PartUnavailable,
+    SpoolFull,
+    VersionConflict,
+)
 from engine_ext.wire import PartId
-from engine_ext.wire.operations import FindPull, GetState, Pulled, RankState, RecordPull
+from engine_ext.wire.operations import (
+    FindPull,
+    GetState,
+    Pulled,
+    PulledFolder,
+    RankState,
+    RecordPull,
+)
 
 if TYPE_CHECKING:
     from delta_server.service import DeltaService
@@ -44,19 +63,31 @@ async def pull(service: DeltaService, wanted: PullRequest, record: RequestRecord
             actual=state.version,
         )
     following = await asyncio.to_thread(source.following, state.version, wanted.target_version)
-    sync_id = None
+    sync_id = folder = None
+    earlier = await _find(service, wanted.local_checkpoint_dir)
+    if earlier is not None and earlier.source == source.location:
+        if following:
+            await _drop_rewritten(service, source, earlier, following[0])
+        else:
+            await _refuse_rewritten(service, source, earlier.folder)
+            folder = earlier.folder
     if following:
         options = Options(weight_version=following[0])
         record.commits = False
+        marks = await asyncio.to_thread(source.marks, following[0])  # before the files are read
         async with source.resolved(following[0]) as files:
             answer = await service.apply_resolved(files, options, record)
+        identities = sorted(one.identity for one in record.spooled)
+        folder = PulledFolder(version=following[0], identities=identities, marks=marks)
         sync_id = record.parts[0].sync_id
         version = record.parts[0].version
         if answer["status"] == "staged" and await _staged(service, version, sync_id) is None:
             await _refuse_incomplete(service, record)
     request = RecordPull(
         checkpoint=wanted.local_checkpoint_dir,
-        pulled=Pulled(source=source.location, target=wanted.target_version, sync_id=sync_id),
+        pulled=Pulled(
+            source=source.location, target=wanted.target_version, sync_id=sync_id, folder=folder
+        ),
     )
     await call(service.engine, request)
     found = f"{len(following)} versions to apply" if following else "nothing to apply"
@@ -73,11 +104,13 @@ async def commit_pulled(
 ) -> dict[str, Any]:
     """Commit what was pulled under the name `disk_request.model_path`; return the last answer.
 
-    What is staged is committed as it is. Later versions are applied in turn, each in a transaction
-    of its own: if one is refused, the engine is at the version before it.
+    What is staged is committed as it is, if its folder still holds that. Later versions are applied
+    in turn, each in a transaction of its own: if one is refused, the engine is at the version
+    before it.
 
     Raises:
         VersionConflict: another version was pulled.
+        Conflict: the folder holds other bytes than were pulled. Nothing of them stays staged.
         DeltaError: see `DeltaService.apply_files`.
     """
     pulled = await _find(service, disk_request.model_path)
@@ -92,12 +125,16 @@ async def commit_pulled(
     options = msgspec.structs.replace(options, base_version=None)
     state, source = await _state(service), await _source(service, pulled.source)
     following = await asyncio.to_thread(source.following, state.version, target)
+    if not following:
+        await _refuse_rewritten(service, source, pulled.folder)
     for version in following:
         # Each version is reported; the request's own record is for the last one.
         own_record = record if version == following[-1] else RequestRecord()
         # Without an id, a staged sync of this version may be another's.
         named = pulled.sync_id is not None
         staged = await _staged(service, version, pulled.sync_id) if named else None
+        if await _drop_rewritten(service, source, pulled, version):
+            raise _rewritten(version, "were pulled from it; pull it again")
         if staged is not None:
             answer = await service.commit_staged(staged, options, own_record)
         else:  # not staged, or dropped since, or not known to be this one
@@ -110,6 +147,77 @@ async def commit_pulled(
             return answer
     last = RequestRecord() if following else record
     return await advance(service, str(target), options, last)
+
+
+async def _drop_rewritten(
+    service: DeltaService, source: PullSource, pulled: Pulled, version: int
+) -> bool:
+    """Return whether the folder of a version holds other bytes than were pulled from it.
+
+    What is staged of it is dropped then.
+    """
+    folder = pulled.folder
+    if folder is None or folder.version != version:
+        return False
+    marks = await asyncio.to_thread(source.marks, version)
+    if await _is_unchanged(service, source, folder, marks):
+        return False
+    staged = await _staged(service, version, pulled.sync_id)
+    if staged is not None:
+        await service.drop_staged(staged)
+    return True
+
+
+async def _refuse_rewritten(
+    service: DeltaService, source: PullSource, folder: PulledFolder | None
+) -> None:
+    """Refuse a folder that holds other bytes than were committed; one that is gone shows none.
+
+    Raises:
+        Conflict: it does.
+    """
+    if folder is None:
+        return
+    marks: dict[str, str] = {}
+    with contextlib.suppress(MalformedPart):
+        marks = await asyncio.to_thread(source.marks, folder.version)
+    if marks and not await _is_unchanged(service, source, folder, marks):
+        raise _rewritten(
+            folder.version, "the engine has committed of it; publish them as a later version"
+        )
+
+
+def _rewritten(version: int, than: str) -> Conflict:
+    name = folder_of(Path(), version).name
+    return Conflict(f"{name} holds other bytes than {than}", version=version, file=name)
+
+
+async def _is_unchanged(
+    service: DeltaService, source: PullSource, folder: PulledFolder, marks: dict[str, str]
+) -> bool:
+    """Return whether a folder holds what was pulled from it.
+
+    Args:
+        marks: of its files now. It is read only if they cannot show it.
+
+    Raises:
+        PartUnavailable, SpoolFull: it cannot be read now.
+    """
+    if marks == folder.marks and all(marks.values()):
+        return True
+    reads = service.settings.read_workers
+    try:
+        async with source.resolved(folder.version) as files:
+            spooled = await spool_request(
+                service.spool, files.paths, files.roots, reads, service.engine
+            )
+    except (PartUnavailable, SpoolFull):
+        raise
+    except DeltaError:  # it could be read before
+        return False
+    for one in spooled:
+        one.remove()
+    return sorted(one.identity for one in spooled) == folder.identities
 
 
 async def _refuse_incomplete(service: DeltaService, record: RequestRecord) -> NoReturn:

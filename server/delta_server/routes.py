@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from delta_server import pauses
 from delta_server.auth import check_access
 from delta_server.commit import call
 from delta_server.dashboard import asks_for_token, page_response
@@ -362,6 +363,7 @@ class UncertainGuard:
         self._generation = (*GENERATION, *generation)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pauses.client.set(scope["client"][0] if scope.get("client") else None)
         if (
             (scope["type"] == "websocket" or scope.get("method", "GET") not in _READS)
             and scope["path"].removeprefix(scope.get("root_path", "")).startswith(self._generation)

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from delta_server import metrics
+from delta_server import metrics, pauses
 from delta_server.adapter_engine import AdapterEngine
 from delta_server.commit import EngineCommitter, call, total_digest
 from delta_server.digests import describe_digests
@@ -65,6 +65,7 @@ from engine_ext.wire.operations import (
     FindUnseen,
     GetPlan,
     GetStatus,
+    RankState,
     ReleaseRun,
     RollBack,
 )
@@ -110,6 +111,7 @@ class DeltaService:
         self._part_locks = weakref.WeakValueDictionary[str, asyncio.Lock]()
         self._scrubbing: asyncio.Task[None] | None = None
         self._following: asyncio.Task[None] | None = None
+        self._ending_pauses: asyncio.Task[None] | None = None
 
     @property
     def engine(self) -> Engine:
@@ -154,6 +156,9 @@ class DeltaService:
         interval = self.settings.scrub_interval
         if interval is not None:
             self._scrubbing = asyncio.ensure_future(count_findings(self._engine, interval))
+        if (most := self.settings.max_pause) is not None:
+            watch = pauses.end_long_pauses(self.committer.end_long_pause, most)
+            self._ending_pauses = asyncio.ensure_future(watch)
         if self.follower is not None:
             self._following = asyncio.ensure_future(self.follower.run())
 
@@ -170,6 +175,11 @@ class DeltaService:
         complete = await asyncio.to_thread(completeness, replies[0].delivery, self._folders)
         described = msgspec.to_builtins(replies[0])
         del described["delivery"]
+        asleep = any(reply.asleep for reply in replies)
+        # The ranks keep what is of the engine, not of an adapter, with the model.
+        state: RankState = replies[0]
+        if self.adapter is not None:
+            [state, *_] = await self.committer.states()
         return {
             "engine": self._engine.name,
             **named,
@@ -177,7 +187,8 @@ class DeltaService:
             "versions": [reply.version for reply in replies],
             **described,
             "complete": complete,
-            "asleep": any(reply.asleep for reply in replies),
+            "paused": await self.committer.describe_pause(state, asleep=asleep),
+            "asleep": asleep,
             "foreign": next((reply.foreign for reply in replies if reply.foreign), None),
             "engine_state": state,
             "can_roll_back": all(reply.can_roll_back for reply in replies),

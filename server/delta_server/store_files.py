@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from delta_server.disk_files import list_names, resolve_files
+from delta_server.disk_files import is_read, list_names, resolve_files
 from delta_server.request_options import DiskRequest
 from engine_ext.delta_log import DONE, FileFacts, fetch_object, read_done
 from engine_ext.errors import (
@@ -138,6 +138,17 @@ class StoreFiles:
         with _reported():
             store, prefix = self._open(folder)
             return [name for name in _listed(store, prefix) if "/" not in name]
+
+    def marks(self, url: str) -> dict[str, str]:
+        """Return a mark per file of a version below a URL, which changes with the file's content.
+
+        Raises:
+            PathForbidden, MalformedPart, PartUnavailable: see `resolved`.
+        """
+        with _reported():
+            store, prefix = self._open(url)
+            listed = _listed(store, prefix)
+            return {name: f"{one.size}:{one.tag}" for name, one in listed.items() if is_read(name)}
 
     def bring_index(self, url: str, folder: Path) -> list[str]:
         """Make a folder with the index of a version that may hold nothing: it has no other files.

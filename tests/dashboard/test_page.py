@@ -72,6 +72,13 @@ def test_it_shows_who_owns_the_engine(served: Served, open_page: Open) -> None:
     assert fact(page, "owner").startswith("process 11 on trainer-host, epoch 2, since ")
 
 
+def test_it_shows_a_pause_that_lasts(served: Served, open_page: Open) -> None:
+    served.status["paused"] = {"since": 0.0, "seconds": 700.0, "by": "10.0.0.3"}
+    page = shown(open_page(served.url))
+    expect(page.locator("#problem")).to_contain_text("Generation is paused since")
+    expect(page.locator("#problem")).to_contain_text("by 10.0.0.3.")
+
+
 def test_it_shows_the_last_syncs(served: Served, open_page: Open) -> None:
     served.history[1] |= {"outcome": "refused", "error": "BaseMismatch", "message": "other bits"}
     page = shown(open_page(served.url))

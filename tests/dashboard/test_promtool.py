@@ -23,7 +23,7 @@ def test_the_configuration() -> None:
 
 
 def test_the_alerts() -> None:
-    assert "9 rules found" in promtool("check", "rules", "--lint-fatal", RULES)
+    assert "11 rules found" in promtool("check", "rules", "--lint-fatal", RULES)
 
 
 def test_the_alerts_come_when_they_should() -> None:

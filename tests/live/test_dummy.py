@@ -37,6 +37,8 @@ def test_dummy_weights_take_a_full_sync_and_then_deltas(
     engine = start(kind, base, tp=tp, extra_args=DUMMY)
     status = engine.delta_status()
     assert (status["apply"], status["awaits"], status["version"]) == ("reload", "full sync", 0)
+    log = engine.log_path.read_text()
+    assert "the load format dummy reads no checkpoint to certify against" in log
     with DeltaSender(engine.url, tiny_models.load_tensors(base).items()) as sender:
         first = sender.sync(tiny_models.load_tensors(base).items())
         assert (first.full, first.engine["apply"]) == (True, "reload")

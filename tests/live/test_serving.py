@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import delta_routes
 from tests.support.plain_trainer import Trainer, container, model_digest
 
+MAX_PAUSE_S = 8
 TOKEN = "a-secret-token"
 GENERATES_NOTHING = {
     "vLLM": {
@@ -83,6 +85,7 @@ def server(
 ) -> Iterator[Server]:
     base = checkpoint("qwen3")
     arguments = ["--delta-api-key", TOKEN, "--delta-base-version", "5"]
+    arguments += ["--delta-max-pause", str(MAX_PAUSE_S)]
     engine = start(request.param, base, tp=2, extra_args=arguments)
     yield Server(engine, Trainer(tiny_models.load_tensors(base), version=5))
     engine.stop()
@@ -156,12 +159,29 @@ def test_requests_in_flight(server: Server, pause_mode: str, flush_cache: str) -
 
 @pytest.mark.parametrize("flush_cache", ["true", "false"])
 def test_an_engine_that_the_caller_paused_stays_paused(server: Server, flush_cache: str) -> None:
+    assert server.status()["paused"] is None
     server.engine.pause()
     server.sync(flush_cache=flush_cache)
+    assert server.status()["paused"]["by"] == "127.0.0.1"
     with pytest.raises(httpx.ReadTimeout):
         server.engine.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=2)
     server.engine.resume()
+    assert server.status()["paused"] is None
     assert server.complete().status_code == 200
+
+
+def test_a_pause_that_nobody_ends_is_ended(server: Server) -> None:
+    server.engine.pause()
+    since = server.status()["paused"]["since"]
+    assert abs(time.time() - since) < MAX_PAUSE_S
+    answer = server.engine.post(
+        "/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=5 * MAX_PAUSE_S
+    )
+    assert answer.status_code == 200
+    assert time.time() - since >= MAX_PAUSE_S
+    assert server.status()["paused"] is None
+    log = server.engine.log_path.read_text()
+    assert "generation is resumed: 127.0.0.1 had paused it" in log
 
 
 def test_a_sender_without_the_token(server: Server) -> None:

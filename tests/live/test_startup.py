@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -29,6 +31,7 @@ FLAGS = [
     "--delta-scrub-interval",
     "--delta-api-key",
 ]
+EXAMPLE_CONNECTOR = '{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}'
 ENDPOINTS = [
     ("POST", "/update_weights_delta"),
     ("POST", "/delta_rollback"),
@@ -82,8 +85,13 @@ def test_without_the_flag_there_is_nothing(
             "does not work with --enable-eplb",
             marks=pytest.mark.full,
         ),
+        (
+            ["--kv-transfer-config", EXAMPLE_CONNECTOR],
+            {},
+            "(ExampleConnector) yet: it keeps KV of old weights",
+        ),
     ],
-    ids=["plugin-not-loaded", "moving-experts"],
+    ids=["plugin-not-loaded", "moving-experts", "kv-connector"],
 )
 def test_vllm_refuses_to_start(
     checkpoint: Callable[[str], Path],
@@ -100,17 +108,19 @@ def test_vllm_refuses_to_start(
 
 
 DELTAS = "--enable-delta-updates"
+LMCACHE = ("--kv-offloading-size", "1", "--kv-offloading-backend", "lmcache")
+PRODUCER = '{"kv_connector": "NixlConnector", "kv_role": "kv_producer"}'
 REPLICAS = (DELTAS, "--data-parallel-size", "2")
 
 
-def parsed_by_vllm(*arguments: str) -> None:
-    """Parse a command line with vLLM's own parser and config, without starting a process."""
+def parsed_by_vllm(*arguments: str) -> Any:
+    """Return what vLLM's own parser makes of a command line, without starting a process."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", "m", *arguments])
-    AsyncEngineArgs.from_cli_args(args)
+    return AsyncEngineArgs.from_cli_args(args)
 
 
 @pytest.mark.parametrize(
@@ -153,6 +163,69 @@ def test_vllm_refuses_its_older_executor_for_ray(monkeypatch: pytest.MonkeyPatch
         parsed_by_vllm(DELTAS, "--distributed-executor-backend", "ray")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "environment", "message"),
+    [
+        # With the hybrid manager vLLM imports lmcache.
+        ([*LMCACHE, "--disable-hybrid-kv-cache-manager"], {}, r"\(LMCacheMPConnector\)"),
+        (["--kv-offloading-size", "1"], {}, r"\(OffloadingConnector\)"),
+        (["--kv-offloading-size", "1"], {"VLLM_USE_SIMPLE_KV_OFFLOAD": "1"}, "SimpleCPUOffload"),
+        (["--kv-transfer-config", PRODUCER], {}, r"kv_consumer \(kv_producer\)"),
+        (["--load-format", "ipc_cache"], {}, "--load-format ipc_cache"),
+        (["--offload-group-size", "2"], {}, "--offload-group-size"),
+        ([], {"VLLM_ENABLE_STARTUP_PLAN": "1"}, "VLLM_ENABLE_STARTUP_PLAN"),
+    ],
+)
+def test_vllm_refuses_what_it_derives(
+    arguments: list[str],
+    environment: dict[str, str],
+    message: str,
+    checkpoint: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the configuration, in which `--kv-offloading-size` has become a connector."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    wanted = parsed_by_vllm(DELTAS, "--model", str(checkpoint("qwen3")), *arguments)
+    with pytest.raises(ValueError, match=message):
+        wanted.create_engine_config()
+
+
+class Connector:
+    """A KV connector, whose reset answers this."""
+
+    answer: Any = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def reset_cache(self) -> Any:
+        return self.answer
+
+
+@pytest.mark.parametrize(("answer", "done"), [(None, False), (False, False), (True, True)])
+def test_a_reset_that_does_not_say_so_is_none(
+    answer: Any, done: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's base class returns None, which its scheduler takes for a success."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from engine_ext.adapters.vllm.plugin import install_checks
+
+    install_checks()
+    monkeypatch.setattr(Connector, "answer", answer)
+    monkeypatch.setattr(KVConnectorFactory, "get_connector_class", lambda config: Connector)
+    monkeypatch.setattr(KVConnectorFactory, "supports_hma_config", lambda config: True)
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(engine_id="e"),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True),
+    )
+    scheduler = object.__new__(Scheduler)
+    scheduler.connector = KVConnectorFactory.create_connector(config, None, None)
+    scheduler.log_stats = False
+    assert scheduler.reset_connector_cache() is done
+
+
 # SGLang's own parser and config, without starting a process for each.
 SGLANG_PARSER = """
 import json, sys
@@ -177,10 +250,13 @@ SGLANG_REFUSES = {
         [ENABLE, "--dp-size", "2", "--tokenizer-worker-num", "2"],
         "--dp-size and --tokenizer-worker-num",
     ),
-    "stages apart": (
-        [ENABLE, "--pp-size", "2", "--disaggregation-mode", "prefill"],
-        "--pp-size and --disaggregation-mode",
+    "prefill": ([ENABLE, "--disaggregation-mode", "prefill"], "--disaggregation-mode (prefill)"),
+    "storage": (
+        [ENABLE, "--enable-hierarchical-cache", "--hicache-storage-backend", "file"],
+        "--hicache-storage-backend (file)",
     ),
+    "lmcache": ([ENABLE, "--enable-lmcache"], "--enable-lmcache"),
+    "offloading": ([ENABLE, "--offload-group-size", "2"], "--offload-group-size"),
     "draft": (
         [ENABLE, "--speculative-algorithm", "DFLASH"],
         "another --speculative-algorithm than",
@@ -207,6 +283,29 @@ def test_sglang_refuses_arguments() -> None:
     found = json.loads(run.stdout.splitlines()[-1])
     wrong = {n: found[n] for n, (_, message) in SGLANG_REFUSES.items() if message not in found[n]}
     assert wrong == {}
+
+
+# What an override for a model's architecture sets, which no command line shows.
+SGLANG_RESOLVED = """
+from sglang.srt.runtime_context import get_context
+from engine_ext.adapters.refusals import first
+from engine_ext.adapters.sglang.hooks import resolved_settings
+from engine_ext.adapters.sglang.refusals import RESOLVED
+with get_context().override_server_args():
+    names = {one.name for refusal in RESOLVED for one in refusal.conditions}
+    print(sorted(names - vars(resolved_settings()).keys()))
+for settings in ({}, {"enable_multi_layer_eagle": True}, {"enable_lmcache": True}):
+    with get_context().override_server_args(**settings):
+        found = first(resolved_settings(), RESOLVED)
+    print("taken" if found is None else found.what.split(",")[0])
+"""
+
+
+def test_sglang_refuses_what_it_derives() -> None:
+    run = python("sglang", "-c", SGLANG_RESOLVED)
+    assert run.returncode == 0, run.stderr[-2000:]
+    expected = ["[]", "taken", "--enable-multi-layer-eagle", "--enable-lmcache"]
+    assert run.stdout.splitlines()[-4:] == expected
 
 
 def test_sglang_serve_takes_the_flags_too() -> None:

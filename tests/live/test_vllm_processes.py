@@ -214,6 +214,18 @@ def test_weights_that_one_process_left_uncertain(
     live.at_one_version()
 
 
+def test_every_process_knows_of_a_pause(live: Live) -> None:
+    """Also a process that was not asked for it, and of its end by another one."""
+    first, second = live.clients
+    assert first.post("/pause", params={"mode": "keep"}).status_code == 200
+    seen = [client.get("/delta_status").json()["paused"] for client in live.clients]
+    assert [one["by"] for one in seen] == ["127.0.0.1"] * PROCESSES
+    assert seen[0]["since"] == seen[1]["since"]
+    assert second.post("/resume").status_code == 200
+    assert [c.get("/delta_status").json()["paused"] for c in live.clients] == [None] * PROCESSES
+    live.at_one_version()
+
+
 def test_every_process_tells_of_all_syncs(live: Live) -> None:
     query = {"history": "true"}
     before = committed(live.clients[0])

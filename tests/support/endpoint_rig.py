@@ -60,9 +60,10 @@ class Rig:
         return Engine(self.settings)
 
     def close(self) -> None:
-        if (following := self.service._following) is not None:
-            following.cancel()
-            self.run(asyncio.wait([following]))
+        for task in (self.service._following, self.service._ending_pauses):
+            if task is not None:
+                task.cancel()
+                self.run(asyncio.wait([task]))
         self.run(self.service.reporter.flush())
         self.service.spool.close()
         self.engine.close()

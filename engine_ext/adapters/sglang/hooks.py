@@ -18,8 +18,11 @@ from engine_ext import settings
 from engine_ext.adapters.refusals import refuse
 from engine_ext.adapters.sglang.features import require_supported_version
 from engine_ext.adapters.sglang.names import LOAD_FORMAT, NAME
-from engine_ext.adapters.sglang.refusals import ARGUMENTS
+from engine_ext.adapters.sglang.refusals import ARGUMENTS, RESOLVED
 from engine_ext.ranks import replicas
+
+# SGLang's namespaces of settings.
+_NAMESPACES = ("spec", "memory", "disagg", "exec", "model")
 
 # The modules of SGLang that the patches let import this one.
 _PATCHED = (
@@ -88,6 +91,8 @@ def load_model(runner: Any, load: Callable[[], None] | None = None) -> None:
     The runner's own method loads the model if `load` is None.
 
     Raises:
+        ValueError: delta updates do not work with a setting that was given, or that SGLang has
+            derived for the model. SGLang does not start then.
         RuntimeError: nothing can be certified, or it is a draft model that is not known to be
             reached. SGLang does not start then.
     """
@@ -96,10 +101,36 @@ def load_model(runner: Any, load: Callable[[], None] | None = None) -> None:
     if chosen is None:
         load()
         return
+    if not runner.is_draft_worker:
+        refuse(resolved_settings(), RESOLVED)
     from engine_ext.adapters.sglang.scheduler import attach_receiver
 
     _log_as_sglang()
     attach_receiver(runner, chosen, load)
+
+
+def resolved_settings() -> argparse.Namespace:
+    """Return the settings that `RESOLVED` asks for; those that this release lacks are left out.
+
+    They are more than the command line: SGLang derives some from the model, from other settings and
+    from the environment, and publishes the result in every process.
+    """
+    from sglang.srt import runtime_context
+
+    names = {condition.name for refusal in RESOLVED for condition in refusal.conditions}
+    found: dict[str, Any] = {}
+    for namespace in _NAMESPACES:
+        get = getattr(runtime_context, f"get_{namespace}", None)
+        if get is not None:
+            _collect(get(), names, found)
+    return argparse.Namespace(**found)
+
+
+def _collect(bag: Any, names: set[str], found: dict[str, Any]) -> None:
+    """Add the settings of these names that are in a namespace, or in one inside of it."""
+    found.update((name, value) for name, value in vars(bag).items() if name in names)
+    for inner in (getattr(bag, "_subs", None) or {}).values():
+        _collect(inner, names, found)
 
 
 def update_weights(updater: Any, request: Any) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -13,6 +14,8 @@ from engine_ext.adapters.target_and_draft import Part, TargetAndDraft, read
 from engine_ext.model import ConstantsWatch
 from engine_ext.rebuild import LoadingStates
 from engine_ext.tracing import LoadingTrace, LoadWeights
+
+_COLLECTIVE: Final = ("fastsafetensors", "instanttensor")
 
 Reader = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
@@ -56,12 +59,26 @@ class Observed:
         return self.constants.known(self.part.inside(path), tensor)
 
 
+def load_format(runner: Any) -> str:
+    """Return the name of the format that a runner loads its model from."""
+    found = runner.load_config.load_format
+    return str(getattr(found, "value", found))
+
+
 def checkpoint(runner: Any, model: torch.nn.Module) -> Reader | None:
-    """Return what reads the loaded checkpoint's tensors on the CPU, or None if there is none."""
+    """Return what reads the loaded checkpoint's tensors on the CPU, or None if there is none.
+
+    The formats whose readers need all ranks at once, or whose tensors are gone after the reading,
+    read the same files as ``safetensors``.
+    """
     from sglang.srt.model_loader.loader import DefaultModelLoader, get_model_loader
 
+    load_config = runner.load_config
+    if load_format(runner) in _COLLECTIVE:
+        plain = {"load_format": "safetensors", "model_loader_extra_config": {}}
+        load_config = dataclasses.replace(load_config, **plain)
     # While it loads its model, the runner has not got the loader yet.
-    loader: Any = get_model_loader(runner.load_config, runner.model_config)
+    loader: Any = get_model_loader(load_config, runner.model_config)
     reads = isinstance(loader, DefaultModelLoader)
     return (lambda: loader._get_all_weights(runner.model_config, model)) if reads else None
 

@@ -15,11 +15,12 @@ from engine_ext.adapters.refusals import (
 )
 
 _MOVING: Final = "experts move between the ranks"
-_KEEPS_KV: Final = "it keeps KV of old weights"
+_KEEPS_KV: Final = (
+    "it keeps KV of old weights: no test has shown that SGLang's flush of the cache drops all of it"
+)
 _NO_ENDPOINTS: Final = "it has no delta endpoints; use the plain HTTP server"
 _ORDER: Final = "replicas must get calls in the same order"
 _NO_REPLICAS: Final = "its ranks are no replicas of one another"
-_OTHER_LOOP: Final = "pipeline stages cannot meet in the loop that SGLang runs then"
 _LORA: Final = "LoRA layers rename the weights"
 
 _NO_DRAFT: Final = ("none", "ngram")
@@ -50,15 +51,56 @@ DRAFT_WITH_REPLICAS: Final = Refusal(
     (_DRAFT, above_one("dp_size")),
 )
 
+# What the command line says, or SGLang derives from it and from the model.
+RESOLVED: Final = (
+    Refusal(
+        "--enable-multi-layer-eagle, which SGLang sets itself for some models with EAGLE",
+        "it loads several draft models",
+        (enabled("enable_multi_layer_eagle"),),
+    ),
+    Refusal(
+        "--hicache-storage-backend",
+        _KEEPS_KV,
+        (enabled("hicache_storage_backend"),),
+        shown="hicache_storage_backend",
+    ),
+    Refusal("--enable-lmcache", _KEEPS_KV, (enabled("enable_lmcache"),)),
+    Refusal("--enable-flexkv", _KEEPS_KV, (enabled("enable_flexkv"),)),
+    Refusal(
+        "--radix-cache-backend",
+        _KEEPS_KV,
+        (enabled("radix_cache_backend"),),
+        shown="radix_cache_backend",
+    ),
+    Refusal(
+        "--enable-unified-cache-external-linker",
+        _KEEPS_KV,
+        (enabled("enable_unified_cache_external_linker"),),
+    ),
+    Refusal(
+        "--disaggregation-mode",
+        "KV of old weights might be on its way between the two engines during a sync",
+        (other_than("disaggregation_mode", "null"),),
+        shown="disaggregation_mode",
+    ),
+    Refusal(
+        "--offload-group-size",
+        "copies of layers go to the GPU ahead of their use, and a copy made before a sync has old "
+        "weights",
+        (Condition("offload_group_size", lambda value: (value or 0) > 0, 2),),
+    ),
+    Refusal(
+        "--load-format ipc_cache",
+        "the weights are the memory of a daemon, which several engines share",
+        (equal("load_format", "ipc_cache"),),
+    ),
+)
+
 ARGUMENTS: Final = (
     DRAFT_MODEL,
     DRAFT_WITH_STAGES,
     DRAFT_WITH_REPLICAS,
-    Refusal(
-        "--enable-multi-layer-eagle",
-        "it loads several draft models",
-        (enabled("enable_multi_layer_eagle"),),
-    ),
+    *RESOLVED,
     Refusal(
         "--speculative-token-map",
         "the draft model has a copy of some rows of the target's output head",
@@ -82,12 +124,9 @@ ARGUMENTS: Final = (
         (above_one("dp_size"), above_one("tokenizer_worker_num")),
     ),
     Refusal(
-        "--pp-size and --disaggregation-mode",
-        _OTHER_LOOP,
-        (above_one("pp_size"), other_than("disaggregation_mode", "null")),
-    ),
-    Refusal(
-        "--pp-size and --enable-pdmux", _OTHER_LOOP, (above_one("pp_size"), enabled("enable_pdmux"))
+        "--pp-size and --enable-pdmux",
+        "pipeline stages cannot meet in the loop that SGLang runs then",
+        (above_one("pp_size"), enabled("enable_pdmux")),
     ),
     Refusal(
         "several hosts and --dp-size",
@@ -108,8 +147,6 @@ ARGUMENTS: Final = (
     ),
     Refusal("--enable-eplb", _MOVING, (enabled("enable_eplb"),)),
     Refusal("--elastic-ep-backend", _MOVING, (other_than("elastic_ep_backend", "none"),)),
-    Refusal("--hicache-storage-backend", _KEEPS_KV, (enabled("hicache_storage_backend"),)),
-    Refusal("--enable-lmcache", _KEEPS_KV, (enabled("enable_lmcache"),)),
     Refusal(
         "--load-format flash_rl",
         "its loader quantises; --quantization fp8 alone works",

@@ -13,7 +13,13 @@ import torch
 from engine_ext import settings
 from engine_ext.adapters.sglang import draft, image_embeddings, refusals
 from engine_ext.adapters.sglang.external_updates import watch_external_updates
-from engine_ext.adapters.sglang.loading import Observed, checkpoints, load_function, reload
+from engine_ext.adapters.sglang.loading import (
+    Observed,
+    checkpoints,
+    load_format,
+    load_function,
+    reload,
+)
 from engine_ext.adapters.sglang.pipeline import hold_operations
 from engine_ext.adapters.sglang.postload import probe, processing_context, recomputations
 from engine_ext.adapters.sglang.rpc import Call, GetServing, Serving
@@ -114,6 +120,7 @@ def build_receiver(
             probe=probe,
         ),
         locate=locator(chosen, several_hosts=get_parallel().nnodes > 1),
+        load_format=load_format(runner),
     )
     return make_receiver(loaded, chosen)
 

@@ -16,11 +16,12 @@ from typing import Any
 from engine_ext import settings
 from engine_ext.adapters.refusals import refuse
 from engine_ext.adapters.vllm.features import replicas_answer_together, require_supported_version
-from engine_ext.adapters.vllm.refusals import ARGUMENTS
+from engine_ext.adapters.vllm.refusals import ARGUMENTS, RESOLVED
 from engine_ext.ranks import replicas
 
 NAME = "delta_hooks"
 LOAD_FORMAT = "delta"
+_SHARED_MEMORY = "ipc_cache"
 
 # The modules of vLLM that the patches let import this one.
 _PATCHED = (
@@ -69,6 +70,39 @@ def read_arguments(args: argparse.Namespace) -> bool:
     return True
 
 
+def check_config(config: Any) -> None:
+    """Refuse a `VllmConfig` that delta updates do not work with.
+
+    vLLM derives some settings from others, the model or the environment, so this is not known from
+    the command line.
+
+    Raises:
+        ValueError: it is refused. Nothing is loaded yet, and the engine must not start.
+    """
+    from vllm import envs
+
+    transfer = getattr(config, "kv_transfer_config", None)
+    connector = getattr(transfer, "kv_connector", None)
+    formats = {str(one.load_format).lower() for one in _load_configs(config)}
+    offload = getattr(config, "offload_config", None)
+    backend = getattr(offload, "offload_backend", None)
+    group_size = getattr(getattr(offload, "prefetch", None), "offload_group_size", 0)
+    resolved = argparse.Namespace(
+        kv_connector=connector,
+        kv_role=getattr(transfer, "kv_role", None) if connector else None,
+        load_format=_SHARED_MEMORY if _SHARED_MEMORY in formats else None,
+        prefetches_layers=backend == "prefetch" or (group_size > 0 and backend != "uva"),
+        startup_plan=getattr(envs, "VLLM_ENABLE_STARTUP_PLAN", False),
+    )
+    refuse(resolved, RESOLVED)
+
+
+def _load_configs(config: Any) -> list[Any]:
+    """Return how the model is loaded, and the draft model if that is said apart."""
+    draft = getattr(getattr(config, "speculative_config", None), "draft_load_config", None)
+    return [one for one in (config.load_config, draft) if one is not None]
+
+
 def endpoint_plugins() -> list[Any]:
     """Return the endpoints as endpoint plugins of vLLM; none unless delta updates are enabled."""
     if settings.from_environment() is None:
@@ -87,7 +121,7 @@ def on_worker_created(worker: Any) -> None:
     deltas then arrive through vLLM's ``collective_rpc``.
 
     Raises:
-        ValueError: this version of vLLM is not supported.
+        ValueError: this version of vLLM, or what it is configured to do, is not supported.
     """
     chosen = settings.from_environment()
     if chosen is None and _is_delta(worker.load_config.load_format):
@@ -95,6 +129,7 @@ def on_worker_created(worker: Any) -> None:
     if chosen is None:
         return
     require_supported_version()
+    check_config(worker.vllm_config)
     from engine_ext.adapters.vllm.worker import attach_receiver
 
     _log_as_vllm()

@@ -56,8 +56,41 @@ def _add_flags() -> None:
 
 
 def _install() -> None:
+    install_checks()
     install_workers()
     install_endpoints()
+
+
+def install_checks() -> None:
+    """Check vLLM's configuration where it is made, before a process starts; safe to call again.
+
+    A KV connector whose reset answers neither yes nor no has not dropped its KV: vLLM would take
+    that for a success.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.engine.arg_utils import EngineArgs
+
+    if hasattr(EngineArgs.create_engine_config, "delta_updates"):
+        return
+    original_config = EngineArgs.create_engine_config
+    original_connector = KVConnectorFactory.create_connector
+
+    @functools.wraps(original_config)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = original_config(self, *args, **kwargs)
+        hooks.check_config(config)
+        return config
+
+    @functools.wraps(original_connector)
+    def create_connector(*args: Any, **kwargs: Any) -> Any:
+        connector = original_connector(*args, **kwargs)
+        reset = getattr(connector, "reset_cache", lambda: None)
+        connector.reset_cache = lambda: reset() is True
+        return connector
+
+    create_engine_config.delta_updates = True  # type: ignore[attr-defined]
+    EngineArgs.create_engine_config = create_engine_config
+    KVConnectorFactory.create_connector = create_connector
 
 
 def install_workers() -> None:

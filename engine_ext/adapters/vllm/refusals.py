@@ -9,6 +9,7 @@ from engine_ext.adapters.refusals import (
     Refusal,
     above_one,
     enabled,
+    equal,
     given,
     other_than,
 )
@@ -108,6 +109,40 @@ ARGUMENTS: Final = (
     ),
     Refusal("the Rust front end", _NO_ENDPOINTS, (enabled("rust_frontend"),)),
     Refusal("--grpc", _NO_ENDPOINTS, (enabled("grpc"),)),
+)
+
+# Of a `VllmConfig`, see `engine_ext.adapters.vllm.hooks.check_config`.
+RESOLVED: Final = (
+    Refusal(
+        "a KV connector with the role kv_producer or kv_consumer",
+        "KV of old weights might be on its way between the two engines during a sync",
+        (other_than("kv_role", "kv_both"),),
+        shown="kv_role",
+    ),
+    Refusal(
+        "a KV connector (--kv-transfer-config, --kv-offloading-size)",
+        "it keeps KV of old weights: no test has shown of any connector that vLLM's reset of the "
+        "prefix cache drops all that it keeps; start without it",
+        (given("kv_connector"),),
+        shown="kv_connector",
+    ),
+    Refusal(
+        "--load-format ipc_cache",
+        "the weights are the memory of a daemon, which several engines share",
+        (equal("load_format", "ipc_cache"),),
+    ),
+    Refusal(
+        "--offload-group-size, --offload-backend prefetch",
+        "copies of layers go to the GPU ahead of their use, and a copy made before a sync has old "
+        "weights",
+        (enabled("prefetches_layers"),),
+    ),
+    Refusal(
+        "VLLM_ENABLE_STARTUP_PLAN",
+        "a plan that was recorded without delta updates gives the KV cache the memory that they "
+        "need",
+        (enabled("startup_plan"),),
+    ),
 )
 
 EXPERTS_OF_REPLICAS: Final = Refusal(

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -42,6 +42,8 @@ from engine_ext.receiver import (
 )
 from engine_ext.remote_parts import locator
 from engine_ext.tracing import LoadingTrace, LoadWeights
+
+_COLLECTIVE: Final = ("fastsafetensors", "instanttensor")
 
 
 def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
@@ -240,6 +242,7 @@ def build_receiver(
             probe=probe,
         ),
         locate=locator(chosen, several_hosts=may_span_hosts(parallel)),
+        load_format=str(config.load_config.load_format),
     )
     receiver = make_receiver(loaded, chosen)
     # Replicas load adapters each on its own, and with stages adapters are not tested.
@@ -294,12 +297,17 @@ def _reads(config: Any) -> bool:
 def checkpoint(model: torch.nn.Module, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a checkpoint's tensors as vLLM's own loader reads them, on the CPU.
 
+    The formats whose readers need all ranks at once read the same files as ``safetensors``.
+
     Args:
         config: a `Part`, or a configuration of vLLM.
     """
     from vllm.model_executor.model_loader import get_model_loader
 
-    loader: Any = get_model_loader(dataclasses.replace(config.load_config, use_tqdm_on_load=False))
+    load_config = dataclasses.replace(config.load_config, use_tqdm_on_load=False)
+    if load_config.load_format in _COLLECTIVE:
+        load_config = dataclasses.replace(load_config, load_format="safetensors")
+    loader: Any = get_model_loader(load_config)
     weights: Iterator[tuple[str, torch.Tensor]] = loader.get_all_weights(config.model_config, model)
     return weights
 

@@ -179,6 +179,10 @@ function problemOf(status) {
     found.push("A write failed half-way: the engine serves nothing until a full sync commits.");
   }
   if (status.foreign) found.push(`Something else has changed the weights: ${status.foreign}.`);
+  if (status.paused) {
+    const since = status.paused.since === null ? "" : ` since ${timeOf(status.paused.since)}`;
+    found.push(`Generation is paused${since} by ${status.paused.by}.`);
+  }
   if (status.complete === "no") found.push("Not all of this version has arrived.");
   if (status.scrub?.mismatched.length) {
     found.push(`Scrubbing found other bits in ${status.scrub.mismatched.join(", ")}.`);

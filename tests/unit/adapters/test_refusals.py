@@ -13,7 +13,11 @@ from engine_ext.adapters.sglang import hooks as sglang_hooks
 from engine_ext.adapters.sglang import refusals as sglang
 from engine_ext.adapters.vllm import refusals as vllm
 
-ARGUMENTS = {"vllm": vllm.ARGUMENTS, "sglang": sglang.ARGUMENTS}
+ARGUMENTS = {
+    "vllm": vllm.ARGUMENTS,
+    "vllm's configuration": vllm.RESOLVED,
+    "sglang": sglang.ARGUMENTS,
+}
 CASES = [
     pytest.param(engine, refusal, id=f"{engine}: {refusal.what}")
     for engine, refusals in ARGUMENTS.items()
@@ -29,6 +33,8 @@ def test_a_command_line_that_meets_all_conditions_is_refused(engine: str, refusa
     with pytest.raises(ValueError, match=r"^--enable-delta-updates does not") as raised:
         refuse(example, ARGUMENTS[engine])
     assert refusal.what in str(raised.value)
+    if refusal.shown is not None:
+        assert f"({getattr(example, refusal.shown)})" in str(raised.value)
     assert refusal.why in str(raised.value)
 
 
@@ -53,6 +59,8 @@ def test_an_ordinary_command_line_is_taken(engine: str) -> None:
         "elastic_ep_backend": "none",
         "load_format": "auto",
         "speculative_algorithm": "NGRAM",
+        "disaggregation_mode": "null",
+        "offload_group_size": -1,
         "patched": True,
     }
     assert first(argparse.Namespace(**ordinary), ARGUMENTS[engine]) is None

@@ -172,3 +172,24 @@ def test_a_disk_update_that_is_not_read_whole_is_not_sglangs(
 
     asyncio.run(DiskUpdates(delta, other, is_pulled)({}, receive, None))
     assert seen == [chunk] * (2 if why == "large" else 1)
+
+
+def test_what_sglang_derives_is_refused_before_a_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """MiMo and Step switch several draft models on, which no command line shows."""
+    spec = SimpleNamespace(enable_multi_layer_eagle=True, other=1)
+    inner = SimpleNamespace(offload_group_size=-1)
+    context = SimpleNamespace(
+        get_spec=lambda: spec, get_exec=lambda: SimpleNamespace(_subs={"offload": inner})
+    )
+    monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "sglang.srt", SimpleNamespace(runtime_context=context))
+    monkeypatch.setenv(settings.ENVIRONMENT, "{}")
+    found = vars(hooks.resolved_settings())
+    assert found == {"enable_multi_layer_eagle": True, "offload_group_size": -1}
+    loaded: list[str] = []
+    runner = SimpleNamespace(is_draft_worker=False, load_model=lambda: loaded.append("model"))
+    with pytest.raises(ValueError, match="it loads several draft models"):
+        hooks.load_model(runner)
+    assert loaded == []

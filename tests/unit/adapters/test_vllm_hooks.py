@@ -25,8 +25,9 @@ def nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def worker(**fields: Any) -> SimpleNamespace:
     """A worker at the end of its constructor."""
-    config = SimpleNamespace(load_format="auto")
-    return SimpleNamespace(**{"load_config": config, **fields})
+    config = fields.pop("load_config", SimpleNamespace(load_format="auto"))
+    resolved = SimpleNamespace(load_config=config)
+    return SimpleNamespace(load_config=config, vllm_config=resolved, **fields)
 
 
 def test_only_the_servers_parser_gets_the_flags() -> None:
@@ -100,11 +101,79 @@ def test_a_worker_gets_a_receiver_where_somebody_asks(
     stand_in = SimpleNamespace(attach_receiver=lambda worker, chosen: attached.append(chosen))
     monkeypatch.setitem(sys.modules, "engine_ext.adapters.vllm.worker", stand_in)
     monkeypatch.setattr(hooks, "_log_as_vllm", lambda: None)
+    monkeypatch.setattr(hooks, "check_config", lambda config: None)
     if asked == "by the flag":
         monkeypatch.setenv(settings.ENVIRONMENT, "{}")
     config = SimpleNamespace(load_format="delta" if asked == "by the load format" else "auto")
     hooks.on_worker_created(worker(load_config=config))
     assert attached == ([] if asked == "by nobody" else [settings.Settings()])
+
+
+def resolved(**fields: Any) -> SimpleNamespace:
+    """A configuration as vLLM serves with it."""
+    return SimpleNamespace(**{"load_config": SimpleNamespace(load_format="auto"), **fields})
+
+
+def transfer(connector: str | None, role: str | None = "kv_both") -> SimpleNamespace:
+    return SimpleNamespace(kv_connector=connector, kv_role=role)
+
+
+PREFETCH = SimpleNamespace(offload_group_size=2)
+REFUSED = {
+    "connector": (
+        {"kv_transfer_config": transfer("ExampleConnector")},
+        r"\(ExampleConnector\) yet: it keeps KV of old weights",
+    ),
+    "role": (
+        {"kv_transfer_config": transfer("NixlConnector", "kv_producer")},
+        r"kv_consumer \(kv_producer\)",
+    ),
+    "daemon": ({"load_config": SimpleNamespace(load_format="IPC_CACHE")}, "a daemon"),
+    "draft's daemon": (
+        {
+            "speculative_config": SimpleNamespace(
+                draft_load_config=SimpleNamespace(load_format="ipc_cache")
+            )
+        },
+        "a daemon",
+    ),
+    "prefetch": (
+        {"offload_config": SimpleNamespace(offload_backend="auto", prefetch=PREFETCH)},
+        "--offload-group-size",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_configuration_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is loaded, also where vLLM has derived it from another option."""
+    fields, message = REFUSED[name]
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(envs=SimpleNamespace()))
+    with pytest.raises(ValueError, match=message):
+        hooks.check_config(resolved(**fields))
+
+
+def test_a_recorded_memory_plan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    envs = SimpleNamespace(VLLM_ENABLE_STARTUP_PLAN=True)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(envs=envs))
+    with pytest.raises(ValueError, match="VLLM_ENABLE_STARTUP_PLAN"):
+        hooks.check_config(resolved())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"kv_transfer_config": None, "speculative_config": None},
+        {"kv_transfer_config": transfer(None)},
+        {"offload_config": SimpleNamespace(offload_backend="uva", prefetch=PREFETCH)},
+    ],
+)
+def test_an_ordinary_configuration_is_taken(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(envs=SimpleNamespace()))
+    hooks.check_config(resolved(**fields))
 
 
 def test_every_replica_is_asked_and_answers(monkeypatch: pytest.MonkeyPatch) -> None:

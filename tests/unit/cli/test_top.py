@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -84,6 +85,16 @@ def shown(answers: list[top.Answer], syncs: int = 10) -> str:
     with console.capture() as capture:
         console.print(top.table(answers, syncs))
     return capture.get()
+
+
+def test_a_pause_that_lasts_is_shown(status: dict[str, Any]) -> None:
+    paused = {"since": 1.7e9, "seconds": 700.0, "by": "10.0.0.3"}
+    text = shown([top.Answer("http://h:1", {**status, "paused": paused})])
+    assert re.search(r"paused since 1[45] Nov \d\d:\d\d by 10\.0\.0\.3", text)
+    unknown = {"since": None, "seconds": None, "by": "unknown"}
+    text = shown([top.Answer("http://h:1", {**status, "paused": unknown})])
+    assert "paused since ? by unknown" in text
+    assert "paused" not in shown([top.Answer("http://h:1", {**status, "paused": None})])
 
 
 def test_what_scrubbing_has_found(status: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from prometheus_client import REGISTRY
@@ -57,6 +58,16 @@ def test_status_history_and_plan_are_the_adapters(rig: Rig, ranks: list[ToyAdapt
     own = rig.get(STATUS, params={"history": "true"}).json()
     assert own["adapters"] == [{"name": "one", "version": 1, "digest": digest}]
     assert [(sync["adapter"], sync["version"]) for sync in own["history"]] == [(None, VERSION + 1)]
+
+
+def test_a_pause_is_the_engines(rig: Rig, ranks: list[ToyAdapters]) -> None:
+    async def pause() -> None:
+        await rig.engine.pause("keep", flush_cache=False)
+
+    rig.run(rig.service.committer.by_caller(pause))
+    assert rig.send(part(), **ONE).json()["status"] == "committed"
+    assert rig.get(STATUS, params=ONE).json()["paused"] == rig.status()["paused"] | {"seconds": ANY}
+    assert rig.status()["paused"]["by"] == "the caller"
 
 
 def test_the_gauges_are_separate(rig: Rig, ranks: list[ToyAdapters]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,6 +121,103 @@ def test_what_was_staged_may_be_gone(rig: Rig, root: Path) -> None:
     for receiver in rig.engine.receivers:
         receiver._drop_staged()
     rig.assert_committed(load(rig, 8), NEXT, 8)
+
+
+# Rewritten folders ---------------------------------------------------------------------------
+
+
+def rewrite(root: Path, version: int, body: bytes) -> None:
+    """Write other bytes into the only file of a version."""
+    (root / f"weight_v{version:06d}" / "rank0_flush000.safetensors").write_bytes(bare(body))
+
+
+@pytest.mark.parametrize("settled", [False, True], ids=["just-written", "written-long-ago"])
+def test_a_folder_rewritten_after_the_pull_is_refused(rig: Rig, root: Path, settled: bool) -> None:
+    publish(root, 8, delta_part())
+    if settled:
+        time.sleep(0.2)  # from then on, times show a write
+    assert pull(rig, root, 8).status_code == 200
+    rewrite(root, 8, delta_part(OTHER_STEP))
+    error = assert_error(load(rig, 8), 409, "Conflict", version=8)
+    assert error["message"].startswith("weight_v000008 holds other bytes than were pulled from it")
+    assert rig.status()["staged"] is None
+    assert (rig.status()["version"], rig.engine.paused) == (7, False)
+    assert same(rig.engine.weights, BASE)
+    assert pull(rig, root, 8).status_code == 200
+    rig.assert_committed(load(rig, 8), after(BASE, OTHER_STEP), 8)
+
+
+def test_a_folder_pulled_again_replaces_what_was_staged(rig: Rig, root: Path) -> None:
+    publish(root, 8, delta_part())
+    assert pull(rig, root, 8).status_code == 200
+    rewrite(root, 8, delta_part(OTHER_STEP))
+    assert pull(rig, root, 8).status_code == 200
+    rig.assert_committed(load(rig, 8), after(BASE, OTHER_STEP), 8)
+
+
+def test_a_folder_with_one_more_file_is_rewritten(rig: Rig, root: Path) -> None:
+    publish(root, 8, delta_part())
+    assert pull(rig, root, 8).status_code == 200
+    more = root / "weight_v000008" / "rank1_flush000.safetensors"
+    more.write_bytes(bare(delta_part(OTHER_STEP)))
+    assert_error(load(rig, 8), 409, "Conflict")
+    assert same(rig.engine.weights, BASE)
+
+
+@pytest.mark.parametrize("settled", [False, True], ids=["just-written", "written-long-ago"])
+def test_the_same_bytes_written_again_are_taken(rig: Rig, root: Path, settled: bool) -> None:
+    """With other times, and next to files that are not the version's."""
+    publish(root, 8, delta_part())
+    if settled:
+        time.sleep(0.2)
+    assert pull(rig, root, 8).status_code == 200
+    rewrite(root, 8, delta_part())
+    (root / "weight_v000008" / "DONE").touch()
+    rig.assert_committed(load(rig, 8), NEXT, 8)
+
+
+def test_an_unchanged_folder_is_not_read_again(
+    rig: Rig, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(root, 8, delta_part())
+    time.sleep(0.2)
+    assert pull(rig, root, 8).status_code == 200
+    monkeypatch.setattr(rig.service.spool, "read", None)
+    rig.assert_committed(load(rig, 8), NEXT, 8)
+
+
+def test_what_was_dropped_is_not_replaced_by_other_bytes(rig: Rig, root: Path) -> None:
+    publish(root, 8, delta_part())
+    assert pull(rig, root, 8).status_code == 200
+    for receiver in rig.engine.receivers:
+        receiver._drop_staged()
+    rewrite(root, 8, delta_part(OTHER_STEP))
+    assert_error(load(rig, 8), 409, "Conflict")
+    assert same(rig.engine.weights, BASE)
+
+
+def test_a_folder_rewritten_after_the_commit_is_named(rig: Rig, root: Path) -> None:
+    publish(root, 8, delta_part())
+    assert pull(rig, root, 8).status_code == 200
+    rig.assert_committed(load(rig, 8), NEXT, 8)
+    rewrite(root, 8, delta_part(OTHER_STEP))
+    for answer in (load(rig, 8), pull(rig, root, 8), load(rig, 8)):
+        error = assert_error(answer, 409, "Conflict", version=8)
+        assert "holds other bytes than the engine has committed of it" in error["message"]
+    shutil.rmtree(root / "weight_v000008")  # a trainer may remove what is committed
+    assert load(rig, 8).json()["status"] == "already_applied"
+    assert same(rig.engine.weights, NEXT)
+
+
+def test_a_named_folder_rewritten_after_its_commit(rig: Rig, root: Path) -> None:
+    """Not taken for the rest of its version."""
+    publish(root, 8, delta_part())
+    folder = root / "weight_v000008"
+    assert rig.disk(folder, weight_version="8").json()["status"] == "committed"
+    rewrite(root, 8, delta_part(OTHER_STEP))
+    error = assert_error(rig.disk(folder, weight_version="8"), 409, "VersionConflict")
+    assert "committed with other bytes than these" in error["message"]
+    assert same(rig.engine.weights, NEXT)
 
 
 def numbered(root: Path, changes: Changes) -> None:

@@ -19,6 +19,7 @@ def test_status(rig: Rig) -> None:
         "weight_version": "7",
         "engine_state": "certain",
         "resume_owed": False,
+        "paused": None,
         "asleep": False,
         "foreign": None,
         "run": None,

@@ -104,6 +104,19 @@ def test_what_was_staged_may_be_gone(rig: Rig, store: ObjectStore) -> None:
     rig.assert_committed(load(rig, 8), NEXT, 8)
 
 
+def test_an_object_rewritten_after_the_pull_is_refused(rig: Rig, store: ObjectStore) -> None:
+    publish(store, 8, delta_part())
+    assert pull(rig, store.url, 8).status_code == 200
+    publish(store, 8, delta_part(OTHER_STEP))
+    assert_error(load(rig, 8), 409, "Conflict", version=8)
+    assert rig.status()["staged"] is None
+    assert same(rig.engine.weights, BASE)
+    assert pull(rig, store.url, 8).status_code == 200
+    rig.assert_committed(load(rig, 8), after(BASE, OTHER_STEP), 8)
+    publish(store, 8, delta_part())
+    assert_error(load(rig, 8), 409, "Conflict", version=8)
+
+
 def test_pulls_that_are_refused(rig: Rig, store: ObjectStore, tmp_path: Path) -> None:
     publish(store, 9, delta_part())
     refused = pull(rig, store.url, 9)  # 8 is missing

@@ -36,6 +36,7 @@ STATUS = ops.RankStatus(
     apply="scatter", certification={"exact": 3}, uncertified={"w": "why"}, digest="00",
     scrub=ops.ScrubState(passes=2, passed_at=1.5, mismatched=["w"], error=None),
 )  # fmt: skip
+PAUSE = ops.CallerPause(since=1.5, began=0.5, by="10.0.0.3")
 RECORD = ops.SyncRecord(at=1.5, outcome="committed", version=2, timings_ms={"stage_ms": 0.5})
 LOOK = ops.LogLook(at=1.5, newest=3, behind=1, problem=None, error={"type": "E"}, asleep=False)
 
@@ -48,6 +49,7 @@ EXAMPLES: list[tuple[ops.Operation[Any], ops.Reply]] = [
         ops.EngineLease(grant=GRANT, state=STATE),
     ),
     (ops.ReleaseLease(holder="h", owed=True), ops.Reply()),
+    (ops.RecordPause(pause=PAUSE, begins=True), ops.CallerPaused(pause=PAUSE)),
     (ops.AcquireLogLease(holder="h", instead_of="d"), GRANT),
     (ops.ReleaseLogLease(holder="h"), ops.Reply()),
     (ops.AcquireFollowLease(holder="h", instead_of="d"), GRANT),

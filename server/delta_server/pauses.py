@@ -1,0 +1,50 @@
+"""Pauses of generation that a caller has asked for: since when, and by whom.
+
+The engine knows whether it is paused, and the ranks keep the rest for all HTTP processes. A pause
+that no process has seen begin counts from when it is found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+from engine_ext.wire.operations import CallerPause
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_PERIOD_S: Final = 10.0
+
+# Address of the client whose request is being answered; None if it is not known.
+client: Final = contextvars.ContextVar[str | None]("client", default=None)
+
+
+def begin() -> CallerPause:
+    """Return a pause that begins now, by the client whose request is being answered."""
+    return CallerPause(since=round(time.time(), 3), began=time.monotonic(), by=client.get())
+
+
+def describe(pause: CallerPause | None) -> dict[str, Any]:
+    """Return what is known of a pause that lasts, as JSON."""
+    if pause is None:
+        return {"since": None, "seconds": None, "by": "unknown"}
+    seconds = round(time.monotonic() - pause.began, 3)
+    return {"since": pause.since, "seconds": seconds, "by": pause.by or "the caller"}
+
+
+async def end_long_pauses(end: Callable[[float], Awaitable[None]], most: float) -> None:
+    """End pauses that last for longer than `most` seconds, until cancelled.
+
+    Args:
+        end: see `delta_server.commit.EngineCommitter.end_long_pause`.
+    """
+    while True:
+        await asyncio.sleep(min(most / 4, _LONGEST_PERIOD_S))
+        try:
+            await end(most)
+        except Exception:
+            logger.warning("a long pause could not be looked for or ended", exc_info=True)
