@@ -74,6 +74,8 @@ class SyncState:
         uncertain: a write failed half-way; some weights may be new and some old.
         asleep: the engine has released the weights' memory.
         foreign: what changed the weights outside of delta sync since the last sync, or None.
+        mismatched: names of tensors that were found, since the last ``full`` sync, to hold other
+            bits than the syncs have written.
         previous: the version before the last one, and what is known of it; None if there is no way
             back.
     """
@@ -84,14 +86,17 @@ class SyncState:
         self.uncertain = False
         self.asleep = False
         self.foreign: str | None = None
+        self.mismatched: frozenset[str] = frozenset()
         self.sync: Sync | None = None
         self.previous: tuple[int, _Committed] | None = None
         self._committed = _Committed()
 
     @property
-    def engine_state(self) -> Literal["certain", "uncertain"]:
+    def engine_state(self) -> Literal["certain", "mismatched", "uncertain"]:
         """Whether the weights are known to be of one version."""
-        return "uncertain" if self.uncertain else "certain"
+        if self.uncertain:
+            return "uncertain"
+        return "mismatched" if self.mismatched else "certain"
 
     @property
     def delivery(self) -> Delivery:
@@ -128,7 +133,7 @@ class SyncState:
 
     def seen(self, version: int, identity: str) -> bool:
         """Return whether a part was committed at `version`, and the engine is at that version."""
-        known = not self.uncertain and self.foreign is None
+        known = self.engine_state == "certain" and self.foreign is None
         return known and version == self.version and identity in self._committed.identities
 
     def holds(self, part: PartId) -> bool:
@@ -142,7 +147,8 @@ class SyncState:
         Raises:
             WeightsAsleep: the weights' memory is released.
             EngineUncertain: an earlier write failed half-way, and the sync is not ``full``.
-            BaseMismatch: something else has changed the weights, and the sync is not ``full``.
+            BaseMismatch: something else has changed the weights, or they were found to hold other
+                bits, and the sync is not ``full``.
         """
         if self.asleep:
             raise WeightsAsleep("the engine has released its weights; wake it up first")
@@ -151,6 +157,13 @@ class SyncState:
         if self.foreign is not None and not full:
             raise BaseMismatch(
                 f"{self.foreign} changed the weights outside of delta sync; send a full sync"
+            )
+        if self.mismatched and not full:
+            names = sorted(self.mismatched)
+            raise BaseMismatch(
+                f"{len(names)} tensors hold other bits than the syncs have written: {names[:8]}; "
+                "send a full sync",
+                tensors=names,
             )
 
     def settle(self, part: int, *, staged: bool) -> None:
@@ -171,7 +184,7 @@ class SyncState:
     def fail(self) -> None:
         """Record that some weights may be new and some old; forget the staged sync."""
         self.sync = self.previous = self.foreign = None
-        self.uncertain = True
+        self.uncertain, self.mismatched = True, frozenset()
         self._committed = _Committed()
 
     def check_apart(self, tensors: Iterable[str]) -> None:
@@ -205,6 +218,8 @@ class SyncState:
         assert self.sync is not None
         sync, self.sync = self.sync, None
         self.uncertain, self.foreign = False, None
+        if sync.full:
+            self.mismatched = frozenset()
         slots = sync.slots.values()
         files = [slot.file for slot in slots if slot.file is not None]
         folder = sync.folder if len(files) == len(slots) else None

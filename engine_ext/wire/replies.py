@@ -17,7 +17,8 @@ class RankState(Reply, frozen=True, kw_only=True):
     """What every HTTP process must know of a rank."""
 
     version: int  # of the live weights
-    engine_state: Literal["certain", "uncertain"]  # uncertain after a write failed half-way
+    # uncertain after a write failed half-way, mismatched after a scan or scrubbing found other bits
+    engine_state: Literal["certain", "mismatched", "uncertain"]
     resume_owed: bool  # a commit has paused the engine and not resumed it yet
 
 
@@ -106,6 +107,7 @@ class RankStatus(RankState, frozen=True, kw_only=True):
 
     asleep: bool  # the engine has released the weights' memory
     foreign: str | None  # what changed the weights outside of delta sync since the last sync
+    mismatched: list[str] = []  # tensors found to hold other bits since the last full sync
     delivery: Delivery = Delivery()
     staged: StagedSync | None
     last_sync: CommittedSync | None
