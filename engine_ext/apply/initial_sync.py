@@ -154,8 +154,15 @@ class InitialSyncApplier:
         """Return nothing: no weight is known."""
         return {}, []
 
+    def moved(self) -> list[str]:
+        """Return nothing: the reload does not depend on where the weights are."""
+        return []
+
     def check_in_place(self) -> None:
-        """Accept any state: the reload does not depend on where the weights are."""
+        """Accept any state, see `moved`."""
+
+    def place_again(self) -> None:
+        """Do nothing, see `moved`."""
 
     def check_base(self, staged: Sequence[StagedPart]) -> None:
         """Accept any base: no old values were read."""

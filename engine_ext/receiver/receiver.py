@@ -130,6 +130,8 @@ class Receiver(SyncOperations):
         writes = rebuilds or isinstance(request, _WRITES)
         scrubbing = self._scrubber.interrupted() if writes else contextlib.nullcontext()
         with scrubbing, no_full_collections():
+            # In the context: what is found later is judged after the write.
+            self._sync_state.mismatched |= self._scrubber.take_found()
             reply: ops.ReplyT = getattr(self, request.name)(request)
             return reply
 
@@ -141,6 +143,7 @@ class Receiver(SyncOperations):
             resume_owed=self._lease.resume_owed,
             asleep=self._sync_state.asleep,
             foreign=self._sync_state.foreign,
+            mismatched=sorted(self._sync_state.mismatched),
             delivery=self._sync_state.delivery,
             staged=self._sync_state.describe(),
             last_sync=self._last_sync,
@@ -211,6 +214,8 @@ class Receiver(SyncOperations):
     def digest(self, request: ops.GetDigest) -> ops.RankDigest:
         """Return the digests of the elements that this rank counts.
 
+        What a scan finds to be other than written on any rank, all ranks know afterwards.
+
         Raises:
             WeightsAsleep: a scan was asked for, and the weights' memory is released.
         """
@@ -224,7 +229,10 @@ class Receiver(SyncOperations):
         tracked, corrupted = self._applier.digests, list[str]()
         found = tracked
         if request.scan:
-            found, corrupted = self._applier.scan()
+            found, corrupted = together(self._ranks, self._applier.scan)
+            wrong = {name for name, digest in tracked.items() if found.get(name) != digest}
+            everywhere = self._ranks.all_gather(sorted(wrong.union(corrupted)))
+            self._sync_state.mismatched |= {name for names in everywhere for name in names}
         return ops.RankDigest(
             version=self._sync_state.version,
             tensors={name: digest.hex() for name, digest in found.items()},

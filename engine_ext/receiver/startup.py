@@ -26,10 +26,12 @@ from engine_ext.apply import (
     Writer,
 )
 from engine_ext.derived import add_recomputed, find_derived, prove, refuse_derived
+from engine_ext.errors import NotUpdatable
 from engine_ext.kernels import warm_up
 from engine_ext.model import ModelStateGuard, StorageIndex
 from engine_ext.placement import (
     Certified,
+    Placement,
     Segment,
     TensorSpec,
     certify_placement,
@@ -257,6 +259,24 @@ def _delta_applier(loaded: LoadedModel, settings: Settings, traced: Traced) -> D
     if not any(loaded.ranks.all_gather(bool(plan.targets))):
         raise RuntimeError("delta updates: no tensor of this model can be certified")
     threads = cores_per_rank(loaded.ranks)
+
+    def trace_again(index: StorageIndex, moved: Sequence[str]) -> Placement:
+        devices = {
+            index.by_name[name].tensor.device.type for name in moved if name in index.by_name
+        }
+        if loaded.captures and devices - {"cpu"}:
+            raise NotUpdatable(
+                f"something moved {list(moved)[:8]} after start-up, and graphs that the engine has "
+                "captured read the memory before; restart the engine",
+                tensors=list(moved),
+            )
+        specs = [placed.spec for placed in traced.placement.values()]
+        placement = trace_placement(
+            *(traced.model, traced.load_weights, specs, index), refuse_while=loaded.refuse_while
+        )
+        compose(placement, loaded.repacks)
+        return placement
+
     rebuilds = None
     if loaded.rebuilding is not None:
         own, placement = traced.rebuilds, traced.placement
@@ -282,6 +302,7 @@ def _delta_applier(loaded: LoadedModel, settings: Settings, traced: Traced) -> D
         certified=traced.certified,
         ranks=loaded.ranks,
         checks_first=any(loaded.ranks.all_gather(bool(traced.recomputed))),
+        trace_again=trace_again,
     )
 
 

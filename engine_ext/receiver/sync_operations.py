@@ -13,9 +13,11 @@ from typing import NoReturn
 
 from engine_ext.apply import Applier, StagedPart, Transaction, UndoLog
 from engine_ext.errors import BaseMismatch, CommitFailed, Conflict, WriteUndone
+from engine_ext.model import TracingError
 from engine_ext.ranks import Ranks, together
 from engine_ext.receiver.background_staging import BackgroundStaging
 from engine_ext.receiver.sync_state import Sync, SyncState
+from engine_ext.wire import PartId
 from engine_ext.wire import operations as ops
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,9 @@ class SyncOperations:
         """Admit a part and start staging it.
 
         Raises:
+            CommitFailed: the engine's loader was traced again, because weights have moved, and has
+                changed the model; the engine is uncertain.
+            NotUpdatable: weights have moved, and a ``full`` sync cannot follow them.
             DeltaError: see `SyncState.admit`.
         """
         before = self._sync_state.sync
@@ -66,6 +71,8 @@ class SyncOperations:
         finally:
             if self._sync_state.sync is not before:
                 self._staging.clear()
+        if request.part.full and self._sync_state.sync is not before:
+            self._follow_moves(request.part)
         if admission == "new":
             self._staging.start(request.part, request.path, self._applier.stage, request.source)
         return ops.PartBegun(admission=admission)
@@ -214,7 +221,7 @@ class SyncOperations:
             self._applier.check_in_place()
             return []
 
-        self._transaction.agree(prepare)
+        self._agree(prepare)
         start = time.perf_counter()
         undo, self._undo = self._undo, []
         self._drop_staged()
@@ -250,6 +257,28 @@ class SyncOperations:
             return self._transaction.agree(prepare)
         except CommitFailed as error:
             self._fail(error)
+        except BaseMismatch as error:  # the same on all ranks
+            self._sync_state.mismatched |= set(error.operands.get("moved", ()))
+            raise
+
+    def _follow_moves(self, part: PartId) -> None:
+        """Let a ``full`` sync, whose first part this is, be written to where weights are now.
+
+        Until it has committed nobody knows what is there.
+        """
+        moved = self._applier.moved()
+        if not moved:
+            return
+        self._sync_state.mismatched |= set(moved)
+        self._undo = []  # of the places before
+        try:
+            self._applier.place_again()
+        except TracingError as error:
+            self._fail(CommitFailed(f"tracing the loader again has changed the model: {error}"))
+        except Exception:
+            self._sync_state.settle(part.part, staged=False)
+            raise
+        logger.warning("delta updates: %d tensors have moved; a full sync follows", len(moved))
 
     def _fail(self, error: Exception) -> NoReturn:
         """Record that the weights are uncertain, and raise what says so."""

@@ -74,8 +74,8 @@ class SyncState:
         uncertain: a write failed half-way; some weights may be new and some old.
         asleep: the engine has released the weights' memory.
         foreign: what changed the weights outside of delta sync since the last sync, or None.
-        mismatched: names of tensors that were found, since the last ``full`` sync, to hold other
-            bits than the syncs have written.
+        mismatched: names of tensors that this rank knows to hold other bits than the syncs have
+            written, found since the last ``full`` sync. One rank that knows refuses for all.
         previous: the version before the last one, and what is known of it; None if there is no way
             back.
     """
@@ -159,12 +159,7 @@ class SyncState:
                 f"{self.foreign} changed the weights outside of delta sync; send a full sync"
             )
         if self.mismatched and not full:
-            names = sorted(self.mismatched)
-            raise BaseMismatch(
-                f"{len(names)} tensors hold other bits than the syncs have written: {names[:8]}; "
-                "send a full sync",
-                tensors=names,
-            )
+            raise BaseMismatch.in_memory(self.mismatched)
 
     def settle(self, part: int, *, staged: bool) -> None:
         """Record that an admitted part is staged on every rank, or that it was refused."""

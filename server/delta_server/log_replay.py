@@ -27,6 +27,7 @@ from delta_server.leases import acquire
 from delta_server.process_identity import new_name
 from delta_server.request_options import Options
 from delta_server.request_record import RequestRecord
+from delta_server.scrubbing import mismatched
 from engine_ext.delta_log import (
     CannotFold,
     DeltaLog,
@@ -305,10 +306,12 @@ class LogReplay:
 
     async def _version(self) -> tuple[int, bool]:
         """Return the engine's version, and whether its weights are known to be of it."""
-        [status, *_] = await self._committer.status()
+        replies = await self._committer.status()
+        status = replies[0]
         if status.asleep:
             raise WeightsAsleep("the engine has released its weights; wake it up first")
         known = not self._committer.uncertain and status.foreign is None
+        known = known and not mismatched(replies)
         return status.version, known
 
     @contextlib.asynccontextmanager

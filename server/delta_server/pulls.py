@@ -18,6 +18,7 @@ from delta_server.empty_syncs import advance
 from delta_server.pull_source import PullSource
 from delta_server.request_options import DiskRequest, Options, PullRequest
 from delta_server.request_record import RequestRecord
+from delta_server.scrubbing import mismatched
 from engine_ext.errors import BaseMismatch, MalformedPart, VersionConflict
 from engine_ext.wire import PartId
 from engine_ext.wire.operations import FindPull, GetState, Pulled, RankState, RecordPull
@@ -139,6 +140,8 @@ async def _state(service: DeltaService) -> RankState:
     replies = await service.committer.status(service.engine)
     if (by := next((one.foreign for one in replies if one.foreign), None)) is not None:
         raise BaseMismatch(f"{by} changed the weights outside of delta sync; send a full sync")
+    if wrong := mismatched(replies):
+        raise BaseMismatch.in_memory(wrong)
     [state, *_] = await call(service.engine, GetState())
     return state
 

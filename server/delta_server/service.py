@@ -31,7 +31,7 @@ from delta_server.published import completeness
 from delta_server.reporting import SyncReporter
 from delta_server.request_options import DiskRequest, Options, is_anonymous, part_id
 from delta_server.request_record import RequestRecord
-from delta_server.scrubbing import combined, count_findings
+from delta_server.scrubbing import combined, count_findings, mismatched
 from delta_server.spool import Spool, Spooled
 from delta_server.staging import Staging
 from delta_server.store_files import ResolvedFiles, StoreFiles, StoreFolder
@@ -149,6 +149,11 @@ class DeltaService:
         complete = await asyncio.to_thread(completeness, replies[0].delivery, self._folders)
         described = msgspec.to_builtins(replies[0])
         del described["delivery"]
+        state, wrong = "certain", mismatched(replies)
+        if self.committer.uncertain:
+            state = "uncertain"
+        elif wrong:
+            state = "mismatched"
         return {
             "engine": self._engine.name,
             **named,
@@ -158,7 +163,8 @@ class DeltaService:
             "complete": complete,
             "asleep": any(reply.asleep for reply in replies),
             "foreign": next((reply.foreign for reply in replies if reply.foreign), None),
-            "engine_state": "uncertain" if self.committer.uncertain else "certain",
+            "engine_state": state,
+            "mismatched": wrong,
             "can_roll_back": all(reply.can_roll_back for reply in replies),
             "certification": [reply.certification for reply in replies],
             "uncertified": {k: v for reply in replies for k, v in reply.uncertified.items()},

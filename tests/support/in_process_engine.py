@@ -101,6 +101,12 @@ class Shard:
     def is_prepared(self, staged: Sequence[StagedPart]) -> bool:
         return True
 
+    def moved(self) -> list[str]:
+        return []
+
+    def place_again(self) -> None:
+        """The weights do not move."""
+
     def check_in_place(self) -> None:
         """The weights do not move."""
 

@@ -127,7 +127,7 @@ def _leave(file: Path, text: str) -> None:
 def _live(applier: Any) -> Any:
     """Return the live model, also where a twin of it is written to."""
     rebuilds = getattr(applier, "_rebuilds", None)
-    return applier._model if rebuilds is None else rebuilds._model
+    return applier._places._model if rebuilds is None else rebuilds.model
 
 
 def _hashes(model: Any) -> dict[str, str]:
@@ -157,7 +157,7 @@ def _memory(receiver: Any) -> dict[str, Any]:
         "staged": len(staging._parts) + sum(not future.done() for future in staging._running),
         "addresses": {
             f"{path}.{attribute}": tensor.data_ptr()
-            for path, _, attribute, tensor in reachable_tensors(receiver._applier._model)
+            for path, _, attribute, tensor in reachable_tensors(receiver._applier._places._model)
             if not tensor.is_meta
         },
     }
@@ -194,7 +194,7 @@ def _fail() -> None:
 def _flip(applier: Any, name: str, offset: int) -> None:
     from engine_ext.kernels.gather_scatter import bits_of
 
-    bits_of(applier._index.by_name[name].flat())[offset] ^= 1
+    bits_of(applier._places.index.by_name[name].flat())[offset] ^= 1
 
 
 def _process_once(applier: Any, then: Callable[[Any], None]) -> None:
