@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import os
 import sys
 from typing import Any
 
@@ -87,7 +88,7 @@ def on_worker_created(worker: Any) -> None:
     deltas then arrive through vLLM's ``collective_rpc``.
 
     Raises:
-        ValueError: this version of vLLM is not supported.
+        ValueError: this version of vLLM, or how it compiles, is not supported.
     """
     chosen = settings.from_environment()
     if chosen is None and _is_delta(worker.load_config.load_format):
@@ -95,6 +96,9 @@ def on_worker_created(worker: Any) -> None:
     if chosen is None:
         return
     require_supported_version()
+    # Known for sure only here: vLLM is configured in other ways than its command line, too.
+    compiled = freezes_weights(worker.vllm_config.compilation_config)
+    refuse(argparse.Namespace(freezes_weights=compiled), ARGUMENTS)
     from engine_ext.adapters.vllm.worker import attach_receiver
 
     _log_as_vllm()
@@ -133,10 +137,24 @@ def _set_up(args: Any) -> Any:
         headless_alone=getattr(args, "headless", False) and (args.nnodes or 1) == 1,
         replicas_elsewhere=local not in (None, args.data_parallel_size),
         one_replica_answers=(args.data_parallel_size or 1) > 1 and not replicas_answer_together(),
+        freezes_weights=freezes_weights(getattr(args, "compilation_config", None)),
         rust_frontend=getattr(envs, "VLLM_USE_RUST_FRONTEND", False),
         on_ray=_is_on_ray(args),
         ray_executor_v1=not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND,
     )
+
+
+def freezes_weights(compilation: Any) -> bool:
+    """Return whether the user lets torch's inductor make constants of weights.
+
+    Takes vLLM's configuration of compilation, parsed or not, or None.
+    """
+    name = "inductor_compile_config"
+    given = (
+        compilation.get(name) if isinstance(compilation, dict) else getattr(compilation, name, {})
+    )
+    by_variable = os.environ.get("TORCHINDUCTOR_FREEZING") == "1"
+    return by_variable or bool((given or {}).get("freezing"))
 
 
 def _is_on_ray(args: Any) -> bool:

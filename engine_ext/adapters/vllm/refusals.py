@@ -106,6 +106,11 @@ ARGUMENTS: Final = (
         "engines that get its embeddings keep those of old weights",
         (enabled("mm_encoder_only"),),
     ),
+    Refusal(
+        "inductor's freezing (--compilation-config, TORCHINDUCTOR_FREEZING)",
+        "compiled code keeps constants that it has made of weights",
+        (enabled("freezes_weights"),),
+    ),
     Refusal("the Rust front end", _NO_ENDPOINTS, (enabled("rust_frontend"),)),
     Refusal("--grpc", _NO_ENDPOINTS, (enabled("grpc"),)),
 )

@@ -17,6 +17,8 @@ rank is asked next takes the file away. Faults:
 - ``raise_commit``: the next commit raises before it begins, where nothing should.
 - ``flip_a_bit``: of one element of a live parameter, now, as a cosmic ray would. The file has the
   parameter's name and the element's offset.
+- ``move_tensor``: a live parameter gets other memory with other values, now, as worker extensions
+  give it. The file has the parameter's name.
 - ``show_memory``: no fault. A file ``memory-RANK`` gets what the rank's process keeps, as JSON: see
   `_memory`.
 - ``hash_model``: no fault. A file ``hashed-RANK`` gets a hash of every tensor that hangs on the
@@ -107,6 +109,9 @@ def _arm(receiver: Any) -> None:
     if flip is not None:
         name, offset = flip.split()
         _flip(applier, name, int(offset))
+    move = armed("move_tensor")
+    if move is not None:
+        _move(applier, move)
     if armed("hash_model") is not None:
         _leave(folder / f"hashed-{rank}", json.dumps(_hashes(_live(applier))))
     if armed("show_memory") is not None:
@@ -195,6 +200,11 @@ def _flip(applier: Any, name: str, offset: int) -> None:
     from engine_ext.kernels.gather_scatter import bits_of
 
     bits_of(applier._places.index.by_name[name].flat())[offset] ^= 1
+
+
+def _move(applier: Any, name: str) -> None:
+    parameter = _live(applier).get_parameter(name)
+    parameter.data = parameter.data.clone() + 1
 
 
 def _process_once(applier: Any, then: Callable[[Any], None]) -> None:

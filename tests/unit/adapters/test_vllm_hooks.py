@@ -26,7 +26,8 @@ def nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 def worker(**fields: Any) -> SimpleNamespace:
     """A worker at the end of its constructor."""
     config = SimpleNamespace(load_format="auto")
-    return SimpleNamespace(**{"load_config": config, **fields})
+    vllm_config = SimpleNamespace(compilation_config=None)
+    return SimpleNamespace(**{"load_config": config, "vllm_config": vllm_config, **fields})
 
 
 def test_only_the_servers_parser_gets_the_flags() -> None:
@@ -105,6 +106,14 @@ def test_a_worker_gets_a_receiver_where_somebody_asks(
     config = SimpleNamespace(load_format="delta" if asked == "by the load format" else "auto")
     hooks.on_worker_created(worker(load_config=config))
     assert attached == ([] if asked == "by nobody" else [settings.Settings()])
+
+
+def test_worker_that_freezes_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However it was configured: vLLM has other ways than its server's command line."""
+    monkeypatch.setenv(settings.ENVIRONMENT, "{}")
+    frozen = SimpleNamespace(inductor_compile_config={"freezing": True})
+    with pytest.raises(ValueError, match="inductor's freezing"):
+        hooks.on_worker_created(worker(vllm_config=SimpleNamespace(compilation_config=frozen)))
 
 
 def test_every_replica_is_asked_and_answers(monkeypatch: pytest.MonkeyPatch) -> None:
