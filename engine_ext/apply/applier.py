@@ -59,6 +59,12 @@ class Applier(Protocol):
         The digests of tensors that have moved are left out.
         """
 
+    def search_again(self) -> bool:
+        """Refuse the weights that the engine keeps copies of which it did not have at start-up.
+
+        An engine may make some when it first generates. Return whether it could be searched.
+        """
+
     def moved(self) -> list[str]:
         """Return the tensors that are not where they were when they were placed, sorted.
 

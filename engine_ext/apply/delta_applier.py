@@ -7,6 +7,7 @@ all of them, writes, and recomputes the derived tensors that depend on what was 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -23,13 +24,15 @@ from engine_ext.apply.staged import CHANGED, StagedPart, UndoLog
 from engine_ext.apply.stager import stage_part
 from engine_ext.apply.thread_pool import ThreadPool
 from engine_ext.apply.writes import are_unchanged, restore, undo_all
-from engine_ext.derived import Recomputed
+from engine_ext.derived import LaterCopies, Recomputed
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
 from engine_ext.errors import BaseMismatch
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Certified, Placed, Plan, WholeBox, summary, uncertified
 from engine_ext.ranks import Ranks, SingleRank
 from engine_ext.wire import Digest, ParamDelta, Part, change_digest, warm_up_gathering
+
+logger = logging.getLogger(__name__)
 
 
 class Writer(Protocol):
@@ -84,6 +87,7 @@ class DeltaApplier:
             computes them again, and if something else had changed weights and not them, they would
             not become what they were.
         trace_again: finds where moved tensors are; None if none can be followed.
+        later: finds what is computed from weights only once the engine generates.
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class DeltaApplier:
         ranks: Ranks | None = None,
         checks_first: bool = False,
         trace_again: TraceAgain | None = None,
+        later: LaterCopies | None = None,
     ) -> None:
         self.name = writer.name
         self.plan = plan
@@ -111,6 +116,7 @@ class DeltaApplier:
         self._recomputed = recomputed
         self._rebuilds = rebuilds
         self._ranks = ranks or SingleRank()
+        self._later = later
         self._proof = GatheredProof(plan, self._ranks)
         self._places = MovedTensors(model, index, plan.placement, recomputed, rebuilds, trace_again)
         self._checks_while_writing = writer.checks_base and not (checks_first or recomputed)
@@ -212,6 +218,19 @@ class DeltaApplier:
         moved = set(self.moved())
         found = {name: digest for name, digest in self.plan.scan().items() if name not in moved}
         return found, sorted(corrupted | moved)
+
+    def search_again(self) -> bool:
+        """Refuse the weights that the engine has come to keep copies of since it was loaded.
+
+        It takes as long as the walk over all modules at start-up. Return whether it was done: what
+        has moved would be taken for a copy.
+        """
+        if self._places.tensors():
+            return False
+        found = {} if self._later is None else self._later.refuse(self.plan.placement)
+        for name, reason in found.items():
+            logger.warning("delta updates will refuse %s from now on: %s", name, reason)
+        return True
 
     def moved(self) -> list[str]:
         """Return the weights and the recomputed tensors that are not where they were placed.

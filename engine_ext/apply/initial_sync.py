@@ -154,6 +154,10 @@ class InitialSyncApplier:
         """Return nothing: no weight is known."""
         return {}, []
 
+    def search_again(self) -> bool:
+        """Return True: the model is searched when the sync has loaded it."""
+        return True
+
     def moved(self) -> list[str]:
         """Return nothing: the reload does not depend on where the weights are."""
         return []

@@ -55,20 +55,18 @@ class MovedTensors:
         live = set(self._live())
         if not live:
             return []
-        found: set[str] = set()
+        found, explained = set[str](), set[str]()
         for name, placed in self._placement.items():
             held = {n for s in placed.segments for n in (s.live.name, *s.live.aliases)}
             held.update(placed.recomputed)
             if not held.isdisjoint(live):
                 found.add(name)
-                live -= held
-        if self._rebuilds is not None:
-            for name in list(live):
-                sources = self._rebuilds.sources(name)
-                if sources:
-                    found |= sources
-                    live.discard(name)
-        return sorted(found | live)
+                explained |= held
+        for name in live if self._rebuilds is not None else ():
+            if sources := self._rebuilds.sources(name):
+                found |= sources
+                explained.add(name)
+        return sorted(found | (live - explained))
 
     def check(self) -> None:
         """Check that nothing has moved.

@@ -9,6 +9,7 @@ same calls in the same order and so keep the same `SyncState`.
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from typing import Any
 
@@ -26,6 +27,8 @@ from engine_ext.resources import no_full_collections
 from engine_ext.scrub import Scrubber
 from engine_ext.wire import Limits
 from engine_ext.wire import operations as ops
+
+logger = logging.getLogger(__name__)
 
 # They write weights or what the scrubber compares them with, or may let the engine do so.
 _WRITES = (ops.PrepareSync, ops.CommitSync, ops.RollBack)
@@ -73,6 +76,7 @@ class Receiver(SyncOperations):
         self._pulled: dict[str, ops.Pulled] = {}
         self._scrubber = Scrubber(weakref.WeakMethod(self._scrubbed), ranks.rank)
         self._scrub_interval = scrub_interval
+        self._searched = False
 
     # What the adapter reports -----------------------------------------------------------------
 
@@ -136,7 +140,13 @@ class Receiver(SyncOperations):
             return reply
 
     def status(self, request: ops.GetStatus) -> ops.RankStatus:
-        """Describe the receiver."""
+        """Describe the receiver. The first time, copies that the engine has made are looked for."""
+        if not self._searched:
+            self._searched = True  # it has warmed up
+            try:
+                self._applier.search_again()
+            except Exception:  # the first sync searches, too
+                logger.exception("delta updates: the model could not be searched for copies")
         return ops.RankStatus(
             version=self._sync_state.version,
             engine_state=self._sync_state.engine_state,

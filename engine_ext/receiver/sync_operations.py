@@ -50,6 +50,8 @@ class SyncOperations:
         # Undo the last version with its continuations; empty if it cannot be undone.
         self._undo: list[UndoLog] = []
         self._last_sync: ops.CommittedSync | None = None
+        self._syncs = 0  # that have begun
+        self._search_due = False
 
     def adopt(self, applier: Applier) -> None:
         """Write with this applier from now on."""
@@ -71,8 +73,8 @@ class SyncOperations:
         finally:
             if self._sync_state.sync is not before:
                 self._staging.clear()
-        if request.part.full and self._sync_state.sync is not before:
-            self._follow_moves(request.part)
+        if self._sync_state.sync is not before:
+            self._look_at_memory(request.part)
         if admission == "new":
             self._staging.start(request.part, request.path, self._applier.stage, request.source)
         return ops.PartBegun(admission=admission)
@@ -261,8 +263,27 @@ class SyncOperations:
             self._sync_state.mismatched |= set(error.operands.get("moved", ()))
             raise
 
-    def _follow_moves(self, part: PartId) -> None:
-        """Let a ``full`` sync, whose first part this is, be written to where weights are now.
+    def _look_at_memory(self, part: PartId) -> None:
+        """Notice what the engine has done to its model, before the first part of a sync is staged.
+
+        A search for copies takes long, so it comes before every sync whose number is a power of
+        two: before the first, after the first commit, and in case the engine generates later.
+        """
+        try:
+            if part.full:
+                self._follow_moves()
+            self._syncs += 1
+            self._search_due |= self._syncs & (self._syncs - 1) == 0
+            if self._search_due:
+                self._search_due = not self._applier.search_again()
+        except TracingError as error:
+            self._fail(CommitFailed(f"tracing the loader again has changed the model: {error}"))
+        except Exception:
+            self._sync_state.settle(part.part, staged=False)
+            raise
+
+    def _follow_moves(self) -> None:
+        """Let a ``full`` sync be written to where weights are now.
 
         Until it has committed nobody knows what is there.
         """
@@ -271,13 +292,7 @@ class SyncOperations:
             return
         self._sync_state.mismatched |= set(moved)
         self._undo = []  # of the places before
-        try:
-            self._applier.place_again()
-        except TracingError as error:
-            self._fail(CommitFailed(f"tracing the loader again has changed the model: {error}"))
-        except Exception:
-            self._sync_state.settle(part.part, staged=False)
-            raise
+        self._applier.place_again()
         logger.warning("delta updates: %d tensors have moved; a full sync follows", len(moved))
 
     def _fail(self, error: Exception) -> NoReturn:

@@ -101,6 +101,9 @@ class Shard:
     def is_prepared(self, staged: Sequence[StagedPart]) -> bool:
         return True
 
+    def search_again(self) -> bool:
+        return True
+
     def moved(self) -> list[str]:
         return []
 

@@ -64,6 +64,9 @@ class RecordingApplier:
     def is_prepared(self, staged: Sequence[StagedPart]) -> bool:
         return True
 
+    def search_again(self) -> bool:
+        return True
+
     def moved(self) -> list[str]:
         return []
 

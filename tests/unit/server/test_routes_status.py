@@ -19,6 +19,7 @@ def test_status(rig: Rig) -> None:
         "resume_owed": False,
         "asleep": False,
         "foreign": None,
+        "mismatched": [],
         "complete": "yes",
         "staged": None,
         "last_sync": None,
