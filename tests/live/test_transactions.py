@@ -88,17 +88,17 @@ class Server:
             model_digest(self.trainer.tensors).hex(),
         )
 
-    def refuses_deltas(self, name: str) -> None:
-        """Of a tensor and of others, and a rollback: it is known to hold other bits."""
+    def refuses_deltas(self, *names: str) -> None:
+        """Of some tensors and of others, and a rollback: they are known to hold other bits."""
         status = self.engine.delta_status()
-        assert (status["engine_state"], status["mismatched"]) == ("mismatched", [name])
+        assert (status["engine_state"], status["mismatched"]) == ("mismatched", [*names])
         tensors, version = self.trainer.tensors, self.trainer.version
-        for one in (name, "model.embed_tokens.weight"):
+        for one in (names[0], "model.embed_tokens.weight"):
             self.trainer.version = version + 1
             body = container(tensors, {one: torch.tensor([2])}, metadata=self.trainer.metadata())
             answer = self.post(body)
             assert (answer.status_code, answer.json()["error"]["type"]) == (409, "BaseMismatch")
-            assert name in answer.json()["error"]["message"]
+            assert names[0] in answer.json()["error"]["message"]
         self.trainer.version = version
         back = self.engine.post("/delta_rollback")
         assert (back.status_code, back.json()["error"]["type"]) == (409, "BaseMismatch")
@@ -242,18 +242,19 @@ def test_a_corrupted_weight_is_found(server: Server, touched: bool) -> None:
 
 def test_a_moved_weight_is_found_and_healed(server: Server) -> None:
     """Its old memory holds what it held; a full sync is written to where it is now."""
-    name = "model.norm.weight"
+    live = "model.layers.0.self_attn.qkv_proj.weight"  # three tensors of the checkpoint
+    names = [f"model.layers.0.self_attn.{one}_proj.weight" for one in "kqv"]
     assert server.scrubbed() == []
     before = server.engine.checksums()
     server.post(server.next())
     kept = server.engine.checksums()
     assert kept != before
     for rank in range(2):
-        server.arm("move_tensor", rank, name)
-    assert server.digest(scan=True)["corrupted"] == [name]
-    assert server.scrubbed() == [name]
+        server.arm("move_tensor", rank, live)
+    assert server.digest(scan=True)["corrupted"] == names
+    assert server.scrubbed() == names
     assert server.engine.checksums() != kept
-    server.refuses_deltas(name)
+    server.refuses_deltas(*names)
     server.heal()
     assert server.engine.checksums() == kept
     assert server.post(server.next()).json()["status"] == "committed"
