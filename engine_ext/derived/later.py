@@ -2,8 +2,9 @@
 
 Some models keep a copy (in another dtype, merged, transposed) from their first forward pass on, or
 a number that was an element of a tensor. The search at start-up cannot find it, and no sync would
-reach it. So the model is searched again once the engine has generated. What was not there before,
-or was a constant and is none any more, may be computed from weights.
+reach it. So the model is searched again once the engine has generated. What was not there before
+may be computed from weights. What was there before any weight was loaded, and still has its memory,
+is the engine's to work with, whatever it holds by now.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ from typing import Final
 import torch
 
 from engine_ext.derived.find import NOTHING, Derived, find_derived, refuse_derived, weights_around
-from engine_ext.model import Known
+from engine_ext.model import Known, location
 from engine_ext.placement import Placement, uncertified
 
-_TABLES: Final = (torch.int64, torch.int32, torch.bool)
 # Numbers that no kernel takes from a weight, and those of a switch that is on or off.
 _PLAIN: Final = (0.0, 1.0)
 
@@ -34,16 +34,15 @@ class LaterCopies:
     def __init__(self, model: torch.nn.Module, known: Known) -> None:
         self._model, self._known = model, known
         self._numbers = dict(_numbers(model))
-        self._tables: set[str] = set()
+        self._before: dict[str, tuple[object, ...]] = {}
         self._found: set[str] = set()
         self._rebuilt: Mapping[str, frozenset[str]] = NOTHING
 
     def known(self, path: str, tensor: torch.Tensor) -> bool:
-        """Return what `known` does, and remember the tables of integers that an engine fills."""
+        """Return what `known` does, and remember where such a tensor is."""
         if not self._known(path, tensor):
             return False
-        if tensor.dtype in _TABLES:
-            self._tables.add(path)
+        self._before[path] = location(tensor)
         return True
 
     def remember(
@@ -73,7 +72,7 @@ class LaterCopies:
         return {n: why for n, why in uncertified(placement).items() if n not in before}
 
     def _is_known(self, path: str, tensor: torch.Tensor) -> bool:
-        return path in self._tables or self._known(path, tensor)
+        return self._before.get(path) == location(tensor) or self._known(path, tensor)
 
     def _new_numbers(self, placement: Placement) -> list[Derived]:
         """List the floats of modules that are new, or others than at start-up."""

@@ -45,9 +45,9 @@ def in_a_dict(first: Any) -> None:
     first.backend.cache = {"wide": [first.weight.float()]}
 
 
-def in_room(first: Any) -> None:
-    """A buffer that was a constant until then, and has a place of its own."""
-    first.room.copy_(first.bias[:4].float())
+def in_other_room(first: Any) -> None:
+    """In the place of a buffer that was a constant."""
+    first.room = first.bias[:4].float()
 
 
 def number(first: Any) -> None:
@@ -62,7 +62,7 @@ MADE = {
     "first.wide": single,
     "first.merged": merged,
     "first.backend.cache['wide'][0]": in_a_dict,
-    "first.room": in_room,
+    "first.room": in_other_room,
     "first.largest": number,
     "first.backend.scale": number_inside,
 }
@@ -104,6 +104,7 @@ def what_is_no_copy(model: Any) -> None:
     first.cos_sin_cache = torch.rand(4, 2)
     first.view = first.weight.view(-1)
     first.table += 3
+    first.room.copy_(torch.rand(4))
     first.positions = torch.arange(4)
     first.steps = 12
     first.backend.name = "flash"
