@@ -62,8 +62,9 @@ class MovedTensors:
             if not held.isdisjoint(live):
                 found.add(name)
                 explained |= held
-        for name in live if self._rebuilds is not None else ():
-            if sources := self._rebuilds.sources(name):
+        for name in live:
+            sources = set[str]() if self._rebuilds is None else self._rebuilds.sources(name)
+            if sources:
                 found |= sources
                 explained.add(name)
         return sorted(found | (live - explained))
