@@ -1,8 +1,8 @@
 """Notice live tensors that something has moved, and follow them to their new places.
 
 The addresses of a model's tensors are fixed once it is loaded. A worker extension or a migration
-may give a parameter other memory all the same (``param.data = ...``). What the plan reads and
-writes is then no longer what the engine computes with.
+can give a parameter other memory all the same (``param.data = ...``). The plan then reads and
+writes memory that the engine does not compute with any more.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def refuse_derived(
 def weights_around(
     model: torch.nn.Module, placement: Placement, rebuilt: Mapping[str, frozenset[str]] = NOTHING
 ) -> Callable[[str], frozenset[str]]:
-    """Return what lists the weights that something on a module may be computed from.
+    """Return a function that lists the weights that something on a module might be computed from.
 
     It takes the module's path; see `Derived.weights`. What is rebuilt has none.
     """

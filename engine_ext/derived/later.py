@@ -2,9 +2,9 @@
 
 Some models keep a copy (in another dtype, merged, transposed) from their first forward pass on, or
 a number that was an element of a tensor. The search at start-up cannot find it, and no sync would
-reach it. So the model is searched again once the engine has generated. What was not there before
-may be computed from weights. What was there before any weight was loaded, and still has its memory,
-is the engine's to work with, whatever it holds by now.
+reach it. So the model is searched again once the engine has generated. A tensor that was not there
+before might be computed from weights. A buffer that was there before any weight was loaded, and
+still has its memory, is the engine's working memory, whatever it holds by now.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class LaterCopies:
         self._rebuilt = rebuilt
 
     def refuse(self, placement: Placement) -> dict[str, str]:
-        """Search again, and mark the weights that something new may be computed from.
+        """Search again, and mark the weights that something new might be computed from.
 
         Args:
             placement: certified; refused tensors are marked in place.

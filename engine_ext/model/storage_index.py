@@ -53,7 +53,7 @@ class LiveTensor:
 
     @property
     def in_place(self) -> bool:
-        """Whether the tensor still has the memory that it had; another may have its name by now."""
+        """Whether the tensor still has the memory that it had; another can have its name by now."""
         return self.tensor.data_ptr() == self.start
 
     def flat(self) -> torch.Tensor:

@@ -55,7 +55,7 @@ class LoadedModel:
         refuse_while: see `trace_placement`.
         loading: what the loader did before post-load processing; None if nothing is processed.
         rebuilding: None if the engine's processing cannot be repeated.
-        captures: whether the engine may have captured graphs, which keep addresses of weights on
+        captures: whether the engine might have captured graphs, which keep addresses of weights on
             devices other than the CPU.
         locate: finds parts on this rank's host, see `engine_ext.remote_parts`; None if the engine
             has one host.
