@@ -40,6 +40,7 @@ weights may be new and some old: generation answers 503 until a ``full`` sync ha
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
 logger = logging.getLogger(__name__)
@@ -120,6 +121,16 @@ class VersionConflict(Conflict):
 
 class BaseMismatch(Conflict):
     """The engine's old bytes are not the ones the delta was made against."""
+
+    @classmethod
+    def in_memory(cls, names: Iterable[str]) -> BaseMismatch:
+        """Return the error for tensors that a scan or scrubbing has found to hold other bits."""
+        found = sorted(names)
+        return cls(
+            f"{len(found)} tensors hold other bits than the syncs have written: {found[:8]}; "
+            "send a full sync",
+            tensors=found,
+        )
 
 
 class SyncInProgress(Conflict):

@@ -11,6 +11,7 @@ from engine_ext.apply.applier import Applier
 from engine_ext.apply.delta_applier import DeltaApplier, Writer
 from engine_ext.apply.initial_sync import CheckpointReader, InitialSyncApplier, Reload, Traced
 from engine_ext.apply.masked import MaskedWriter, apply_masked
+from engine_ext.apply.moved_tensors import TraceAgain
 from engine_ext.apply.rebuilds import Rebuilds
 from engine_ext.apply.scatter import ScatterWriter
 from engine_ext.apply.staged import StagedPart, UndoLog
@@ -26,6 +27,7 @@ __all__ = [
     "Reload",
     "ScatterWriter",
     "StagedPart",
+    "TraceAgain",
     "Traced",
     "Transaction",
     "UndoLog",

@@ -54,10 +54,35 @@ class Applier(Protocol):
         """Return whether `prepare` is done with a sync."""
 
     def scan(self) -> tuple[dict[str, Digest], list[str]]:
-        """Return `digests` from live memory, and the tensors whose modules were changed since."""
+        """Return `digests` from live memory, and the tensors that are not what was written.
+
+        The digests of tensors that have moved are left out.
+        """
+
+    def search_again(self) -> bool:
+        """Refuse the weights that the engine keeps copies of which it did not have at start-up.
+
+        An engine may make some when it first generates. Return whether it could be searched.
+        """
+
+    def moved(self) -> list[str]:
+        """Return the tensors that are not where they were when they were placed, sorted.
+
+        Those of the checkpoint, or live ones that hold none of it.
+        """
 
     def check_in_place(self) -> None:
-        """Check that the live tensors are still where they were at start-up."""
+        """Check that nothing has moved; raise BaseMismatch, with the names as ``moved``."""
+
+    def place_again(self) -> None:
+        """Let a ``full`` sync be written to where the live tensors are now.
+
+        Must come before the sync's first part is staged.
+
+        Raises:
+            NotUpdatable: a tensor cannot be followed there. Nothing was changed.
+            TracingError: the dry run of the engine's loader has changed the model.
+        """
 
     def check_base(self, staged: Sequence[StagedPart]) -> None:
         """Check old values read while staging, as far as `write` does not."""

@@ -7,6 +7,7 @@ all of them, writes, and recomputes the derived tensors that depend on what was 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from engine_ext.apply import checks, consensus
+from engine_ext.apply.moved_tensors import MovedTensors, TraceAgain
 from engine_ext.apply.new_states import GatheredProof
 from engine_ext.apply.param_batch import Batcher
 from engine_ext.apply.rebuilds import Rebuilds
@@ -24,13 +26,15 @@ from engine_ext.apply.stager import stage_part
 from engine_ext.apply.thread_pool import ThreadPool
 from engine_ext.apply.tied import check_tied
 from engine_ext.apply.writes import are_unchanged, restore, undo_all
-from engine_ext.derived import Recomputed
+from engine_ext.derived import LaterCopies, Recomputed
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
-from engine_ext.errors import BaseMismatch, NotUpdatable
+from engine_ext.errors import BaseMismatch
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Certified, Placed, Plan, WholeBox, summary, uncertified
 from engine_ext.ranks import Ranks, SingleRank
 from engine_ext.wire import Digest, ParamDelta, Part, change_digest, warm_up_gathering
+
+logger = logging.getLogger(__name__)
 
 
 class Writer(Protocol):
@@ -51,6 +55,9 @@ class Writer(Protocol):
         The delta has the shape and dtype of the tensor, which is not uncertified; `digested` is
         whether the digest covers it.
         """
+
+    def follow(self, index: StorageIndex) -> None:
+        """Write to where the live tensors are in this index from now on."""
 
     def check(self, staged: Sequence[StagedPart]) -> None:
         """Raise NotUpdatable if this mode cannot write the sync as a whole."""
@@ -81,6 +88,8 @@ class DeltaApplier:
             if there are `recomputed` ones; to be true if there are some on any rank. An undo
             computes them again, and if something else had changed weights and not them, they would
             not become what they were.
+        trace_again: finds where moved tensors are; None if none can be followed.
+        later: finds what is computed from weights only once the engine generates.
     """
 
     def __init__(
@@ -97,20 +106,22 @@ class DeltaApplier:
         certified: Certified | None = None,
         ranks: Ranks | None = None,
         checks_first: bool = False,
+        trace_again: TraceAgain | None = None,
+        later: LaterCopies | None = None,
     ) -> None:
         self.name = writer.name
         self.plan = plan
         self.digests = plan.scan(threads, certified)
         self.copies: dict[str, Digest] = {}
-        self._model = model
-        self._index = index
         self._writer = writer
         self._undo_bytes = undo_bytes
         self._recomputed = recomputed
         self._rebuilds = rebuilds
-        self._proof = GatheredProof(plan, ranks or SingleRank())
+        self._ranks = ranks or SingleRank()
+        self._later = later
+        self._proof = GatheredProof(plan, self._ranks)
+        self._places = MovedTensors(model, index, plan.placement, recomputed, rebuilds, trace_again)
         self._checks_while_writing = writer.checks_base and not (checks_first or recomputed)
-        self._constants = self._unwritten_buffers()
         self._threads = ThreadPool(threads)
         devices = {entry.tensor.device for entry in index.entries}
         self._devices = [device for device in devices if device.type != "cpu"]
@@ -179,10 +190,10 @@ class DeltaApplier:
         """Check what only all parts of a sync together show on this rank.
 
         Raises:
-            NotUpdatable: the engine has moved a weight, parts overlap, tied tensors would get
-                different values, a ``full`` sync leaves tensors out, the old values would not fit
-                the undo log, or the apply mode cannot write the sync as a whole. Nothing was
-                written.
+            BaseMismatch: a weight has moved. Nothing was written.
+            NotUpdatable: parts overlap, tied tensors would get different values, a ``full`` sync
+                leaves tensors out, the old values would not fit the undo log, or the apply mode
+                cannot write the sync as a whole. Nothing was written.
         """
         self.check_in_place()
         checks.check_no_overlap(staged)
@@ -223,39 +234,54 @@ class DeltaApplier:
         """Compute `digests` from live memory, and rebuild every module; all ranks must call it.
 
         Returns:
-            The digests, and the tensors whose modules are not what processing makes of them.
+            The digests, and the tensors that have moved or whose modules are not what processing
+            makes of them. Those that have moved have no digest: their places hold what is left.
         """
-        corrupted = [] if self._rebuilds is None else self._rebuilds.corrupted()
-        return self.plan.scan(), corrupted
+        corrupted = set() if self._rebuilds is None else {*self._rebuilds.corrupted()}
+        moved = set(self.moved())
+        found = {name: digest for name, digest in self.plan.scan().items() if name not in moved}
+        return found, sorted(corrupted | moved)
+
+    def search_again(self) -> bool:
+        """Refuse the weights that the engine has come to keep copies of since it was loaded.
+
+        It takes as long as the walk over all modules at start-up. Return whether it was done: what
+        has moved would be taken for a copy.
+        """
+        if self._places.tensors():
+            return False
+        found = {} if self._later is None else self._later.refuse(self.plan.placement)
+        for name, reason in found.items():
+            logger.warning("delta updates will refuse %s from now on: %s", name, reason)
+        return True
+
+    def moved(self) -> list[str]:
+        """Return the weights and the recomputed tensors that are not where they were placed.
+
+        They are given by the checkpoint's tensors, or by live ones that hold none of these.
+        """
+        return self._places.tensors()
 
     def check_in_place(self) -> None:
-        """Check that the weights and the recomputed tensors are where they were at start-up.
+        """Check that nothing has moved.
 
         Raises:
-            NotUpdatable: names the tensors that are not. Nothing was written.
+            BaseMismatch: names the tensors that have, as `moved` too. Nothing was written.
         """
-        moved = {path for one in self._recomputed for path in one.moved()}
-        if self._rebuilds is not None:
-            moved.update(self._rebuilds.moved())
-        tensors = sorted(moved.union(self._index.moved(self._model)) - self._constants)
-        if tensors:
-            raise NotUpdatable(f"the engine moved these after start-up: {tensors}", tensors=tensors)
+        self._places.check()
 
-    def _unwritten_buffers(self) -> set[str]:
-        """Return the buffers that no sync writes to, by all of their names.
+    def place_again(self) -> None:
+        """Follow what has moved, so that a ``full`` sync is written to where it is now.
 
-        vLLM replaces some at the first forward pass (rotary embeddings in another dtype).
+        Raises:
+            NotUpdatable: a tensor cannot be followed there. Nothing was changed.
+            TracingError: the dry run of the engine's loader has changed the model.
         """
-        written = {path for one in self._recomputed for path in one.paths}
-        for placed in self.plan.placement.values():
-            for segment in placed.segments:
-                written.update((segment.live.name, *segment.live.aliases))
-        return {
-            name
-            for name, _ in self._model.named_buffers(remove_duplicate=False)
-            if name not in written
-            and not (self._rebuilds is not None and self._rebuilds.contains(name))
-        }
+        plan = self._places.follow(self.plan)
+        self._writer.follow(self._places.index)
+        self._proof = GatheredProof(plan, self._ranks)
+        self._batcher = Batcher(plan)
+        self.plan = plan
 
     def check_base(self, staged: Sequence[StagedPart]) -> None:
         """Check that the old values read while staging are still in live memory.
@@ -389,7 +415,7 @@ class DeltaApplier:
 
     def _size(self) -> int:
         """Return the bytes of the weights."""
-        return sum(entry.end - entry.start for entry in self._index.entries)
+        return sum(entry.end - entry.start for entry in self._places.index.entries)
 
     def _written(self, staged: Sequence[StagedPart]) -> frozenset[str]:
         """Return the live tensors on this rank that a sync writes to, by name."""

@@ -162,8 +162,19 @@ class InitialSyncApplier:
         """Return nothing: no weight is known."""
         return {}, []
 
+    def search_again(self) -> bool:
+        """Return True: the model is searched when the sync has loaded it."""
+        return True
+
+    def moved(self) -> list[str]:
+        """Return nothing: the reload does not depend on where the weights are."""
+        return []
+
     def check_in_place(self) -> None:
-        """Accept any state: the reload does not depend on where the weights are."""
+        """Accept any state, see `moved`."""
+
+    def place_again(self) -> None:
+        """Do nothing, see `moved`."""
 
     def check_base(self, staged: Sequence[StagedPart]) -> None:
         """Accept any base: no old values were read."""

@@ -61,6 +61,11 @@ class MaskedWriter:
         """Return why the loader cannot write a delta exactly, or None if it can."""
         return refusal(delta, placed) if placed.segments else None
 
+    def follow(self, index: StorageIndex) -> None:
+        """Recognise writes to the live tensors by this index from now on."""
+        self._index = index
+        self._rehearsed = []
+
     def check(self, staged: Sequence[StagedPart]) -> None:
         """Check that the loader treats these tensors alone as it treated the whole checkpoint.
 

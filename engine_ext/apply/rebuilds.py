@@ -38,6 +38,9 @@ class Rebuilds:
         model: the live model, and its index, made before the certification.
         rebuilds: the proven ones on this rank.
         placement: of the checkpoint, in the shadow where a module is rebuilt.
+
+    Attributes:
+        model: the live model.
     """
 
     def __init__(
@@ -48,7 +51,7 @@ class Rebuilds:
         placement: Placement,
         ranks: Ranks,
     ) -> None:
-        self._model, self._index, self._ranks = model, index, ranks
+        self.model, self._index, self._ranks = model, index, ranks
         self._in_step = InStep(ranks)
         self._by_path = {one.path: one for one in rebuilds}
         # The modules themselves, and what was found to differ some time: that is written then, or
@@ -82,13 +85,25 @@ class Rebuilds:
         """Return whether a tensor, given by its name in the model, is in a rebuilt module."""
         return any(one.contains(name) for one in self._by_path.values())
 
+    def sources(self, name: str) -> set[str]:
+        """Return the checkpoint tensors that a rebuilt module on or above a path is made from."""
+        found = set[str]()
+        for path, one in self._by_path.items():
+            if one.contains(name) or name == path:
+                found |= self._order.get(path, (0, set()))[1]
+        return found
+
+    def follow(self) -> None:
+        """Expect the live tensors where they are now."""
+        self._index = StorageIndex(self.model)
+
     def moved(self) -> list[str]:
         """Return the live tensors that are not where they were at start-up, by name.
 
         Those that are no parameters or buffers count from the first rebuild that they differed in.
         """
         elsewhere = [path for path, place in self._places.items() if not place.unchanged()]
-        return self._index.moved(self._model) + elsewhere
+        return self._index.moved(self.model) + elsewhere
 
     def pending(self, staged: Sequence[StagedPart]) -> list[str]:
         """Return the modules that must still be rebuilt for a sync, the same on every rank."""
@@ -183,7 +198,7 @@ class Rebuilds:
     def _is_intact(self, path: str) -> bool:
         one = self._by_path.get(path)
         if one is None:
-            self._in_step.follow(path, self._model)
+            self._in_step.follow(path, self.model)
             return True
         expected = self._known.get(path, {})
         return self._in_step.run(path, functools.partial(one.is_intact, expected))
@@ -198,7 +213,7 @@ class Rebuilds:
         """
         one, what = self._by_path.get(path), f"rebuilding {path}"
         if one is None:
-            self._in_step.follow(path, self._model, what)
+            self._in_step.follow(path, self.model, what)
             return RebuiltModule([], {})
         return self._in_step.run(what, functools.partial(self._rebuild, one, staged, checks))
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from engine_ext.apply.staged import StagedPart
 from engine_ext.apply.thread_pool import ThreadPool
 from engine_ext.apply.writes import put_all
+from engine_ext.model import StorageIndex
 from engine_ext.placement import Placed, has_nan
 from engine_ext.wire import ParamDelta
 
@@ -30,6 +31,9 @@ class ScatterWriter:
         if recast and has_nan(delta.values, delta.dtype):
             return "a new value is NaN, and the loader's casts change the bits of a NaN"
         return None
+
+    def follow(self, index: StorageIndex) -> None:
+        """Do nothing: staged writes have the addresses."""
 
     def check(self, staged: Sequence[StagedPart]) -> None:
         """Accept every sync: a staged write does not depend on the others."""

@@ -47,7 +47,7 @@ exit status:
   0  every engine has answered
   1  some engine has not answered, or the log cannot be read
   2  wrong usage
-  3  every engine has answered, and the weights of one are uncertain
+  3  every engine has answered, and the weights of one are uncertain or mismatched
 
 The bearer token is read from {API_KEY_ENVIRONMENT}.
 """
@@ -92,7 +92,7 @@ def exit_status(answers: Sequence[Answer]) -> int:
     """Return the exit status for the last answers of the engines."""
     if not answers or any(answer.status is None for answer in answers):
         return 1
-    return 3 if any(answer.state == "uncertain" for answer in answers) else 0
+    return 3 if any(answer.state in ("uncertain", "mismatched") for answer in answers) else 0
 
 
 async def ask(client: httpx.AsyncClient, url: str) -> Answer:
@@ -167,6 +167,8 @@ def _engine_cells(status: dict[str, Any], state: Text) -> list[Text]:
     if paused := status.get("paused"):
         since = paused["since"] and time.strftime("%d %b %H:%M", time.localtime(paused["since"]))
         notes.append(f"paused since {since or '?'} by {paused['by']}")
+    if mismatched := status.get("mismatched"):
+        notes.append(f"other bits than written in {', '.join(mismatched)}; send a full sync")
     scrub = status.get("scrub") or {}
     if scrub.get("mismatched"):
         notes.append(f"scrubbing found other bits in {', '.join(scrub['mismatched'])}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -75,9 +75,7 @@ def find_derived(
         of a weight for kernels that take no tensor, such as ``k_scale_float`` of ``k_scale``.
     """
     index, whole = StorageIndex(model), _modules_in(model, rebuilt)
-    segments = [segment for placed in placement.values() for segment in placed.segments]
-    covered = {(segment.live.start, segment.live.end) for segment in segments}
-    covered |= {(e.start, e.end) for e in index.entries if _top(e.name, rebuilt) is not None}
+    covered = _covered(placement, index, rebuilt)
     found = []
     for path, module, attribute, tensor in reachable_tensors(model):
         if id(module) in whole or _top(f"{path}.{attribute}", rebuilt) is not None:
@@ -135,6 +133,8 @@ def refuse_derived(
     derived: Iterable[Derived],
     recomputed: Container[str] = (),
     failed: Mapping[str, str] | None = None,
+    *,
+    since: str = "",
 ) -> None:
     """Mark the weights that some tensor may have been computed from as uncertified.
 
@@ -143,6 +143,7 @@ def refuse_derived(
         recomputed: paths of the derived tensors that the engine is proven to recompute; these do
             not count.
         failed: why the engine's own function for a derived tensor was not proven, by path.
+        since: says from when on the engine keeps them.
     """
     by_weight: dict[str, list[str]] = defaultdict(list)
     for one in derived:
@@ -156,9 +157,36 @@ def refuse_derived(
                 reasons = {failed[path]: None for path in paths if failed and path in failed}
                 why = f" (the engine's own function is not relied on: {'; '.join(reasons)})"
                 placed.refuse(
-                    f"the engine keeps {', '.join(paths)}, which may be computed from it and "
-                    f"would not follow{why if reasons else ''}"
+                    f"the engine keeps {', '.join(paths)}{since}, which may be computed from it "
+                    f"and would not follow{why if reasons else ''}"
                 )
+
+
+def weights_around(
+    model: torch.nn.Module, placement: Placement, rebuilt: Mapping[str, frozenset[str]] = NOTHING
+) -> Callable[[str], frozenset[str]]:
+    """Return a function that lists the weights that something on a module might be computed from.
+
+    It takes the module's path; see `Derived.weights`. What is rebuilt has none.
+    """
+    index = StorageIndex(model)
+    covered = _covered(placement, index, rebuilt)
+
+    def around(path: str) -> frozenset[str]:
+        if _top(path, rebuilt) is not None:
+            return frozenset()
+        return _weights(model, path, model.get_submodule(path), index, covered, rebuilt)
+
+    return around
+
+
+def _covered(
+    placement: Placement, index: StorageIndex, rebuilt: Mapping[str, frozenset[str]]
+) -> set[tuple[int, int]]:
+    """Return the address ranges that a sync writes to, or that are rebuilt."""
+    segments = [segment for placed in placement.values() for segment in placed.segments]
+    covered = {(segment.live.start, segment.live.end) for segment in segments}
+    return covered | {(e.start, e.end) for e in index.entries if _top(e.name, rebuilt) is not None}
 
 
 def _float_copies(

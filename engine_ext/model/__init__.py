@@ -8,7 +8,7 @@ Imports: `engine_ext.kernels`, `engine_ext.wire`, and the ground floor.
 """
 
 from engine_ext.model.constants import ConstantsWatch, Known, is_cache, is_constant, is_default
-from engine_ext.model.fingerprint import hash_memory, hash_tensor, layout, location
+from engine_ext.model.fingerprint import hash_memory, hash_tensor, location
 from engine_ext.model.leaves import PLAIN, leaves_of, reachable_leaves, same_leaf
 from engine_ext.model.module_walk import (
     DEPTH,
@@ -24,7 +24,13 @@ from engine_ext.model.state_guard import (
     attached_tensors,
     content_changed,
 )
-from engine_ext.model.storage_index import LiveTensor, StorageIndex, address_range, extent
+from engine_ext.model.storage_index import (
+    LiveTensor,
+    StorageIndex,
+    address_range,
+    extent,
+    layout,
+)
 
 __all__ = [
     "DEPTH",

@@ -8,14 +8,9 @@ import torch
 import xxhash
 
 from engine_ext.dtypes import torch_bits_dtype
-from engine_ext.model.storage_index import extent
+from engine_ext.model.storage_index import extent, layout
 
 _CHUNK: Final = 1 << 24  # elements
-
-
-def layout(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return a tensor's device, shape, strides and dtype."""
-    return (tensor.device, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 def location(tensor: torch.Tensor) -> tuple[object, ...]:

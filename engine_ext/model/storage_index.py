@@ -9,7 +9,7 @@ their first name.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -22,6 +22,11 @@ def extent(tensor: torch.Tensor) -> int:
     if tensor.numel() == 0:
         return 0
     return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return a tensor's device, shape, strides and dtype."""
+    return (tensor.device, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 def address_range(tensor: torch.Tensor) -> tuple[int, int]:
@@ -45,6 +50,11 @@ class LiveTensor:
     start: int
     end: int
     aliases: list[str] = field(default_factory=list)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the tensor still has the memory that it had; another can have its name by now."""
+        return self.tensor.data_ptr() == self.start
 
     def flat(self) -> torch.Tensor:
         """Return the memory as a 1-D tensor of `extent` elements, whatever the strides."""
@@ -112,6 +122,7 @@ class StorageIndex:
         self._longest = max((e.end - e.start for e in self.entries), default=0)
         self.by_name = {entry.name: entry for entry in self.entries}
         self._addresses = {name: tensor.data_ptr() for name, tensor in tensors}
+        self._layouts = {name: layout(tensor) for name, tensor in tensors}
         # Without names, so that the usual answer of `moved`, at every sync, is found quickly.
         self._registries = list(_registries(model))
 
@@ -143,3 +154,32 @@ class StorageIndex:
         now = {name: tensor.data_ptr() for name, tensor in live_tensors(model)}
         names = self._addresses.keys() | now.keys()
         return sorted(n for n in names if self._addresses.get(n) != now.get(n))
+
+    def differences(self, later: StorageIndex, names: Iterable[str]) -> list[str]:
+        """Return which tensors are not in a later index of the model as they are here, sorted.
+
+        Their addresses do not count. Their layouts do, and which tensors share memory with them.
+        """
+        before, now = self._arrangement(), later._arrangement()
+        return sorted(name for name in names if before.get(name) != now.get(name))
+
+    def _arrangement(self) -> dict[str, tuple[object, ...]]:
+        """Return by each name the layout, the names in the same stretch of memory, and where."""
+        found: dict[str, tuple[object, ...]] = {}
+        stretch: list[LiveTensor] = []
+
+        def close() -> None:
+            together = frozenset(n for one in stretch for n in (one.name, *one.aliases))
+            for one in stretch:
+                for name in (one.name, *one.aliases):
+                    found[name] = (self._layouts[name], together, one.start - stretch[0].start)
+
+        end = 0
+        for entry in self.entries:
+            if entry.start >= end:
+                close()
+                stretch = []
+            stretch.append(entry)
+            end = max(end, entry.end)
+        close()
+        return found

@@ -19,6 +19,7 @@ from engine_ext.placement.live_elements import (
     WholeBox,
 )
 from engine_ext.placement.ownership import boxes, resolve
+from engine_ext.placement.place_again import place_again
 from engine_ext.placement.plan import Plan, covered, make_plan
 from engine_ext.placement.repacked import CHUNK, flat_bits, smallest_block, unmoved
 from engine_ext.placement.segments import Placed, Placement, Repack, Segment, Status, TensorSpec
@@ -54,6 +55,7 @@ __all__ = [
     "has_nan",
     "live_bits",
     "make_plan",
+    "place_again",
     "resolve",
     "smallest_block",
     "summary",

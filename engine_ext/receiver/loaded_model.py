@@ -55,6 +55,8 @@ class LoadedModel:
         refuse_while: see `trace_placement`.
         loading: what the loader did before post-load processing; None if nothing is processed.
         rebuilding: None if the engine's processing cannot be repeated.
+        captures: whether the engine might have captured graphs, which keep addresses of weights on
+            devices other than the CPU.
         locate: finds parts on this rank's host, see `engine_ext.remote_parts`; None if the engine
             has one host.
         load_format: the engine's name of the way in which the weights were loaded.
@@ -73,5 +75,6 @@ class LoadedModel:
     refuse_while: Callable[[torch.nn.Module], str | None] | None = None
     loading: LoadingTrace | None = None
     rebuilding: Rebuilding | None = None
+    captures: bool = True
     locate: Locate | None = None
     load_format: str = "auto"

@@ -9,6 +9,7 @@ same calls in the same order and so keep the same `SyncState`.
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from typing import Any
 
@@ -26,6 +27,8 @@ from engine_ext.resources import no_full_collections
 from engine_ext.scrub import Scrubber
 from engine_ext.wire import Limits
 from engine_ext.wire import operations as ops
+
+logger = logging.getLogger(__name__)
 
 # They write weights or what the scrubber compares them with, or may let the engine do so.
 _WRITES = (ops.PrepareSync, ops.CommitSync, ops.RollBack)
@@ -74,6 +77,7 @@ class Receiver(SyncOperations):
         self._pulled: dict[str, ops.Pulled] = {}
         self._scrubber = Scrubber(weakref.WeakMethod(self._scrubbed), ranks.rank)
         self._scrub_interval = scrub_interval
+        self._searched = False
 
     # What the adapter reports -----------------------------------------------------------------
 
@@ -131,11 +135,19 @@ class Receiver(SyncOperations):
         writes = rebuilds or isinstance(request, _WRITES)
         scrubbing = self._scrubber.interrupted() if writes else contextlib.nullcontext()
         with scrubbing, no_full_collections():
+            # In the context: what is found later is judged after the write.
+            self._sync_state.mismatched |= self._scrubber.take_found()
             reply: ops.ReplyT = getattr(self, request.name)(request)
             return reply
 
     def status(self, request: ops.GetStatus) -> ops.RankStatus:
-        """Describe the receiver."""
+        """Describe the receiver. The first time, copies that the engine has made are looked for."""
+        if not self._searched:
+            self._searched = True  # it has warmed up
+            try:
+                self._applier.search_again()
+            except Exception:  # the first sync searches, too
+                logger.exception("delta updates: the model could not be searched for copies")
         return ops.RankStatus(
             version=self._sync_state.version,
             engine_state=self._sync_state.engine_state,
@@ -146,6 +158,7 @@ class Receiver(SyncOperations):
             run=self._sync_state.run,
             owner=self._sync_state.runs.owner,
             loaded=self._sync_state.loaded,
+            mismatched=sorted(self._sync_state.mismatched),
             delivery=self._sync_state.delivery,
             staged=self._sync_state.describe(),
             last_sync=self._last_sync,
@@ -229,6 +242,8 @@ class Receiver(SyncOperations):
     def digest(self, request: ops.GetDigest) -> ops.RankDigest:
         """Return the digests of the elements that this rank counts.
 
+        What a scan finds to be other than written on any rank, all ranks know afterwards.
+
         Raises:
             WeightsAsleep: a scan was asked for, and the weights' memory is released.
         """
@@ -242,7 +257,10 @@ class Receiver(SyncOperations):
         tracked, corrupted = self._applier.digests, list[str]()
         found = tracked
         if request.scan:
-            found, corrupted = self._applier.scan()
+            found, corrupted = together(self._ranks, self._applier.scan)
+            wrong = {name for name, digest in tracked.items() if found.get(name) != digest}
+            everywhere = self._ranks.all_gather(sorted(wrong.union(corrupted)))
+            self._sync_state.mismatched |= {name for names in everywhere for name in names}
         return ops.RankDigest(
             version=self._sync_state.version,
             tensors={name: digest.hex() for name, digest in found.items()},

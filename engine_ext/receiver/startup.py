@@ -25,11 +25,13 @@ from engine_ext.apply import (
     Traced,
     Writer,
 )
-from engine_ext.derived import add_recomputed, find_derived, prove, refuse_derived
+from engine_ext.derived import LaterCopies, add_recomputed, find_derived, prove, refuse_derived
+from engine_ext.errors import NotUpdatable
 from engine_ext.kernels import warm_up
 from engine_ext.model import ModelStateGuard, StorageIndex
 from engine_ext.placement import (
     Certified,
+    Placement,
     Segment,
     Status,
     TensorSpec,
@@ -75,12 +77,13 @@ def make_receiver(loaded: LoadedModel, settings: Settings) -> Receiver:
         RuntimeError: nothing can be certified. The engine must not start.
         TracingError: tracing changed the model. The engine must not start.
     """
+    later = LaterCopies(loaded.model, loaded.constants)
     if loaded.checkpoint is None:
-        initial = _initial_sync_applier(loaded)
+        initial = _initial_sync_applier(loaded, later)
         receiver = _receiver(loaded, settings, initial)
 
         def on_initial_sync(traced: Traced) -> None:
-            receiver.adopt(_delta_applier(loaded, settings, traced))
+            receiver.adopt(_delta_applier(loaded, settings, traced, later))
 
         initial.on_initial_sync = on_initial_sync
         return receiver
@@ -88,12 +91,12 @@ def make_receiver(loaded: LoadedModel, settings: Settings) -> Receiver:
     specs = None if loaded.loading is None else loaded.loading.specs
     if specs is None:
         specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in loaded.checkpoint()]
-    traced = _trace(loaded, specs, loaded.checkpoint)
+    traced = _trace(loaded, later, specs, loaded.checkpoint)
     traced.dropped.update(_dropped_aliases(loaded, traced))
     traced_s = time.perf_counter() - start
     _certify(loaded, traced, loaded.checkpoint)
     certified_s = time.perf_counter() - start - traced_s
-    applier = _delta_applier(loaded, settings, traced)
+    applier = _delta_applier(loaded, settings, traced, later)
     logger.info(
         "delta updates: traced in %.2f s, certified in %.2f s; %d modules are rebuilt",
         *(traced_s, certified_s, len(traced.rebuilds)),
@@ -155,7 +158,10 @@ def _certify(loaded: LoadedModel, traced: Traced, checkpoint: CheckpointReader) 
 
 
 def _trace(
-    loaded: LoadedModel, specs: Sequence[TensorSpec], checkpoint: CheckpointReader
+    loaded: LoadedModel,
+    later: LaterCopies,
+    specs: Sequence[TensorSpec],
+    checkpoint: CheckpointReader,
 ) -> Traced:
     """Trace the tensors of a checkpoint, follow repacks, and prove what can be recomputed."""
     model, load_weights, again = loaded.model, loaded.load_weights, loaded.rebuilding
@@ -189,7 +195,8 @@ def _trace(
             o: frozenset([one.segment().live.name]) for one in by_loading for o in one.computed
         }
         rebuilds += by_loading
-    derived = find_derived(loaded.model, placement, loaded.constants, rebuilt=outputs)
+    derived = find_derived(loaded.model, placement, later.known, rebuilt=outputs)
+    later.remember(derived, outputs)
     recomputed, failed = prove(loaded.model, placement, derived, loaded.recomputations)
     if model is not loaded.model:
         # What the loader has computed is the old in a rebuild, too.
@@ -225,7 +232,7 @@ def _twin(
     return twin, index, [*rebuilds]
 
 
-def _initial_sync_applier(loaded: LoadedModel) -> InitialSyncApplier:
+def _initial_sync_applier(loaded: LoadedModel, later: LaterCopies) -> InitialSyncApplier:
     """Make the applier of a model without a checkpoint.
 
     Raises:
@@ -258,7 +265,8 @@ def _initial_sync_applier(loaded: LoadedModel) -> InitialSyncApplier:
         "must be full, and others are refused until then",
         loaded.load_format,
     )
-    trace, certify = functools.partial(_trace, loaded), functools.partial(_certify, loaded)
+    trace = functools.partial(_trace, loaded, later)
+    certify = functools.partial(_certify, loaded)
     return InitialSyncApplier(trace, load, certify, loaded.constants, loaded.ranks)
 
 
@@ -270,13 +278,33 @@ def _dropped_aliases(loaded: LoadedModel, traced: Traced) -> dict[str, TensorSpe
     return dropped_aliases(traced.model, traced.load_weights, own, traced.index)
 
 
-def _delta_applier(loaded: LoadedModel, settings: Settings, traced: Traced) -> DeltaApplier:
+def _delta_applier(
+    loaded: LoadedModel, settings: Settings, traced: Traced, later: LaterCopies
+) -> DeltaApplier:
     """Make the applier of a certified placement. All ranks must call it."""
     plan = make_plan(traced.placement, loaded.ranks, traced.dropped, traced.tied)
     _log_summary(traced)
     if not any(loaded.ranks.all_gather(bool(plan.targets))):
         raise RuntimeError("delta updates: no tensor of this model can be certified")
     threads = cores_per_rank(loaded.ranks)
+
+    def trace_again(index: StorageIndex, moved: Sequence[str]) -> Placement:
+        devices = {
+            index.by_name[name].tensor.device.type for name in moved if name in index.by_name
+        }
+        if loaded.captures and devices - {"cpu"}:
+            raise NotUpdatable(
+                f"something moved {list(moved)[:8]} after start-up, and graphs that the engine has "
+                "captured read the memory before; restart the engine",
+                tensors=list(moved),
+            )
+        specs = [placed.spec for placed in traced.placement.values()]
+        placement = trace_placement(
+            *(traced.model, traced.load_weights, specs, index), refuse_while=loaded.refuse_while
+        )
+        compose(placement, loaded.repacks)
+        return placement
+
     rebuilds = None
     if loaded.rebuilding is not None:
         own, placement = traced.rebuilds, traced.placement
@@ -302,6 +330,8 @@ def _delta_applier(loaded: LoadedModel, settings: Settings, traced: Traced) -> D
         certified=traced.certified,
         ranks=loaded.ranks,
         checks_first=any(loaded.ranks.all_gather(bool(traced.recomputed))),
+        trace_again=trace_again,
+        later=later,
     )
 
 

@@ -13,9 +13,11 @@ from typing import NoReturn
 
 from engine_ext.apply import Applier, StagedPart, Transaction, UndoLog
 from engine_ext.errors import BaseMismatch, CommitFailed, Conflict, WriteUndone
+from engine_ext.model import TracingError
 from engine_ext.ranks import Ranks, together
 from engine_ext.receiver.background_staging import BackgroundStaging
 from engine_ext.receiver.sync_state import Sync, SyncState
+from engine_ext.wire import PartId
 from engine_ext.wire import operations as ops
 
 logger = logging.getLogger(__name__)
@@ -48,6 +50,8 @@ class SyncOperations:
         # Undo the last version with its continuations; empty if it cannot be undone.
         self._undo: list[UndoLog] = []
         self._last_sync: ops.CommittedSync | None = None
+        self._syncs = 0  # that have begun
+        self._search_due = False
 
     def adopt(self, applier: Applier) -> None:
         """Write with this applier from now on."""
@@ -58,6 +62,9 @@ class SyncOperations:
         """Admit a part and start staging it.
 
         Raises:
+            CommitFailed: the engine's loader was traced again, because weights have moved, and has
+                changed the model; the engine is uncertain.
+            NotUpdatable: weights have moved, and a ``full`` sync cannot follow them.
             DeltaError: see `SyncState.admit`.
         """
         before = self._sync_state.sync
@@ -66,6 +73,8 @@ class SyncOperations:
         finally:
             if self._sync_state.sync is not before:
                 self._staging.clear()
+        if self._sync_state.sync is not before:
+            self._look_at_memory(request.part)
         if admission == "new":
             self._staging.start(request.part, request.path, self._applier.stage, request.source)
         return ops.PartBegun(admission=admission)
@@ -238,7 +247,7 @@ class SyncOperations:
             self._applier.check_in_place()
             return []
 
-        self._transaction.agree(prepare)
+        self._agree(prepare)
         start = time.perf_counter()
         undo, self._undo = self._undo, []
         self._drop_staged()
@@ -275,6 +284,41 @@ class SyncOperations:
             return self._transaction.agree(prepare)
         except CommitFailed as error:
             self._fail(error)
+        except BaseMismatch as error:  # the same on all ranks
+            self._sync_state.mismatched |= set(error.operands.get("moved", ()))
+            raise
+
+    def _look_at_memory(self, part: PartId) -> None:
+        """Notice what the engine has done to its model, before the first part of a sync is staged.
+
+        A search for copies takes long, so it comes before every sync whose number is a power of
+        two: before the first, after the first commit, and in case the engine generates later.
+        """
+        try:
+            if part.full:
+                self._follow_moves()
+            self._syncs += 1
+            self._search_due |= self._syncs & (self._syncs - 1) == 0
+            if self._search_due:
+                self._search_due = not self._applier.search_again()
+        except TracingError as error:
+            self._fail(CommitFailed(f"tracing the loader again has changed the model: {error}"))
+        except Exception:
+            self._sync_state.settle(part.part, staged=False)
+            raise
+
+    def _follow_moves(self) -> None:
+        """Let a ``full`` sync be written to where weights are now.
+
+        Until it has committed nobody knows what is there.
+        """
+        moved = self._applier.moved()
+        if not moved:
+            return
+        self._sync_state.mismatched |= set(moved)
+        self._undo = []  # of the places before
+        self._applier.place_again()
+        logger.warning("delta updates: %d tensors have moved; a full sync follows", len(moved))
 
     def _fail(self, error: Exception) -> NoReturn:
         """Record that the weights are uncertain, and raise what says so."""
@@ -302,7 +346,7 @@ class SyncOperations:
 
     def _keep_undo(self, sync: Sync, base: int, log: UndoLog | None) -> None:
         """Keep the old values of a sync that was just written, if they can be restored later."""
-        if self._sync_state.uncertain or self._sync_state.foreign is not None:
+        if self._sync_state.engine_state != "certain" or self._sync_state.foreign is not None:
             log = None  # it is not known of which version the old values were
         continued = _continued(sync, base)
         earlier = self._undo if continued else []

@@ -91,6 +91,8 @@ class SyncState:
         uncertain: a write failed half-way; some weights may be new and some old.
         asleep: the engine has released the weights' memory.
         foreign: what changed the weights outside of delta sync since the last sync, or None.
+        mismatched: names of tensors that this rank knows to hold other bits than the syncs have
+            written, found since the last ``full`` sync. One rank that knows refuses for all.
         previous: the version before the last one, and what is known of it; None if there is no way
             back.
         loaded: nothing was written since the engine has started.
@@ -103,6 +105,7 @@ class SyncState:
         self.uncertain = False
         self.asleep = False
         self.foreign: str | None = None
+        self.mismatched: frozenset[str] = frozenset()
         self.sync: Sync | None = None
         self.previous: tuple[int, _Committed] | None = None
         self.loaded = True
@@ -115,9 +118,11 @@ class SyncState:
         return self._committed.run
 
     @property
-    def engine_state(self) -> Literal["certain", "uncertain"]:
+    def engine_state(self) -> Literal["certain", "mismatched", "uncertain"]:
         """Whether the weights are known to be of one version."""
-        return "uncertain" if self.uncertain else "certain"
+        if self.uncertain:
+            return "uncertain"
+        return "mismatched" if self.mismatched else "certain"
 
     @property
     def delivery(self) -> Delivery:
@@ -228,7 +233,7 @@ class SyncState:
         Args:
             run: that the part names.
         """
-        known = not self.uncertain and self.foreign is None
+        known = self.engine_state == "certain" and self.foreign is None
         if not known or version != self.version or identity not in self._committed.identities:
             return False
         return is_anonymous(self.run) if run is None else run == self.run
@@ -244,7 +249,8 @@ class SyncState:
         Raises:
             WeightsAsleep: the weights' memory is released.
             EngineUncertain: an earlier write failed half-way, and the sync is not ``full``.
-            BaseMismatch: something else has changed the weights, and the sync is not ``full``.
+            BaseMismatch: something else has changed the weights, or they were found to hold other
+                bits, and the sync is not ``full``.
         """
         if self.asleep:
             raise WeightsAsleep("the engine has released its weights; wake it up first")
@@ -254,6 +260,8 @@ class SyncState:
             raise BaseMismatch(
                 f"{self.foreign} changed the weights outside of delta sync; send a full sync"
             )
+        if self.mismatched and not full:
+            raise BaseMismatch.in_memory(self.mismatched)
 
     def settle(self, part: int, *, staged: bool) -> None:
         """Record that an admitted part is staged on every rank, or that it was refused."""
@@ -275,6 +283,7 @@ class SyncState:
         run = self.run if self.sync is None else self._run_of(self.sync)
         self.sync = self.previous = self.foreign = None
         self.uncertain, self.loaded = True, False
+        self.mismatched = frozenset()
         self._committed = _Committed(run)
 
     def check_apart(self, tensors: Iterable[str]) -> None:
@@ -310,6 +319,8 @@ class SyncState:
         self.uncertain, self.foreign, self.loaded = False, None, False
         run = self._run_of(sync)
         self.runs.use(run, sync.version)
+        if sync.full:
+            self.mismatched = frozenset()
         slots = sync.slots.values()
         files = [slot.file for slot in slots if slot.file is not None]
         folder = sync.folder if len(files) == len(slots) else None

@@ -5,6 +5,8 @@ write of the receiver is announced (`Scrubber.interrupted`), and counted when it
 judged only if no write was under way when reading it began, and none had begun when it ended; else
 it is read again. After such an interruption it is read without rests, so that frequent syncs do not
 keep a large tensor from ever being judged; the rest follows.
+
+A tensor that is not where it was placed is a mismatch, whatever its old memory holds.
 """
 
 from __future__ import annotations
@@ -58,6 +60,7 @@ class Scrubber:
         self._passed_at: float | None = None
         self._mismatched: set[str] = set()
         self._untold: set[str] = set()
+        self._found: set[str] = set()
         self._error: str | None = None
         # Held while memory is read.
         self._reading = threading.Lock()
@@ -93,6 +96,12 @@ class Scrubber:
         with self._lock:
             found, self._untold = self._untold, set()
         return sorted(found)
+
+    def take_found(self) -> set[str]:
+        """Return the tensors that were found, once or again, since the last call."""
+        with self._lock:
+            found, self._found = self._found, set()
+        return found
 
     @contextlib.contextmanager
     def interrupted(self) -> Iterator[None]:
@@ -154,18 +163,22 @@ class Scrubber:
             return False
         plan = applier.plan
         self._rested_at = time.thread_time()
-        todo = deque(sorted(name for name in plan.digested if plan.targets.get(name)))
+        with self._lock:
+            writes, known = self._writes, set(self._mismatched)
+        moved = set(applier.moved())
+        todo = deque(sorted({n for n in plan.digested if plan.targets.get(n)} - moved))
+        for name in sorted(moved.union(known.difference(todo))):  # these are not read
+            if not self._judge(applier, plan, name, writes, right=name not in moved):
+                return False
         disturbed: set[str] = set()
         while todo:
             name = todo.popleft()
             right = self._read(applier, plan, name, rests=name not in disturbed)
             if right is None:
-                if self._applier() is not applier:
+                if self._is_outdated(applier, plan):
                     return False
                 disturbed.add(name)
                 todo.append(name)
-            else:
-                self._record(name, right)
             if not self._rest():
                 return False
         return True
@@ -190,7 +203,7 @@ class Scrubber:
         found: dict[tuple[int, int], Digest] = defaultdict(lambda: Digest.ZERO)
         for number, start, copy in plan.pieces(name, copies=True):
             with self._reading:
-                if self._writes != writes or self._applier() is not applier:
+                if self._writes != writes or self._is_outdated(applier, plan):
                     return None
                 with self._beside(plan.targets[name][number].flat.device):
                     found[number, copy] += plan.piece_digest(name, number, start, copy)
@@ -208,12 +221,14 @@ class Scrubber:
                 others = (others or Digest.ZERO) + found[number, 0]
         right &= counted is None or counted == tracked
         right &= others is None or copied is None or others == copied
-        with self._lock:
-            if self._writes != writes or self._applier() is not applier:
-                return None
-            if others is not None and copied is None and right:
-                applier.copies[name] = others  # from now on tracked
-        return right
+        right &= all(target.segment.live.in_place for target in targets)
+        first = others if copied is None and right else None
+        judged = self._judge(applier, plan, name, writes, right=right, copies=first)
+        return right if judged else None
+
+    def _is_outdated(self, applier: Applier, plan: Plan) -> bool:
+        """Return whether these may not be read any more, or the tensors are elsewhere."""
+        return self._applier() is not applier or applier.plan is not plan
 
     def _beside(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
         """Return a context whose work on a device goes beside the engine's own."""
@@ -226,14 +241,38 @@ class Scrubber:
         stream: contextlib.AbstractContextManager[object] = module.stream(self._streams[device])
         return stream
 
-    def _record(self, name: str, right: bool) -> None:
+    def _judge(
+        self,
+        applier: Applier,
+        plan: Plan,
+        name: str,
+        writes: int,
+        *,
+        right: bool,
+        copies: Digest | None = None,
+    ) -> bool:
+        """Record what reading a tensor has shown, unless a write or another plan came in between.
+
+        Args:
+            writes: that had begun before it was read.
+            copies: the digest of its elements that other ranks count, to be tracked from now on.
+
+        Returns:
+            Whether it was recorded.
+        """
         with self._lock:
+            if self._writes != writes or self._is_outdated(applier, plan):
+                return False
+            if copies is not None:
+                applier.copies[name] = copies
             known = name in self._mismatched
             if right:
                 self._mismatched.discard(name)
-            elif not known:
+            else:
+                self._found.add(name)
+                if not known:
+                    self._untold.add(name)
                 self._mismatched.add(name)
-                self._untold.add(name)
         if right and known:
             logger.warning("delta updates: %s holds what the syncs have written again", name)
         elif not right and not known:
@@ -242,3 +281,4 @@ class Scrubber:
                 "written; send a full sync",
                 *(name, self._rank),
             )
+        return True

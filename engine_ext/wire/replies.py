@@ -31,7 +31,8 @@ class RankState(Reply, frozen=True, kw_only=True):
     """What every HTTP process must know of a rank."""
 
     version: int  # of the live weights
-    engine_state: Literal["certain", "uncertain"]  # uncertain after a write failed half-way
+    # uncertain after a write failed half-way, mismatched after a scan or scrubbing found other bits
+    engine_state: Literal["certain", "mismatched", "uncertain"]
     resume_owed: bool  # a commit has paused the engine and not resumed it yet
     paused: CallerPause | None = None  # as it was last recorded
 
@@ -152,6 +153,7 @@ class RankStatus(RankState, frozen=True, kw_only=True):
     run: str | None  # that the version is of; None: as for `Written`
     owner: RunOwner | None  # who alone may change it; None: anyone
     loaded: bool  # nothing was written since the engine has started
+    mismatched: list[str] = []  # tensors found to hold other bits since the last full sync
     delivery: Delivery = Delivery()
     staged: StagedSync | None
     last_sync: CommittedSync | None

@@ -107,6 +107,7 @@ def measure(layers: int, folder: Path, threads: int) -> Times:
     Raises:
         RuntimeError: a tensor is not certified.
     """
+    from engine_ext.derived import LaterCopies
     from engine_ext.placement import uncertified
     from engine_ext.ranks import SingleRank
     from engine_ext.receiver import LoadedModel, startup
@@ -144,11 +145,12 @@ def measure(layers: int, folder: Path, threads: int) -> Times:
         loading=loading,
     )
     assert loading.specs is not None
-    traced = startup._trace(loaded, loading.specs, checkpoint)
+    later = LaterCopies(model, loaded.constants)
+    traced = startup._trace(loaded, later, loading.specs, checkpoint)
     start = timed("tracing", start)
     startup._certify(loaded, traced, checkpoint)
     start = timed("certification", start)
-    applier = startup._delta_applier(loaded, Settings(), traced)
+    applier = startup._delta_applier(loaded, Settings(), traced, later)
     start = timed("applier", start)
     startup._receiver(loaded, Settings(), applier)
     timed("kernels", start)

@@ -304,8 +304,9 @@ class EngineCommitter:
                 return _HeldLease(was_paused, replies[0].state.resume_owed)
 
     def _update_state(self, replies: Sequence[RankState]) -> None:
-        states = {(reply.version, reply.engine_state) for reply in replies}
-        self.uncertain = len(states) > 1 or replies[0].engine_state == "uncertain"
+        versions = {reply.version for reply in replies}
+        failed = any(reply.engine_state == "uncertain" for reply in replies)
+        self.uncertain = len(versions) > 1 or failed
         self._state_read_at = time.monotonic()
 
     async def _publish(self, version: str, lease: _HeldLease, engine: Engine) -> None:

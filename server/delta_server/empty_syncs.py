@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from delta_server.request_options import Options
 from delta_server.request_record import RequestRecord
-from engine_ext.errors import EngineUncertain, VersionConflict
+from delta_server.scrubbing import mismatched
+from engine_ext.errors import BaseMismatch, EngineUncertain, VersionConflict
 from engine_ext.wire import encode_part, optional_version
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ async def advance(
     set: delta sync has no say then.
 
     Raises:
+        BaseMismatch: weights were found to hold other bits than the syncs have written.
         MalformedPart: `text` is no decimal.
         VersionConflict: the version is an earlier one.
         DeltaError: see `DeltaService.apply_body`. The engine is unchanged.
@@ -37,6 +39,8 @@ async def advance(
         await service.engine.set_weight_version(text)
         facts = {"version": current, "run": run, "nnz": 0, "tensors": 0}
         return record.answer("committed", facts)
+    if wrong := mismatched(replies):
+        raise BaseMismatch.in_memory(wrong)
     version = optional_version({"new_version": text}, "new_version")
     assert version is not None
     if version < current:

@@ -29,6 +29,7 @@ from delta_server.log_history import Comparison, LogHistory
 from delta_server.process_identity import new_name
 from delta_server.request_options import Options
 from delta_server.request_record import RequestRecord
+from delta_server.scrubbing import mismatched
 from engine_ext.delta_log import (
     CannotFold,
     DeltaLog,
@@ -414,6 +415,7 @@ class LogReplay:
         if status.asleep:
             raise WeightsAsleep("the engine has released its weights; wake it up first")
         known = not self._committer.uncertain and status.foreign is None
+        known = known and not mismatched(replies)
         return status.version, known, total_digest(reply.digest for reply in replies)
 
     @contextlib.asynccontextmanager

@@ -21,6 +21,7 @@ from delta_server.published import folder_of
 from delta_server.pull_source import PullSource
 from delta_server.request_options import DiskRequest, Options, PullRequest
 from delta_server.request_record import RequestRecord
+from delta_server.scrubbing import mismatched
 from delta_server.version_folders import spool_request
 from engine_ext.errors import (
     BaseMismatch,
@@ -248,6 +249,8 @@ async def _state(service: DeltaService) -> RankState:
     replies = await service.committer.status(service.engine)
     if (by := next((one.foreign for one in replies if one.foreign), None)) is not None:
         raise BaseMismatch(f"{by} changed the weights outside of delta sync; send a full sync")
+    if wrong := mismatched(replies):
+        raise BaseMismatch.in_memory(wrong)
     [state, *_] = await call(service.engine, GetState())
     return state
 

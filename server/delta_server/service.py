@@ -37,7 +37,7 @@ from delta_server.request_options import (
     part_id,
 )
 from delta_server.request_record import RequestRecord
-from delta_server.scrubbing import combined, count_findings
+from delta_server.scrubbing import combined, count_findings, mismatched
 from delta_server.spool import Spool, Spooled
 from delta_server.staging import Staging
 from delta_server.store_files import ResolvedFiles, StoreFiles, StoreFolder
@@ -165,11 +165,7 @@ class DeltaService:
     async def status(self) -> dict[str, Any]:
         """Return the state of the engine's receivers, as JSON."""
         replies, replay = await self.committer.status(self._engine), self.log_replay
-        following, state = None, "uncertain" if self.committer.uncertain else "certain"
-        if self.follower is not None:
-            following = await self.follower.describe()
-            if self.follower.waits_for_log and state == "certain":
-                state = "waiting_for_log"
+        following = None if self.follower is None else await self.follower.describe()
         log = None if replay is None else replay.describe(replies[0].version)
         named = {} if self.adapter is None else {"adapter": self.adapter}
         complete = await asyncio.to_thread(completeness, replies[0].delivery, self._folders)
@@ -177,9 +173,10 @@ class DeltaService:
         del described["delivery"]
         asleep = any(reply.asleep for reply in replies)
         # The ranks keep what is of the engine, not of an adapter, with the model.
-        state: RankState = replies[0]
+        whole: RankState = replies[0]
         if self.adapter is not None:
-            [state, *_] = await self.committer.states()
+            [whole, *_] = await self.committer.states()
+        wrong = mismatched(replies)
         return {
             "engine": self._engine.name,
             **named,
@@ -187,10 +184,11 @@ class DeltaService:
             "versions": [reply.version for reply in replies],
             **described,
             "complete": complete,
-            "paused": await self.committer.describe_pause(state, asleep=asleep),
+            "paused": await self.committer.describe_pause(whole, asleep=asleep),
             "asleep": asleep,
             "foreign": next((reply.foreign for reply in replies if reply.foreign), None),
-            "engine_state": state,
+            "engine_state": self._engine_state(wrong),
+            "mismatched": wrong,
             "can_roll_back": all(reply.can_roll_back for reply in replies),
             "certification": [reply.certification for reply in replies],
             "uncertified": {k: v for reply in replies for k, v in reply.uncertified.items()},
@@ -200,6 +198,19 @@ class DeltaService:
             "delta_log": None if log is None else {**log, "follow": following},
             "scrub": combined(replies),
         }
+
+    def _engine_state(self, mismatched: Sequence[str]) -> str:
+        """Return what is known of the weights, the worst first.
+
+        Args:
+            mismatched: the tensors that hold other bits than the syncs have written.
+        """
+        if self.committer.uncertain:
+            return "uncertain"
+        if mismatched:
+            return "mismatched"
+        waits = self.follower is not None and self.follower.waits_for_log
+        return "waiting_for_log" if waits else "certain"
 
     async def change_owner(self, request: RunRequest) -> dict[str, Any]:
         """Let the process of a run alone change the weights, or give that up; return JSON.
@@ -231,7 +242,7 @@ class DeltaService:
             "version": status.version,
             "highest": claimed.highest,
             "loaded": status.loaded,
-            "engine_state": "uncertain" if self.committer.uncertain else "certain",
+            "engine_state": self._engine_state(mismatched([status, *others])),
             "digest": total_digest(reply.digest for reply in (status, *others)),
             "digest_algorithm": DIGEST_ALGORITHM,
         }

@@ -273,6 +273,15 @@ def test_uncertain_weights(served: Served, open_page: Open) -> None:
     assert fact(page, "versions of the ranks") == "8, 9"
 
 
+def test_mismatched_weights(served: Served, open_page: Open) -> None:
+    served.status |= {"engine_state": "mismatched", "mismatched": ["a.weight", "b"]}
+    page = shown(open_page(served.url))
+    expect(page.locator("#state")).to_have_text("mismatched")
+    expect(page.locator("#state")).to_have_class("badge bad")
+    expect(page.get_by_role("alert")).to_contain_text("are in a.weight, b: send a full sync")
+    expect(page.get_by_role("alert")).not_to_contain_text("half-way")
+
+
 def test_what_else_is_wrong(served: Served, open_page: Open) -> None:
     served.status |= {
         "asleep": True,

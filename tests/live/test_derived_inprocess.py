@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from engine_ext.wire import encode_part
 from tests.support.in_process_vllm import run
 
 # What vLLM derives from weights there follows: views of kv_b_proj, packed experts, and what is
@@ -30,12 +31,21 @@ QUICK = ("deepseek_v3", "gpt_oss")
 )
 def test_nothing_is_refused(kind: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     found = run(__file__, checkpoint(kind), tmp_path / "found.json")
-    assert found["uncertified"] == {}
-    assert found["certification"]["exact"] > 0
+    generated, later = found["generated"], found["later"]
+    assert generated["uncertified"] == {}
+    assert generated["certification"]["exact"] > 0
+    # Only what a module has kept a copy of since then is refused.
+    [(name, reason)] = later["uncertified"].items()
+    assert name == f"{found['copied']}.weight"
+    assert f"keeps {found['copied']}.wide since it has generated" in reason
 
 
 def main(model: str, out: str) -> None:
-    """Load a model as a worker with the extension does, and write what it says of itself."""
+    """Load a model as a worker with the extension does, and write what it says of itself.
+
+    The first time it has generated. Then a norm keeps a copy of its weight from the next forward
+    pass on, as some models do from the first one, and a sync begins.
+    """
     from vllm import LLM
 
     from engine_ext import settings
@@ -45,7 +55,23 @@ def main(model: str, out: str) -> None:
     plugin.install_workers()
     llm: Any = LLM(model, dtype="bfloat16", enforce_eager=True, max_model_len=256)
     worker = llm.llm_engine.model_executor.driver_worker.worker
-    Path(out).write_text(json.dumps(worker.delta_updates("status", {})["ok"]))
+    llm.generate(["the quick brown fox"], use_tqdm=False)
+    found = {"generated": worker.delta_updates("status", {})["ok"]}
+
+    [(path, norm)] = [
+        (path, module)
+        for path, module in worker.get_model().named_modules()
+        if path.endswith(("model.norm", "backbone.norm_f"))
+    ]
+    norm.register_forward_hook(lambda module, *_: setattr(module, "wide", module.weight.float()))
+    llm.generate(["the quick brown fox"], use_tqdm=False)
+    part = {"version": 1, "base_version": 0, "identity": "x", "full": False, "num_parts": 1}
+    spooled = Path(out).with_suffix(".part")
+    spooled.write_bytes(encode_part([], encoding="indices", current_version=1, base_version=0))
+    begun = worker.delta_updates("begin", {"part": part, "path": str(spooled), "now": 0.0})
+    assert begun["ok"]["admission"] == "new", begun
+    found |= {"later": worker.delta_updates("status", {})["ok"], "copied": path}
+    Path(out).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

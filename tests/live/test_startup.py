@@ -128,6 +128,10 @@ def parsed_by_vllm(*arguments: str) -> Any:
     [
         ([*REPLICAS, "--data-parallel-external-lb"], "start them as separate engines"),
         ([DELTAS, "--nnodes", "2", "--enable-lora"], "several hosts"),
+        (
+            [DELTAS, "--compilation-config", '{"inductor_compile_config": {"freezing": true}}'],
+            "inductor's freezing",
+        ),
         (["--delta-read-workers", "2"], "needs --enable-delta-updates"),
         *(
             pytest.param(arguments, message, marks=pytest.mark.full)

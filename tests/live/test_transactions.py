@@ -73,6 +73,37 @@ class Server:
         [line] = [one for one in lines if one.startswith("delta_updates_scrub_mismatches_total")]
         return float(line.rsplit(" ", 1)[1])
 
+    def heal(self) -> None:
+        """Send a full sync, the only one that is taken once a mismatch was found."""
+        self.trainer.version += 1
+        metadata = {"current_version": str(self.trainer.version), "full": "true"}
+        dense = dict.fromkeys(self.trainer.tensors)
+        healed = self.post(container(self.trainer.tensors, dense, metadata=metadata))
+        assert healed.json()["status"] == "committed", healed.text
+        status = self.engine.delta_status()
+        assert (status["engine_state"], status["mismatched"]) == ("certain", [])
+        found = self.digest(scan=True)
+        assert (found["corrupted"], found["digest"]) == (
+            [],
+            model_digest(self.trainer.tensors).hex(),
+        )
+
+    def refuses_deltas(self, *names: str) -> None:
+        """Of some tensors and of others, and a rollback: they are known to hold other bits."""
+        status = self.engine.delta_status()
+        assert (status["engine_state"], status["mismatched"]) == ("mismatched", [*names])
+        tensors, version = self.trainer.tensors, self.trainer.version
+        for one in (names[0], "model.embed_tokens.weight"):
+            self.trainer.version = version + 1
+            body = container(tensors, {one: torch.tensor([2])}, metadata=self.trainer.metadata())
+            answer = self.post(body)
+            assert (answer.status_code, answer.json()["error"]["type"]) == (409, "BaseMismatch")
+            assert names[0] in answer.json()["error"]["message"]
+        self.trainer.version = version
+        back = self.engine.post("/delta_rollback")
+        assert (back.status_code, back.json()["error"]["type"]) == (409, "BaseMismatch")
+        assert self.engine.complete("a", max_tokens=2)["choices"]
+
     def next(self, density: float = 0.02, **metadata: str) -> bytes:
         changed = self.trainer.step(density)
         metadata = {**self.trainer.metadata(), **metadata}
@@ -204,9 +235,34 @@ def test_a_corrupted_weight_is_found(server: Server, touched: bool) -> None:
         assert server.digest(scan=True)["corrupted"] == [name]
         assert server.scrubbed() == [name]
         assert server.mismatches() == counted + 1
+        server.refuses_deltas(name)
     assert server.engine.delta_status()["version"] == version
-    server.arm("flip_a_bit", 0, f"{name} 3")
-    assert server.digest(scan=True)["corrupted"] == []
+    server.heal()
+
+
+def test_a_moved_weight_is_found_and_healed(server: Server) -> None:
+    """Its old memory holds what it held; a full sync is written to where it is now."""
+    live = "model.layers.0.self_attn.qkv_proj.weight"  # three tensors of the checkpoint
+    names = [f"model.layers.0.self_attn.{one}_proj.weight" for one in "kqv"]
+    assert server.scrubbed() == []
+    before = server.engine.checksums()
+    server.post(server.next())
+    kept = server.engine.checksums()
+    assert kept != before
+    for rank in range(2):
+        server.arm("move_tensor", rank, live)
+    assert server.digest(scan=True)["corrupted"] == names
+    assert server.scrubbed() == names
+    assert server.engine.checksums() != kept
+    server.refuses_deltas(*names)
+    server.heal()
+    assert server.engine.checksums() == kept
+    assert server.post(server.next()).json()["status"] == "committed"
+    expected = model_digest(server.trainer.tensors).hex()
+    assert server.digest(scan=True)["digest"] == expected
+    assert server.engine.post("/delta_rollback").json()["status"] == "rolled_back"
+    assert server.engine.checksums() == kept
+    server.heal()
 
 
 def test_replicas_that_differ_are_found(server: Server) -> None:
@@ -224,8 +280,9 @@ def test_replicas_that_differ_are_found(server: Server) -> None:
     )
     answer = server.post(body)
     assert (answer.status_code, answer.json()["error"]["type"]) == (409, "BaseMismatch")
-    server.arm("flip_a_bit", 1, f"{name} 5")
     server.trainer.version -= 1
+    server.refuses_deltas(name)
+    server.heal()
 
 
 @pytest.mark.parametrize("syncs", [20, pytest.param(200, marks=pytest.mark.full)])

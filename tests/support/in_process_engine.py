@@ -101,6 +101,15 @@ class Shard:
     def is_prepared(self, staged: Sequence[StagedPart]) -> bool:
         return True
 
+    def search_again(self) -> bool:
+        return True
+
+    def moved(self) -> list[str]:
+        return []
+
+    def place_again(self) -> None:
+        """The weights do not move."""
+
     def check_in_place(self) -> None:
         """The weights do not move."""
 

@@ -64,8 +64,17 @@ class RecordingApplier:
     def is_prepared(self, staged: Sequence[StagedPart]) -> bool:
         return True
 
+    def search_again(self) -> bool:
+        return True
+
+    def moved(self) -> list[str]:
+        return []
+
     def check_in_place(self) -> None:
         self._step("check_in_place")
+
+    def place_again(self) -> None:
+        pass
 
     def brief(self, staged: Sequence[StagedPart]) -> dict[str, Any]:
         return {}

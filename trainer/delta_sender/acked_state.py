@@ -90,7 +90,9 @@ class PostedSync:
     def is_held_by(self, status: dict[str, Any]) -> bool:
         """Return whether an engine with this ``/delta_status`` has committed the sync."""
         last = status.get("last_sync")
-        if status.get("version") != self.version or status.get("engine_state") == "uncertain":
+        if status.get("version") != self.version:
+            return False
+        if status.get("engine_state") not in (None, "certain"):  # half-written, or other bits
             return False
         if status.get("foreign") is not None:  # weights that came by another way
             return False

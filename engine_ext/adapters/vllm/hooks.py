@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import os
 import sys
 from typing import Any
 
 from engine_ext import settings
 from engine_ext.adapters.refusals import refuse
 from engine_ext.adapters.vllm.features import replicas_answer_together, require_supported_version
-from engine_ext.adapters.vllm.refusals import ARGUMENTS, RESOLVED
+from engine_ext.adapters.vllm.refusals import ARGUMENTS, FREEZING, RESOLVED
 from engine_ext.ranks import replicas
 
 NAME = "delta_hooks"
@@ -93,8 +94,9 @@ def check_config(config: Any) -> None:
         load_format=_SHARED_MEMORY if _SHARED_MEMORY in formats else None,
         prefetches_layers=backend == "prefetch" or (group_size > 0 and backend != "uva"),
         startup_plan=getattr(envs, "VLLM_ENABLE_STARTUP_PLAN", False),
+        freezes_weights=freezes_weights(getattr(config, "compilation_config", None)),
     )
-    refuse(resolved, RESOLVED)
+    refuse(resolved, (FREEZING, *RESOLVED))
 
 
 def _load_configs(config: Any) -> list[Any]:
@@ -168,11 +170,25 @@ def _set_up(args: Any) -> Any:
         headless_alone=getattr(args, "headless", False) and (args.nnodes or 1) == 1,
         replicas_elsewhere=local not in (None, args.data_parallel_size),
         one_replica_answers=(args.data_parallel_size or 1) > 1 and not replicas_answer_together(),
+        freezes_weights=freezes_weights(getattr(args, "compilation_config", None)),
         rust_frontend=getattr(envs, "VLLM_USE_RUST_FRONTEND", False),
         on_ray=_is_on_ray(args),
         # From 0.33 on there is no other executor, and no such variable.
         ray_executor_v1=not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True),
     )
+
+
+def freezes_weights(compilation: Any) -> bool:
+    """Return whether the user lets torch's inductor make constants of weights.
+
+    Takes vLLM's configuration of compilation, parsed or not, or None.
+    """
+    name = "inductor_compile_config"
+    given = (
+        compilation.get(name) if isinstance(compilation, dict) else getattr(compilation, name, {})
+    )
+    by_variable = os.environ.get("TORCHINDUCTOR_FREEZING") == "1"
+    return by_variable or bool((given or {}).get("freezing"))
 
 
 def _is_on_ray(args: Any) -> bool:

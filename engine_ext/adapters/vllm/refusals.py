@@ -33,6 +33,11 @@ def _has_class(config: Any) -> bool:
     return bool(config.get(name) if isinstance(config, dict) else getattr(config, name, None))
 
 
+FREEZING: Final = Refusal(
+    "inductor's freezing (--compilation-config, TORCHINDUCTOR_FREEZING)",
+    "compiled code keeps constants that it has made of weights",
+    (enabled("freezes_weights"),),
+)
 ARGUMENTS: Final = (
     Refusal(
         "--data-parallel-external-lb", _SEPARATE, (_REPLICAS, enabled("data_parallel_external_lb"))
@@ -107,6 +112,7 @@ ARGUMENTS: Final = (
         "engines that get its embeddings keep those of old weights",
         (enabled("mm_encoder_only"),),
     ),
+    FREEZING,
     Refusal("the Rust front end", _NO_ENDPOINTS, (enabled("rust_frontend"),)),
     Refusal("--grpc", _NO_ENDPOINTS, (enabled("grpc"),)),
 )

@@ -241,6 +241,7 @@ def build_receiver(
             context=lambda: processing_context(config, worker.device),
             probe=probe,
         ),
+        captures=not config.model_config.enforce_eager,
         locate=locator(chosen, several_hosts=may_span_hosts(parallel)),
         load_format=str(config.load_config.load_format),
     )

@@ -175,8 +175,11 @@ function show(status) {
 
 function problemOf(status) {
   const found = [];
-  if (status.engine_state !== "certain") {
+  if (status.engine_state === "uncertain") {
     found.push("A write failed half-way: the engine serves nothing until a full sync commits.");
+  }
+  if (status.mismatched?.length) {
+    found.push(`Other bits than the syncs have written are in ${status.mismatched.join(", ")}: send a full sync.`);
   }
   if (status.foreign) found.push(`Something else has changed the weights: ${status.foreign}.`);
   if (status.paused) {

@@ -17,6 +17,8 @@ rank is asked next takes the file away. Faults:
 - ``raise_commit``: the next commit raises before it begins, where nothing should.
 - ``flip_a_bit``: of one element of a live parameter, now, as a cosmic ray would. The file has the
   parameter's name and the element's offset.
+- ``move_tensor``: a live parameter gets other memory with other values, now, as worker extensions
+  give it. The file has the parameter's name.
 - ``show_memory``: no fault. A file ``memory-RANK`` gets what the rank's process keeps, as JSON: see
   `_memory`.
 - ``hash_model``: no fault. A file ``hashed-RANK`` gets a hash of every tensor that hangs on the
@@ -107,6 +109,9 @@ def _arm(receiver: Any) -> None:
     if flip is not None:
         name, offset = flip.split()
         _flip(applier, name, int(offset))
+    move = armed("move_tensor")
+    if move is not None:
+        _move(applier, move)
     if armed("hash_model") is not None:
         _leave(folder / f"hashed-{rank}", json.dumps(_hashes(_live(applier))))
     if armed("show_memory") is not None:
@@ -127,7 +132,7 @@ def _leave(file: Path, text: str) -> None:
 def _live(applier: Any) -> Any:
     """Return the live model, also where a twin of it is written to."""
     rebuilds = getattr(applier, "_rebuilds", None)
-    return applier._model if rebuilds is None else rebuilds._model
+    return applier._places._model if rebuilds is None else rebuilds.model
 
 
 def _hashes(model: Any) -> dict[str, str]:
@@ -157,7 +162,7 @@ def _memory(receiver: Any) -> dict[str, Any]:
         "staged": len(staging._parts) + sum(not future.done() for future in staging._running),
         "addresses": {
             f"{path}.{attribute}": tensor.data_ptr()
-            for path, _, attribute, tensor in reachable_tensors(receiver._applier._model)
+            for path, _, attribute, tensor in reachable_tensors(receiver._applier._places._model)
             if not tensor.is_meta
         },
     }
@@ -194,7 +199,12 @@ def _fail() -> None:
 def _flip(applier: Any, name: str, offset: int) -> None:
     from engine_ext.kernels.gather_scatter import bits_of
 
-    bits_of(applier._index.by_name[name].flat())[offset] ^= 1
+    bits_of(applier._places.index.by_name[name].flat())[offset] ^= 1
+
+
+def _move(applier: Any, name: str) -> None:
+    parameter = _live(applier).get_parameter(name)
+    parameter.data = parameter.data.clone() + 1
 
 
 def _process_once(applier: Any, then: Callable[[Any], None]) -> None:

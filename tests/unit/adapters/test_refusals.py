@@ -11,6 +11,7 @@ import pytest
 from engine_ext.adapters.refusals import Refusal, first, refuse
 from engine_ext.adapters.sglang import hooks as sglang_hooks
 from engine_ext.adapters.sglang import refusals as sglang
+from engine_ext.adapters.vllm import hooks as vllm_hooks
 from engine_ext.adapters.vllm import refusals as vllm
 
 ARGUMENTS = {
@@ -70,6 +71,25 @@ def test_an_ordinary_command_line_is_taken(engine: str) -> None:
 def test_a_parsed_configuration_of_the_encoder_cache_is_read(name: str | None) -> None:
     args = argparse.Namespace(ec_manager_config=SimpleNamespace(encoder_cache_manager_cls=name))
     assert (first(args, vllm.ARGUMENTS) is not None) == (name is not None)
+
+
+@pytest.mark.parametrize(
+    ("config", "variable", "freezes"),
+    [
+        (None, "", False),
+        (SimpleNamespace(inductor_compile_config={"freezing": True}), "", True),
+        ({"inductor_compile_config": {"freezing": True}}, "", True),
+        ({"inductor_compile_config": {"freezing": False, "max_autotune": True}}, "", False),
+        ({"level": 3}, "", False),
+        (SimpleNamespace(inductor_compile_config={}), "1", True),
+    ],
+)
+def test_freezing_is_found(
+    config: Any, variable: str, freezes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the command line or a parsed configuration, or by torch's variable."""
+    monkeypatch.setenv("TORCHINDUCTOR_FREEZING", variable)
+    assert vllm_hooks.freezes_weights(config) == freezes
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,14 @@ def test_an_ordinary_configuration_is_taken(
     hooks.check_config(resolved(**fields))
 
 
+def test_worker_that_freezes_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However it was configured: vLLM has other ways than its server's command line."""
+    monkeypatch.setenv(settings.ENVIRONMENT, "{}")
+    frozen = SimpleNamespace(inductor_compile_config={"freezing": True})
+    with pytest.raises(ValueError, match="inductor's freezing"):
+        hooks.on_worker_created(worker(vllm_config=SimpleNamespace(compilation_config=frozen)))
+
+
 def test_every_replica_is_asked_and_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own `collective_rpc` returns the first one's answers alone."""
     monkeypatch.setattr(replicas, "count", lambda: 2)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine_ext.errors import BaseMismatch
 from engine_ext.wire import ParamDelta
 from tests.support import toy_models
 from tests.support.served_models import (
@@ -172,6 +173,8 @@ def test_a_moved_weight_is_noticed(plain: Served) -> None:
     """Even if the sync is for another tensor: the placement of a moved model is not certified."""
     old = plain.model.weight.data
     plain.model.weight.data = old.clone()
-    assert refused(plain, [dense_delta("bias", ONES)]) == {"weight"}
+    with pytest.raises(BaseMismatch) as raised:
+        attempt(plain, parts_of([dense_delta("bias", ONES)]))
+    assert raised.value.operands["moved"] == ["weight"]
     plain.model.weight.data = old
     assert attempt(plain, parts_of([dense_delta("bias", ONES)])) is None

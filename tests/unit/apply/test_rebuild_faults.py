@@ -67,7 +67,7 @@ def test_processing_that_raises_before_the_ranks_meet(
             assert corrupted(serving) == ["one.bias", "one.weight", "two.bias", "two.weight"]
         assert serving.served() == after
         assert corrupted(serving) == []
-        errors_of(serving.sync(target_of(serving, seed=7)), none=True)
+        errors_of(serving.sync(target_of(serving, seed=7), full=True), none=True)
     serving.assert_fresh()
 
 
@@ -263,16 +263,23 @@ def test_processing_that_drifts_is_refused_and_found(
             assert corrupted(serving) == ["lin.bias", "lin.weight"]
         assert serving.served() == before
         assert corrupted(serving) == []
-        errors_of(serving.sync(target_of(serving, seed=seed + 5), full=full), none=True)
+        target = target_of(serving, seed=seed + 5)
+        assert "than the syncs have written" in refusal(serving.sync(target))
+        errors_of(serving.sync(target, full=True), none=True)
         serving.assert_fresh()
 
 
 @pytest.mark.host_memory
 @pytest.mark.parametrize(("method", "drift"), DRIFTS)
+@pytest.mark.parametrize("scans", [False, True])
 def test_a_result_that_is_wrong_once_is_found(
-    tmp_path: Path, method: Any, drift: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    method: Any,
+    drift: Callable[[Any], None],
+    scans: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is committed, and a scan and the next sync see it; a rollback ends it."""
+    """It is committed, and the next sync sees it; a rollback ends it, unless a scan was first."""
     serving = Serving(one_layer(method), tmp_path, ranks=2)
     runs: list[int] = []
 
@@ -285,8 +292,15 @@ def test_a_result_that_is_wrong_once_is_found(
         patch.setattr(method, "drift", staticmethod(drift_once))
         before = dict(serving.current)
         errors_of(serving.sync(target_of(serving)), none=True)
-    assert corrupted(serving) == ["lin.bias", "lin.weight"]
     assert "than before" in refusal(serving.sync(target_of(serving, seed=4)))
+    if scans:
+        assert corrupted(serving) == ["lin.bias", "lin.weight"]
+        other_bits = "than the syncs have written"
+        assert other_bits in refusal(serving.sync(target_of(serving, seed=4)))
+        assert other_bits in refusal(serving.rollback(before))
+        full = serving.sync(target_of(serving, seed=4), full=True)
+        assert "restart the engine" in refusal(full)
+        return
     errors_of(serving.rollback(before), none=True)
     serving.assert_fresh()
     assert corrupted(serving) == []
@@ -313,7 +327,7 @@ def test_a_handle_that_something_else_has_changed(tmp_path: Path, method: type[M
     lin: Any = serving.models[0].lin
     lin.handle = Handle(torch.zeros(8, 6))
     assert corrupted(serving) == ["lin.bias", "lin.weight"]
-    errors_of(serving.sync(target_of(serving)), none=True)
+    errors_of(serving.sync(target_of(serving), full=True), none=True)
     serving.assert_fresh()
     assert corrupted(serving) == []
 
@@ -419,5 +433,7 @@ def test_a_module_that_the_engine_has_replaced(tmp_path: Path) -> None:
     vars(other).update(vars(serving.models[0].lin))
     serving.models[0]._modules["lin"] = other
     before = serving.served()
-    assert "moved these after start-up: ['lin']" in refusal(serving.sync(target_of(serving)))
+    moved = "moved these after start-up: ['lin.bias', 'lin.weight']"
+    assert moved in refusal(serving.sync(target_of(serving)))
+    assert "restart the engine" in refusal(serving.sync(target_of(serving), full=True))
     assert serving.served() == before

@@ -97,6 +97,12 @@ def test_a_pause_that_lasts_is_shown(status: dict[str, Any]) -> None:
     assert "paused" not in shown([top.Answer("http://h:1", {**status, "paused": None})])
 
 
+def test_mismatched_tensors_are_named(status: dict[str, Any]) -> None:
+    found = {"engine_state": "mismatched", "mismatched": ["a.weight", "b"]}
+    text = shown([top.Answer("http://h:1", {**status, **found})])
+    assert "other bits than written in a.weight, b; send a full sync" in text
+
+
 def test_what_scrubbing_has_found(status: dict[str, Any]) -> None:
     scrub = {"passes": 1, "passed_at": 1.0, "mismatched": ["a.weight", "b"], "error": "OSError: no"}
     text = shown([top.Answer("http://h:1", {**status, "scrub": scrub})])
@@ -198,6 +204,7 @@ def test_an_engine_that_does_not_answer_in_time(
         ({}, "certain", 0),
         ({"asleep": True}, "asleep", 0),
         ({"engine_state": "uncertain"}, "uncertain", 3),
+        ({"engine_state": "mismatched", "mismatched": ["w"]}, "mismatched", 3),
     ],
 )
 def test_the_state(status: dict[str, Any], changes: Any, state: str, code: int) -> None:

@@ -91,9 +91,13 @@ def test_a_derived_tensor_that_moved_is_noticed(tmp_path: Path, what: str) -> No
         del layer.W_UV
     for names in (["norm"], list(KV)):
         errors = errors_of(service.sync(names))
-        assert {e["type"] for e in errors} == {"NotUpdatable"}
-        assert errors[0]["tensors"] == ["layers.0.W_UV"]
+        assert {e["type"] for e in errors} == {"BaseMismatch"}
+        assert [e["tensors"] for e in errors] == [["layers.0.kv_b_proj", "layers.0.q_proj"]] * 2
+    answers = service.sync(list(service.base), full=True)
+    [error] = [answer["error"] for answer in answers if "error" in answer]
+    assert (error["type"], error["tensors"]) == ("NotUpdatable", ["layers.0.W_UV"])
+    assert "restart the engine" in error["message"]
     layer.W_UV = old
     old.data = kept
-    errors_of(service.sync(list(KV)), none=True)
+    errors_of(service.sync(list(service.base), full=True), none=True)
     service.assert_holds(service.target)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine_ext.errors import (
+    BaseMismatch,
     Conflict,
     DeltaError,
     EngineUncertain,
@@ -64,6 +66,7 @@ class SyncMachine(RuleBasedStateMachine):
         self.committed: set[str] = set()
         self.staged: Staged | None = None
         self.uncertain = False
+        self.mismatched = False
         self.asleep = False
 
     def reasons(self, one: PartId, staged: Staged | None) -> set[type[DeltaError]]:
@@ -73,6 +76,8 @@ class SyncMachine(RuleBasedStateMachine):
             found.add(WeightsAsleep)
         if self.uncertain and not one.full:
             found.add(EngineUncertain)
+        if self.mismatched and not one.full:
+            found.add(BaseMismatch)
         num_parts = [n for n in (one.num_parts, staged and staged.num_parts) if n is not None]
         numbers = [one.part]
         if staged is not None:
@@ -103,7 +108,7 @@ class SyncMachine(RuleBasedStateMachine):
     def arrive(self, one: PartId) -> None:
         staged = self.staged
         applied = (
-            not self.uncertain
+            not (self.uncertain or self.mismatched)
             and one.version == self.version
             and one.identity in self.committed
             and not (staged is not None and staged.is_of(one))
@@ -192,8 +197,12 @@ class SyncMachine(RuleBasedStateMachine):
     def commit(self, fails: bool) -> None:
         assert self.staged is not None
         one, identities = self.staged.first, set(self.staged.identities.values())
+        if self.mismatched and not one.full:
+            with pytest.raises((BaseMismatch, WeightsAsleep)):
+                self.state.check_writable(full=False)
+            return
         self.state.fail() if fails else self.state.commit()
-        self.staged, self.uncertain = None, fails
+        self.staged, self.uncertain, self.mismatched = None, fails, False
         if fails:
             self.committed = set()
         elif one.continues and one.version == self.version:
@@ -210,6 +219,12 @@ class SyncMachine(RuleBasedStateMachine):
     def sleep(self, asleep: bool) -> None:
         self.state.asleep = self.asleep = asleep
 
+    @precondition(lambda self: not self.uncertain)
+    @rule()
+    def mismatch(self) -> None:
+        self.state.mismatched |= {"w"}
+        self.mismatched = True
+
     @rule()
     def drop(self) -> None:
         self.state.drop()
@@ -219,6 +234,8 @@ class SyncMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         assert self.state.version == self.version
         assert self.state.uncertain == self.uncertain
+        memory = "mismatched" if self.mismatched else "certain"
+        assert self.state.engine_state == ("uncertain" if self.uncertain else memory)
         assert (self.state.sync is None) == (self.staged is None)
         if self.staged is not None:
             assert self.state.sync is not None
@@ -228,7 +245,8 @@ class SyncMachine(RuleBasedStateMachine):
             assert described is not None
             assert described.parts == sorted(self.staged.settled)
         for identity in "xyz":
-            expected = identity in self.committed and not self.uncertain
+            known = not (self.uncertain or self.mismatched)
+            expected = identity in self.committed and known
             assert self.state.seen(self.version, identity) == expected
 
 

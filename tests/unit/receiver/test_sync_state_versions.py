@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from engine_ext.errors import EngineUncertain, MalformedPart, VersionConflict, WeightsAsleep
+from engine_ext.errors import (
+    BaseMismatch,
+    EngineUncertain,
+    MalformedPart,
+    VersionConflict,
+    WeightsAsleep,
+)
 from engine_ext.receiver.sync_state import SyncState
 from engine_ext.wire.identity import PartId
 from engine_ext.wire.operations import StagedSync
@@ -179,3 +185,28 @@ def test_describe(state: SyncState) -> None:
     assert state.describe() == StagedSync(
         version=6, base_version=5, sync_id="a", full=False, num_parts=3, parts=[1]
     )
+
+
+# --- mismatched ---
+
+
+def test_mismatch_refuses_deltas_until_a_full_sync(state: SyncState) -> None:
+    commit(state, part(6, 5))
+    assert state.engine_state == "certain"
+    state.mismatched |= {"b", "a"}
+    assert state.engine_state == "mismatched"
+    error = refused(state, part(7, 6), BaseMismatch)
+    assert error.operands["tensors"] == ["a", "b"]
+    assert "actual" not in error.operands  # a sender would overwrite single tensors
+    assert not state.seen(6, "v6")  # a repeat is no answer to what the memory holds
+    commit(state, full(7))
+    assert (state.version, state.engine_state) == (7, "certain")
+    commit(state, part(8, 7))
+
+
+def test_failed_write_hides_a_mismatch(state: SyncState) -> None:
+    state.mismatched |= {"a"}
+    commit(state, full(6), uncertain=True)
+    assert state.engine_state == "uncertain"
+    commit(state, full(6))
+    assert state.engine_state == "certain"

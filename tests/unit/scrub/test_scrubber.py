@@ -20,6 +20,7 @@ from engine_ext.placement import plan as plan_module
 from engine_ext.placement.plan import Plan
 from engine_ext.scrub import scrubber as module
 from engine_ext.scrub.scrubber import Scrubber
+from tests.support.quantised_engine import Serving
 from tests.support.rank_engine import Engine, errors_of, part_id
 from tests.support.served_models import (
     Served,
@@ -43,6 +44,8 @@ from tests.support.toy_models import (
     ToyModel,
     every_model,
 )
+from tests.unit.apply.test_rebuilds import target_of
+from tests.unit.receiver.test_moved_tensors import Unprocessed, assert_heals, give_memory, states
 
 
 class Owner:
@@ -287,6 +290,20 @@ def test_syncs_while_scrubbing_are_no_mismatch(tmp_path: Path) -> None:
     assert status["scrub"]["mismatched"] == [name]
     flip(place, 0)
     wait_for(lambda: scrubber.state.mismatched == [])
+
+
+@pytest.mark.usefixtures("hasty")
+def test_moved_tensor_is_found_and_healed(tmp_path: Path) -> None:
+    """Only its rank knows, and that is enough to refuse deltas; a full sync ends the state."""
+    serving = Serving(Unprocessed, tmp_path, ranks=2, scrub_interval=1e-3)
+    errors_of(serving.sync(target_of(serving)), none=True)  # starts it
+    give_memory(serving.models[1].norm)
+    wait_for(lambda: ("mismatched", ("norm",)) in states(serving))
+    found = serving.engine.call("take_scrub_findings")
+    assert [one["ok"]["mismatched"] for one in found] == [[], ["norm"]]
+    assert_heals(serving)
+    wait_for(lambda: all(not one["scrub"]["mismatched"] for one in serving.engine.status()))
+    assert states(serving) == {("certain", ())}
 
 
 @pytest.mark.usefixtures("hasty")

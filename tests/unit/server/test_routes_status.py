@@ -25,6 +25,7 @@ def test_status(rig: Rig) -> None:
         "run": None,
         "owner": None,
         "loaded": True,
+        "mismatched": [],
         "complete": "yes",
         "staged": None,
         "last_sync": None,

@@ -3,25 +3,61 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from delta_server import metrics, scrubbing
+from delta_server.service import DeltaService
 from engine_ext.errors import DeltaError
 from engine_ext.wire.operations import ScrubFindings, ScrubState
-from tests.support.endpoint_rig import Rig
+from tests.support.delta_bodies import OTHER_STEP, RESYNCED, delta_part, full_part, same
+from tests.support.endpoint_rig import COMPLETIONS, Rig, assert_error
 
 
 def state(**facts: Any) -> ScrubState:
     return ScrubState(**{"passes": 1, "passed_at": 5.0, "mismatched": [], "error": None, **facts})
 
 
+def scrubber(one: ScrubState | None = None, *found: str) -> Any:
+    """Stands for a rank's scrubber, which has found some tensors just now."""
+    left = [set(found)]
+
+    def take_found() -> set[str]:
+        return left.pop() if left else set()
+
+    return SimpleNamespace(state=one, take_found=take_found, interrupted=contextlib.nullcontext)
+
+
+def test_a_mismatch_on_one_rank_is_the_engines_state(rig: Rig) -> None:
+    """Every HTTP process sees it; whatever is no full sync is refused, and a full one ends it."""
+    rig.send(delta_part())
+    weights = rig.engine.weights
+    rig.engine.receivers[1]._scrubber = scrubber(None, "w")
+    assert (rig.status()["engine_state"], rig.status()["mismatched"]) == ("mismatched", ["w"])
+    other = DeltaService(rig.engine, rig.settings)
+    assert rig.run(other.status())["engine_state"] == "mismatched"
+    other.spool.close()
+    assert rig.post(COMPLETIONS).status_code == 200  # it serves what it has, and says so
+    for version in ("8", "9"):
+        response = rig.post("/update_weight_version", json={"new_version": version})
+        assert_error(response, 409, "BaseMismatch")
+    for answer in (rig.send(delta_part(OTHER_STEP, version=9)), rig.post("/delta_rollback")):
+        assert_error(answer, 409, "BaseMismatch")
+        assert "hold other bits than the syncs have written" in answer.json()["error"]["message"]
+    assert same(rig.engine.weights, weights)
+    assert rig.status()["staged"] is None
+    rig.assert_committed(rig.send(full_part(RESYNCED, 9)), RESYNCED, 9)
+    assert (rig.status()["engine_state"], rig.status()["mismatched"]) == ("certain", [])
+
+
 def test_the_status_is_of_all_ranks(rig: Rig) -> None:
     assert rig.status()["scrub"] is None
     states = [state(passes=3, mismatched=["b"]), state(passed_at=4.0, mismatched=["a", "b"])]
     for receiver, one in zip(rig.engine.receivers, states, strict=True):
-        receiver._scrubber = type("Scrubber", (), {"state": one})()
+        receiver._scrubber = scrubber(one)
     found = {"passes": 1, "passed_at": 4.0, "mismatched": ["a", "b"], "error": None}
     assert rig.status()["scrub"] == found
 
@@ -29,7 +65,7 @@ def test_the_status_is_of_all_ranks(rig: Rig) -> None:
 def test_a_rank_that_has_not_passed_or_fails_shows(rig: Rig) -> None:
     states = [state(), state(passes=0, passed_at=None, error="OSError: no")]
     for receiver, one in zip(rig.engine.receivers, states, strict=True):
-        receiver._scrubber = type("Scrubber", (), {"state": one})()
+        receiver._scrubber = scrubber(one)
     found = {"passes": 0, "passed_at": None, "mismatched": [], "error": "OSError: no"}
     assert rig.status()["scrub"] == found
 

@@ -1,0 +1,107 @@
+"""Find what an engine computes from weights after start-up, at a forward pass of its own.
+
+Some models keep a copy (in another dtype, merged, transposed) from their first forward pass on, or
+a number that was an element of a tensor. The search at start-up cannot find it, and no sync would
+reach it. So the model is searched again once the engine has generated. A tensor that was not there
+before might be computed from weights. A buffer that was there before any weight was loaded, and
+still has its memory, is the engine's working memory, whatever it holds by now.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
+
+import torch
+
+from engine_ext.derived.find import NOTHING, Derived, find_derived, refuse_derived, weights_around
+from engine_ext.model import Known, location
+from engine_ext.placement import Placement, uncertified
+
+# Numbers that no kernel takes from a weight, and those of a switch that is on or off.
+_PLAIN: Final = (0.0, 1.0)
+
+
+class LaterCopies:
+    """The search for one model.
+
+    Args:
+        model: in serving state, before any forward pass.
+        known: returns whether a tensor is known not to be computed from weights.
+    """
+
+    def __init__(self, model: torch.nn.Module, known: Known) -> None:
+        self._model, self._known = model, known
+        self._numbers = dict(_numbers(model))
+        self._before: dict[str, tuple[object, ...]] = {}
+        self._found: set[str] = set()
+        self._rebuilt: Mapping[str, frozenset[str]] = NOTHING
+
+    def known(self, path: str, tensor: torch.Tensor) -> bool:
+        """Return what `known` does, and remember where such a tensor is."""
+        if not self._known(path, tensor):
+            return False
+        self._before[path] = location(tensor)
+        return True
+
+    def remember(
+        self, derived: Iterable[Derived], rebuilt: Mapping[str, frozenset[str]] = NOTHING
+    ) -> None:
+        """Leave out what the search at start-up has found, and what was `rebuilt` there."""
+        self._found |= {one.path for one in derived}
+        self._rebuilt = rebuilt
+
+    def refuse(self, placement: Placement) -> dict[str, str]:
+        """Search again, and mark the weights that something new might be computed from.
+
+        Args:
+            placement: certified; refused tensors are marked in place.
+
+        Returns:
+            Why tensors are refused that were not before, by name.
+        """
+        before = uncertified(placement)
+        found = find_derived(self._model, placement, self._is_known, rebuilt=self._rebuilt)
+        found += self._new_numbers(placement)
+        new = [one for one in found if one.path not in self._found]
+        if not new:
+            return {}
+        self._found |= {one.path for one in new}
+        refuse_derived(placement, new, since=" since it has generated")
+        return {n: why for n, why in uncertified(placement).items() if n not in before}
+
+    def _is_known(self, path: str, tensor: torch.Tensor) -> bool:
+        return self._before.get(path) == location(tensor) or self._known(path, tensor)
+
+    def _new_numbers(self, placement: Placement) -> list[Derived]:
+        """List the floats of modules that are new, or others than at start-up."""
+        new = [
+            (path, name)
+            for (path, name), value in _numbers(self._model)
+            if value not in _PLAIN and not _same(self._numbers.get((path, name)), value)
+        ]
+        if not new:
+            return []
+        around = weights_around(self._model, placement, self._rebuilt)
+        return [
+            Derived(path, name, (), torch.float64, weights)
+            for path, name in new
+            if (weights := around(path))
+        ]
+
+
+def _same(one: float | None, other: float) -> bool:
+    return one is not None and (one == other or (math.isnan(one) and math.isnan(other)))
+
+
+def _numbers(model: torch.nn.Module) -> Iterator[tuple[tuple[str, str], float]]:
+    """Yield the floats on modules, and on objects that these have, by module and path on it."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if type(value) is float:
+                yield (path, name), value
+            elif not isinstance(value, (torch.nn.Module, torch.Tensor, type)):
+                for field, part in getattr(value, "__dict__", {}).items():
+                    if type(part) is float:
+                        yield (path, f"{name}.{field}"), part
