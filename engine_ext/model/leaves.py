@@ -55,7 +55,7 @@ def same_leaf(one: object, other: object) -> bool:
         return repr(one) == repr(other)
     if isinstance(one, (np.ndarray, np.generic)) and isinstance(other, (np.ndarray, np.generic)):
         same = (one.dtype, one.shape) == (other.dtype, other.shape)
-        return same and not one.dtype.hasobject and one.tobytes() == other.tobytes()
+        return same and one.dtype.kind not in "OV" and one.tobytes() == other.tobytes()
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(map(same_leaf, one, other))
     if isinstance(one, frozenset):

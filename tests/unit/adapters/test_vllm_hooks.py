@@ -27,7 +27,7 @@ def worker(**fields: Any) -> SimpleNamespace:
     """A worker at the end of its constructor."""
     config = fields.pop("load_config", SimpleNamespace(load_format="auto"))
     resolved = SimpleNamespace(load_config=config)
-    return SimpleNamespace(load_config=config, vllm_config=resolved, **fields)
+    return SimpleNamespace(**{"load_config": config, "vllm_config": resolved, **fields})
 
 
 def test_only_the_servers_parser_gets_the_flags() -> None:
@@ -181,7 +181,7 @@ def test_worker_that_freezes_weights_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(settings.ENVIRONMENT, "{}")
     frozen = SimpleNamespace(inductor_compile_config={"freezing": True})
     with pytest.raises(ValueError, match="inductor's freezing"):
-        hooks.on_worker_created(worker(vllm_config=SimpleNamespace(compilation_config=frozen)))
+        hooks.on_worker_created(worker(vllm_config=resolved(compilation_config=frozen)))
 
 
 def test_every_replica_is_asked_and_answers(monkeypatch: pytest.MonkeyPatch) -> None:
