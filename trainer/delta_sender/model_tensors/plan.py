@@ -212,9 +212,16 @@ class Plan:
         return {name: self._cast(name, tensor) for name, tensor in made.items()}
 
     def untrained(self, group: Group) -> list[tuple[str, torch.Tensor]]:
-        """Return a buffer that is not given: the base's, or else the model's."""
+        """Return tensors that are not given and not trained: the base's, or else the model's.
+
+        Raises:
+            ValueError: Neither has values.
+        """
         if self._base is not None:
             return [(name, self._base[name]) for name in group.outputs]
+        for key in group.keys:
+            if self.state.tensors[key].device.type == "meta":
+                raise ValueError(f"{key}: left out, without a base or a model that has its values")
         return list(self.build(group, self.state.tensors).items())
 
     def _cast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
