@@ -24,8 +24,8 @@ they do not hold the same bytes.
 
 Modules, in the order of the data's way:
 
-- `snapshot`, `diff_host`, `diff_batch`, `diff_loop`, `diff_device`, `copy_streams`, `spill`:
-  compare the weights.
+- `snapshot`, `refills`, `diff_host`, `diff_batch`, `diff_loop`, `diff_device`, `copy_streams`,
+  `spill`: compare the weights.
 - `quantize`: quantises them first, if the engine's checkpoint is quantised.
 - `sync_round`: shares one sync between all destinations.
 - `session`, `part_builder`, `encoding_policy`, `recovery`: one destination's share of it.

@@ -36,12 +36,12 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
     If `url` names a delta log, versions are published there, and posted to no engine: the work and
     the bytes do not grow with the number of engines. `LogSender` is the same by itself.
 
-    Tensors are given as (name, tensor) in checkpoint coordinates: unsharded, with the names,
-    shapes and dtypes of the Hugging Face checkpoint; every dtype is sent bit by bit. They are
-    taken one by one, so a generator that gathers each when asked will do. Some are compared while
-    others are posted; none may change before the sync ends, so do not yield views of a buffer that
-    is refilled in between. CUDA tensors are compared on their device (see `snapshot_on`), and only
-    what differs is copied to the host.
+    Tensors are given as (name, tensor) in checkpoint coordinates: unsharded, with the names, shapes
+    and dtypes of the Hugging Face checkpoint; every dtype is sent bit by bit. They are taken one by
+    one, so a generator that gathers each when asked will do. Some are compared while others are
+    posted. None may change before the sync ends, but a generator can yield views of a buffer that
+    it refills for the next tensor. CUDA tensors are compared on their device (see `snapshot_on`),
+    and only what differs is copied to the host.
 
     Of tied tensors (one storage, several names) one copy is kept, and they are sent under every
     name that the engine holds; if it has no plan, under the first.

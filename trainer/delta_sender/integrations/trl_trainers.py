@@ -99,7 +99,12 @@ class DeltaWeightTransfer:
             self._sender = None
 
 
-def use_deltas(base: str | os.PathLike[str], **options: Unpack[Options]) -> None:
+def use_deltas(
+    base: str | os.PathLike[str],
+    *,
+    frozen: bool | Sequence[str] = False,
+    **options: Unpack[Options],
+) -> None:
     """Let TRL's trainers in server mode send deltas in place of NCCL broadcasts.
 
     Call it before the trainer is made. It replaces TRL's client of the vLLM server in this process
@@ -109,6 +114,7 @@ def use_deltas(base: str | os.PathLike[str], **options: Unpack[Options]) -> None
 
     Args:
         base: See `DeltaWeightTransfer`.
+        frozen: See `DeltaWeightTransfer`.
         **options: See `DeltaSender`.
 
     Raises:
@@ -117,7 +123,7 @@ def use_deltas(base: str | os.PathLike[str], **options: Unpack[Options]) -> None
     from trl.generation import vllm_client, vllm_generation
 
     stock = getattr(vllm_client.VLLMClient, "stock_client", vllm_client.VLLMClient)
-    client = _client(stock, Path(base), options)
+    client = _client(stock, lambda url: DeltaWeightTransfer(url, base, frozen=frozen, **options))
     for name, module in list(sys.modules.items()):
         if name.startswith("trl."):
             held = vars(module).get("VLLMClient")
@@ -142,14 +148,14 @@ def _with_model(stock: Callable[[Any], None]) -> Callable[[Any], None]:
     return sync_weights
 
 
-def _client(stock: Any, base: Path, options: Options) -> type:
+def _client(stock: Any, connect: Callable[[str], DeltaWeightTransfer]) -> type:
     """Return TRL's client with another way of sending weights."""
 
     class DeltaVLLMClient(stock):  # type: ignore[misc]
         stock_client = stock
 
         def init_communicator(self, device: object = 0) -> None:
-            self.weight_transfer = DeltaWeightTransfer(self.base_url, base, **options)
+            self.weight_transfer = connect(self.base_url)
             self.weight_transfer.init_weight_transfer()
 
         def update_named_params(

@@ -18,7 +18,7 @@ from delta_sender.model_tensors.ranks import is_sharded
 
 # What wrappers around a module of the model put into names.
 _WRAPPERS: Final = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
-# What PEFT puts into the names of tensors that it keeps, and into those of tensors that it replaces.
+# What PEFT puts into the names of tensors that it keeps, and of those that it replaces.
 _ADAPTED: Final = re.compile(r"\b(base_layer|modules_to_save\.[^.]+)\.")
 _REPLACED: Final = re.compile(r"\boriginal_module\.")
 
