@@ -36,7 +36,8 @@ _READ_BYTES: Final = 1 << 20
 class UpdateInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What brings parts: exactly one of `part`, `model_path` and `broadcast_bytes` is given.
 
-    `weight_version`, `base_version`, `pause_mode` and `flush_cache` are as in a disk request.
+    `weight_version`, `base_version`, `pause_mode`, `flush_cache` and `reason` are as in a disk
+    request.
     """
 
     part: str | None = None  # one part, in base64
@@ -48,6 +49,7 @@ class UpdateInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     base_version: str | int | None = None
     pause_mode: str | None = None
     flush_cache: bool | None = None
+    reason: str | None = None
 
     def disk_request(self) -> DiskRequest:
         """Return what is also a key of a disk request."""

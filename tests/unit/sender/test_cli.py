@@ -115,6 +115,8 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[httpx.Request]]
         requests: list[httpx.Request] = []
 
         def record(request: httpx.Request) -> httpx.Response:
+            if request.url.path == "/delta_run":
+                return httpx.Response(404)
             if request.method == "GET":
                 return httpx.Response(404) if status is None else httpx.Response(200, json=status)
             requests.append(request)
@@ -288,7 +290,7 @@ def test_interrupted(
     serve(interrupt)
     arguments = ["--base", str(base), "--target", str(target), "--url", URL]
     assert cli.main(arguments) == 130
-    assert "interrupted; GET /delta_status returns" in capsys.readouterr().err
+    assert "interrupted; what was staged" in capsys.readouterr().err
 
 
 OTHER = "http://other:8001"
