@@ -14,6 +14,7 @@ from delta_sender.checkpoint import Base, tensors_of
 from delta_sender.encoding_policy import sparse_encoding
 from delta_sender.log_destination import LogDestination
 from delta_sender.notify import Notifier, Told
+from delta_sender.observations import Watch
 from delta_sender.options import LogOptions, check_values, takes_options, with_defaults
 from delta_sender.results import SyncReport
 from delta_sender.run import Run
@@ -84,6 +85,7 @@ class LogSender(AbstractContextManager["LogSender"]):
     ) -> None:
         self._options = given = with_defaults(options, LogOptions)
         check_values(given)
+        self._watch = Watch(given)
         self._snapshot = Snapshot(
             tensors_of(base), sparse_encoding(given["encoding"]), given["snapshot_on"]
         )
@@ -187,7 +189,8 @@ class LogSender(AbstractContextManager["LogSender"]):
             started=time.perf_counter(),
         )
         try:
-            sync_round.read(self._snapshot.read(tensors, digests=True, keep=spill.keep))
+            found = self._snapshot.read(tensors, digests=True, keep=spill.keep)
+            self._watch.read(sync_round, found)
             committed = self._session.sync(sync_round)
             self._snapshot.advance(sync_round.changes)
         except BaseException:

@@ -17,6 +17,7 @@ from delta_sender.destination import Destination
 from delta_sender.encoding_policy import EncodingPolicy, sparse_encoding
 from delta_sender.http_client import EngineClient
 from delta_sender.log_destination import LogDestination, log_location
+from delta_sender.observations import Watch
 from delta_sender.options import MultiOptions, check_values, takes_options, with_defaults
 from delta_sender.quantize import Quantizer
 from delta_sender.results import PartialSyncError, SyncReport
@@ -131,6 +132,7 @@ class MultiSender(AbstractContextManager["MultiSender"]):
             tensors_of(base), sparse_encoding(encoding), options["snapshot_on"]
         )
         dtypes = self._snapshot.dtypes
+        self._watch = Watch(options)
         self._quantizer: Quantizer | None = None
         if options["quantize"] is not None:
             stored = {name: TORCH_DTYPE[dtype] for name, dtype in dtypes.items()}
@@ -311,7 +313,8 @@ class MultiSender(AbstractContextManager["MultiSender"]):
                 thread.thread.start()
             limit = self._options["changes_in_memory"]
             spill = Spill(self._snapshot.nbytes // 4 if limit is None else limit)
-            sync_round.read(self._snapshot.read(tensors, digests=self._digests, keep=spill.keep))
+            found = self._snapshot.read(tensors, digests=self._digests, keep=spill.keep)
+            self._watch.read(sync_round, found)
             self._tracker.begin(sync_round)
             wait_for(threads, self._ended, self._options["lag_limit"])
             sync_round.release()

@@ -85,6 +85,10 @@ class CommonOptions(TypedDict, total=False):
         changes_in_memory: Most bytes of one sync's changes that are kept in memory until they are
             committed; None: a quarter of the snapshot. The rest is written to a temporary file
             below ``TMPDIR``.
+        refuse_nonfinite: Refuse a sync in which a value has become NaN or infinite. Without it, a
+            warning names the first tensor with one.
+        unchanged_warning: Syncs in a row in which no value has changed, after which a warning names
+            the usual causes. 0: none.
     """
 
     base_version: Annotated[int, Option(0, {"type": int, "metavar": "N"})]
@@ -101,6 +105,8 @@ class CommonOptions(TypedDict, total=False):
     client: Annotated[httpx.Client | None, Option(None)]
     snapshot_on: Annotated[str, Option(SNAPSHOT_ON[0])]
     changes_in_memory: Annotated[int | None, Option(None)]
+    refuse_nonfinite: Annotated[bool, Option(False, {"action": "store_true"})]
+    unchanged_warning: Annotated[int, Option(3)]
 
 
 class EngineOptions(CommonOptions, total=False):

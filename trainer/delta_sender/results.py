@@ -37,6 +37,11 @@ class SyncReport:
         picked: Number of params by how they travelled: ``gap8_exp``, ``gap8_exp, dense``, ...
         link_bytes_per_s: Link speed in bytes/s, measured on the posts so far; None if none was
             large enough.
+        unchanged_in_a_row: Number of syncs, up to this one, in which no tensor has changed; 0 if
+            one has.
+        nonfinite: Number of values that have become NaN or infinite.
+        rounded: Elements of tensors that were given in a wider dtype than the checkpoint's, and so
+            rounded, as far as this package has cast them (`named_tensors`, plug-ins).
     """
 
     version: int
@@ -56,6 +61,9 @@ class SyncReport:
     engine: dict[str, Any]
     picked: dict[str, int]
     link_bytes_per_s: float | None
+    unchanged_in_a_row: int = 0
+    nonfinite: int = 0
+    rounded: int = 0
 
     @property
     def density(self) -> float:

@@ -232,6 +232,7 @@ class Session:
             status=answer["status"],
             engine=answer,
             link_bytes_per_s=destination.speed.measured,
+            **sync_round.observed.in_report(),
         )
         if attempt.policy.encoding == AUTO and report.picked:
             choices = ", ".join(f"{how}: {count}" for how, count in sorted(report.picked.items()))

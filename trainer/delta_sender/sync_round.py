@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from delta_sender.diff_host import Change
 from delta_sender.encoding_policy import EncodingPolicy
+from delta_sender.observations import Observed
 from delta_sender.results import SyncError
 from delta_sender.run import Run
 from delta_sender.snapshot import Changes
@@ -57,6 +58,7 @@ class SyncRound:
 
     Attributes:
         encoders: How many parts are encoded at once.
+        observed: What reading has shown; set when all is read.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class SyncRound:
     ) -> None:
         self.version, self.run, self.full, self.started = version, run, full, started
         self.changes: Changes = {}  # of the snapshot; complete once all is read
+        self.observed = Observed()
         self.is_hurried = False  # senders must be done with reading soon; see `release`
         self._tensors: list[tuple[str, Change | None]] = []
         self._is_complete = self._is_released = False

@@ -173,6 +173,28 @@ def test_options_reach_the_engine(
     assert requests[-1].headers["X-Delta-Signature"] == signature(requests[-1].content)
 
 
+def test_nonfinite_values_are_said_or_refused(
+    base: Path,
+    target: Path,
+    serve: Callable[..., list[httpx.Request]],
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = tensors()
+    model["b.weight"][3] = float("nan")
+    (target / "model.safetensors.index.json").unlink()
+    for file in target.iterdir():
+        file.unlink()
+    save_file(model, target / "model.safetensors")
+    requests = serve(accept)
+    arguments = ["--base", str(base), "--target", str(target), "--url", URL]
+    assert cli.main([*arguments, "--refuse-nonfinite"]) == 2
+    assert "b.weight: 1 values have become NaN or infinite" in capsys.readouterr().err
+    assert [r for r in requests if r.method == "POST" and r.content] == []
+    assert cli.main(arguments) == 0
+    assert "b.weight: the first NaN or infinite value" in caplog.text
+
+
 def signature(part: bytes) -> str:
     return hmac.new(b"key", part, hashlib.sha256).hexdigest()
 

@@ -24,6 +24,7 @@ from delta_sender.model_sync import on_all_ranks
 from delta_sender.multi_sender import MultiSender
 from delta_sender.options import CommonOptions
 from delta_sender.results import SyncReport
+from delta_sender.rounding import count as count_rounded
 from delta_sender.sharded import ShardedSender, model_shards
 
 BACKEND: Final = "delta_http"
@@ -205,6 +206,7 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         for name, tensor in source:
             dtype = self._dtypes.get(name)
             if dtype is not None:
+                count_rounded(name, tensor, dtype)
                 yield name, tensor.detach().to(dtype, copy=True)
             elif not (is_tied and name == _TIED):
                 raise ValueError(f"{name}: not in {self._base}")

@@ -20,6 +20,7 @@ from torch import nn
 
 from delta_sender.model_tensors.adapters import AdaptedModule
 from delta_sender.model_tensors.model_state import ModelState
+from delta_sender.rounding import cast
 
 State = dict[str, torch.Tensor]
 Convert = Callable[[State], State]
@@ -226,9 +227,9 @@ class Plan:
 
     def _cast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if self._base is not None:
-            return tensor.to(self._base[name].dtype)
+            return cast(name, tensor, self._base[name].dtype)
         if self._dtype is not None and tensor.is_floating_point():
-            return tensor.to(self._dtype)
+            return cast(name, tensor, self._dtype)
         return tensor
 
 

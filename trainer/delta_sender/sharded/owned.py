@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 
 from delta_sender.acked_state import AckedState
+from delta_sender.rounding import count as count_rounded
 from delta_sender.sharded.box import Box
 from delta_sender.sharded.copies import Copies
 from delta_sender.sharded.digests import box_digest
@@ -89,6 +90,7 @@ class OwnedShards:
             if is_compared and (found := self.copies.digest(held.name, box, tensor)) is not None:
                 digests.update([found])
             if held.name in self.boxes:
+                count_rounded(held.name, shard.tensor, tensor.dtype)
                 yield held.name, tensor
         if missing:
             raise ValueError(f"missing, but given before: {', '.join(sorted(missing)[:5])}")

@@ -6,9 +6,12 @@ import time
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from delta_sender.contact import release_all, release_at_exit
 from delta_sender.http_client import EngineClient
 from delta_sender.model_tensors import Checkpoint, read_base
+from delta_sender.observations import Observed, Watch
 from delta_sender.options import EngineOptions, check_values, takes_options, with_defaults
 from delta_sender.results import ShardedReport, SyncError
 from delta_sender.sharded.owned import OwnedShards
@@ -79,6 +82,7 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         check_values(self._options)
         shards = list(shards)
         self._count, self._is_released = 0, False
+        self._watch = Watch(self._options)
         self._ranks = Ranks(group, rank_timeout)
         try:
             self._owned = OwnedShards(self._ranks, shards)
@@ -207,11 +211,15 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         digests: dict[str, str] = {}
         try:
             tensors = self._owned.of(shards, self._owned.copies.following(), digests)
-            sync_round.read(self._snapshot.read(tensors, digests=False, keep=spill.keep))
+            found = self._snapshot.read(tensors, digests=False, keep=spill.keep)
+            self._watch.read(sync_round, found, is_share=True)
         except Exception as error:
             failure = error
         try:
             self._ranks.agree(facts, failure, digests)
+            ranks = self._ranks.exchange(sync_round.observed)
+            total = Observed.total([msgspec.convert(one, Observed) for one in ranks])
+            sync_round.observed = self._watch.note(total, logs=self._ranks.is_leader)
         except BaseException:
             sync_round.leave()
             raise

@@ -182,6 +182,7 @@ class ShardedSession(Session):
             engine=answer,
             picked=dict(sum((Counter(one["picked"]) for one in reports), start=Counter())),
             link_bytes_per_s=self._engine.speed.measured,
+            **sync_round.observed.in_report(),
             rank_bytes=tuple(wire),
             rank_nnz=tuple(one["nnz"] for one in reports),
         )

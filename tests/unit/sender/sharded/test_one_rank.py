@@ -39,6 +39,25 @@ def snapshot_is(sender: ShardedSender, engine: Engine) -> bool:
     )
 
 
+def test_what_ranks_give_is_watched(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of(torch.bfloat16)
+    engine = Engine.of(model)
+    with sender_of(engine, model, unchanged_warning=2, refuse_nonfinite=True) as sender:
+        counts = [sender.sync(whole(model)).unchanged_in_a_row for _ in range(3)]
+        assert counts == [1, 2, 3]
+        assert caplog.text.count("no value has changed in 2 syncs") == 1
+        wide = {name: tensor.float() for name, tensor in model.items()}
+        wide["layers.1.weight"][0, 0] = float("inf")
+        given = [shard._replace(dtype=torch.bfloat16) for shard in whole(wide)]
+        with pytest.raises(RankError, match=r"layers.1.weight: 1 values .* NaN or infinite"):
+            sender.sync(given)
+        assert engine.version == 3
+        wide["layers.1.weight"][0, 0] = 0.5
+        report = sender.sync(given)
+        assert (report.unchanged_in_a_row, report.rounded) == (0, report.numel)
+        assert "6 of 6 tensors (2400 values) are rounded" not in caplog.text  # not a warning
+
+
 @pytest.mark.parametrize("encoding", ["deltas", "gap8_ulp", "auto"])
 def test_syncs_of_sparse_dense_and_no_changes(encoding: str) -> None:
     model = model_of(torch.bfloat16, torch.float32)
