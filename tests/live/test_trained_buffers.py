@@ -1,4 +1,4 @@
-"""A router's bias, which is a buffer, follows in vLLM, and in float32 if the checkpoint has that."""
+"""A router's bias, a buffer, follows in vLLM, and in float32 if the checkpoint has it so."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from delta_sender.diff_host import Change
+from delta_sender.diff_loop import Bits
 from delta_sender.options import MultiOptions
 from delta_sender.rounding import Rounded, counting
 
@@ -34,6 +35,7 @@ _EXPONENT: Final = {
     "float8_e8m0fnu": 0xFF,
 }
 _AT_ONCE: Final = 1 << 16  # elements; intermediate results stay in a core's cache
+_TOGETHER: Final = 256  # changes, at most
 
 
 @dataclass(frozen=True)
@@ -105,22 +107,39 @@ class Watch:
     def _observed(
         self, sync_round: SyncRound, found: Found, rounded: Rounded, is_share: bool
     ) -> Iterator[tuple[str, Change | None]]:
-        tensors = changed = nonfinite = 0
-        first = ""
+        tensors = changed = elements = 0
+        nonfinite: dict[str, int] = {}  # by name
+        waiting: list[tuple[str, Change]] = []
         for key, change in found:
             tensors += 1
             if change is not None:
                 changed += 1
-                count = count_nonfinite(change)
-                if count and self._refuses_nonfinite:
-                    reason = "values have become NaN or infinite, which refuse_nonfinite refuses"
-                    raise ValueError(f"{key}: {count} {reason}")
-                nonfinite += count
-                first = first or (key if count else "")
+                elements += change.new.size
+                waiting.append((key, change))
+                if elements >= _AT_ONCE or len(waiting) >= _TOGETHER:
+                    self._look(waiting, nonfinite)
+                    waiting, elements = [], 0
             yield key, change
-        observed = Observed(tensors, changed, nonfinite, first, rounded)
+        self._look(waiting, nonfinite)
+        first = next(iter(nonfinite), "")
+        observed = Observed(tensors, changed, sum(nonfinite.values()), first, rounded)
         # Senders see it as soon as the round is complete.
         sync_round.observed = observed if is_share else self.note(observed)
+
+    def _look(self, changes: Sequence[tuple[str, Change]], nonfinite: dict[str, int]) -> None:
+        """Count the values of some changes that have become NaN or infinite, by name.
+
+        Raises:
+            ValueError: There are some, and they are refused.
+        """
+        if not _may_have_nonfinite([change for _, change in changes]):
+            return
+        for key, change in changes:
+            if count := count_nonfinite(change):
+                if self._refuses_nonfinite:
+                    reason = "values have become NaN or infinite, which refuse_nonfinite refuses"
+                    raise ValueError(f"{key}: {count} {reason}")
+                nonfinite[key] = count
 
     def note(self, observed: Observed, *, logs: bool = True) -> Observed:
         """Count syncs without a change, and write what is noticed first to the log if `logs`."""
@@ -164,6 +183,23 @@ class Watch:
         is_new = what not in self._logged
         self._logged.add(what)
         return is_new
+
+
+def _may_have_nonfinite(changes: Sequence[Change]) -> bool:
+    """Whether to look at each of some changes: many small ones are looked at together."""
+    small: dict[str, list[Bits]] = {}
+    for change in changes:
+        if change.new.size >= _AT_ONCE:
+            return True
+        small.setdefault(change.dtype, []).append(change.new)
+    for dtype, values in small.items():
+        exponent = _EXPONENT.get(dtype)
+        if exponent is not None:
+            joined = np.concatenate(values)
+            mask = joined.dtype.type(exponent)
+            if ((joined & mask) == mask).any():
+                return True
+    return False
 
 
 def count_nonfinite(change: Change) -> int:
