@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -16,9 +16,6 @@ from delta_sender.diff_host import Change
 from delta_sender.diff_loop import Bits
 from delta_sender.options import MultiOptions
 from delta_sender.rounding import Rounded, counting
-
-if TYPE_CHECKING:
-    from delta_sender.sync_round import SyncRound
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +80,15 @@ class Observed:
         )
 
 
+class Round(Protocol):
+    """What is needed of `SyncRound`."""
+
+    observed: Observed
+
+    def read(self, tensors: Found) -> None:
+        """Take in what `Snapshot.read` yields."""
+
+
 class Watch:
     """Watches the syncs of one sender; the log gets each thing that it notices once."""
 
@@ -92,7 +98,7 @@ class Watch:
         self._unchanged = 0
         self._logged: set[str] = set()
 
-    def read(self, sync_round: SyncRound, found: Found, *, is_share: bool = False) -> None:
+    def read(self, sync_round: Round, found: Found, *, is_share: bool = False) -> None:
         """Let a round read what `Snapshot.read` yields, and set what it has shown.
 
         Args:
@@ -105,7 +111,7 @@ class Watch:
             sync_round.read(self._observed(sync_round, found, rounded, is_share))
 
     def _observed(
-        self, sync_round: SyncRound, found: Found, rounded: Rounded, is_share: bool
+        self, sync_round: Round, found: Found, rounded: Rounded, is_share: bool
     ) -> Iterator[tuple[str, Change | None]]:
         tensors = changed = elements = 0
         nonfinite: dict[str, int] = {}  # by name
