@@ -13,7 +13,7 @@ from delta_sender.run import Run
 
 logger = logging.getLogger(__name__)
 
-REQUESTED: Final = "requested: sync_full was called"
+REQUESTED: Final = "requested"
 _WAYS_OUT: Final = (
     'give the checkpoint that the engine holds as base; or, to replace its weights, pass full="allow" '
     "(--allow-full), or call sync_full() (--full)"
