@@ -26,9 +26,12 @@ class DeltaSyncCallback(TrainerCallback):  # type: ignore[misc]
 
     The first sync is at the beginning of the training, so that an engine that cannot be reached or
     holds another model is found before; then one follows every `every` optimizer steps, and the
-    last at the end. All trainings of a callback are of one run; with the option `state`, those of
-    later processes are too, and may replace what it has sent. The main process sends; on all others the callback takes part in gathering
+    last at the end. The main process sends; on all others the callback takes part in gathering
     sharded parameters. A sync that fails ends the training on all of them.
+
+    All trainings of a callback are of one run, which may replace what it has sent. With the option
+    `state` those of later processes are, too: a training that is resumed from a checkpoint needs
+    it, or ``full="allow"``, if the engines hold the weights of a later step.
 
     What a sync took is put into the trainer's next log, as ``delta/version``, ``delta/bytes``,
     ``delta/density``, ``delta/seconds`` and ``delta/pause_ms``: into ``state.log_history``, and
