@@ -120,7 +120,8 @@ class Runs:
         )
 
     def _touch(self, run: str) -> _Known:
-        known = self._known[run] = self._known.pop(run, None) or _Known()
+        known = self._known.pop(run) if run in self._known else _Known()
+        self._known[run] = known
         if len(self._known) > _MOST:
             del self._known[next(iter(self._known))]
         return known

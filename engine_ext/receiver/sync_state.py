@@ -158,7 +158,10 @@ class SyncState:
         self._check_base(part)
         new = Sync(
             *(part.version, part.base_version, part.sync_id, part.full, part.continues),
-            *(part.apart, part.counted, part.folder, now, part.sender, part.origin, at),
+            *(part.apart, part.counted, part.folder, now),
+            sender=part.sender,
+            origin=part.origin,
+            since=at,
         )
         admission = self._join(new, part, now, at)
         self.sync = new

@@ -210,10 +210,9 @@ def parse_version_request(body: bytes) -> VersionRequest:
 
 def is_anonymous(manifest: Manifest, options: Options) -> bool:
     """Return whether a part may be one of several that nothing but their version connects."""
-    named = (manifest.part, manifest.num_parts, manifest.sync_id, manifest.base_version)
-    named = (*named, manifest.run)
+    numbers = (manifest.part, manifest.num_parts, manifest.base_version)
     digests = (manifest.digest_before, manifest.digest_after)
-    given = (*named, *digests, options.base_version)
+    given = (*numbers, manifest.sync_id, manifest.run, *digests, options.base_version)
     return not manifest.full and all(one is None for one in given)
 
 

@@ -42,8 +42,9 @@ def error(status: int, kind: str, state: str = "unchanged", **operands: object) 
 class Engine:
     """Stage and commit parts like a real one; every digest hashes all weights again.
 
-    At a version above 0 it holds what another run, `run`, has sent. `faults` replace the answer to the n-th POST. `ignored`, `uncertified`, `undigested` and `cast`
-    name tensors of its checkpoint; it holds no weights for ignored ones.
+    At a version above 0 it holds what another run, `run`, has sent. `faults` replace the answer to
+    the n-th POST. `ignored`, `uncertified`, `undigested` and `cast` name tensors of its checkpoint;
+    it holds no weights for ignored ones.
     """
 
     weights: dict[str, np.ndarray]

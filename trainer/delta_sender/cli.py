@@ -304,9 +304,10 @@ def describe(report: SyncReport) -> str:
     """Return one line about one sync."""
     counts = ", ".join(f"{count} {how}" for how, count in sorted(report.picked.items()))
     parts = f"{report.parts} part(s)" + (f" ({counts})" if counts else "")
+    why = f" (full; {report.reason})" if report.full else ""
     return (
-        f"version {report.base_version} -> {report.version}: {report.status}"
-        f"{f' (full; {report.reason})' if report.full else ''}; {report.nnz:,} of {report.numel:,} elements "
+        f"version {report.base_version} -> {report.version}: {report.status}{why}; "
+        f"{report.nnz:,} of {report.numel:,} elements "
         f"({report.density:.3%}), {report.wire_bytes:,} of {report.full_bytes:,} bytes, "
         f"{parts}, encode {report.encode_ms:.0f} ms, post {report.post_ms:.0f} ms"
     )

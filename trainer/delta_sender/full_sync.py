@@ -13,10 +13,10 @@ from delta_sender.run import Run
 
 logger = logging.getLogger(__name__)
 
-REQUESTED: Final = "requested: sync_full was called"
+REQUESTED: Final = "requested"
 _WAYS_OUT: Final = (
-    'give the checkpoint that the engine holds as base; or, to replace its weights, pass full="allow" '
-    "(--allow-full), or call sync_full() (--full)"
+    "give the checkpoint that the engine holds as base; or, to replace its weights, pass "
+    'full="allow" (--allow-full), or call sync_full() (--full)'
 )
 
 
@@ -89,8 +89,9 @@ class FullSyncGuard:
         digest = self._state.digest
         _, _, why = reason.partition(": ")
         message = (
-            f"{self._destination.name} holds {described(status)}, which this sender has not sent, and no delta "
-            f"leads from there ({why}). The engine is unchanged. What can be done: {_WAYS_OUT}"
+            f"{self._destination.name} holds {described(status)}, which this sender has not sent, "
+            f"and no delta leads from there ({why}). The engine is unchanged. What can be done: "
+            f"{_WAYS_OUT}"
         )
         facts = {key: status.get(key) for key in ("version", "run", "owner", "digest")}
         base = None if digest is None else digest.hex()

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 _CONNECT_S: Final = 10.0
 _RELEASE_S: Final = 2.0
 _TRIES: Final = 8
+_PART: Final = "application/octet-stream"
 # httpx copies the rest of a body whenever the socket has taken some of it.
 _CHUNK: Final = 1 << 18
 
@@ -62,9 +63,9 @@ class EngineClient:
         }
         key = options["api_key"]
         self._authorization = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self._headers = {"Content-Type": "application/octet-stream", **self._authorization}
+        self._headers = {"Content-Type": _PART, **self._authorization}
         self._hmac_key = options["hmac_key"]
-        self._reason: str | None = None
+        self.reason: str | None = None  # of the parts that follow, see `announce`
         self._is_stopped = False
         self.speed = LinkSpeed()
         self._limit = options["bandwidth_limit"]
@@ -84,9 +85,14 @@ class EngineClient:
         """See `Destination.stop`; a request that has begun ends."""
         self._is_stopped = True
 
+    def check_open(self) -> None:
+        """Raise `SyncError` after `stop`."""
+        if self._is_stopped:
+            raise SyncError("the sender is closed")
+
     def announce(self, reason: str | None) -> None:
         """See `Destination.announce`."""
-        self._reason = None if reason is None else _header_safe(reason)
+        self.reason = None if reason is None else _header_safe(reason)
 
     def claim(self, run: Run, *, takeover: bool) -> dict[str, Any]:
         """Make a run the engine's owner; {} if the engine knows no runs.
@@ -162,7 +168,7 @@ class EngineClient:
         unanswered: list[SyncError] = []
         try:
             post = retry_busy(self._request)
-            query = self._query | ({} if self._reason is None else {"reason": self._reason})
+            query = self._query | ({} if self.reason is None else {"reason": self.reason})
             answer = post("POST", "/update_weights_delta", query, body, signed, unanswered)
         except SyncError as failed:
             failed.unanswered = bool(unanswered)
@@ -212,12 +218,13 @@ class EngineClient:
         body: bytes | None,
         headers: dict[str, str] | None,
     ) -> dict[str, Any]:
-        if self._is_stopped:
-            raise SyncError("the sender is closed")
+        self.check_open()
         url, headers = self._url + path, {**self._headers, **(headers or {})}
         content = None
         if body is not None:
-            content, headers["Content-Length"] = _Chunks(body, self._limit), str(len(body))
+            is_part = headers["Content-Type"] == _PART
+            content = _Chunks(body, self._limit if is_part else None)
+            headers["Content-Length"] = str(len(body))
         with self.speed.crossing() as start:
             try:
                 answer = self.client.request(
@@ -238,19 +245,28 @@ class EngineClient:
     def _waits(self, state: RetryCallState) -> None:
         """Say what a post waits for, and until when."""
         failed = state.outcome.exception() if state.outcome else None
-        if not isinstance(failed, _Busy):
-            return
-        left = self._timeout - (state.seconds_since_start or 0.0)
-        if failed.error.get("type") == "TooManyUploads":
+        if isinstance(failed, _Busy):
+            left = self._timeout - (state.seconds_since_start or 0.0)
+            self.log_wait(failed.error, failed.error["retry_after"], left)
+
+    def log_wait(self, error: dict[str, Any], seconds: float, left: float) -> None:
+        """Say what a part waits for.
+
+        Args:
+            error: The engine's refusal, which says that a later try may be taken.
+            seconds: Until the next try.
+            left: Seconds until there is no other one.
+        """
+        if error.get("type") == "TooManyUploads":
             what = "takes no more uploads at once"
         else:
-            version, until = failed.error.get("staged_version"), failed.error.get("until")
-            of = owner_in_words(failed.error.get("owner"))
+            version, until = error.get("staged_version"), error.get("until")
+            of = owner_in_words(error.get("owner"))
             what = f"is busy with a sync to version {version} of {of}"
             if isinstance(until, (int, float)):
                 what += f", whose parts are dropped at {clock(until)} unless more of them come"
-        message = "%s %s: trying again in %.0f s, for %.0f s more"
-        logger.warning(message, self.name, what, failed.error["retry_after"], max(0.0, left))
+        message = "%s %s: trying again in %.0f s, for %.0f s at most"
+        logger.warning(message, self.name, what, seconds, max(0.0, left))
 
 
 class _Chunks:

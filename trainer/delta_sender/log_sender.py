@@ -136,6 +136,16 @@ class LogSender(AbstractContextManager["LogSender"]):
         self.close()
 
     @property
+    def run(self) -> str:
+        """The run of the versions; see `MultiSender.run`."""
+        return self._run.name
+
+    @property
+    def epoch(self) -> int:
+        """Which opening of the run this sender is, from 1."""
+        return self._run.epoch
+
+    @property
     def version(self) -> int:
         """The log's newest version."""
         return self._session.state.version

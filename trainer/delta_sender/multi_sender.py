@@ -92,12 +92,9 @@ class MultiSender(AbstractContextManager["MultiSender"]):
         base: What every engine holds now, as (name, tensor), or the folder of a checkpoint; copied.
         connect: Makes the destination of a url.
         snapshot_type: Makes the snapshot.
-        continues: The run of an earlier sender, which must be closed, to be continued; not with
-            `state`, which has the run.
+        continues: `run` and `epoch` of an earlier sender, which must be closed, to open its run
+            again; not with `state`, which has them.
         **options: See `MultiOptions`.
-
-    Attributes:
-        run: The sender's run.
 
     Raises:
         ValueError: An option has an unknown value, no url is given or one twice, or the state file
@@ -112,7 +109,7 @@ class MultiSender(AbstractContextManager["MultiSender"]):
         *,
         connect: Callable[[str, MultiOptions], Destination] = EngineClient,
         snapshot_type: type[Snapshot] = Snapshot,
-        continues: Run | None = None,
+        continues: tuple[str, int] | None = None,
         **options: Unpack[MultiOptions],
     ) -> None:
         self._options = options = with_defaults(options)
@@ -141,10 +138,10 @@ class MultiSender(AbstractContextManager["MultiSender"]):
         self._tracker = StateTracker(file, self._snapshot)
         if file is not None:
             self._has_sent_before = frozenset(file.state.engines if file.state.run else ())
-            self.run = file.open_run()
+            self._run = file.open_run()
         else:
             self._has_sent_before = frozenset()
-            self.run = Run.opened() if continues is None else continues.again()
+            self._run = Run.opened(*(continues or ()))
         has_log = delta_log is not None
         self._sessions = [
             self._session(connect(url, options), url, has_log=has_log) for url in urls
@@ -186,7 +183,7 @@ class MultiSender(AbstractContextManager["MultiSender"]):
             self._snapshot,
             self._options,
             version,
-            self.run,
+            self._run,
             is_log=is_log,
             has_log=has_log,
         )
@@ -197,6 +194,16 @@ class MultiSender(AbstractContextManager["MultiSender"]):
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    @property
+    def run(self) -> str:
+        """The run that the sender has opened, or opened again: an id of its lineage of weights."""
+        return self._run.name
+
+    @property
+    def epoch(self) -> int:
+        """Which opening of the run this sender is, from 1."""
+        return self._run.epoch
 
     @property
     def versions(self) -> dict[str, int]:
@@ -250,7 +257,7 @@ class MultiSender(AbstractContextManager["MultiSender"]):
         threads = [] if self._unfinished is None else [*self._unfinished[1]]
         release_all(
             [session.destination for session in self._sessions if session.is_claimed],
-            self.run,
+            self._run,
             [thread.thread for thread in (*threads, *self._lagging.values())],
         )
 
@@ -296,7 +303,7 @@ class MultiSender(AbstractContextManager["MultiSender"]):
             tensors = self._quantizer(tensors)
         sync_round = SyncRound(
             version,
-            self.run,
+            self._run,
             full=full,
             destinations=count,
             posts_in_flight=self._options["posts_in_flight"],

@@ -35,10 +35,6 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         host = _NOT_IN_HOSTS.sub("-", socket.gethostname())[:255] or "-"
         return cls(name=name or uuid.uuid4().hex, epoch=epoch + 1, host=host, pid=os.getpid())
 
-    def again(self) -> Run:
-        """Open the run once more, in this process."""
-        return Run.opened(self.name, self.epoch)
-
     @property
     def metadata(self) -> dict[str, Any]:
         """What every part of the run has, as `encode_part` takes it."""

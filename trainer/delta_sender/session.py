@@ -129,9 +129,9 @@ class Session:
         state = self.state
         state.read_plan(contact.plan, keep_digest=self._options["digest"], full=False)
         state.find_base(contact.status, self.run.name)
-        highest = contact.claimed.get("highest")
-        if isinstance(highest, int):  # numbers of a run are not used twice
-            state.highest_used = highest
+        # Numbers of a run are not used twice, and the engine's does not go back.
+        numbers = (contact.claimed.get("highest"), contact.status.get("version"))
+        state.highest_used = max([n for n in numbers if isinstance(n, int)], default=0)
 
     def sync(self, sync_round: SyncRound) -> Committed:
         """Send one round, in as many attempts as `Recovery` knows.

@@ -124,6 +124,16 @@ class Senders(RuleBasedStateMachine):
         if self.arrive(self.part(sender, number, full=full)):
             self.write(fails=fails)
 
+    @precondition(lambda self: self.state.runs.owner is not None)
+    @rule(number=NUMBERS, full=st.booleans())
+    def send_again(self, number: int, full: bool) -> None:
+        """The owner uses one of its numbers twice, with other weights."""
+        owner = self.state.runs.owner
+        assert owner is not None
+        sender = RunSender(run=owner.run, epoch=owner.epoch)
+        if number <= self.highest.get(owner.run, -1):
+            assert not self.arrive(self.part(sender, number, full=full))
+
     @precondition(lambda self: self.state.sync is not None)
     @rule()
     def finish(self) -> None:

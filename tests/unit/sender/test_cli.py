@@ -241,7 +241,7 @@ def test_full_needs_no_base(
         ("c.scale", 16, True),
     }
     assert len(requests) == 3
-    assert "committed (full); 56 of 56 elements" in capsys.readouterr().out
+    assert "committed (full; requested); 56 of 56 elements" in capsys.readouterr().out
 
 
 def test_save_writes_all_parts_at_once(

@@ -246,7 +246,7 @@ def test_a_log_that_moves_on_alone_is_interrupted(
     base = copied(model)
     engine = Engine.of(model)
     engine.faults = dict.fromkeys(range(8), breaks)
-    options = {"client": engine.client(), "delta_log": tmp_path, "digest": False}
+    options = {"client": engine.client(), "delta_log": tmp_path, "digest": False, "full": "allow"}
     with DeltaSender(A, model.items(), **options) as sender:
         train(model)
 

@@ -14,6 +14,7 @@ from delta_sender.model_tensors import Checkpoint, read_base
 from delta_sender.observations import Observed, Watch
 from delta_sender.options import EngineOptions, check_values, takes_options, with_defaults
 from delta_sender.results import ShardedReport, SyncError
+from delta_sender.run import Run
 from delta_sender.sharded.owned import OwnedShards
 from delta_sender.sharded.ranks import Ranks
 from delta_sender.sharded.session import ShardedSession, SharedEngine
@@ -60,6 +61,8 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         rank_timeout: Seconds after which a rank counts as dead that does not answer the others.
             Ranks wait for each other while they post, so it must exceed a sync, and a request's
             `timeout`.
+        continues: `run` and `epoch` of an earlier sender, which must be closed, to open its run
+            again; rank 0's counts.
         **options: See `EngineOptions`.
 
     Raises:
@@ -76,6 +79,7 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         *,
         group: Any = None,
         rank_timeout: float = 1800.0,
+        continues: tuple[str, int] | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
         self._options = with_defaults(options, EngineOptions)
@@ -86,13 +90,19 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         self._ranks = Ranks(group, rank_timeout)
         try:
             self._owned = OwnedShards(self._ranks, shards)
-            self._session = self._make_session(url, shards, base)
+            opened = self._ranks.from_leader(
+                lambda: msgspec.to_builtins(Run.opened(*(continues or ())))
+            )
+            run = msgspec.convert(opened, Run)
+            self._session = self._make_session(url, shards, base, run)
         except BaseException:
             self._ranks.leave()
             raise
         release_at_exit(self)
 
-    def _make_session(self, url: str, shards: Shards, base: Checkpoint | None) -> ShardedSession:
+    def _make_session(
+        self, url: str, shards: Shards, base: Checkpoint | None, run: Run
+    ) -> ShardedSession:
         options, failure = self._options, None
         client = EngineClient(url, options)
         try:
@@ -109,10 +119,20 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
             {"encoding": options["encoding"], "version": options["base_version"]}, failure
         )
         engine = SharedEngine(client, self._ranks)
-        return ShardedSession(engine, self._snapshot, options, self._owned, self._ranks)
+        return ShardedSession(engine, self._snapshot, options, run, self._owned, self._ranks)
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    @property
+    def run(self) -> str:
+        """The run that the sender has opened: an id of its lineage of weights."""
+        return self._session.run.name
+
+    @property
+    def epoch(self) -> int:
+        """Which opening of the run this sender is: 1."""
+        return self._session.run.epoch
 
     @property
     def version(self) -> int:

@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
 from delta_sender.acked_state import PostedSync
 from delta_sender.bandwidth import LinkSpeed
 from delta_sender.destination import Destination
@@ -103,12 +101,12 @@ class ShardedSession(Session):
         engine: SharedEngine,
         snapshot: Snapshot,
         options: MultiOptions,
+        run: Run,
         owned: OwnedShards,
         ranks: Ranks,
     ) -> None:
         version = options["base_version"]
         self._state = ShardedState(snapshot, version, owned, ranks)
-        run = msgspec.convert(ranks.from_leader(lambda: msgspec.to_builtins(Run.opened())), Run)
         super().__init__(engine, snapshot, options, version, run, state=self._state)
         self._engine, self._owned, self._ranks = engine, owned, ranks
 
