@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -55,7 +55,7 @@ class Observed:
     rounded: Rounded = field(default_factory=Rounded)
     unchanged_in_a_row: int = 0
 
-    def in_report(self) -> dict[str, int]:
+    def in_report(self) -> dict[str, Any]:
         """Return the fields of `SyncReport` that this determines."""
         return {
             "unchanged_in_a_row": self.unchanged_in_a_row,

@@ -6,7 +6,7 @@ compared some time after they were yielded, while the next ones are made.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from typing import Final
 
 import torch
@@ -19,6 +19,24 @@ _COPIED: Final = 1 << 16
 _LOOKED_AT: Final = 1 << 10  # elements
 # So many buffers a generator can fill in turn, each for the first time with a tensor of its size.
 _BUFFERS: Final = 4
+
+
+class Stable(Iterator[tuple[str, torch.Tensor]]):
+    """An iterator whose tensors keep their values until the sync ends, so that none is copied."""
+
+
+class StableGenerator(Stable):
+    """The tensors of a generator that does not write what it has yielded."""
+
+    def __init__(self, tensors: Generator[tuple[str, torch.Tensor], None, None]) -> None:
+        self._tensors = tensors
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        return next(self._tensors)
+
+    def close(self) -> None:
+        """Close the generator."""
+        self._tensors.close()
 
 
 Unchanged = Callable[[], bool]  # whether a tensor is as it was yielded

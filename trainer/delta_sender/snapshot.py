@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from delta_sender.diff_device import DeviceSide, is_on_device
 from delta_sender.diff_host import Change, Comparisons, compare
 from delta_sender.diff_loop import Bits, Difference
-from delta_sender.refills import Unchanged, Yielded
+from delta_sender.refills import Stable, Unchanged, Yielded
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
 from engine_ext.kernels import gather_scatter
 from engine_ext.kernels.triton import runs_kernels
@@ -106,9 +106,9 @@ class Snapshot:
         """Compare tensors with the snapshot, in threads, some tensors ahead.
 
         Args:
-            tensors: Iterated in the caller's thread. Those of a collection must not change until
-                the end; what comes from an iterator can be refilled when the next is taken, see
-                `refills`.
+            tensors: Iterated in the caller's thread. Those of a collection and of a `Stable`
+                iterator must not change until the end; what comes from any other can be refilled
+                when the next is taken, see `refills`.
             keep: Puts a change somewhere else, see `Spill.keep`.
 
         Yields:
@@ -119,7 +119,7 @@ class Snapshot:
                 `tensors` is a collection, names, shapes and dtypes are checked first. Or a tensor
                 has changed while it was compared.
         """
-        yielded = None if isinstance(tensors, _HOLDING) else Yielded()
+        yielded = None if isinstance(tensors, (*_HOLDING, Stable)) else Yielded()
         given: Iterable[_Given] = self._given(tensors)
         if isinstance(tensors, Collection):
             # Of a collection that makes its tensors, only one is alive at a time.

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from delta_sender import DeltaSender
+from delta_sender import DeltaSender, checkpoint_names, named_tensors, snapshot
 from tests.support.fake_engine import Engine, Model, model_of, sender_of, train
+from tests.support.trainer_models import make_model, saved
 
 Generator = Iterator[tuple[str, torch.Tensor]]
 
@@ -101,6 +102,20 @@ def test_memory_that_is_overwritten_too_soon_is_refused() -> None:
     assert engine.version == 0
     sender.sync(model.items())
     assert engine.holds(model)
+
+
+def test_stable_tensors_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a live model: experts are views of one tensor, and are compared together."""
+    model = make_model("qwen3_moe")
+    base = saved(model)
+    engine = Engine.of(base)
+    sender = sender_of(engine, base)
+    monkeypatch.setattr(snapshot, "Yielded", None)  # what looks after other iterators
+    for stream in (named_tensors(model, base), checkpoint_names(model.named_parameters(), model)):
+        sender.sync(stream)
+    with pytest.raises(TypeError):
+        sender.sync(iter(base.items()))
+    assert engine.holds(base)
 
 
 def test_live_tensors_from_a_generator_can_be_views() -> None:

@@ -11,7 +11,7 @@ Modules, in the order of the data's way:
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from delta_sender.model_tensors.model_state import unwrapped
 from delta_sender.model_tensors.plan import Plan
 from delta_sender.model_tensors.ranks import any_rank, world_failure
 from delta_sender.model_tensors.reader import ModelTensors, from_stream
+from delta_sender.refills import StableGenerator
 from delta_sender.snapshot import NamedTensors
 
 __all__ = [
@@ -73,7 +74,7 @@ def checkpoint_names(
     dtype: torch.dtype | None = None,
     frozen: bool | Iterable[str] = False,
     live: nn.Module | None = None,
-) -> Generator[tuple[str, torch.Tensor], None, None]:
+) -> StableGenerator:
     """Return tensors that a framework gathers by itself as the checkpoint's; see `named_tensors`.
 
     Args:
@@ -95,7 +96,8 @@ def checkpoint_names(
         ValueError: Names or shapes are not the model's or the base's, or a tensor is left out.
     """
     plan = Plan(unwrapped(model), read_base(base), dtype)
-    return from_stream(plan, tensors, frozen=frozen, live=model if live is None else live)
+    held = model if live is None else live
+    return StableGenerator(from_stream(plan, tensors, frozen=frozen, live=held))
 
 
 def read_base(base: Checkpoint | None) -> Mapping[str, torch.Tensor] | None:

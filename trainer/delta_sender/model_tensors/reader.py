@@ -12,9 +12,10 @@ from torch import nn
 from delta_sender.model_tensors.model_state import live_buffers, plain_name
 from delta_sender.model_tensors.plan import Batch, Plan, batches_of
 from delta_sender.model_tensors.ranks import Agreement, gather
+from delta_sender.refills import Stable
 
 
-class ModelTensors(Iterator[tuple[str, torch.Tensor]]):
+class ModelTensors(Stable):
     """The tensors of a model under the names of its checkpoint, one after the other.
 
     If parameters are sharded, every rank must read all, since each is gathered by all ranks; a rank

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Generator, Mapping
 
 import torch
 
@@ -66,7 +66,7 @@ class OwnedShards:
 
     def of(
         self, shards: Shards, compared: Collection[str], digests: dict[str, str]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    ) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield (name, tensor) of those that this rank owns, in the checkpoint's dtype.
 
         Args:

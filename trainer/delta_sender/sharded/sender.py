@@ -13,6 +13,7 @@ from delta_sender.http_client import EngineClient
 from delta_sender.model_tensors import Checkpoint, read_base
 from delta_sender.observations import Observed, Watch
 from delta_sender.options import EngineOptions, check_values, takes_options, with_defaults
+from delta_sender.refills import StableGenerator
 from delta_sender.results import ShardedReport, SyncError
 from delta_sender.run import Run
 from delta_sender.sharded.owned import OwnedShards
@@ -230,7 +231,8 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         )
         digests: dict[str, str] = {}
         try:
-            tensors = self._owned.of(shards, self._owned.copies.following(), digests)
+            of_rank = self._owned.of(shards, self._owned.copies.following(), digests)
+            tensors = StableGenerator(of_rank) if isinstance(shards, (list, tuple)) else of_rank
             found = self._snapshot.read(tensors, digests=False, keep=spill.keep)
             self._watch.read(sync_round, found, is_share=True)
         except Exception as error:
