@@ -8,7 +8,7 @@ import peft
 import pytest
 import torch
 
-from delta_sender import named_tensors
+from delta_sender import checkpoint_names, named_tensors
 from tests.support.trainer_models import assert_same, bits, change, make_model, saved
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -54,6 +54,22 @@ def test_merged_tensors_are_those_of_merge_and_unload(case: str, dtype: torch.dt
     after = model.state_dict()
     assert all(torch.equal(bits(after[name]), bits(t)) for name, t in before.items())
     assert_same(given, saved(model.merge_and_unload()))
+
+
+def test_adapted_model_gives_its_trained_buffers() -> None:
+    """A stream of merged weights leaves buffers out, also those of a copy that is trained."""
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    model = make_model("deepseek_v3")
+    weights = [(name, parameter.detach().clone()) for name, parameter in model.named_parameters()]
+    wanted = saved(model)
+    names = make_model("deepseek_v3").to("meta")
+    config = peft.LoraConfig(target_modules=["q_b_proj"], modules_to_save=["gate"])
+    wrapped = torch.compile(peft.get_peft_model(model, config))
+    for name, buffer in wrapped.named_buffers():
+        if "modules_to_save" in name:
+            buffer += 0.5
+    wanted[bias] = wanted[bias] + 0.5
+    assert_same(checkpoint_names(weights, names, live=wrapped), wanted)
 
 
 def test_the_active_adapter_counts() -> None:

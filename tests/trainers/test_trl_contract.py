@@ -50,6 +50,7 @@ def test_the_client_has_the_methods_that_are_replaced() -> None:
 
 def test_generation_sends_weights_through_the_client_alone() -> None:
     assert vllm_generation.VLLMClient is vllm_client.VLLMClient
+    assert parameters(vllm_generation.VLLMGeneration.sync_weights) == ["self"]
     tree = ast.parse(inspect.getsource(vllm_generation))
     called = {
         node.attr
@@ -88,6 +89,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     """Return an engine that TRL's client finds, in place of a server; `use_deltas` is undone."""
     for module in (vllm_client, vllm_generation):
         monkeypatch.setattr(module, "VLLMClient", module.VLLMClient)
+    generation = vllm_generation.VLLMGeneration
+    monkeypatch.setattr(generation, "sync_weights", generation.sync_weights)
     stock = vllm_client.VLLMClient
     monkeypatch.setattr(stock, "check_server", lambda self, timeout: None)
     monkeypatch.setattr(stock, "_get", lambda self, url: {"data": [{"id": "tiny"}]})
@@ -163,6 +166,30 @@ def test_a_model_that_transformers_does_not_have_is_refused(tmp_path: Path) -> N
         empty_model(folder)
 
 
+def balancing(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the buffers that balance a model's routers, which no optimizer steps."""
+    return [t for name, t in model.named_buffers() if name.endswith("e_score_correction_bias")]
+
+
+@pytest.mark.parametrize("given", ["at first", "later"])
+def test_a_weight_transfer_sends_trained_buffers(tmp_path: Path, given: str) -> None:
+    model = make_model("deepseek_v3")
+    base = save(model, tmp_path)
+    engine = Engine.of(saved(model))
+    at_first = model if given == "at first" else None
+    transfer = DeltaWeightTransfer("http://engine", base, model=at_first, client=engine.client())
+    transfer.init_weight_transfer()
+    for buffer in balancing(model):
+        buffer += 0.5
+    if given == "later":
+        with pytest.raises(ValueError, match=r"e_score_correction_bias: a buffer .*model="):
+            transfer.send_weights(model.named_parameters())
+        assert engine.holds(saved(make_model("deepseek_v3")))
+        transfer.model = model
+    transfer.send_weights(model.named_parameters())
+    assert engine.holds(saved(model))
+
+
 def generate(self: Any, prompts: list[list[int]], n: int, **_: Any) -> dict[str, Any]:
     """Answer as TRL's client does, with tokens that differ, so that rewards do."""
     completions = [[3 + (i * 7 + j) % 50 for j in range(6)] for i in range(len(prompts) * n)]
@@ -170,17 +197,11 @@ def generate(self: Any, prompts: list[list[int]], n: int, **_: Any) -> dict[str,
     return {"prompt_ids": prompts, "completion_ids": completions, "logprobs": logprobs}
 
 
-def test_grpo_in_server_mode_sends_deltas(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: Engine
-) -> None:
-    base = tiny_models.build("qwen3_moe", tmp_path / "base")
-    engine = Engine.of(tiny_models.load_tensors(base))
-    monkeypatch.setattr(vllm_client.VLLMClient, "generate", generate)
-    use_deltas(base, client=engine.client())
-    trainer = trl.GRPOTrainer(
+def server_trainer(base: Path, folder: Path) -> trl.GRPOTrainer:
+    return trl.GRPOTrainer(
         model=str(base),
         args=trl.GRPOConfig(
-            output_dir=str(tmp_path / "out"),
+            output_dir=str(folder),
             max_steps=2,
             per_device_train_batch_size=4,
             num_generations=4,
@@ -198,6 +219,16 @@ def test_grpo_in_server_mode_sends_deltas(
         reward_funcs=lambda completions, **_: [float(i) for i in range(len(completions))],
         train_dataset=datasets.Dataset.from_dict({"prompt": ["the quick", "a reward"]}),
     )
+
+
+def test_grpo_in_server_mode_sends_deltas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: Engine
+) -> None:
+    base = tiny_models.build("qwen3_moe", tmp_path / "base")
+    engine = Engine.of(tiny_models.load_tensors(base))
+    monkeypatch.setattr(vllm_client.VLLMClient, "generate", generate)
+    use_deltas(base, client=engine.client())
+    trainer = server_trainer(base, tmp_path / "out")
     assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
     before = {name: values.copy() for name, values in engine.weights.items()}
     trainer.train()
@@ -206,4 +237,16 @@ def test_grpo_in_server_mode_sends_deltas(
     trainer.vllm_generation.sync_weights()  # TRL syncs before it generates, not at the end
     assert engine.version == 3
     assert any((engine.weights[name] != values).any() for name, values in before.items())
+    assert engine.holds(saved(trainer.model.to(torch.bfloat16)))
+
+
+def test_grpo_in_server_mode_sends_trained_buffers(tmp_path: Path, engine: Engine) -> None:
+    base = tiny_models.build("deepseek_v3", tmp_path / "base")
+    engine = Engine.of(tiny_models.load_tensors(base))
+    use_deltas(base, client=engine.client())
+    trainer = server_trainer(base, tmp_path / "out")
+    for buffer in balancing(trainer.model):
+        buffer += 0.5
+    trainer.vllm_generation.sync_weights()
+    assert trainer.vllm_generation.vllm_client.weight_transfer.report.nnz == 4
     assert engine.holds(saved(trainer.model.to(torch.bfloat16)))

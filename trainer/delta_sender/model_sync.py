@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from typing import TypeVar, overload
 
@@ -90,7 +90,13 @@ def sync_model(
 
 
 def sync_stream(
-    sender: DeltaSender, tensors: NamedTensors, model: nn.Module, base: Checkpoint, *, frozen: bool
+    sender: DeltaSender,
+    tensors: NamedTensors,
+    model: nn.Module,
+    base: Checkpoint,
+    *,
+    frozen: bool | Iterable[str],
+    live: nn.Module | None,
 ) -> SyncReport:
     """Send tensors that a framework gathers itself; see `checkpoint_names`.
 
@@ -102,7 +108,7 @@ def sync_stream(
     """
     source = iter(tensors)
     try:
-        with closing(checkpoint_names(source, model, base, frozen=frozen)) as given:
+        with closing(checkpoint_names(source, model, base, frozen=frozen, live=live)) as given:
             return sender.sync(given)
     finally:
         for _ in source:

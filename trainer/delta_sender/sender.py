@@ -33,15 +33,18 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
 
     Not thread-safe.
 
+    A sender opens a run: an id of its lineage of weights, kept in the file of `state`. From the
+    first sync until `close` the engine belongs to that run, and refuses others.
+
     If `url` names a delta log, versions are published there, and posted to no engine: the work and
     the bytes do not grow with the number of engines. `LogSender` is the same by itself.
 
-    Tensors are given as (name, tensor) in checkpoint coordinates: unsharded, with the names,
-    shapes and dtypes of the Hugging Face checkpoint; every dtype is sent bit by bit. They are
-    taken one by one, so a generator that gathers each when asked will do. Some are compared while
-    others are posted; none may change before the sync ends, so do not yield views of a buffer that
-    is refilled in between. CUDA tensors are compared on their device (see `snapshot_on`), and only
-    what differs is copied to the host.
+    Tensors are given as (name, tensor) in checkpoint coordinates: unsharded, with the names, shapes
+    and dtypes of the Hugging Face checkpoint; every dtype is sent bit by bit. They are taken one by
+    one, so a generator that gathers each when asked will do. Some are compared while others are
+    posted. None may change before the sync ends, but a generator can yield views of a buffer that
+    it refills for the next tensor. CUDA tensors are compared on their device (see `snapshot_on`),
+    and only what differs is copied to the host.
 
     Of tied tensors (one storage, several names) one copy is kept, and they are sent under every
     name that the engine holds; if it has no plan, under the first.
@@ -123,6 +126,16 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
         self.close()
 
     @property
+    def run(self) -> str:
+        """The run that the sender has opened, or opened again: an id of its lineage of weights."""
+        return self._sender.run
+
+    @property
+    def epoch(self) -> int:
+        """Which opening of the run this sender is, from 1."""
+        return self._sender.epoch
+
+    @property
     def version(self) -> int:
         """The version that the engine acknowledged last, or the log's newest one."""
         return self._sender.version
@@ -137,20 +150,33 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
         return self._sender.wait(timeout)
 
     def close(self) -> None:
-        """Close the own HTTP clients, the log and the state file."""
+        """Release the engine, and close the own HTTP clients, the log and the state file.
+
+        What is staged in the engine is dropped there, and other runs may then claim it. Leaving a
+        `with` block does this, by Ctrl-C or an exception, too; and so does the interpreter when it
+        ends. A sender that is killed cannot: its run owns the engine until another takes it over.
+        """
         self._sender.close()
 
     def sync(self, tensors: NamedTensors) -> SyncReport:
         """Send what changed since the last sync; if nothing did, one empty part.
 
+        Before the first one the engine is claimed for the sender's run. If its digest is the
+        base's, the changes are sent whatever its version is.
+
         If the engine turns out to hold something else (it has restarted, or a digest differs) or
-        to be ``uncertain``, the whole model is sent instead, once. If only old values differ and
-        digests prove the outcome, the new values are sent first.
+        to be ``uncertain``, the whole model is sent instead, once, if what it replaces is this
+        run's own; see the option `full`. If only old values differ and digests prove the outcome,
+        the new values are sent first.
 
         Args:
             tensors: The base's tensors, with their values now.
 
         Raises:
+            FullSyncRefused: Only the whole model would help, and it would replace weights that are
+                not this run's. The engine is unchanged.
+            RunConflict: The engine belongs to another run, or has been taken over by one. It is
+                unchanged.
             SyncError: The engine refused, could not be reached, or holds other bytes afterwards.
                 See `SyncError` for its state then.
             OSError: The version cannot be written into the log; see `LogSender.sync`.
@@ -161,7 +187,10 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
         return self._sender.sync(tensors)
 
     def sync_full(self, tensors: NamedTensors) -> SyncReport:
-        """Send every tensor dense, whatever the engine holds. Raises what `sync` raises."""
+        """Send every tensor dense, whatever the engine holds; a warning says what that is.
+
+        Raises what `sync` raises.
+        """
         return self._sender.sync_full(tensors)
 
 
@@ -185,6 +214,14 @@ class _EngineSender:
     def __init__(self, url: str, base: Base, options: MultiOptions) -> None:
         self._url = url
         self._sender = MultiSender([url], base, **options)
+
+    @property
+    def run(self) -> str:
+        return self._sender.run
+
+    @property
+    def epoch(self) -> int:
+        return self._sender.epoch
 
     @property
     def version(self) -> int:

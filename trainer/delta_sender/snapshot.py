@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from delta_sender.diff_device import DeviceSide, is_on_device
 from delta_sender.diff_host import Change, Comparisons, compare
 from delta_sender.diff_loop import Bits, Difference
+from delta_sender.refills import Stable, Unchanged, Yielded
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
 from engine_ext.kernels import gather_scatter
 from engine_ext.kernels.triton import runs_kernels
@@ -57,13 +58,28 @@ class Snapshot:
         self._memory: dict[str, torch.Tensor] = {}  # of their values
         self._threads = usable_cores()
         self.tied: dict[str, str] = {}  # keys by the further names of tied tensors
+        refilled: set[str] = set()  # names under which a buffer's memory first came
         for name, tensor, first in _with_ties(base):
             if is_on_device(tensor):
                 runs_kernels(tensor.device)  # compiles them now, not in the first sync
             if first is None:
                 self._set(name, self._keep(_to_bits(name, tensor)))
-            else:
+            elif isinstance(base, _HOLDING):
                 self.tied[name] = first
+            else:
+                self._add_tied(name, _to_bits(name, tensor), first, refilled)
+
+    def _add_tied(self, name: str, dense: ParamDelta, first: str, refilled: set[str]) -> None:
+        """Take in a tensor that is in the memory of an earlier one, unless that was refilled."""
+        if first not in refilled:
+            if np.array_equal(dense.values, self._dense[first].values):
+                self.tied[name] = first
+                return
+            refilled.add(first)
+            for other in [other for other, key in self.tied.items() if key == first]:
+                del self.tied[other]
+                self._set(other, self._keep(replace(self._dense[first], name=other)))
+        self._set(name, self._keep(dense))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._dense)
@@ -90,7 +106,9 @@ class Snapshot:
         """Compare tensors with the snapshot, in threads, some tensors ahead.
 
         Args:
-            tensors: Iterated in the caller's thread. They must not change until the end.
+            tensors: Iterated in the caller's thread. Those of a collection and of a `Stable`
+                iterator must not change until the end; what comes from any other can be refilled
+                when the next is taken, see `refills`.
             keep: Puts a change somewhere else, see `Spill.keep`.
 
         Yields:
@@ -98,8 +116,10 @@ class Snapshot:
 
         Raises:
             ValueError: Names, shapes or dtypes are not the base's, or tied tensors differ. If
-                `tensors` is a collection, names, shapes and dtypes are checked first.
+                `tensors` is a collection, names, shapes and dtypes are checked first. Or a tensor
+                has changed while it was compared.
         """
+        yielded = None if isinstance(tensors, (*_HOLDING, Stable)) else Yielded()
         given: Iterable[_Given] = self._given(tensors)
         if isinstance(tensors, Collection):
             # Of a collection that makes its tensors, only one is alive at a time.
@@ -108,7 +128,7 @@ class Snapshot:
             given = known or self._given(tensors)
         pool = ThreadPoolExecutor(self._threads, thread_name_prefix="delta-compare")
         try:
-            yield from self._read(given, pool, digests, keep)
+            yield from self._read(given, pool, digests, keep, yielded)
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -122,19 +142,29 @@ class Snapshot:
             yield name, tensor, self._key_of(name, tensor, first)
 
     def _read(
-        self, tensors: Iterable[_Given], pool: Executor, digests: bool, keep: Keep
+        self,
+        tensors: Iterable[_Given],
+        pool: Executor,
+        digests: bool,
+        keep: Keep,
+        yielded: Yielded | None,
     ) -> Iterator[tuple[str, Change | None]]:
         comparisons = Comparisons(pool, streams=self._streams)
         changes: dict[str, Change | None] = {}
-        begun: deque[tuple[str, int, Callable[[], Difference]]] = deque()
+        begun: deque[tuple[str, int, Callable[[], Difference], Unchanged | None]] = deque()
         seen: set[str] = set()
         ahead = 0  # bytes of what is begun
 
         def finish() -> tuple[str, Change | None]:
             nonlocal ahead
-            key, nbytes, wait = begun.popleft()
+            key, nbytes, wait, is_unchanged = begun.popleft()
             ahead -= nbytes
             change = self._change(self._dense[key], wait())
+            if is_unchanged is not None and not is_unchanged():
+                raise ValueError(
+                    f"{key}: has changed since it was yielded. It must keep its values until the "
+                    "sync ends: yield copies of a buffer that is refilled or freed"
+                )
             changes[key] = None if change is None else keep(change)
             return key, changes[key]
 
@@ -147,28 +177,31 @@ class Snapshot:
                     raise ValueError(f"{name}: differs from {key}, which it is tied to or repeats")
                 continue
             seen.add(key)
-            wait = self._begin(key, name, tensor, key if digests else None, comparisons)
+            digested = key if digests else None
+            if is_on_device(tensor):
+                # A larger one is compared before the next is taken. Copying is cheap on a device.
+                is_copied = yielded is not None and tensor.nbytes <= _AHEAD
+                kept = tensor.clone() if is_copied else tensor
+                wait, unchanged, at_once = self._begin_on_device(key, kept, digested), None, False
+            else:
+                bits, unchanged, at_once = _in_host_memory(name, tensor), None, False
+                if yielded is not None:
+                    bits, unchanged, at_once = yielded.take(bits)
+                wait = comparisons.begin(self._memory[key], bits, digested)
             nbytes = tensor.nbytes
-            begun.append((key, nbytes, wait))
+            begun.append((key, nbytes, wait, unchanged))
             ahead += nbytes
-            while ahead > _AHEAD:
+            while ahead > _AHEAD or (at_once and begun):
                 yield finish()
         while begun:
             yield finish()
         self._refuse_missing(seen)
 
-    def _begin(
-        self,
-        key: str,
-        name: str,
-        tensor: torch.Tensor,
-        digested: str | None,
-        comparisons: Comparisons,
+    def _begin_on_device(
+        self, key: str, tensor: torch.Tensor, digested: str | None
     ) -> Callable[[], Difference]:
-        """Begin to compare a tensor, in the memory that it is in."""
+        """Begin to compare a tensor on the device that it is on."""
         old = self._dense[key]
-        if not is_on_device(tensor):
-            return comparisons.begin(self._memory[key], _in_host_memory(name, tensor), digested)
         bits = self._devices.prepare(key, old.values, tensor.device, self.nbytes)
         if bits is not old.values:
             self._set(key, replace(old, values=bits))

@@ -115,6 +115,8 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[httpx.Request]]
         requests: list[httpx.Request] = []
 
         def record(request: httpx.Request) -> httpx.Response:
+            if request.url.path == "/delta_run":
+                return httpx.Response(404)
             if request.method == "GET":
                 return httpx.Response(404) if status is None else httpx.Response(200, json=status)
             requests.append(request)
@@ -171,6 +173,28 @@ def test_options_reach_the_engine(
     assert requests[-1].headers["X-Delta-Signature"] == signature(requests[-1].content)
 
 
+def test_nonfinite_values_are_said_or_refused(
+    base: Path,
+    target: Path,
+    serve: Callable[..., list[httpx.Request]],
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = tensors()
+    model["b.weight"][3] = float("nan")
+    (target / "model.safetensors.index.json").unlink()
+    for file in target.iterdir():
+        file.unlink()
+    save_file(model, target / "model.safetensors")
+    requests = serve(accept)
+    arguments = ["--base", str(base), "--target", str(target), "--url", URL]
+    assert cli.main([*arguments, "--refuse-nonfinite"]) == 2
+    assert "b.weight: 1 values have become NaN or infinite" in capsys.readouterr().err
+    assert [r for r in requests if r.method == "POST" and r.content] == []
+    assert cli.main(arguments) == 0
+    assert "b.weight: the first NaN or infinite value" in caplog.text
+
+
 def signature(part: bytes) -> str:
     return hmac.new(b"key", part, hashlib.sha256).hexdigest()
 
@@ -217,7 +241,7 @@ def test_full_needs_no_base(
         ("c.scale", 16, True),
     }
     assert len(requests) == 3
-    assert "committed (full); 56 of 56 elements" in capsys.readouterr().out
+    assert "committed (full; requested); 56 of 56 elements" in capsys.readouterr().out
 
 
 def test_save_writes_all_parts_at_once(
@@ -288,7 +312,7 @@ def test_interrupted(
     serve(interrupt)
     arguments = ["--base", str(base), "--target", str(target), "--url", URL]
     assert cli.main(arguments) == 130
-    assert "interrupted; GET /delta_status returns" in capsys.readouterr().err
+    assert "interrupted; what was staged" in capsys.readouterr().err
 
 
 OTHER = "http://other:8001"

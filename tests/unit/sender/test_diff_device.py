@@ -210,6 +210,21 @@ def test_a_copy_that_could_not_follow_is_made_anew(
             assert np.array_equal(snapshot.image(kept, change).values, bits)
 
 
+def test_refilled_views_are_compared_as_they_were_yielded() -> None:
+    sizes = {"a": 9, "b": 40, "c": 20}
+    held = {name: torch.zeros(size, dtype=torch.bfloat16) for name, size in sizes.items()}
+    snapshot = Snapshot(held.items(), "deltas", "device")
+    new = {name: tensor + 1 + number for number, (name, tensor) in enumerate(held.items())}
+
+    def refilling() -> Iterator[tuple[str, torch.Tensor]]:
+        buffer = torch.empty(40, dtype=torch.bfloat16)
+        for name, tensor in new.items():
+            yield name, buffer[: tensor.numel()].copy_(tensor)
+
+    snapshot.advance({key: change for key, change in snapshot.read(refilling()) if change})
+    assert [change for _, change in snapshot.read(new.items())] == [None] * 3
+
+
 def test_an_unknown_place() -> None:
     with pytest.raises(ValueError, match="'gpu'; it is one of auto, device, host"):
         DeltaSender("http://nobody", [], snapshot_on="gpu")

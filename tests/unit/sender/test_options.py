@@ -9,7 +9,14 @@ import pytest
 from delta_sender import DeltaSender, MultiSender, ShardedSender, cli
 from delta_sender.options import CommonOptions, MultiOptions, Options, declared, with_defaults
 
-WITHOUT_FLAG = {"hmac_key", "timeout", "client", "snapshot_on", "changes_in_memory"}
+WITHOUT_FLAG = {
+    "hmac_key",
+    "timeout",
+    "client",
+    "snapshot_on",
+    "changes_in_memory",
+    "unchanged_warning",
+}
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,11 +34,16 @@ class DeltaWeightTransfer:
         url: The engine's root.
         base: The folder of the checkpoint that the engine was started with; its ``config.json``
             says what the model's own names are.
-        frozen: Whether the trainer leaves out tensors, which are then the base's, as
-            `AsyncGRPOTrainer` does with those that need no gradient. If not, that is an error.
+        frozen: Which tensors the trainer leaves out because it does not train them, as
+            `AsyncGRPOTrainer` does with parameters that need no gradient; they are then the
+            base's. See `checkpoint_names`. Without it, that is an error.
+        model: The model that is trained. TRL's trainers send parameters only; persistent buffers
+            are read from here.
         **options: See `DeltaSender`.
 
     Attributes:
+        model: As given. `AsyncGRPOTrainer` makes the model of a folder itself: set this to
+            ``trainer.model`` then, before training.
         report: What the last sync returned.
     """
 
@@ -46,19 +52,20 @@ class DeltaWeightTransfer:
         url: str,
         base: str | os.PathLike[str],
         *,
-        frozen: bool = False,
+        frozen: bool | Sequence[str] = False,
+        model: nn.Module | None = None,
         **options: Unpack[Options],
     ) -> None:
-        self._frozen = frozen
+        self._frozen, self.model = frozen, model
         self._url, self._base, self._options = url, Path(base), options
         self._sender: DeltaSender | None = None
-        self._model: nn.Module | None = None
+        self._names: nn.Module | None = None
         self.report: SyncReport | None = None
 
     def init_weight_transfer(self) -> None:
         """Read the base."""
         self.destroy()
-        self._model = empty_model(self._base)
+        self._names = empty_model(self._base)
         self._sender = DeltaSender(self._url, self._base, **self._options)
 
     def pause(self) -> None:
@@ -69,12 +76,17 @@ class DeltaWeightTransfer:
 
         Raises:
             SyncError: See `DeltaSender.sync`.
-            ValueError: The tensors are not the base's.
+            ValueError: The tensors are not the base's, or a tensor is left out.
         """
-        if self._sender is None or self._model is None:
+        if self._sender is None or self._names is None:
             raise RuntimeError("init_weight_transfer was not called")
         self.report = sync_stream(
-            self._sender, iterator, self._model, self._base, frozen=self._frozen
+            self._sender,
+            iterator,
+            self._names,
+            self._base,
+            frozen=self._frozen,
+            live=self.model,
         )
 
     def resume(self) -> None:
@@ -87,40 +99,63 @@ class DeltaWeightTransfer:
             self._sender = None
 
 
-def use_deltas(base: str | os.PathLike[str], **options: Unpack[Options]) -> None:
+def use_deltas(
+    base: str | os.PathLike[str],
+    *,
+    frozen: bool | Sequence[str] = False,
+    **options: Unpack[Options],
+) -> None:
     """Let TRL's trainers in server mode send deltas in place of NCCL broadcasts.
 
     Call it before the trainer is made. It replaces TRL's client of the vLLM server in this process
-    by one that differs only in how weights are sent. The server is a ``vllm serve`` with
+    by one that differs only in how weights are sent, and hands it the trainer's model, from which
+    buffers are read that TRL does not send. The server is a ``vllm serve`` with
     ``--enable-delta-updates``, and needs no ``--weight-transfer-config``.
 
     Args:
         base: See `DeltaWeightTransfer`.
+        frozen: See `DeltaWeightTransfer`.
         **options: See `DeltaSender`.
 
     Raises:
         ImportError: TRL's client is not where it was in the version that this is written for.
     """
-    import trl.generation.vllm_generation  # noqa: F401  (holds the client's name, too)
-    from trl.generation import vllm_client
+    from trl.generation import vllm_client, vllm_generation
 
     stock = getattr(vllm_client.VLLMClient, "stock_client", vllm_client.VLLMClient)
-    client = _client(stock, Path(base), options)
+    client = _client(stock, lambda url: DeltaWeightTransfer(url, base, frozen=frozen, **options))
     for name, module in list(sys.modules.items()):
         if name.startswith("trl."):
             held = vars(module).get("VLLMClient")
             if held is stock or getattr(held, "stock_client", None) is stock:
                 module.VLLMClient = client  # type: ignore[attr-defined]
+    generation = vllm_generation.VLLMGeneration
+    if not hasattr(generation.sync_weights, "stock"):
+        generation.sync_weights = _with_model(generation.sync_weights)
 
 
-def _client(stock: Any, base: Path, options: Options) -> type:
+def _with_model(stock: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return TRL's `sync_weights`, which gives the client the model whose weights it sends."""
+
+    @functools.wraps(stock)
+    def sync_weights(generation: Any) -> None:
+        client = getattr(generation, "vllm_client", None)  # on the main process, in server mode
+        if (transfer := getattr(client, "weight_transfer", None)) is not None:
+            transfer.model = generation.model
+        stock(generation)
+
+    sync_weights.stock = stock  # type: ignore[attr-defined]
+    return sync_weights
+
+
+def _client(stock: Any, connect: Callable[[str], DeltaWeightTransfer]) -> type:
     """Return TRL's client with another way of sending weights."""
 
     class DeltaVLLMClient(stock):  # type: ignore[misc]
         stock_client = stock
 
         def init_communicator(self, device: object = 0) -> None:
-            self.weight_transfer = DeltaWeightTransfer(self.base_url, base, **options)
+            self.weight_transfer = connect(self.base_url)
             self.weight_transfer.init_weight_transfer()
 
         def update_named_params(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -34,9 +34,11 @@ class DeltaTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     Attributes:
         base: Folder of the checkpoint that the engine was started with.
         url: The engine's root; None: the ``base_url`` of the client. Its ``/delta_status`` is read.
-        model: A model with the source's names, or one like it on the meta device, if they are not
-            the checkpoint's; see `delta_sender.checkpoint_names`.
-        frozen: Whether the source leaves out tensors, which are then the base's; needs `model`.
+        model: The model of the source, or one like it on the meta device, if its names are not the
+            checkpoint's or the source leaves out persistent buffers, as `ModuleSource` does: they
+            are read from the model. See `delta_sender.checkpoint_names`.
+        frozen: Which tensors the source leaves out because they are not trained; they are then the
+            base's. See `checkpoint_names`; needs `model`.
         channel: How parts travel; inline if None.
         options: Of `DeltaSender`.
     """
@@ -46,7 +48,7 @@ class DeltaTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     base: str | os.PathLike[str]
     url: str | None = None
     model: nn.Module | None = None
-    frozen: bool = False
+    frozen: bool | Sequence[str] = False
     channel: Channel | None = None
     options: dict[str, Any] = field(default_factory=dict)
 

@@ -11,7 +11,7 @@ Modules, in the order of the data's way:
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from delta_sender.model_tensors.model_state import unwrapped
 from delta_sender.model_tensors.plan import Plan
 from delta_sender.model_tensors.ranks import any_rank, world_failure
 from delta_sender.model_tensors.reader import ModelTensors, from_stream
+from delta_sender.refills import StableGenerator
 from delta_sender.snapshot import NamedTensors
 
 __all__ = [
@@ -71,24 +72,32 @@ def checkpoint_names(
     base: Checkpoint | None = None,
     *,
     dtype: torch.dtype | None = None,
-    frozen: bool = False,
-) -> Generator[tuple[str, torch.Tensor], None, None]:
+    frozen: bool | Iterable[str] = False,
+    live: nn.Module | None = None,
+) -> StableGenerator:
     """Return tensors that a framework gathers by itself as the checkpoint's; see `named_tensors`.
 
     Args:
         tensors: The model's tensors, whole, under their names in the model, adapters merged. Each
             is copied, since many frameworks free it on the next step, and all are read, even if
-            the iterator is closed early.
-        model: The model, or one like it on the meta device: only names and shapes are taken.
+            the iterator is closed early. Persistent buffers can be left out if `model` or `live`
+            has their values: they are read there, last.
+        model: The model, or one like it on the meta device. Names and shapes are taken, and the
+            values of buffers that `tensors` leaves out.
         base: See `named_tensors`.
         dtype: See `named_tensors`.
-        frozen: Whether tensors may be left out, because they are not trained: they are then the
-            base's.
+        frozen: Which tensors can be left out, because they are not trained: they are then the
+            base's. True: all parameters, but no buffer, as a buffer can be trained without a
+            gradient (`e_score_correction_bias`). Otherwise patterns of names in the model, as of
+            `fnmatch`; these name buffers, too.
+        live: The model that is trained, to read buffers from, if `model` is on the meta device.
 
     Raises:
-        ValueError: Names or shapes are not the model's or the base's.
+        ValueError: Names or shapes are not the model's or the base's, or a tensor is left out.
     """
-    return from_stream(Plan(unwrapped(model), read_base(base), dtype), tensors, frozen=frozen)
+    plan = Plan(unwrapped(model), read_base(base), dtype)
+    held = model if live is None else live
+    return StableGenerator(from_stream(plan, tensors, frozen=frozen, live=held))
 
 
 def read_base(base: Checkpoint | None) -> Mapping[str, torch.Tensor] | None:

@@ -17,7 +17,10 @@ from delta_sender.model_tensors.adapters import (
 from delta_sender.model_tensors.ranks import is_sharded
 
 # What wrappers around a module of the model put into names.
-_WRAPPERS: Final = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")
+_WRAPPERS: Final = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+# What PEFT puts into the names of tensors that it keeps, and of those that it replaces.
+_ADAPTED: Final = re.compile(r"\b(base_layer|modules_to_save\.[^.]+)\.")
+_REPLACED: Final = re.compile(r"\boriginal_module\.")
 
 
 def unwrapped(model: Any) -> nn.Module:
@@ -38,6 +41,20 @@ def unwrapped(model: Any) -> nn.Module:
 def plain_name(name: str) -> str:
     """Return a tensor's name without what wrappers have put into it."""
     return _WRAPPERS.sub("", name)
+
+
+def live_buffers(model: Any) -> dict[str, torch.Tensor]:
+    """Return the buffers of a model that is trained, by their names in the model without wrappers.
+
+    Frameworks shard parameters, and every rank holds whole buffers, so that they can be read also
+    where parameters cannot (FSDP1, DeepSpeed ZeRO-3). Buffers on the meta device, those that are
+    sharded, and those that several active copies claim are left out.
+    """
+    found: dict[str, list[torch.Tensor]] = {}
+    for name, buffer in unwrapped(model).named_buffers():
+        if buffer.device.type != "meta" and not is_sharded(buffer) and not _REPLACED.search(name):
+            found.setdefault(_ADAPTED.sub("", plain_name(name)), []).append(buffer)
+    return {name: buffers[0] for name, buffers in found.items() if len(buffers) == 1}
 
 
 class ModelState:

@@ -20,6 +20,7 @@ from torch import nn
 
 from delta_sender.model_tensors.adapters import AdaptedModule
 from delta_sender.model_tensors.model_state import ModelState
+from delta_sender.rounding import cast
 
 State = dict[str, torch.Tensor]
 Convert = Callable[[State], State]
@@ -212,16 +213,23 @@ class Plan:
         return {name: self._cast(name, tensor) for name, tensor in made.items()}
 
     def untrained(self, group: Group) -> list[tuple[str, torch.Tensor]]:
-        """Return a buffer that is not given: the base's, or else the model's."""
+        """Return tensors that are not given and not trained: the base's, or else the model's.
+
+        Raises:
+            ValueError: Neither has values.
+        """
         if self._base is not None:
             return [(name, self._base[name]) for name in group.outputs]
+        for key in group.keys:
+            if self.state.tensors[key].device.type == "meta":
+                raise ValueError(f"{key}: left out, without a base or a model that has its values")
         return list(self.build(group, self.state.tensors).items())
 
     def _cast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if self._base is not None:
-            return tensor.to(self._base[name].dtype)
+            return cast(name, tensor, self._base[name].dtype)
         if self._dtype is not None and tensor.is_floating_point():
-            return tensor.to(self._dtype)
+            return cast(name, tensor, self._dtype)
         return tensor
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Container, Generator, Iterable, Iterator
+from fnmatch import fnmatchcase
 
 import torch
+from torch import nn
 
-from delta_sender.model_tensors.model_state import plain_name
+from delta_sender.model_tensors.model_state import live_buffers, plain_name
 from delta_sender.model_tensors.plan import Batch, Plan, batches_of
 from delta_sender.model_tensors.ranks import Agreement, gather
+from delta_sender.refills import Stable
 
 
-class ModelTensors(Iterator[tuple[str, torch.Tensor]]):
+class ModelTensors(Stable):
     """The tensors of a model under the names of its checkpoint, one after the other.
 
     If parameters are sharded, every rank must read all, since each is gathered by all ranks; a rank
@@ -115,7 +118,11 @@ class ModelTensors(Iterator[tuple[str, torch.Tensor]]):
 
 
 def from_stream(
-    plan: Plan, tensors: Iterable[tuple[str, torch.Tensor]], *, frozen: bool = False
+    plan: Plan,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    frozen: bool | Iterable[str] = False,
+    live: nn.Module | None = None,
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
     """Yield the checkpoint's tensors, given the model's as a framework gathers them.
 
@@ -123,9 +130,12 @@ def from_stream(
     because other ranks take part in gathering them.
 
     Args:
-        tensors: All tensors under their names in the model, adapters merged, in any order. Of tied
-            ones any name will do, and persistent buffers may be left out.
-        frozen: Whether any tensor may be left out; it is then the base's.
+        tensors: All tensors under their names in the model, adapters merged, in any order. Any name
+            of tied ones will do.
+        frozen: Which tensors can be left out, because they are not trained; they are then the
+            base's. True: all parameters. Otherwise patterns of names, as of `fnmatch`.
+        live: The model that is trained. Persistent buffers that `tensors` leaves out are read from
+            it; a buffer has no gradient, but it can be trained all the same.
 
     Raises:
         ValueError: A tensor is missing, is not known, or has another shape.
@@ -134,26 +144,34 @@ def from_stream(
     group_of = {key: group for group in plan.groups for key in group.keys}
     missing = {id(group): set(group.keys) for group in plan.groups}
     pending: dict[str, torch.Tensor] = {}
+
+    def take(given: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        key = state.aliases.get(plain_name(given), plain_name(given))
+        if key not in group_of:
+            raise ValueError(f"{given}: not a tensor of the model")
+        group = group_of[key]
+        if key not in missing[id(group)]:
+            return  # a further name of a tied tensor
+        if tensor.shape != state.tensors[key].shape:
+            wanted = list(state.tensors[key].shape)
+            raise ValueError(f"{given}: {list(tensor.shape)}, but {wanted} in the model")
+        pending[key] = tensor.detach().clone()
+        missing[id(group)].remove(key)
+        if not missing[id(group)]:
+            yield from plan.build(group, {key: pending.pop(key) for key in group.keys}).items()
+
     try:
         yield from plan.unchanged.items()
         for given, tensor in source:
-            key = state.aliases.get(plain_name(given), plain_name(given))
-            if key not in group_of:
-                raise ValueError(f"{given}: not a tensor of the model")
-            group = group_of[key]
-            if key not in missing[id(group)]:
-                continue  # a further name of a tied tensor
-            if tensor.shape != state.tensors[key].shape:
-                wanted = list(state.tensors[key].shape)
-                raise ValueError(f"{given}: {list(tensor.shape)}, but {wanted} in the model")
-            pending[key] = tensor.detach().clone()
-            missing[id(group)].remove(key)
-            if not missing[id(group)]:
-                yield from plan.build(group, {key: pending.pop(key) for key in group.keys}).items()
+            yield from take(given, tensor)
+        buffers = {plain_name(name) for name, _ in state.model.named_buffers()}
         absent = sorted(key for keys in missing.values() for key in keys)
-        buffers = {name for name, _ in state.model.named_buffers()}
-        if (left := [key for key in absent if key not in buffers]) and not frozen:
-            raise ValueError(f"missing, but in the model: {', '.join(left[:5])}")
+        if live is not None and not buffers.isdisjoint(absent):
+            held = live_buffers(live)
+            for key in [key for key in absent if key in buffers and key in held]:
+                yield from take(key, held[key])
+                absent.remove(key)
+        _refuse_left_out(absent, buffers, frozen)
         for group in {id(group_of[key]): group_of[key] for key in absent}.values():
             if len(missing[id(group)]) < len(group.keys):
                 raise ValueError(f"{group.keys[0]}: given in part")
@@ -161,3 +179,23 @@ def from_stream(
     finally:
         for _ in source:
             pass
+
+
+def _refuse_left_out(
+    absent: Iterable[str], buffers: Container[str], frozen: bool | Iterable[str]
+) -> None:
+    """Refuse tensors that were left out, and of which nothing says that they are not trained.
+
+    Raises:
+        ValueError: There are some.
+    """
+    patterns = [] if isinstance(frozen, bool) else list(frozen)
+    left = [key for key in absent if not any(fnmatchcase(key, one) for one in patterns)]
+    if parameters := [key for key in left if key not in buffers and frozen is not True]:
+        raise ValueError(f"missing, but in the model: {', '.join(parameters[:5])}")
+    if trained := [key for key in left if key in buffers]:
+        raise ValueError(
+            f"{', '.join(trained[:5])}: a buffer that the given tensors leave out, and that can be "
+            "trained without a gradient. Give the live model, which it is then read from (model=), "
+            "yield it with the other tensors, or name it in frozen=[...] if it is not trained"
+        )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Generator, Mapping
 
 import torch
 
 from delta_sender.acked_state import AckedState
+from delta_sender.rounding import count as count_rounded
 from delta_sender.sharded.box import Box
 from delta_sender.sharded.copies import Copies
 from delta_sender.sharded.digests import box_digest
@@ -65,7 +66,7 @@ class OwnedShards:
 
     def of(
         self, shards: Shards, compared: Collection[str], digests: dict[str, str]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    ) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield (name, tensor) of those that this rank owns, in the checkpoint's dtype.
 
         Args:
@@ -89,6 +90,7 @@ class OwnedShards:
             if is_compared and (found := self.copies.digest(held.name, box, tensor)) is not None:
                 digests.update([found])
             if held.name in self.boxes:
+                count_rounded(held.name, shard.tensor, tensor.dtype)
                 yield held.name, tensor
         if missing:
             raise ValueError(f"missing, but given before: {', '.join(sorted(missing)[:5])}")
@@ -121,6 +123,8 @@ def _held(shard: Shard, box: Box) -> Held:
 
 class ShardedState(AckedState):
     """What the engine holds, of which this rank's snapshot has its share."""
+
+    resends_unproven = False
 
     def __init__(self, snapshot: Snapshot, version: int, owned: OwnedShards, ranks: Ranks) -> None:
         super().__init__(snapshot, version, owned.ownership)

@@ -29,8 +29,55 @@ def test_they_are_those_that_are_saved(kind: str, tmp_path: Path) -> None:
     masters = make_model(kind, torch.float32)
     folder = save(make_model(kind), tmp_path)
     change(masters, scale=0.01)
-    given = checkpoint_names(freeing(masters), empty_model(folder), folder)
+    given = checkpoint_names(freeing(masters), empty_model(folder), folder, live=masters)
     assert_same(given, saved(masters.to(torch.bfloat16)))
+
+
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+@pytest.fixture
+def balanced(tmp_path: Path) -> tuple[torch.nn.Module, Path]:
+    """Return a trained model whose routers are balanced by a buffer, and its base."""
+    model = make_model("deepseek_v3")
+    folder = save(model, tmp_path)
+    change(model)
+    model.get_buffer(BIAS).add_(0.5)
+    return model, folder
+
+
+@pytest.mark.parametrize("frozen", [False, True, ["*"]])
+def test_trained_buffer_is_read_from_the_live_model(
+    balanced: tuple[torch.nn.Module, Path], frozen: bool | list[str]
+) -> None:
+    model, folder = balanced
+    assert_same(checkpoint_names(freeing(model), model, folder, frozen=frozen), saved(model))
+    names = empty_model(folder)
+    given = checkpoint_names(freeing(model), names, folder, frozen=frozen, live=model)
+    assert_same(given, saved(model))
+
+
+@pytest.mark.parametrize("frozen", [False, True, ["*.gate.weight"]])
+def test_trained_buffer_without_values_is_refused(
+    balanced: tuple[torch.nn.Module, Path], frozen: bool | list[str]
+) -> None:
+    model, folder = balanced
+    given = checkpoint_names(freeing(model), empty_model(folder), folder, frozen=frozen)
+    with pytest.raises(ValueError, match=rf"{BIAS}: a buffer .*model=.*frozen="):
+        list(given)
+
+
+def test_buffer_named_as_frozen_is_the_base_s(balanced: tuple[torch.nn.Module, Path]) -> None:
+    model, folder = balanced
+    names, frozen = empty_model(folder), ["*.e_score_correction_bias"]
+    given = dict(checkpoint_names(freeing(model), names, folder, frozen=frozen))
+    assert_same(given.items(), {**saved(model), BIAS: torch.zeros_like(given[BIAS])})
+
+
+def test_frozen_tensor_without_values_is_refused() -> None:
+    model = make_model("dense").to("meta")
+    with pytest.raises(ValueError, match="without a base or a model that has its values"):
+        list(checkpoint_names([], model, frozen=True))
 
 
 def test_all_is_read_however_it_ends() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from delta_sender import RankError, Shard, ShardedSender, SyncError, part_sizes
+from delta_sender import FullSyncRefused, RankError, Shard, ShardedSender, SyncError, part_sizes
 from tests.support.fake_engine import (
     Engine,
     Model,
@@ -37,6 +37,25 @@ def snapshot_is(sender: ShardedSender, engine: Engine) -> bool:
         np.array_equal(sender._snapshot.image(name).values, values)
         for name, values in engine.weights.items()
     )
+
+
+def test_what_ranks_give_is_watched(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of(torch.bfloat16)
+    engine = Engine.of(model)
+    with sender_of(engine, model, unchanged_warning=2, refuse_nonfinite=True) as sender:
+        counts = [sender.sync(whole(model)).unchanged_in_a_row for _ in range(3)]
+        assert counts == [1, 2, 3]
+        assert caplog.text.count("no value has changed in 2 syncs") == 1
+        wide = {name: tensor.float() for name, tensor in model.items()}
+        wide["layers.1.weight"][0, 0] = float("inf")
+        given = [shard._replace(dtype=torch.bfloat16) for shard in whole(wide)]
+        with pytest.raises(RankError, match=r"layers.1.weight: 1 values .* NaN or infinite"):
+            sender.sync(given)
+        assert engine.version == 3
+        wide["layers.1.weight"][0, 0] = 0.5
+        report = sender.sync(given)
+        assert (report.unchanged_in_a_row, report.rounded) == (0, report.numel)
+        assert "6 of 6 tensors (2400 values) are rounded" not in caplog.text  # not a warning
 
 
 @pytest.mark.parametrize("encoding", ["deltas", "gap8_ulp", "auto"])
@@ -86,7 +105,7 @@ def test_what_it_holds_is_replaced_by_a_full_sync(state: str) -> None:
         train(model)
         sender.sync(whole(model))
         if state == "restarted":
-            engine.version = 0
+            engine.restart(model_of())
         elif state == "uncertain":
             engine.uncertain = True
         else:
@@ -176,7 +195,13 @@ def test_another_trainers_sync_is_not_taken_for_an_empty_one(digest: bool) -> No
     with sender_of(engine, other, digest=digest) as sender:
         train(other)
         sender.sync(whole(other))
-    with sender_of(engine, base, digest=digest) as sender:
+    with (
+        sender_of(engine, base, digest=digest) as sender,
+        pytest.raises(FullSyncRefused, match="version 1 "),
+    ):
+        sender.sync(whole(base))
+    assert engine.holds(other)
+    with sender_of(engine, base, digest=digest, full="allow") as sender:
         report = sender.sync(whole(base))
     assert (report.version, report.full) == (2, True)
     assert engine.holds(base)

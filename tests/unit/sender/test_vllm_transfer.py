@@ -1,0 +1,71 @@
+"""The trainer's half of vLLM's weight-transfer API, with an engine in this process."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
+
+from delta_sender.integrations.trl_trainers import empty_model
+from delta_sender.integrations.vllm_transfer import DeltaTrainerInitInfo
+from tests.support.fake_engine import Engine
+from tests.support.trainer_models import change, make_model, save, saved
+
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+class SyncClient:
+    """A client of the API, to an engine in this process."""
+
+    base_url = "http://engine"
+
+    def __init__(self, engine: Engine) -> None:
+        self._client = engine.client()
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        body = base64.b64decode(update_info["part"])
+        self._client.post("http://engine/update_weights_delta", content=body).raise_for_status()
+
+
+def engine_and_transfer(
+    trained: torch.nn.Module, model: torch.nn.Module, base: Path
+) -> tuple[Engine, Any]:
+    engine = Engine.of(saved(trained))
+    info = DeltaTrainerInitInfo(
+        base=base, model=model, rank=0, options={"client": engine.client(), "posts_in_flight": 1}
+    )
+    source = ModuleSource(trained)
+    made = WeightTransferTrainerFactory.trainer_init(info, client=SyncClient(engine), source=source)
+    return engine, made
+
+
+def test_module_source_sends_trained_buffers(tmp_path: Path) -> None:
+    model = make_model("deepseek_v3")
+    base = save(model, tmp_path)
+    engine, transfer = engine_and_transfer(model, model, base)
+    change(model, scale=0.01)
+    model.get_buffer(BIAS).add_(0.5)
+    transfer.send_weights()
+    assert engine.holds(saved(model))
+    transfer.shutdown()
+
+
+def test_module_source_without_buffer_values_is_refused(tmp_path: Path) -> None:
+    model = make_model("deepseek_v3")
+    base = save(model, tmp_path)
+    engine, transfer = engine_and_transfer(model, empty_model(base), base)
+    model.get_buffer(BIAS).add_(0.5)
+    with pytest.raises(ValueError, match=f"{BIAS}: a buffer"):
+        transfer.send_weights()
+    assert engine.version == 0
+    transfer.shutdown()
