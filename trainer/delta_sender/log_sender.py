@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from delta_sender.arguments import named_pairs
 from delta_sender.checkpoint import Base, tensors_of
 from delta_sender.encoding_policy import sparse_encoding
 from delta_sender.log_destination import LogDestination
@@ -175,6 +176,7 @@ class LogSender(AbstractContextManager["LogSender"]):
             started=time.perf_counter(),
         )
         try:
+            tensors = named_pairs(tensors)
             sync_round.read(self._snapshot.read(tensors, digests=True, keep=spill.keep))
             committed = self._session.sync(sync_round)
             self._snapshot.advance(sync_round.changes)

@@ -89,7 +89,7 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
             an object store (``s3://BUCKET/PREFIX``), or its folder as a `Path`, a ``file://`` URL
             or a path that starts with ``/``, ``./`` or ``../``.
         base: What the engine holds now, or what the log's newest version leads to, as (name,
-            tensor), or the folder of a checkpoint; copied.
+            tensor), a dict of them, or the folder of a checkpoint; copied.
         notify: Roots of engines that are asked to look at the log after each version; see
             `LogSender`.
         **options: See `Options`. With a log, those of `LogOptions`.
@@ -110,6 +110,10 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
         notify: Sequence[str] = (),
         **options: Unpack[Options],
     ) -> None:
+        if not isinstance(url, str | Path):
+            raise TypeError(
+                f"DeltaSender takes one url, and not {url!r}; MultiSender takes several"
+            )
         given, log = with_defaults(options, Options), log_location(url)
         self._sender: LogSender | _EngineSender
         if log is not None:
@@ -148,9 +152,10 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
         digests prove the outcome, the new values are sent first.
 
         Args:
-            tensors: The base's tensors, with their values now.
+            tensors: The base's tensors, with their values now, as (name, tensor) or a dict.
 
         Raises:
+            TypeError: They are something else. Nothing was sent if it is a collection.
             SyncError: The engine refused, could not be reached, or holds other bytes afterwards.
                 See `SyncError` for its state then.
             OSError: The version cannot be written into the log; see `LogSender.sync`.
