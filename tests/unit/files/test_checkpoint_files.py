@@ -108,5 +108,5 @@ def test_a_folder_that_is_none_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(FileNotFoundError, match=r"no tensors in \*.safetensors$"):
         names(tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(FileNotFoundError, match="only pytorch_model.bin, which is not read"):
+    with pytest.raises(FileNotFoundError, match=r"only pytorch_model\.bin, which is not read"):
         names(tmp_path)

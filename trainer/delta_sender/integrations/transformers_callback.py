@@ -130,7 +130,8 @@ class DeltaSyncCallback(TrainerCallback):  # type: ignore[misc]
     def _sync(self, state: Any, model: nn.Module) -> None:
         began = time.monotonic()
         base = self._base if self._sender is not None else None
-        reports = sync_model(self._sender, model, base, dtype=self._dtype)
+        form = self._options["quantize"]
+        reports = sync_model(self._sender, model, base, dtype=self._dtype, quantize=form)
         self._synced_step = state.global_step
         if reports is not None:
             self.reports = reports

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from delta_sender.model_sync import sync_stream
+from delta_sender.model_tensors import empty_model
 from delta_sender.options import Options
 from delta_sender.results import SyncReport
 from delta_sender.sender import DeltaSender
@@ -32,7 +33,7 @@ class DeltaWeightTransfer:
     Args:
         url: The engine's root.
         base: The folder of the checkpoint that the engine was started with; its ``config.json``
-            says what the model's own names are.
+            says of which class the model is. It may be quantised, see `Options.quantize`.
         frozen: Whether the trainer leaves out tensors, which are then the base's, as
             `AsyncGRPOTrainer` does with those that need no gradient. If not, that is an error.
         **options: See `DeltaSender`.
@@ -74,7 +75,12 @@ class DeltaWeightTransfer:
         if self._sender is None or self._model is None:
             raise RuntimeError("init_weight_transfer was not called")
         self.report = sync_stream(
-            self._sender, iterator, self._model, self._base, frozen=self._frozen
+            self._sender,
+            iterator,
+            self._model,
+            self._base,
+            frozen=self._frozen,
+            quantize=self._options.get("quantize"),
         )
 
     def resume(self) -> None:
@@ -146,17 +152,3 @@ def _client(stock: Any, base: Path, options: Options) -> type:
                 transfer.destroy()
 
     return DeltaVLLMClient
-
-
-def empty_model(folder: Path) -> nn.Module:
-    """Return the model of a checkpoint folder on the meta device: its names and shapes."""
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(folder)
-    architecture = (config.architectures or ["none"])[0]
-    model_class = getattr(transformers, architecture, None)
-    if model_class is None:
-        raise ValueError(f"{folder}: transformers has no {architecture}")
-    with torch.device("meta"):
-        model: nn.Module = model_class(config)
-    return model

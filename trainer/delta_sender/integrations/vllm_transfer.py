@@ -128,7 +128,10 @@ class DeltaTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         if info.model is None:
             tensors = ((name, tensor.detach().clone()) for name, tensor in source)
         else:
-            tensors = checkpoint_names(source, info.model, info.base, frozen=info.frozen)
+            form = info.options.get("quantize")
+            tensors = checkpoint_names(
+                source, info.model, info.base, frozen=info.frozen, quantize=form
+            )
         try:
             with closing(tensors):
                 [report] = self._sender.sync(tensors).values()

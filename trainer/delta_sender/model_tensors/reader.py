@@ -6,10 +6,11 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 
 import torch
+from torch import nn
 
-from delta_sender.model_tensors.model_state import plain_name
+from delta_sender.model_tensors.model_state import VALUE_HEAD, plain_name, refuse_offloaded
 from delta_sender.model_tensors.plan import Batch, Plan, batches_of
-from delta_sender.model_tensors.ranks import Agreement, gather
+from delta_sender.model_tensors.ranks import Agreement, gather, plain
 
 
 class ModelTensors(Iterator[tuple[str, torch.Tensor]]):
@@ -28,9 +29,7 @@ class ModelTensors(Iterator[tuple[str, torch.Tensor]]):
     """
 
     def __init__(self, plan: Plan) -> None:
-        for name, tensor in plan.state.live.items():
-            if tensor.device.type == "meta":
-                raise ValueError(f"{name}: on the meta device, so it has no values")
+        refuse_offloaded(plan.state.model, plan.state.live)
         self._plan = plan
         self._batches = batches_of(plan.groups, plan.state.modules)
         self._agreement = Agreement(plan.state.live.values())
@@ -87,6 +86,7 @@ class ModelTensors(Iterator[tuple[str, torch.Tensor]]):
     def _read(self, batch: Batch) -> None:
         whole = dict(self._gather() for _ in self._reads(batch))
         try:
+            whole = {name: plain(name, tensor) for name, tensor in whole.items()}
             tensors = {key: whole[n] for key, n in self._plan.state.reads.items() if n in whole}
             for module in batch.modules:
                 tensors |= module.merge(whole)
@@ -124,7 +124,7 @@ def from_stream(
 
     Args:
         tensors: All tensors under their names in the model, adapters merged, in any order. Of tied
-            ones any name will do, and persistent buffers may be left out.
+            ones any name will do, and persistent buffers may be left out. A value head is dropped.
         frozen: Whether any tensor may be left out; it is then the base's.
 
     Raises:
@@ -139,14 +139,17 @@ def from_stream(
         for given, tensor in source:
             key = state.aliases.get(plain_name(given), plain_name(given))
             if key not in group_of:
-                raise ValueError(f"{given}: not a tensor of the model")
+                if key.startswith(VALUE_HEAD):
+                    continue
+                raise ValueError(f"{given}: not a tensor of the model{_class_of(state.model)}")
             group = group_of[key]
             if key not in missing[id(group)]:
                 continue  # a further name of a tied tensor
             if tensor.shape != state.tensors[key].shape:
                 wanted = list(state.tensors[key].shape)
                 raise ValueError(f"{given}: {list(tensor.shape)}, but {wanted} in the model")
-            pending[key] = tensor.detach().clone()
+            copied = plain(given, tensor)
+            pending[key] = tensor.detach().clone() if copied is tensor else copied
             missing[id(group)].remove(key)
             if not missing[id(group)]:
                 yield from plan.build(group, {key: pending.pop(key) for key in group.keys}).items()
@@ -161,3 +164,10 @@ def from_stream(
     finally:
         for _ in source:
             pass
+
+
+def _class_of(model: nn.Module) -> str:
+    if not hasattr(model, "save_pretrained"):
+        return ""
+    name = type(model).__name__
+    return f", a {name}; the trainer must load the checkpoint as transformers.{name}"
