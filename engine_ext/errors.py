@@ -14,6 +14,8 @@ answered with and the state the engine is in afterwards; a subclass inherits bot
     │   ├── VersionConflict    409  the engine is not at the sync's base version
     │   ├── BaseMismatch       409  the engine's old bytes are not the sender's
     │   ├── SyncInProgress     409  another sync has parts staged; retry later
+    │   ├── RunConflict        409  another run owns the engine
+    │   │   └── RunFenced      409  another run, or a later process of this one, has taken over
     │   ├── WeightsAsleep      409  the engine has released its weights
     │   └── LogDamaged         409  the delta log has no sound route from here
     ├── TooLarge               413  body or declared size over a limit
@@ -121,6 +123,14 @@ class BaseMismatch(Conflict):
 
 class SyncInProgress(Conflict):
     """Another sync has staged parts; retry in ``retry_after`` seconds."""
+
+
+class RunConflict(Conflict):
+    """Another run owns the weights (``owner``): its sender alone may change them."""
+
+
+class RunFenced(RunConflict):
+    """The run, or this process of it, was replaced for good (``owner``: by whom, since when)."""
 
 
 class WeightsAsleep(Conflict):

@@ -7,12 +7,17 @@ It imports nothing of this project, to be read in five minutes and ported in an 
     train(batch)
     sender.sync(model.state_dict())  # after every step
 
-Names, shapes and dtypes must be the checkpoint's; leave out aliases of tied tensors. Use one sender
-per engine: weights are identified by their version number only. (The `delta_sender` package, for
-production, also proves by digests that engine and trainer hold the same bytes.)
+    sender.close()
+
+Names, shapes and dtypes must be the checkpoint's; leave out aliases of tied tensors. A sender opens
+a run, an id of its weights' lineage: from the first sync to `close` the engine takes parts of that
+run only, and a version is known by run and number. (The `delta_sender` package, for production,
+also proves by digests that engine and trainer hold the same bytes, and so needs no `version`.)
 """
 
 import json
+import os
+import socket
 import uuid
 from collections import defaultdict
 from collections.abc import Mapping
@@ -38,7 +43,7 @@ class SyncError(Exception):
 
 
 class BaseError(SyncError):
-    """The engine does not hold `Sender.base`; it can only take a full sync."""
+    """The engine does not hold `Sender.base`; only a full sync would help."""
 
 
 def copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -105,17 +110,39 @@ class Sender:
 
     def __init__(self, client: httpx.Client, base: Mapping[str, torch.Tensor], version: int = 0):
         self.client, self.base, self.version, self._tried = client, copies(base), version, version
+        self.run, self._host = uuid.uuid4().hex, socket.gethostname()
+        self._is_owner = self._has_sent = False
+
+    def close(self) -> None:
+        """Let others claim the engine; it drops what it has of an unfinished sync."""
+        self._own("release")
+
+    def _own(self, action: str) -> Any:
+        fields = {"action": action, "run": self.run, "epoch": 1, "host": self._host}
+        body = json.dumps({**fields, "pid": os.getpid()}).encode()
+        return self._request("POST", "/delta_run", body, "application/json")
 
     def sync(self, tensors: Mapping[str, torch.Tensor]) -> int:
         """Bring the engine to `tensors` and return their version; if it raises, call it again."""
         new = copies(tensors)
+        if not self._is_owner:
+            held = self._own("claim")
+            if held["version"] != self.version:
+                self.close()
+                raise BaseError(f"the engine is at {held['version']}, the base at {self.version}")
+            self._is_owner = True
         try:
             self._send(compare(self.base, new), base_version=str(self.version))
         except BaseError:
+            # Only what this run has sent is replaced, or what a restarted engine has loaded.
+            held = self._request("GET", "/delta_status")
+            if held["run"] != self.run and not (held["loaded"] and self._has_sent):
+                raise
+            self._tried = max(self._tried, held["version"])  # versions do not go back
             self._send([(name, tensor, None) for name, tensor in new.items()], full="true")
         # The base moves only now, or a change that never arrives would silently stay lost. If only
         # the answer is lost, the engine is a version ahead: the next sync gets a 409 and sends all.
-        self.base, self.version = new, self._tried
+        self.base, self.version, self._has_sent = new, self._tried, True
         return self.version
 
     def _send(self, changes: list[Change], **start: str) -> None:
@@ -131,20 +158,22 @@ class Sender:
                 nbytes += (tensor if indices is None else indices).nbytes
                 parts[tensor.dtype, nbytes // PART_BYTES].append((name, tensor, indices))
         bodies = [*parts.values()] or [[]]  # an empty part advances the version
-        sync = {"sync_id": uuid.uuid4().hex, "current_version": str(self._tried), **start}
+        run = {"run": self.run, "run_epoch": "1", "run_owner": f"{self._host}:{os.getpid()}"}
+        sync = {"sync_id": uuid.uuid4().hex, "current_version": str(self._tried), **run, **start}
         for number, part in enumerate(bodies):
             metadata = {**sync, "part": str(number), "num_parts": str(len(bodies))}
             answer = self._request("POST", "/update_weights_delta", encode_part(part, metadata))
             if answer["status"] != ("staged" if number + 1 < len(bodies) else "committed"):
                 raise BaseError(f"the engine has had this part from another sync: {answer}")
 
-    def _request(self, method: str, path: str, body: bytes = b"") -> Any:
-        octets = {"Content-Type": "application/octet-stream"}
-        answer = self.client.request(method, path, content=body, headers=octets)
+    def _request(
+        self, method: str, path: str, body: bytes = b"", kind: str = "application/octet-stream"
+    ) -> Any:
+        answer = self.client.request(method, path, content=body, headers={"Content-Type": kind})
         if answer.status_code == 200:
             return answer.json()
-        # 409 is another version than that of `base` or, with Retry-After, an unfinished sync that
-        # keeps others out. "uncertain": a write failed half-way, and only a full sync repairs that.
-        conflict = answer.status_code == 409 and "Retry-After" not in answer.headers
-        kind = BaseError if conflict or '"uncertain"' in answer.text else SyncError
-        raise kind(f"HTTP {answer.status_code}: {answer.text[:1000]}")
+        # "uncertain": a write failed half-way, and only a full sync repairs that. Other refusals
+        # are not repaired by one: another run's engine, an unfinished sync that keeps others out.
+        full = ('"VersionConflict"', '"BaseMismatch"', '"uncertain"')
+        error = BaseError if any(word in answer.text for word in full) else SyncError
+        raise error(f"HTTP {answer.status_code}: {answer.text[:1000]}")

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _WIDE = 200  # columns if the output is not a terminal
 _COLOURS = dict.fromkeys(("committed", "already_applied", "certain"), "green")
 _COLOURS |= dict.fromkeys(("rolled_back", "asleep", "refused"), "yellow")
+_RUN = 12  # characters of a run that are shown
 _PHASES = ("receive_ms", "stage_ms", "pause_ms", "commit_ms")
 _EPILOG = f"""\
 examples:
@@ -112,12 +113,14 @@ async def ask(client: httpx.AsyncClient, url: str) -> Answer:
 
 def table(answers: Sequence[Answer], syncs: int) -> RenderableType:
     """Return a table of the engines, and below it their last syncs (so many each), newest first."""
-    engines = _table("engine", "kind", "ranks", "version", "state", "staged", "digest", "note")
+    engines = _table(
+        *("engine", "kind", "ranks", "version", "run", "state", "staged", "digest", "note")
+    )
     history = _table("engine", "at", "outcome", "version", "nnz", "density", "bytes", _TIMES, "why")
     for answer in answers:
         state = _text(answer.state, _COLOURS.get(answer.state, "red"))
         if answer.status is None:
-            engines.add_row(_host(answer), *[""] * 3, state, "", "", _text(answer.error))
+            engines.add_row(_host(answer), *[""] * 4, state, "", "", _text(answer.error))
             continue
         engines.add_row(_host(answer), *_engine_cells(answer.status, state))
         for record in answer.status["history"][: -syncs - 1 : -1]:
@@ -164,9 +167,19 @@ def _engine_cells(status: dict[str, Any], state: Text) -> list[Text]:
         notes.append(f"scrubbing found other bits in {', '.join(scrub['mismatched'])}")
     if scrub.get("error"):
         notes.append(f"scrubbing fails: {scrub['error']}")
-    note = "; ".join(notes)
-    identity = map(_text, (status.get("engine"), status.get("ranks"), status["version"]))
+    if owner := status.get("owner"):
+        notes.append(_owned(owner, status.get("run")))
+    note, run = "; ".join(notes), (status.get("run") or "")[:_RUN]
+    identity = map(_text, (status.get("engine"), status.get("ranks"), status["version"], run))
     return [*identity, state, *map(_text, (parts, (status.get("digest") or "")[:12], note))]
+
+
+def _owned(owner: dict[str, Any], run: str | None) -> str:
+    """Return who owns an engine, as text."""
+    process = "" if owner["host"] is None else f"{owner['host']}:{owner['pid']} "
+    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(owner["since"]))
+    other = "" if owner["run"] == run else f" of run {owner['run'][:_RUN]}"
+    return f"owned by {process}since {since}, epoch {owner['epoch']}{other}"
 
 
 def _sync_cells(record: dict[str, Any]) -> list[Text]:
@@ -176,7 +189,8 @@ def _sync_cells(record: dict[str, Any]) -> list[Text]:
     base, version = record["base_version"], record["version"]
     versions = version if base is None else f"{base} -> {version}"
     times = "/".join(_milliseconds(timings.get(phase)) for phase in _PHASES)
-    why = f"{record['error']}: {record['message']}" if record["error"] else ""
+    full = f"full: {record['reason']}" if record.get("reason") else ""
+    why = f"{record['error']}: {record['message']}" if record["error"] else full
     facts = (versions, nnz, density, _size(record["bytes"]), times, why)
     return [_text(at), _text(outcome, _COLOURS.get(outcome, "red")), *map(_text, facts)]
 

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
@@ -153,12 +153,13 @@ def fold_versions(
     values = None if checkpoint is None else ModelValues(checkpoint)
     folded: dict[str, ParamDelta] = {}
     first = last = Digests(None, None)
+    sender: dict[str, Any] = {}
     for entry in progress([*(before if values is not None else ()), *entries]):
         with (source or log).fetched(entry):
             parts = read_version(entry)
         is_folded = entry in entries
         if is_folded:
-            last = digests_of(parts)
+            last, sender = digests_of(parts), _sender_of(parts)
             first = last if entry is entries[0] else first
         for part in parts:
             for delta in _deltas(part, values):
@@ -183,12 +184,20 @@ def fold_versions(
                 full=full,
                 digest_before=None if full else first.before,
                 digest_after=last.after if number == len(groups) - 1 else None,
+                **sender,
             )
             draft.add(body, None if key is None else sign(key, body))
         return draft.finish()
     except BaseException:
         draft.drop()
         raise
+
+
+def _sender_of(parts: Sequence[Part]) -> dict[str, Any]:
+    """Return what the parts of one version say about the run that it is of."""
+    manifest = parts[0].manifest
+    names = ("run", "run_epoch", "run_owner")
+    return {name: getattr(manifest, name) for name in names}
 
 
 def _deltas(part: Part, values: ModelValues | None) -> Sequence[ParamDelta]:

@@ -141,6 +141,9 @@ class Receiver(SyncOperations):
             resume_owed=self._lease.resume_owed,
             asleep=self._sync_state.asleep,
             foreign=self._sync_state.foreign,
+            run=self._sync_state.run,
+            owner=self._sync_state.runs.owner,
+            loaded=self._sync_state.loaded,
             delivery=self._sync_state.delivery,
             staged=self._sync_state.describe(),
             last_sync=self._last_sync,
@@ -188,7 +191,8 @@ class Receiver(SyncOperations):
     def unseen(self, request: ops.FindUnseen) -> ops.Unseen:
         """Find which parts were not committed at this version."""
         seen = self._sync_state.seen
-        unseen = [one for one in request.identities if not seen(request.version, one)]
+        version, run = request.version, request.run
+        unseen = [one for one in request.identities if not seen(version, one, run)]
         return ops.Unseen(unseen=unseen)
 
     def record_pull(self, request: ops.RecordPull) -> ops.Reply:

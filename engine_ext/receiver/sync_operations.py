@@ -62,13 +62,34 @@ class SyncOperations:
         """
         before = self._sync_state.sync
         try:
-            admission = self._sync_state.admit(request.part, request.now)
+            admission = self._sync_state.admit(request.part, request.now, request.at)
         finally:
             if self._sync_state.sync is not before:
                 self._staging.clear()
         if admission == "new":
             self._staging.start(request.part, request.path, self._applier.stage, request.source)
         return ops.PartBegun(admission=admission)
+
+    def claim_run(self, request: ops.ClaimRun) -> ops.RunClaimed:
+        """Let the process of a run alone change the weights.
+
+        Raises:
+            RunConflict, SyncInProgress: see `SyncState.claim`.
+        """
+        state, before = self._sync_state, self._sync_state.sync
+        sender, times = request.sender, {"now": request.now, "at": request.at}
+        owner = state.claim(sender, takeover=request.takeover, **times)
+        if state.sync is not before:
+            self._staging.clear()
+        return ops.RunClaimed(owner=owner, highest=state.runs.highest(sender.run))
+
+    def release_run(self, request: ops.ReleaseRun) -> ops.RunReleased:
+        """Let anyone change the weights, if this process of a run owns them."""
+        before = self._sync_state.sync
+        released = self._sync_state.release(request.sender)
+        if self._sync_state.sync is not before:
+            self._staging.clear()
+        return ops.RunReleased(released=released)
 
     def poll(self, request: ops.PollPart) -> ops.PartProgress:
         """Return whether a part is staged on this rank.
@@ -158,6 +179,7 @@ class SyncOperations:
         sync = self._sync_state.sync
         assert sync is not None
         base, apply = self._sync_state.version, self._applier.name
+        base_run = self._sync_state.run
         start = time.perf_counter()
         try:
             given_up: list[UndoLog] = []
@@ -173,9 +195,13 @@ class SyncOperations:
                 skipped.update(part.skipped)
             elements = {e.name: e.numel for part in staged for e in part.manifest.params}
             elements = {n: numel for n, numel in elements.items() if n not in skipped}
+            proven = any(part.manifest.digest_after is not None for part in staged)
+            self._sync_state.commit(_names(staged), proven=proven)
             committed = ops.CommittedSync(
                 version=sync.version,
                 base_version=base,
+                run=self._sync_state.run,
+                base_run=base_run,
                 sync_id=sync.sync_id,
                 full=sync.full,
                 apply=apply,
@@ -188,8 +214,6 @@ class SyncOperations:
                 rollback=bool(self._undo),
                 digest=self._applier.digest.hex(),
             )
-            proven = any(part.manifest.digest_after is not None for part in staged)
-            self._sync_state.commit(_names(staged), proven=proven)
         except (BaseMismatch, WriteUndone):  # what was staged may be of other old values
             self._drop_staged()
             raise
@@ -227,6 +251,7 @@ class SyncOperations:
                 rolled_back=rolled_back,
                 commit_ms=_ms_since(start),
                 digest=self._applier.digest.hex(),
+                run=self._sync_state.run,
             )
         except Exception as error:
             self._fail(error)

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from engine_ext.errors import (
     BaseMismatch,
     Conflict,
@@ -21,8 +23,9 @@ from engine_ext.errors import (
     VersionConflict,
     WeightsAsleep,
 )
-from engine_ext.wire import PartId
-from engine_ext.wire.operations import Admission, Delivery, StagedSync
+from engine_ext.receiver.runs import Runs, clock, describe, is_anonymous, owner_of
+from engine_ext.wire import Origin, PartId, RunSender
+from engine_ext.wire.operations import Admission, Delivery, RunOwner, StagedSync
 
 
 @dataclass(slots=True)
@@ -36,6 +39,7 @@ class _Slot:
 class _Committed:
     """What is known of a committed version."""
 
+    run: str | None = None  # None: loaded with the engine
     identities: frozenset[str] = frozenset()
     tensors: frozenset[str] = frozenset()
     delivery: Delivery = field(default_factory=Delivery)
@@ -54,6 +58,9 @@ class Sync:
     counted: bool
     folder: str | None
     last_part_at: float
+    sender: RunSender | None
+    origin: Origin
+    since: float
     num_parts: int | None = None
     slots: dict[int, _Slot] = field(default_factory=dict)
 
@@ -62,9 +69,14 @@ class Sync:
         """Whether every part has arrived and is staged."""
         return len(self.slots) == self.num_parts and all(s.staged for s in self.slots.values())
 
+    @property
+    def owner(self) -> RunOwner | None:
+        """Who sends it, since its first part; None if its parts name no run."""
+        return None if self.sender is None else owner_of(self.sender, self.since)
+
 
 class SyncState:
-    """Versions, staged parts and committed parts, on one rank.
+    """Versions and their runs, staged parts and committed parts, on one rank.
 
     Args:
         version: the version of the freshly loaded weights.
@@ -76,6 +88,8 @@ class SyncState:
         foreign: what changed the weights outside of delta sync since the last sync, or None.
         previous: the version before the last one, and what is known of it; None if there is no way
             back.
+        loaded: nothing was written since the engine has started.
+        runs: who owns the weights, and the numbers of each run.
     """
 
     def __init__(self, version: int, stage_timeout: float) -> None:
@@ -86,7 +100,14 @@ class SyncState:
         self.foreign: str | None = None
         self.sync: Sync | None = None
         self.previous: tuple[int, _Committed] | None = None
+        self.loaded = True
+        self.runs = Runs()
         self._committed = _Committed()
+
+    @property
+    def run(self) -> str | None:
+        """The run that the version is of; after a failed write, that of the write."""
+        return self._committed.run
 
     @property
     def engine_state(self) -> Literal["certain", "uncertain"]:
@@ -98,8 +119,14 @@ class SyncState:
         """Whether all of the version has arrived."""
         return self._committed.delivery
 
-    def admit(self, part: PartId, now: float) -> Admission:
+    def admit(self, part: PartId, now: float, at: float = 0.0) -> Admission:
         """Decide what to do with a part that has arrived at `now`, in seconds.
+
+        The sender of a part that is staged, and that names a run, owns the weights from then on.
+        Nobody is asked for the parts of a delta log: its writers fence each other.
+
+        Args:
+            at: `now` as Unix time.
 
         Returns:
             ``new``: stage it, then call `settle`. ``staged``: it is staged or being staged
@@ -111,25 +138,84 @@ class SyncState:
             DeltaError: the part is refused; the state is unchanged, except that a stale sync may
                 have been dropped.
         """
-        if self.seen(part.version, part.identity) and not self._is_of(self.sync, part):
+        if part.origin == "sender":
+            self.runs.check(part.sender)
+        admission = self._admit(part, now, at)
+        owns = part.sender is not None and part.origin == "sender"
+        if owns and admission != "already_applied":
+            assert part.sender is not None
+            self._own(part.sender, at)
+        return admission
+
+    def _admit(self, part: PartId, now: float, at: float) -> Admission:
+        run = None if part.sender is None else part.sender.run
+        if self.seen(part.version, part.identity, run) and not self._is_of(self.sync, part):
             return "already_applied"
         self.check_writable(full=part.full)
-        if self.sync is not None and not self._stale(self.sync, part, now):
-            return self._join(self.sync, part, now)
+        if self.sync is not None and not self._gives_way(self.sync, part, now):
+            return self._join(self.sync, part, now, at)
         self.sync = None
         self._check_base(part)
         new = Sync(
             *(part.version, part.base_version, part.sync_id, part.full, part.continues),
             *(part.apart, part.counted, part.folder, now),
+            sender=part.sender,
+            origin=part.origin,
+            since=at,
         )
-        admission = self._join(new, part, now)
+        admission = self._join(new, part, now, at)
         self.sync = new
         return admission
 
-    def seen(self, version: int, identity: str) -> bool:
-        """Return whether a part was committed at `version`, and the engine is at that version."""
+    def claim(self, sender: RunSender, *, takeover: bool, now: float, at: float) -> RunOwner:
+        """Make a sender the owner of the weights; what others have staged is dropped.
+
+        Args:
+            takeover: also if another run owns them, which is fenced.
+            now, at: as for `admit`.
+
+        Raises:
+            RunConflict: another run owns them, or has taken over from this one (`RunFenced`).
+            SyncInProgress: a sender that names no run has staged parts, and `takeover` is False.
+        """
+        self.runs.check(sender, takeover=takeover)
+        sync = self.sync
+        if sync is not None and sync.sender is None and sync.origin == "sender":
+            if not takeover and now - sync.last_part_at < self.stage_timeout:
+                raise self._in_progress(sync, now, at)
+            self.sync = None
+        self._own(sender, at)
+        assert self.runs.owner is not None
+        return self.runs.owner
+
+    def release(self, sender: RunSender) -> bool:
+        """Leave the weights without an owner, if this process owns them; return whether it did.
+
+        What it has staged is dropped.
+        """
+        released = self.runs.release(sender)
+        if released and self.sync is not None and self.sync.sender is not None:
+            self.sync = self.sync if self.sync.origin == "log" else None
+        return released
+
+    def _own(self, sender: RunSender, at: float) -> None:
+        self.runs.own(sender, at)
+        sync = self.sync
+        if sync is None or sync.sender is None or sync.origin != "sender":
+            return
+        if (sync.sender.run, sync.sender.epoch) != (sender.run, sender.epoch):
+            self.sync = None
+
+    def seen(self, version: int, identity: str, run: str | None = None) -> bool:
+        """Return whether a part was committed at `version`, and the engine is at that version.
+
+        Args:
+            run: that the part names.
+        """
         known = not self.uncertain and self.foreign is None
-        return known and version == self.version and identity in self._committed.identities
+        if not known or version != self.version or identity not in self._committed.identities:
+            return False
+        return is_anonymous(self.run) if run is None else run == self.run
 
     def holds(self, part: PartId) -> bool:
         """Return whether this part, not another one of its number, is in the staged sync."""
@@ -170,9 +256,10 @@ class SyncState:
 
     def fail(self) -> None:
         """Record that some weights may be new and some old; forget the staged sync."""
+        run = self.run if self.sync is None else self._run_of(self.sync)
         self.sync = self.previous = self.foreign = None
-        self.uncertain = True
-        self._committed = _Committed()
+        self.uncertain, self.loaded = True, False
+        self._committed = _Committed(run)
 
     def check_apart(self, tensors: Iterable[str]) -> None:
         """Check that a continuation which must be apart sends none of the tensors sent before.
@@ -204,7 +291,9 @@ class SyncState:
         """
         assert self.sync is not None
         sync, self.sync = self.sync, None
-        self.uncertain, self.foreign = False, None
+        self.uncertain, self.foreign, self.loaded = False, None, False
+        run = self._run_of(sync)
+        self.runs.use(run, sync.version)
         slots = sync.slots.values()
         files = [slot.file for slot in slots if slot.file is not None]
         folder = sync.folder if len(files) == len(slots) else None
@@ -223,7 +312,7 @@ class SyncState:
         delivery = Delivery(complete=complete)
         if folder is not None and not complete:
             delivery = Delivery(complete=False, folder=folder, files=sorted(files))
-        self._committed = _Committed(identities, frozenset(tensors), delivery)
+        self._committed = _Committed(run, identities, frozenset(tensors), delivery)
 
     def roll_back(self) -> None:
         """Record that the version before the last one was restored."""
@@ -241,26 +330,67 @@ class SyncState:
             full=self.sync.full,
             num_parts=self.sync.num_parts,
             parts=sorted(number for number, slot in self.sync.slots.items() if slot.staged),
+            run=None if self.sync.sender is None else self.sync.sender.run,
+            owner=self.sync.owner,
+            since=self.sync.since,
         )
 
-    def _stale(self, sync: Sync, part: PartId, now: float) -> bool:
-        """Return whether this part may replace the staged sync: an old one, of another sync."""
-        return not self._is_of(sync, part) and now - sync.last_part_at >= self.stage_timeout
+    def _run_of(self, sync: Sync) -> str:
+        """Return the run that a sync leads to a version of."""
+        run = self._named_run(sync)
+        continued = sync.continues and sync.version == self.version
+        begins_anew = is_anonymous(run) and self.runs.is_used(run, sync.version)
+        return self.runs.new_anonymous() if run is None or (begins_anew and not continued) else run
+
+    def _named_run(self, one: Sync | PartId) -> str | None:
+        """Return the run of a sync or part, as far as it is known before its number is."""
+        if one.sender is not None:
+            return one.sender.run
+        owner = self.runs.owner
+        stays = one.origin == "engine" and owner is not None and owner.run == self.run
+        return self.run if stays or is_anonymous(self.run) else None
+
+    def _gives_way(self, sync: Sync, part: PartId, now: float) -> bool:
+        """Return whether a part of another sync may replace the staged one.
+
+        It may if that is old, or an earlier attempt of the same run.
+        """
+        if self._is_of(sync, part):
+            return False
+        if now - sync.last_part_at >= self.stage_timeout:
+            return True
+        ours, theirs = part.sender, sync.sender
+        if ours is None or theirs is None or ours.run != theirs.run:
+            return False
+        later = (ours.epoch, part.version) >= (theirs.epoch, sync.version)
+        return later and part.origin == sync.origin == "sender"
 
     @staticmethod
     def _is_of(sync: Sync | None, part: PartId) -> bool:
         """Return whether a part belongs to the staged sync."""
-        return sync is not None and (part.version, part.sync_id) == (sync.version, sync.sync_id)
+        if sync is None or (part.version, part.sync_id) != (sync.version, sync.sync_id):
+            return False
+        return _process(part.sender) == _process(sync.sender)
 
-    def _join(self, sync: Sync, part: PartId, now: float) -> Admission:
+    def _in_progress(self, sync: Sync, now: float, at: float) -> SyncInProgress:
+        left = self.stage_timeout - (now - sync.last_part_at)
+        wait, until, owner = max(1, math.ceil(left)), at + max(0.0, left), sync.owner
+        who = "a sender that names no run" if owner is None else describe(owner)
+        return SyncInProgress(
+            f"{who} has staged parts of version {sync.version} since {clock(sync.since)}, which "
+            f"keep other syncs out until {clock(until)}; retry in {wait} s",
+            staged_version=sync.version,
+            staged_sync_id=sync.sync_id,
+            staged_run=None if owner is None else owner.run,
+            staged_since=sync.since,
+            owner=None if owner is None else msgspec.to_builtins(owner),
+            until=until,
+            retry_after=wait,
+        )
+
+    def _join(self, sync: Sync, part: PartId, now: float, at: float) -> Admission:
         if not self._is_of(sync, part):
-            wait = max(1, math.ceil(self.stage_timeout - (now - sync.last_part_at)))
-            raise SyncInProgress(
-                f"a sync to version {sync.version} has staged parts; retry in {wait} s",
-                staged_version=sync.version,
-                staged_sync_id=sync.sync_id,
-                retry_after=wait,
-            )
+            raise self._in_progress(sync, now, at)
         if (part.base_version, part.full) != (sync.base_version, sync.full):
             raise MalformedPart("the parts of this sync disagree about base_version or full")
         if None not in (sync.num_parts, part.num_parts) and sync.num_parts != part.num_parts:
@@ -285,7 +415,10 @@ class SyncState:
 
     def _check_base(self, part: PartId) -> None:
         rest = part.continues and not (part.apart and self.delivery.complete)
-        if part.full or (rest and part.version == self.version):
+        if rest and part.version == self.version and not self._is_named(part):
+            return
+        if part.full:
+            self._check_unused(part)
             return
         if part.base_version is None or part.base_version < 0:
             raise MalformedPart("version 0 has no base version; only a full sync can lead to it")
@@ -293,10 +426,36 @@ class SyncState:
             raise VersionConflict(
                 f"the delta starts from version {part.base_version}, the engine is at "
                 f"{self.version}; send a delta from there, or a full sync",
-                expected=part.base_version,
-                actual=self.version,
+                **self._versions(part),
             )
         if part.version <= part.base_version:
             raise MalformedPart(
                 f"a delta must lead to a later version: {part.base_version} to {part.version}"
             )
+        self._check_unused(part)
+
+    def _is_named(self, part: PartId) -> bool:
+        """Return whether a part, or the engine's version, is of a run that a sender has named."""
+        return part.sender is not None or not (self.run is None or is_anonymous(self.run))
+
+    def _check_unused(self, part: PartId) -> None:
+        """Check that a run gives a number only once. One without a name begins anew instead."""
+        run = self._named_run(part)
+        if part.origin == "log" or is_anonymous(run) or not self.runs.is_used(run, part.version):
+            return
+        raise VersionConflict(
+            f"run {run} has had version {self.runs.highest(run)}, so that {part.version} would be "
+            "the number of other weights; send a later version",
+            **self._versions(part),
+        )
+
+    def _versions(self, part: PartId) -> dict[str, int | None]:
+        """Return what a `VersionConflict` says about the versions of a part's run."""
+        known = {"expected": part.base_version, "actual": self.version}
+        highest = None if part.sender is None else self.runs.highest(part.sender.run)
+        return known if highest is None else {**known, "highest": highest}
+
+
+def _process(sender: RunSender | None) -> tuple[str, int] | None:
+    """Return which process of which run a sender is."""
+    return None if sender is None else (sender.run, sender.epoch)

@@ -35,8 +35,9 @@ from engine_ext.wire.digest_on_device import device_digest
 from engine_ext.wire.gap_streams import byte_stream, join_streams
 from engine_ext.wire.gathered_change import gather_change
 from engine_ext.wire.gathered_change import warm_up as warm_up_gathering
-from engine_ext.wire.identity import IdentityHash, PartId, part_identity
+from engine_ext.wire.identity import IdentityHash, Origin, PartId, RunSender, part_identity
 from engine_ext.wire.manifest import (
+    ANONYMOUS,
     BIT_CHANGES,
     DIFFERENCES,
     ENCODINGS,
@@ -45,9 +46,11 @@ from engine_ext.wire.manifest import (
     Limits,
     Manifest,
     ParamEntry,
+    check_run,
     manifest_checksum,
     optional_version,
     parse_manifest,
+    split_owner,
 )
 from engine_ext.wire.param_delta import ParamDelta
 from engine_ext.wire.part import Part, decode_part, encode_part
@@ -64,6 +67,7 @@ from engine_ext.wire.ulp_differences import differences_of
 from engine_ext.wire.zstd_frames import ZSTD_MAGIC, FrameReader, compress_frame, inflate
 
 __all__ = [
+    "ANONYMOUS",
     "BIT_CHANGES",
     "CHECKSUM_DIGITS",
     "DIFFERENCES",
@@ -81,16 +85,19 @@ __all__ = [
     "IdentityHash",
     "Limits",
     "Manifest",
+    "Origin",
     "ParamDelta",
     "ParamEntry",
     "Part",
     "PartGate",
     "PartId",
+    "RunSender",
     "Span",
     "StateHash",
     "Verifier",
     "byte_stream",
     "change_digest",
+    "check_run",
     "compress_frame",
     "decode_part",
     "decode_positions",
@@ -114,6 +121,7 @@ __all__ = [
     "sign",
     "signing_key",
     "slime_checksum",
+    "split_owner",
     "state_hash",
     "tensor_digest",
     "verify_checksum",

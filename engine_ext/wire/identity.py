@@ -8,7 +8,7 @@ the same only on the same old values, so the digest of these is included.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import xxhash
@@ -58,6 +58,19 @@ def part_identity(header: Header, container: Buffer) -> str:
     return identity.finish()
 
 
+class RunSender(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that sends the weights of a run."""
+
+    run: str
+    epoch: int  # which opening of the run this is, from 1
+    host: str | None = None
+    pid: int | None = None
+
+
+# Who brings a part: a sender, the engine's delta log, or an endpoint that makes an empty one.
+Origin = Literal["sender", "log", "engine"]
+
+
 class PartId(msgspec.Struct, frozen=True, kw_only=True):
     """One part and the sync that it belongs to."""
 
@@ -73,3 +86,5 @@ class PartId(msgspec.Struct, frozen=True, kw_only=True):
     counted: bool = True  # something says that no part of the version is missing
     folder: str | None = None  # the folder of its version that it is from, if not counted
     file: str | None = None  # its name there
+    sender: RunSender | None = None  # None: the part names no run
+    origin: Origin = "sender"

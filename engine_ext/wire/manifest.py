@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 import xxhash
@@ -45,6 +45,9 @@ _DIGESTS: Final = ("digest_part", "digest_before", "digest_after")
 _DECIMAL: Final = re.compile(r"0|[1-9][0-9]{0,18}")
 _DIGEST: Final = re.compile(r"[0-9a-f]{32}")
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
+_RUN: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_OWNER: Final = re.compile(r"([\x21-\x7e]{1,255}):(0|[1-9][0-9]{0,9})")
+ANONYMOUS: Final = "anonymous-"  # begins the names that engines give to runs of no name
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
 
@@ -120,6 +123,9 @@ class Manifest(msgspec.Struct, frozen=True):
     digest_part: str | None
     digest_before: str | None
     digest_after: str | None
+    run: str | None = None
+    run_epoch: int | None = None  # 1 if only ``run`` is given
+    run_owner: str | None = None  # HOST:PID of the sender
 
     @property
     def proves_states(self) -> bool:
@@ -192,7 +198,38 @@ def parse_manifest(metadata: dict[str, str], limits: Limits) -> Manifest:
         digest_part=_optional_digest(metadata, "digest_part"),
         digest_before=_optional_digest(metadata, "digest_before"),
         digest_after=_optional_digest(metadata, "digest_after"),
+        **_parse_run(metadata),
     )
+
+
+def check_run(run: str) -> str:
+    """Return a run's name; MalformedPart if no sender may use it."""
+    if _RUN.fullmatch(run) is None or run.startswith(ANONYMOUS):
+        raise MalformedPart(
+            f"run is not 1 to 64 of A-Z a-z 0-9 _ . - or begins with {ANONYMOUS!r}: {run[:80]!r}"
+        )
+    return run
+
+
+def split_owner(owner: str) -> tuple[str, int]:
+    """Return host and pid of a ``run_owner``; MalformedPart if it is not HOST:PID."""
+    found = _OWNER.fullmatch(owner)
+    if found is None:
+        raise MalformedPart(f"run_owner is not HOST:PID: {owner[:80]!r}")
+    return found[1], int(found[2])
+
+
+def _parse_run(metadata: Mapping[str, str]) -> dict[str, Any]:
+    run, epoch, owner = map(metadata.get, ("run", "run_epoch", "run_owner"))
+    if run is None:
+        if epoch is not None or owner is not None:
+            raise MalformedPart("run_epoch or run_owner without a run")
+        return {}
+    if epoch is not None and parse_version(epoch, "run_epoch") == 0:
+        raise MalformedPart("run_epoch is 0; epochs count from 1")
+    if owner is not None:
+        split_owner(owner)
+    return {"run": check_run(run), "run_epoch": int(epoch or 1), "run_owner": owner}
 
 
 def _check_differences(

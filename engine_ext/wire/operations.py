@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar, Union, get_args
 import msgspec
 
 from engine_ext.errors import DeltaError, as_delta_error, from_wire
-from engine_ext.wire.identity import PartId
+from engine_ext.wire.identity import PartId, RunSender
 from engine_ext.wire.replies import (
     Admission,
     CommittedSync,
@@ -36,6 +36,9 @@ from engine_ext.wire.replies import (
     RankStatus,
     Reply,
     RolledBack,
+    RunClaimed,
+    RunOwner,
+    RunReleased,
     ScrubFindings,
     ScrubState,
     StagedSync,
@@ -51,6 +54,7 @@ __all__ = [
     "AcquireLogLease",
     "Admission",
     "BeginPart",
+    "ClaimRun",
     "CommitSync",
     "CommittedSync",
     "Delivery",
@@ -83,11 +87,15 @@ __all__ = [
     "RecordSync",
     "ReleaseLease",
     "ReleaseLogLease",
+    "ReleaseRun",
     "Reply",
     "ReplyT",
     "Request",
     "RollBack",
     "RolledBack",
+    "RunClaimed",
+    "RunOwner",
+    "RunReleased",
     "ScrubFindings",
     "ScrubState",
     "SettlePart",
@@ -191,6 +199,7 @@ class FindUnseen(Operation[Unseen], frozen=True, kw_only=True, tag="unseen"):
     """Find which parts were not committed at this version."""
 
     version: int
+    run: str | None = None  # that the parts name
     identities: list[str]
 
 
@@ -213,6 +222,7 @@ class BeginPart(Operation[PartBegun], frozen=True, kw_only=True, tag="begin"):
     path: str  # the spool file that holds the part
     source: PartSource | None = None  # for ranks of other hosts, if there are any
     now: float  # seconds on a clock that all HTTP processes share
+    at: float = 0.0  # Unix time
 
 
 class PollPart(Operation[PartProgress], frozen=True, kw_only=True, tag="poll"):
@@ -239,6 +249,21 @@ class DropSync(Operation[Reply], frozen=True, kw_only=True, tag="drop"):
 
     version: int | None = None
     sync_id: str | None = None
+
+
+class ClaimRun(Operation[RunClaimed], frozen=True, kw_only=True, tag="claim_run"):
+    """Let the process of a run alone change the weights, from now on."""
+
+    sender: RunSender
+    takeover: bool  # from another run, which is fenced
+    now: float  # as in `BeginPart`
+    at: float
+
+
+class ReleaseRun(Operation[RunReleased], frozen=True, kw_only=True, tag="release_run"):
+    """Let anyone change the weights, and drop what the process of a run has staged."""
+
+    sender: RunSender
 
 
 class CommitSync(Operation[CommittedSync], frozen=True, kw_only=True, tag="commit"):

@@ -204,6 +204,9 @@ def encode_part(
     digest_part: str | None = None,
     digest_before: str | None = None,
     digest_after: str | None = None,
+    run: str | None = None,
+    run_epoch: int | None = None,
+    run_owner: str | None = None,
     with_manifest_checksum: bool = True,
 ) -> bytes:
     """Encode one part; `decode_part` of the (unwrapped) result returns `deltas` again.
@@ -219,6 +222,8 @@ def encode_part(
         full: Whether the sync's params are dense and together cover the model.
         digest_part: Of the new values minus that of the old ones, 32 hex digits.
         digest_before, digest_after: Of all covered tensors at the base and the target version.
+        run, run_epoch, run_owner: The sender's run, which opening of it this is, from 1, and its
+            HOST:PID.
 
     Raises:
         ValueError: The deltas have several dtypes, `decode_part` would refuse an argument, or the
@@ -273,6 +278,9 @@ def encode_part(
         "part": part,
         "num_parts": num_parts,
         "sync_id": sync_id,
+        "run": run,
+        "run_epoch": run_epoch,
+        "run_owner": run_owner,
         "full": "true" if full else None,
         "digest_algorithm": ALGORITHM if digested else None,
         **digests,

@@ -36,6 +36,29 @@ class EngineLease(Reply, frozen=True, kw_only=True):
     state: RankState
 
 
+class RunOwner(msgspec.Struct, frozen=True, kw_only=True):
+    """Who owns the weights, or has staged parts; see `engine_ext.wire.identity.RunSender`."""
+
+    run: str
+    epoch: int
+    host: str | None
+    pid: int | None
+    since: float  # Unix time
+
+
+class RunClaimed(Reply, frozen=True, kw_only=True):
+    """A run owns the weights."""
+
+    owner: RunOwner
+    highest: int | None  # number that a version of the run has had; None before the first
+
+
+class RunReleased(Reply, frozen=True, kw_only=True):
+    """Whether the run has owned the weights until now."""
+
+    released: bool
+
+
 class StagedSync(Reply, frozen=True, kw_only=True):
     """A sync that has parts, but is not committed."""
 
@@ -45,6 +68,9 @@ class StagedSync(Reply, frozen=True, kw_only=True):
     full: bool
     num_parts: int | None
     parts: list[int]  # numbers of the parts that all ranks have staged
+    run: str | None = None  # None: its parts name none
+    owner: RunOwner | None = None  # its sender, if its parts name a run
+    since: float = 0.0  # Unix time of its first part
 
 
 class Delivery(Reply, frozen=True, kw_only=True):
@@ -61,12 +87,14 @@ class Written(Reply, frozen=True, kw_only=True):
     version: int  # of the live weights now
     commit_ms: float  # milliseconds that this rank spent writing and voting
     digest: str  # of what this rank counts, in hex
+    run: str | None  # that the version is of; None: loaded with the engine
 
 
 class CommittedSync(Written, frozen=True, kw_only=True):
     """A sync that was committed."""
 
     base_version: int
+    base_run: str | None  # that the version before was of
     sync_id: str | None
     full: bool
     apply: str  # name of the applier
@@ -106,6 +134,9 @@ class RankStatus(RankState, frozen=True, kw_only=True):
 
     asleep: bool  # the engine has released the weights' memory
     foreign: str | None  # what changed the weights outside of delta sync since the last sync
+    run: str | None  # that the version is of; None: as for `Written`
+    owner: RunOwner | None  # who alone may change it; None: anyone
+    loaded: bool  # nothing was written since the engine has started
     delivery: Delivery = Delivery()
     staged: StagedSync | None
     last_sync: CommittedSync | None
@@ -212,8 +243,10 @@ class SyncRecord(Reply, frozen=True, kw_only=True):
     message: str | None = None
     version: int | None = None
     base_version: int | None = None
+    run: str | None = None  # that the version is of
     sync_id: str | None = None
     full: bool = False
+    reason: str | None = None  # why it was full
     parts: int = 0  # that it has sent
     nnz: int | None = None
     elements: int | None = None

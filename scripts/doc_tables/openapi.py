@@ -19,6 +19,7 @@ from delta_server.request_options import (
     DiskRequest,
     PullRequest,
     RpcRequest,
+    RunRequest,
     VersionRequest,
 )
 from engine_ext.errors import BY_NAME, DeltaError
@@ -34,6 +35,7 @@ _SCHEMAS: Final[dict[str, Any]] = {
             "status": {"enum": ["committed", "staged", "already_applied"]},
             "version": {"type": "integer"},
             "base_version": _INTEGER,
+            "run": {**_STRING, "description": "that the version is of"},
             "nnz": {"type": "integer", "description": "elements sent, without those skipped"},
             "tensors": {"type": "integer"},
             "skipped": {"type": "object", "additionalProperties": {"type": "integer"}},
@@ -71,8 +73,11 @@ _BODIES: Final[dict[str, type[msgspec.Struct]]] = {
     "/update_weight_version": VersionRequest,
     "/pull_weights": PullRequest,
     "/collective_rpc": RpcRequest,
+    "/delta_run": RunRequest,
 }
-_UPDATE: Final = ("weight_version", "base_version", "pause_mode", "flush_cache", "adapter")
+_UPDATE: Final = (
+    "weight_version", "base_version", "pause_mode", "flush_cache", "reason", "adapter",
+)  # fmt: skip
 _QUERIES: Final[dict[str, tuple[str, ...]]] = {
     "/update_weights_delta": _UPDATE,
     "/update_weights_from_disk": _UPDATE,
@@ -85,6 +90,7 @@ _QUERIES: Final[dict[str, tuple[str, ...]]] = {
     "/delta_rollback": ("pause_mode", "flush_cache", "adapter"),
     "/delta_catch_up": ("pause_mode", "flush_cache"),
     "/delta_pin": ("version",),
+    "/delta_run": ("adapter",),
 }
 _VERSION: Final = {"type": "string", "pattern": "^(0|[1-9][0-9]{0,18})$"}
 _PARAMETERS: Final[dict[str, dict[str, Any]]] = {
@@ -93,6 +99,7 @@ _PARAMETERS: Final[dict[str, dict[str, Any]]] = {
     "version": _VERSION,
     "pause_mode": {"enum": list(PAUSE_MODES), "default": "keep"},
     "flush_cache": {"type": "boolean", "default": True},
+    "reason": {"type": "string", "pattern": "^[ -~]{1,200}$"},
     "adapter": {"type": "string", "minLength": 1},
     **{name: {"type": "boolean", "default": False} for name in ("plan", "history", "scan")},
 }
@@ -123,7 +130,7 @@ def document() -> str:
 
 
 def _operation(path: str, endpoint: object, bodies: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    updates = path in bodies
+    updates = path in bodies and path != "/delta_run"
     operation: dict[str, Any] = {
         "operationId": path.strip("/"),
         "summary": summary(endpoint),
@@ -132,7 +139,7 @@ def _operation(path: str, endpoint: object, bodies: Mapping[str, dict[str, Any]]
         ],
         "responses": _page() if path == "/delta_dashboard" else _responses(updates),
     }
-    if updates:
+    if path in bodies:
         content = {"application/json": {"schema": bodies[path]}}
         if path == "/update_weights_delta":
             content["application/octet-stream"] = {"schema": {}}

@@ -96,6 +96,8 @@ class EngineCommitter:
         """Return the state of every rank's receiver, and update `uncertain`."""
         replies = await call(engine or self._engine, GetStatus())
         self._update_state(replies)
+        if engine is None or engine is self._engine:
+            metrics.show_run(replies[0].run)
         return replies
 
     async def is_uncertain(self) -> bool:
@@ -160,10 +162,11 @@ class EngineCommitter:
         except Exception:
             logger.exception("generation could not be paused; its requests answer 503")
 
-    async def publish(self, engine: Engine | None = None) -> str:
+    async def publish(self, engine: Engine | None = None) -> dict[str, Any]:
         """Repeat what follows a commit, for a sender that did not get its first answer.
 
-        Return the digest of the live model, or of the adapter as which `engine` sees the engine.
+        Return digest and run of the live model, or of the adapter as which `engine` sees the
+        engine.
         """
         async with self._lease(pauses=False) as lease:
             replies = await self.status(engine)
@@ -172,7 +175,8 @@ class EngineCommitter:
             await (engine or self._engine).set_weight_version(str(replies[0].version))
             if lease.resume_owed:
                 await self._resume(lease)
-            return total_digest(reply.digest for reply in replies)
+            digest = total_digest(reply.digest for reply in replies)
+            return {"digest": digest, "run": replies[0].run}
 
     async def by_caller(self, change: Callable[[], Awaitable[_T]]) -> _T:
         """Let the caller pause or resume the engine, but not during a commit.

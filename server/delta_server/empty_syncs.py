@@ -20,8 +20,9 @@ async def advance(
 ) -> dict[str, Any]:
     """Take a later version that holds the same weights; return the answer as JSON.
 
-    If something else has changed the weights, so that they are of no version known here, only the
-    engine's own weight version is set: delta sync has no say then.
+    It is of the run of the version before, whoever owns the weights. If something else has changed
+    the weights, so that they are of no version known here, only the engine's own weight version is
+    set: delta sync has no say then.
 
     Raises:
         MalformedPart: `text` is no decimal.
@@ -29,12 +30,13 @@ async def advance(
         DeltaError: see `DeltaService.apply_body`. The engine is unchanged.
     """
     replies = await service.committer.status(service.engine)
-    current = replies[0].version
+    current, run = replies[0].version, replies[0].run
     if service.committer.uncertain:
         raise EngineUncertain("an earlier write failed half-way; send a full sync")
     if any(reply.foreign for reply in replies):
         await service.engine.set_weight_version(text)
-        return record.answer("committed", {"version": current, "nnz": 0, "tensors": 0})
+        facts = {"version": current, "run": run, "nnz": 0, "tensors": 0}
+        return record.answer("committed", facts)
     version = optional_version({"new_version": text}, "new_version")
     assert version is not None
     if version < current:
@@ -44,8 +46,9 @@ async def advance(
             actual=current,
         )
     if version == current:
-        digest = await service.committer.publish(service.engine)
-        return record.answer("already_applied", {"version": version, "digest": digest})
+        held = await service.committer.publish(service.engine)
+        return record.answer("already_applied", {"version": version, **held})
+    record.origin = "engine"
     body = encode_part(
         [],
         encoding="indices",

@@ -288,7 +288,7 @@ class LogReplay:
             await asyncio.to_thread(entry.require_files)
             real = [Path(os.path.realpath(path)) for path in entry.paths]
             root = os.path.realpath(entry.folder.parent)
-            record = RequestRecord()
+            record = RequestRecord(origin="log", reason="from the delta log")
             try:
                 answer = await self._apply_files(real, at, record, [root])
             except DeltaError:

@@ -7,6 +7,8 @@ requires, and adds up the counts of all processes.
 
 from __future__ import annotations
 
+import os
+import re
 from typing import Final
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -107,6 +109,38 @@ _SYNCS.labels("committed", "")
 for _outcome, _error in _FAILURES.items():
     _SYNCS.labels(_outcome, _error.__name__)
 
+_FULL: Final = Counter(
+    "delta_updates_full_syncs",
+    "Committed full syncs by the first word of the reason that their sender gives: requested, "
+    "first, restarted, uncertain, changed, behind, lost_track, other.",
+    ["reason"],
+)
+_REASONS: Final = (
+    "requested", "first", "restarted", "uncertain", "changed", "behind", "lost_track", "other",
+)  # fmt: skip
+for _reason in _REASONS:
+    _FULL.labels(_reason)
+_RUN: Final = Gauge(
+    "delta_updates_run_info",
+    "1 for the run that the weights are of; nothing while they are as loaded with the engine.",
+    ["run"],
+    multiprocess_mode="mostrecent",
+)
+_shown_runs: set[str] = set()
+
+
+def show_run(run: str | None) -> None:
+    """Show a run as that of the model's weights."""
+    for other in _shown_runs - {run}:
+        _RUN.labels(other).set(0)  # for other processes, which cannot be removed from
+        if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+            _RUN.remove(other)
+    _shown_runs.clear()
+    if run is not None:
+        _shown_runs.add(run)
+        _RUN.labels(run).set(1)
+
+
 # Outcomes after which the weights are at the version that the request names.
 _AT_ITS_VERSION: Final = ("committed", "rolled_back", "already_applied", "unpublished")
 
@@ -120,10 +154,15 @@ def count(sync: SyncRecord, error: Exception | None) -> None:
     if sync.outcome == "committed":
         _ELEMENTS.inc(sync.nnz or 0)
         _REBUILT.inc(sync.rebuilt or 0)
+        if sync.full:
+            kind = re.match(r"\w*", sync.reason or "")[0]  # type: ignore[index]
+            _FULL.labels(kind if kind in _REASONS else "other").inc()
         if sync.elements:
             _DENSITY.observe((sync.nnz or 0) / sync.elements)
     if sync.outcome in _AT_ITS_VERSION and sync.version is not None:
         version = VERSION if sync.adapter is None else _ADAPTER_VERSION.labels(sync.adapter)
         version.set(sync.version)
+        if sync.adapter is None:
+            show_run(sync.run)
     if isinstance(error, BaseMismatch) and "actual" in error.operands:
         MISMATCHES.inc()

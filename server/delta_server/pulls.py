@@ -131,7 +131,8 @@ async def _staged(service: DeltaService, version: int, sync_id: str | None) -> P
         return None
     if len(staged.parts) != staged.num_parts:
         return None
-    return PartId(version=version, base_version=staged.base_version, identity="", sync_id=sync_id)
+    base, full = staged.base_version, staged.full
+    return PartId(version=version, base_version=base, identity="", sync_id=sync_id, full=full)
 
 
 async def _state(service: DeltaService) -> RankState:

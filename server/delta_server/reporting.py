@@ -23,7 +23,8 @@ from delta_server.commit import call
 from delta_server.engine import Engine
 from delta_server.request_record import RequestRecord
 from engine_ext.errors import DeltaError, as_delta_error
-from engine_ext.wire.operations import GetHistory, RecordSync, SyncRecord
+from engine_ext.wire import RunSender
+from engine_ext.wire.operations import CommittedSync, GetHistory, RecordSync, SyncRecord
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,25 @@ class SyncReporter:
         name = type(error).__name__
         metrics.DENIED.labels(name).inc()
         logger.warning("%s", format_line("denied", {"error": name, "message": str(error)}))
+
+    def report_owner(self, what: str, sender: RunSender, adapter: str | None) -> None:
+        """Report that a process of a run owns the weights, or owns them no more."""
+        facts = {"adapter": adapter, **msgspec.structs.asdict(sender)}
+        logger.info("%s", format_line(f"run {what}", facts))
+
+    def report_run(self, committed: CommittedSync, adapter: str | None) -> None:
+        """Report a commit that replaces the weights of another run."""
+        if committed.base_run in (None, committed.run):
+            return
+        facts = {
+            "adapter": adapter,
+            "run": committed.run,
+            "version": committed.version,
+            "base_run": committed.base_run,
+            "base_version": committed.base_version,
+            "full": committed.full,
+        }
+        logger.warning("%s", format_line("run replaced", facts))
 
     async def history(self, adapter: str | None = None) -> list[dict[str, Any]]:
         """Return the last syncs of the model or an adapter as JSON objects, the newest one last."""

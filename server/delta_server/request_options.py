@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 
 from engine_ext.errors import MalformedPart
-from engine_ext.wire import MAX_VERSION, Manifest, PartId, optional_version
+from engine_ext.wire import (
+    MAX_VERSION,
+    Manifest,
+    Origin,
+    PartId,
+    RunSender,
+    check_run,
+    optional_version,
+    split_owner,
+)
 
 _T = TypeVar("_T")
 PAUSE_MODES = ("keep", "wait", "abort")
+_REASON: Final = re.compile(r"[\x20-\x7e]{1,200}")
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,6 +32,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     base_version: int | None = None
     pause_mode: str = "keep"  # what happens to requests in flight, one of `PAUSE_MODES`
     flush_cache: bool = True  # whether cached KV of the old weights is dropped
+    reason: str | None = None  # why the sync is full, if it is
 
 
 class DiskRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +48,7 @@ class DiskRequest(msgspec.Struct, frozen=True, kw_only=True):
     base_version: str | int | None = None
     pause_mode: str | None = None
     flush_cache: bool | None = None
+    reason: str | None = None
     adapter: str | None = None
 
     def options(self, query: Mapping[str, str]) -> Options:
@@ -68,11 +81,15 @@ def parse_query(query: Mapping[str, str]) -> Options:
     if pause_mode not in PAUSE_MODES:
         known = ", ".join(PAUSE_MODES)
         raise MalformedPart(f"pause_mode must be one of {known}, not {pause_mode!r}")
+    reason = query.get("reason")
+    if reason is not None and _REASON.fullmatch(reason) is None:
+        raise MalformedPart(f"reason is not 1 to 200 printable ASCII characters: {reason[:80]!r}")
     return Options(
         weight_version=optional_version(query, "weight_version"),
         base_version=optional_version(query, "base_version"),
         pause_mode=pause_mode,
         flush_cache=flush == "true",
+        reason=reason,
     )
 
 
@@ -120,6 +137,22 @@ class VersionRequest(msgspec.Struct, frozen=True, kw_only=True):
     abort_all_requests: bool = False
 
 
+class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The JSON body of ``POST /delta_run``; unknown keys are ignored."""
+
+    action: Literal["claim", "release"]
+    run: str
+    epoch: Annotated[int, msgspec.Meta(ge=1, le=MAX_VERSION)] = 1
+    host: Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]{1,255}$")] | None = None
+    pid: Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)] | None = None
+    takeover: bool = False  # of a claim: also from another run, which is fenced
+
+    @property
+    def sender(self) -> RunSender:
+        """Whom the request is from."""
+        return RunSender(run=self.run, epoch=self.epoch, host=self.host, pid=self.pid)
+
+
 class PullRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON body of ``POST /pull_weights``; unknown keys are ignored."""
 
@@ -146,6 +179,17 @@ def parse_pull_request(body: bytes) -> PullRequest:
     return request
 
 
+def parse_run_request(body: bytes) -> RunRequest:
+    """Return the request in a JSON body.
+
+    Raises:
+        MalformedPart: the body is not JSON, or a value is invalid.
+    """
+    request = _parse_json(body, RunRequest)
+    check_run(request.run)
+    return request
+
+
 def parse_rpc_request(body: bytes) -> DiskRequest:
     """Return the disk request in a JSON body of ``POST /collective_rpc``.
 
@@ -166,13 +210,15 @@ def parse_version_request(body: bytes) -> VersionRequest:
 
 def is_anonymous(manifest: Manifest, options: Options) -> bool:
     """Return whether a part may be one of several that nothing but their version connects."""
-    named = (manifest.part, manifest.num_parts, manifest.sync_id, manifest.base_version)
+    numbers = (manifest.part, manifest.num_parts, manifest.base_version)
     digests = (manifest.digest_before, manifest.digest_after)
-    given = (*named, *digests, options.base_version)
+    given = (*numbers, manifest.sync_id, manifest.run, *digests, options.base_version)
     return not manifest.full and all(one is None for one in given)
 
 
-def part_id(manifest: Manifest, identity: str, options: Options) -> PartId:
+def part_id(
+    manifest: Manifest, identity: str, options: Options, origin: Origin = "sender"
+) -> PartId:
     """Return the id of a part, from its metadata and the request's options.
 
     Raises:
@@ -195,7 +241,17 @@ def part_id(manifest: Manifest, identity: str, options: Options) -> PartId:
         full=manifest.full,
         part=manifest.part or 0,
         num_parts=1 if only_part else manifest.num_parts,
+        sender=_sender_of(manifest),
+        origin=origin,
     )
+
+
+def _sender_of(manifest: Manifest) -> RunSender | None:
+    if manifest.run is None:
+        return None
+    owner = manifest.run_owner
+    host, pid = (None, None) if owner is None else split_owner(owner)
+    return RunSender(run=manifest.run, epoch=manifest.run_epoch or 1, host=host, pid=pid)
 
 
 def _agree(what: str, in_part: int | None, in_request: int | None) -> int | None:

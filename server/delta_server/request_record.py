@@ -9,10 +9,11 @@ from typing import Any
 
 from delta_server.spool import Spooled
 from engine_ext.errors import CommitFailed, DeltaError, EngineUncertain, PublishFailed, WriteUndone
-from engine_ext.wire import PartId
+from engine_ext.wire import Origin, PartId
 from engine_ext.wire.operations import SyncRecord
 
 _MAX_TEXT = 200
+_NO_REASON = "sent in full"
 
 
 @dataclass(eq=False)
@@ -21,6 +22,8 @@ class RequestRecord:
 
     adapter: str | None = None  # the LoRA adapter that it is for; None: the model's weights
     commits: bool = True  # whether a sync that its parts complete is committed
+    origin: Origin = "sender"  # who brings its parts
+    reason: str | None = None  # why its sync is full
     spooled: list[Spooled] = field(default_factory=list)  # the parts that have arrived whole
     parts: list[PartId] = field(default_factory=list)
     admissions: set[str] = field(default_factory=set)  # how the ranks have admitted the parts
@@ -40,6 +43,12 @@ class RequestRecord:
     def seconds(self) -> float:
         """Seconds since the request's first byte."""
         return time.perf_counter() - self._start
+
+    @property
+    def _named_run(self) -> str | None:
+        """The run that the parts name, or None."""
+        sender = self.parts[0].sender if self.parts else None
+        return None if sender is None else sender.run
 
     @property
     def wire_bytes(self) -> int:
@@ -66,6 +75,7 @@ class RequestRecord:
             "status": status,
             "version": facts["version"],
             "base_version": facts.get("base_version"),
+            "run": facts.get("run"),
             "nnz": facts.get("nnz", sum(entry.nnz for entry in entries)),
             "tensors": facts.get("tensors", len({entry.name for entry in entries})),
             "skipped": facts.get("skipped", {}),
@@ -97,8 +107,10 @@ class RequestRecord:
             message=None if error is None else str(error)[:_MAX_TEXT],
             version=result.get("version", first and first.version),
             base_version=result.get("base_version", first and first.base_version),
+            run=result.get("run", self._named_run),
             sync_id=sync_id and sync_id[:_MAX_TEXT],
             full=bool(first and first.full),
+            reason=(self.reason or _NO_REASON) if first and first.full else None,
             parts=len(self.spooled),
             nnz=result.get("nnz"),
             elements=result.get("elements"),

@@ -25,6 +25,7 @@ from delta_server.request_options import (
     parse_pull_request,
     parse_query,
     parse_rpc_request,
+    parse_run_request,
     parse_version_request,
 )
 from delta_server.request_record import RequestRecord
@@ -72,6 +73,7 @@ def attach(app: FastAPI, generation: Sequence[str] = ()) -> None:
     app.add_api_route("/delta_rollback", delta_rollback, methods=["POST"])
     app.add_api_route("/delta_catch_up", delta_catch_up, methods=["POST"])
     app.add_api_route("/delta_pin", delta_pin, methods=["POST"])
+    app.add_api_route("/delta_run", delta_run, methods=["POST"])
     # vLLM's route of this name, if it has one, keeps the other methods.
     theirs = [r for r in app.router.routes if getattr(r, "path", None) == "/collective_rpc"]
     app.add_api_route("/collective_rpc", collective_rpc, methods=["POST"])
@@ -252,6 +254,15 @@ async def delta_pin(request: Request) -> dict[str, Any]:
         raise Conflict("the engine does not follow a delta log; start it with --delta-follow")
     version = parse_pin(request.query_params)
     return await asyncio.shield(service.follower.pin(version))
+
+
+@_answering
+async def delta_run(request: Request) -> dict[str, Any]:
+    """Let the sender of a run alone change the weights, or let anyone again."""
+    service = _service(request)
+    wanted = parse_run_request(await _json_body(request, service))
+    refuse_pushes(service.follower)
+    return await asyncio.shield(service.change_owner(wanted))
 
 
 def _flag(request: Request, name: str) -> bool:

@@ -29,28 +29,43 @@ from delta_server.log_replay import LogReplay
 from delta_server.part_server import PartServer
 from delta_server.published import completeness
 from delta_server.reporting import SyncReporter
-from delta_server.request_options import DiskRequest, Options, is_anonymous, part_id
+from delta_server.request_options import (
+    DiskRequest,
+    Options,
+    RunRequest,
+    is_anonymous,
+    part_id,
+)
 from delta_server.request_record import RequestRecord
 from delta_server.scrubbing import combined, count_findings
 from delta_server.spool import Spool, Spooled
 from delta_server.staging import Staging
 from delta_server.store_files import ResolvedFiles, StoreFiles, StoreFolder
-from delta_server.transactions import after_gap, as_transaction, located
+from delta_server.transactions import after_gap, as_transaction, located, run_of
 from delta_server.upload_limits import MinimumRate, UploadSlots
 from delta_server.version_folders import spool_request
 from engine_ext.delta_log import open_log
-from engine_ext.errors import CommitFailed, Conflict, DeltaError, EngineUncertain, MalformedPart
+from engine_ext.errors import (
+    CommitFailed,
+    Conflict,
+    DeltaError,
+    EngineUncertain,
+    MalformedPart,
+    RunConflict,
+)
 from engine_ext.object_store import is_store_url
 from engine_ext.remote_parts import PartCache
 from engine_ext.resources import RateLimit
 from engine_ext.settings import Settings
 from engine_ext.wire import DIGEST_ALGORITHM, Limits, PartId
 from engine_ext.wire.operations import (
+    ClaimRun,
     CommitSync,
     CommittedSync,
     FindUnseen,
     GetPlan,
     GetStatus,
+    ReleaseRun,
     RollBack,
 )
 
@@ -169,6 +184,41 @@ class DeltaService:
             "scrub": combined(replies),
         }
 
+    async def change_owner(self, request: RunRequest) -> dict[str, Any]:
+        """Let the process of a run alone change the weights, or give that up; return JSON.
+
+        Raises:
+            RunConflict: another run owns them, or has taken over from this one (`RunFenced`).
+            SyncInProgress: a sender that names no run has staged parts. The engine is unchanged
+                after both.
+        """
+        sender, takeover = request.sender, request.takeover
+        if request.action == "release":
+            [reply, *_] = await call(self._engine, ReleaseRun(sender=sender))
+            if reply.released:
+                self.reporter.report_owner("released", sender, self.adapter)
+            return {
+                "status": "released" if reply.released else "not_owner",
+                "released": reply.released,
+            }
+        now, at = time.monotonic(), time.time()
+        claim = ClaimRun(sender=sender, takeover=takeover, now=now, at=at)
+        [claimed, *_] = await call(self._engine, claim)
+        if claimed.owner.since == at:
+            self.reporter.report_owner("claimed", sender, self.adapter)
+        [status, *others] = await self.committer.status(self._engine)
+        return {
+            "status": "claimed",
+            "owner": msgspec.to_builtins(claimed.owner),
+            "run": status.run,
+            "version": status.version,
+            "highest": claimed.highest,
+            "loaded": status.loaded,
+            "engine_state": "uncertain" if self.committer.uncertain else "certain",
+            "digest": total_digest(reply.digest for reply in (status, *others)),
+            "digest_algorithm": DIGEST_ALGORITHM,
+        }
+
     async def plan(self) -> list[list[dict[str, Any]]] | None:
         """Return each rank's plan, one row per checkpoint tensor; None if there is no plan yet.
 
@@ -195,11 +245,12 @@ class DeltaService:
             restored, pause_ms = await self.committer.run(RollBack(), options, self._engine)
             record.timings |= {"pause_ms": pause_ms, "commit_ms": restored.commit_ms}
             versions = {"version": restored.version, "base_version": restored.rolled_back}
-            record.set_result("rolled_back", versions)
+            record.set_result("rolled_back", {**versions, "run": restored.run})
             return {
                 "status": "rolled_back",
                 "version": restored.version,
                 "rolled_back": restored.rolled_back,
+                "run": restored.run,
                 "digest": restored.digest,
                 "timings_ms": record.rounded_timings(),
             }
@@ -218,10 +269,11 @@ class DeltaService:
         try:
             async with self.reporter.follow(record):
                 record.set_parts([], [spooled])
-                part = part_id(spooled.header.manifest, spooled.identity, options)
+                manifest, record.reason = spooled.header.manifest, options.reason
+                part = part_id(manifest, spooled.identity, options, record.origin)
                 record.set_parts([part], [spooled])
                 async with self._part_lock([spooled]):
-                    if is_anonymous(spooled.header.manifest, options):
+                    if is_anonymous(manifest, options):
                         part = msgspec.structs.replace(part, apart=True)
                         [part], _ = await as_transaction(self._engine, [part], [spooled])
                         record.parts = [part]
@@ -280,13 +332,18 @@ class DeltaService:
                 spooled = await spool_request(self.spool, paths, allowed, at_once, self._engine)
                 record.set_parts([], spooled)
                 record.timings["receive_ms"] = (time.perf_counter() - start) * 1e3
-                parts = [part_id(s.header.manifest, s.identity, options) for s in spooled]
+                record.reason = options.reason or record.reason
+                parts = [
+                    part_id(s.header.manifest, s.identity, options, record.origin) for s in spooled
+                ]
                 record.set_parts(parts, spooled)
                 url, bring = (source.url, source.bring_index) if source else (None, None)
                 parts = located(parts, paths, url)
                 versions = sorted({part.version for part in parts})
                 if len(versions) > 1:
                     raise MalformedPart(f"the files of one request lead to versions {versions}")
+                if len({run_of(part) for part in parts}) > 1:
+                    raise MalformedPart("the files of one request are of several runs")
                 parts = await after_gap(self._engine, parts, paths[0], allowed, bring)
                 return await self._apply_spooled(spooled, parts, options, record)
         finally:
@@ -304,7 +361,7 @@ class DeltaService:
         """
         async with self.reporter.follow(record):
             record.set_parts([part], [])
-            record.phase = "commit"
+            record.phase, record.reason = "commit", options.reason
             committed = await self._commit(part, options, record)
             return record.answer("committed", msgspec.structs.asdict(committed))
 
@@ -355,21 +412,23 @@ class DeltaService:
             if record.phase == "stage" and not isinstance(error, EngineUncertain):
                 await self.committer.halt(options)  # a commit has paused the engine itself
             raise
+        except RunConflict:
+            raise
         except Conflict:
             # Another HTTP process may have received the same parts and committed them meanwhile.
             # Not certain for a full sync: another one may have led to its version.
             identities = [part.identity for part, _ in pairs]
-            request = FindUnseen(version=last.version, identities=identities)
+            run = run_of(last)
+            request = FindUnseen(version=last.version, run=run, identities=identities)
             replies = await call(self._engine, request)
             if last.full or any(reply.unseen for reply in replies):
                 raise
             record.admissions = {"already_applied"}
         facts: dict[str, Any] = {"version": last.version, "base_version": last.base_version}
         if record.admissions != {"already_applied"}:
-            return record.answer("staged", facts)
+            return record.answer("staged", {**facts, "run": run_of(last)})
         # From the digest a sender sees if more was committed than it has sent this time.
-        facts["digest"] = await self.committer.publish(self._engine)
-        return record.answer("already_applied", facts)
+        return record.answer("already_applied", facts | await self.committer.publish(self._engine))
 
     async def _commit(self, part: PartId, options: Options, record: RequestRecord) -> CommittedSync:
         try:
@@ -384,4 +443,5 @@ class DeltaService:
                 await self._staging.drop(part)
             raise
         record.timings["commit_ms"] = committed.commit_ms
+        self.reporter.report_run(committed, self.adapter)
         return committed

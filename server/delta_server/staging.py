@@ -116,7 +116,7 @@ class Staging:
             source = pipes.enter_context(offer)
         pipe = pipes.enter_context(StagingPipe(spooled.path))
         path, now = str(spooled.path), time.monotonic()
-        request = BeginPart(part=part, path=path, source=source, now=now)
+        request = BeginPart(part=part, path=path, source=source, now=now, at=time.time())
         answers = await self._engine.call(request)
         refusals = [answer for answer in answers if isinstance(answer, DeltaError)]
         if refusals:

@@ -24,7 +24,7 @@ async def as_transaction(
     """Number the files of one request as parts of one sync; leaves out those seen before."""
     by_identity = {part.identity: (part, s) for part, s in zip(parts, spooled, strict=True)}
     version = parts[0].version
-    request = FindUnseen(version=version, identities=list(by_identity))
+    request = FindUnseen(version=version, run=run_of(parts[0]), identities=list(by_identity))
     unseen = {one for reply in await call(engine, request) for one in reply.unseen}
     fresh = [one for one in by_identity if one in unseen] or list(by_identity)[:1]
     sync_id = "files:" + xxhash.xxh3_128_hexdigest("".join(sorted(fresh)).encode())
@@ -36,11 +36,16 @@ async def as_transaction(
             part=number,
             num_parts=len(fresh),
             counted=_is_counted(one.header.manifest),
-            continues=not _is_counted(one.header.manifest),
+            continues=part.sender is None and not _is_counted(one.header.manifest),
         )
         for number, (part, one) in enumerate(chosen)
     ]
     return numbered, [s for _, s in chosen]
+
+
+def run_of(part: PartId) -> str | None:
+    """Return the run that a part names, or None."""
+    return None if part.sender is None else part.sender.run
 
 
 def _is_counted(manifest: Manifest) -> bool:

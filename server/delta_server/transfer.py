@@ -11,7 +11,7 @@ import base64
 import binascii
 import contextlib
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,7 +36,8 @@ _READ_BYTES: Final = 1 << 20
 class UpdateInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What brings parts: exactly one of `part`, `model_path` and `broadcast_bytes` is given.
 
-    `weight_version`, `base_version`, `pause_mode` and `flush_cache` are as in a disk request.
+    `weight_version`, `base_version`, `pause_mode`, `flush_cache` and `reason` are as in a disk
+    request.
     """
 
     part: str | None = None  # one part, in base64
@@ -48,6 +49,7 @@ class UpdateInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     base_version: str | int | None = None
     pause_mode: str | None = None
     flush_cache: bool | None = None
+    reason: str | None = None
 
     def disk_request(self) -> DiskRequest:
         """Return what is also a key of a disk request."""
@@ -160,13 +162,14 @@ class WeightTransfer:
             else:
                 assert info.broadcast_bytes is not None
                 size = info.broadcast_bytes
+                stack.enter_context(_naming_the_collective())
                 path = await stack.enter_async_context(self._broadcast(size))
                 chunks = _read(path)
             spooled = await service.spool.receive(
                 record.count_received(chunks), size, service.minimum_rate, verifier
             )
-        record.timings["receive_ms"] = record.seconds * 1e3
-        return await service.apply_body(spooled, options, record)
+            record.timings["receive_ms"] = record.seconds * 1e3
+            return await service.apply_body(spooled, options, record)
 
     @contextlib.asynccontextmanager
     async def _broadcast(self, size: int) -> AsyncIterator[Path]:
@@ -233,6 +236,22 @@ class TransferGuard:
             await error_response(error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
+
+
+@contextlib.contextmanager
+def _naming_the_collective() -> Iterator[None]:
+    """Say of a part that is none that it may be another trainer's.
+
+    Who joins the group last is its member, and a request takes what comes next over it.
+    """
+    try:
+        yield
+    except MalformedPart as error:
+        message = (
+            "what came over the collective is not the part that this request announces; does "
+            f"another trainer send to this engine? ({error.message})"
+        )
+        raise type(error)(message, **error.operands) from error
 
 
 def _decoded(text: str) -> bytes:

@@ -64,6 +64,14 @@ def test_it_shows_the_status(served: Served, open_page: Open) -> None:
     expect(page.locator("#login")).to_be_hidden()
 
 
+def test_it_shows_who_owns_the_engine(served: Served, open_page: Open) -> None:
+    owner = {"run": "a-run", "epoch": 2, "host": "trainer-host", "pid": 11, "since": 0.0}
+    served.status |= {"run": "a-run", "owner": owner}
+    page = shown(open_page(served.url))
+    assert fact(page, "run") == "a-run"
+    assert fact(page, "owner").startswith("process 11 on trainer-host, epoch 2, since ")
+
+
 def test_it_shows_the_last_syncs(served: Served, open_page: Open) -> None:
     served.history[1] |= {"outcome": "refused", "error": "BaseMismatch", "message": "other bits"}
     page = shown(open_page(served.url))
@@ -71,6 +79,7 @@ def test_it_shows_the_last_syncs(served: Served, open_page: Open) -> None:
     assert [row[1] for row in table] == [sync["outcome"] for sync in served.history[::-1]]
     assert [row[2] for row in table][-1] == "7 \u2192 8"
     assert table[0][2].endswith(" full")
+    assert table[0][9] == "full: sent in full"
     assert table[-2][9] == "BaseMismatch: other bits"
     paused = [sync for sync in served.history if "pause_ms" in sync["timings_ms"]]
     expect(page.locator("#pause-plot rect")).to_have_count(len(paused))

@@ -51,6 +51,7 @@ class Harness(ObservedEngine):
 
     Attributes:
         base_version: the engine's version before the fault.
+        run: metadata of parts that stand for the sender's; empty if the engine has no owner.
         changed: name -> indices that the current step changes.
         sent: the last parts that were made.
     """
@@ -73,6 +74,7 @@ class Harness(ObservedEngine):
             **{"bucket_bytes": PART_BYTES, **options},
         )
         self.base_version = FIRST
+        self.run: dict[str, str] = {}
         self.changed: dict[str, torch.Tensor] = {}
         self.sent: list[bytes] = []
         self._spool = spool
@@ -81,9 +83,28 @@ class Harness(ObservedEngine):
 
     def step(self, only: str = "") -> None:
         """Train one step; the fault happens during the sync to its weights."""
-        self.base_version = self.trainer.version = self.version()
+        self.base_version = self.version()
         self.changed = self.trainer.step(only=only)
+        self.trainer.version = self.next_number()
         self.sent = []
+
+    def next_number(self) -> int:
+        """Return the next version of the run that owns the engine; what is posted is of it."""
+        owner = self.engine.delta_status()["owner"]
+        if owner is None:
+            self.run = {}
+            return self.base_version + 1
+        self.run = {"run": owner["run"], "run_epoch": str(owner["epoch"])}
+        highest = self.ask("claim", **self.run)["highest"]
+        return max(self.base_version, highest or 0) + 1
+
+    def ask(self, action: str, run: str, run_epoch: str = "1", **keys: Any) -> dict[str, Any]:
+        """Claim the engine for a run, or release it; return the answer."""
+        body = {"action": action, "run": run, "epoch": int(run_epoch), **keys}
+        answer = self.engine.post("/delta_run", json=body)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
 
     def parts(
         self,
@@ -94,7 +115,8 @@ class Harness(ObservedEngine):
         **metadata: str,
     ) -> list[bytes]:
         """Make the parts of the sync to the trainer's weights."""
-        common = {**self.trainer.metadata(), "num_parts": str(count), **metadata}
+        common = {**self.trainer.metadata(), "base_version": str(self.base_version), **self.run}
+        common |= {"num_parts": str(count), **metadata}
         self.sent = [
             container(
                 self.trainer.tensors,

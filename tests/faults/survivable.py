@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Literal, TypeAlias
 
 from tests.faults.harness import STAGE_TIMEOUT, Harness
 from tests.faults.observed import RANKS, fill
-from tests.support.plain_trainer import edited
+from tests.support.plain_trainer import container, edited
 
 Ends: TypeAlias = Literal["old", "new", "either", "uncertain"]
 
@@ -45,7 +46,7 @@ def killed_between_parts(harness: Harness) -> None:
 
 
 def killed_after_the_commit(harness: Harness) -> None:
-    after = harness.base_version + 1
+    after = harness.trainer.version
     [body] = harness.parts()
     harness.killed_sender(harness.raw(body), reads=False, when=lambda: harness.version() == after)
     # A sender that sends the same part again learns that it is applied.
@@ -143,7 +144,7 @@ def stale(harness: Harness) -> None:
 
 def future(harness: Harness) -> None:
     [body] = harness.parts()
-    there, next_one = str(harness.base_version + 1), str(harness.base_version + 2)
+    there, next_one = str(harness.trainer.version), str(harness.trainer.version + 1)
     answer = harness.is_told(
         edited(body, current_version=next_one, base_version=there), "409 VersionConflict"
     )
@@ -173,6 +174,38 @@ def two_senders_between_parts(harness: Harness) -> None:
     assert 1 <= int(answer.headers["Retry-After"]) <= STAGE_TIMEOUT
     harness.is_told(second, "committed")
     harness.trainer.tensors, harness.sent = tensors, sent
+
+
+def another_run(harness: Harness) -> None:
+    """Nobody but the owner gets in, with a delta or with all weights."""
+    owned = bool(harness.run)
+    if not owned:
+        harness.ask("claim", "the-owner")
+    other = {"run": uuid.uuid4().hex, "run_epoch": "1"}
+    [body] = harness.parts(**other)
+    tensors = harness.trainer.tensors
+    whole = {"current_version": "99999", "full": "true", **other}
+    harness.is_told(body, "409 RunConflict")
+    harness.is_told(container(tensors, dict.fromkeys(tensors), metadata=whole), "409 RunConflict")
+    if not owned:
+        harness.ask("release", "the-owner")
+
+
+def takeover(harness: Harness) -> None:
+    """The sender gets the engine from another run, which has staged parts."""
+    owned, run = bool(harness.run), harness.run or {"run": uuid.uuid4().hex, "run_epoch": "1"}
+    first, second = harness.parts(2, **run)
+    if owned:
+        harness.ask("release", **run)
+    late = edited(first, run=uuid.uuid4().hex, run_epoch="1")
+    harness.is_told(late, "staged")
+    harness.ask("claim", takeover=True, **run)
+    harness.is_told(late, "409 RunFenced")
+    harness.is_told(first, "staged")
+    harness.is_told(second, "committed")
+    harness.is_told(late, "409 RunFenced")
+    if not owned:
+        harness.ask("release", **run)
 
 
 def asleep(harness: Harness) -> None:
@@ -324,11 +357,23 @@ FAULTS = [
         ("future", future),
     ),
     *rows(
-        "two senders",
+        "two senders that name no run, or are of one process",
         "one `committed`, the other 409",
         "new",
         ("two senders", two_senders),
         ("two senders, parts", two_senders_between_parts),
+    ),
+    *rows(
+        "sender of another run",
+        "409 `RunConflict`, also for a full sync",
+        "old",
+        ("another run", another_run),
+    ),
+    *rows(
+        "sender of another run that takes over between parts",
+        "it gets the engine; the other one 409 `RunFenced` for good",
+        "new",
+        ("takeover", takeover),
     ),
     *rows(
         "engine asleep, or put to sleep between parts",

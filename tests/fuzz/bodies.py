@@ -57,6 +57,8 @@ def good(draw: st.DrawFn, shapes: Shapes, encodings: tuple[str, ...] = ENCODINGS
                 {"sync_id": "one", "part": 0, "num_parts": 2},
                 {"sync_id": "one", "part": 1, "num_parts": 2},
                 {"base_version": 7},
+                {"run": "one", "run_owner": "host:1"},
+                {"run": "one", "run_epoch": 2, "sync_id": "one"},
             ]
         )
     )

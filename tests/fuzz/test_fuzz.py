@@ -114,10 +114,14 @@ def test_http(tmp_path: Path) -> None:
                 commits += check_one(rig, request, str(root))
             rig.run(rig.engine.call(DropSync()))
             version = rig.status()["version"]
+            claim = {"action": "claim", "run": "last", "takeover": True}
+            assert rig.post("/delta_run", json=claim).status_code == 200
             step = {"norm.weight": {3: 0x7777}}
             expected = after(rig.engine.weights, step)
-            answer = rig.send(delta_part(step, version + 1, base_version=version, sync_id="last"))
-            rig.assert_committed(answer, expected, version + 1)
+            last = {"base_version": version, "sync_id": "last", "run": "last"}
+            rig.assert_committed(
+                rig.send(delta_part(step, version + 1, **last)), expected, version + 1
+            )
         finally:
             rig.close()
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from delta_sender import MultiSender, PartialSyncError
+from delta_sender import FullSyncRefused, MultiSender, PartialSyncError, RunConflict, RunFenced
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from scripts.live_engine.sglang import SglangProcess
@@ -122,7 +123,6 @@ def test_the_program_sends_to_both(both: Both, tmp_path: Path) -> None:
     trainer.step()
     target = tiny_models.save_checkpoint(both.base, tmp_path / "target", trainer.tensors)
     command = [sys.executable, "-m", "delta_sender", "--base", str(base), "--target", str(target)]
-    command += ["--base-version", str(version)]
     for url in both.urls:
         command += ["--url", url]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
@@ -133,3 +133,100 @@ def test_the_program_sends_to_both(both: Both, tmp_path: Path) -> None:
         assert line.startswith(f"{url}: {said}")
     assert both.versions() == [version + 1] * 2
     assert both.hold_the_trainers_bytes()
+
+
+# ---- runs: whose the engines are, and what may be replaced there ---------------------------------
+
+
+def failures_of(sender: MultiSender, trainer: Trainer) -> list[type[BaseException]]:
+    with pytest.raises(PartialSyncError) as caught:
+        sender.sync(trainer.tensors.items())
+    return [type(failed) for failed in caught.value.failures.values()]
+
+
+def test_restarted_trainer_sends_ten_elements(both: Both) -> None:
+    """It knows neither the version nor the run that has led there."""
+    trainer, version = both.trainer, both.versions()[0]
+    with MultiSender(both.urls, trainer.tensors.items()) as sender:
+        name = next(iter(trainer.tensors))
+        trainer.tensors[name].view(torch.int16).view(-1)[:10] ^= 1
+        reports = sender.sync(trainer.tensors.items())
+    for report in reports.values():
+        assert (report.full, report.reason, report.nnz) == (False, None, 10)
+        assert (report.base_version, report.version) == (version, version + 1)
+    assert both.hold_the_trainers_bytes()
+    statuses = [engine.delta_status() for engine in both.engines]
+    assert [(status["run"], status["owner"]) for status in statuses] == [(sender.run, None)] * 2
+
+
+def test_wrong_checkpoint_replaces_nothing(both: Both, tmp_path: Path) -> None:
+    """By the program, whose base and target are the same: there is nothing to send."""
+    version = both.versions()
+    other = Trainer({name: tensor.clone() for name, tensor in both.trainer.tensors.items()})
+    other.step()
+    wrong = tiny_models.save_checkpoint(both.base, tmp_path / "wrong", other.tensors)
+    command = [sys.executable, "-m", "delta_sender", "--base", str(wrong), "--target", str(wrong)]
+    for url in both.urls:
+        command += ["--url", url]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    for url in both.urls:
+        assert f"{url}: failed: {url} holds version {version[0]} (of run " in done.stderr
+    assert "--allow-full" in done.stderr
+    assert both.versions() == version
+    assert both.hold_the_trainers_bytes()
+    with MultiSender(both.urls, other.tensors.items()) as sender:
+        assert failures_of(sender, other) == [FullSyncRefused] * 2
+    assert [engine.delta_status()["owner"] for engine in both.engines] == [None] * 2
+
+
+def test_second_trainer_takes_over(both: Both) -> None:
+    trainer = both.trainer
+    with (
+        MultiSender(both.urls, trainer.tensors.items()) as zombie,
+        MultiSender(both.urls, trainer.tensors.items()) as second,
+        MultiSender(both.urls, trainer.tensors.items(), takeover=True) as third,
+    ):
+        zombie.sync(trainer.tensors.items())
+        version = both.versions()
+        assert failures_of(second, trainer) == [RunConflict] * 2
+        assert both.versions() == version
+        trainer.step()
+        reports = third.sync(trainer.tensors.items())
+        assert [report.full for report in reports.values()] == [False, False]
+        version = both.versions()
+        other = Trainer({name: tensor.clone() for name, tensor in trainer.tensors.items()})
+        other.step()
+        assert failures_of(zombie, other) == [RunFenced] * 2
+        assert both.versions() == version
+        assert both.hold_the_trainers_bytes()
+        trainer.step()
+        third.sync(trainer.tensors.items())
+        assert both.hold_the_trainers_bytes()
+
+
+def test_resumed_trainer_is_of_its_run(both: Both, tmp_path: Path) -> None:
+    """From its newest weights by deltas, and from older ones by a full sync: both are its own."""
+    trainer, state = both.trainer, tmp_path / "state.json"
+    older = {name: tensor.clone() for name, tensor in trainer.tensors.items()}
+    with MultiSender(both.urls, trainer.tensors.items(), state=state) as sender:
+        trainer.step()
+        sender.sync(trainer.tensors.items())
+    with MultiSender(both.urls, trainer.tensors.items(), state=state) as resumed:
+        assert (resumed.run, resumed.epoch) == (sender.run, 2)
+        trainer.step()
+        reports = resumed.sync(trainer.tensors.items())
+        assert [report.full for report in reports.values()] == [False, False]
+    version = both.versions()
+    with MultiSender(both.urls, older.items(), state=state) as resumed:
+        trainer.tensors = older
+        reports = resumed.sync(trainer.tensors.items())
+    for report in reports.values():
+        assert (report.full, report.base_version) == (True, version[0])
+        assert report.version == version[0] + 1
+        assert report.reason is not None
+        assert report.engine["run"] == sender.run
+    assert both.hold_the_trainers_bytes()
+    for engine in both.engines:
+        [*_, last] = engine.get("/delta_status", params={"history": "true"}).json()["history"]
+        assert (last["full"], last["reason"]) == (True, reports[engine.url].reason)

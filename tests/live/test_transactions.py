@@ -265,6 +265,70 @@ def test_many_random_syncs(server: Server, syncs: int) -> None:
     assert server.digest(scan=True)["digest"] == model_digest(server.trainer.tensors).hex()
 
 
+FIRST = {"run": "first", "run_epoch": "1", "run_owner": "first-host:11"}
+SECOND = {"run": "second", "run_epoch": "1", "run_owner": "second-host:22"}
+
+
+def test_two_trainers_cannot_replace_each_other(server: Server) -> None:
+    """The second is refused until it takes over; from then on the first is, for good."""
+
+    def whole(version: int, **metadata: str) -> bytes:
+        metadata = {"current_version": str(version), "full": "true", **metadata}
+        tensors = server.trainer.tensors
+        return container(tensors, dict.fromkeys(tensors), metadata=metadata)
+
+    def refusal(answer: httpx.Response) -> tuple[int, str, str]:
+        error = answer.json()["error"]
+        return answer.status_code, error["type"], error["owner"]["host"]
+
+    def ask(action: str, run: str, **keys: object) -> httpx.Response:
+        body = {"action": action, "run": run, "host": f"{run}-host", "pid": 1, **keys}
+        return server.engine.post("/delta_run", json=body)
+
+    def holds(run: str | None, owner: str | None) -> None:
+        status = server.status()
+        assert (status["version"], status["run"]) == (server.trainer.version, run)
+        assert (status["owner"] and status["owner"]["run"]) == owner
+        assert server.engine.weight_version() == str(server.trainer.version)
+        assert server.digest(scan=True)["digest"] == model_digest(server.trainer.tensors).hex()
+
+    assert server.post(server.next(**FIRST)).json()["run"] == "first"
+    holds("first", "first")
+    tensors, version = dict(server.trainer.tensors), server.trainer.version
+    before = server.engine.checksums(), server.digest(scan=True), server.status()
+    for other in (server.next(**SECOND), whole(999, **SECOND), server.next(), whole(1)):
+        assert refusal(server.post(other)) == (409, "RunConflict", "first-host")
+    assert refusal(ask("claim", "second")) == (409, "RunConflict", "first-host")
+    assert (server.engine.checksums(), server.digest(scan=True), server.status()) == before
+
+    # Another process takes over; its own numbers may be lower.
+    assert ask("claim", "second", takeover=True).json()["owner"]["run"] == "second"
+    assert server.status()["run"] == "first"
+    server.trainer.version = 1
+    assert server.post(whole(1, **SECOND)).json()["run"] == "second"
+    holds("second", "second")
+    assert 'delta_updates_run_info{run="second"} 1.0' in server.engine.get("/metrics").text
+    server.trainer.tensors, server.trainer.version = tensors, version
+    for late in (server.next(**FIRST), whole(2000, **FIRST)):
+        assert refusal(server.post(late)) == (409, "RunFenced", "second-host")
+    assert refusal(ask("claim", "first", takeover=True)) == (409, "RunFenced", "second-host")
+    server.trainer.version = 1
+    server.trainer.tensors = tensors
+    assert server.post(whole(1, **SECOND)).json()["error"]["highest"] == 1
+    assert server.post(whole(2, **SECOND)).json()["status"] == "committed"
+
+    # Without an owner, trainers that name no run are served; one starts over at version 1.
+    assert ask("release", "second").json()["released"] is True
+    server.trainer.version = 2
+    nameless = server.post(server.next()).json()["run"]
+    assert nameless.startswith("anonymous-")
+    server.trainer.version = 1
+    anew = server.post(whole(1)).json()["run"]
+    assert anew.startswith("anonymous-")
+    assert anew != nameless
+    holds(anew, None)
+
+
 def test_a_write_that_cannot_be_taken_back(server: Server) -> None:
     server.arm("fail_write", 0)
     server.arm("fail_undo", 0)

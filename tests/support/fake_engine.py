@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -41,12 +42,19 @@ def error(status: int, kind: str, state: str = "unchanged", **operands: object) 
 class Engine:
     """Stage and commit parts like a real one; every digest hashes all weights again.
 
-    `faults` replace the answer to the n-th POST. `ignored`, `uncertified`, `undigested` and `cast`
-    name tensors of its checkpoint; it holds no weights for ignored ones.
+    At a version above 0 it holds what another run, `run`, has sent. `faults` replace the answer to
+    the n-th POST. `ignored`, `uncertified`, `undigested` and `cast` name tensors of its checkpoint;
+    it holds no weights for ignored ones.
     """
 
     weights: dict[str, np.ndarray]
     version: int = 0
+    run: str | None = None
+    has_runs: bool = True
+    owner: dict[str, object] | None = None
+    fenced: dict[str, dict[str, object]] = field(default_factory=dict)
+    highest: dict[str, int] = field(default_factory=dict)  # by run
+    foreign: str | None = None
     has_plan: bool = True
     ignored: set[str] = field(default_factory=set)
     uncertified: set[str] = field(default_factory=set)
@@ -60,12 +68,18 @@ class Engine:
     bodies: list[bytes] = field(default_factory=list)
     requests: list[httpx.Request] = field(default_factory=list)
     questions: list[httpx.Request] = field(default_factory=list)
+    claims: list[dict[str, object]] = field(default_factory=list)  # and releases
     log: list[Part] = field(default_factory=list)
     faults: dict[int, Callable[[Handler, httpx.Request], httpx.Response]] = field(
         default_factory=dict
     )
     # Parts come side by side. Faults may wait for each other, so they do not hold it.
     lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def __post_init__(self) -> None:
+        self.loaded = self.version == 0
+        if not self.loaded and self.run is None:
+            self.run = "another"
 
     @classmethod
     def of(cls, model: Model, **state: object) -> Engine:
@@ -79,6 +93,9 @@ class Engine:
         if request.method == "GET":
             self.questions.append(request)
             return self.status()
+        if request.url.path == "/delta_run":
+            with self.lock:
+                return self.take_claim(json.loads(request.content))
         with self.lock:
             number = len(self.requests)
             self.requests.append(request)
@@ -89,6 +106,10 @@ class Engine:
     def status(self) -> httpx.Response:
         answer: dict[str, object] = {"version": self.version, "digest": self.digest().hex()}
         answer["last_sync"] = self.last_sync
+        answer["foreign"] = self.foreign
+        answer["engine_state"] = "uncertain" if self.uncertain else "certain"
+        if self.has_runs:
+            answer |= {"run": self.run, "owner": self.owner, "loaded": self.loaded}
         if self.has_plan:
             rows = [
                 {"name": name, "status": self.kind(name), "digested": name in self.digested}
@@ -100,6 +121,44 @@ class Engine:
             ]
             answer["plan"] = [rows, other]
         return httpx.Response(200, json=answer)
+
+    def restart(self, model: Model) -> None:
+        """Be another process that has loaded a checkpoint."""
+        self.weights = {n: bits(t) for n, t in model.items() if n not in self.ignored}
+        self.version, self.run, self.owner, self.loaded = 0, None, None, True
+        self.uncertain, self.last_sync, self.staging, self.foreign = False, None, None, None
+        self.staged, self.highest, self.committed, self.fenced = {}, {}, set(), {}
+
+    def take_claim(self, body: dict[str, object]) -> httpx.Response:
+        if not self.has_runs:
+            return httpx.Response(404, json={"detail": "Not Found"})
+        self.claims.append(body)
+        run = {key: body[key] for key in ("run", "epoch", "host", "pid")}
+        if body["action"] == "release":
+            is_owner = self.owner is not None and run.items() <= self.owner.items()
+            if is_owner:
+                self.owner, self.staging, self.staged = None, None, {}
+            return httpx.Response(200, json={"released": is_owner})
+        if refusal := self.enter(run, takeover=bool(body["takeover"])):
+            return refusal
+        highest = self.highest.get(str(run["run"]))
+        return httpx.Response(200, json={"owner": self.owner, "run": self.run, "highest": highest})
+
+    def enter(self, run: dict[str, object], *, takeover: bool = False) -> httpx.Response | None:
+        """Make a run the owner, or refuse it."""
+        owner, name = self.owner, str(run["run"])
+        if name in self.fenced:
+            return error(409, "RunFenced", owner=self.fenced[name])
+        if owner is not None and owner["run"] == name and owner["epoch"] > run["epoch"]:
+            return error(409, "RunFenced", owner=owner)
+        if owner is not None and owner["run"] != name and not takeover:
+            return error(409, "RunConflict", owner=owner)
+        if owner is None or (owner["run"], owner["epoch"]) != (name, run["epoch"]):
+            self.owner = {**run, "since": 1.0}
+            self.staging, self.staged = None, {}
+        if owner is not None and owner["run"] != name:
+            self.fenced[str(owner["run"])] = self.owner
+        return None
 
     def kind(self, name: str) -> str:
         if name in self.ignored:
@@ -128,10 +187,21 @@ class Engine:
         assert manifest.sync_id
         assert manifest.manifest_checksum
         assert manifest.part is not None
+        if self.has_runs:
+            assert manifest.run is not None
+            assert manifest.run_epoch is not None
+            assert manifest.run_owner is not None
+            host, _, pid = manifest.run_owner.rpartition(":")
+            run = {"run": manifest.run, "epoch": manifest.run_epoch, "host": host, "pid": int(pid)}
+            if refusal := self.enter(run):
+                return refusal
         if manifest.current_version == self.version and identity in self.committed:
             return self.ok("already_applied", self.digest().hex())
         if self.uncertain and not manifest.full:
             return error(503, "EngineUncertain", "uncertain")
+        highest = self.highest.get(manifest.run or "", 0) if self.has_runs else 0
+        if (manifest.current_version or 0) <= highest:
+            return error(409, "VersionConflict", actual=self.version, highest=highest)
         if not manifest.full and manifest.base_version != self.version:
             expected = manifest.base_version
             return error(409, "VersionConflict", expected=expected, actual=self.version)
@@ -148,10 +218,12 @@ class Engine:
             return self.ok("staged")
         if refusal := self.commit(manifest.full):
             return refusal
-        self.version = manifest.current_version or 0
+        base_version, self.version = self.version, manifest.current_version or 0
+        self.run, self.loaded, self.foreign = manifest.run, False, None
+        self.highest[manifest.run or ""] = self.version
         self.last_sync = {"version": self.version, "sync_id": manifest.sync_id}
         self.uncertain = False
-        return self.ok("committed", digest=self.digest().hex())
+        return self.ok("committed", digest=self.digest().hex(), base_version=base_version)
 
     def commit(self, full: bool) -> httpx.Response | None:
         parts = [part for part, _ in self.staged.values()]
@@ -196,8 +268,8 @@ class Engine:
             wrong |= part.manifest.digest_before not in (None, before.hex())
         return wrong or any(p.manifest.digest_after not in (None, after.hex()) for p in parts)
 
-    def ok(self, status: str, digest: str | None = None) -> httpx.Response:
-        answer = {"status": status, "version": self.version, "digest": digest}
+    def ok(self, status: str, digest: str | None = None, **more: int) -> httpx.Response:
+        answer = {"status": status, "version": self.version, "digest": digest, **more}
         return httpx.Response(200, json=answer)
 
     def holds(self, model: Model) -> bool:

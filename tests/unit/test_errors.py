@@ -25,6 +25,8 @@ STATUS = {
     "VersionConflict": 409,
     "BaseMismatch": 409,
     "SyncInProgress": 409,
+    "RunConflict": 409,
+    "RunFenced": 409,
     "WeightsAsleep": 409,
     "LogDamaged": 409,
     "TooLarge": 413,

@@ -18,6 +18,9 @@ between two Hugging Face checkpoints.
 The one rule: the snapshot is what the engine holds. It advances only once the engine has answered
 that it committed, and by exactly the bytes sent. Whatever fails, the next sync sends all of it.
 
+A sender opens a run, which owns its engines until it is closed. A full sync that nobody asked for
+replaces only what the run has sent, or what a digest has shown to be the base.
+
 The engine's plan is read before the first sync and before every full one. Tensors that the engine
 ignores are left out of every sync. The digests that it keeps let engine and sender find out if
 they do not hold the same bytes.
@@ -28,6 +31,7 @@ Modules, in the order of the data's way:
   compare the weights.
 - `quantize`: quantises them first, if the engine's checkpoint is quantised.
 - `sync_round`: shares one sync between all destinations.
+- `run`, `contact`, `full_sync`: whose an engine is, what it holds, and what may be replaced there.
 - `session`, `part_builder`, `encoding_policy`, `recovery`: one destination's share of it.
 - `post_queue`, `http_client`, `bandwidth`, `log_destination`, `notify`: deliver the parts.
 - `acked_state`, `state_file`: what destinations hold.
@@ -49,7 +53,16 @@ from delta_sender.model_sync import sync_model
 from delta_sender.model_tensors import ModelTensors, checkpoint_names, named_tensors
 from delta_sender.multi_sender import MultiSender
 from delta_sender.quantize import Quantizer, quantize_weight
-from delta_sender.results import PartialSyncError, RankError, ShardedReport, SyncError, SyncReport
+from delta_sender.results import (
+    FullSyncRefused,
+    PartialSyncError,
+    RankError,
+    RunConflict,
+    RunFenced,
+    ShardedReport,
+    SyncError,
+    SyncReport,
+)
 from delta_sender.sender import DeltaSender
 from delta_sender.sharded import Shard, ShardedSender, model_shards
 from delta_sender.snapshot import NamedTensors
@@ -57,6 +70,7 @@ from engine_ext.resources import RateLimit
 
 __all__ = [
     "DeltaSender",
+    "FullSyncRefused",
     "LogSender",
     "ModelTensors",
     "MultiSender",
@@ -65,6 +79,8 @@ __all__ = [
     "Quantizer",
     "RankError",
     "RateLimit",
+    "RunConflict",
+    "RunFenced",
     "Shard",
     "ShardedReport",
     "ShardedSender",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 import numpy as np
@@ -16,6 +16,9 @@ from engine_ext.resources import usable_cores
 from engine_ext.wire import Digest, tensor_digest
 
 logger = logging.getLogger(__name__)
+
+_NO_RUN: Final = object()
+_MISSED: Final = "behind: it missed more than half of the model"
 
 
 class TensorNames(Protocol):
@@ -122,11 +125,21 @@ class AckedState:
         names: Of all tensors that the destination gets, if the snapshot holds only some.
     """
 
+    resends_unproven = True  # tensors that no digest covers can be sent whole with a delta
+
     def __init__(self, snapshot: Snapshot, version: int, names: TensorNames | None = None) -> None:
         self.version = version  # that the destination acknowledged last
         self.missed: Changes = {}
         self.unknown_outcome: UnknownOutcome | None = None
-        self.needs_full = False  # it may hold other bytes; the next sync is a full one
+        # Why it may hold other bytes, so that the next sync is a full one; None if it does not.
+        self.full_reason: str | None = None
+        self.highest_used = 0  # the highest number that the run had committed before
+        self.is_known = False  # it held the base, by its digest, or something that was sent
+        self.base_run: Any = _NO_RUN  # of the version that was proven to be the base
+        self.found_other: dict[str, Any] | None = None  # its status, if it did not hold the base
+        self.unproven: frozenset[str] = (
+            frozenset()
+        )  # names that no digest has shown to be the base's
         self.latest: PostedSync | None = None  # led to the snapshot; None if that is not known
         self.plan = EnginePlan()  # as it was last read
         self.plan_is_current = False  # it can be used without reading it again
@@ -137,16 +150,21 @@ class AckedState:
         self._ignored: frozenset[str] = frozenset()
 
     @property
+    def needs_full(self) -> bool:
+        """Whether it may hold other bytes; the next sync is a full one."""
+        return self.full_reason is not None
+
+    @property
     def is_proven(self) -> bool:
         """Whether a digest that leaves no tensor out proves every sync."""
         return self.digest is not None and self.plan.digested == {*self.plan.names}
 
     @property
     def highest_version(self) -> int:
-        """The highest version that the destination may be at."""
+        """The highest version that the destination may be at, or has been at in this run."""
         unknown = None if self.unknown_outcome is None else self.unknown_outcome.posted
         posted = [one.version for one in (unknown, self.posted) if one is not None]
-        return max([self.version, *posted])
+        return max([self.version, self.highest_used, *posted])
 
     def read_plan(self, answer: Any, *, keep_digest: bool, full: bool) -> None:
         """Take in the answer of `Destination.plan`, and compute the digest of what it holds.
@@ -165,6 +183,36 @@ class AckedState:
             logger.warning(
                 "no digests, as the engine's cover tensors not in base: %s", plan.missing
             )
+
+    def find_base(self, status: Mapping[str, Any], run: str) -> bool:
+        """Return whether, by its status, the destination holds what it should, and note it if so.
+
+        Its digest counts and not its version, whose number another sender may have chosen. Tensors
+        that the digest does not cover are only taken to be the base's if the destination has been
+        started with them, or is at the very version of this run.
+
+        Args:
+            run: The name of the sender's run.
+        """
+        version, digest = status.get("version"), status.get("digest")
+        if self.digest is None or not self.plan.digested or None in (version, digest):
+            return False
+        if status.get("foreign") is not None or status.get("engine_state") == "uncertain":
+            return False
+        self.found_other = None if digest == self.digest.hex() else dict(status)
+        if self.found_other is not None:
+            return False
+        assert isinstance(version, int)
+        of_run = status.get("run")
+        if not status.get("loaded") and (of_run, version) != (run, self.version):
+            unproven = frozenset(self.plan.names).difference(self.plan.digested)
+            if unproven and not self.resends_unproven:
+                self.found_other = dict(status)
+                return False
+            self.unproven = unproven
+        self.version, self.base_run = version, of_run
+        self.is_known, self.full_reason = True, None
+        return True
 
     def _held_digest(self) -> Digest:
         """Return the digest of what the destination holds, as far as its own covers that."""
@@ -191,8 +239,7 @@ class AckedState:
 
         Missed changes of more than half of the model are not kept; the next sync is a full one.
         """
-        missed = self._rebased(changes, self.missed)
-        self.missed, self.needs_full = missed or {}, self.needs_full or missed is None
+        self._take_missed(self._rebased(changes, self.missed))
         unknown = self.unknown_outcome
         if unknown is not None and unknown.missed is not None:
             rebased = self._rebased(changes, unknown.missed)
@@ -223,8 +270,7 @@ class AckedState:
         unknown = self.unknown_outcome
         assert unknown is not None
         if committed:
-            self.missed = unknown.missed or {}
-            self.needs_full = self.needs_full or unknown.missed is None
+            self._take_missed(unknown.missed)
             self.unknown_outcome = None
         elif unknown.posted is None:
             posted = self.posted
@@ -232,7 +278,8 @@ class AckedState:
 
     def lose_track(self) -> None:
         """Note that its difference from the snapshot is no longer known; the next sync is full."""
-        self.missed, self.needs_full, self.latest = {}, True, None
+        self.missed, self.latest = {}, None
+        self.full_reason = "lost_track: an earlier sync was interrupted while it was noted"
         if self.unknown_outcome is not None:
             self.unknown_outcome = replace(self.unknown_outcome, missed=None)
 
@@ -242,8 +289,7 @@ class AckedState:
         if unknown is None or unknown.posted is None or not unknown.posted.is_held_by(status):
             return
         self.version, self.digest = unknown.posted.version, unknown.posted.digest
-        self.missed = unknown.missed or {}
-        self.needs_full = self.needs_full or unknown.missed is None
+        self._take_missed(unknown.missed)
 
     def resolve_latest(self, status: dict[str, Any]) -> bool:
         """Return whether, by its status, the destination holds the snapshot, and note it if so.
@@ -254,6 +300,12 @@ class AckedState:
             return False
         self.version, self.digest, self.missed = self.latest.version, self.latest.digest, {}
         return True
+
+    def _take_missed(self, missed: Changes | None) -> None:
+        """Take over what it misses; None if that was too much to keep."""
+        self.missed = missed or {}
+        if missed is None:
+            self.full_reason = self.full_reason or _MISSED
 
     def _rebased(self, changes: Changes, missed: Changes) -> Changes | None:
         """Return `missed` relative to the advanced snapshot; None if that is too much to keep."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import logging
 import os
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -35,7 +39,7 @@ _EPILOG = f"""\
 examples:
   delta-send --base CHECKPOINT --target NEXT --url http://engine:8000
   delta-send --base CHECKPOINT --target NEXT --dry-run --encoding auto
-  delta-send --target NEXT --full --url http://engine:8000 --base-version 7
+  delta-send --target NEXT --full --url http://engine:8000
   delta-send --base CHECKPOINT --target NEXT --url s3://BUCKET/RUN --notify http://engine:8000
   delta-send --base FP8_CHECKPOINT --target NEXT --quantize fp8_block --url http://engine:8000
 
@@ -45,15 +49,18 @@ environment:
 
 exit status:
   0    done
-  1    an engine refused, could not be reached or was too late; the others have committed
+  1    an engine refused, could not be reached or was too late; the others have committed. An engine
+       of another run refuses: close that sender, or --takeover. One with other weights than --base
+       is left as it is: give the base that it holds, or --allow-full or --full
   2    bad usage, or checkpoints that are unreadable or do not match
-  130  interrupted"""
+  130  interrupted (143: terminated); what was staged in engines is dropped"""
 
 
 class DryRunDestination(Destination):
-    """Count what an engine would be sent; ask the engine, if there is one, for its plan only."""
+    """Count what an engine would be sent; ask it what it holds, and claim nothing."""
 
     def __init__(self, engine: EngineClient | None) -> None:
+        self.name = "the engine" if engine is None else engine.name
         self.speed = LinkSpeed()
         self.highest_posted = 0  # nothing is posted
         self._engine = engine
@@ -64,6 +71,9 @@ class DryRunDestination(Destination):
 
     def plan(self) -> Any:
         return None if self._engine is None else self._engine.plan()
+
+    def status(self) -> dict[str, Any]:
+        return {} if self._engine is None else self._engine.status()
 
     def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:
         return {"status": "dry run"}
@@ -139,7 +149,8 @@ def make_parser() -> argparse.ArgumentParser:
         "log that engines follow (s3://BUCKET/PREFIX, file:///PATH), as --save"
     )
     add("--url", action="append", help=url_help)
-    add("--full", action="store_true", help="send all of --target, dense; needs no --base")
+    full_help = "send all of --target, dense, whatever the engine holds; needs no --base"
+    add("--full", action="store_true", dest="sends_all", help=full_help)
     save_help = (
         "write the parts to DIR/weight_v<version>/, as a delta log or for the disk endpoint, and "
         "post nothing; with --url, the engine is only asked which tensors it ignores and what its "
@@ -156,6 +167,10 @@ def make_parser() -> argparse.ArgumentParser:
     for name, option in declared(MultiOptions).items():
         if option.flag is not None:
             _add_flag(group, name, option)
+        elif name == "full":
+            allow_help = "send all of --target if the engine holds something else than --base"
+            flag = {"action": "store_const", "const": "allow", "default": option.default}
+            group.add_argument("--allow-full", dest=name, help=allow_help, **flag)
     return parser
 
 
@@ -174,7 +189,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse and check the command line; a wrong one ends the process with status 2."""
     parser = make_parser()
     options = parser.parse_args(arguments)
-    if options.full and options.quantize is None:
+    if options.sends_all and options.quantize is None:
         options.base = options.target
     elif options.base is None:
         parser.error("--base is needed, except with --full and without --quantize")
@@ -202,17 +217,56 @@ def _take_log(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
         parser.error("--notify is for engines that follow a log: give --save, or a log's --url")
 
 
+class _Printer(logging.Handler):
+    """Prints what the senders warn of and wait for, above the progress bars."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.WARNING)
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.print(record.getMessage(), highlight=False)
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM: the sender is closed, as after Ctrl-C."""
+
+
+def _terminate(number: int, frame: object) -> None:
+    raise _Terminated
+
+
+@contextlib.contextmanager
+def _attended(console: Console) -> Iterator[None]:
+    """Print the senders' warnings inside the block, and end it as Ctrl-C does on SIGTERM."""
+    logger, printer = logging.getLogger("delta_sender"), _Printer(console)
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, _terminate) if is_main else None
+    logger.addHandler(printer)
+    try:
+        yield
+    finally:
+        logger.removeHandler(printer)
+        if is_main:
+            signal.signal(signal.SIGTERM, before)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     options = parse_arguments(arguments)
     console = Console(stderr=True, markup=False, soft_wrap=True)
+    with _attended(console):
+        return _run(options, console)
+
+
+def _run(options: argparse.Namespace, console: Console) -> int:
     several = len(options.url or []) > 1
     reports: dict[str, SyncReport] = {}
     failures: dict[str, Exception] = {}
     try:
         with Progress(console=console) as progress:
             with open_sender(options, read_checkpoint(options.base, progress)) as sender:
-                send = sender.sync_full if options.full else sender.sync
+                send = sender.sync_full if options.sends_all else sender.sync
                 try:
                     reports = send(read_checkpoint(options.target, progress))
                 except PartialSyncError as some:
@@ -221,8 +275,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, KeyError, OSError, httpx.InvalidURL) as error:
         console.print(f"{type(error).__name__}: {error}")
         return 2
+    except _Terminated:
+        console.print("terminated; what was staged in engines is dropped")
+        return 143
     except KeyboardInterrupt:
-        console.print("interrupted; GET /delta_status returns the version that an engine is at")
+        console.print(
+            "interrupted; what was staged in engines is dropped. GET /delta_status returns the "
+            "version that an engine is at"
+        )
         return 130
     for url, report in reports.items():
         print((f"{url}: " if several else "") + describe(report))
@@ -243,9 +303,10 @@ def describe(report: SyncReport) -> str:
     """Return one line about one sync."""
     counts = ", ".join(f"{count} {how}" for how, count in sorted(report.picked.items()))
     parts = f"{report.parts} part(s)" + (f" ({counts})" if counts else "")
+    why = f" (full; {report.reason})" if report.full else ""
     return (
-        f"version {report.base_version} -> {report.version}: {report.status}"
-        f"{' (full)' if report.full else ''}; {report.nnz:,} of {report.numel:,} elements "
+        f"version {report.base_version} -> {report.version}: {report.status}{why}; "
+        f"{report.nnz:,} of {report.numel:,} elements "
         f"({report.density:.3%}), {report.wire_bytes:,} of {report.full_bytes:,} bytes, "
         f"{parts}, encode {report.encode_ms:.0f} ms, post {report.post_ms:.0f} ms"
     )

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
 from delta_sender.bandwidth import LinkSpeed
+from delta_sender.run import Run
 
 
 class Part(NamedTuple):
@@ -24,6 +25,7 @@ class Destination(Protocol):
     destinations as `connect`.
 
     Attributes:
+        name: What messages call it.
         speed: Speed of the link to it, estimated from the deliveries.
         highest_posted: Highest version whose last part was delivered, whether or not an answer
             came; 0 before that. Its number is not used for other weights.
@@ -31,12 +33,43 @@ class Destination(Protocol):
             after all others were taken; with 1, all are delivered in order.
     """
 
+    name: str = "the engine"
     speed: LinkSpeed
     highest_posted: int
     at_once: int = 1
 
     def close(self) -> None:
         """Release connections and files; called once, after the last sync."""
+        return None
+
+    def claim(self, run: Run, *, takeover: bool) -> dict[str, Any]:
+        """Make a run the receiver's owner; called before the first sync, once.
+
+        Args:
+            takeover: Whether the run that owns it is fenced for good, if it is another one.
+
+        Returns:
+            The receiver's answer: "highest", the highest number that this run has committed, or
+            None. {} if it knows no runs: it then takes parts of anyone.
+
+        Raises:
+            RunConflict: Another run owns it, or has fenced this one.
+        """
+        return {}
+
+    def release(self, run: Run) -> None:
+        """Drop what is staged of a run, and let others claim the receiver; called before `close`.
+
+        Takes two seconds at most, and raises nothing.
+        """
+        return None
+
+    def stop(self) -> None:
+        """Deliver nothing any more: calls of `deliver` that wait or begin raise `SyncError`."""
+        return None
+
+    def announce(self, reason: str | None) -> None:
+        """Note why the model is sent whole by the parts that follow; None: they are a delta."""
         return None
 
     def plan(self) -> Any:
@@ -48,8 +81,9 @@ class Destination(Protocol):
         return None
 
     def status(self) -> dict[str, Any]:
-        """Return the receiver's ``/delta_status``; asked for after an answer was lost.
+        """Return the receiver's ``/delta_status``.
 
+        It is asked for before the first sync, before every full one, and after an answer was lost.
         {} means that it has none; a sync of unknown outcome then counts as not committed.
         """
         return {}

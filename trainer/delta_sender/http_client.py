@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import logging
 import ssl
 import time
 from collections.abc import Iterator
@@ -16,10 +19,16 @@ from delta_sender.arguments import engine_root
 from delta_sender.bandwidth import LinkSpeed
 from delta_sender.options import MultiOptions
 from delta_sender.results import SyncError
+from delta_sender.run import Run, clock, owner_in_words
 from engine_ext.resources import RateLimit
 from engine_ext.wire import SIGNATURE_HEADER, sign
 
+logger = logging.getLogger(__name__)
+
 _CONNECT_S: Final = 10.0
+_RELEASE_S: Final = 2.0
+_TRIES: Final = 8
+_PART: Final = "application/octet-stream"
 # httpx copies the rest of a body whenever the socket has taken some of it.
 _CHUNK: Final = 1 << 18
 
@@ -32,11 +41,19 @@ class _Busy(SyncError):
     """Another sync has parts staged, or too many arrive; ``error["retry_after"]`` is in seconds."""
 
 
+def _log_retry(state: RetryCallState) -> None:
+    """Say that a request is sent again, and why."""
+    failed = state.outcome.exception() if state.outcome else None
+    sleep = 0.0 if state.next_action is None else state.next_action.sleep
+    message = "no answer (try %d of %d), again in %.1f s: %s"
+    logger.warning(message, state.attempt_number, _TRIES, sleep, failed)
+
+
 class EngineClient:
     """The delta endpoints of one engine, a `Destination`; `client` is the HTTP client."""
 
     def __init__(self, url: str, options: MultiOptions) -> None:
-        self._url = engine_root(url)
+        self.name = self._url = engine_root(url)
         self._timeout = options["timeout"]
         flush_cache = "true" if options["flush_cache"] else "false"
         self._adapter = options["adapter"]
@@ -46,10 +63,12 @@ class EngineClient:
             "flush_cache": flush_cache,
             **self._named,
         }
-        self._headers = {"Content-Type": "application/octet-stream"}
-        if options["api_key"] is not None:
-            self._headers["Authorization"] = f"Bearer {options['api_key']}"
+        key = options["api_key"]
+        self._authorization = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._headers = {"Content-Type": _PART, **self._authorization}
         self._hmac_key = options["hmac_key"]
+        self.reason: str | None = None  # of the parts that follow, see `announce`
+        self._is_stopped = False
         self.speed = LinkSpeed()
         self._limit = options["bandwidth_limit"]
         self.highest_posted = 0
@@ -63,6 +82,45 @@ class EngineClient:
         """Close the HTTP client, unless it was given."""
         if self._owns_client:
             self.client.close()
+
+    def stop(self) -> None:
+        """See `Destination.stop`; a request that has begun ends."""
+        self._is_stopped = True
+
+    def check_open(self) -> None:
+        """Raise `SyncError` after `stop`."""
+        if self._is_stopped:
+            raise SyncError("the sender is closed")
+
+    def announce(self, reason: str | None) -> None:
+        """See `Destination.announce`."""
+        self.reason = None if reason is None else _header_safe(reason)
+
+    def claim(self, run: Run, *, takeover: bool) -> dict[str, Any]:
+        """Make a run the engine's owner; {} if the engine knows no runs.
+
+        Raises:
+            RunConflict: Another run owns it, or has fenced this one.
+            SyncError: It refused or could not be reached.
+        """
+        body = {"action": "claim", **run.request, "takeover": takeover}
+        try:
+            return self._request("POST", "/delta_run", self._named, fields=body)
+        except SyncError as failed:
+            if failed.status == 404 and not failed.error:
+                return {}
+            raise
+
+    def release(self, run: Run) -> None:
+        """Drop what is staged of a run, and give the engine up; takes 2 seconds, raises nothing."""
+        with contextlib.suppress(Exception):
+            self.client.post(
+                f"{self._url}/delta_run",
+                params=self._named,
+                headers=self._authorization,
+                json={"action": "release", **run.request},
+                timeout=_RELEASE_S,
+            )
 
     def plan(self) -> Any:
         """Return for each rank a list of rows, one per checkpoint tensor; None without a plan."""
@@ -101,7 +159,9 @@ class EngineClient:
             SyncError: The engine refused it or could not be reached; see `SyncError.unanswered`.
         """
         is_busy, stop = retry_if_exception_type(_Busy), stop_before_delay(self._timeout)
-        retry_busy = retry(retry=is_busy, wait=_retry_after_s, stop=stop, reraise=True)
+        retry_busy = retry(
+            retry=is_busy, wait=_retry_after_s, stop=stop, before_sleep=self._waits, reraise=True
+        )
         if part == 0:
             self.at_once = self._most_at_once
         if last:
@@ -110,7 +170,8 @@ class EngineClient:
         unanswered: list[SyncError] = []
         try:
             post = retry_busy(self._request)
-            answer = post("POST", "/update_weights_delta", self._query, body, signed, unanswered)
+            query = self._query | ({} if self.reason is None else {"reason": self.reason})
+            answer = post("POST", "/update_weights_delta", query, body, signed, unanswered)
         except SyncError as failed:
             failed.unanswered = bool(unanswered)
             raise
@@ -123,7 +184,8 @@ class EngineClient:
     @retry(
         retry=retry_if_exception_type(_Unreachable),
         wait=wait_random_exponential(multiplier=0.5, max=4.0),
-        stop=stop_after_attempt(8),
+        stop=stop_after_attempt(_TRIES),
+        before_sleep=_log_retry,
         reraise=True,
     )
     def _request(
@@ -134,8 +196,15 @@ class EngineClient:
         body: bytes | None = None,
         headers: dict[str, str] | None = None,
         unanswered: list[SyncError] | None = None,
+        fields: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Send a request, again if no answer comes; tries without one are added to `unanswered`."""
+        """Send a request, again if no answer comes; tries without one are added to `unanswered`.
+
+        Args:
+            fields: A body in JSON, in place of `body`.
+        """
+        if fields is not None:
+            body, headers = json.dumps(fields).encode(), {"Content-Type": "application/json"}
         try:
             return self._try(method, path, query, body, headers)
         except _Unreachable as lost:
@@ -151,10 +220,13 @@ class EngineClient:
         body: bytes | None,
         headers: dict[str, str] | None,
     ) -> dict[str, Any]:
+        self.check_open()
         url, headers = self._url + path, {**self._headers, **(headers or {})}
         content = None
         if body is not None:
-            content, headers["Content-Length"] = _Chunks(body, self._limit), str(len(body))
+            is_part = headers["Content-Type"] == _PART
+            content = _Chunks(body, self._limit if is_part else None)
+            headers["Content-Length"] = str(len(body))
         with self.speed.crossing() as start:
             try:
                 answer = self.client.request(
@@ -172,6 +244,32 @@ class EngineClient:
             ended = time.perf_counter()
             self.speed.note(len(body or b""), ended - start, fields, ended)
         return fields
+
+    def _waits(self, state: RetryCallState) -> None:
+        """Say what a post waits for, and until when."""
+        failed = state.outcome.exception() if state.outcome else None
+        if isinstance(failed, _Busy):
+            left = self._timeout - (state.seconds_since_start or 0.0)
+            self.log_wait(failed.error, failed.error["retry_after"], left)
+
+    def log_wait(self, error: dict[str, Any], seconds: float, left: float) -> None:
+        """Say what a part waits for.
+
+        Args:
+            error: The engine's refusal, which says that a later try may be taken.
+            seconds: Until the next try.
+            left: Seconds until there is no other one.
+        """
+        if error.get("type") == "TooManyUploads":
+            what = "takes no more uploads at once"
+        else:
+            version, until = error.get("staged_version"), error.get("until")
+            of = owner_in_words(error.get("owner"))
+            what = f"is busy with a sync to version {version} of {of}"
+            if isinstance(until, (int, float)):
+                what += f", whose parts are dropped at {clock(until)} unless more of them come"
+        message = "%s %s: trying again in %.0f s, for %.0f s at most"
+        logger.warning(message, self.name, what, seconds, max(0.0, left))
 
 
 class _Chunks:
@@ -216,7 +314,7 @@ def _refusal(response: httpx.Response) -> SyncError:
         return kind(f"HTTP {status}: {response.text[:200]}", status)
     message = f"HTTP {status}: {error.get('type')}: {error.get('message')}"
     if error.get("type") not in ("SyncInProgress", "TooManyUploads"):
-        return SyncError(message, status, error)
+        return SyncError.of(message, status, error)
     header = response.headers.get("Retry-After", "")
     seconds = max(0.1, float(header)) if header.isdecimal() else 1.0
     return _Busy(message, status, {**error, "retry_after": seconds})
@@ -225,3 +323,9 @@ def _refusal(response: httpx.Response) -> SyncError:
 def _retry_after_s(state: RetryCallState) -> float:
     failed = state.outcome.exception() if state.outcome else None
     return float(failed.error["retry_after"]) if isinstance(failed, _Busy) else 0.0
+
+
+def _header_safe(reason: str) -> str:
+    """Return a reason as 200 printable ASCII characters at most."""
+    text = " ".join(reason.split()).encode("ascii", "replace").decode()
+    return text[:200]

@@ -17,6 +17,7 @@ from delta_sender.log_destination import LogDestination
 from delta_sender.notify import Notifier, Told
 from delta_sender.options import LogOptions, check_values, takes_options, with_defaults
 from delta_sender.results import SyncReport
+from delta_sender.run import Run
 from delta_sender.session import Session
 from delta_sender.snapshot import NamedTensors, Snapshot
 from delta_sender.spill import Spill
@@ -35,6 +36,9 @@ logger = logging.getLogger(__name__)
 @takes_options(LogOptions)
 class LogSender(AbstractContextManager["LogSender"]):
     """Publish a trainer's weights in a delta log, whoever follows it. Not thread-safe.
+
+    Its versions are of a run of their own; if a digest shows that the base is what the newest
+    version leads to, of that version's run.
 
     Nothing is posted to engines, so that the trainer's work and bytes do not grow with their
     number: those that were started with ``--delta-follow`` take each version from the log. The
@@ -91,7 +95,10 @@ class LogSender(AbstractContextManager["LogSender"]):
         try:
             newest = self._destination.log.listing().newest
             version = given["base_version"] if newest is None else newest
-            self._session = Session(self._destination, self._snapshot, given, version, is_log=True)
+            self._run = Run.opened()
+            self._session = Session(
+                self._destination, self._snapshot, given, version, self._run, is_log=True
+            )
             if newest is not None:
                 self._resume(newest)
         except BaseException:
@@ -104,24 +111,38 @@ class LogSender(AbstractContextManager["LogSender"]):
         last = [entry for entry in log.listing().entries if entry.version == newest]
         if not last:
             raise LogDamaged(f"version {newest} in {log.location} cannot be read")
-        led_to = None
+        led_to, run, epoch = None, None, 0
         if not last[0].foreign:
             with log.fetched(last[0]):
-                led_to = digests_of(read_version(last[0])).after
+                parts = read_version(last[0])
+                led_to = digests_of(parts).after
+                run, epoch = parts[0].manifest.run, parts[0].manifest.run_epoch or 0
         plan = self._destination.plan()
         state.read_plan(plan, keep_digest=True, full=False)
         if led_to is None or state.digest is None:
             message = "no digest shows whether the base is of version %d: a full version follows"
             logger.warning(message, newest)
-            state.needs_full = True
+            state.full_reason = "restarted: no digest shows whether the base is the newest version"
         elif state.digest.hex() != led_to:
             raise ValueError(
                 f"the base is not what version {newest} in {log.location} leads to: its digest is "
                 f"{state.digest}, not {led_to}; give the weights of that version, or a new folder"
             )
+        elif run is not None:  # the same weights: the versions that follow are of their run
+            self._run = Run.opened(run, epoch)
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    @property
+    def run(self) -> str:
+        """The run of the versions; see `MultiSender.run`."""
+        return self._run.name
+
+    @property
+    def epoch(self) -> int:
+        """Which opening of the run this sender is, from 1."""
+        return self._run.epoch
 
     @property
     def version(self) -> int:
@@ -170,6 +191,7 @@ class LogSender(AbstractContextManager["LogSender"]):
         spill = Spill(self._snapshot.nbytes // 4 if limit is None else limit)
         sync_round = SyncRound(
             max(state.version, writer.last_number) + 1,
+            self._run,
             full=full,
             destinations=1,
             posts_in_flight=self._options["posts_in_flight"],

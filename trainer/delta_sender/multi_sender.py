@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from delta_sender.acked_state import without_old
 from delta_sender.arguments import check_urls, engine_root, named_pairs
 from delta_sender.checkpoint import Base, tensors_of
+from delta_sender.contact import meet_all, release_all, release_at_exit
 from delta_sender.destination import Destination
 from delta_sender.encoding_policy import EncodingPolicy, sparse_encoding
 from delta_sender.http_client import EngineClient
@@ -20,6 +21,7 @@ from delta_sender.log_destination import LogDestination, log_location
 from delta_sender.options import MultiOptions, check_values, takes_options, with_defaults
 from delta_sender.quantize import Quantizer
 from delta_sender.results import PartialSyncError, SyncReport
+from delta_sender.run import Run
 from delta_sender.session import Committed, Session
 from delta_sender.session_thread import SessionThread, acknowledge_all, latest_sync, wait_for
 from delta_sender.snapshot import NamedTensors, Snapshot
@@ -90,6 +92,8 @@ class MultiSender(AbstractContextManager["MultiSender"]):
         base: What every engine holds now, as (name, tensor), or the folder of a checkpoint; copied.
         connect: Makes the destination of a url.
         snapshot_type: Makes the snapshot.
+        continues: `run` and `epoch` of an earlier sender, which must be closed, to open its run
+            again; not with `state`, which has them.
         **options: See `MultiOptions`.
 
     Raises:
@@ -105,6 +109,7 @@ class MultiSender(AbstractContextManager["MultiSender"]):
         *,
         connect: Callable[[str, MultiOptions], Destination] = EngineClient,
         snapshot_type: type[Snapshot] = Snapshot,
+        continues: tuple[str, int] | None = None,
         **options: Unpack[MultiOptions],
     ) -> None:
         self._options = options = with_defaults(options)
@@ -134,6 +139,12 @@ class MultiSender(AbstractContextManager["MultiSender"]):
             self._quantizer = Quantizer(options["quantize"], stored)
         warm_up(dtypes.values(), encoding)
         self._tracker = StateTracker(file, self._snapshot)
+        if file is not None:
+            self._has_sent_before = frozenset(file.state.engines if file.state.run else ())
+            self._run = file.open_run()
+        else:
+            self._has_sent_before = frozenset()
+            self._run = Run.opened(*(continues or ()))
         has_log = delta_log is not None
         self._sessions = [
             self._session(connect(url, options), url, has_log=has_log) for url in urls
@@ -145,14 +156,17 @@ class MultiSender(AbstractContextManager["MultiSender"]):
                 open_log(delta_log), engines, options["hmac_key"]
             )
             self._log = self._session(self._log_destination, None, is_log=True)
-            continues = self._log_destination.continues_from(self._log.state.version)
-            self._log.state.needs_full |= not continues
+            continues_log = self._log_destination.continues_from(self._log.state.version)
+            if not continues_log:
+                self._log.state.full_reason = "restarted: the log does not lead to the base"
         self._unfinished: tuple[SyncRound, list[SessionThread]] | None = None
         # Set while the snapshot and the sessions advance; still set if that was interrupted.
         self._is_inconsistent = False
+        self._is_released = False
         self._lagging: dict[Session, SessionThread] = {}
         self._late_outcomes: dict[str, SyncReport | Exception] = {}
         self._ended = Condition()
+        release_at_exit(self)
 
     def _session(
         self,
@@ -168,13 +182,31 @@ class MultiSender(AbstractContextManager["MultiSender"]):
             key = None if url is None else self._state_key(url)
             version, needs_full = self._tracker.file.state.version_of(key, base, version)
         session = Session(
-            destination, self._snapshot, self._options, version, is_log=is_log, has_log=has_log
+            destination,
+            self._snapshot,
+            self._options,
+            version,
+            self._run,
+            is_log=is_log,
+            has_log=has_log,
         )
-        session.state.needs_full = needs_full
+        if needs_full:
+            session.state.full_reason = "restarted: the base is not what the engine took last"
+        session.state.is_known = url is not None and self._state_key(url) in self._has_sent_before
         return session
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    @property
+    def run(self) -> str:
+        """The run that the sender has opened, or opened again: an id of its lineage of weights."""
+        return self._run.name
+
+    @property
+    def epoch(self) -> int:
+        """Which opening of the run this sender is, from 1."""
+        return self._run.epoch
 
     @property
     def versions(self) -> dict[str, int]:
@@ -196,21 +228,41 @@ class MultiSender(AbstractContextManager["MultiSender"]):
         return dict(self._late_outcomes)
 
     def close(self) -> None:
-        """Close own HTTP clients, the log and the state file.
+        """Release the engines, and close own HTTP clients, the log and the state file.
 
-        Engines that lag are waited for, `lag_limit` seconds each at most.
+        Engines that lag are waited for, `lag_limit` seconds each at most. What is staged in engines
+        is dropped there, and other runs may then claim them.
         """
         for thread in self._lagging.values():
             thread.join(self._options["lag_limit"])
         for thread in self._unfinished[1] if self._unfinished is not None else ():
             if thread.is_log:  # it may still be writing
                 thread.join()
+        self.release()
         self._end_lagging(wait=False)
         self._write_state([], "")
         for session in self._all:
             session.destination.close()
         if self._tracker.file is not None:
             self._tracker.file.close()
+
+    def release(self) -> None:
+        """Stop sending, drop what is staged in the engines, and let other runs claim them.
+
+        Takes a few seconds at most, and raises nothing; part of `close`, and done for senders that
+        are still open when the interpreter ends. The sender cannot be used afterwards.
+        """
+        if self._is_released:
+            return
+        self._is_released = True
+        for session in self._sessions:
+            session.destination.stop()
+        threads = [] if self._unfinished is None else [*self._unfinished[1]]
+        release_all(
+            [session.destination for session in self._sessions if session.is_claimed],
+            self._run,
+            [thread.thread for thread in (*threads, *self._lagging.values())],
+        )
 
     def sync(self, tensors: NamedTensors) -> dict[str, SyncReport]:
         """Send what changed since the last sync to every engine.
@@ -231,7 +283,10 @@ class MultiSender(AbstractContextManager["MultiSender"]):
         return self._sync(tensors, full=False)
 
     def sync_full(self, tensors: NamedTensors) -> dict[str, SyncReport]:
-        """Send every tensor dense, whatever the engines hold. Raises what `sync` raises."""
+        """Send every tensor dense, whatever the engines hold; a warning says what that is.
+
+        Raises what `sync` raises.
+        """
         return self._sync(tensors, full=True)
 
     @property
@@ -243,6 +298,7 @@ class MultiSender(AbstractContextManager["MultiSender"]):
         self._end_unfinished()
         started = time.perf_counter()
         self._end_lagging()
+        meet_all(self._sessions, self._options["lag_limit"])
         sessions = [session for session in self._all if session not in self._lagging]
         version, count = self._next_version(full=full), len(sessions)
         writers = (self._log is not None) + (self._tracker.file is not None)
@@ -251,6 +307,7 @@ class MultiSender(AbstractContextManager["MultiSender"]):
             tensors = self._quantizer(tensors)
         sync_round = SyncRound(
             version,
+            self._run,
             full=full,
             destinations=count,
             posts_in_flight=self._options["posts_in_flight"],

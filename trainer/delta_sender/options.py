@@ -1,7 +1,7 @@
 """Declare the keyword arguments of the senders: name, type, default, documentation and flag.
 
 This is the only declaration: `DeltaSender` takes the keywords of `Options`, `MultiSender` those of
-`MultiOptions`, `ShardedSender` those of `CommonOptions`, `LogSender` those of `LogOptions`, and
+`MultiOptions`, `ShardedSender` those of `EngineOptions`, `LogSender` those of `LogOptions`, and
 their signatures, their docstrings and the command line are made from it. A flag's help is the first
 sentence of the documentation.
 """
@@ -43,6 +43,7 @@ def _seconds(text: str) -> float | None:
     return seconds if math.isfinite(seconds := float(text)) else None
 
 
+FULL: Final = ("own", "allow")
 _LIMIT_FLAG: Final = {"type": float, "metavar": "BYTES"}
 _KEY_FLAG: Final = {"metavar": "KEY", "help": "bearer token (default: that in DELTA_API_KEY)"}
 
@@ -51,7 +52,7 @@ class CommonOptions(TypedDict, total=False):
     """Keyword arguments that every sender has.
 
     Attributes:
-        base_version: Version that the engines are at.
+        base_version: Version that the engines are at, if no digest shows what they hold.
         encoding: How changes travel; auto picks by density and link speed. One of ``indices``,
             ``deltas``, ``deltas_zstd``, ``gap8_exp``, ``gap8_ulp`` and ``auto``. With ``gap8_ulp``,
             full syncs, dense params and params that the engine's digest does not cover travel as
@@ -102,7 +103,22 @@ class CommonOptions(TypedDict, total=False):
     changes_in_memory: Annotated[int | None, Option(None)]
 
 
-class Options(CommonOptions, total=False):
+class EngineOptions(CommonOptions, total=False):
+    """Keyword arguments of the senders that post to engines.
+
+    Attributes:
+        takeover: Take an engine from the run that owns it. That run is fenced for good: whatever
+            its trainer sends, or claims, is refused.
+        full: When the whole model may be sent without being asked for. ``own``: only over what this
+            run has sent, over the base, over what an engine was started with if it was sent
+            something before, and to an engine without weights. ``allow``: over anything.
+    """
+
+    takeover: Annotated[bool, Option(False, {"action": "store_true"})]
+    full: Annotated[str, Option(FULL[0])]
+
+
+class Options(EngineOptions, total=False):
     """Keyword arguments of `DeltaSender`.
 
     Attributes:
@@ -117,10 +133,12 @@ class Options(CommonOptions, total=False):
             about half the bytes of values. Every engine that replays the log must take them (none
             does that casts a tensor or writes through its loader), and ``delta-log fold`` needs the
             checkpoint.
-        state: File that remembers over a restart of the sender what each engine has acknowledged;
-            if the base is what an engine is at, the version in the file counts. One sender at a
-            time may use it. If the base is neither what an engine acknowledged nor what it was
-            being sent last, the next sync to it is a full one.
+        state: File that remembers over a restart of the sender its run, and what each engine has
+            acknowledged. A sender with the file of an earlier one continues that run: it needs no
+            takeover, and may send the model over what the earlier one has sent. One sender at a
+            time may use it. Without digests, the version in the file counts if the base is what an
+            engine is at; if the base is neither what an engine acknowledged nor what it was being
+            sent last, the next sync to it is a full one.
         quantize: How to quantise the given tensors, if the base is a quantised checkpoint. One of
             ``fp8_block``, ``fp8_channel`` and ``int8_channel``; see `delta_sender.quantize`. A
             tensor is quantised if its name is that of a quantised weight in the base. Names,
@@ -167,7 +185,7 @@ class MultiOptions(Options, total=False):
 def declared(options: type) -> dict[str, Option]:
     """Return what one of the classes above declares, by name."""
     docs: dict[str, str] = {}
-    for declaring in (CommonOptions, Options, options):
+    for declaring in (CommonOptions, EngineOptions, Options, options):
         entry, doc = r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", inspect.getdoc(declaring) or ""
         docs |= {name: " ".join(text.split()) for name, text in re.findall(entry, doc, re.M)}
     hints = get_type_hints(options, include_extras=True)
@@ -201,6 +219,8 @@ def check_values(options: MultiOptions) -> None:
     encoding = options["encoding"]
     if encoding not in CHOICES:
         raise ValueError(f"encoding {encoding!r} is not one of {', '.join(CHOICES)}")
+    if options["full"] not in FULL:
+        raise ValueError(f"full {options['full']!r} is not one of {', '.join(FULL)}")
     if options["posts_in_flight"] < 1:
         raise ValueError("posts_in_flight is 1 at least")
 

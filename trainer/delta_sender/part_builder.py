@@ -132,6 +132,7 @@ class PartBuilder:
             "part": number,
             "num_parts": self._count if last else None,  # unknown before all is read
             "full": self._attempt.full,
+            **self._round.run.metadata,
             **self._digests(bucket, last),
         }
         params, bucket.params = bucket.params, []
@@ -139,7 +140,8 @@ class PartBuilder:
         self._choices.update(param.choice for param in params)
         # Destinations that have missed nothing get the same bytes for the same metadata.
         choices = [(param.name, param.choice) for param in params]
-        owner = id(self._state) if self._state.missed and not self._attempt.full else None
+        has_own = bool(self._state.missed or self._state.unproven) and not self._attempt.full
+        owner = id(self._state) if has_own else None
         encode = functools.partial(_encode, params, **metadata)
         body = self._round.body(self._attempt, (*metadata.items(), *choices, owner), encode)
         return Part(body, self._attempt.version, number, last)
@@ -150,8 +152,9 @@ class PartBuilder:
         images = [snapshot.image(snapshot.key(name)).values for name in state.plan.names]
         return {
             "version": self._attempt.version,
-            "base_version": state.version,
             "full": self._attempt.full,
+            "reason": self._attempt.reason,
+            "run": self._round.run.name,
             "nnz": self._nnz,
             "numel": sum(image.size for image in images),
             "full_bytes": sum(image.nbytes for image in images),
@@ -207,20 +210,24 @@ class PartBuilder:
     def _params(self) -> Iterator[_Param]:
         """Yield what the destination is to be sent, while it is read."""
         snapshot, full = self._snapshot, self._attempt.full
+        unproven = self._state.unproven
         names: defaultdict[str, list[str]] = defaultdict(list)
         for name in self._state.plan.names:
             names[snapshot.key(name)].append(name)
         for key, read in self._round.tensors():
             if key in names:
-                change = snapshot.change_between(key, self._state.missed.get(key), read)
-                for name in names[key] if full or change else ():
+                found = snapshot.change_between(key, self._state.missed.get(key), read)
+                for name in names[key]:
+                    if not (full or found or name in unproven):
+                        continue
+                    change = None if name in unproven else found  # whole, whatever is there
                     choice = self._choose(name, change)
                     sent: Change | ParamDelta
                     if change is None or choice.dense:
                         sent = msgspec.structs.replace(snapshot.image(key, read), name=name)
                         nbytes = sent.payload_bytes(choice.encoding)
                     else:
-                        sent = change = snapshot.sparse(change)
+                        sent = change = found = snapshot.sparse(change)
                         nbytes = _sparse_bytes(change, choice.encoding)
                     yield _Param(name, sent, change, name == key, choice, nbytes)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class SyncReport:
 
     Attributes:
         version: The version that the engine is at now.
-        base_version: The version that it was at.
+        base_version: The version that it was at, as it says itself if it does.
         nnz: Elements sent; a dense param counts with all its elements.
         numel: Elements of the model.
         full_bytes: Bytes of the model.
@@ -29,6 +29,9 @@ class SyncReport:
         post_ms: Milliseconds of posting, with retries and waits; most of it overlaps `encode_ms`.
         status: ``committed`` or ``already_applied``.
         full: Whether the whole model was sent.
+        reason: Why it was; None for a delta. The first word is one of ``requested``, ``first``,
+            ``restarted``, ``uncertain``, ``changed``, ``behind`` and ``lost_track``.
+        run: The sender's run; a version is named by run and number.
         digest: The model's digest now, as 32 hex digits; None if no digest is kept.
         engine: The engine's last answer.
         picked: Number of params by how they travelled: ``gap8_exp``, ``gap8_exp, dense``, ...
@@ -47,6 +50,8 @@ class SyncReport:
     post_ms: float
     status: str
     full: bool
+    reason: str | None
+    run: str
     digest: str | None
     engine: dict[str, Any]
     picked: dict[str, int]
@@ -79,11 +84,40 @@ class SyncError(Exception):
         self.error = error or {}
         self.unanswered = False
 
+    @classmethod
+    def of(cls, message: str, status: int | None, error: dict[str, Any] | None) -> SyncError:
+        """Return the error for an answer, of the class that its "type" names."""
+        kind = (error or {}).get("type")
+        named: dict[Any, type[SyncError]] = {one.__name__: one for one in _BY_TYPE}
+        return named.get(kind, SyncError)(message, status, error)
+
     @property
     def is_refusal(self) -> bool:
         """Whether the engine itself has answered, to every post, that it did not commit."""
         answered = self.error.get("engine_state") in ("unchanged", "uncertain")
         return answered and not self.unanswered
+
+
+class FullSyncRefused(SyncError):
+    """Only the whole model would help, and it would replace weights that are not this sender's.
+
+    The engine is unchanged. `error` has its "version", "run", "owner" and "digest", and the
+    "base_digest" of what the sender takes it to hold; the message says what can be done.
+    """
+
+
+class RunConflict(SyncError):
+    """The engine belongs to another run, whose owner is in ``error["owner"]``; it is unchanged.
+
+    The owner is an object with "run", "epoch", "host", "pid" and "since" (Unix time).
+    """
+
+
+class RunFenced(RunConflict):
+    """Another run, or a later opening of this one, has taken the engine over for good."""
+
+
+_BY_TYPE: Final = (FullSyncRefused, RunConflict, RunFenced)
 
 
 class PartialSyncError(SyncError):

@@ -33,6 +33,9 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
 
     Not thread-safe.
 
+    A sender opens a run: an id of its lineage of weights, kept in the file of `state`. From the
+    first sync until `close` the engine belongs to that run, and refuses others.
+
     If `url` names a delta log, versions are published there, and posted to no engine: the work and
     the bytes do not grow with the number of engines. `LogSender` is the same by itself.
 
@@ -127,6 +130,16 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
         self.close()
 
     @property
+    def run(self) -> str:
+        """The run that the sender has opened, or opened again: an id of its lineage of weights."""
+        return self._sender.run
+
+    @property
+    def epoch(self) -> int:
+        """Which opening of the run this sender is, from 1."""
+        return self._sender.epoch
+
+    @property
     def version(self) -> int:
         """The version that the engine acknowledged last, or the log's newest one."""
         return self._sender.version
@@ -141,21 +154,34 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
         return self._sender.wait(timeout)
 
     def close(self) -> None:
-        """Close the own HTTP clients, the log and the state file."""
+        """Release the engine, and close the own HTTP clients, the log and the state file.
+
+        What is staged in the engine is dropped there, and other runs may then claim it. Leaving a
+        `with` block does this, by Ctrl-C or an exception, too; and so does the interpreter when it
+        ends. A sender that is killed cannot: its run owns the engine until another takes it over.
+        """
         self._sender.close()
 
     def sync(self, tensors: NamedTensors) -> SyncReport:
         """Send what changed since the last sync; if nothing did, one empty part.
 
+        Before the first one the engine is claimed for the sender's run. If its digest is the
+        base's, the changes are sent whatever its version is.
+
         If the engine turns out to hold something else (it has restarted, or a digest differs) or
-        to be ``uncertain``, the whole model is sent instead, once. If only old values differ and
-        digests prove the outcome, the new values are sent first.
+        to be ``uncertain``, the whole model is sent instead, once, if what it replaces is this
+        run's own; see the option `full`. If only old values differ and digests prove the outcome,
+        the new values are sent first.
 
         Args:
             tensors: The base's tensors, with their values now, as (name, tensor) or a dict.
 
         Raises:
             TypeError: They are something else. Nothing was sent if it is a collection.
+            FullSyncRefused: Only the whole model would help, and it would replace weights that are
+                not this run's. The engine is unchanged.
+            RunConflict: The engine belongs to another run, or has been taken over by one. It is
+                unchanged.
             SyncError: The engine refused, could not be reached, or holds other bytes afterwards.
                 See `SyncError` for its state then.
             OSError: The version cannot be written into the log; see `LogSender.sync`.
@@ -166,7 +192,10 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
         return self._sender.sync(tensors)
 
     def sync_full(self, tensors: NamedTensors) -> SyncReport:
-        """Send every tensor dense, whatever the engine holds. Raises what `sync` raises."""
+        """Send every tensor dense, whatever the engine holds; a warning says what that is.
+
+        Raises what `sync` raises.
+        """
         return self._sender.sync_full(tensors)
 
 
@@ -190,6 +219,14 @@ class _EngineSender:
     def __init__(self, url: str, base: Base, options: MultiOptions) -> None:
         self._url = url
         self._sender = MultiSender([url], base, **options)
+
+    @property
+    def run(self) -> str:
+        return self._sender.run
+
+    @property
+    def epoch(self) -> int:
+        return self._sender.epoch
 
     @property
     def version(self) -> int:

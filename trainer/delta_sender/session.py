@@ -10,21 +10,33 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from threading import Lock
 from typing import Any
 
 from delta_sender.acked_state import AckedState, PostedSync
 from delta_sender.destination import Destination
 from delta_sender.encoding_policy import AUTO, EncodingPolicy
+from delta_sender.full_sync import FullSyncGuard
 from delta_sender.options import MultiOptions
 from delta_sender.part_builder import PartBuilder
 from delta_sender.post_queue import PostQueue
 from delta_sender.recovery import Recovery
 from delta_sender.results import SyncError, SyncReport
+from delta_sender.run import Run
 from delta_sender.snapshot import Snapshot
 from delta_sender.sync_round import Attempt, SyncRound
 from engine_ext.wire import Digest
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Contact:
+    """What a destination has answered before the first sync."""
+
+    claimed: dict[str, Any]
+    status: dict[str, Any]
+    plan: Any
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,7 @@ class Session:
         snapshot: Snapshot,
         options: MultiOptions,
         version: int,
+        run: Run,
         *,
         is_log: bool = False,
         has_log: bool = False,
@@ -57,11 +70,68 @@ class Session:
     ) -> None:
         self.destination = destination
         self.state = AckedState(snapshot, version) if state is None else state
+        self.run = run
         self._options, self._is_log, self._has_log = options, is_log, has_log
+        self._guard: FullSyncGuard | None = None
+        if not is_log:
+            allow = options["full"] == "allow"
+            self._guard = FullSyncGuard(destination, self.state, run, allow=allow)
+        self._asking = Lock()
+        self._contact: _Contact | None = None
+        self._failed: BaseException | None = None  # that `ask_early` has met, for `sync` to raise
+        self.is_met = is_log  # nothing is left to be found out before the first sync
         # Without differences once they were refused.
         self._policy = EncodingPolicy(options["encoding"])
         if is_log and self._policy.may_send_differences and not options["log_differences"]:
             self._policy = self._policy.values_only()
+
+    @property
+    def is_claimed(self) -> bool:
+        """Whether the destination has been claimed for the run."""
+        return self._contact is not None or (self.is_met and not self._is_log)
+
+    def ask(self) -> None:
+        """Claim the destination for the run, and ask what it holds; once.
+
+        Raises:
+            SyncError: It belongs to another run, refused, or could not be reached.
+        """
+        with self._asking:
+            if self.is_met or self._contact is not None:
+                return
+            destination = self.destination
+            claimed = destination.claim(self.run, takeover=self._options["takeover"])
+            status = destination.status()
+            self._contact = _Contact(claimed, status, destination.plan() if status else None)
+
+    def ask_early(self) -> bool:
+        """Call `ask`, and let `sync` raise what it raises; return whether there is an answer."""
+        try:
+            self.ask()
+        except BaseException as error:
+            self._failed = error
+        return self._failed is None
+
+    def meet(self) -> None:
+        """Find out by its digest whether the destination holds the base; once, after `ask`.
+
+        The snapshot must not move on meanwhile.
+
+        Raises:
+            SyncError: See `ask`.
+        """
+        if self.is_met:
+            return
+        self.ask()
+        contact, self._contact, self.is_met = self._contact, None, True
+        if contact is None or not contact.status:
+            return
+        state = self.state
+        state.read_plan(contact.plan, keep_digest=self._options["digest"], full=False)
+        state.find_base(contact.status, self.run.name)
+        # Numbers of a run are not used twice, and the engine's does not go back.
+        numbers = (contact.claimed.get("highest"), contact.status.get("version"))
+        state.highest_used = max([n for n in numbers if isinstance(n, int)], default=0)
 
     def sync(self, sync_round: SyncRound) -> Committed:
         """Send one round, in as many attempts as `Recovery` knows.
@@ -69,9 +139,19 @@ class Session:
         The session stays as before the round until `acknowledge` is called.
 
         Raises:
+            FullSyncRefused: Only a full sync would help, and it would replace others' weights.
             SyncError: The destination refused or could not be reached.
         """
-        recovery = Recovery(self.state, self.destination, sync_round, has_log=self._has_log)
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
+        if not self.is_met:
+            self.ask()
+            with sync_round.reading():
+                self.meet()
+        recovery = Recovery(
+            self.state, self.destination, sync_round, self._guard, has_log=self._has_log
+        )
         attempt = recovery.first(self._policy)
         while True:
             try:
@@ -90,10 +170,11 @@ class Session:
         """
         state, report = self.state, committed.report
         state.missed, state.digest, self._policy = {}, committed.digest, committed.policy
-        state.version = report.version
+        state.version, state.unproven = report.version, frozenset()
+        state.is_known, state.found_other, state.full_reason = True, None, None
         found, digest = report.engine.get("digest"), committed.digest
-        state.needs_full = digest is not None and found not in (None, digest.hex())
-        if state.needs_full:
+        if digest is not None and found not in (None, digest.hex()):
+            state.full_reason = "changed: after the last sync the engine's digest was another one"
             raise SyncError(
                 f"version {report.version} is committed, but the engine does not hold the sender's "
                 f"weights: its digest is {found}, not {digest}; the next sync will be full",
@@ -121,6 +202,7 @@ class Session:
         # plan too: an engine that was started without a checkpoint has one after its first sync.
         reads_plan = attempt.full or not state.plan_is_current
         plan = destination.plan() if reads_plan else None
+        destination.announce(attempt.reason)
         queue = PostQueue(destination, sync_round, waits=not self._is_log)
         try:
             with sync_round.reading(), queue.encoding():
@@ -143,6 +225,7 @@ class Session:
         self._check_applied(answer)
         report = SyncReport(
             **parts,
+            base_version=base_version(answer, attempt, state),
             wire_bytes=queue.wire_bytes,
             encode_ms=(time.perf_counter() - sync_round.started - queue.waited_s) * 1e3,
             post_ms=queue.posting_s * 1e3,
@@ -203,3 +286,9 @@ class Session:
                     "actual": posted.version,
                 },
             )
+
+
+def base_version(answer: Mapping[str, Any], attempt: Attempt, state: AckedState) -> int:
+    """Return the version that a destination was at before it committed an attempt."""
+    said = (answer.get("base_version"), attempt.replaced)
+    return next((version for version in said if isinstance(version, int)), state.version)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from delta_sender.run import Run
 from delta_sender.snapshot import Snapshot
 from delta_sender.sync_round import SyncRound
 from engine_ext.files import FileLock, sync_folder, write_file
@@ -27,8 +28,10 @@ class Known(msgspec.Struct, frozen=True):
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of the engines."""
+    """The sender's run, and what is known of the engines."""
 
+    run: str = ""
+    epoch: int = 0  # openings of the run so far
     engines: dict[str, Known] = {}  # what each acknowledged last, by url
     in_flight: Known | None = None  # about to be committed when this was written, or may have been
     highest: int = 0  # the highest version that was ever sent
@@ -70,7 +73,7 @@ class StateFile:
             pass
         except msgspec.MsgspecError as error:
             raise ValueError(
-                f"{path} is not a sender's state: {error}; without it the next sync is full"
+                f"{path} is not a sender's state: {error}; without it the sender opens a new run"
             ) from error
 
     @classmethod
@@ -94,11 +97,17 @@ class StateFile:
         if self._lock is not None:
             self._lock.close()
 
+    def open_run(self) -> Run:
+        """Open the file's run again, or a new one; that is on disk when this returns."""
+        run = Run.opened(self.state.run, self.state.epoch)
+        self._write(msgspec.structs.replace(self.state, run=run.name, epoch=run.epoch))
+        return run
+
     def begin(self, version: int, digest: str) -> None:
         """Write what is about to be committed; it is on disk when this returns."""
         self._has_begun = True
         highest, in_flight = max(self.state.highest, version), Known(version, digest)
-        self._write(State(engines=self.state.engines, in_flight=in_flight, highest=highest))
+        self._write(msgspec.structs.replace(self.state, in_flight=in_flight, highest=highest))
 
     def end(self, engines: Mapping[str, Known], *, is_unknown: bool) -> None:
         """Write what the engines have acknowledged, by url.
@@ -109,7 +118,8 @@ class StateFile:
         highest = max([self.state.highest, *(each.version for each in engines.values())])
         # What an earlier sender had in flight is still unknown.
         in_flight = self.state.in_flight if is_unknown or not self._has_begun else None
-        self._write(State(engines=known, in_flight=in_flight, highest=highest))
+        changed = {"engines": known, "in_flight": in_flight, "highest": highest}
+        self._write(msgspec.structs.replace(self.state, **changed))
 
     def _write(self, state: State) -> None:
         partial = self._path.with_name(f".{self._path.name}.partial")

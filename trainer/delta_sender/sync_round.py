@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from delta_sender.diff_host import Change
 from delta_sender.encoding_policy import EncodingPolicy
 from delta_sender.results import SyncError
+from delta_sender.run import Run
 from delta_sender.snapshot import Changes
 from engine_ext.resources import usable_cores
 
@@ -33,6 +34,8 @@ class Attempt:
     full: bool  # every tensor is sent dense
     policy: EncodingPolicy
     next_policy: EncodingPolicy  # of later rounds if this attempt commits
+    reason: str | None = None  # why it is full
+    replaced: int | None = None  # the version that a full one replaces, if that is known
 
     @property
     def key(self) -> str:
@@ -45,6 +48,7 @@ class SyncRound:
 
     Args:
         version: The version that every engine is to reach.
+        run: The sender's.
         destinations: How many share the round.
         posts_in_flight: Most posts to one destination at once.
         started: When it began, by `time.perf_counter`.
@@ -58,6 +62,7 @@ class SyncRound:
     def __init__(
         self,
         version: int,
+        run: Run,
         *,
         full: bool,
         destinations: int,
@@ -66,7 +71,7 @@ class SyncRound:
         writers: int = 0,
         new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
     ) -> None:
-        self.version, self.full, self.started = version, full, started
+        self.version, self.run, self.full, self.started = version, run, full, started
         self.changes: Changes = {}  # of the snapshot; complete once all is read
         self.is_hurried = False  # senders must be done with reading soon; see `release`
         self._tensors: list[tuple[str, Change | None]] = []

@@ -197,6 +197,8 @@ function factsOf(status) {
   const passes = scrub && `${scrub.passes} passes${scrub.passed_at ? `, the last one ended ${timeOf(scrub.passed_at)}` : ""}`;
   return [
     ["version", status.version],
+    ["run", status.run],
+    ["owner", status.owner && ownerOf(status.owner, status.run)],
     ["the engine's weight version", status.weight_version],
     ["versions of the ranks", differ ? status.versions.join(", ") : null],
     ["ranks", status.ranks],
@@ -209,6 +211,12 @@ function factsOf(status) {
     ["scrubbing", passes],
     ...(status.adapters ?? []).map((one) => [`adapter ${one.name}`, `version ${one.version}`]),
   ];
+}
+
+function ownerOf(owner, run) {
+  const process = owner.host === null ? "a process" : `process ${owner.pid} on ${owner.host}`;
+  const other = owner.run === run ? "" : ` of run ${owner.run}`;
+  return `${process}${other}, epoch ${owner.epoch}, since ${new Date(owner.since * 1000).toLocaleString()}`;
 }
 
 function factNode([name, value]) {
@@ -258,9 +266,14 @@ function syncRow(sync) {
     make("td", size(sync.bytes), "number"),
     make("td", sent, "number"),
     ...PHASES.map((phase) => make("td", milliseconds(sync.timings_ms[phase]), "number")),
-    make("td", sync.error === null ? "" : `${sync.error}: ${sync.message}`),
+    make("td", whyOf(sync)),
   );
   return row;
+}
+
+function whyOf(sync) {
+  if (sync.error !== null) return `${sync.error}: ${sync.message}`;
+  return sync.reason === null ? "" : `full: ${sync.reason}`;
 }
 
 // Plots -------------------------------------------------------------------------------------

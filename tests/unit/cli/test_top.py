@@ -24,7 +24,7 @@ from rich.console import Console
 from engine_ext.cli import top
 from engine_ext.delta_log import FolderLog, Heartbeat, write_heartbeat
 from engine_ext.settings import API_KEY_ENVIRONMENT
-from tests.support.delta_bodies import VERSION, delta_part
+from tests.support.delta_bodies import VERSION, delta_part, fresh_weights, full_part
 from tests.support.endpoint_rig import Rig, app_of
 from tests.unit.delta_log.test_fold import sparse, write
 
@@ -92,6 +92,19 @@ def test_what_scrubbing_has_found(status: dict[str, Any]) -> None:
     assert "scrubbing found other bits in a.weight, b" in text
     assert "scrubbing fails: OSError: no" in text
     assert "scrubbing" not in shown([top.Answer("http://h:1", status)])
+
+
+def test_who_owns_an_engine_and_why_it_was_full(rig: Rig) -> None:
+    sender = {"run": "a-run-of-a-trainer", "run_epoch": 2, "run_owner": "trainer-host:11"}
+    body = full_part(fresh_weights(), VERSION + 1, sync_id="a", **sender)
+    rig.send(body, reason="requested by its user")
+    status = rig.get("/delta_status", params={"history": "true"}).json()
+    text = shown([top.Answer("http://h:1", status)])
+    for cell in (" a-run-of-a-t ", "owned by trainer-host:11 since", "epoch 2"):
+        assert cell in text
+    assert "full: requested by its user" in text
+    status["run"] = "another"
+    assert "of run a-run-of-a-t" in shown([top.Answer("http://h:1", status)])
 
 
 def test_a_real_server(rig: Rig) -> None:

@@ -146,6 +146,15 @@ def test_the_digests_of_the_model_are_kept(tmp_path: Path) -> None:
     assert [part.manifest.digest_part for part in parts] == [None, None]
 
 
+def test_a_fold_is_of_the_run_of_its_last_version(tmp_path: Path) -> None:
+    for version, run in ((1, "a"), (2, "b")):
+        sender = {"run": run, "run_epoch": version, "run_owner": f"{run}:1"}
+        write(tmp_path, version, [sparse("a", {version: 5})], **sender)
+    [part] = read_version(entry_of(tmp_path, folded(tmp_path, 0)))
+    manifest = part.manifest
+    assert (manifest.run, manifest.run_epoch, manifest.run_owner) == ("b", 2, "b:1")
+
+
 def test_large_folds_have_several_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta_log_fold, "BUCKET_BYTES", 8)
     folders = [

@@ -62,6 +62,9 @@ def test_what_is_written_fits(encoding: str) -> None:
         digest_part="0" * 32,
         digest_before="1" * 32,
         digest_after="f" * 32,
+        run="a-run",
+        run_epoch=2,
+        run_owner="host:1",
     )
     METADATA.validate(metadata)
     PARAMS.validate(json.loads(metadata["params"]))
@@ -114,6 +117,14 @@ def test_it_has_the_names_of_the_code() -> None:
         {"sync_id": "a\tb"},
         {"encoding": "gap8_xor", "full": "true"},
         {"another": 1},
+        {"run": ""},
+        {"run": "a run"},
+        {"run": "r" * 65},
+        {"run": "anonymous-1"},
+        {"run": "r", "run_epoch": "0"},
+        {"run": "r", "run_owner": "host"},
+        {"run_epoch": "1"},
+        {"run_owner": "host:1"},
     ],
 )
 def test_what_is_refused_does_not_fit(change: dict[str, Any]) -> None:

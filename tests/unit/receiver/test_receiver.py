@@ -38,6 +38,8 @@ def test_a_sync_is_staged_and_committed_on_every_rank(ranks: Ranks) -> None:
         assert facts == {
             "version": 1,
             "base_version": 0,
+            "run": "anonymous-1",
+            "base_run": None,
             "sync_id": "a",
             "full": False,
             "apply": "recording",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,9 @@ class FakeEngine:
         self.weights = {n: patterns_of(t) for n, t in tensors.items() if n not in ignored}
         self.ignored = ignored
         self.version = 0
+        self.run: str | None = None
+        self.owner: str | None = None
+        self.loaded = True
         self.staged: list[Any] = []
         self.parts: list[Any] = []
         self.log: list[bool] = []
@@ -72,11 +76,14 @@ class FakeEngine:
         return httpx.Client(transport=httpx.MockTransport(self.answer), base_url="http://engine")
 
     def answer(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/delta_run":
+            return self.own(json.loads(request.content))
         if request.method == "GET":
-            assert str(request.url) == "http://engine/delta_status?plan=true"
+            assert request.url.path == "/delta_status"
             rows = [{"name": name, "status": "exact"} for name in self.weights]
             rows += [{"name": name, "status": "ignored"} for name in self.ignored]
-            return httpx.Response(200, json={"plan": [rows]})
+            found = {"run": self.run, "loaded": self.loaded, "version": self.version}
+            return httpx.Response(200, json={"plan": [rows], **found})
         assert str(request.url) == "http://engine/update_weights_delta"
         assert request.headers["Content-Type"] == "application/octet-stream"
 
@@ -85,10 +92,18 @@ class FakeEngine:
 
         return self.answers.pop(0)(take) if self.answers else take()
 
+    def own(self, body: dict[str, Any]) -> httpx.Response:
+        if self.owner not in (None, body["run"]):
+            return refusal(409, "RunConflict", message=f"owned by {self.owner}")
+        self.owner = body["run"] if body["action"] == "claim" else None
+        return httpx.Response(200, json={"version": self.version, "run": self.run})
+
     def take(self, container: bytes) -> httpx.Response:
         part = decode_part(container)
         manifest = part.manifest
         assert manifest.manifest_checksum is not None
+        if manifest.run != self.owner:
+            return refusal(409, "RunConflict", message=f"owned by {self.owner}")
         if not manifest.full and manifest.base_version != self.version:
             return refusal(409, "VersionConflict")
         assert manifest.part == len(self.staged)
@@ -106,7 +121,9 @@ class FakeEngine:
             indices = range(numel) if delta.indices is None else delta.indices.tolist()
             for index, value in zip(indices, delta.values.tolist(), strict=True):
                 self.weights[delta.name][index] = value
+        assert manifest.current_version > self.version
         self.version, self.staged = manifest.current_version, []
+        self.run, self.loaded = manifest.run, False
         return httpx.Response(200, json={"status": "committed", "version": self.version})
 
     def holds(self, tensors: dict[str, torch.Tensor]) -> bool:
@@ -332,8 +349,10 @@ def test_large_syncs_are_cut_into_parts(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(script, "PART_BYTES", 10)
     base = model()
     engine = FakeEngine(base)
-    engine.version = 3
-    assert script.Sender(engine.client, base).sync(base) == 2
+    sender = script.Sender(engine.client, base)
+    assert sender.sync(base) == 1
+    engine.version, engine.parts, engine.log = 3, [], []
+    assert sender.sync(base) == 4
     assert [[delta.name for delta in part.deltas] for part in engine.parts] == [["a", "b"], ["c"]]
     assert engine.log == [True]
 
@@ -351,24 +370,65 @@ def test_tensors_that_the_engine_ignores_are_left_out() -> None:
     assert engine.log == [False, True]
 
 
-def test_other_version_is_sent_everything() -> None:
+def restart(engine: FakeEngine, tensors: dict[str, torch.Tensor]) -> None:
+    engine.weights = FakeEngine(tensors).weights
+    engine.version, engine.run, engine.owner, engine.loaded = 0, None, None, True
+
+
+def test_restarted_engine_is_sent_everything() -> None:
     base, new = model(), changed(model(), "a", 3)
-    engine = FakeEngine(changed(base, "c", 0))
-    engine.version = 7
+    engine = FakeEngine(base)
     sender = script.Sender(engine.client, base)
-    assert sender.sync(new) == sender.version == engine.version == 2
+    sender.sync(new)
+    restart(engine, changed(base, "c", 0))
+    engine.owner = sender.run  # its parts claim it
+    assert sender.sync(new) == sender.version == engine.version == 3
     assert engine.holds(new)
-    assert engine.log == [True]
+    assert engine.log == [False, True]
     assert engine.parts[-1].manifest.base_version is None
-    assert sender.sync(changed(new, "b", 1)) == 3
-    assert engine.log == [True, False]
+    assert sender.sync(changed(new, "b", 1)) == 4
+    assert engine.log == [False, True, False]
+
+
+def test_another_version_is_left_as_it_is() -> None:
+    """A script that is run again: its version is named, and numbers do not go back."""
+    base, new = model(), changed(model(), "a", 3)
+    engine = FakeEngine(base)
+    first = script.Sender(engine.client, base)
+    assert [first.sync(new), first.sync(base), first.sync(new)] == [1, 2, 3]
+    first.close()
+    with pytest.raises(script.BaseError, match="the engine is at 3, the base at 0"):
+        script.Sender(engine.client, base).sync(new)
+    assert (engine.version, engine.log) == (3, [False] * 3)
+    again = script.Sender(engine.client, new, version=3)
+    assert again.sync(base) == 4
+    assert engine.log == [False] * 4
+
+
+def test_engine_of_another_run_is_left_alone() -> None:
+    base, new = model(), changed(model(), "a", 3)
+    engine = FakeEngine(base)
+    zombie = script.Sender(engine.client, base)
+    zombie.sync(new)
+    with pytest.raises(script.SyncError, match="RunConflict"):
+        script.Sender(engine.client, new, version=1).sync(base)
+    engine.owner = "another"  # it has taken over
+    with pytest.raises(script.SyncError, match="RunConflict"):
+        zombie.sync(base)
+    assert (engine.version, engine.log) == (1, [False])
 
 
 def test_half_written_engine_is_sent_everything() -> None:
     base, new = model(), changed(model(), "a", 3)
     engine = FakeEngine(base)
-    engine.answers = [lambda _: refusal(500, "CommitFailed", state="uncertain")]
-    assert script.Sender(engine.client, base).sync(new) == 2
+    sender = script.Sender(engine.client, base)
+
+    def fails(take: Callable[[], httpx.Response]) -> httpx.Response:
+        engine.run, engine.loaded = sender.run, False
+        return refusal(500, "CommitFailed", state="uncertain")
+
+    engine.answers = [fails]
+    assert sender.sync(new) == 2
     assert engine.log == [True]
 
 
@@ -376,9 +436,11 @@ def test_part_of_another_sync_is_no_success() -> None:
     """The engine may hold more of that sync than this part."""
     base, new = model(), changed(model(), "a", 3)
     engine = FakeEngine(base)
+    sender = script.Sender(engine.client, base)
+    sender.sync(base)
     engine.answers = [lambda _: httpx.Response(200, json={"status": "already_applied"})]
-    assert script.Sender(engine.client, base).sync(new) == 2
-    assert engine.log == [True]
+    assert sender.sync(new) == 3
+    assert engine.log == [False, True]
     assert engine.holds(new)
 
 
@@ -410,13 +472,16 @@ def test_refusal_leaves_the_base_where_it_was(
 def test_refused_full_sync_leaves_the_base_where_it_was() -> None:
     base, new = model(), changed(model(), "a", 3)
     engine = FakeEngine(base)
-    engine.answers = [lambda _: refusal(409, "WeightsAsleep", message="wake it up first")] * 2
     sender = script.Sender(engine.client, base)
-    with pytest.raises(script.BaseError, match="wake it up first"):
+    sender.sync(base)
+    conflict = refusal(409, "VersionConflict")
+    asleep = refusal(409, "WeightsAsleep", message="wake it up first")
+    engine.answers = [lambda _: conflict, lambda _: asleep]
+    with pytest.raises(script.SyncError, match="wake it up first"):
         sender.sync(new)
-    assert engine.log == []
-    assert sender.sync(new) == 3
     assert engine.log == [False]
+    assert sender.sync(new) == 4
+    assert engine.log == [False, False]
     assert engine.holds(new)
 
 
@@ -458,7 +523,7 @@ def test_other_model_than_the_base(other: dict[str, torch.Tensor]) -> None:
 
 def test_stands_alone_and_is_short() -> None:
     source = SCRIPT.read_text()
-    assert len(source.splitlines()) <= 150
+    assert len(source.splitlines()) <= 180
     imported = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

@@ -115,6 +115,8 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[httpx.Request]]
         requests: list[httpx.Request] = []
 
         def record(request: httpx.Request) -> httpx.Response:
+            if request.url.path == "/delta_run":
+                return httpx.Response(404)
             if request.method == "GET":
                 return httpx.Response(404) if status is None else httpx.Response(200, json=status)
             requests.append(request)
@@ -217,7 +219,7 @@ def test_full_needs_no_base(
         ("c.scale", 16, True),
     }
     assert len(requests) == 3
-    assert "committed (full); 56 of 56 elements" in capsys.readouterr().out
+    assert "committed (full; requested); 56 of 56 elements" in capsys.readouterr().out
 
 
 def test_save_writes_all_parts_at_once(
@@ -288,7 +290,7 @@ def test_interrupted(
     serve(interrupt)
     arguments = ["--base", str(base), "--target", str(target), "--url", URL]
     assert cli.main(arguments) == 130
-    assert "interrupted; GET /delta_status returns" in capsys.readouterr().err
+    assert "interrupted; what was staged" in capsys.readouterr().err
 
 
 OTHER = "http://other:8001"

@@ -70,6 +70,7 @@ def test_a_corrupted_element_that_the_delta_overwrites_with_the_right_value_is_f
     model = model_of(tensors=2)
     engine = Engine.of(model)
     sender = sender_of(engine, model)
+    sender.sync(model.items())
     model["layers.0.weight"].view(-1)[3] += 1
     engine.weights["layers.0.weight"][3] = bits(model["layers.0.weight"])[3]
     assert sender.sync(model.items()).full

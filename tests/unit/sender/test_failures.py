@@ -98,7 +98,7 @@ def test_a_commit_whose_answer_never_came_is_found_out(naps: list[float], anothe
     train(model, 1)
     report = sender.sync(model.items())
     assert report.full is another
-    assert report.base_version == (0 if another else 1)
+    assert report.base_version == 1
     assert report.version == engine.version == sender.version == 2
     assert engine.holds(model)
     train(model, 2)
@@ -111,8 +111,9 @@ def test_another_trainers_sync_that_holds_the_same_part(digest: bool) -> None:
     """An empty part is the whole of every empty sync, and the end of every sharded one."""
     model = model_of(tensors=2)
     engine = Engine.of(model)
-    sender = sender_of(engine, model, digest=digest)
-    sender_of(engine, model).sync(model.items())  # another trainer's, whose last part is empty
+    sender = sender_of(engine, model, digest=digest, full="allow")
+    with sender_of(engine, model) as another:  # whose last part is empty
+        another.sync(model.items())
     engine.weights["layers.1.weight"][3] ^= 1  # by the other parts of that sync
     report = sender.sync(model.items())
     assert (report.full, engine.holds(model)) == (True, True)
@@ -160,19 +161,23 @@ def test_waits_no_longer_than_the_timeout(naps: list[float]) -> None:
 @pytest.mark.parametrize(
     ("refusal", "version"),
     [
-        (lambda: error(409, "VersionConflict", expected=0, actual=41), 42),
-        (lambda: error(409, "VersionConflict", expected=5, actual=0), 6),
-        (lambda: error(409, "BaseMismatch", actual="f00d"), 6),
-        (lambda: error(500, "CommitFailed", "uncertain"), 6),
-        (lambda: error(503, "EngineUncertain", "uncertain"), 6),
+        (lambda: error(409, "VersionConflict", expected=1, actual=41), 42),
+        (lambda: error(409, "VersionConflict", expected=1, actual=0), 2),
+        (lambda: error(409, "BaseMismatch", actual="f00d"), 2),
+        (lambda: error(500, "CommitFailed", "uncertain"), 2),
+        (lambda: error(503, "EngineUncertain", "uncertain"), 2),
     ],
 )
 def test_an_engine_with_other_bytes_gets_a_full_sync(
     failing: int, refusal: Callable[[], httpx.Response], version: int
 ) -> None:
     base = model_of(tensors=4)
-    engine = Engine.of({name: torch.zeros_like(t) for name, t in base.items()}, version=5)
-    sender = sender_of(engine, base, base_version=5, bucket_bytes=1)
+    engine = Engine.of(base)
+    sender = sender_of(engine, base, bucket_bytes=1)
+    sender.sync(base.items())
+    engine.requests.clear()
+    for values in engine.weights.values():
+        values[:] = 0
     engine.faults[failing] = sends(refusal())
     model = {name: tensor.clone() for name, tensor in base.items()}
     train(model)
@@ -190,6 +195,8 @@ def test_there_is_only_one_full_sync() -> None:
     model = model_of(tensors=2)
     engine = Engine.of(model)
     sender = sender_of(engine, model)
+    sender.sync(model.items())
+    engine.requests.clear()
     engine.faults = {
         0: sends(error(503, "EngineUncertain", "uncertain")),
         1: sends(error(500, "CommitFailed", "uncertain")),
@@ -199,7 +206,7 @@ def test_there_is_only_one_full_sync() -> None:
     with pytest.raises(SyncError, match="CommitFailed"):
         sender.sync(model.items())
     assert len(engine.requests) == 2
-    assert sender.version == 0
+    assert sender.version == 1
     report = sender.sync(model.items())
     assert report.full
     assert engine.holds(model)

@@ -272,9 +272,8 @@ def test_another_sender_goes_on_in_the_same_log(tmp_path: Path) -> None:
     for base_version, kept in ((0, None), (1, None), (0, first)):
         if kept is not None:
             model = copied(kept)
-        with DeltaSender(
-            A, model.items(), base_version=base_version, client=engine.client(), delta_log=tmp_path
-        ) as sender:
+        options = {"base_version": base_version, "delta_log": tmp_path, "full": "allow"}
+        with DeltaSender(A, model.items(), client=engine.client(), **options) as sender:
             train(model, base_version + 5)
             report = sender.sync(model.items())
         assert engine.holds(model)

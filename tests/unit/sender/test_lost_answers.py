@@ -246,7 +246,7 @@ def test_a_log_that_moves_on_alone_is_interrupted(
     base = copied(model)
     engine = Engine.of(model)
     engine.faults = dict.fromkeys(range(8), breaks)
-    options = {"client": engine.client(), "delta_log": tmp_path, "digest": False}
+    options = {"client": engine.client(), "delta_log": tmp_path, "digest": False, "full": "allow"}
     with DeltaSender(A, model.items(), **options) as sender:
         train(model)
 
@@ -278,7 +278,7 @@ def test_the_number_of_a_full_sync_that_lags_is_not_used_for_others(bucket_bytes
     a.faults = {0: patient}
     # One part at a time, so that the request that waits is the full sync's first, and not a part
     # that was on its way when another was refused.
-    options = {"lag_limit": SOON, "digest": False, "bucket_bytes": bucket_bytes}
+    options = {"lag_limit": SOON, "digest": False, "bucket_bytes": bucket_bytes, "full": "allow"}
     with sender_of(a, b, model, posts_in_flight=1, **options) as sender:
         train(model, 0, 0.01)
         assert list(sender.sync(model.items())) == [A]

@@ -193,7 +193,7 @@ def test_one_whose_answer_was_lost_is_set_right(naps: list[float]) -> None:
 def test_one_that_was_restarted_gets_all_and_leads_the_versions(missed: bool) -> None:
     model = model_of(tensors=2)
     a, b = two(model)
-    sender = sender_of(a, b, model)
+    sender = sender_of(a, b, model, full="allow")
     if missed:
         b.faults[0] = refuse()
         train(model, 5)
@@ -303,7 +303,8 @@ def test_whatever_fails_who_acknowledged_holds_the_trainers_bytes(
     base = model_of(tensors=2, numel=40)
     model = {name: tensor.clone() for name, tensor in base.items()}
     a, b = two(base)
-    sender = sender_of(a, b, base, bucket_bytes=40, digest=digest, encoding=encoding)
+    options = {"bucket_bytes": 40, "digest": digest, "encoding": encoding, "full": "allow"}
+    sender = sender_of(a, b, base, **options)
 
     def injure(engine: Engine, fault: str) -> None:
         now = len(engine.requests)
@@ -313,8 +314,7 @@ def test_whatever_fails_who_acknowledged_holds_the_trainers_bytes(
             # Every answer of this sync, so that it may have committed all the same.
             engine.faults = dict.fromkeys(range(now, now + 50), gone)
         elif fault == "restarts":
-            fresh = Engine.of(base)
-            engine.version, engine.weights, engine.staged = 0, fresh.weights, {}
+            engine.restart(base)
         elif fault == "corrupts" and digest:
             engine.weights["layers.0.weight"][3] ^= 1
 

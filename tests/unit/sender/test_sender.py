@@ -44,7 +44,8 @@ def test_report_counts_what_was_sent() -> None:
     assert report.wire_bytes == len(engine.bodies[0])
     assert report.encode_ms > 0
     assert report.post_ms > 0
-    assert report.engine == {"status": "committed", "version": 1, "digest": report.digest}
+    answer = {"status": "committed", "version": 1, "base_version": 0, "digest": report.digest}
+    assert report.engine == answer
 
 
 @pytest.mark.parametrize(
@@ -206,7 +207,7 @@ def test_full_sync_sends_everything_dense() -> None:
     report = sender.sync_full(model.items())
     assert engine.holds(model)
     assert report.full
-    assert engine.version == sender.version == 1
+    assert engine.version == sender.version == 10
     assert report.nnz == report.numel
     assert report.density == 1.0
     assert all(p.manifest.full and p.manifest.base_version is None for p in engine.log)
@@ -240,6 +241,7 @@ def test_parts_are_signed_with_a_key(naps: list[float]) -> None:
         assert request.headers["X-Delta-Signature"] == expected
     assert "X-Delta-Signature" not in engine.questions[0].headers
     engine.requests.clear()
+    sender.close()
     sender_of(engine, model).sync(model.items())
     assert "X-Delta-Signature" not in engine.requests[0].headers
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
-from delta_sender import DeltaSender, MultiSender, PartialSyncError
+from delta_sender import DeltaSender, FullSyncRefused, MultiSender, PartialSyncError
 from delta_sender.state_file import Known, State, StateFile
 from tests.support.fake_engine import Engine, Handler, Model, error, model_of, sends, train
 from tests.unit.sender.test_log_destination import chain, copied, replayed
@@ -114,7 +115,9 @@ def test_what_was_in_flight_stays_until_something_else_is(file: Path) -> None:
     before = StateFile(file).state
     with sender_of(engine, model, file) as sender, pytest.raises(ValueError, match="missing"):
         sender.sync([])
-    assert StateFile(file).state == before
+    after = StateFile(file).state
+    assert after.epoch == 1
+    assert msgspec.structs.replace(after, run="", epoch=0) == before
     with sender_of(engine, model, file) as sender:
         assert sender.sync(model.items()).version == 2
     assert StateFile(file).state.in_flight is None
@@ -266,7 +269,7 @@ def known(file: Path, **engines: Engine) -> None:
     """A state in which engines have acknowledged what they hold."""
     urls = {"a": A, "b": B}
     at = {urls[name]: Known(e.version, e.digest().hex()) for name, e in engines.items()}
-    StateFile(file).end(at, is_unknown=False)
+    file.write_bytes(msgspec.json.encode(State(run="another", epoch=1, engines=at)))
 
 
 def test_a_number_that_two_engines_have_for_different_weights(file: Path) -> None:
@@ -285,7 +288,7 @@ def test_a_number_that_two_engines_have_for_different_weights(file: Path) -> Non
     assert b.holds(model)
 
 
-def test_a_new_engine_gets_all_where_the_base_is_of_no_known_version(file: Path) -> None:
+def test_a_new_engine_is_not_overwritten_unasked(file: Path) -> None:
     """It is at the version that nobody has said anything about, but not with these weights."""
     first = model_of(tensors=3)
     model = copied(first)
@@ -293,12 +296,17 @@ def test_a_new_engine_gets_all_where_the_base_is_of_no_known_version(file: Path)
     a, b = Engine.of(model, version=3), Engine.of(first)
     known(file, a=a)
     train(model, 1)
-    with MultiSender(
-        [A, B], model.items(), client=client_of(a, b), state=file, digest=False
-    ) as sender:
+    options: dict[str, Any] = {"client": client_of(a, b), "state": file, "digest": False}
+    with MultiSender([A, B], model.items(), **options) as sender:
         train(model, 2)
+        with pytest.raises(PartialSyncError) as caught:
+            sender.sync(model.items())
+    assert caught.value.reports[A].full
+    assert isinstance(caught.value.failures[B], FullSyncRefused)
+    assert b.holds(first)
+    with MultiSender([A, B], model.items(), full="allow", **options) as sender:
         reports = sender.sync(model.items())
-    assert all(report.full for report in reports.values())
+    assert [reports[url].full for url in (A, B)] == [False, True]
     assert a.holds(model)
     assert b.holds(model)
 

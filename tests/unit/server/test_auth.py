@@ -24,6 +24,7 @@ from tests.support.endpoint_rig import COMPLETIONS, DELTA, FROM_DISK, STATUS, Ri
 DISK = json.dumps({"model_path": "/", "load_format": "delta"}).encode()
 PULL = b'{"local_checkpoint_dir": "/c", "source_dir": "/", "target_version": 7}'
 RPC = json.dumps({"method": "apply_delta_from_disk", "kwargs": {"model_path": "/"}}).encode()
+RUN = json.dumps({"action": "claim", "run": "r"}).encode()
 REMOTE = ("192.0.2.7", 4711)
 
 # Every route that the package adds: method, path, body, its type, and the answer to who may.
@@ -41,6 +42,7 @@ ROUTES: dict[str, tuple[str, str, bytes, str, int]] = {
     "rollback": ("POST", "/delta_rollback", b"", "", 409),  # there is nothing to go back to
     "catch up": ("POST", "/delta_catch_up", b"", "", 409),  # there is no --delta-log
     "pin": ("POST", "/delta_pin", b"", "", 409),  # nor --delta-follow
+    "run": ("POST", "/delta_run", RUN, "application/json", 200),
 }
 
 SECRET = "secret"

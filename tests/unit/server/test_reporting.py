@@ -173,8 +173,8 @@ def test_one_line_for_each_sync(rig: Rig, caplog: pytest.LogCaptureFixture) -> N
     rig.send(delta_part(sync_id="a"))
     [line] = lines(rig, caplog)
     assert line == (
-        "delta sync outcome=committed version=8 base_version=7 sync_id=a full=false parts=1 nnz=3 "
-        f"elements=32 tensors=2 bytes={len(body)} apply=shard"
+        "delta sync outcome=committed version=8 base_version=7 run=anonymous-1 sync_id=a "
+        f"full=false parts=1 nnz=3 elements=32 tensors=2 bytes={len(body)} apply=shard"
     )
     assert "pause_ms=" in caplog.text
 

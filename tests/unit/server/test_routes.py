@@ -49,6 +49,7 @@ def test_a_body_is_committed(rig: Rig, encoding: str, chunk: int | None) -> None
         "status": "committed",
         "version": 8,
         "base_version": 7,
+        "run": "anonymous-1",
         "nnz": 3,
         "tensors": 2,
         "skipped": {},

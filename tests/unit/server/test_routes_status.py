@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from tests.support.delta_bodies import SHAPES, delta_part
@@ -19,6 +21,9 @@ def test_status(rig: Rig) -> None:
         "resume_owed": False,
         "asleep": False,
         "foreign": None,
+        "run": None,
+        "owner": None,
+        "loaded": True,
         "complete": "yes",
         "staged": None,
         "last_sync": None,
@@ -40,8 +45,12 @@ def test_status(rig: Rig) -> None:
         "full": False,
         "num_parts": 2,
         "parts": [1],
+        "run": None,
+        "owner": None,
     }
-    assert rig.status() == expected | {"staged": staged}
+    status = rig.status()
+    assert status["staged"].pop("since") == pytest.approx(time.time(), abs=60)
+    assert status == expected | {"staged": staged}
     rig.send(delta_part({}, sync_id="s", part=0, num_parts=2))
     status = rig.status()
     last_sync = status.pop("last_sync")
@@ -49,6 +58,8 @@ def test_status(rig: Rig) -> None:
     assert last_sync == {
         "version": 8,
         "base_version": 7,
+        "run": "anonymous-1",
+        "base_run": None,
         "sync_id": "s",
         "full": False,
         "apply": "shard",
@@ -61,6 +72,7 @@ def test_status(rig: Rig) -> None:
         "digest": rig.engine.shards[0].digest.hex(),
     }
     moved = {"version": 8, "versions": [8, 8], "weight_version": "8", "can_roll_back": True}
+    moved |= {"run": "anonymous-1", "loaded": False}
     moved["digest"] = rig.digest_of(rig.engine.weights)
     assert {**status, "last_sync": None} == expected | moved
 

@@ -44,6 +44,7 @@ def test_required_keys_are_enough() -> None:
     for absent in (
         *("manifest_checksum", "current_version", "base_version", "part", "num_parts"),
         *("sync_id", "digest_algorithm", "digest_part", "digest_before", "digest_after"),
+        *("run", "run_epoch", "run_owner"),
     ):
         assert getattr(manifest, absent) is None
 
@@ -61,6 +62,9 @@ def test_every_optional_key() -> None:
             digest_part="0" * 32,
             digest_before="1" * 32,
             digest_after="abcdef0123456789" * 2,
+            run="run_7.a-b",
+            run_epoch="3",
+            run_owner="host.example:4711",
         )
     )
     manifest = parse_manifest(metadata, LIMITS)
@@ -68,8 +72,34 @@ def test_every_optional_key() -> None:
     assert (manifest.part, manifest.num_parts) == (2, 3)
     assert (manifest.sync_id, manifest.full) == ("run 7 / step 12", True)
     assert manifest.digest_after == "abcdef0123456789" * 2
+    assert (manifest.run, manifest.run_epoch) == ("run_7.a-b", 3)
+    assert manifest.run_owner == "host.example:4711"
     assert manifest.manifest_checksum == metadata["manifest_checksum"]
     assert all(p.is_dense for p in manifest.params)
+
+
+def test_a_run_alone_is_its_first_opening() -> None:
+    manifest = parse_manifest(good_metadata(run="r" * 64), LIMITS)
+    assert (manifest.run, manifest.run_epoch, manifest.run_owner) == ("r" * 64, 1, None)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        *({"run": run} for run in ("", "a b", "r" * 65, "anonymous-1", "a:b", "a\n")),
+        *({"run": "r", "run_epoch": epoch} for epoch in ("0", "01", "-1", "one")),
+        *(
+            {"run": "r", "run_owner": owner}
+            for owner in ("", "host", ":1", "host:", "a b:1", "h:x")
+        ),
+        {"run_epoch": "1"},
+        {"run_owner": "host:1"},
+    ],
+    ids=str,
+)
+def test_a_broken_run_is_refused(metadata: dict[str, str]) -> None:
+    with pytest.raises(MalformedPart, match="run"):
+        parse_manifest(good_metadata(**metadata), LIMITS)
 
 
 def test_unknown_keys_are_ignored() -> None:

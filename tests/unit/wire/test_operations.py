@@ -15,22 +15,25 @@ from engine_ext.adapters.vllm.engine import VllmEngine
 from engine_ext.errors import Conflict, DeltaError
 from engine_ext.receiver import AdapterReceivers, Receiver
 from engine_ext.wire import operations as ops
-from engine_ext.wire.identity import PartId
+from engine_ext.wire.identity import PartId, RunSender
 
 PART = PartId(version=2, base_version=1, identity="i", sync_id="s", part=1, num_parts=3)
 STATE = ops.RankState(version=1, engine_state="certain", resume_owed=False)
 GRANT = ops.LeaseGrant(granted=False, holder="h")
 COMMITTED = ops.CommittedSync(
-    version=2, base_version=1, sync_id=None, full=False, apply="scatter", parts=1, nnz=2,
-    tensors=1, elements=9, commit_ms=1.5, rollback=True, digest="00",
+    version=2, base_version=1, run="r", base_run=None, sync_id=None, full=False, apply="scatter",
+    parts=1, nnz=2, tensors=1, elements=9, commit_ms=1.5, rollback=True, digest="00",
 )  # fmt: skip
+SENDER = RunSender(run="r", epoch=2, host="h", pid=3)
+OWNER = ops.RunOwner(run="r", epoch=2, host="h", pid=3, since=1.5)
 STAGED = ops.StagedSync(
-    version=2, base_version=None, sync_id="s", full=True, num_parts=None, parts=[0, 2]
-)
+    version=2, base_version=None, sync_id="s", full=True, num_parts=None, parts=[0, 2],
+    run="r", owner=OWNER, since=1.5,
+)  # fmt: skip
 STATUS = ops.RankStatus(
     version=1, engine_state="uncertain", resume_owed=True, asleep=False, foreign=None,
-    staged=STAGED, last_sync=COMMITTED, can_roll_back=False, apply="scatter",
-    certification={"exact": 3}, uncertified={"w": "why"}, digest="00",
+    run="r", owner=OWNER, loaded=False, staged=STAGED, last_sync=COMMITTED, can_roll_back=False,
+    apply="scatter", certification={"exact": 3}, uncertified={"w": "why"}, digest="00",
     scrub=ops.ScrubState(passes=2, passed_at=1.5, mismatched=["w"], error=None),
 )  # fmt: skip
 RECORD = ops.SyncRecord(at=1.5, outcome="committed", version=2, timings_ms={"stage_ms": 0.5})
@@ -52,7 +55,12 @@ EXAMPLES: list[tuple[ops.Operation[Any], ops.Reply]] = [
         ops.ShareFollowing(follower="n", look=LOOK, pins=True, pin=3),
         ops.Following(name="n", process="p", pin=3, look=LOOK, failures=2, in_a_row=1),
     ),
-    (ops.FindUnseen(version=1, identities=["a", "b"]), ops.Unseen(unseen=["b"])),
+    (ops.FindUnseen(version=1, run="r", identities=["a", "b"]), ops.Unseen(unseen=["b"])),
+    (
+        ops.ClaimRun(sender=SENDER, takeover=True, now=1.5, at=2.5),
+        ops.RunClaimed(owner=OWNER, highest=4),
+    ),
+    (ops.ReleaseRun(sender=SENDER), ops.RunReleased(released=True)),
     (
         ops.BeginPart(part=PART, path="/spool/part", now=1.5),
         ops.PartBegun(admission="new"),
@@ -63,7 +71,7 @@ EXAMPLES: list[tuple[ops.Operation[Any], ops.Reply]] = [
     (ops.DropSync(version=1, sync_id="s"), ops.Reply()),
     (ops.CommitSync(version=2, sync_id=None), COMMITTED),
     (ops.TakeScrubFindings(), ops.ScrubFindings(mismatched=["w"])),
-    (ops.RollBack(), ops.RolledBack(version=1, rolled_back=2, commit_ms=0.5, digest="00")),
+    (ops.RollBack(), ops.RolledBack(version=1, rolled_back=2, commit_ms=1, digest="00", run="r")),
     (
         ops.RecordPull(checkpoint="/c", pulled=ops.Pulled(source="/s", target=3, sync_id="s")),
         ops.Reply(),

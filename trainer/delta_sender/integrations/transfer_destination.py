@@ -102,6 +102,7 @@ class TransferDestination(EngineClient):
             self.highest_posted = max(self.highest_posted, version)
         give_up = time.monotonic() + self._wait_s
         while True:
+            self.check_open()
             try:
                 if part == 0:
                     self._call(self._sync_client.start_weight_update)
@@ -111,6 +112,7 @@ class TransferDestination(EngineClient):
                 is_busy = failed.error.get("type") in _BUSY and part == 0
                 if not is_busy or time.monotonic() > give_up:
                     raise
+                self.log_wait(failed.error, _WAIT_S, give_up - time.monotonic())
             time.sleep(_WAIT_S)
         if not last:
             return {"status": "staged", "version": version}
@@ -125,16 +127,17 @@ class TransferDestination(EngineClient):
     def _update(self, body: bytes, name: str) -> None:
         """Send one part over the channel."""
         client, channel = self._sync_client, self._channel
+        options = self._options | ({} if self.reason is None else {"reason": self.reason})
         signed = {} if self._key is None else {"signature": sign(self._key, body)}
         if channel.kind == "inline" or len(body) <= channel.inline_bytes:
             part = base64.b64encode(body).decode()
-            self._call(client.update_weights, {"part": part, **signed, **self._options})
+            self._call(client.update_weights, {"part": part, **signed, **options})
         elif channel.kind == "disk":
             with self._file(body, name) as path:
                 files = {"model_path": str(path.parent), "files": [path.name]}
-                self._call(client.update_weights, {**files, **self._options})
+                self._call(client.update_weights, {**files, **options})
         else:
-            self._broadcast(body, {"broadcast_bytes": len(body), **signed, **self._options})
+            self._broadcast(body, {"broadcast_bytes": len(body), **signed, **options})
 
     @contextlib.contextmanager
     def _file(self, body: bytes, name: str) -> Iterator[Path]:
@@ -217,7 +220,9 @@ def _sync_error(error: BaseException) -> SyncError:
     status = int(response.status_code)
     if not isinstance(found, dict):
         return SyncError(f"HTTP {status}: {response.text[:200]}", status)
-    return SyncError(f"HTTP {status}: {found.get('type')}: {found.get('message')}", status, found)
+    return SyncError.of(
+        f"HTTP {status}: {found.get('type')}: {found.get('message')}", status, found
+    )
 
 
 class HttpSyncClient:

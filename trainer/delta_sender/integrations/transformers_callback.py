@@ -29,6 +29,10 @@ class DeltaSyncCallback(TrainerCallback):  # type: ignore[misc]
     last at the end. The main process sends; on all others the callback takes part in gathering
     sharded parameters. A sync that fails ends the training on all of them.
 
+    All trainings of a callback are of one run, which may replace what it has sent. With the option
+    `state` those of later processes are, too: a training that is resumed from a checkpoint needs
+    it, or ``full="allow"``, if the engines hold the weights of a later step.
+
     What a sync took is put into the trainer's next log, as ``delta/version``, ``delta/bytes``,
     ``delta/density``, ``delta/seconds`` and ``delta/pause_ms``: into ``state.log_history``, and
     into the logs of every callback that comes after this one. Callbacks of ``report_to`` come
@@ -63,6 +67,7 @@ class DeltaSyncCallback(TrainerCallback):  # type: ignore[misc]
         self._base, self._every, self._dtype = base, every, dtype
         self._options = with_defaults(options)
         self._sender: MultiSender | None = None
+        self._run: tuple[str, int] | None = None  # of the training before
         self._synced_step = -1
         self._unlogged: dict[str, float] = {}
         self.reports: Mapping[str, SyncReport] = {}
@@ -116,8 +121,13 @@ class DeltaSyncCallback(TrainerCallback):  # type: ignore[misc]
             self._unlogged = {}
 
     def close(self) -> None:
-        """Close the sender; done at the end of a training that did not fail."""
+        """Close the sender, and release the engines; also done by a sync that fails.
+
+        If a training fails otherwise, call it, or the engines are this run's until the next
+        training of this callback or the end of the process.
+        """
         if self._sender is not None:
+            self._run = self._sender.run, self._sender.epoch
             self._sender.close()
             self._sender = None
 
@@ -125,13 +135,18 @@ class DeltaSyncCallback(TrainerCallback):  # type: ignore[misc]
         if state.is_world_process_zero:
             if isinstance(base, Mapping):
                 base = base.items()
-            self._sender = MultiSender(self._urls, base, **self._options)
+            continues = self._run if self._options["state"] is None else None
+            self._sender = MultiSender(self._urls, base, continues=continues, **self._options)
 
     def _sync(self, state: Any, model: nn.Module) -> None:
         began = time.monotonic()
         base = self._base if self._sender is not None else None
         form = self._options["quantize"]
-        reports = sync_model(self._sender, model, base, dtype=self._dtype, quantize=form)
+        try:
+            reports = sync_model(self._sender, model, base, dtype=self._dtype, quantize=form)
+        except BaseException:
+            self.close()
+            raise
         self._synced_step = state.global_step
         if reports is not None:
             self.reports = reports

@@ -23,7 +23,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from delta_sender.checkpoint import read_checkpoint
 from delta_sender.model_sync import on_all_ranks
 from delta_sender.multi_sender import MultiSender
-from delta_sender.options import CommonOptions
+from delta_sender.options import EngineOptions
 from delta_sender.quantize import Quantizer
 from delta_sender.results import SyncReport
 from delta_sender.sharded import ShardedSender, model_shards
@@ -56,7 +56,8 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             ``bucket_bytes`` of the senders.
         is_master: Whether this is the rank that sends.
         base: Folder of the checkpoint that the servers are started with. Servers that are started
-            with other weights get a full sync first.
+            with other weights are refused, unless `options` has ``full="allow"``: they get a full
+            sync first.
         urls: The servers' roots. None: verl's own replicas, found by the names of their Ray actors
             before every sync.
         **options: See `MultiSender`.
@@ -81,6 +82,7 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._is_master, self._base = is_master, Path(base)
         self._urls, self._options = None if urls is None else list(urls), dict(options)
         self._opened: list[str] | None = None
+        self._run: tuple[str, int] | None = None  # of the sender before
         self._sender: MultiSender | ShardedSender | None = None
         self._dtypes: dict[str, torch.dtype | None] = {}  # None: as it is given
         self.reports: dict[str, SyncReport] = {}
@@ -140,15 +142,16 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return iter(())
 
     def close(self) -> None:
-        """Close the sender."""
+        """Close the sender, and release the servers."""
         if self._sender is not None:
+            self._run = self._sender.run, self._sender.epoch
             self._sender.close()
         self._sender = self._opened = None
 
     def _sends_shards(self, weights: Any) -> bool:
         """Return whether this is an engine whose ranks can send their own shards."""
         model = getattr(weights, "module", None)
-        common = self._options.keys() <= CommonOptions.__annotations__.keys()
+        common = self._options.keys() <= EngineOptions.__annotations__.keys()
         one = self._urls is not None and len(self._urls) == 1
         return (
             isinstance(model, FSDPModule) and not hasattr(model, "peft_config") and common and one
@@ -162,7 +165,8 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         [url] = self._urls
         if not isinstance(self._sender, ShardedSender) or self._opened != self._urls:
             self.close()
-            self._sender, self._opened = ShardedSender(url, shards, base, **self._options), [url]
+            self._sender = ShardedSender(url, shards, base, continues=self._run, **self._options)
+            self._opened = [url]
         self.reports = {url: self._sender.sync(shards, step=step)}
         return self._figures(began) if self._is_master else None
 
@@ -214,7 +218,8 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 for name, scale in Quantizer(form, stored).scale_of.items():
                     del self._dtypes[scale]
                     self._dtypes[name] = None
-            self._sender = MultiSender(self._urls, self._base, **self._options)
+            continues = None if "state" in self._options else self._run
+            self._sender = MultiSender(self._urls, self._base, continues=continues, **self._options)
             self._opened = list(self._urls)
         return self._sender
 

@@ -122,6 +122,8 @@ def _held(shard: Shard, box: Box) -> Held:
 class ShardedState(AckedState):
     """What the engine holds, of which this rank's snapshot has its share."""
 
+    resends_unproven = False
+
     def __init__(self, snapshot: Snapshot, version: int, owned: OwnedShards, ranks: Ranks) -> None:
         super().__init__(snapshot, version, owned.ownership)
         self._owned, self._ranks = owned, ranks

@@ -232,7 +232,7 @@ def raise_first(failures: dict[int, dict[str, Any]], own: Exception | None) -> N
         texts = "; ".join(f"rank {rank}: {one['message']}" for rank, one in broken.items())
         raise RankError(f"not sent, as ranks have failed: {texts}", [*broken]) from own
     one = failures[first_cause(failures)]
-    raise SyncError(one["message"], one["status"], one["error"]) from own
+    raise SyncError.of(one["message"], one["status"], one["error"]) from own
 
 
 def first_cause(failures: dict[int, dict[str, Any]]) -> int:

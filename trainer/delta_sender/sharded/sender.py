@@ -6,10 +6,14 @@ import time
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from delta_sender.contact import release_all, release_at_exit
 from delta_sender.http_client import EngineClient
 from delta_sender.model_tensors import Checkpoint, read_base
-from delta_sender.options import CommonOptions, check_values, takes_options, with_defaults
+from delta_sender.options import EngineOptions, check_values, takes_options, with_defaults
 from delta_sender.results import ShardedReport, SyncError
+from delta_sender.run import Run
 from delta_sender.sharded.owned import OwnedShards
 from delta_sender.sharded.ranks import Ranks
 from delta_sender.sharded.session import ShardedSession, SharedEngine
@@ -24,7 +28,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-@takes_options(CommonOptions)
+@takes_options(EngineOptions)
 class ShardedSender(AbstractContextManager["ShardedSender"]):
     """Keep an engine's weights equal to those of a trainer whose ranks hold shards of them.
 
@@ -56,7 +60,9 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         rank_timeout: Seconds after which a rank counts as dead that does not answer the others.
             Ranks wait for each other while they post, so it must exceed a sync, and a request's
             `timeout`.
-        **options: See `CommonOptions`.
+        continues: `run` and `epoch` of an earlier sender, which must be closed, to open its run
+            again; rank 0's counts.
+        **options: See `EngineOptions`.
 
     Raises:
         RankError: The shards do not make up the tensors, copies of one on several ranks differ, or
@@ -72,21 +78,29 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         *,
         group: Any = None,
         rank_timeout: float = 1800.0,
-        **options: Unpack[CommonOptions],
+        continues: tuple[str, int] | None = None,
+        **options: Unpack[EngineOptions],
     ) -> None:
-        self._options = with_defaults(options, CommonOptions)
+        self._options = with_defaults(options, EngineOptions)
         check_values(self._options)
         shards = list(shards)
-        self._count = 0
+        self._count, self._is_released = 0, False
         self._ranks = Ranks(group, rank_timeout)
         try:
             self._owned = OwnedShards(self._ranks, shards)
-            self._session = self._make_session(url, shards, base)
+            opened = self._ranks.from_leader(
+                lambda: msgspec.to_builtins(Run.opened(*(continues or ())))
+            )
+            run = msgspec.convert(opened, Run)
+            self._session = self._make_session(url, shards, base, run)
         except BaseException:
             self._ranks.leave()
             raise
+        release_at_exit(self)
 
-    def _make_session(self, url: str, shards: Shards, base: Checkpoint | None) -> ShardedSession:
+    def _make_session(
+        self, url: str, shards: Shards, base: Checkpoint | None, run: Run
+    ) -> ShardedSession:
         options, failure = self._options, None
         client = EngineClient(url, options)
         try:
@@ -103,10 +117,20 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
             {"encoding": options["encoding"], "version": options["base_version"]}, failure
         )
         engine = SharedEngine(client, self._ranks)
-        return ShardedSession(engine, self._snapshot, options, self._owned, self._ranks)
+        return ShardedSession(engine, self._snapshot, options, run, self._owned, self._ranks)
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    @property
+    def run(self) -> str:
+        """The run that the sender has opened: an id of its lineage of weights."""
+        return self._session.run.name
+
+    @property
+    def epoch(self) -> int:
+        """Which opening of the run this sender is: 1."""
+        return self._session.run.epoch
 
     @property
     def version(self) -> int:
@@ -119,9 +143,22 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         return self._snapshot.nbytes
 
     def close(self) -> None:
-        """Close this rank's HTTP client and its connections to the others."""
+        """Close this rank's HTTP client and its connections to the others; release the engine."""
+        self.release()
         self._session.destination.close()
         self._ranks.leave("the sender is closed")
+
+    def release(self) -> None:
+        """Stop sending, drop what is staged in the engine, and let other runs claim it.
+
+        Takes a few seconds at most, and raises nothing; part of `close`, and done for senders that
+        are still open when the interpreter ends. The sender cannot be used afterwards.
+        """
+        destination, session = self._session.destination, self._session
+        destination.stop()
+        if session.is_claimed and not self._is_released:
+            release_all([destination], session.run, [])
+        self._is_released = True
 
     def sync(self, shards: Shards, *, step: int | None = None) -> ShardedReport:
         """Send what changed since the last sync, from all ranks.
@@ -147,20 +184,24 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         return self._sync(shards, step, full=False)
 
     def sync_full(self, shards: Shards, *, step: int | None = None) -> ShardedReport:
-        """Send every tensor whole, whatever the engine holds. Raises what `sync` raises."""
+        """Send every tensor whole, whatever the engine holds; a warning says what that is.
+
+        Raises what `sync` raises.
+        """
         return self._sync(shards, step, full=True)
 
     @no_full_collections()
     def _sync(self, shards: Shards, step: int | None, *, full: bool) -> ShardedReport:
         started, state = time.perf_counter(), self._session.state
         self._count += 1
-        facts = {
-            "step": step,
-            "version": state.version,
-            "number of syncs": self._count,
-            "kind of sync (full)": full,
-        }
         try:
+            self._session.meet()
+            facts = {
+                "step": step,
+                "version": state.version,
+                "number of syncs": self._count,
+                "kind of sync (full)": full,
+            }
             sync_round = self._read(shards, facts, started, full=full)
             return self._finish(sync_round)
         except Exception:
@@ -178,6 +219,7 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         spill = Spill(self._snapshot.nbytes // 4 if limit is None else limit)
         sync_round = SyncRound(
             max(state.highest_version, self._session.destination.highest_posted) + 1,
+            self._session.run,
             full=full,
             destinations=1,
             posts_in_flight=self._options["posts_in_flight"],

@@ -17,7 +17,8 @@ from delta_sender.destination import Destination
 from delta_sender.http_client import EngineClient
 from delta_sender.options import MultiOptions
 from delta_sender.results import RankError, ShardedReport, SyncError
-from delta_sender.session import Committed, Session
+from delta_sender.run import Run
+from delta_sender.session import Committed, Session, base_version
 from delta_sender.sharded.owned import OwnedShards, ShardedState
 from delta_sender.sharded.posting import Posting
 from delta_sender.sharded.ranks import Ranks
@@ -34,7 +35,7 @@ class SharedEngine(Destination):
 
     def __init__(self, client: EngineClient, ranks: Ranks) -> None:
         self.client, self._ranks = client, ranks
-        self.highest_posted = 0
+        self.name, self.highest_posted = client.name, 0
 
     @property
     def speed(self) -> LinkSpeed:  # type: ignore[override]
@@ -44,6 +45,23 @@ class SharedEngine(Destination):
     def close(self) -> None:
         """Close this rank's HTTP client."""
         self.client.close()
+
+    def claim(self, run: Run, *, takeover: bool) -> dict[str, Any]:
+        """See `Destination.claim`."""
+        return self._ranks.from_leader(lambda: self.client.claim(run, takeover=takeover))
+
+    def release(self, run: Run) -> None:
+        """See `Destination.release`; done by the leader, which waits for no other rank."""
+        if self._ranks.is_leader:
+            self.client.release(run)
+
+    def stop(self) -> None:
+        """See `Destination.stop`; this rank's parts only."""
+        self.client.stop()
+
+    def announce(self, reason: str | None) -> None:
+        """See `Destination.announce`."""
+        self.client.announce(reason)
 
     def plan(self) -> Any:
         """See `Destination.plan`."""
@@ -83,12 +101,13 @@ class ShardedSession(Session):
         engine: SharedEngine,
         snapshot: Snapshot,
         options: MultiOptions,
+        run: Run,
         owned: OwnedShards,
         ranks: Ranks,
     ) -> None:
         version = options["base_version"]
         self._state = ShardedState(snapshot, version, owned, ranks)
-        super().__init__(engine, snapshot, options, version, state=self._state)
+        super().__init__(engine, snapshot, options, version, run, state=self._state)
         self._engine, self._owned, self._ranks = engine, owned, ranks
 
     def _send(self, sync_round: SyncRound, attempt: Attempt) -> Committed:
@@ -97,6 +116,7 @@ class ShardedSession(Session):
         if attempt.full or not state.plan_is_current:
             plan = self._engine.plan()
             state.read_plan(plan, keep_digest=self._options["digest"], full=attempt.full)
+        self._engine.announce(attempt.reason)
         try:
             return self._commit(sync_round, attempt)
         except BaseException:
@@ -111,6 +131,7 @@ class ShardedSession(Session):
             "current_version": attempt.version,
             "base_version": None if attempt.full else state.version,
             "full": attempt.full,
+            **self.run.metadata,
         }
         if state.digest is not None and not (attempt.full or attempt.policy.any_base):
             metadata["digest_before"] = state.digest.hex()
@@ -143,7 +164,7 @@ class ShardedSession(Session):
         wire[0] += len(body)
         report = ShardedReport(
             version=attempt.version,
-            base_version=state.version,
+            base_version=base_version(answer, attempt, state),
             nnz=sum(one["nnz"] for one in reports),
             numel=sum(tensor.numel for tensor in tensors),
             full_bytes=sum(tensor.nbytes for tensor in tensors),
@@ -153,6 +174,8 @@ class ShardedSession(Session):
             post_ms=(time.perf_counter() - started) * 1e3,
             status=answer["status"],
             full=attempt.full,
+            reason=attempt.reason,
+            run=self.run.name,
             digest=None if digest is None else digest.hex(),
             engine=answer,
             picked=dict(sum((Counter(one["picked"]) for one in reports), start=Counter())),

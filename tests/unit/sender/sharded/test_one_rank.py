@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from delta_sender import RankError, Shard, ShardedSender, SyncError, part_sizes
+from delta_sender import FullSyncRefused, RankError, Shard, ShardedSender, SyncError, part_sizes
 from tests.support.fake_engine import (
     Engine,
     Model,
@@ -86,7 +86,7 @@ def test_what_it_holds_is_replaced_by_a_full_sync(state: str) -> None:
         train(model)
         sender.sync(whole(model))
         if state == "restarted":
-            engine.version = 0
+            engine.restart(model_of())
         elif state == "uncertain":
             engine.uncertain = True
         else:
@@ -176,7 +176,13 @@ def test_another_trainers_sync_is_not_taken_for_an_empty_one(digest: bool) -> No
     with sender_of(engine, other, digest=digest) as sender:
         train(other)
         sender.sync(whole(other))
-    with sender_of(engine, base, digest=digest) as sender:
+    with (
+        sender_of(engine, base, digest=digest) as sender,
+        pytest.raises(FullSyncRefused, match="version 1 "),
+    ):
+        sender.sync(whole(base))
+    assert engine.holds(other)
+    with sender_of(engine, base, digest=digest, full="allow") as sender:
         report = sender.sync(whole(base))
     assert (report.version, report.full) == (2, True)
     assert engine.holds(base)

@@ -36,9 +36,9 @@ def run(rank: int, url: str, fault: str) -> Any:
     """Sync, sync with a fault, and sync again; return what the fault led to."""
     model = model_of()
     encoding = "gap8_ulp" if fault == "differences" else "deltas"
-    with ShardedSender(
-        url, rows(model, rank), rank_timeout=LIMIT_S, bucket_bytes=40, encoding=encoding
-    ) as sender:
+    full = "allow" if fault == "other values" else "own"
+    options: dict[str, Any] = {"bucket_bytes": 40, "encoding": encoding, "full": full}
+    with ShardedSender(url, rows(model, rank), rank_timeout=LIMIT_S, **options) as sender:
         train(model, 1)
         first = sender.sync(rows(model, rank), step=1)
         train(model, 2)
@@ -149,9 +149,18 @@ def test_a_refusal_ends_in_one_full_sync_of_all_ranks(tmp_path: Path) -> None:
     engine = Engine.of(model_of())
     engine.weights["layers.3.weight"][-1] ^= 1  # what rank 2 holds
     with served(engine) as url:
-        outcomes = run_ranks(run, RANKS, tmp_path, url, "nothing")
+        outcomes = run_ranks(run, RANKS, tmp_path, url, "other values")
     assert [outcome[2:] for outcome in outcomes] == [(True, 3, False)] * RANKS
     assert engine.holds(after(2))
+
+
+def test_full_sync_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    engine = Engine.of(model_of())
+    engine.weights["layers.3.weight"][-1] ^= 1
+    with served(engine) as url:
+        outcomes = run_ranks(run, RANKS, tmp_path, url, "nothing")
+    assert all("FullSyncRefused" in outcome for outcome in outcomes)
+    assert (engine.version, engine.requests) == (0, [])
 
 
 @pytest.mark.full
@@ -171,5 +180,5 @@ def test_a_rank_dies_between_parts(tmp_path: Path) -> None:
     for said, seconds in (outcomes[0], outcomes[2]):
         assert said.startswith("RankError: a rank has died, or has not answered for 20 s")
         assert seconds < LIMIT_S + 10
-    assert (engine.version, bool(engine.staged)) == (1, True)
+    assert (engine.version, engine.staged, engine.owner) == (1, {}, None)
     assert engine.holds(after(1))

@@ -1,0 +1,31 @@
+"""Parts that a trainer broadcasts: what is said when another one's bytes arrive."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from delta_server.transfer import WeightTransfer
+from engine_ext.errors import MalformedPart
+from tests.support.delta_bodies import OTHER_STEP, delta_part
+from tests.support.endpoint_rig import Rig
+
+OTHERS = delta_part(OTHER_STEP, encoding="deltas_zstd")
+
+
+@pytest.mark.parametrize(
+    "arrives", [OTHERS + bytes(9), OTHERS[:-9], bytes(400)], ids=["shorter", "longer", "no part"]
+)
+def test_another_trainers_broadcast_is_named(rig: Rig, arrives: bytes) -> None:
+    async def receive(path: Path, size: int) -> None:
+        path.write_bytes(arrives)
+
+    async def update() -> None:
+        transfer = WeightTransfer(rig.service, receive)
+        await transfer.start()
+        await transfer.update({"broadcast_bytes": len(arrives)})
+
+    with pytest.raises(MalformedPart, match="does another trainer send to this engine"):
+        rig.run(update())
+    rig.assert_untouched()
