@@ -17,13 +17,15 @@ from delta_sender.quantize import FORMS
 def empty_model(folder: str | os.PathLike[str]) -> nn.Module:
     """Return the model of a checkpoint folder on the meta device: its names and shapes.
 
-    It is loaded as transformers loads the folder, with tensors that have no values: loading finds
+    transformers loads the folder's tensors, without values, into another such model: loading finds
     out under which names the folder has the model's tensors, and whether experts are fused there.
 
     Raises:
         ValueError: transformers has no such class, or the folder cannot be read.
     """
     import transformers
+    from transformers import core_model_loading, modeling_utils
+    from transformers.conversion_mapping import get_model_conversion_mapping
 
     folder = Path(folder)
     config = transformers.AutoConfig.from_pretrained(folder)
@@ -33,20 +35,28 @@ def empty_model(folder: str | os.PathLike[str]) -> nn.Module:
         raise ValueError(f"{folder}: transformers has no {architecture}")
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # a trainer's weights are not quantised
-    tensors = dict(read_checkpoint(folder))
-    names = tensors.keys() - scales_in({name: tensor.dtype for name, tensor in tensors.items()})
-    empty = {
-        n: torch.empty(tensors[n].shape, dtype=_dtype(tensors[n]), device="meta") for n in names
-    }
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # what the class leaves out is compared later
-    try:
-        model: nn.Module = model_class.from_pretrained(
-            None, config=config, state_dict=empty, device_map="meta"
-        )
-    finally:
-        transformers.logging.set_verbosity(verbosity)
+    with torch.device("meta"):
+        model, loaded = model_class(config), model_class(config)
+    core_model_loading.convert_and_load_state_dict_in_model(
+        loaded,
+        _without_values(dict(read_checkpoint(folder))),
+        modeling_utils.LoadStateDictConfig(
+            device_map={"": "meta"}, weight_mapping=get_model_conversion_mapping(loaded)
+        ),
+    )
+    model._weight_conversions = loaded._weight_conversions
+    assert isinstance(model, nn.Module)
     return model
+
+
+def _without_values(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a checkpoint's tensors on the meta device, those of quantised weights as bfloat16."""
+    scales = scales_in({name: tensor.dtype for name, tensor in tensors.items()})
+    return {
+        name: torch.empty(tensor.shape, dtype=_dtype(tensor), device="meta")
+        for name, tensor in tensors.items()
+        if name not in scales
+    }
 
 
 def class_hint(model: nn.Module, folder: Path | None) -> str:
