@@ -275,11 +275,14 @@ def rewrite(form: str, folder: Path, tensors: Tensors) -> Path:
     return folder
 
 
-def by_compressed_tensors(weight: torch.Tensor, kind: str) -> Tensors:
+def by_compressed_tensors(
+    weight: torch.Tensor, kind: str, scale_dtype: torch.dtype | None = None
+) -> Tensors:
     """Return what the library of that name makes of a weight with a scale for each channel.
 
     Args:
         kind: ``float`` or ``int``, of 8 bits.
+        scale_dtype: What the scale is stored in; None: the weight's dtype.
     """
     from compressed_tensors.compressors.naive_quantized import NaiveQuantizationCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -288,6 +291,8 @@ def by_compressed_tensors(weight: torch.Tensor, kind: str) -> Tensors:
     args = QuantizationArgs(num_bits=8, type=kind, strategy="channel", symmetric=True)
     ends = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
     scale, zero_point = calculate_qparams(*ends, args)
+    if scale_dtype is not None:  # of the module's parameter that it is copied into
+        scale = scale.to(scale_dtype)
     stored: Tensors = NaiveQuantizationCompressor.compress(
         {"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point},
         QuantizationScheme(targets=["Linear"], weights=args),

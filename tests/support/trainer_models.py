@@ -64,6 +64,28 @@ _CONFIGS: Final[dict[str, Callable[[], Any]]] = {
 KINDS: Final = tuple(_CONFIGS)
 
 
+def make_vision_model(dtype: torch.dtype = torch.bfloat16) -> transformers.PreTrainedModel:
+    """Return a tiny Gemma 3 with vision and random weights, the same each time."""
+    config = transformers.Gemma3Config(
+        text_config={**_COMMON, "head_dim": 8},
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "image_size": 16,
+            "patch_size": 8,
+        },
+        mm_tokens_per_image=4,
+        image_token_index=60,
+        boi_token_index=61,
+        eoi_token_index=62,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return transformers.Gemma3ForConditionalGeneration(config).to(dtype)
+
+
 def make_model(
     kind: str, dtype: torch.dtype = torch.bfloat16, **config: Any
 ) -> transformers.PreTrainedModel:

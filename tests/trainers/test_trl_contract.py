@@ -21,7 +21,8 @@ import trl
 from trl.generation import vllm_client, vllm_generation
 
 from delta_sender import SyncError
-from delta_sender.integrations.trl_trainers import DeltaWeightTransfer, empty_model, use_deltas
+from delta_sender.integrations.trl_trainers import DeltaWeightTransfer, use_deltas
+from delta_sender.model_tensors import empty_model
 from scripts.live_engine import tiny_models
 from tests.support.fake_engine import Engine, error, sends
 from tests.support.trainer_models import change, make_model, save, saved

@@ -16,7 +16,6 @@ import httpx
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from safetensors import SafetensorError
 
 from delta_sender.bandwidth import LinkSpeed
 from delta_sender.checkpoint import checkpoint_entries, read_entries
@@ -273,7 +272,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
                 except PartialSyncError as some:
                     reports, failures = some.reports, {**some.failures}
         late = sender.late_outcomes  # closing has waited for engines that lagged
-    except (ValueError, KeyError, OSError, SafetensorError, httpx.InvalidURL) as error:
+    except (ValueError, KeyError, OSError, httpx.InvalidURL) as error:
         console.print(f"{type(error).__name__}: {error}")
         return 2
     except _Terminated:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import ssl
 import time
 from collections.abc import Iterator
 from typing import Any, Final
@@ -14,6 +15,7 @@ from tenacity import RetryCallState, retry, retry_if_exception_type
 from tenacity.stop import stop_after_attempt, stop_before_delay
 from tenacity.wait import wait_random_exponential
 
+from delta_sender.arguments import engine_root
 from delta_sender.bandwidth import LinkSpeed
 from delta_sender.options import MultiOptions
 from delta_sender.results import SyncError
@@ -51,7 +53,7 @@ class EngineClient:
     """The delta endpoints of one engine, a `Destination`; `client` is the HTTP client."""
 
     def __init__(self, url: str, options: MultiOptions) -> None:
-        self.name = self._url = url.rstrip("/")
+        self.name = self._url = engine_root(url)
         self._timeout = options["timeout"]
         flush_cache = "true" if options["flush_cache"] else "false"
         self._adapter = options["adapter"]
@@ -231,7 +233,8 @@ class EngineClient:
                     method, url, params=query, headers=headers, content=content
                 )
             except httpx.TransportError as error:
-                raise _Unreachable(f"{url}: {type(error).__name__}: {error}") from error
+                kind = SyncError if _stays(error) else _Unreachable
+                raise kind(f"{url}: {type(error).__name__}: {error}") from error
             if answer.status_code != 200:
                 refusal = _refusal(answer)
                 if refusal.error.get("type") == "TooManyUploads":
@@ -281,6 +284,18 @@ class _Chunks:
             if isinstance(self._limit, RateLimit):
                 self._limit.wait(len(chunk))
             yield chunk
+
+
+def _stays(error: httpx.TransportError) -> bool:
+    """Whether a request would fail again: https to a server that speaks http, or another's name."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return True
+        if isinstance(cause, ssl.SSLError) and cause.reason == "WRONG_VERSION_NUMBER":
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return isinstance(error, (httpx.LocalProtocolError, httpx.UnsupportedProtocol))
 
 
 def _json_object(response: httpx.Response) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from delta_sender.arguments import named_pairs
 from delta_sender.checkpoint import Base, tensors_of
 from delta_sender.encoding_policy import sparse_encoding
 from delta_sender.log_destination import LogDestination
@@ -199,7 +200,7 @@ class LogSender(AbstractContextManager["LogSender"]):
             started=time.perf_counter(),
         )
         try:
-            found = self._snapshot.read(tensors, digests=True, keep=spill.keep)
+            found = self._snapshot.read(named_pairs(tensors), digests=True, keep=spill.keep)
             self._watch.read(sync_round, found)
             committed = self._session.sync(sync_round)
             self._snapshot.advance(sync_round.changes)

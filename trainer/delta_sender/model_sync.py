@@ -25,6 +25,7 @@ def sync_model(
     base: Checkpoint | None = None,
     *,
     dtype: torch.dtype | None = None,
+    quantize: str | None = None,
 ) -> SyncReport: ...
 
 
@@ -35,6 +36,7 @@ def sync_model(
     base: Checkpoint | None = None,
     *,
     dtype: torch.dtype | None = None,
+    quantize: str | None = None,
 ) -> dict[str, SyncReport]: ...
 
 
@@ -45,6 +47,7 @@ def sync_model(
     base: Checkpoint | None = None,
     *,
     dtype: torch.dtype | None = None,
+    quantize: str | None = None,
 ) -> None: ...
 
 
@@ -54,6 +57,7 @@ def sync_model(
     base: Checkpoint | None = None,
     *,
     dtype: torch.dtype | None = None,
+    quantize: str | None = None,
 ) -> SyncReport | dict[str, SyncReport] | None:
     """Send what changed in a live model; to be called on every rank, at the same step.
 
@@ -66,6 +70,7 @@ def sync_model(
         model: See `named_tensors`.
         base: See `named_tensors`.
         dtype: See `named_tensors`.
+        quantize: See `named_tensors`; ranks without a sender need no base for it.
 
     Returns:
         What the sender's `sync` returns; None without a sender.
@@ -75,7 +80,8 @@ def sync_model(
         ValueError: The model cannot be read, or is not the base's.
         RuntimeError: Another rank has failed.
     """
-    tensors = on_all_ranks(lambda: named_tensors(model, base, dtype=dtype))
+    form = quantize if sender is not None or base is not None else None
+    tensors = on_all_ranks(lambda: named_tensors(model, base, dtype=dtype, quantize=form))
 
     def run() -> SyncReport | dict[str, SyncReport] | None:
         if sender is None:
@@ -97,6 +103,7 @@ def sync_stream(
     *,
     frozen: bool | Iterable[str],
     live: nn.Module | None,
+    quantize: str | None,
 ) -> SyncReport:
     """Send tensors that a framework gathers itself; see `checkpoint_names`.
 
@@ -108,7 +115,8 @@ def sync_stream(
     """
     source = iter(tensors)
     try:
-        with closing(checkpoint_names(source, model, base, frozen=frozen, live=live)) as given:
+        names = checkpoint_names(source, model, base, frozen=frozen, live=live, quantize=quantize)
+        with closing(names) as given:
             return sender.sync(given)
     finally:
         for _ in source:

@@ -11,6 +11,7 @@ from threading import Condition
 from typing import TYPE_CHECKING
 
 from delta_sender.acked_state import without_old
+from delta_sender.arguments import check_urls, engine_root, named_pairs
 from delta_sender.checkpoint import Base, tensors_of
 from delta_sender.contact import meet_all, release_all, release_at_exit
 from delta_sender.destination import Destination
@@ -117,8 +118,12 @@ class MultiSender(AbstractContextManager["MultiSender"]):
         check_values(options)
         if options["adapter"] is not None and delta_log is not None:
             raise ValueError("a delta log has versions of the model's weights, not of adapters")
+        check_urls(urls)
         if any(log_location(url) is not None for url in urls):
             raise ValueError("a delta log is no engine; DeltaSender(url, base) publishes in it")
+        if connect is EngineClient:  # which does so as well, but only once the base is read
+            for url in urls:
+                engine_root(url)
         if not urls or len({url.rstrip("/") for url in urls}) < len(urls):
             raise ValueError("give every engine's url, each once")
         self._urls = list(urls)
@@ -299,6 +304,7 @@ class MultiSender(AbstractContextManager["MultiSender"]):
         sessions = [session for session in self._all if session not in self._lagging]
         version, count = self._next_version(full=full), len(sessions)
         writers = (self._log is not None) + (self._tracker.file is not None)
+        tensors = named_pairs(tensors)
         if self._quantizer is not None:
             tensors = self._quantizer(tensors)
         sync_round = SyncRound(

@@ -24,16 +24,17 @@ class QuantizedForm(NamedTuple):
         dtype: Of the quantised weight.
         scale_suffix: What the name of the scale appends to that of the weight.
         scale_dtypes: Those that its scale may have.
-        quantize: Return the quantised matrix [rows, columns] and its scale.
+        quantize: Given a matrix [rows, columns] and the dtype of its scale, return the quantised
+            matrix and the scale.
     """
 
     dtype: torch.dtype
     scale_suffix: str
     scale_dtypes: tuple[torch.dtype, ...]
-    quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    quantize: Callable[[torch.Tensor, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
 
 
-def _fp8_block(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _fp8_block(weight: torch.Tensor, _: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise as vLLM's ``per_block_cast_to_fp8`` does; scale float32 [row, column blocks]."""
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
@@ -44,11 +45,12 @@ def _fp8_block(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return quantized[:rows, :columns].contiguous(), scale[:, 0, :, 0]
 
 
-def _channel_scale(weight: torch.Tensor, largest: float) -> torch.Tensor:
+def _channel_scale(weight: torch.Tensor, largest: float, dtype: torch.dtype) -> torch.Tensor:
     """Return the scale [rows, 1] that takes a row's largest magnitude to `largest`."""
     scale = weight.abs().amax(1, keepdim=True)
     scale /= scale.new_full((), largest)
-    return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
+    scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale).to(dtype)
+    return torch.where(scale == 0, torch.finfo(dtype).smallest_normal, scale)  # rounded to zero
 
 
 def _scaled(weight: torch.Tensor, scale: torch.Tensor, least: float, most: float) -> torch.Tensor:
@@ -56,18 +58,18 @@ def _scaled(weight: torch.Tensor, scale: torch.Tensor, least: float, most: float
     return (weight / scale).add_(0).clamp_(least, most)
 
 
-def _fp8_channel(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _fp8_channel(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise as compressed-tensors does with 8-bit floats and the strategy ``channel``."""
-    scale = _channel_scale(weight, _FP8_MAX)
+    scale = _channel_scale(weight, _FP8_MAX, dtype)
     return _scaled(weight, scale, -_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn), scale
 
 
-def _int8_channel(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _int8_channel(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise as compressed-tensors does with symmetric 8-bit ints and the strategy ``channel``.
 
     Values are rounded half to even.
     """
-    scale = _channel_scale(weight, _INT8_SPAN)
+    scale = _channel_scale(weight, _INT8_SPAN, dtype)
     return _scaled(weight, scale, -128, 127).round_().to(torch.int8), scale
 
 
@@ -88,7 +90,7 @@ def quantize_weight(
 
     ``""`` has the quantised weight, of the weight's shape; ``"_scale_inv"`` (``fp8_block``) or
     ``"_scale"`` its scale, by which the quantised weight is multiplied to get the weight. A row of
-    zeros gets the scale ``torch.finfo(dtype).eps``, a block of zeros 1e-4 / 448.
+    zeros gets the ``eps`` of the dtype that it is computed in, a block of zeros 1e-4 / 448.
 
     Args:
         weight: bfloat16, float16 or float32 [..., rows, columns]; every matrix of stacked ones,
@@ -106,8 +108,10 @@ def quantize_weight(
         pairs = [quantize_weight(matrix, form, dtype) for matrix in weight]
         return {suffix: torch.stack([pair[suffix] for pair in pairs]) for suffix in pairs[0]}
     rows = max(1, _CHUNK // (BLOCK * max(1, weight.shape[1]))) * BLOCK
-    chunks = (chunk.to(dtype or weight.dtype) for chunk in torch.split(weight, rows))
-    found = zip(*map(FORMS[form].quantize, chunks), strict=True)
+    dtype = dtype or weight.dtype
+    wide, quantize = torch.promote_types(weight.dtype, dtype), FORMS[form].quantize
+    chunks = (chunk.to(wide) for chunk in torch.split(weight, rows))
+    found = zip(*(quantize(chunk, dtype) for chunk in chunks), strict=True)
     quantized, scale = (torch.cat(parts) for parts in found)
     if not bool(scale.isfinite().all()):
         raise ValueError("NaN and infinity cannot be quantised")
@@ -136,6 +140,9 @@ class Quantizer:
         form: One of `FORMS`.
         dtypes: Those of the quantised checkpoint's tensors, by name.
 
+    Attributes:
+        scale_of: By the name of each quantised weight that of its scale.
+
     Raises:
         ValueError: The form is unknown, or the checkpoint has no tensor in it.
     """
@@ -152,14 +159,15 @@ class Quantizer:
         }
         if not self._scale_dtypes:
             raise ValueError(f"the base has no weight in the form {form}, with NAME{suffix}")
+        self.scale_of = {name: name + suffix for name in self._scale_dtypes}
 
     def __call__(
         self, tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield quantised weights, each followed by its scale; other tensors as they are.
 
-        A weight is first converted to the dtype of its scale in the checkpoint. A tensor that is
-        quantised already is yielded as it is.
+        A weight is quantised in the precision in which it is given, its scale rounded to the dtype
+        that it has in the checkpoint. A tensor that is quantised already is yielded as it is.
 
         Raises:
             ValueError: See `quantize_weight`.

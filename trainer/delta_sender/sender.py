@@ -92,7 +92,7 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
             an object store (``s3://BUCKET/PREFIX``), or its folder as a `Path`, a ``file://`` URL
             or a path that starts with ``/``, ``./`` or ``../``.
         base: What the engine holds now, or what the log's newest version leads to, as (name,
-            tensor), or the folder of a checkpoint; copied.
+            tensor), a dict of them, or the folder of a checkpoint; copied.
         notify: Roots of engines that are asked to look at the log after each version; see
             `LogSender`.
         **options: See `Options`. With a log, those of `LogOptions`.
@@ -113,6 +113,10 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
         notify: Sequence[str] = (),
         **options: Unpack[Options],
     ) -> None:
+        if not isinstance(url, str | Path):
+            raise TypeError(
+                f"DeltaSender takes one url, and not {url!r}; MultiSender takes several"
+            )
         given, log = with_defaults(options, Options), log_location(url)
         self._sender: LogSender | _EngineSender
         if log is not None:
@@ -170,9 +174,10 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
         the new values are sent first.
 
         Args:
-            tensors: The base's tensors, with their values now.
+            tensors: The base's tensors, with their values now, as (name, tensor) or a dict.
 
         Raises:
+            TypeError: They are something else. Nothing was sent if it is a collection.
             FullSyncRefused: Only the whole model would help, and it would replace weights that are
                 not this run's. The engine is unchanged.
             RunConflict: The engine belongs to another run, or has been taken over by one. It is

@@ -6,6 +6,8 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,14 +31,19 @@ from tests.support.endpoint_rig import assert_error
 from tests.unit.adapters.transfer_api import START, Api, assert_ended, inline, parts
 
 
-def destination(api: Api, channel: Channel, **options: Any) -> TransferDestination:
+def destination(
+    api: Api, channel: Channel, sync_client: Any = None, **options: Any
+) -> TransferDestination:
     def answer(request: httpx.Request) -> httpx.Response:
         answer = api.rig.get(request.url.path, params=dict(request.url.params))
         return httpx.Response(answer.status_code, content=answer.content)
 
     client = httpx.Client(transport=httpx.MockTransport(answer))
     return TransferDestination(
-        "http://engine", with_defaults({"client": client, **options}), api, channel
+        "http://engine",
+        with_defaults({"client": client, **options}),
+        api if sync_client is None else sync_client,
+        channel,
     )
 
 
@@ -118,6 +125,40 @@ def test_a_worker_that_never_comes_is_not_waited_for(error: Exception | None, ma
     with pytest.raises((SyncError, RuntimeError), match=match):
         sender.deliver(bytes(1 << 10), 8, 0, True)
     sender.close()
+
+
+class Hangs:
+    """A client of an engine that takes calls and does not answer those that it `hangs` in."""
+
+    def __init__(self, api: Api, hangs: str) -> None:
+        self._api, self._hangs = api, hangs
+        self.released = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return self._wait if name == self._hangs else getattr(self._api, name)
+
+    def _wait(self, *arguments: Any) -> None:
+        self.released.wait(60.0)
+        raise ConnectionError("released")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("hangs", ["start_weight_update", "update_weights", "finish_weight_update"])
+@pytest.mark.parametrize("channel", CHANNELS, ids=lambda channel: channel["kind"])
+def test_an_engine_that_hangs_holds_a_sync_for_the_timeout(
+    api: Api, root: Path, channel: dict[str, Any], hangs: str
+) -> None:
+    client = Hangs(api, hangs)
+    sender = destination(api, Channel(**{"folder": root, **channel, "timeout": 2.0}), client)
+    began = time.monotonic()
+    with pytest.raises(SyncError, match=r"has not answered") as lost:
+        sender.deliver(delta_part(), 8, 0, True)
+    assert time.monotonic() - began < 5.0
+    assert (lost.value.status, lost.value.is_refusal) == (None, False)
+    client.released.set()
+    began = time.monotonic()
+    sender.close()
+    assert time.monotonic() - began < 2.0
 
 
 @pytest.mark.slow

@@ -259,16 +259,26 @@ def test_nan_commits_nothing(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", CHANNEL)
-@pytest.mark.parametrize(("trainer", "stored"), [(torch.float32, BF16), (BF16, torch.float32)])
-def test_the_checkpoint_s_dtype_counts(
+@pytest.mark.parametrize("stored", FLOATS)
+@pytest.mark.parametrize("trainer", FLOATS)
+def test_the_trainer_s_own_precision_is_quantised(
     form: str, trainer: torch.dtype, stored: torch.dtype
 ) -> None:
-    weight = trained()["q.weight"].float() * 1.001
-    found = Quantizer(form, {"q.weight": FORMS[form].dtype, "q.weight_scale": stored})
-    given = weight.to(trainer).requires_grad_()
-    expected = quantize_weight(given.detach().to(stored), form)
-    for name, tensor in found([("q.weight", given)]):
-        assert same(tensor, expected[name.removeprefix("q.weight")])
+    weight = (trained()["q.weight"].float() * 1.001).to(trainer)
+    weight[5] = 0
+    quantizer = Quantizer(form, {"q.weight": FORMS[form].dtype, "q.weight_scale": stored})
+    found = dict(quantizer([("q.weight", weight.clone().requires_grad_())]))
+    wide = torch.promote_types(trainer, stored)
+    expected = by_compressed_tensors(weight.to(wide), CHANNEL[form], stored)
+    assert same(found["q.weight"], expected["weight"])
+    assert same(found["q.weight_scale"], expected["weight_scale"])
+
+
+def test_float32_masters_differ_from_what_is_rounded_first() -> None:
+    weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(4))
+    for form in FORMS:
+        exact, rounded = (quantize_weight(w, form, BF16) for w in (weight, weight.to(BF16)))
+        assert not same(exact[""], rounded[""])
 
 
 def test_what_is_quantised_already_is_passed_on() -> None:

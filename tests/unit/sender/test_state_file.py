@@ -64,7 +64,7 @@ def test_two_senders_do_not_share_it(file: Path) -> None:
     with pytest.raises(ValueError, match="not a sender's state"):
         sender_of(engine, model, file)
     file.unlink()
-    with pytest.raises(AttributeError):
+    with pytest.raises(TypeError, match=r"weight: a torch\.Tensor is needed"):
         DeltaSender(A, [("weight", None)], state=file)  # type: ignore[list-item]
     with sender_of(engine, model, file) as sender:
         with pytest.raises(BlockingIOError, match="another sender uses the state"):

@@ -20,6 +20,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from delta_sender import quantize_weight
+from delta_sender.quantize import FORMS
 from tests.support.fake_engine import Engine
 
 NAME = "delta_sender.integrations.verl_checkpoint_engine"
@@ -117,6 +119,56 @@ def test_all_is_read_though_a_name_is_unknown(verl: Any, engine: Engine, tmp_pat
         asyncio.run(actor.send_weights(source))
     assert next(source, None) is None
     assert engine.version == 0
+    actor.close()
+
+
+@pytest.mark.parametrize("handed", ["generator", "engine"])
+def test_adapters_that_are_not_merged_are_refused(
+    verl: Any, engine: Engine, tmp_path: Path, handed: str
+) -> None:
+    actor = make(verl, tmp_path, is_master=True, urls=["http://engine"])
+    actor.init_process_group(["http://engine"])
+    given: Any = freed({"embed": torch.randn(8, 4), "q_proj.base_layer.weight": torch.ones(2)})
+    if handed == "engine":
+        weights = freed(trained())  # Megatron's have the base's names
+        config = {"r": 8}
+        given = SimpleNamespace(get_per_tensor_param=lambda: (weights, config))
+    with pytest.raises(ValueError, match=r"LoRA .* actor_rollout_ref.model.lora.merge=True"):
+        asyncio.run(actor.send_weights(given))
+    assert engine.version == 0
+    actor.close()
+
+
+def test_weights_that_never_change_are_warned_of(
+    verl: Any, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    actor = make(verl, tmp_path, is_master=True, urls=["http://engine"])
+    actor.init_process_group(["http://engine"])
+    tensors = trained()
+    for _ in range(2):
+        asyncio.run(actor.send_weights(freed(tensors)))
+        if engine.version == 1:
+            assert "lora.merge" not in caplog.text
+    assert "no weight has changed since the last sync" in caplog.text
+    assert "actor_rollout_ref.model.lora.merge=True" in caplog.text
+    actor.close()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_quantised_base_gets_what_the_trainer_has(
+    verl: Any, engine: Engine, tmp_path: Path, form: str
+) -> None:
+    weights = {"up.weight": torch.randn(160, 140), "norm": torch.randn(4)}
+    base = {f"up.weight{n}": t for n, t in quantize_weight(weights["up.weight"], form).items()}
+    save_file({**base, "norm": weights["norm"]}, tmp_path / "checkpoint" / "model.safetensors")
+    engine.weights = Engine.of({**base, "norm": weights["norm"]}).weights
+    actor = make(verl, tmp_path, is_master=True, urls=["http://engine"], quantize=form)
+    actor.init_process_group(["http://engine"])
+    weights["up.weight"] += 1e-3 * torch.randn(160, 140)
+    metrics = asyncio.run(actor.send_weights(freed(weights)))
+    assert metrics["delta_http/version"] == 1
+    new = {f"up.weight{n}": t for n, t in quantize_weight(weights["up.weight"], form).items()}
+    assert engine.holds({**new, "norm": weights["norm"]})
     actor.close()
 
 

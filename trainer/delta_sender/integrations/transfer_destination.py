@@ -6,9 +6,10 @@ import base64
 import contextlib
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
@@ -38,7 +39,8 @@ class Channel:
         address: This host's, as the engine reaches it; a free port is taken for each group.
         backend: Of the group, ``gloo`` or ``nccl``. With NCCL, a part is broadcast from the GPU
             that is current when the sender is made, and the first worker's needs room for it.
-        timeout: Seconds that either side waits for the other.
+        timeout: Seconds that either side waits for the other: for a worker to join, for a part to
+            arrive, and for the engine's answer to a call, whatever the kind.
     """
 
     kind: Literal["inline", "disk", "collective"] = "inline"
@@ -80,7 +82,6 @@ class TransferDestination(EngineClient):
         # Parts are delivered by other threads, which have a current GPU of their own.
         is_nccl = channel.kind == "collective" and channel.backend == "nccl"
         self._device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else None
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="delta-transfer")
         if options["adapter"] is not None:
             raise ValueError("the weight-transfer API has no adapters; use DeltaSender")
         self._call(client.init_weight_transfer_engine, {})
@@ -88,7 +89,6 @@ class TransferDestination(EngineClient):
     def close(self) -> None:
         """Leave the group, and close the HTTP client."""
         self._group = None
-        self._threads.shutdown()
         super().close()
 
     def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:
@@ -155,35 +155,61 @@ class TransferDestination(EngineClient):
         if self._group is None:
             self._group = self._join()
         group, self._group = self._group, None
-        answer = self._threads.submit(self._call, self._sync_client.update_weights, info)
-        group.broadcast(torch.frombuffer(bytearray(body), dtype=torch.uint8), answer)
+        end = time.monotonic() + self._channel.timeout
+        answer = _begin(self._sync_client.update_weights, info)
+        try:
+            group.broadcast(torch.frombuffer(bytearray(body), dtype=torch.uint8), answer, end)
+        except Exception as error:
+            raise _sync_error(error) from error
         self._group = group  # it is not used again after an error
 
     def _join(self) -> Group:
         """Return a group with the engine's worker."""
         channel = self._channel
         rendezvous = Rendezvous(channel.address, channel.backend, channel.timeout)
-        joins = self._sync_client.init_weight_transfer_engine
-        answer = self._threads.submit(self._call, joins, rendezvous.info)
+        end = time.monotonic() + channel.timeout
+        answer = _begin(self._sync_client.init_weight_transfer_engine, rendezvous.info)
         try:
-            group = rendezvous.meet(answer, self._device)
-        except Exception:
-            answer.result()  # what the engine refuses says more than that it did not come
-            raise
-        answer.result()
-        return group
-
-    def _call(self, method: Any, *arguments: Any) -> None:
-        try:
-            method(*arguments)
-        except SyncError:
-            raise
+            return rendezvous.meet(answer, self._device, end)
         except Exception as error:
+            if answer.done():
+                answer.result()  # what the engine refuses says more than that it did not come
             raise _sync_error(error) from error
 
+    def _call(self, method: Any, *arguments: Any) -> None:
+        """Call the client, and wait for the answer as long as the channel allows.
 
-def _sync_error(error: Exception) -> SyncError:
+        Raises:
+            SyncError: The engine refused, could not be reached, or has not answered in time.
+        """
+        limit = self._channel.timeout
+        try:
+            _begin(method, *arguments).result(limit)
+        except TimeoutError as error:
+            name = getattr(method, "__name__", "the call")
+            raise SyncError(f"the engine has not answered {name} in {limit:g} s") from error
+
+
+def _begin(method: Any, *arguments: Any) -> Future[None]:
+    """Begin a call in a thread, which nobody waits for; it ends with a `SyncError` if it fails."""
+    answer: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            method(*arguments)
+        except BaseException as error:
+            answer.set_exception(_sync_error(error))
+        else:
+            answer.set_result(None)
+
+    threading.Thread(target=run, name="delta-transfer", daemon=True).start()
+    return answer
+
+
+def _sync_error(error: BaseException) -> SyncError:
     """Return what a client raised as a `SyncError`, with the engine's answer if it has one."""
+    if isinstance(error, SyncError):
+        return error
     response = getattr(error, "response", None)
     if response is None:
         return SyncError(f"{type(error).__name__}: {error}")

@@ -17,6 +17,8 @@ import torch.distributed as dist
 _TRAINER: Final = 0
 _ANNOUNCED: Final = "worker"  # the key that the worker sets before it makes its group
 _POLL_S: Final = 0.002
+_NO_ANSWER: Final = "the engine has not answered within the channel's timeout"
+_LATER_S: Final = 1.0  # than the group's own limit, which ends its work
 
 
 class Rendezvous:
@@ -40,21 +42,21 @@ class Rendezvous:
             "timeout": timeout,
         }
 
-    def meet(self, answer: Future[None], device: torch.device | None) -> Group:
+    def meet(self, answer: Future[None], device: torch.device | None, end: float) -> Group:
         """Return the group once the worker is there and both have heard from each other.
 
         Args:
             answer: The engine's to the call that makes its worker join. If it refuses, or ends
                 without a worker, that is waited for no longer.
             device: The GPU that NCCL uses here.
+            end: Until when the worker and the answer are waited for, by `time.monotonic`.
 
         Raises:
             SyncError: The engine refused.
-            TimeoutError: No worker came.
+            TimeoutError: No worker came, or no answer.
             RuntimeError: The two could not be connected.
         """
         shared = dist.PrefixStore("delta-transfer", self._store)  # type: ignore[attr-defined]
-        end = time.monotonic() + self._limit.total_seconds()
         while not shared.check([_ANNOUNCED]):
             if answer.done():
                 answer.result()
@@ -71,12 +73,13 @@ class Rendezvous:
             group = dist.ProcessGroupNCCL(shared, _TRAINER, 2, options)
         members = torch.ones(1, dtype=torch.int32, device=device)
         work = group.allreduce([members], dist.AllreduceOptions())
-        _wait_for_either(answer, work)
+        _wait_for_either(answer, work, end)
         if answer.done():
             answer.result()
         work.wait()
         if members.item() != 2:  # on a GPU, the first thing that waits for the other member
             raise RuntimeError("the group has another member than the engine's worker")
+        _result(answer, end)
         return Group(group, device)
 
 
@@ -86,21 +89,23 @@ class Group:
     def __init__(self, group: Any, device: torch.device | None) -> None:
         self._group, self._device = group, device
 
-    def broadcast(self, part: torch.Tensor, answer: Future[None]) -> None:
+    def broadcast(self, part: torch.Tensor, answer: Future[None], end: float) -> None:
         """Send bytes to the worker; the group cannot be used again after an error.
 
         Args:
             answer: The engine's to the call that makes its worker receive.
+            end: Until when the answer is waited for, by `time.monotonic`.
 
         Raises:
             SyncError: The engine refused; if it did so before it received, nobody ever takes the
                 bytes, and they are not waited for.
+            TimeoutError: No answer came.
             RuntimeError: The worker is gone.
         """
         work = self._group.broadcast([part.to(self._device)], dist.BroadcastOptions())
-        _wait_for_either(answer, work)
         try:
-            answer.result()
+            _wait_for_either(answer, work, end)
+            _result(answer, end)
         except Exception:
             if self._device is not None:  # NCCL's kernel waits for its other end, however it ends
                 self._group.abort()
@@ -108,6 +113,15 @@ class Group:
         work.wait()
 
 
-def _wait_for_either(answer: Future[None], work: Any) -> None:
+def _wait_for_either(answer: Future[None], work: Any, end: float) -> None:
     while not answer.done() and not work.is_completed():
+        if time.monotonic() > end + _LATER_S:
+            raise TimeoutError(_NO_ANSWER)
         time.sleep(_POLL_S)
+
+
+def _result(answer: Future[None], end: float) -> None:
+    try:
+        answer.result(max(0.0, end - time.monotonic()))
+    except TimeoutError as error:
+        raise TimeoutError(_NO_ANSWER) from error

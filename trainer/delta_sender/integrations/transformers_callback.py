@@ -141,8 +141,9 @@ class DeltaSyncCallback(TrainerCallback):  # type: ignore[misc]
     def _sync(self, state: Any, model: nn.Module) -> None:
         began = time.monotonic()
         base = self._base if self._sender is not None else None
+        form = self._options["quantize"]
         try:
-            reports = sync_model(self._sender, model, base, dtype=self._dtype)
+            reports = sync_model(self._sender, model, base, dtype=self._dtype, quantize=form)
         except BaseException:
             self.close()
             raise

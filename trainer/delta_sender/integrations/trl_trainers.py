@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from delta_sender.model_sync import sync_stream
+from delta_sender.model_tensors import empty_model
 from delta_sender.options import Options
 from delta_sender.results import SyncReport
 from delta_sender.sender import DeltaSender
@@ -33,7 +34,7 @@ class DeltaWeightTransfer:
     Args:
         url: The engine's root.
         base: The folder of the checkpoint that the engine was started with; its ``config.json``
-            says what the model's own names are.
+            says of which class the model is. It may be quantised, see `Options.quantize`.
         frozen: Which tensors the trainer leaves out because it does not train them, as
             `AsyncGRPOTrainer` does with parameters that need no gradient; they are then the
             base's. See `checkpoint_names`. Without it, that is an error.
@@ -87,6 +88,7 @@ class DeltaWeightTransfer:
             self._base,
             frozen=self._frozen,
             live=self.model,
+            quantize=self._options.get("quantize"),
         )
 
     def resume(self) -> None:
@@ -181,17 +183,3 @@ def _client(stock: Any, connect: Callable[[str], DeltaWeightTransfer]) -> type:
                 transfer.destroy()
 
     return DeltaVLLMClient
-
-
-def empty_model(folder: Path) -> nn.Module:
-    """Return the model of a checkpoint folder on the meta device: its names and shapes."""
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(folder)
-    architecture = (config.architectures or ["none"])[0]
-    model_class = getattr(transformers, architecture, None)
-    if model_class is None:
-        raise ValueError(f"{folder}: transformers has no {architecture}")
-    with torch.device("meta"):
-        model: nn.Module = model_class(config)
-    return model

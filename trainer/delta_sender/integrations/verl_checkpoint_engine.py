@@ -7,6 +7,7 @@ Importing this registers it; verl does so for
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import time
@@ -23,14 +24,23 @@ from delta_sender.checkpoint import read_checkpoint
 from delta_sender.model_sync import on_all_ranks
 from delta_sender.multi_sender import MultiSender
 from delta_sender.options import EngineOptions
+from delta_sender.quantize import Quantizer
 from delta_sender.results import SyncReport
 from delta_sender.rounding import count as count_rounded
 from delta_sender.sharded import ShardedSender, model_shards
+
+logger = logging.getLogger(__name__)
 
 BACKEND: Final = "delta_http"
 # As verl names the Ray actors that serve, one per replica; not those of reward and teacher models.
 _SERVER: Final = re.compile(r"(?:vllm|sglang)_server_\d+_0")
 _TIED: Final = "lm_head.weight"
+# In names of a model with adapters that are not merged.
+_ADAPTER: Final = re.compile(r"\.(base_layer|lora_\w+)\.")
+_MERGE: Final = (
+    "verl gives the base's weights and not what LoRA has trained: set "
+    "actor_rollout_ref.model.lora.merge=True"
+)
 
 
 @CheckpointEngineRegistry.register(BACKEND)
@@ -75,7 +85,7 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._opened: list[str] | None = None
         self._run: tuple[str, int] | None = None  # of the sender before
         self._sender: MultiSender | ShardedSender | None = None
-        self._dtypes: dict[str, torch.dtype] = {}
+        self._dtypes: dict[str, torch.dtype | None] = {}  # None: as it is given
         self.reports: dict[str, SyncReport] = {}
 
     def prepare(self) -> dict[str, Any]:
@@ -121,7 +131,7 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
         Raises:
             SyncError: A server refused, see `MultiSender.sync` and `ShardedSender.sync`.
-            ValueError: The tensors are not the base's.
+            ValueError: The tensors are not the base's, or adapters are not merged into them.
             RuntimeError: Another rank has failed.
         """
         if self._sends_shards(weights):
@@ -165,7 +175,9 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if isinstance(self._sender, ShardedSender):
             self.close()  # on all ranks
         if hasattr(weights, "get_per_tensor_param"):
-            weights, _ = weights.get_per_tensor_param()
+            weights, peft_config = weights.get_per_tensor_param()
+            if peft_config is not None:
+                raise ValueError(_MERGE)
         source = iter(weights)
         try:
             return self._sync(source) if self._is_master else None
@@ -175,9 +187,12 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def _sync(self, source: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
         began = time.monotonic()
-        sender = self._open()
+        sender, earlier = self._open(), self.reports
         with closing(self._checkpoint_tensors(source)) as tensors:
             self.reports = sender.sync(tensors)
+        if earlier and not any(report.nnz for report in self.reports.values()):
+            # Adapters under Megatron have the names of the base, and verl does not pass them on.
+            logger.warning("no weight has changed since the last sync; with LoRA, %s", _MERGE)
         return self._figures(began)
 
     def _figures(self, began: float) -> dict[str, float]:
@@ -197,7 +212,13 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             raise RuntimeError("verl has not called init_process_group")
         if not isinstance(self._sender, MultiSender) or self._opened != self._urls:
             self.close()
-            self._dtypes = {name: tensor.dtype for name, tensor in read_checkpoint(self._base)}
+            stored = {name: tensor.dtype for name, tensor in read_checkpoint(self._base)}
+            self._dtypes = {**stored}
+            if (form := self._options.get("quantize")) is not None:
+                # Given in the trainer's own precision; the sender quantises them.
+                for name, scale in Quantizer(form, stored).scale_of.items():
+                    del self._dtypes[scale]
+                    self._dtypes[name] = None
             continues = None if "state" in self._options else self._run
             self._sender = MultiSender(self._urls, self._base, continues=continues, **self._options)
             self._opened = list(self._urls)
@@ -206,13 +227,19 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def _checkpoint_tensors(
         self, source: Iterable[tuple[str, torch.Tensor]]
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """Yield copies in the base's dtypes: verl frees a tensor when it yields the next."""
+        """Yield copies in the base's dtypes: verl frees a tensor when it yields the next.
+
+        Weights to quantise stay as verl gives them.
+        """
         is_tied = json.loads((self._base / "config.json").read_bytes()).get("tie_word_embeddings")
         for name, tensor in source:
-            dtype = self._dtypes.get(name)
-            if dtype is not None:
-                count_rounded(name, tensor, dtype)
-                yield name, tensor.detach().to(dtype, copy=True)
+            if name in self._dtypes:
+                dtype = self._dtypes[name]
+                if dtype is not None:
+                    count_rounded(name, tensor, dtype)
+                yield name, tensor.detach().to(dtype or tensor.dtype, copy=True)
+            elif _ADAPTER.search(name):
+                raise ValueError(f"{name}: {_MERGE}")
             elif not (is_tied and name == _TIED):
                 raise ValueError(f"{name}: not in {self._base}")
 

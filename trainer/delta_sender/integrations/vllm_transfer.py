@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -22,6 +22,7 @@ from delta_sender.integrations.transfer_destination import Channel, TransferDest
 from delta_sender.model_sync import on_all_ranks
 from delta_sender.model_tensors import checkpoint_names
 from delta_sender.multi_sender import MultiSender
+from delta_sender.refills import StableGenerator
 from delta_sender.results import PartialSyncError, SyncReport
 
 BACKEND = "delta_updates"
@@ -131,10 +132,14 @@ class DeltaTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         if self._sender is None:
             raise RuntimeError("the engine was shut down")
         info = self._info
+        tensors: Generator[tuple[str, torch.Tensor], None, None] | StableGenerator
         if info.model is None:
             tensors = ((name, tensor.detach().clone()) for name, tensor in source)
         else:
-            tensors = checkpoint_names(source, info.model, info.base, frozen=info.frozen)
+            form = info.options.get("quantize")
+            tensors = checkpoint_names(
+                source, info.model, info.base, frozen=info.frozen, quantize=form
+            )
         try:
             with closing(tensors):
                 [report] = self._sender.sync(tensors).values()

@@ -4,6 +4,7 @@ Modules, in the order of the data's way:
 
 - `model_state`: the tensors of a model, ties and wrappers.
 - `adapters`: merges PEFT adapters into copies.
+- `checkpoint_class`: which class of transformers a checkpoint is of.
 - `plan`: which tensors of the checkpoint are made of which of the model.
 - `ranks`, `reader`: gather and convert them.
 """
@@ -17,7 +18,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from delta_sender.arguments import named_pairs
 from delta_sender.checkpoint import read_checkpoint
+from delta_sender.model_tensors.checkpoint_class import empty_model
 from delta_sender.model_tensors.model_state import unwrapped
 from delta_sender.model_tensors.plan import Plan
 from delta_sender.model_tensors.ranks import any_rank, world_failure
@@ -29,6 +32,7 @@ __all__ = [
     "ModelTensors",
     "any_rank",
     "checkpoint_names",
+    "empty_model",
     "named_tensors",
     "read_base",
     "world_failure",
@@ -42,6 +46,7 @@ def named_tensors(
     base: Checkpoint | None = None,
     *,
     dtype: torch.dtype | None = None,
+    quantize: str | None = None,
 ) -> ModelTensors:
     """Return the model's tensors as `save_pretrained` would write them, as an iterator.
 
@@ -58,12 +63,15 @@ def named_tensors(
             shapes must be its; tensors are cast to its dtypes, round to nearest even. Tensors that
             the model's class ignores when it loads (MTP layers) are given as the base has them.
         dtype: Without a base, cast floating-point tensors to this.
+        quantize: How to quantise those tensors that the base has quantised, one of
+            `delta_sender.quantize.FORMS`. They are quantised in the model's own precision: float32
+            masters are not rounded first.
 
     Raises:
         ValueError: The model cannot be read, or names or shapes are not the base's. Nothing was
             gathered.
     """
-    return ModelTensors(Plan(unwrapped(model), read_base(base), dtype))
+    return ModelTensors(_plan(model, base, dtype, quantize))
 
 
 def checkpoint_names(
@@ -74,6 +82,7 @@ def checkpoint_names(
     dtype: torch.dtype | None = None,
     frozen: bool | Iterable[str] = False,
     live: nn.Module | None = None,
+    quantize: str | None = None,
 ) -> StableGenerator:
     """Return tensors that a framework gathers by itself as the checkpoint's; see `named_tensors`.
 
@@ -91,17 +100,25 @@ def checkpoint_names(
             gradient (`e_score_correction_bias`). Otherwise patterns of names in the model, as of
             `fnmatch`; these name buffers, too.
         live: The model that is trained, to read buffers from, if `model` is on the meta device.
+        quantize: See `named_tensors`; the precision is that of the given tensors.
 
     Raises:
         ValueError: Names or shapes are not the model's or the base's, or a tensor is left out.
     """
-    plan = Plan(unwrapped(model), read_base(base), dtype)
+    plan = _plan(model, base, dtype, quantize)
     held = model if live is None else live
     return StableGenerator(from_stream(plan, tensors, frozen=frozen, live=held))
 
 
-def read_base(base: Checkpoint | None) -> Mapping[str, torch.Tensor] | None:
+def _plan(
+    model: nn.Module, base: Checkpoint | None, dtype: torch.dtype | None, quantize: str | None
+) -> Plan:
+    folder = Path(base) if isinstance(base, (str, os.PathLike)) else None
+    return Plan(unwrapped(model), read_base(base), dtype, quantize, folder)
+
+
+def read_base(base: Checkpoint | NamedTensors | None) -> Mapping[str, torch.Tensor] | None:
     """Return a checkpoint's tensors by name; those of a folder are mapped, and not read."""
     if isinstance(base, (str, os.PathLike)):
         return dict(read_checkpoint(Path(base)))
-    return base
+    return base if base is None or isinstance(base, Mapping) else dict(named_pairs(base))

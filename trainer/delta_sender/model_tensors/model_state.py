@@ -14,28 +14,41 @@ from delta_sender.model_tensors.adapters import (
     adapted_modules,
     refuse_unmergeable,
 )
-from delta_sender.model_tensors.ranks import is_sharded
+from delta_sender.model_tensors.ranks import is_sharded, wraps_others
 
 # What wrappers around a module of the model put into names.
-_WRAPPERS: Final = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+_WRAPPERS: Final = re.compile(
+    r"^pretrained_model\.|\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
+)
 # What PEFT puts into the names of tensors that it keeps, and of those that it replaces.
 _ADAPTED: Final = re.compile(r"\b(base_layer|modules_to_save\.[^.]+)\.")
 _REPLACED: Final = re.compile(r"\boriginal_module\.")
+# What value-head wrappers add to a model; no checkpoint that an engine serves has it.
+VALUE_HEAD: Final = "v_head."
 
 
 def unwrapped(model: Any) -> nn.Module:
-    """Return the model itself, without DDP, torch.compile, and the model class of PEFT."""
+    """Return the model itself, without DDP, torch.compile, a value head, and PEFT's model class."""
     while True:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"a torch.nn.Module is needed, and not a {type(model).__name__}")
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             model = model.module
         elif hasattr(model, "_orig_mod"):
             model = model._orig_mod
         elif hasattr(model, "get_base_model"):
             refuse_unmergeable(model)
-            model = model.get_base_model()
+            model = model.get_base_model()  # type: ignore[operator]
+        elif _has_value_head(model):
+            model = model.pretrained_model
         else:
-            assert isinstance(model, nn.Module)
             return model
+
+
+def _has_value_head(model: nn.Module) -> bool:
+    """Whether a model is in `pretrained_model`, and nothing but a value head next to it."""
+    parts = {name for name, _ in model.named_children()}
+    return parts == {"pretrained_model", VALUE_HEAD.rstrip(".")}
 
 
 def plain_name(name: str) -> str:
@@ -68,6 +81,7 @@ class ModelState:
         reads: For every live one of `tensors` its name in `live`.
         modules: Modules whose adapters are merged.
         aliases: Further names of tied tensors, as keys of `tensors`, with the name that is saved.
+        vocabulary: Rows of the input embeddings; None if the model has none.
 
     Raises:
         ValueError: The model is quantised or wrapped so that its tensors cannot be
@@ -98,6 +112,7 @@ class ModelState:
         for name in ignored:
             self.tensors.pop(name, None)
         self.aliases = _aliases(model, self.tensors)
+        self.vocabulary = _vocabulary(model)
 
     def _add(self, module: AdaptedModule, own: Mapping[str, torch.Tensor]) -> None:
         self.tensors |= module.outputs
@@ -125,9 +140,38 @@ def _refuse_unreadable(model: nn.Module, live: Mapping[str, torch.Tensor]) -> No
             raise ValueError(f"{name}: DeepSpeed ZeRO-3 holds it; give gathered tensors instead")
 
 
+def refuse_offloaded(model: nn.Module, live: Mapping[str, torch.Tensor]) -> None:
+    """Refuse tensors that have no values.
+
+    Raises:
+        ValueError: One is on the meta device; the message says how to read what is offloaded.
+    """
+    for name, tensor in live.items():
+        if tensor.device.type == "meta":
+            hint = ""
+            if any(hasattr(module, "_hf_hook") for module in model.modules()):
+                hint = (
+                    "; accelerate has offloaded it: keep the model in memory, or give "
+                    "checkpoint_names the items that "
+                    "accelerate.utils.modeling.get_state_dict_offloaded_model(model) returns"
+                )
+            raise ValueError(f"{name}: on the meta device, so it has no values{hint}")
+
+
+def _vocabulary(model: nn.Module) -> int | None:
+    try:
+        return int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):
+        return None
+
+
 def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
     if is_sharded(tensor) or tensor.device.type == "meta" or not tensor.numel():
         return (id(tensor),)
+    if wraps_others(tensor):
+        inner, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        held = [_identity(getattr(tensor, name)) for name in inner]
+        return (type(tensor), repr(context), *held)
     view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
     return (tensor.device, tensor.untyped_storage().data_ptr(), *view)
 
@@ -138,6 +182,12 @@ def _aliases(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str,
     for name, tensor in tensors.items():
         by_identity.setdefault(_identity(tensor), []).append(name)
     tied = [names for names in by_identity.values() if len(names) > 1]
+    if not tied:  # offloading puts other empty tensors in the places of tied ones
+        ties = getattr(model, "all_tied_weights_keys", None) or {}
+        pairs = [
+            [source, name] for name, source in ties.items() if {source, name} <= tensors.keys()
+        ]
+        tied = [pair for pair in pairs if all(tensors[n].device.type == "meta" for n in pair)]
     aliases: dict[str, str] = {}
     for names in tied:
         kept = _kept(model, names)

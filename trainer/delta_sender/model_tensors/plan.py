@@ -12,6 +12,7 @@ import copy
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 from weakref import WeakKeyDictionary
 
@@ -19,7 +20,9 @@ import torch
 from torch import nn
 
 from delta_sender.model_tensors.adapters import AdaptedModule
+from delta_sender.model_tensors.checkpoint_class import class_hint, quantised_form
 from delta_sender.model_tensors.model_state import ModelState
+from delta_sender.quantize import Quantizer
 from delta_sender.rounding import cast
 
 State = dict[str, torch.Tensor]
@@ -58,7 +61,38 @@ def conversion_of(model: nn.Module) -> Convert:
     def convert(state: State) -> State:
         return dict(revert_weight_conversion(model, state))
 
-    return convert
+    return _without_dequantizing(model, convert)
+
+
+def _without_dequantizing(model: nn.Module, convert: Convert) -> Convert:
+    """Return a conversion that gives a model's weights as they are, if loading dequantised them.
+
+    transformers cannot revert that, nor can what is combined with it: fused experts are converted
+    as those of a checkpoint that is not quantised.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    used = getattr(model, "_weight_conversions", None) or []
+    operations = [
+        type(operation).__name__
+        for conversion in used
+        for operation in getattr(conversion, "operations", ())
+    ]
+    if not any("Dequantize" in name for name in operations):
+        return convert
+    usual = get_model_conversion_mapping(model, add_legacy=False)
+    kept = [conversion for conversion in used if not isinstance(conversion, WeightConverter)]
+    kept += [conversion for conversion in usual if isinstance(conversion, WeightConverter)]
+
+    def convert_dequantized(state: State) -> State:
+        model._weight_conversions = kept  # type: ignore[assignment]
+        try:
+            return convert(state)
+        finally:
+            model._weight_conversions = used  # type: ignore[assignment]
+
+    return convert_dequantized
 
 
 # The groups of a model, with its names and shapes then: converting tens of thousands of names takes
@@ -162,6 +196,8 @@ class Plan:
         model: The model; see `model_state.unwrapped`.
         base: The checkpoint's tensors by name, if its names, shapes and dtypes are wanted.
         dtype: The dtype of all floating-point tensors, if there is no base.
+        quantize: The form in which the base is quantised; see `Quantizer`.
+        folder: Where the base is, if it is a folder.
 
     Attributes:
         state: The model's tensors.
@@ -174,10 +210,21 @@ class Plan:
     """
 
     def __init__(
-        self, model: nn.Module, base: Mapping[str, torch.Tensor] | None, dtype: torch.dtype | None
+        self,
+        model: nn.Module,
+        base: Mapping[str, torch.Tensor] | None,
+        dtype: torch.dtype | None,
+        quantize: str | None = None,
+        folder: Path | None = None,
     ) -> None:
+        self._quantizer: Quantizer | None = None
+        if quantize is not None:
+            if base is None:
+                raise ValueError("quantize= needs the quantised checkpoint as base")
+            self._quantizer = Quantizer(quantize, {name: t.dtype for name, t in base.items()})
         self.state = ModelState(model)
         self.convert, self._base, self._dtype = conversion_of(model), base, dtype
+        self._folder = folder
         groups = _known_groups(self.state, self.convert)
         self.groups = _without_aliases(groups, self.state.aliases, base)
         self.unchanged: dict[str, torch.Tensor] = {}
@@ -188,21 +235,49 @@ class Plan:
         made = {name: shape for group in self.groups for name, shape in group.outputs.items()}
         for name, shape in made.items():
             if name not in base:
-                raise ValueError(f"{name}: in the model, but not in the base")
+                raise ValueError(f"{name}: in the model, but not in the base{self._class_hint()}")
             if base[name].shape != shape:
                 given, wanted = list(shape), list(base[name].shape)
-                raise ValueError(f"{name}: {given} in the model, but {wanted} in the base")
+                hint = self._class_hint()
+                if given[1:] == wanted[1:] and given[0] == self.state.vocabulary:
+                    hint = (
+                        "; the vocabulary was resized: start the engine with what save_pretrained "
+                        "writes of the resized model, and give that folder as base"
+                    )
+                raise ValueError(f"{name}: {given} in the model, but {wanted} in the base{hint}")
+        scales = {self._scale_of[name] for name in made if name in self._scale_of}
         ignored = getattr(self.state.model, "_keys_to_ignore_on_load_unexpected", None) or ()
-        for name in sorted(base.keys() - made.keys()):
+        for name in sorted(base.keys() - made.keys() - scales):
             if not any(re.search(pattern, name) for pattern in ignored):
-                raise ValueError(f"{name}: in the base, but not in the model")
+                raise ValueError(
+                    f"{name}: in the base, but not in the model{self._base_hint(base)}"
+                )
             self.unchanged[name] = base[name]
+
+    @property
+    def _scale_of(self) -> Mapping[str, str]:
+        return {} if self._quantizer is None else self._quantizer.scale_of
+
+    def _class_hint(self) -> str:
+        return class_hint(self.state.model, self._folder)
+
+    def _base_hint(self, base: Mapping[str, torch.Tensor]) -> str:
+        form = quantised_form({name: tensor.dtype for name, tensor in base.items()})
+        if self._quantizer is None and form is not None:
+            return (
+                f"; the base is quantised: named_tensors, checkpoint_names and sync_model take "
+                f"quantize={form!r}"
+            )
+        return self._class_hint()
 
     def build(self, group: Group, tensors: Mapping[str, torch.Tensor]) -> State:
         """Return the tensors of a group in the checkpoint's names, shapes and dtypes.
 
         Args:
             tensors: Whole tensors, by key.
+
+        Raises:
+            ValueError: A weight to quantise is not finite.
         """
         if group.renamed:
             made = {name: tensors[key] for name, key in group.renamed.items()}
@@ -210,7 +285,8 @@ class Plan:
             made = self.convert({key: tensors[key] for key in group.keys})
         if {name: tensor.shape for name, tensor in made.items()} != group.outputs:
             raise ValueError(f"{group.keys[0]}: became other tensors than the plan has")
-        return {name: self._cast(name, tensor) for name, tensor in made.items()}
+        found = {name: self._cast(name, tensor) for name, tensor in made.items()}
+        return found if self._quantizer is None else dict(self._quantizer(found.items()))
 
     def untrained(self, group: Group) -> list[tuple[str, torch.Tensor]]:
         """Return tensors that are not given and not trained: the base's, or else the model's.
@@ -219,13 +295,16 @@ class Plan:
             ValueError: Neither has values.
         """
         if self._base is not None:
-            return [(name, self._base[name]) for name in group.outputs]
+            scales = [self._scale_of[name] for name in group.outputs if name in self._scale_of]
+            return [(name, self._base[name]) for name in (*group.outputs, *scales)]
         for key in group.keys:
             if self.state.tensors[key].device.type == "meta":
                 raise ValueError(f"{key}: left out, without a base or a model that has its values")
         return list(self.build(group, self.state.tensors).items())
 
     def _cast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name in self._scale_of:
+            return tensor  # it is quantised as the trainer has it, and not rounded before
         if self._base is not None:
             return cast(name, tensor, self._base[name].dtype)
         if self._dtype is not None and tensor.is_floating_point():

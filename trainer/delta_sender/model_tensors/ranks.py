@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -22,6 +23,29 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole tensor; of a DTensor on every rank, by a collective."""
     tensor = tensor.detach()
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def wraps_others(tensor: Any) -> bool:
+    """Whether the tensor is of a subclass around other tensors, without memory of its own."""
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with memory of its own, a copy if it is of a subclass without.
+
+    Raises:
+        ValueError: The subclass does not give its values, as quantised ones do not.
+    """
+    if not wraps_others(tensor):
+        return tensor
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    try:
+        return copied.copy_(tensor.detach())
+    except Exception as error:  # whatever a subclass raises that cannot be copied
+        raise ValueError(
+            f"{name}: a {type(tensor).__name__} does not give its values ({error}); replace it by "
+            "a plain tensor, or give checkpoint_names plain ones (many have `dequantize`)"
+        ) from error
 
 
 class Agreement:

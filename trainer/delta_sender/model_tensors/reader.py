@@ -9,9 +9,14 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from delta_sender.model_tensors.model_state import live_buffers, plain_name
+from delta_sender.model_tensors.model_state import (
+    VALUE_HEAD,
+    live_buffers,
+    plain_name,
+    refuse_offloaded,
+)
 from delta_sender.model_tensors.plan import Batch, Plan, batches_of
-from delta_sender.model_tensors.ranks import Agreement, gather
+from delta_sender.model_tensors.ranks import Agreement, gather, plain
 from delta_sender.refills import Stable
 
 
@@ -31,9 +36,7 @@ class ModelTensors(Stable):
     """
 
     def __init__(self, plan: Plan) -> None:
-        for name, tensor in plan.state.live.items():
-            if tensor.device.type == "meta":
-                raise ValueError(f"{name}: on the meta device, so it has no values")
+        refuse_offloaded(plan.state.model, plan.state.live)
         self._plan = plan
         self._batches = batches_of(plan.groups, plan.state.modules)
         self._agreement = Agreement(plan.state.live.values())
@@ -90,6 +93,7 @@ class ModelTensors(Stable):
     def _read(self, batch: Batch) -> None:
         whole = dict(self._gather() for _ in self._reads(batch))
         try:
+            whole = {name: plain(name, tensor) for name, tensor in whole.items()}
             tensors = {key: whole[n] for key, n in self._plan.state.reads.items() if n in whole}
             for module in batch.modules:
                 tensors |= module.merge(whole)
@@ -131,7 +135,7 @@ def from_stream(
 
     Args:
         tensors: All tensors under their names in the model, adapters merged, in any order. Any name
-            of tied ones will do.
+            of tied ones will do. A value head is dropped.
         frozen: Which tensors can be left out, because they are not trained; they are then the
             base's. True: all parameters. Otherwise patterns of names, as of `fnmatch`.
         live: The model that is trained. Persistent buffers that `tensors` leaves out are read from
@@ -148,14 +152,17 @@ def from_stream(
     def take(given: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         key = state.aliases.get(plain_name(given), plain_name(given))
         if key not in group_of:
-            raise ValueError(f"{given}: not a tensor of the model")
+            if key.startswith(VALUE_HEAD):
+                return
+            raise ValueError(f"{given}: not a tensor of the model{_class_of(state.model)}")
         group = group_of[key]
         if key not in missing[id(group)]:
             return  # a further name of a tied tensor
         if tensor.shape != state.tensors[key].shape:
             wanted = list(state.tensors[key].shape)
             raise ValueError(f"{given}: {list(tensor.shape)}, but {wanted} in the model")
-        pending[key] = tensor.detach().clone()
+        copied = plain(given, tensor)
+        pending[key] = tensor.detach().clone() if copied is tensor else copied
         missing[id(group)].remove(key)
         if not missing[id(group)]:
             yield from plan.build(group, {key: pending.pop(key) for key in group.keys}).items()
@@ -199,3 +206,10 @@ def _refuse_left_out(
             "trained without a gradient. Give the live model, which it is then read from (model=), "
             "yield it with the other tensors, or name it in frozen=[...] if it is not trained"
         )
+
+
+def _class_of(model: nn.Module) -> str:
+    if not hasattr(model, "save_pretrained"):
+        return ""
+    name = type(model).__name__
+    return f", a {name}; the trainer must load the checkpoint as transformers.{name}"

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from delta_sender import checkpoint_names
-from delta_sender.integrations.trl_trainers import empty_model
-from delta_sender.model_tensors import Checkpoint
+from delta_sender.model_tensors import Checkpoint, empty_model
 from tests.support.trainer_models import KINDS, assert_same, change, make_model, save, saved
 
 
