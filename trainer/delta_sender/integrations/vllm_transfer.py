@@ -21,6 +21,7 @@ from delta_sender.integrations.transfer_destination import Channel, TransferDest
 from delta_sender.model_sync import on_all_ranks
 from delta_sender.model_tensors import checkpoint_names
 from delta_sender.multi_sender import MultiSender
+from delta_sender.refills import StableGenerator
 from delta_sender.results import PartialSyncError, SyncReport
 
 BACKEND = "delta_updates"
@@ -128,7 +129,7 @@ class DeltaTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
             raise RuntimeError("the engine was shut down")
         info = self._info
         if info.model is None:
-            tensors = ((name, tensor.detach().clone()) for name, tensor in source)
+            tensors = StableGenerator((name, t.detach().clone()) for name, t in source)
         else:
             tensors = checkpoint_names(source, info.model, info.base, frozen=info.frozen)
         try:
