@@ -134,7 +134,7 @@ class DeltaTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         info = self._info
         tensors: Generator[tuple[str, torch.Tensor], None, None] | StableGenerator
         if info.model is None:
-            tensors = ((name, tensor.detach().clone()) for name, tensor in source)
+            tensors = StableGenerator((name, t.detach().clone()) for name, t in source)
         else:
             form = info.options.get("quantize")
             tensors = checkpoint_names(
