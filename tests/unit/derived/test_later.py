@@ -101,6 +101,8 @@ def what_is_no_copy(model: Any) -> None:
     """What engines attach while they generate that is not computed from weights."""
     first = model.first
     first.kv_cache = [torch.rand(2, 3)]
+    first.backend._k_scale_cache = torch.rand(3)
+    first.cos_cached_total = torch.rand(4, 2)
     first.cos_sin_cache = torch.rand(4, 2)
     first.view = first.weight.view(-1)
     first.table += 3
