@@ -21,6 +21,8 @@ from engine_ext.placement import Placement, uncertified
 
 # Numbers that no kernel takes from a weight, and those of a switch that is on or off.
 _PLAIN: Final = (0.0, 1.0)
+# Ends of the names of classes.
+_SETTINGS: Final = ("Config", "Args")
 
 
 class LaterCopies:
@@ -102,6 +104,13 @@ def _numbers(model: torch.nn.Module) -> Iterator[tuple[tuple[str, str], float]]:
             if type(value) is float:
                 yield (path, name), value
             elif not isinstance(value, (torch.nn.Module, torch.Tensor, type)):
-                for field, part in getattr(value, "__dict__", {}).items():
+                fields = getattr(value, "__dict__", {})
+                for field, part in () if _is_configuration(value, fields) else fields.items():
                     if type(part) is float:
                         yield (path, f"{name}.{field}"), part
+
+
+def _is_configuration(value: object, fields: Mapping[str, object]) -> bool:
+    """Return whether an object has an engine's settings, which it completes when it starts."""
+    has_tensor = any(isinstance(part, torch.Tensor) for part in fields.values())
+    return type(value).__name__.endswith(_SETTINGS) and not has_tensor
