@@ -119,6 +119,7 @@ def what_is_no_copy(model: Any) -> None:
     first.steps = 12
     first.config.concurrency = 3.7
     first.backend.name = "flash"
+    first.backend.seconds = 0.1234567
     first.backend.enabled = 1.0
 
 
