@@ -21,6 +21,9 @@ from engine_ext.placement import Placement, uncertified
 
 # Numbers that no kernel takes from a weight, and those of a switch that is on or off.
 _PLAIN: Final = (0.0, 1.0)
+_SMALL: Final = 1 << 20  # elements
+# Ends of the names of classes.
+_SETTINGS: Final = ("Config", "Args")
 
 
 class LaterCopies:
@@ -75,11 +78,16 @@ class LaterCopies:
         return self._before.get(path) == location(tensor) or self._known(path, tensor)
 
     def _new_numbers(self, placement: Placement) -> list[Derived]:
-        """List the floats of modules that are new, or others than at start-up."""
+        """List the floats of modules that are new, or others than at start-up.
+
+        Those of a module's objects count if they are an element of the module's tensors: objects
+        have numbers of many kinds, and a number that is taken of a tensor has its value.
+        """
         new = [
             (path, name)
             for (path, name), value in _numbers(self._model)
             if value not in _PLAIN and not _same(self._numbers.get((path, name)), value)
+            if "." not in name or _is_element(value, self._model.get_submodule(path))
         ]
         if not new:
             return []
@@ -89,6 +97,13 @@ class LaterCopies:
             for path, name in new
             if (weights := around(path))
         ]
+
+
+def _is_element(value: float, module: torch.nn.Module) -> bool:
+    """Return whether a small floating-point parameter or buffer of a module has an element."""
+    tensors = (*module.parameters(), *module.buffers())
+    small = (t for t in tensors if t.is_floating_point() and not t.is_meta and t.numel() <= _SMALL)
+    return any(bool((tensor.detach().float() == value).any()) for tensor in small)
 
 
 def _same(one: float | None, other: float) -> bool:
@@ -102,6 +117,13 @@ def _numbers(model: torch.nn.Module) -> Iterator[tuple[tuple[str, str], float]]:
             if type(value) is float:
                 yield (path, name), value
             elif not isinstance(value, (torch.nn.Module, torch.Tensor, type)):
-                for field, part in getattr(value, "__dict__", {}).items():
+                fields = getattr(value, "__dict__", {})
+                for field, part in () if _is_configuration(value, fields) else fields.items():
                     if type(part) is float:
                         yield (path, f"{name}.{field}"), part
+
+
+def _is_configuration(value: object, fields: Mapping[str, object]) -> bool:
+    """Return whether an object has an engine's settings, which it completes when it starts."""
+    has_tensor = any(isinstance(part, torch.Tensor) for part in fields.values())
+    return type(value).__name__.endswith(_SETTINGS) and not has_tensor

@@ -24,8 +24,8 @@ from engine_ext.model.module_walk import reachable_tensors
 Known = Callable[[str, torch.Tensor], bool]
 """Whether a tensor, given with its path in the model, is known not to be computed from weights."""
 
-_ROTARY: Final = re.compile(r"(^|\.)(cos_sin_cache|inv_freq|cos_cached|sin_cached)$")
-_CACHE: Final = re.compile(r"(^|\.)(kv_cache|k_cache|v_cache)(\[\d+\])*$")
+_ROTARY: Final = re.compile(r"(^|\.)(cos_sin_cache|inv_freq|(cos|sin)_cached(_total)?)$")
+_CACHE: Final = re.compile(r"(^|\.)(kv_cache|_?[kv](_scale)?_cache)(\[\d+\])*$")
 _TABLES: Final = (torch.int64, torch.int32, torch.bool)
 # Parameters with more elements are weights; no constant is that large.
 _LARGE: Final = 1 << 16

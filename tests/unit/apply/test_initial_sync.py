@@ -223,21 +223,20 @@ def test_a_dry_run_that_changes_the_model_is_no_refusal(tmp_path: Path) -> None:
         original(weights)
 
     applier = unloaded.engine.receivers[0]._applier
-    applier._trace = functools.partial(applier._trace.func, loaded_with(applier, write_unseen))
+    applier._trace = functools.partial(applier._trace.func, *loaded_with(applier, write_unseen))
     answer = unloaded.send_full(base)
     assert kind(answer) == "CommitFailed"
     assert "weight" in answer["error"]["message"]
     assert unloaded.engine.status()[0]["engine_state"] == "uncertain"
-    applier._trace = functools.partial(applier._trace.func, loaded_with(applier, original))
+    applier._trace = functools.partial(applier._trace.func, *loaded_with(applier, original))
     assert "ok" in unloaded.send_full(base)
     assert memory(unloaded.model) == memory(load(PlainCopy, base))
 
 
-def loaded_with(applier: Any, load_weights: Any) -> LoadedModel:
-    """What the applier traces, with another loader."""
-    [loaded] = applier._trace.args
-    changed: LoadedModel = dataclasses.replace(loaded, load_weights=load_weights)
-    return changed
+def loaded_with(applier: Any, load_weights: Any) -> list[Any]:
+    """What the applier traces, with another loader, and what searches it later."""
+    loaded, later = applier._trace.args
+    return [dataclasses.replace(loaded, load_weights=load_weights), later]
 
 
 def test_an_engine_that_repacks_does_not_start_without_a_checkpoint() -> None:

@@ -18,6 +18,13 @@ from tests.unit.apply.test_rebuilds import target_of
 pytestmark = pytest.mark.host_memory
 
 
+class CacheConfig:
+    """Settings that modules share, and that the engine completes once it has warmed up."""
+
+    def __init__(self) -> None:
+        self.concurrency: float | None = None
+
+
 class Generating(Model):
     """Two blocks; what a forward pass of the first leaves is the test's."""
 
@@ -30,6 +37,7 @@ class Generating(Model):
         self.first.wide = None
         self.first.table = torch.zeros(2, 3, dtype=torch.int32)
         self.first.backend = SimpleNamespace(scale=1.0, softcap=30.0)
+        self.first.config = CacheConfig()
         self.first.register_buffer("room", torch.full((4,), 7.0))
 
 
@@ -101,13 +109,17 @@ def what_is_no_copy(model: Any) -> None:
     """What engines attach while they generate that is not computed from weights."""
     first = model.first
     first.kv_cache = [torch.rand(2, 3)]
+    first.backend._k_scale_cache = torch.rand(3)
+    first.cos_cached_total = torch.rand(4, 2)
     first.cos_sin_cache = torch.rand(4, 2)
     first.view = first.weight.view(-1)
     first.table += 3
     first.room.copy_(torch.rand(4))
     first.positions = torch.arange(4)
     first.steps = 12
+    first.config.concurrency = 3.7
     first.backend.name = "flash"
+    first.backend.seconds = 0.1234567
     first.backend.enabled = 1.0
 
 
