@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from scripts.doc_tables.__main__ import DOCS
-from tests.support.fake_engine import Engine, bits
+from tests.support.fake_engine import Engine
 
 ROOT = DOCS.parent
 PAGES = [
