@@ -76,6 +76,7 @@ class Session:
         if not is_log:
             allow = options["full"] == "allow"
             self._guard = FullSyncGuard(destination, self.state, run, allow=allow)
+        self._unserved: set[str] = set()  # changed tensors that it ignores, as was said
         self._asking = Lock()
         self._contact: _Contact | None = None
         self._failed: BaseException | None = None  # that `ask_early` has met, for `sync` to raise
@@ -223,6 +224,7 @@ class Session:
                 raise error from raised
             raise
         self._check_applied(answer)
+        self._warn_of_lost_changes(sync_round)
         report = SyncReport(
             **parts,
             base_version=base_version(answer, attempt, state),
@@ -259,6 +261,14 @@ class Session:
                 )
             queue.put(part)
         return builder.report(), builder.digest
+
+    def _warn_of_lost_changes(self, sync_round: SyncRound) -> None:
+        """Name tensors that the trainer has changed and the destination does not hold, once."""
+        changed = self.state.plan.ignored.intersection(sync_round.changes)
+        if new := sorted(changed - self._unserved):
+            self._unserved |= changed
+            message = "%s ignores tensors that have changed, as a fresh load of them would: %s"
+            logger.warning(message, self.destination.name, ", ".join(new))
 
     def _check_applied(self, answer: Mapping[str, Any]) -> None:
         """Check that a sync which the engine has had already is the one that was posted.

@@ -190,6 +190,23 @@ def test_second_sender_sends_what_changed(model: Model) -> None:
     assert engine.holds(base)
 
 
+@pytest.mark.parametrize("encoding", ["deltas_zstd", "gap8_ulp"])
+def test_same_command_again_sends_nothing(model: Model, encoding: str) -> None:
+    """The engine holds what the sync leads to; the base is not there any more."""
+    engine, target = Engine.of(model), touched(model)
+    for version in (1, 2):
+        with sender_of(engine, model, encoding=encoding) as sender:
+            report = sender.sync(target.items())
+            assert (report.full, report.version) == (False, version)
+            assert report.nnz == (10 if version == 1 else 0)
+            assert engine.holds(target)
+    with sender_of(engine, model, encoding=encoding) as sender:
+        sender.sync(target.items())
+        further = touched(target, 5)
+        assert sender.sync(further.items()).nnz == 5
+    assert engine.holds(further)
+
+
 def test_uncovered_tensors_are_sent_whole_once(model: Model) -> None:
     """No digest shows that they are the base's; here they are not."""
     engine = Engine.of(model, version=6, undigested={"layers.2.weight"})
