@@ -80,16 +80,12 @@ class Session:
         self._asking = Lock()
         self._contact: _Contact | None = None
         self._failed: BaseException | None = None  # that `ask_early` has met, for `sync` to raise
+        self.is_claimed = False  # the destination is, or may be, the run's
         self.is_met = is_log  # nothing is left to be found out before the first sync
         # Without differences once they were refused.
         self._policy = EncodingPolicy(options["encoding"])
         if is_log and self._policy.may_send_differences and not options["log_differences"]:
             self._policy = self._policy.values_only()
-
-    @property
-    def is_claimed(self) -> bool:
-        """Whether the destination has been claimed for the run."""
-        return self._contact is not None or (self.is_met and not self._is_log)
 
     def ask(self) -> None:
         """Claim the destination for the run, and ask what it holds; once.
@@ -100,8 +96,12 @@ class Session:
         with self._asking:
             if self.is_met or self._contact is not None:
                 return
-            destination = self.destination
-            claimed = destination.claim(self.run, takeover=self._options["takeover"])
+            destination, self.is_claimed = self.destination, True
+            try:
+                claimed = destination.claim(self.run, takeover=self._options["takeover"])
+            except Exception:
+                self.is_claimed = False
+                raise
             status = destination.status()
             self._contact = _Contact(claimed, status, destination.plan() if status else None)
 

@@ -402,6 +402,14 @@ def test_nothing_is_released_that_was_not_claimed(model: Model) -> None:
     assert engine.claims == []
 
 
+def test_claim_is_released_if_nothing_follows(model: Model) -> None:
+    engine = Engine.of(model)
+    engine.status = lambda: error(500, "DeltaError")  # type: ignore[method-assign]
+    with sender_of(engine, model) as sender, pytest.raises(SyncError):
+        sender.sync(model.items())
+    assert [body["action"] for body in engine.claims] == ["claim", "release"]
+
+
 def test_release_that_fails_is_no_error(model: Model) -> None:
     engine = Engine.of(model)
     with sender_of(engine, model) as sender:
