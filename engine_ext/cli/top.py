@@ -176,7 +176,7 @@ def _engine_cells(status: dict[str, Any], state: Text) -> list[Text]:
 
 def _owned(owner: dict[str, Any], run: str | None) -> str:
     """Return who owns an engine, as text."""
-    process = "" if owner["host"] is None else f"{owner['host']}:{owner['pid']} "
+    process = "" if owner["host"] is None else f"{owner['host']}:{owner['pid'] or '?'} "
     since = time.strftime("%Y-%m-%d %H:%M", time.localtime(owner["since"]))
     other = "" if owner["run"] == run else f" of run {owner['run'][:_RUN]}"
     return f"owned by {process}since {since}, epoch {owner['epoch']}{other}"

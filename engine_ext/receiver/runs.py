@@ -139,8 +139,9 @@ def owner_of(sender: RunSender, since: float) -> RunOwner:
 
 def describe(owner: RunOwner) -> str:
     """Return which run and process an owner is, as text."""
-    where = "" if owner.host is None else f" of process {owner.pid} on {owner.host}"
-    return f"run {owner.run}{where}"
+    process = "" if owner.pid is None else f" of process {owner.pid}"
+    host = "" if owner.host is None else f" on {owner.host}"
+    return f"run {owner.run}{process}{host}"
 
 
 def clock(at: float) -> str:

@@ -46,6 +46,7 @@ from delta_sender.bandwidth import LinkSpeed
 from delta_sender.encoding_policy import EncodingPolicy
 from delta_sender.part_builder import PartBuilder
 from delta_sender.results import SyncReport
+from delta_sender.run import Run
 from delta_sender.snapshot import Snapshot
 from delta_sender.sync_round import Attempt, SyncRound
 from engine_ext.resources import usable_cores
@@ -96,7 +97,8 @@ class Stages:
 
     def encode(self) -> tuple[float, list[bytes]]:
         """Return the seconds of building and encoding all parts, and their bodies."""
-        shared = SyncRound(1, full=False, destinations=1, posts_in_flight=1, started=0.0)
+        run = Run.opened()
+        shared = SyncRound(1, run, full=False, destinations=1, posts_in_flight=1, started=0.0)
         shared.read(self._snapshot.read(self._new.items()))
         policy = EncodingPolicy(self._options.encoding)
         state = AckedState(self._snapshot, 0)

@@ -141,10 +141,12 @@ class DeltaService:
             DeltaError: some rank has no receiver, or the ranks are at different versions. The
                 server must not start.
         """
-        versions = [reply.version for reply in await call(self._engine, GetStatus())]
+        replies = await call(self._engine, GetStatus())
+        versions = [reply.version for reply in replies]
         if len(set(versions)) != 1:
             raise DeltaError(f"the ranks are at different versions: {versions}")
         metrics.VERSION.set(versions[0])
+        metrics.show_run(replies[0].run)
         if self.log_replay is None:
             await self._engine.set_weight_version(str(versions[0]))
         else:  # another process may be replaying, which changes the version

@@ -154,13 +154,13 @@ def future(harness: Harness) -> None:
 def two_senders(harness: Harness) -> None:
     """Both have whole syncs to a version, of other weights; one of them wins."""
     syncs = []
-    for encoding in ("deltas", "indices"):
-        syncs.append((dict(harness.trainer.tensors), harness.parts(encoding=encoding)))
+    for encoding, who in (("deltas", {}), ("indices", of_another(harness))):
+        syncs.append((dict(harness.trainer.tensors), harness.parts(encoding=encoding, **who)))
         harness.other_values()
     with ThreadPoolExecutor(2) as pool:
         told = [harness.told(answer) for answer in pool.map(harness.post, [b for _, [b] in syncs])]
     won = told.index("committed")
-    assert told[1 - won] in ("409 VersionConflict", "409 SyncInProgress")
+    assert told[1 - won] in ("409 VersionConflict", "409 SyncInProgress", "409 RunConflict")
     harness.trainer.tensors, harness.sent = syncs[won]
 
 
@@ -168,12 +168,20 @@ def two_senders_between_parts(harness: Harness) -> None:
     tensors = dict(harness.trainer.tensors)
     first, second = sent = harness.parts(2)
     harness.other_values()
-    [other] = harness.parts()
+    [other] = harness.parts(**of_another(harness))
     harness.is_told(first, "staged")
-    answer = harness.is_told(other, "409 SyncInProgress")
-    assert 1 <= int(answer.headers["Retry-After"]) <= STAGE_TIMEOUT
+    if harness.run:
+        harness.is_told(other, "409 RunConflict")
+    else:
+        answer = harness.is_told(other, "409 SyncInProgress")
+        assert 1 <= int(answer.headers["Retry-After"]) <= STAGE_TIMEOUT
     harness.is_told(second, "committed")
     harness.trainer.tensors, harness.sent = tensors, sent
+
+
+def of_another(harness: Harness) -> dict[str, str]:
+    """Metadata of another sender's parts: with a run, if the engine's sender has one."""
+    return {"run": uuid.uuid4().hex, "run_epoch": "1"} if harness.run else {}
 
 
 def another_run(harness: Harness) -> None:
@@ -204,8 +212,9 @@ def takeover(harness: Harness) -> None:
     harness.is_told(first, "staged")
     harness.is_told(second, "committed")
     harness.is_told(late, "409 RunFenced")
-    if not owned:
+    if not owned:  # nor is it when the parts are sent again
         harness.ask("release", **run)
+        harness.sent = [edited(body, run=None, run_epoch=None) for body in harness.sent]
 
 
 def asleep(harness: Harness) -> None:
@@ -357,7 +366,7 @@ FAULTS = [
         ("future", future),
     ),
     *rows(
-        "two senders that name no run, or are of one process",
+        "two senders at once",
         "one `committed`, the other 409",
         "new",
         ("two senders", two_senders),

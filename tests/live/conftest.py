@@ -12,7 +12,7 @@ import pytest
 import torch
 from fastapi import FastAPI
 
-from delta_sender import DeltaSender, SyncReport
+from delta_sender import DeltaSender, FullSyncRefused, SyncReport
 from delta_server.routes import attach
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
@@ -114,8 +114,12 @@ def check_steps(
         assert before != after
     assert engine.post("/delta_rollback", json={}, params=named).json()["status"] == "rolled_back"
     assert observe(engine) == seen[-2]
-    # A sender that knows other weights sends all of them.
+    # A sender that knows other weights sends all of them, if it may.
     with DeltaSender(engine.url, base=steps[0].items(), adapter=adapter) as sender:
+        with pytest.raises(FullSyncRefused):
+            sender.sync(steps[-1].items())
+    assert observe(engine) == seen[-2]
+    with DeltaSender(engine.url, base=steps[0].items(), adapter=adapter, full="allow") as sender:
         report = sender.sync(steps[-1].items())
     assert (report.status, report.full) == ("committed", True)
     assert observe(engine) == seen[-1]

@@ -159,7 +159,7 @@ def test_a_synced_adapter_outlives_the_cache(
     engine.post("/sleep", params={"level": "2"}).raise_for_status()
     engine.post("/wake_up").raise_for_status()
     weights = tiny_models.load_tensors(base)
-    with DeltaSender(engine.url, base=weights.items()) as sender:
+    with DeltaSender(engine.url, base=weights.items(), full="allow") as sender:
         assert sender.sync(weights.items()).full
     assert [generated(engine, name) for name in names] == both
     assert engine.post("/delta_rollback", params={"adapter": OTHER}).is_success

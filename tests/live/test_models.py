@@ -73,7 +73,7 @@ def test_exact_or_refused(
     assert engine.post("/delta_rollback", json={}).json()["status"] == "rolled_back"
     assert fingerprint(engine) == seen[1]
     if not uncertified:
-        with DeltaSender(engine.url, base=base_tensors.items()) as sender:
+        with DeltaSender(engine.url, base=base_tensors.items(), full="allow") as sender:
             report = sender.sync(trainer.tensors.items())
         assert (report.status, report.full) == ("committed", True)
     else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -58,21 +57,21 @@ def test_the_send_block_of_the_readme(
     monkeypatch.setenv("MODEL", str(base))
     block = send_block("README.md")
     assert block.count("http://localhost:8000") == 1
-    pasted: dict[str, Any] = {}
-    exec(compile(block.replace("http://localhost:8000", engine.url), "README.md", "exec"), pasted)
+    for _ in range(2):
+        exec(compile(block.replace("http://localhost:8000", engine.url), "README.md", "exec"), {})
     printed = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
-    assert printed == [["1", "committed"], ["2", "committed"], ["3", "committed"]]
-    assert pasted["weights"].keys() == trainer.tensors.keys()
-    assert model_digest(pasted["weights"]) != model_digest(trainer.tensors)
-    trainer.tensors, trainer.version = pasted["weights"], 3
-    assert engine.weight_version() == "3"
+    assert printed == [[str(version), "committed"] for version in range(1, 7)]
+    trainer.version = 6
+    assert engine.weight_version() == "6"
     assert holds(engine, trainer)
     history = engine.get("/delta_status", params={"history": "true"}).json()["history"]
-    assert [(sync["error"], sync["full"]) for sync in history] == [(None, False)] * 3
+    assert [(sync["error"], sync["full"]) for sync in history] == [(None, False)] * 6
+    assert all(sync["nnz"] for sync in history)
+    assert len({sync["run"] for sync in history}) == 2
 
 
 def test_reference_sender(engine: EngineProcess, trainer: Trainer) -> None:
-    """Sparse syncs, a refused base, a full sync."""
+    """Sparse syncs; a base of another version, and another run; a full sync over its own."""
     client = httpx.Client(base_url=engine.url, timeout=300)
     first = trainer.version
     sender = script.Sender(client, trainer.tensors, version=first)
@@ -83,17 +82,27 @@ def test_reference_sender(engine: EngineProcess, trainer: Trainer) -> None:
         assert engine.weight_version() == str(version)
         assert holds(engine, trainer)
 
-    # The engine is not at this version, so that it is sent the whole model.
-    believer = script.Sender(client, trainer.tensors, version=first + 7)
-    trainer.step()
-    assert believer.sync(trainer.tensors) == first + 9
-    assert engine.weight_version() == str(first + 9)
-    assert holds(engine, trainer)
-    trainer.step(only="norm")
-    assert believer.sync(trainer.tensors) == first + 10
+    with pytest.raises(script.SyncError, match="RunConflict"):
+        script.Sender(client, trainer.tensors, version=first + 2).sync(trainer.tensors)
+    sender.close()
+    with pytest.raises(script.BaseError, match=f"the engine is at {first + 2}, the base at 0"):
+        script.Sender(client, trainer.tensors).sync(trainer.tensors)
     assert holds(engine, trainer)
 
-    history = engine.get("/delta_status", params={"history": "true"}).json()["history"][-5:]
-    assert [sync["error"] for sync in history] == [None, None, "VersionConflict", None, None]
-    assert [sync["full"] for sync in history] == [False, False, False, True, False]
-    assert [history[0]["nnz"], history[1]["nnz"]] == changes
+    # A sender of the next process. The engine goes back by a version, so that it is sent all.
+    sender = script.Sender(client, trainer.tensors, version=first + 2)
+    for version in (first + 3, first + 4):
+        trainer.step()
+        assert sender.sync(trainer.tensors) == version
+    assert engine.post("/delta_rollback").json()["version"] == first + 3
+    trainer.step(only="norm")
+    assert sender.sync(trainer.tensors) == first + 6
+    assert engine.weight_version() == str(first + 6)
+    assert holds(engine, trainer)
+    sender.close()
+
+    history = engine.get("/delta_status", params={"history": "true"}).json()["history"]
+    assert [sync["error"] for sync in history[-2:]] == ["VersionConflict", None]
+    assert [sync["full"] for sync in history[-2:]] == [False, True]
+    sent = {sync["version"]: sync["nnz"] for sync in history if sync["error"] is None}
+    assert [sent[first + 1], sent[first + 2]] == changes

@@ -181,7 +181,8 @@ def test_an_operator_sees_every_sync(server: Server, capsys: pytest.CaptureFixtu
     assert "committed" in capsys.readouterr().out
 
     log = server.engine.log_path.read_text()
-    line = rf"delta sync outcome=committed version={version} base_version={version - 1} sync_id="
+    versions = f"version={version} base_version={version - 1}"
+    line = rf"delta sync outcome=committed {versions} run=[\w-]+ sync_id="
     assert len(re.findall(line, log)) == 1
     assert "delta sync outcome=refused error=BaseMismatch" in log
 

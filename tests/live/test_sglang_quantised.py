@@ -172,7 +172,7 @@ def test_two_ranks_rebuild_in_their_schedulers(
         assert found[0][1][rank] != found[1][1][rank] != found[2][1][rank]
     assert server.engine.post("/delta_rollback", json={}).json()["status"] == "rolled_back"
     assert server.memory() == found[1]
-    with DeltaSender(server.engine.url, base=steps[0].items()) as sender:
+    with DeltaSender(server.engine.url, base=steps[0].items(), full="allow") as sender:
         report = sender.sync(steps[2].items())
     assert (report.status, report.full) == ("committed", True)
     assert server.memory() == found[2]

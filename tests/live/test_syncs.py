@@ -358,6 +358,7 @@ def test_differences_to_other_old_values(run: Run) -> None:
             encoding="gap8_ulp",
             bucket_bytes=4096,
             posts_in_flight=1,  # so that an attempt is refused once
+            full="allow",
         ) as sender:
             report = sender.sync(run.trainer.tensors.items())
         full = elsewhere or run.apply == "masked"
@@ -367,9 +368,7 @@ def test_differences_to_other_old_values(run: Run) -> None:
         assert report.digest == model_digest(run.trainer.tensors).hex()
         history = run.engine.get("/delta_status", params={"history": "true"}).json()["history"]
         told = [sync["error"] for sync in history if sync["version"] == report.version]
-        refused = ["BaseMismatch"] * (2 if elsewhere else 1)
-        if run.apply == "masked":
-            refused = ["NotUpdatable", "BaseMismatch"]
+        refused = ["BaseMismatch"] if full else []  # the values, whose digest is not the outcome's
         assert told == [*refused, None]
 
 
@@ -385,10 +384,15 @@ def test_command_line_of_the_sender(run: Run, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "committed" in result.stdout
     again = subprocess.run(command, **options, check=True)
-    assert "already_applied" in again.stdout
-    command[command.index("--base-version") + 1] = "0"
-    resync = subprocess.run(command, **options, check=True)
-    assert "(full)" in resync.stdout
+    assert "committed; 0 of" in again.stdout  # the engine holds the target
+    run.trainer.step()
+    further = tiny_models.save_checkpoint(run.base, tmp_path / "c", run.trainer.tensors)
+    command[command.index("--target") + 1] = str(further)
+    again = subprocess.run(command, **options, check=False)
+    assert again.returncode == 1  # the engine does not hold the base any more
+    assert "--allow-full" in again.stderr
+    resync = subprocess.run([*command, "--allow-full"], **options, check=True)
+    assert "committed (full; behind: " in resync.stdout
     run.trainer.version = run.engine.delta_status()["version"]
     assert run.trainer.version > base_version + 1
 

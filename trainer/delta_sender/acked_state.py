@@ -214,6 +214,25 @@ class AckedState:
         self.is_known, self.full_reason = True, None
         return True
 
+    def find_target(self, status: Mapping[str, Any], run: str, changes: Changes) -> bool:
+        """Return whether, by its status, the destination holds all of a sync, and note it if so.
+
+        An earlier sender has led it there. What no digest covers is not known to be there.
+
+        Args:
+            run: The name of the sender's run.
+            changes: Of the whole sync, from the snapshot.
+        """
+        if self.digest is None:
+            return False
+        known, digest = self.missed, self.digest
+        self.missed = without_old(changes)
+        self.digest = self._held_digest()
+        if self.find_base(status, run):
+            return True
+        self.missed, self.digest, self.found_other = known, digest, None
+        return False
+
     def _held_digest(self) -> Digest:
         """Return the digest of what the destination holds, as far as its own covers that."""
         snapshot = self.snapshot

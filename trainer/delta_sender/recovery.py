@@ -27,8 +27,8 @@ class Recovery:
        proves all that they lead to.
     2. It is at another version, holds other bytes or is ``uncertain``: the delta log is replayed,
        if it is behind in it. If its digest is that of what it should hold, whatever its version,
-       the changes are sent from there. Otherwise the whole model is sent, once, if `FullSyncGuard`
-       lets it.
+       the changes are sent from there; if it is that of what the round leads to, none. Otherwise
+       the whole model is sent, once, if `FullSyncGuard` lets it.
     3. It has no plan yet, and names tensors that it ignores: the model is sent without them.
     4. It refuses differences (it casts a tensor, or writes by another way): values are sent, and
        from then on if it takes them.
@@ -127,6 +127,8 @@ class Recovery:
         status = self._destination.status()
         if version is not None and version != self._state.version and self._is_at_base(status):
             return replace(attempt, version=max(attempt.version, self._state.version + 1))
+        if not self._state.is_known and self._is_at_target(status):
+            return replace(attempt, version=max(attempt.version, self._state.version + 1))
         reason = _why(self._state, status, error, is_uncertain)
         return self._full(attempt, *self._guard.check(reason, status, error))
 
@@ -146,6 +148,13 @@ class Recovery:
     def _is_at_base(self, status: Mapping[str, Any]) -> bool:
         with self._round.reading():
             return self._state.find_base(status, self._round.run.name)
+
+    def _is_at_target(self, status: Mapping[str, Any]) -> bool:
+        """Return whether the destination holds what the round leads to: it is sent again."""
+        for _ in self._round.tensors():
+            pass  # until all is read
+        with self._round.reading():
+            return self._state.find_target(status, self._round.run.name, self._round.changes)
 
     def _is_caught_up(self, actual: int) -> bool:
         """Return whether the delta log has led the destination to where the round starts."""

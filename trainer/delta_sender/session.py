@@ -76,19 +76,16 @@ class Session:
         if not is_log:
             allow = options["full"] == "allow"
             self._guard = FullSyncGuard(destination, self.state, run, allow=allow)
+        self._unserved: set[str] = set()  # changed tensors that it ignores, as was said
         self._asking = Lock()
         self._contact: _Contact | None = None
         self._failed: BaseException | None = None  # that `ask_early` has met, for `sync` to raise
+        self.is_claimed = False  # the destination is, or may be, the run's
         self.is_met = is_log  # nothing is left to be found out before the first sync
         # Without differences once they were refused.
         self._policy = EncodingPolicy(options["encoding"])
         if is_log and self._policy.may_send_differences and not options["log_differences"]:
             self._policy = self._policy.values_only()
-
-    @property
-    def is_claimed(self) -> bool:
-        """Whether the destination has been claimed for the run."""
-        return self._contact is not None or (self.is_met and not self._is_log)
 
     def ask(self) -> None:
         """Claim the destination for the run, and ask what it holds; once.
@@ -99,8 +96,12 @@ class Session:
         with self._asking:
             if self.is_met or self._contact is not None:
                 return
-            destination = self.destination
-            claimed = destination.claim(self.run, takeover=self._options["takeover"])
+            destination, self.is_claimed = self.destination, True
+            try:
+                claimed = destination.claim(self.run, takeover=self._options["takeover"])
+            except Exception:
+                self.is_claimed = False
+                raise
             status = destination.status()
             self._contact = _Contact(claimed, status, destination.plan() if status else None)
 
@@ -223,6 +224,7 @@ class Session:
                 raise error from raised
             raise
         self._check_applied(answer)
+        self._warn_of_lost_changes(sync_round)
         report = SyncReport(
             **parts,
             base_version=base_version(answer, attempt, state),
@@ -259,6 +261,14 @@ class Session:
                 )
             queue.put(part)
         return builder.report(), builder.digest
+
+    def _warn_of_lost_changes(self, sync_round: SyncRound) -> None:
+        """Name tensors that the trainer has changed and the destination does not hold, once."""
+        changed = self.state.plan.ignored.intersection(sync_round.changes)
+        if new := sorted(changed - self._unserved):
+            self._unserved |= changed
+            message = "%s ignores tensors that have changed, as a fresh load of them would: %s"
+            logger.warning(message, self.destination.name, ", ".join(new))
 
     def _check_applied(self, answer: Mapping[str, Any]) -> None:
         """Check that a sync which the engine has had already is the one that was posted.

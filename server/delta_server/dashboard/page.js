@@ -214,7 +214,7 @@ function factsOf(status) {
 }
 
 function ownerOf(owner, run) {
-  const process = owner.host === null ? "a process" : `process ${owner.pid} on ${owner.host}`;
+  const process = owner.host === null ? "a process" : `process ${owner.pid ?? "?"} on ${owner.host}`;
   const other = owner.run === run ? "" : ` of run ${owner.run}`;
   return `${process}${other}, epoch ${owner.epoch}, since ${new Date(owner.since * 1000).toLocaleString()}`;
 }

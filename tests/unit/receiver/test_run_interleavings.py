@@ -137,7 +137,7 @@ class Senders(RuleBasedStateMachine):
     @precondition(lambda self: self.state.sync is not None)
     @rule()
     def finish(self) -> None:
-        """The sender whose sync is staged goes on."""
+        """The sender whose sync is staged continues."""
         self.write()
 
     @rule(full=st.booleans())

@@ -315,7 +315,7 @@ def test_a_rollback_leads_to_the_earlier_run(state: SyncState) -> None:
     assert state.runs.owner.run == "b"
 
 
-def test_a_wrong_base_tells_the_highest_number(state: SyncState) -> None:
+def test_a_wrong_base_names_the_highest_number(state: SyncState) -> None:
     commit(state, of(A))
     assert refused(state, of(A, 9, 8), VersionConflict).operands["highest"] == 6
 

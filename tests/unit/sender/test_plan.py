@@ -35,6 +35,19 @@ def test_the_plan_is_asked_for_once_and_with_the_token() -> None:
         assert question.headers["Authorization"] == "Bearer k"
 
 
+def test_changes_that_are_not_served_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of(tensors=3)
+    engine = Engine.of(model, ignored={"layers.1.weight"})
+    with sender_of(engine, model) as sender:
+        sender.sync(model.items())
+        assert not [text for text in caplog.messages if "have changed" in text]
+        for step in range(2):
+            train(model, step)
+            sender.sync(model.items())
+    [said] = [text for text in caplog.messages if "have changed" in text]
+    assert said.endswith("load of them would: layers.1.weight")
+
+
 def test_ignored_tensors_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
     model = model_of(tensors=4)
     engine = Engine.of(model, ignored={"layers.1.weight"})

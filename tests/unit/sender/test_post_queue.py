@@ -19,6 +19,7 @@ from delta_sender.destination import Destination, Part
 from delta_sender.encoding_policy import EncodingPolicy
 from delta_sender.post_queue import PostQueue
 from delta_sender.results import SyncError
+from delta_sender.run import Run
 from delta_sender.sync_round import Attempt, SyncRound
 
 PROPERTY = settings(deadline=None, database=None, max_examples=60)
@@ -28,9 +29,8 @@ ATTEMPT = Attempt(1, False, POLICY, POLICY)
 
 def round_of(encoders: int, destinations: int = 1, posts: int = 1) -> SyncRound:
     with mock.patch.object(sync_round, "usable_cores", return_value=encoders):
-        return SyncRound(
-            1, full=False, destinations=destinations, posts_in_flight=posts, started=0.0
-        )
+        ways = {"destinations": destinations, "posts_in_flight": posts}
+        return SyncRound(1, Run.opened(), full=False, started=0.0, **ways)
 
 
 class Receiver(Destination):

@@ -190,6 +190,23 @@ def test_second_sender_sends_what_changed(model: Model) -> None:
     assert engine.holds(base)
 
 
+@pytest.mark.parametrize("encoding", ["deltas_zstd", "gap8_ulp"])
+def test_same_command_again_sends_nothing(model: Model, encoding: str) -> None:
+    """The engine holds what the sync leads to; the base is not there any more."""
+    engine, target = Engine.of(model), touched(model)
+    for version in (1, 2):
+        with sender_of(engine, model, encoding=encoding) as sender:
+            report = sender.sync(target.items())
+            assert (report.full, report.version) == (False, version)
+            assert report.nnz == (10 if version == 1 else 0)
+            assert engine.holds(target)
+    with sender_of(engine, model, encoding=encoding) as sender:
+        sender.sync(target.items())
+        further = touched(target, 5)
+        assert sender.sync(further.items()).nnz == 5
+    assert engine.holds(further)
+
+
 def test_uncovered_tensors_are_sent_whole_once(model: Model) -> None:
     """No digest shows that they are the base's; here they are not."""
     engine = Engine.of(model, version=6, undigested={"layers.2.weight"})
@@ -383,6 +400,14 @@ def test_nothing_is_released_that_was_not_claimed(model: Model) -> None:
     engine = Engine.of(model)
     sender_of(engine, model).close()
     assert engine.claims == []
+
+
+def test_claim_is_released_if_nothing_follows(model: Model) -> None:
+    engine = Engine.of(model)
+    engine.status = lambda: error(500, "DeltaError")  # type: ignore[method-assign]
+    with sender_of(engine, model) as sender, pytest.raises(SyncError):
+        sender.sync(model.items())
+    assert [body["action"] for body in engine.claims] == ["claim", "release"]
 
 
 def test_release_that_fails_is_no_error(model: Model) -> None:
