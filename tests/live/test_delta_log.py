@@ -159,7 +159,8 @@ def test_an_engine_follows_the_log(
     trainer = Trainer(tiny_models.load_tensors(base))
     write_log(log, trainer, 1)
     follow = ["--delta-log", str(log), "--delta-follow", "--delta-follow-interval", "0.2"]
-    engine = start(kind, base, tp=tp, extra_args=follow)
+    metrics = ["--enable-metrics"] if kind == "sglang" else []
+    engine = start(kind, base, tp=tp, extra_args=[*follow, *metrics])
     assert engine.delta_status()["version"] == 1  # before it serves
     stop, done = threading.Event(), []
 
