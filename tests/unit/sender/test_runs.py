@@ -76,6 +76,17 @@ def test_wrong_checkpoint_replaces_nothing(model: Model, version: int, encoding:
         assert way in str(caught.value)
 
 
+def test_engine_that_is_put_right_is_continued(model: Model) -> None:
+    """By a start on the checkpoint of the base, after the refusal."""
+    engine = Engine.of(other_of(model))
+    with sender_of(engine, model) as sender:
+        with pytest.raises(FullSyncRefused):
+            sender.sync(model.items())
+        engine.restart(model)
+        report = sender.sync(touched(model).items())
+    assert (report.full, report.nnz, report.version) == (False, 10, 1)
+
+
 def test_wrong_checkpoint_by_version_number(model: Model) -> None:
     """Without digests, a number that fits nothing is no reason to replace what is there."""
     engine = Engine.of(model, version=6)
