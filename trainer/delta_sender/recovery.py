@@ -76,7 +76,7 @@ class Recovery:
         found, state.found_other = state.found_other, None
         if found is None:
             return attempt
-        # What the destination would answer.
+        # Do what follows the answer that the destination would give.
         return self.after(attempt, _refusal(state, found)) or attempt
 
     def after(self, attempt: Attempt, error: SyncError) -> Attempt | None:

@@ -307,7 +307,7 @@ def test_takeover_is_claimed_once(model: Model) -> None:
                 first.sync(model.items())
 
 
-def test_restart_with_its_state_goes_on(model: Model, file: Path) -> None:
+def test_restart_with_its_state_continues(model: Model, file: Path) -> None:
     """The old process was killed, and its run still owns the engine."""
     engine = Engine.of(model)
     killed = sender_of(engine, model, state=file)
@@ -348,7 +348,7 @@ def test_restart_without_its_state_is_refused(model: Model) -> None:
     assert (report.full, report.nnz, report.version) == (False, 10, 2)
 
 
-def test_other_engines_go_on_without_one_that_is_owned(model: Model) -> None:
+def test_other_engines_continue_without_an_owned_one(model: Model) -> None:
     a, b = Engine.of(model), Engine.of(model)
     hosts = {"a": a, "b": b}
     client = httpx.Client(transport=httpx.MockTransport(lambda r: hosts[r.url.host].answer(r)))
