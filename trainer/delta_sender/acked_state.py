@@ -220,7 +220,7 @@ class AckedState:
     def find_target(self, status: Mapping[str, Any], run: str, changes: Changes) -> bool:
         """Return whether, by its status, the destination holds all of a sync, and note it if so.
 
-        An earlier sender has led it there. What no digest covers is not known to be there.
+        An earlier sender has led it there. Tensors that no digest covers are not known to be there.
 
         Args:
             run: The name of the sender's run.

@@ -21,7 +21,7 @@ _WAYS_OUT: Final = (
 
 
 class FullSyncGuard:
-    """What stands between a sender and weights that are not its own.
+    """Keeps a sender from replacing weights that are not its own.
 
     A full sync that nobody asked for replaces only weights that this run has sent, the base that a
     digest has proven, what an engine was started with if this run had sent it something before, and

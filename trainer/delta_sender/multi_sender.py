@@ -232,8 +232,8 @@ class MultiSender(AbstractContextManager["MultiSender"]):
     def close(self) -> None:
         """Release the engines, and close own HTTP clients, the log and the state file.
 
-        Engines that lag are waited for, `lag_limit` seconds each at most. What is staged in engines
-        is dropped there, and other runs may then claim them.
+        Engines that lag are waited for, `lag_limit` seconds each at most. The engines drop
+        what they have staged of this sender, and other runs can claim them.
         """
         for thread in self._lagging.values():
             thread.join(self._options["lag_limit"])

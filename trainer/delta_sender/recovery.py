@@ -48,7 +48,8 @@ class Recovery:
         has_log: bool,
     ) -> None:
         self._state, self._destination, self._round = state, destination, sync_round
-        self._guard, self._may_catch_up, self._may_renumber = guard, has_log, True
+        self._guard, self._may_catch_up = guard, has_log
+        self._may_look = self._may_renumber = True
 
     def first(self, policy: EncodingPolicy) -> Attempt:
         """Return the first attempt, after resolving an unknown outcome.
@@ -75,7 +76,7 @@ class Recovery:
         found, state.found_other = state.found_other, None
         if found is None:
             return attempt
-        # What the destination would answer.
+        # Do what follows the answer that the destination would give.
         return self.after(attempt, _refusal(state, found)) or attempt
 
     def after(self, attempt: Attempt, error: SyncError) -> Attempt | None:
@@ -125,9 +126,9 @@ class Recovery:
         if self._guard is None:
             return self._full(attempt, _why(self._state, {}, error, is_uncertain), None)
         status = self._destination.status()
-        if version is not None and version != self._state.version and self._is_at_base(status):
-            return replace(attempt, version=max(attempt.version, self._state.version + 1))
-        if not self._state.is_known and self._is_at_target(status):
+        is_other = version not in (None, self._state.version) or not self._state.is_known
+        looks, self._may_look = self._may_look and is_other, False
+        if looks and (self._is_at_base(status) or self._is_at_target(status)):
             return replace(attempt, version=max(attempt.version, self._state.version + 1))
         reason = _why(self._state, status, error, is_uncertain)
         return self._full(attempt, *self._guard.check(reason, status, error))
@@ -147,10 +148,14 @@ class Recovery:
 
     def _is_at_base(self, status: Mapping[str, Any]) -> bool:
         with self._round.reading():
-            return self._state.find_base(status, self._round.run.name)
+            found = self._state.find_base(status, self._round.run.name)
+        self._state.found_other = None  # it is asked again before anything else is decided
+        return found
 
     def _is_at_target(self, status: Mapping[str, Any]) -> bool:
         """Return whether the destination holds what the round leads to: it is sent again."""
+        if self._state.is_known:
+            return False
         for _ in self._round.tensors():
             pass  # until all is read
         with self._round.reading():

@@ -37,13 +37,13 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What every part of the run has, as `encode_part` takes it."""
+        """Metadata of every part of the run, as `encode_part` takes it."""
         owner = f"{self.host}:{self.pid}"
         return {"run": self.name, "run_epoch": self.epoch, "run_owner": owner}
 
     @property
     def request(self) -> dict[str, Any]:
-        """What ``/delta_run`` is sent, but for the action."""
+        """Fields of a request to ``/delta_run``, without the action."""
         return {"run": self.name, "epoch": self.epoch, "host": self.host, "pid": self.pid}
 
 

@@ -156,7 +156,7 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
     def close(self) -> None:
         """Release the engine, and close the own HTTP clients, the log and the state file.
 
-        What is staged in the engine is dropped there, and other runs may then claim it. Leaving a
+        The engine drops what it has staged of this sender, and other runs can claim it. Leaving a
         `with` block does this, by Ctrl-C or an exception, too; and so does the interpreter when it
         ends. A sender that is killed cannot: its run owns the engine until another takes it over.
         """

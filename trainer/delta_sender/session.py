@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Contact:
-    """What a destination has answered before the first sync."""
+    """Answers of a destination before the first sync."""
 
     claimed: dict[str, Any]
     status: dict[str, Any]

@@ -76,6 +76,17 @@ def test_wrong_checkpoint_replaces_nothing(model: Model, version: int, encoding:
         assert way in str(caught.value)
 
 
+def test_engine_that_is_put_right_is_continued(model: Model) -> None:
+    """By a start on the checkpoint of the base, after the refusal."""
+    engine = Engine.of(other_of(model))
+    with sender_of(engine, model) as sender:
+        with pytest.raises(FullSyncRefused):
+            sender.sync(model.items())
+        engine.restart(model)
+        report = sender.sync(touched(model).items())
+    assert (report.full, report.nnz, report.version) == (False, 10, 1)
+
+
 def test_wrong_checkpoint_by_version_number(model: Model) -> None:
     """Without digests, a number that fits nothing is no reason to replace what is there."""
     engine = Engine.of(model, version=6)
@@ -296,7 +307,7 @@ def test_takeover_is_claimed_once(model: Model) -> None:
                 first.sync(model.items())
 
 
-def test_restart_with_its_state_goes_on(model: Model, file: Path) -> None:
+def test_restart_with_its_state_continues(model: Model, file: Path) -> None:
     """The old process was killed, and its run still owns the engine."""
     engine = Engine.of(model)
     killed = sender_of(engine, model, state=file)
@@ -337,7 +348,7 @@ def test_restart_without_its_state_is_refused(model: Model) -> None:
     assert (report.full, report.nnz, report.version) == (False, 10, 2)
 
 
-def test_other_engines_go_on_without_one_that_is_owned(model: Model) -> None:
+def test_other_engines_continue_without_an_owned_one(model: Model) -> None:
     a, b = Engine.of(model), Engine.of(model)
     hosts = {"a": a, "b": b}
     client = httpx.Client(transport=httpx.MockTransport(lambda r: hosts[r.url.host].answer(r)))
