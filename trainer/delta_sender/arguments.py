@@ -10,6 +10,8 @@ import httpx
 import torch
 from torch import nn
 
+from delta_sender.refills import Stable
+
 Pairs = Iterable[tuple[str, torch.Tensor]]
 
 
@@ -61,6 +63,8 @@ def named_pairs(tensors: Any) -> Pairs:
         )
     if isinstance(tensors, (str, bytes)) or not isinstance(tensors, Iterable):
         raise TypeError(f"tensors are given as (name, tensor) pairs, not as {_kind(tensors)}")
+    if isinstance(tensors, Stable):  # one of this package's, which the snapshot knows
+        return tensors
     if not isinstance(tensors, Collection):
         return _checked(tensors)
     if isinstance(tensors, (list, tuple, type({}.items()))):
