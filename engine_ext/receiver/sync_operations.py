@@ -205,6 +205,7 @@ class SyncOperations:
             elements = {e.name: e.numel for part in staged for e in part.manifest.params}
             elements = {n: numel for n, numel in elements.items() if n not in skipped}
             proven = any(part.manifest.digest_after is not None for part in staged)
+            digest = self._applier.digest.hex()  # whatever can fail comes before the version moves
             self._sync_state.commit(_names(staged), proven=proven)
             committed = ops.CommittedSync(
                 version=sync.version,
@@ -221,7 +222,7 @@ class SyncOperations:
                 commit_ms=commit_ms,
                 skipped=dict(skipped),
                 rollback=bool(self._undo),
-                digest=self._applier.digest.hex(),
+                digest=digest,
             )
         except (BaseMismatch, WriteUndone):  # what was staged may be of other old values
             self._drop_staged()
