@@ -48,5 +48,7 @@ def test_compiled_engine_follows_every_sync(
     engine.stop()
     fresh = start("vllm", target, **case.options(COMPILED))
     assert case.observed(fresh) == last
-    assert "torch.compile" in fresh.log_path.read_text()
+    log = fresh.log_path.read_text()
+    assert "enforce_eager=False" in log
+    assert "Warming up model for the compilation" in log
     fresh.stop()
