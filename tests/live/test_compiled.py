@@ -21,8 +21,9 @@ from tests.support import quantised_checkpoints
 COMPILED: Final = "--no-enforce-eager"
 MODELS: Final = {
     "qwen3": Case("qwen3", {"exact": 25}),
-    "qwen3_moe": Case("qwen3_moe", {"exact": 45}),
-    "qwen3_next": Case("qwen3_next", {"exact": 53, "cast": 1}),
+    # The router's gate has a second name in the engine.
+    "qwen3_moe": Case("qwen3_moe", {"exact": 45, "ignored": 1}),
+    "qwen3_next": Case("qwen3_next", {"exact": 52, "rebuilt": 1, "cast": 1, "ignored": 1}),
     "online-fp8": CASES["online-fp8"],
 }
 QUICK: Final = ("qwen3",)
