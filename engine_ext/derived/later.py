@@ -22,6 +22,8 @@ from engine_ext.placement import Placement, uncertified
 # Numbers that no kernel takes from a weight, and those of a switch that is on or off.
 _PLAIN: Final = (0.0, 1.0)
 _SMALL: Final = 1 << 20  # elements
+# Of positions and masks, which models keep of an input. Packed weights are int32 at the most.
+_INPUTS: Final = frozenset([torch.int64, torch.bool])
 # Ends of the names of classes.
 _SETTINGS: Final = ("Config", "Args")
 
@@ -65,7 +67,13 @@ class LaterCopies:
             Why tensors are refused that were not before, by name.
         """
         before = uncertified(placement)
-        found = find_derived(self._model, placement, self._is_known, rebuilt=self._rebuilt)
+        tables = {one.spec.dtype for one in placement.values() if len(one.spec.shape) > 1}
+        inputs = _INPUTS - tables
+
+        def known(path: str, tensor: torch.Tensor) -> bool:
+            return tensor.dtype in inputs or self._is_known(path, tensor)
+
+        found = find_derived(self._model, placement, known, rebuilt=self._rebuilt)
         found += self._new_numbers(placement)
         new = [one for one in found if one.path not in self._found]
         if not new:

@@ -24,7 +24,12 @@ from engine_ext.model.module_walk import reachable_tensors
 Known = Callable[[str, torch.Tensor], bool]
 """Whether a tensor, given with its path in the model, is known not to be computed from weights."""
 
-_ROTARY: Final = re.compile(r"(^|\.)(cos_sin_cache|inv_freq|(cos|sin)_cached(_total)?)$")
+_ROTARY: Final = re.compile(
+    r"(^|\.)(_?(long_short_)?cos_sin_cache(_cast)?|((original|long|short)_)?inv_freq"
+    r"|(cos|sin)_cached(_total)?|_?freqs_(cis|cached))(\[\d+\])*$"
+    # Qwen2.5-VL's, by the image's size.
+    r"|(^|\.)_rope_by_thw_cache\W"
+)
 _CACHE: Final = re.compile(r"(^|\.)(kv_cache|_?[kv](_scale)?_cache)(\[\d+\])*$")
 _TABLES: Final = (torch.int64, torch.int32, torch.bool)
 # Parameters with more elements are weights; no constant is that large.

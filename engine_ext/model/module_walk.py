@@ -27,6 +27,8 @@ _ATOMS: Final = frozenset({type(None), bool, int, float, str})
 # Types that a module has many empty ones of: its hooks.
 _HOOKS: Final = (dict, OrderedDict, list)
 _REGISTRIES: Final = ("_parameters", "_buffers", "_modules")
+# Attributes that torch's compiler gives the tensors that it meets; they hold none.
+_MARKS: Final = "_dynamo_"
 _NO_LEAVES: Final = (
     *(torch.nn.Module, type, types.ModuleType, types.FunctionType),
     *(dict, list, tuple, set, frozenset),
@@ -162,7 +164,8 @@ def walk(
 def _parts(value: object, name: str, opaque: tuple[str, ...]) -> list[tuple[str, Any]]:
     """Return an object's items, attributes or captured variables, each with its path."""
     if isinstance(value, torch.Tensor):
-        return [(f"{name}.{part}", item) for part, item in vars(value).items()]
+        own = vars(value).items()
+        return [(f"{name}.{part}", item) for part, item in own if not part.startswith(_MARKS)]
     if isinstance(value, dict):
         return [(f"{name}[{key!r}]", item) for key, item in list(value.items())]
     if isinstance(value, (list, tuple, set, frozenset)):

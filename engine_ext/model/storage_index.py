@@ -8,10 +8,10 @@ their first name.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -119,7 +119,8 @@ class StorageIndex:
         # shorter, and `holding` walks outwards to those that hold the whole view.
         self.entries = sorted(by_range.values(), key=lambda e: (e.start, -e.end))
         self._starts = [entry.start for entry in self.entries]
-        self._longest = max((e.end - e.start for e in self.entries), default=0)
+        # The last address of each and of those before it: where a search among them can stop.
+        self._ends = list(accumulate((entry.end for entry in self.entries), max))
         self.by_name = {entry.name: entry for entry in self.entries}
         self._addresses = {name: tensor.data_ptr() for name, tensor in tensors}
         self._layouts = {name: layout(tensor) for name, tensor in tensors}
@@ -136,16 +137,19 @@ class StorageIndex:
             return
         start, end = address_range(tensor)
         position = bisect_right(self._starts, start) - 1
-        while position >= 0 and self._starts[position] > start - self._longest:
+        while position >= 0 and self._ends[position] >= end:
             entry = self.entries[position]
             if end <= entry.end:
                 yield entry
             position -= 1
 
     def overlapping(self, tensor: torch.Tensor) -> Iterator[LiveTensor]:
-        """Yield every live tensor that has memory in common with a tensor's range."""
+        """Yield every live tensor that has memory in common with a tensor's range, by address."""
         start, end = address_range(tensor)
-        return (entry for entry in self.entries if entry.start < end and start < entry.end)
+        first = stop = bisect_left(self._starts, end)
+        while first > 0 and self._ends[first - 1] > start:
+            first -= 1
+        return (entry for entry in self.entries[first:stop] if start < entry.end)
 
     def moved(self, model: torch.nn.Module) -> list[str]:
         """Return the names whose memory is not where it was when the index was built, sorted."""

@@ -302,6 +302,7 @@ def _delta_applier(
         placement = trace_placement(
             *(traced.model, traced.load_weights, specs, index), refuse_while=loaded.refuse_while
         )
+        place_tied(placement, index, traced.tied, lambda name, other: False)
         compose(placement, loaded.repacks)
         return placement
 

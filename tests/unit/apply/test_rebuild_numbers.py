@@ -19,6 +19,7 @@ from tests.support.toy_quantised import (
     Layer,
     Method,
     Model,
+    Packed,
     empty,
     linear_shapes,
     one_layer,
@@ -159,6 +160,17 @@ class OpaqueBeside(Method):
 def test_a_handle_beside_a_weight_that_stays_is_made_anew(tmp_path: Path) -> None:
     serving = Serving(one_layer(OpaqueBeside), tmp_path)
     assert serving.statuses()["lin.weight"] == "rebuilt"
+    assert_exact_or_refused(serving)
+
+
+@pytest.mark.host_memory
+def test_a_handle_that_compiled_code_has_used_is_made_anew(tmp_path: Path) -> None:
+    """The compiler marks the tensors that it meets, and a new handle's have no marks."""
+    serving = Serving(one_layer(Packed), tmp_path)
+    handle: Any = serving.models[0].lin.handle
+    [cell] = handle.run.__closure__
+    torch._dynamo.mark_static_address(cell.cell_contents, guard=False)
+    assert vars(cell.cell_contents)
     assert_exact_or_refused(serving)
 
 

@@ -25,6 +25,13 @@ class CacheConfig:
         self.concurrency: float | None = None
 
 
+class LRUCache:
+    """Keeps its items in an attribute, as cachetools' classes do."""
+
+    def __init__(self, items: dict[Any, Any]) -> None:
+        self._Cache__data = items
+
+
 class Generating(Model):
     """Two blocks; what a forward pass of the first leaves is the test's."""
 
@@ -112,6 +119,12 @@ def what_is_no_copy(model: Any) -> None:
     first.backend._k_scale_cache = torch.rand(3)
     first.cos_cached_total = torch.rand(4, 2)
     first.cos_sin_cache = torch.rand(4, 2)
+    first._cos_sin_cache_cast = (first.cos_sin_cache, torch.rand(4, 2))
+    first.long_inv_freq = torch.rand(4)
+    first._freqs_cis = torch.rand(4, 2).to(torch.complex64)
+    first._rope_by_thw_cache = LRUCache({(1, 2, 3): (torch.rand(4, 2), torch.rand(4, 2))})
+    first._rot_pos_ids_cache = LRUCache({(2, 3): torch.tensor([[0, 1], [1, 0]])})
+    first.visual_token_mask = torch.tensor([[True], [False]])
     first.view = first.weight.view(-1)
     first.table += 3
     first.room.copy_(torch.rand(4))

@@ -170,3 +170,21 @@ def test_a_backend_that_has_the_weight_itself_follows(tmp_path: Path) -> None:
     assert service.refusals() == {}
     errors_of(service.sync(list(service.base)), none=True)
     service.assert_holds(service.target)
+
+
+@pytest.mark.parametrize("apply", ["scatter", "masked"])
+def test_what_is_made_of_moved_weights_follows_a_full_sync(
+    tmp_path: Path, attention: type[Attention], apply: str
+) -> None:
+    service = Service(tmp_path, attention=attention, apply=apply)
+    weight = service.models[1].layers[0].kv_b_proj.weight
+    weight.data = weight.data.clone() + 1
+    assert errors_of(service.sync(["norm"]))[0]["type"] == "BaseMismatch"
+    errors_of(service.sync(list(service.base), version=7, full=True), none=True)
+    service.tensors = [service.objects(model) for model in service.models]
+    service.assert_holds(service.target)
+    service.base = service.target
+    errors_of(service.sync(list(KV), version=8), none=True)
+    service.assert_holds(service.target)
+    errors_of(service.engine.call("rollback"), none=True)
+    service.assert_holds(service.base)

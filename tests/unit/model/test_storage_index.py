@@ -28,6 +28,24 @@ class Slices(nn.Module):
             self.register_parameter(f"p{number}", nn.Parameter(view, requires_grad=False))
 
 
+SLICES = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), min_size=1, max_size=8)
+
+
+@PROPERTY
+@given(slices=SLICES, start=st.integers(0, 40), length=st.integers(1, 12))
+def test_lookups_find_what_a_full_comparison_does(
+    slices: list[tuple[int, int]], start: int, length: int
+) -> None:
+    memory = torch.zeros(64)
+    index = StorageIndex(Slices(memory, slices))
+    view = memory[start : start + length]
+    first, last = view.data_ptr(), view.data_ptr() + 4 * length
+    holding = [e.name for e in index.entries if e.start <= first and last <= e.end]
+    assert [e.name for e in index.holding(view)] == holding[::-1]
+    common = [e.name for e in index.entries if e.start < last and first < e.end]
+    assert [e.name for e in index.overlapping(view)] == common
+
+
 @pytest.mark.parametrize("model", every_model(), ids=lambda m: m.__name__)
 def test_every_live_tensor_finds_itself(model: type[nn.Module]) -> None:
     live = model()
