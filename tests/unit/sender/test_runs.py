@@ -155,6 +155,33 @@ def test_engine_restarted_for_another_trainer_is_left_alone(model: Model) -> Non
     assert engine.holds(theirs)
 
 
+@pytest.mark.parametrize("run", ["another", "anonymous-1"])
+def test_later_weights_of_the_bases_run_are_kept(model: Model, run: str) -> None:
+    """Its trainer has gone on after the engine's restart, or an anonymous run has its name."""
+    engine, theirs = Engine.of(model, version=6, run=run), other_of(model)
+    with sender_of(engine, model) as sender:
+        train(model)
+        sender.sync(model.items())
+        engine.restart(theirs)
+        engine.version, engine.run, engine.loaded = 9, run, False
+        train(model, 1)
+        with pytest.raises(FullSyncRefused, match="version 9"):
+            sender.sync(model.items())
+    assert engine.holds(theirs)
+
+
+def test_the_base_that_is_rolled_back_to_is_replaced(model: Model) -> None:
+    base, engine = copied(model), Engine.of(model, version=6)
+    with sender_of(engine, model) as sender:
+        train(model)
+        sender.sync(model.items())
+        engine.restart(base)
+        engine.version, engine.run, engine.loaded = 6, "another", False
+        train(model, 1)
+        report = sender.sync(model.items())
+    assert (report.full, engine.holds(model)) == (True, True)
+
+
 @pytest.mark.parametrize(
     ("state", "kind"), [("uncertain", "uncertain"), ("foreign", "changed"), ("other", "changed")]
 )
