@@ -23,7 +23,7 @@ from engine_ext.errors import (
     VersionConflict,
     WeightsAsleep,
 )
-from engine_ext.receiver.runs import Runs, clock, describe, is_anonymous, owner_of
+from engine_ext.receiver.runs import Runs, clock, describe, is_anonymous, is_twin, owner_of
 from engine_ext.wire import Origin, PartId, RunSender
 from engine_ext.wire.operations import Admission, Delivery, RunOwner, StagedSync
 
@@ -224,7 +224,7 @@ class SyncState:
         sync = self.sync
         if sync is None or sync.sender is None or sync.origin != "sender":
             return
-        if (sync.sender.run, sync.sender.epoch) != (sender.run, sender.epoch):
+        if _process(sync.sender) != _process(sender) or is_twin(sender, sync.sender):
             self.sync = None
 
     def seen(self, version: int, identity: str, run: str | None = None) -> bool:
