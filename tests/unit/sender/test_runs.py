@@ -448,6 +448,23 @@ def test_claim_is_released_if_nothing_follows(model: Model) -> None:
     assert [body["action"] for body in engine.claims] == ["claim", "release"]
 
 
+def test_claim_without_an_answer_is_released(model: Model, naps: list[float]) -> None:
+    """The engine may have taken it all the same."""
+    engine = Engine.of(model)
+    takes = engine.take_claim
+
+    def loses(body: dict[str, object]) -> httpx.Response:
+        answer = takes(body)
+        if body["action"] == "claim":
+            raise httpx.ReadTimeout("late")
+        return answer
+
+    engine.take_claim = loses  # type: ignore[method-assign]
+    with sender_of(engine, model) as sender, pytest.raises(SyncError):
+        sender.sync(model.items())
+    assert engine.owner is None
+
+
 def test_release_that_fails_is_no_error(model: Model) -> None:
     engine = Engine.of(model)
     with sender_of(engine, model) as sender:
@@ -506,6 +523,20 @@ def test_who_waits_says_for_whom(
     [said] = caplog.messages
     for word in ("http://engine is busy", "version 4 of run theirs (node7, pid 99", "again in 1 s"):
         assert word in said
+
+
+def test_first_sync_waits_for_staged_parts(model: Model, naps: list[float]) -> None:
+    """Of a sender without a run: they keep a claim out, too."""
+    engine = Engine.of(model)
+    takes, busy = engine.take_claim, [error(409, "SyncInProgress", staged_version=4)] * 2
+
+    def take_claim(body: dict[str, object]) -> httpx.Response:
+        return busy.pop() if busy else takes(body)
+
+    engine.take_claim = take_claim  # type: ignore[method-assign]
+    with sender_of(engine, model, timeout=90.0) as sender:
+        assert not sender.sync(model.items()).full
+    assert naps == [1.0, 1.0]
 
 
 def test_retries_are_said(
