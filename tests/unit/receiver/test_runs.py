@@ -214,7 +214,22 @@ def test_a_release_drops_what_was_staged(state: SyncState) -> None:
     assert state.release(A)
     assert (state.sync, state.runs.owner, state.run) == (None, None, "a")
     assert not state.release(A)
+    claim(state, B)
     assert state.admit(of(B, 7, 6), 0) == "new"
+
+
+@pytest.mark.parametrize("other", [B, None])
+def test_a_number_of_another_run_is_no_base(state: SyncState, other: RunSender | None) -> None:
+    """A sent version 6 before the engine was restarted, and another trainer has come first."""
+    commit(state, of(other))
+    if other is not None:
+        state.release(other)
+    error = refused(state, of(A, 7, 6), VersionConflict)
+    assert error.operands["actual"] == 6
+    assert "claim" in error.message
+    assert state.runs.owner is None
+    claim(state, A)  # and look what is there
+    commit(state, of(A, 7, 6))
 
 
 def test_only_the_owner_releases(state: SyncState) -> None:
