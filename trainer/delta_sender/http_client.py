@@ -7,8 +7,8 @@ import json
 import logging
 import ssl
 import time
-from collections.abc import Iterator
-from typing import Any, Final
+from collections.abc import Callable, Iterator
+from typing import Any, Final, TypeVar, cast
 
 import httpx
 from tenacity import RetryCallState, retry, retry_if_exception_type
@@ -24,6 +24,8 @@ from engine_ext.resources import RateLimit
 from engine_ext.wire import SIGNATURE_HEADER, sign
 
 logger = logging.getLogger(__name__)
+
+_Send = TypeVar("_Send", bound=Callable[..., Any])
 
 _CONNECT_S: Final = 10.0
 _RELEASE_S: Final = 2.0
@@ -244,12 +246,13 @@ class EngineClient:
             self.speed.note(len(body or b""), ended - start, fields, ended)
         return fields
 
-    def _patient(self) -> Any:
+    def _patient(self) -> Callable[[_Send], _Send]:
         """Return what makes a function that sends wait while the engine is busy."""
         is_busy, stop = retry_if_exception_type(_Busy), stop_before_delay(self._timeout)
-        return retry(
+        patient = retry(
             retry=is_busy, wait=_retry_after_s, stop=stop, before_sleep=self._waits, reraise=True
         )
+        return cast("Callable[[_Send], _Send]", patient)
 
     def _waits(self, state: RetryCallState) -> None:
         """Say what a post waits for, and until when."""
