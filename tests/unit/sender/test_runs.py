@@ -95,6 +95,15 @@ def test_wrong_checkpoint_by_version_number(model: Model) -> None:
     assert engine.version == 6
 
 
+def test_the_expected_number_is_not_called_another(model: Model) -> None:
+    engine = Engine.of(model, version=6)
+    engine.faults = {0: sends(error(409, "VersionConflict", actual=6))}
+    with sender_of(engine, model, digest=False, base_version=6) as sender:
+        with pytest.raises(FullSyncRefused) as caught:
+            sender.sync(model.items())
+    assert "version 6 is there, but not known to be" in str(caught.value)
+
+
 @pytest.mark.parametrize("how", ["allow", "asked for"])
 def test_other_weights_are_replaced_if_wanted(
     model: Model, how: str, caplog: pytest.LogCaptureFixture
