@@ -51,11 +51,15 @@ class Runs:
         owner = self.owner
         if sender is not None:
             self._check_not_fenced(sender)
-        if owner is None or takeover or (sender is not None and sender.run == owner.run):
+        if owner is None or takeover:
             return
+        is_run = sender is not None and sender.run == owner.run
+        if sender is not None and is_run and not is_twin(sender, owner):
+            return
+        copied = " of the same state, of which both have a copy" if is_run else ""
         raise RunConflict(
             f"{describe(owner)} has owned these weights since {clock(owner.since)}; close that "
-            "trainer, or take over with takeover=True (--takeover)",
+            f"trainer{copied}, or take over with takeover=True (--takeover)",
             owner=msgspec.to_builtins(owner),
         )
 
@@ -64,7 +68,8 @@ class Runs:
         before = self.owner
         known = self._touch(sender.run)
         known.epoch = sender.epoch
-        if before is not None and (before.run, before.epoch) == (sender.run, sender.epoch):
+        is_same = before is not None and (before.run, before.epoch) == (sender.run, sender.epoch)
+        if before is not None and is_same and not is_twin(sender, before):
             return
         self.owner = owner_of(sender, at)
         if before is not None and before.run != sender.run:
@@ -76,6 +81,8 @@ class Runs:
         """Leave the weights without an owner, if this process owns them; return whether it did."""
         owner = self.owner
         if owner is None or (owner.run, owner.epoch) != (sender.run, sender.epoch):
+            return False
+        if is_twin(sender, owner):
             return False
         self.owner = None
         return True
@@ -125,6 +132,16 @@ class Runs:
         if len(self._known) > _MOST:
             del self._known[next(iter(self._known))]
         return known
+
+
+def is_twin(sender: RunSender, owner: RunSender | RunOwner) -> bool:
+    """Return whether two processes have opened a run as the same epoch, from copies of its state.
+
+    A host and a process id that a sender does not name may be the other's.
+    """
+    pairs = ((sender.host, owner.host), (sender.pid, owner.pid))
+    differ = any(None not in pair and pair[0] != pair[1] for pair in pairs)
+    return differ and (sender.run, sender.epoch) == (owner.run, owner.epoch)
 
 
 def is_anonymous(run: str | None) -> bool:

@@ -23,7 +23,7 @@ from engine_ext.errors import (
     VersionConflict,
     WeightsAsleep,
 )
-from engine_ext.receiver.runs import Runs, clock, describe, is_anonymous, owner_of
+from engine_ext.receiver.runs import Runs, clock, describe, is_anonymous, is_twin, owner_of
 from engine_ext.wire import Origin, PartId, RunSender
 from engine_ext.wire.operations import Admission, Delivery, RunOwner, StagedSync
 
@@ -224,7 +224,7 @@ class SyncState:
         sync = self.sync
         if sync is None or sync.sender is None or sync.origin != "sender":
             return
-        if (sync.sender.run, sync.sender.epoch) != (sender.run, sender.epoch):
+        if _process(sync.sender) != _process(sender) or is_twin(sender, sync.sender):
             self.sync = None
 
     def seen(self, version: int, identity: str, run: str | None = None) -> bool:
@@ -460,11 +460,27 @@ class SyncState:
                 "send a delta from there, or a full sync",
                 **self._versions(part),
             )
+        if self._is_of_others(part):
+            raise VersionConflict(
+                f"the engine's version {self.version} is of run {self.run}, not of the one that "
+                "the delta starts from; claim the weights first, or send a full sync",
+                **self._versions(part),
+            )
         if part.version <= part.base_version:
             raise MalformedPart(
                 f"a delta must lead to a later version: {part.base_version} to {part.version}"
             )
         self._check_unused(part)
+
+    def _is_of_others(self, part: PartId) -> bool:
+        """Return whether the version is another run's, and the sender did not claim it.
+
+        The engine was restarted, and others have come before it: their numbers mean nothing to it.
+        """
+        sender, owner = part.sender, self.runs.owner
+        if sender is None or part.origin != "sender" or self.run in (None, sender.run):
+            return False
+        return owner is None or owner.run != sender.run
 
     def _is_rewritten(self, part: PartId) -> bool:
         """Return whether other bytes of this file were committed at the engine's version."""

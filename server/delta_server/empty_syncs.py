@@ -21,9 +21,9 @@ async def advance(
 ) -> dict[str, Any]:
     """Take a later version that holds the same weights; return the answer as JSON.
 
-    It is of the run of the version before, whoever owns the weights. If something else has changed
-    the weights, so that they are of no version known here, only the engine's own weight version is
-    set: delta sync has no say then.
+    It is of the owner's run if the version before is; else of a run without a name. If something
+    else has changed the weights, so that they are of no version known here, only the engine's own
+    weight version is set: delta sync has no say then.
 
     Raises:
         BaseMismatch: weights were found to hold other bits than the syncs have written.

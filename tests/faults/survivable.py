@@ -205,7 +205,9 @@ def takeover(harness: Harness) -> None:
     first, second = harness.parts(2, **run)
     if owned:
         harness.ask("release", **run)
-    late = edited(first, run=uuid.uuid4().hex, run_epoch="1")
+    other = {"run": uuid.uuid4().hex, "run_epoch": "1"}
+    harness.ask("claim", **other)
+    late = edited(first, **other)
     harness.is_told(late, "staged")
     harness.ask("claim", takeover=True, **run)
     harness.is_told(late, "409 RunFenced")

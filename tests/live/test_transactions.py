@@ -339,7 +339,7 @@ def test_two_trainers_cannot_replace_each_other(server: Server) -> None:
         return answer.status_code, error["type"], error["owner"]["host"]
 
     def ask(action: str, run: str, **keys: object) -> httpx.Response:
-        body = {"action": action, "run": run, "host": f"{run}-host", "pid": 1, **keys}
+        body = {"action": action, "run": run, "host": f"{run}-host", **keys}
         return server.engine.post("/delta_run", json=body)
 
     def holds(run: str | None, owner: str | None) -> None:
@@ -349,6 +349,7 @@ def test_two_trainers_cannot_replace_each_other(server: Server) -> None:
         assert server.engine.weight_version() == str(server.trainer.version)
         assert server.digest(scan=True)["digest"] == model_digest(server.trainer.tensors).hex()
 
+    assert ask("claim", "first").status_code == 200
     assert server.post(server.next(**FIRST)).json()["run"] == "first"
     holds("first", "first")
     tensors, version = dict(server.trainer.tensors), server.trainer.version

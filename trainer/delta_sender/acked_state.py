@@ -17,7 +17,6 @@ from engine_ext.wire import Digest, tensor_digest
 
 logger = logging.getLogger(__name__)
 
-_NO_RUN: Final = object()
 _MISSED: Final = "behind: it missed more than half of the model"
 
 
@@ -138,7 +137,7 @@ class AckedState:
         self.full_reason: str | None = None
         self.highest_used = 0  # the highest number that the run had committed before
         self.is_known = False  # it held the base, by its digest, or something that was sent
-        self.base_run: Any = _NO_RUN  # of the version that was proven to be the base
+        self.base_digest: str | None = None  # of what was proven to be the base last
         self.found_other: dict[str, Any] | None = None  # its status, if it did not hold the base
         self.unproven: frozenset[str] = (
             frozenset()
@@ -206,14 +205,14 @@ class AckedState:
         if self.found_other is not None:
             return False
         assert isinstance(version, int)
-        of_run = status.get("run")
-        if not status.get("loaded") and (of_run, version) != (run, self.version):
+        is_own = (status.get("run"), version) == (run, self.version)
+        if not (status.get("loaded") or is_own):
             unproven = frozenset(self.plan.names).difference(self.plan.digested)
             if unproven and not self.resends_unproven:
                 self.found_other = dict(status)
                 return False
             self.unproven = unproven
-        self.version, self.base_run = version, of_run
+        self.version, self.base_digest = version, digest
         self.is_known, self.full_reason = True, None
         return True
 

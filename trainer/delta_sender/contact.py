@@ -15,6 +15,7 @@ from delta_sender.destination import Destination
 from delta_sender.run import Run
 from delta_sender.session import Session
 
+_AGAIN_S: Final = 1.0
 _RELEASE_S: Final = 2.0  # for posts to end, and then for engines to answer
 
 
@@ -22,7 +23,8 @@ def meet_all(sessions: Sequence[Session], lag_limit: float | None) -> None:
     """Let sessions meet their engines that have not, before the next sync gets its number.
 
     Those that are not done `lag_limit` seconds after the first one, or fail, are left to
-    `Session.sync`.
+    `Session.sync`. If others have met theirs in an earlier sync, they have one second at most:
+    an engine that cannot be reached must not keep those waiting.
     """
     ended, done = Condition(), dict[Session, bool]()
 
@@ -33,12 +35,15 @@ def meet_all(sessions: Sequence[Session], lag_limit: float | None) -> None:
             ended.notify_all()
 
     asked = [session for session in sessions if not session.is_met]
+    if len(asked) < len(sessions):
+        lag_limit = _AGAIN_S if lag_limit is None else min(lag_limit, _AGAIN_S)
     for session in asked:
         Thread(target=ask, args=(session,), name="delta-meet", daemon=True).start()
     deadline: float | None = None
     with ended:
         while len(done) < len(asked):
-            if deadline is None and any(done.values()) and lag_limit is not None:
+            has_begun = any(done.values()) or len(asked) < len(sessions)
+            if deadline is None and has_begun and lag_limit is not None:
                 deadline = time.monotonic() + lag_limit
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:

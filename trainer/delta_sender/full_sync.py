@@ -76,7 +76,9 @@ class FullSyncGuard:
             return True
         if "run" not in status:  # it knows no runs
             return state.is_known
-        return state.is_known and bool(status.get("loaded") or run == state.base_run)
+        digest = status.get("digest")
+        is_base = digest is not None and digest == state.base_digest
+        return state.is_known and bool(status.get("loaded") or is_base)
 
     def _warn(self, reason: str, status: Mapping[str, Any]) -> tuple[str, int | None]:
         if status:

@@ -7,8 +7,8 @@ import json
 import logging
 import ssl
 import time
-from collections.abc import Iterator
-from typing import Any, Final
+from collections.abc import Callable, Iterator
+from typing import Any, Final, TypeVar, cast
 
 import httpx
 from tenacity import RetryCallState, retry, retry_if_exception_type
@@ -24,6 +24,8 @@ from engine_ext.resources import RateLimit
 from engine_ext.wire import SIGNATURE_HEADER, sign
 
 logger = logging.getLogger(__name__)
+
+_Send = TypeVar("_Send", bound=Callable[..., Any])
 
 _CONNECT_S: Final = 10.0
 _RELEASE_S: Final = 2.0
@@ -99,13 +101,16 @@ class EngineClient:
     def claim(self, run: Run, *, takeover: bool) -> dict[str, Any]:
         """Make a run the engine's owner; {} if the engine knows no runs.
 
+        Waits while a sender without a run has parts staged.
+
         Raises:
             RunConflict: Another run owns it, or has fenced this one.
             SyncError: It refused or could not be reached.
         """
         body = {"action": "claim", **run.request, "takeover": takeover}
         try:
-            return self._request("POST", "/delta_run", self._named, fields=body)
+            post = self._patient()(self._request)
+            return post("POST", "/delta_run", self._named, fields=body)
         except SyncError as failed:
             if failed.status == 404 and not failed.error:
                 return {}
@@ -158,10 +163,6 @@ class EngineClient:
         Raises:
             SyncError: The engine refused it or could not be reached; see `SyncError.unanswered`.
         """
-        is_busy, stop = retry_if_exception_type(_Busy), stop_before_delay(self._timeout)
-        retry_busy = retry(
-            retry=is_busy, wait=_retry_after_s, stop=stop, before_sleep=self._waits, reraise=True
-        )
         if part == 0:
             self.at_once = self._most_at_once
         if last:
@@ -169,7 +170,7 @@ class EngineClient:
         signed = {} if self._hmac_key is None else {SIGNATURE_HEADER: sign(self._hmac_key, body)}
         unanswered: list[SyncError] = []
         try:
-            post = retry_busy(self._request)
+            post = self._patient()(self._request)
             query = self._query | ({} if self.reason is None else {"reason": self.reason})
             answer = post("POST", "/update_weights_delta", query, body, signed, unanswered)
         except SyncError as failed:
@@ -244,6 +245,14 @@ class EngineClient:
             ended = time.perf_counter()
             self.speed.note(len(body or b""), ended - start, fields, ended)
         return fields
+
+    def _patient(self) -> Callable[[_Send], _Send]:
+        """Return what makes a function that sends wait while the engine is busy."""
+        is_busy, stop = retry_if_exception_type(_Busy), stop_before_delay(self._timeout)
+        patient = retry(
+            retry=is_busy, wait=_retry_after_s, stop=stop, before_sleep=self._waits, reraise=True
+        )
+        return cast("Callable[[_Send], _Send]", patient)
 
     def _waits(self, state: RetryCallState) -> None:
         """Say what a post waits for, and until when."""

@@ -300,8 +300,8 @@ class MultiSender(AbstractContextManager["MultiSender"]):
         self._end_unfinished()
         started = time.perf_counter()
         self._end_lagging()
-        meet_all(self._sessions, self._options["lag_limit"])
         sessions = [session for session in self._all if session not in self._lagging]
+        meet_all([s for s in sessions if s is not self._log], self._options["lag_limit"])
         version, count = self._next_version(full=full), len(sessions)
         writers = (self._log is not None) + (self._tracker.file is not None)
         tensors = named_pairs(tensors)

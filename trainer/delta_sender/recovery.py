@@ -201,6 +201,8 @@ def _why(state: AckedState, status: Mapping[str, Any], error: SyncError, is_unce
         return f"changed: {status['foreign']} changed the weights"
     if error.error.get("type") == "BaseMismatch":
         return "changed: the engine holds other weights than those the changes start from"
+    if actual == state.version:
+        return f"changed: version {actual} is there, but not known to be the one of the changes"
     if status.get("loaded"):
         return f"restarted: the engine is at version {actual}, not at {state.version}"
     return f"behind: the engine is at version {actual}, not at {state.version}"

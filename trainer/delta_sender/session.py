@@ -79,7 +79,8 @@ class Session:
         self._unserved: set[str] = set()  # changed tensors that it ignores, as was said
         self._asking = Lock()
         self._contact: _Contact | None = None
-        self._failed: BaseException | None = None  # that `ask_early` has met, for `sync` to raise
+        self._tries = 0  # of asking that have failed
+        self._failed: BaseException | None = None  # that the last try has met, for `sync` to raise
         self.is_claimed = False  # the destination is, or may be, the run's
         self.is_met = is_log  # nothing is left to be found out before the first sync
         # Without differences once they were refused.
@@ -90,28 +91,41 @@ class Session:
     def ask(self) -> None:
         """Claim the destination for the run, and ask what it holds; once.
 
+        If another thread is asking, its outcome counts.
+
         Raises:
             SyncError: It belongs to another run, refused, or could not be reached.
         """
+        tries = self._tries
         with self._asking:
             if self.is_met or self._contact is not None:
                 return
-            destination, self.is_claimed = self.destination, True
+            if self._failed is not None and self._tries != tries:
+                raise self._failed
+            self._failed = None
             try:
-                claimed = destination.claim(self.run, takeover=self._options["takeover"])
-            except Exception:
-                self.is_claimed = False
+                self._contact = self._ask()
+            except BaseException as error:
+                self._tries, self._failed = self._tries + 1, error
                 raise
-            status = destination.status()
-            self._contact = _Contact(claimed, status, destination.plan() if status else None)
+
+    def _ask(self) -> _Contact:
+        destination, self.is_claimed = self.destination, True
+        try:
+            claimed = destination.claim(self.run, takeover=self._options["takeover"])
+        except SyncError as failed:
+            self.is_claimed = not failed.error  # without the engine's own answer it may be
+            raise
+        status = destination.status()
+        return _Contact(claimed, status, destination.plan() if status else None)
 
     def ask_early(self) -> bool:
         """Call `ask`, and let `sync` raise what it raises; return whether there is an answer."""
         try:
             self.ask()
-        except BaseException as error:
-            self._failed = error
-        return self._failed is None
+        except BaseException:
+            return False
+        return True
 
     def meet(self) -> None:
         """Find out by its digest whether the destination holds the base; once, after `ask`.

@@ -15,6 +15,7 @@ from tests.unit.receiver.sync_parts import TIMEOUT, commit, full, part, refused
 A = RunSender(run="a", epoch=1, host="one", pid=11)
 B = RunSender(run="b", epoch=1, host="two", pid=22)
 A_AGAIN = RunSender(run="a", epoch=2, host="one", pid=12)
+TWIN = RunSender(run="a", epoch=1, host="two", pid=11)  # has opened a copy of A's state
 
 
 def of(sender: RunSender | None, version: int = 6, base: int = 5, **changes: Any) -> PartId:
@@ -131,6 +132,34 @@ def test_an_earlier_process_stays_fenced(state: SyncState) -> None:
         claim(state, A, takeover=True)
 
 
+def test_a_twin_is_refused_as_another_run_is(state: SyncState) -> None:
+    commit(state, of(A))
+    for one in (of(TWIN, 7, 6), full_of(TWIN, 9)):
+        error = refused(state, one, RunConflict)
+        assert "same state" in error.message
+        assert owner_in(error)["host"] == "one"
+    with pytest.raises(RunConflict):
+        claim(state, TWIN)
+    assert not state.release(TWIN)
+    commit(state, of(A, 7, 6))
+
+
+def test_a_twin_can_take_over(state: SyncState) -> None:
+    state.admit(of(A, num_parts=2), 0)
+    assert claim(state, TWIN, takeover=True).host == "two"
+    assert state.sync is None
+    refused(state, of(A), RunConflict)
+    state.release(TWIN)
+    commit(state, of(A))
+
+
+def test_who_names_no_process_is_no_twin(state: SyncState) -> None:
+    claim(state, A)
+    commit(state, of(RunSender(run="a", epoch=1)))
+    assert state.runs.owner is not None
+    assert state.runs.owner.pid == 11
+
+
 def test_a_new_attempt_replaces_the_own_one(state: SyncState) -> None:
     state.admit(of(A, 6, num_parts=2), 0)
     assert state.admit(of(A, 7, num_parts=2), 1) == "new"
@@ -185,7 +214,22 @@ def test_a_release_drops_what_was_staged(state: SyncState) -> None:
     assert state.release(A)
     assert (state.sync, state.runs.owner, state.run) == (None, None, "a")
     assert not state.release(A)
+    claim(state, B)
     assert state.admit(of(B, 7, 6), 0) == "new"
+
+
+@pytest.mark.parametrize("other", [B, None])
+def test_a_number_of_another_run_is_no_base(state: SyncState, other: RunSender | None) -> None:
+    """A sent version 6 before the engine was restarted, and another trainer has come first."""
+    commit(state, of(other))
+    if other is not None:
+        state.release(other)
+    error = refused(state, of(A, 7, 6), VersionConflict)
+    assert error.operands["actual"] == 6
+    assert "claim" in error.message
+    assert state.runs.owner is None
+    claim(state, A)  # and look what is there
+    commit(state, of(A, 7, 6))
 
 
 def test_only_the_owner_releases(state: SyncState) -> None:

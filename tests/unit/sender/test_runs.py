@@ -95,6 +95,15 @@ def test_wrong_checkpoint_by_version_number(model: Model) -> None:
     assert engine.version == 6
 
 
+def test_the_expected_number_is_not_called_another(model: Model) -> None:
+    engine = Engine.of(model, version=6)
+    engine.faults = {0: sends(error(409, "VersionConflict", actual=6))}
+    with sender_of(engine, model, digest=False, base_version=6) as sender:
+        with pytest.raises(FullSyncRefused) as caught:
+            sender.sync(model.items())
+    assert "version 6 is there, but not known to be" in str(caught.value)
+
+
 @pytest.mark.parametrize("how", ["allow", "asked for"])
 def test_other_weights_are_replaced_if_wanted(
     model: Model, how: str, caplog: pytest.LogCaptureFixture
@@ -153,6 +162,33 @@ def test_engine_restarted_for_another_trainer_is_left_alone(model: Model) -> Non
         with pytest.raises(FullSyncRefused, match=another.run):
             sender.sync(model.items())
     assert engine.holds(theirs)
+
+
+@pytest.mark.parametrize("run", ["another", "anonymous-1"])
+def test_later_weights_of_the_bases_run_are_kept(model: Model, run: str) -> None:
+    """Its trainer has gone on after the engine's restart, or an anonymous run has its name."""
+    engine, theirs = Engine.of(model, version=6, run=run), other_of(model)
+    with sender_of(engine, model) as sender:
+        train(model)
+        sender.sync(model.items())
+        engine.restart(theirs)
+        engine.version, engine.run, engine.loaded = 9, run, False
+        train(model, 1)
+        with pytest.raises(FullSyncRefused, match="version 9"):
+            sender.sync(model.items())
+    assert engine.holds(theirs)
+
+
+def test_the_base_that_is_rolled_back_to_is_replaced(model: Model) -> None:
+    base, engine = copied(model), Engine.of(model, version=6)
+    with sender_of(engine, model) as sender:
+        train(model)
+        sender.sync(model.items())
+        engine.restart(base)
+        engine.version, engine.run, engine.loaded = 6, "another", False
+        train(model, 1)
+        report = sender.sync(model.items())
+    assert (report.full, engine.holds(model)) == (True, True)
 
 
 @pytest.mark.parametrize(
@@ -421,6 +457,23 @@ def test_claim_is_released_if_nothing_follows(model: Model) -> None:
     assert [body["action"] for body in engine.claims] == ["claim", "release"]
 
 
+def test_claim_without_an_answer_is_released(model: Model, naps: list[float]) -> None:
+    """The engine may have taken it all the same."""
+    engine = Engine.of(model)
+    takes = engine.take_claim
+
+    def loses(body: dict[str, object]) -> httpx.Response:
+        answer = takes(body)
+        if body["action"] == "claim":
+            raise httpx.ReadTimeout("late")
+        return answer
+
+    engine.take_claim = loses  # type: ignore[method-assign]
+    with sender_of(engine, model) as sender, pytest.raises(SyncError):
+        sender.sync(model.items())
+    assert engine.owner is None
+
+
 def test_release_that_fails_is_no_error(model: Model) -> None:
     engine = Engine.of(model)
     with sender_of(engine, model) as sender:
@@ -479,6 +532,20 @@ def test_who_waits_says_for_whom(
     [said] = caplog.messages
     for word in ("http://engine is busy", "version 4 of run theirs (node7, pid 99", "again in 1 s"):
         assert word in said
+
+
+def test_first_sync_waits_for_staged_parts(model: Model, naps: list[float]) -> None:
+    """Of a sender without a run: they keep a claim out, too."""
+    engine = Engine.of(model)
+    takes, busy = engine.take_claim, [error(409, "SyncInProgress", staged_version=4)] * 2
+
+    def take_claim(body: dict[str, object]) -> httpx.Response:
+        return busy.pop() if busy else takes(body)
+
+    engine.take_claim = take_claim  # type: ignore[method-assign]
+    with sender_of(engine, model, timeout=90.0) as sender:
+        assert not sender.sync(model.items()).full
+    assert naps == [1.0, 1.0]
 
 
 def test_retries_are_said(

@@ -216,3 +216,26 @@ def test_reference_sender_keeps_to_the_rules(
     assert again.sync(model) == 12  # 11 was the delta that did not fit
     assert holds(rig, model)
     again.close()
+
+
+def test_copies_of_a_state_file_do_not_heal_each_other(
+    rig: Rig, model: Model, open_sender: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [tmp_path / name for name in ("state.json", "copy.json")]
+    with open_sender(model, state=files[0]) as sender:
+        sender.sync(model.items())
+    files[1].write_bytes(files[0].read_bytes())
+    first, theirs = open_sender(model, state=files[0]), copied(model)
+    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
+    second = open_sender(theirs, state=files[1])
+    assert (first.run, first.epoch) == (second.run, second.epoch)
+    train(model)
+    first.sync(model.items())
+    train(theirs, 1)
+    with pytest.raises(RunConflict, match="same state"):
+        second.sync(theirs.items())
+    second.close()
+    train(model, 2)
+    assert not first.sync(model.items()).full
+    assert holds(rig, model)
+    first.close()

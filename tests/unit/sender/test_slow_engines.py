@@ -83,6 +83,38 @@ def test_one_that_lags_holds_up_nobody(bucket_bytes: int, meanwhile: int) -> Non
         assert b.holds(model)
 
 
+@pytest.mark.parametrize("lag_limit", [None, 60.0])
+def test_one_that_never_answered_keeps_nobody_waiting(lag_limit: float | None) -> None:
+    model, go, claims = model_of(tensors=2), threading.Event(), []
+    a, b = two(model)
+    takes = b.take_claim
+
+    def take_claim(body: dict[str, object]) -> httpx.Response:
+        claims.append(body)
+        if len(claims) == 1:
+            return error(500, "DeltaError")
+        assert go.wait(20)
+        return takes(body)
+
+    b.take_claim = take_claim  # type: ignore[method-assign]
+    with sender_of(a, b, model, lag_limit=lag_limit) as sender:
+        train(model)
+        with pytest.raises(PartialSyncError):
+            sender.sync(model.items())
+        train(model, 1)
+        reports: dict[str, SyncReport] = {}
+        syncs = threading.Thread(target=lambda: reports.update(sender.sync(model.items())))
+        syncs.start()
+        deadline = time.monotonic() + 10
+        while a.version < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        found = a.version
+        go.set()
+        syncs.join(20)
+        assert (found, a.holds(model), b.holds(model)) == (2, True, True)
+        assert set(reports) == {A, B}
+
+
 def test_one_that_lags_and_then_fails_gets_all_that_it_missed() -> None:
     model = model_of(tensors=3)
     a, b, sender, slow = lagging(model)

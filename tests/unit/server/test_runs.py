@@ -200,6 +200,7 @@ def test_a_release(rig: Rig) -> None:
     assert ask(rig, "release", A).json() == {"status": "released", "released": True}
     status = rig.status()
     assert (status["run"], status["owner"], status["staged"]) == ("a", None, None)
+    assert ask(rig, "claim", B).status_code == 200
     assert rig.send(a_step(2, B)).json()["run"] == "b"
 
 
@@ -309,6 +310,7 @@ def test_a_log_says_the_run_and_takes_no_engine(
     assert (status["version"], status["run"], status["owner"]) == (VERSION + 1, "a", None)
     assert status["loaded"] is False
     assert rig.send(a_step()).json()["status"] == "already_applied"
+    assert ask(rig, "claim", B).status_code == 200
     rig.send(a_step(2, B))
     write(log, a_step(2), VERSION + 2)
     write(log, a_step(3), VERSION + 3)
