@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from delta_sender.diff_loop import Bits
+from delta_sender.results import SyncError
 from delta_sender.snapshot import Changes, Snapshot
 from engine_ext.resources import usable_cores
 from engine_ext.wire import Digest, tensor_digest
@@ -60,10 +61,20 @@ class EnginePlan:
 
         Args:
             refused: what an engine without a plan has said that it ignores.
+
+        Raises:
+            SyncError: The plan names none of the sender's tensors: whatever it sent, or did not,
+                would say nothing of them. Nothing was sent.
         """
         rows = [row for rank in answer or [] for row in rank]
         held = {row["name"] for row in rows if row["status"] != "ignored"}
         known = {tensors.key(row["name"]) for row in rows if not row.get("tied_to")}
+        if rows and known.isdisjoint(tensors):
+            raise SyncError(
+                "none of the tensors of the base has a name that the engine knows: the base has "
+                f"{next(iter(tensors), None)}, ...; the engine {rows[0]['name']}, ...; give the "
+                "names of the checkpoint that the engine was started with (named_tensors has them)"
+            )
         every = [n for n in (*tensors, *tensors.tied) if answer is not None or n not in refused]
         names = tuple(n for n in every if n in held or (n in tensors and n not in known))
         digested = frozenset(row["name"] for row in rows if row["digested"])

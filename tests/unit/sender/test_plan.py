@@ -218,3 +218,15 @@ def test_another_engine_at_the_same_place() -> None:
     train(model, 2)
     assert not sender.sync(model.items()).full
     assert engine.holds(model)
+
+
+def test_base_of_other_names_commits_nothing() -> None:
+    """Without a change, too: an empty version would say that the engine holds these tensors."""
+    model = model_of(tensors=3)
+    engine = Engine.of(model)
+    renamed = {f"module.{name}": tensor for name, tensor in model.items()}
+    with sender_of(engine, renamed) as sender:
+        with pytest.raises(SyncError, match=r"the base has module\.\S+, \.\.\.; the engine \w+"):
+            sender.sync(renamed.items())
+        assert sender.version == 0
+    assert engine.version == 0
