@@ -10,9 +10,8 @@ from typing import Any, Final
 import torch
 from safetensors.torch import save_file
 
-from scripts.live_engine import tiny_models, vision_models
-from tests.support import quantised_checkpoints
-from tests.support.quantised_checkpoints import FORMATS, Tensors
+from scripts.live_engine import quantised_checkpoints, tiny_models, vision_models
+from scripts.live_engine.quantised_checkpoints import FORMATS, Tensors
 
 # Blocks of fp8 checkpoints have 128 rows and columns: no projection can be smaller.
 _BLOCK: Final = 128

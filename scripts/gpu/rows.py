@@ -24,8 +24,7 @@ import torch
 from delta_sender import DeltaSender, SyncReport
 from scripts.gpu import checkpoints
 from scripts.gpu.engine import GpuVllm
-from scripts.live_engine import tiny_models
-from tests.support import quantised_checkpoints
+from scripts.live_engine import quantised_checkpoints, tiny_models
 
 Weights = dict[str, torch.Tensor]
 Facts = dict[str, Any]

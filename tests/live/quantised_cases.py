@@ -8,10 +8,9 @@ from typing import Any, Final
 
 import torch
 
-from scripts.live_engine import tiny_models
+from scripts.live_engine import quantised_checkpoints, tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import fingerprint
-from tests.support import quantised_checkpoints
 
 _CHANNEL = ("--quantization", "fp8_per_channel")
 _TENSOR = ("--quantization", "fp8_per_tensor")

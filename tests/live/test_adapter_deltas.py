@@ -13,11 +13,10 @@ import torch
 from safetensors.torch import save_file
 
 from delta_sender import DeltaSender, SyncError
-from scripts.live_engine import tiny_models
+from scripts.live_engine import quantised_checkpoints, tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import check_steps
 from tests.live.lora import ADAPTER, generated, make_adapter, seen_from
-from tests.support import quantised_checkpoints
 from tests.support.served_models import delta_between, one_part
 
 OTHER = "other"

@@ -12,11 +12,10 @@ from typing import Final
 
 import pytest
 
-from scripts.live_engine import tiny_models
+from scripts.live_engine import quantised_checkpoints, tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import check_steps
 from tests.live.quantised_cases import CASES, Case
-from tests.support import quantised_checkpoints
 
 COMPILED: Final = "--no-enforce-eager"
 MODELS: Final = {

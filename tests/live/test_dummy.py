@@ -11,11 +11,10 @@ import torch
 
 from delta_sender import DeltaSender
 from engine_ext.dtypes import torch_bits_dtype
-from scripts.live_engine import tiny_models
+from scripts.live_engine import quantised_checkpoints, tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import fingerprint
 from tests.live.quantised_cases import CASES, Case
-from tests.support import quantised_checkpoints
 
 DUMMY = ("--load-format", "dummy")
 # The loader of Mamba computes A of A_log.

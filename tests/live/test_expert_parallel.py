@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from scripts.live_engine import tiny_models
+from scripts.live_engine import quantised_checkpoints, tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import check_steps
-from tests.support import quantised_checkpoints
 
 FLAGS = {"vllm": ["--enable-expert-parallel"], "sglang": ["--ep-size", "2", "--skip-server-warmup"]}
 # SGLang's warm-up and health check would generate.

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from scripts.live_engine import tiny_models
+from scripts.live_engine import quantised_checkpoints, tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import check_steps
 from tests.live.lora import ADAPTER, make_adapter, seen_from
-from tests.support import quantised_checkpoints
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from scripts.live_engine import tiny_models
+from scripts.live_engine import quantised_checkpoints, tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import check_steps, fingerprint
 from tests.live.sglang_memory import Server
-from tests.support import quantised_checkpoints
 from tests.support.plain_trainer import Trainer, container
 
 # vLLM does not generate so on the CPU by itself.

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from scripts.live_engine import tiny_models
+from scripts.live_engine import quantised_checkpoints, tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import check_steps
 from tests.live.quantised_cases import CASES
-from tests.support import quantised_checkpoints
 
 FULL = pytest.mark.full
 QUICK = ("online-fp8-2-ranks",)

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from scripts.live_engine import tiny_models
+from scripts.live_engine import quantised_checkpoints, tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import PROMPTS, check_steps
-from tests.support import quantised_checkpoints
 
 REPLICAS = 2
 FLAGS = {"vllm": ("--data-parallel-size", "2"), "sglang": ("--dp-size", "2")}

@@ -17,10 +17,10 @@ import torch
 from delta_sender import DeltaSender, quantize_weight
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
+from scripts.live_engine.quantised_checkpoints import by_compressed_tensors, quantised, rewrite
 from tests.live.conftest import fingerprint
 from tests.support.fake_engine import bits
 from tests.support.plain_trainer import Trainer
-from tests.support.quantised_checkpoints import by_compressed_tensors, quantised, rewrite
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 from delta_sender import DeltaSender
-from scripts.live_engine import tiny_models
+from scripts.live_engine import quantised_checkpoints, tiny_models
 from scripts.live_engine.process import EngineProcess
 from scripts.live_engine.sglang import SglangProcess
 from tests.live.sglang_memory import Server
-from tests.support import quantised_checkpoints
 from tests.support.in_process_sglang import Case, run
 
 AMX = Path(__file__).parents[1] / "shims" / "sglang_amx"

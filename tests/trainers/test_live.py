@@ -18,8 +18,8 @@ import transformers
 from delta_sender import SyncReport
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
+from scripts.live_engine.quantised_checkpoints import by_compressed_tensors, quantised, rewrite
 from tests.live.conftest import fingerprint
-from tests.support.quantised_checkpoints import by_compressed_tensors, quantised, rewrite
 from tests.support.trainer_models import saved
 
 Start = Callable[..., EngineProcess]

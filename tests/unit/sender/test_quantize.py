@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from delta_sender import DeltaSender, Quantizer, SyncError, cli, quantize_weight
 from delta_sender.quantize import FORMS
 from engine_ext.wire import ENCODINGS
+from scripts.live_engine.quantised_checkpoints import by_compressed_tensors
 from tests.support.fake_engine import Engine, Model, bits, error, sends, snapshot_is
-from tests.support.quantised_checkpoints import by_compressed_tensors
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 FLOATS = (BF16, torch.float16, torch.float32)
