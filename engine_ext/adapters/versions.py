@@ -25,8 +25,8 @@ class Versions:
     Attributes:
         engine: its name.
         supported: the versions, the oldest first; each stands for the releases that begin with it.
-        not_run: those of `supported` whose Python sources the tests check, and of which no engine
-            was started.
+        not_run: those of `supported` that never ran as an engine; the tests check their Python
+            sources only.
     """
 
     engine: str

@@ -60,7 +60,7 @@ class Applier(Protocol):
         """
 
     def search_again(self) -> bool:
-        """Refuse the weights that the engine keeps copies of which it did not have at start-up.
+        """Refuse weights that the engine has copied since start-up.
 
         An engine may make some when it first generates. Return whether it could be searched.
         """

@@ -514,5 +514,5 @@ def _last_records(known: Mapping[str, str], seen: Mapping[str, str]) -> dict[str
 
 
 def _process(sender: RunSender | None) -> tuple[str, int] | None:
-    """Return which process of which run a sender is."""
+    """Return the run and the epoch of a sender."""
     return None if sender is None else (sender.run, sender.epoch)

@@ -34,7 +34,7 @@ class DeltaWeightTransfer:
     Args:
         url: The engine's root.
         base: The folder of the checkpoint that the engine was started with; its ``config.json``
-            says of which class the model is. It may be quantised, see `Options.quantize`.
+            names the model's class. It can be quantised, see `Options.quantize`.
         frozen: Which tensors the trainer leaves out because it does not train them, as
             `AsyncGRPOTrainer` does with parameters that need no gradient; they are then the
             base's. See `checkpoint_names`. Without it, that is an error.

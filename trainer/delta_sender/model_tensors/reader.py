@@ -191,7 +191,7 @@ def from_stream(
 def _refuse_left_out(
     absent: Iterable[str], buffers: Container[str], frozen: bool | Iterable[str]
 ) -> None:
-    """Refuse tensors that were left out, and of which nothing says that they are not trained.
+    """Refuse tensors that were left out and are not marked as untrained.
 
     Raises:
         ValueError: There are some.
