@@ -18,18 +18,18 @@ pytestmark = pytest.mark.versions
 ENABLE = "--enable-delta-updates"
 FLAGS = [
     ENABLE,
-    "--delta-chunk-bytes",
-    "--delta-read-workers",
+    "--delta-base-version",
+    "--delta-keep-plain",
     "--delta-root",
     "--delta-log",
-    "--delta-spool-dir",
-    "--delta-max-body-bytes",
-    "--delta-max-uploads",
-    "--delta-min-upload-rate",
-    "--delta-stage-timeout",
-    "--delta-base-version",
-    "--delta-scrub-interval",
+    "--delta-follow",
     "--delta-api-key",
+    "--delta-allow-from",
+    "--delta-scrub-interval",
+    "--delta-max-pause",
+    "--delta-undo-bytes",
+    "--delta-shadow-bytes",
+    "--delta-tuning",
 ]
 EXAMPLE_CONNECTOR = '{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}'
 ENDPOINTS = [
@@ -45,7 +45,7 @@ ENDPOINTS = [
 @pytest.mark.parametrize(
     ("engine", "command"),
     [
-        ("vllm", ["-m", "vllm.entrypoints.openai.api_server", "--help=DeltaUpdates"]),
+        ("vllm", ["-m", "vllm.entrypoints.openai.api_server", "--help=delta"]),
         ("sglang", ["-m", "sglang.launch_server", "--help"]),
     ],
 )
@@ -132,7 +132,7 @@ def parsed_by_vllm(*arguments: str) -> Any:
             [DELTAS, "--compilation-config", '{"inductor_compile_config": {"freezing": true}}'],
             "inductor's freezing",
         ),
-        (["--delta-read-workers", "2"], "needs --enable-delta-updates"),
+        (["--delta-tuning", "read-workers=2"], "needs --enable-delta-updates"),
         *(
             pytest.param(arguments, message, marks=pytest.mark.full)
             for arguments, message in (
@@ -276,7 +276,7 @@ SGLANG_REFUSES = {
     "nodes": ([ENABLE, "--nnodes", "2", "--dp-size", "2"], "several hosts"),
     "lora": ([ENABLE, "--enable-lora"], "--enable-lora"),
     "workers": ([ENABLE, "--tokenizer-worker-num", "2"], "--tokenizer-worker-num above 1"),
-    "companion": (["--delta-read-workers", "2"], "needs --enable-delta-updates"),
+    "companion": (["--delta-tuning", "read-workers=2"], "needs --enable-delta-updates"),
 }
 
 
